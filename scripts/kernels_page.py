@@ -290,6 +290,10 @@ arguments; the launchers of small kernels keep constexprs and options prepared. 
 gradients are recorded, norms, gated activations and `rope` leave `autograd.Function` out, too, and norms take tensors of any number of
 dimensions without views around them.
 
+From Hopper on the kernels of a decoding step are launched while the kernel before them still runs ([Note: Programmatic dependent launch] in
+`ztk/kernels/_dependent_launch.py`), norms and routes of training with them. They wait before their first access to memory: the report below
+fails for one whose PTX or assembled code does not.
+
 `python scripts/bench_launch.py` prints the host's microseconds per op, with a stand-in for what the driver does. Triton 3.9.0, torch
 2.13.0, one core of a shared machine, the least of 60 rounds; launches are those of all the op's kernels:
 

@@ -63,14 +63,34 @@ def two_more_exponentials_per_logit(folder: Path) -> str:
         return "" if row.ok else row.reason
 
 
+def early(folder: Path, *, old: str, new: str) -> str:
+    """A kernel that is launched before the one in front of it has ended, whose wait is not where it must be."""
+    with planted(folder, file="cache_rows.py", old=old, new=new, backend="auto") as package:
+        spec = spec_of(package, "cache_rows")
+        compiled = __import__(f"{package.__name__}.aot", fromlist=["compile_case"]).compile_case
+        row = compiled(spec.aot[0], spec=spec, arch=TARGET)
+        return "" if row.ok else row.reason
+
+
+def early_kernels(folder: Path) -> dict[str, str]:
+    """Without a wait, with a store in front of it, and in some programs only."""
+    wait = "    wait_for_kernels(PDL)\n"
+    return {
+        "no wait": early(folder, old=wait, new=""),
+        "a store before the wait": early(folder, old=wait, new=f"    tl.store(places_ptr, 0)\n{wait}"),
+        "a wait in some programs": early(folder, old=wait, new=f"    if tl.program_id(1) < H:\n    {wait}"),
+    }
+
+
 def main() -> None:
-    """Try all four."""
+    """Try all."""
     with tempfile.TemporaryDirectory() as folder:
         reasons = {
             "32 elements per thread": thirty_two_per_thread(),
             "attention with one stage": attention_with_one_stage(),
             "grouped 128x64x32, one stage": small_grouped_tiles(),
             "two more exponentials per logit": two_more_exponentials_per_logit(Path(folder)),
+            **early_kernels(Path(folder)),
         }
     print(json.dumps(reasons))
 

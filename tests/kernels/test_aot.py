@@ -1,19 +1,21 @@
 """The static budgets: every kernel compiled for every target, in a process that does not interpret."""
 
+import ast
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from ztk.kernels import ALL_OPS
-from ztk.kernels._sass import dissect_sass, programs_per_processor
+from ztk.kernels._sass import before_the_wait, dissect_sass, programs_per_processor
 from ztk.kernels._spec import TARGETS
 
 COLUMNS = {
     "kernel", "arch", "registers", "stack_bytes", "shared_bytes", "vector_loads", "vector_stores", "barriers",
-    "instructions_per_element", "loop_instructions", "programs", "programs_per_processor", "spills", "ok", "reason",
+    "instructions_per_element", "loop_instructions", "programs", "programs_per_processor", "spills", "dependent", "early", "ok", "reason",
 }  # fmt: skip
 
 
@@ -52,8 +54,72 @@ def test_spills_have_a_reason(rows):
     assert all(row["reason"] for row in rows if row["spills"] or row["stack_bytes"])
 
 
+EARLY = {  # of a decoding step; norms and routes are training's, too
+    "_linear_rows", "_linear_few", "_cache_rows", "_paged_attention", "_merge_segments", "_draw_tiles", "_merge_draws", "_select_rows",
+    "_copy_blocks", "_rms_norm_fwd", "_layer_norm_fwd", "_wide_norm_fwd", "_moe_choose", "_moe_scan", "_moe_place", "_combine_fwd",
+}  # fmt: skip
+
+
+def test_kernels_of_a_decoding_step_are_launched_early_and_wait(rows):
+    """Before the kernel in front of them has ended, from Hopper on; that they wait first is a budget (`before_the_wait`)."""
+    early = {(row["kernel"].split("[")[0], row["arch"]) for row in rows if row["dependent"]}
+    assert early == {
+        (row["kernel"].split("[")[0], row["arch"])
+        for row in rows
+        if row["kernel"].split("[")[0] in EARLY and row["arch"] in ("sm_90", "sm_100")
+    }
+    assert {kernel for kernel, _ in early} == EARLY and not any(row["early"] for row in rows)
+
+
+def test_kernels_and_launches_agree_on_the_wait():
+    """A kernel with PDL waits in its first line, and `launch_pdl` is an option of `dependent_launch` alone."""
+    waiting = set()
+    for path in Path(before_the_wait.__code__.co_filename).parent.glob("*.py"):
+        text = path.read_text()
+        assert "launch_pdl" not in text or path.name in ("_dependent_launch.py", "_record.py", "aot.py"), path.name
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and any(argument.arg == "PDL" for argument in node.args.args):
+                waiting.add(node.name)
+                assert node.name == "wait_for_kernels" or ast.unparse(node.body[1]) == "wait_for_kernels(PDL)", (
+                    node.name
+                )
+    assert waiting == EARLY | {"wait_for_kernels"}
+
+
+@pytest.mark.parametrize(
+    "ptx, sass, found",
+    [
+        ("ld.param.b64 %rd1, [p];\n@%p2 tcgen05.alloc [%r43], 32;\nld.shared.b32 %r2, [s];\ngriddepcontrol.wait ;", "", ""),
+        ("griddepcontrol.wait; // dummy %r1\nld.global.b32 %r1, [%rd1];", "", ""),
+        ("@%p1 ld.global.nc.b32 %r1, [%rd1];\ngriddepcontrol.wait ;", "", "PTX: `@%p1 ld.global"),
+        ("cp.async.bulk.shared::cta.global [%r1], [%rd1], 16, [%r2];\ngriddepcontrol.wait ;", "", "PTX: `cp.async.bulk"),
+        ("red.global.add.f32 [%rd1], %f1;\ngriddepcontrol.wait ;", "", "PTX: `red.global"),
+        ("ld.b32 %r1, [%rd1];\ngriddepcontrol.wait ;", "", "PTX: `ld.b32"),
+        ("@%p1 griddepcontrol.wait ;", "", "PTX: `@%p1 griddepcontrol.wait"),
+        ("ret;", "", "PTX: `ret"),
+        ("mov.u32 %r1, %tid.x;", "", "PTX: `st.global"),
+        ("griddepcontrol.wait;", "S2R R1, SR_TID.X ;\n/*0018*/ @P0 ACQBULK", "SASS: `@P0 ACQBULK"),
+        ("griddepcontrol.wait;", "LDG.E R1, desc[UR4][R2.64]", "SASS: `LDG.E"),
+        ("griddepcontrol.wait;", "@P0 BRA 0x30", "SASS: `@P0 BRA 0x30"),
+        ("griddepcontrol.wait;", "@P0 BRA 0x20", ""),  # to the wait
+        ("griddepcontrol.wait;", "CALL.REL.NOINC 0x50", ""),  # to a trap
+        ("griddepcontrol.wait;", "CALL.REL.NOINC 0x30", "SASS: `CALL.REL"),
+        ("griddepcontrol.wait;", "@!UP1 EXIT", "SASS: `@!UP1 EXIT"),
+    ],
+)  # fmt: skip
+def test_what_comes_before_a_wait_is_read_right(ptx, sass, found):
+    """Of both codes, with predicates and comments; SASS: the instruction at 0x10, the wait at 0x20."""
+    code = (
+        f"/*0000*/ LDC R1, c[0x0][0x28] ;\n/*0010*/ {sass or 'NOP'} ;\n/*0020*/ ACQBULK ;\n/*0030*/ LDG.E R1, [R2] ;\n"
+    )
+    code += "/*0040*/ EXIT ;\n/*0050*/ BPT.TRAP 0x1 ;"
+    text = f".func .entry k(\n.param .u64 p\n)\n.reqntid 128\n{{\n\t.reg .pred %p<2>;\n\t{ptx}\n\tst.global.b32 [%rd1], %r1;\n\tret;\n}}"
+    answer = before_the_wait(ptx=text, sass=code)
+    assert answer.startswith(found) and bool(answer) == bool(found), answer
+
+
 def test_slower_launches_break_their_budgets():
-    """Budgets are those of the launchers: what a launcher chooses badly breaks them, for the reason meant."""
+    """Budgets are those of the launchers: what a launcher chooses badly breaks them, for the reason meant; so do waits that are missing."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "tests.kernels.budget_mistakes"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -64,6 +130,9 @@ def test_slower_launches_break_their_budgets():
         "attention with one stage": "B of shared memory <",
         "grouped 128x64x32, one stage": "B of shared memory <",
         "two more exponentials per logit": "instructions per element in loops >",
+        "no wait": "ld.global",
+        "a store before the wait": "st.global",
+        "a wait in some programs": "bra",
     }
     assert reasons.keys() == expected.keys()
     for mistake, reason in expected.items():

@@ -25,13 +25,14 @@ class Machine:
     architecture: Architecture
     warp_size: int
     processors: int  # multiprocessors or compute units
+    dependent_launch: bool = False  # a kernel may be launched before the one in front of it has ended
 
 
 # One machine per compilation target: an A100, an H100 or H200, a B200, an MI300X.
 MACHINES = {
     "sm_80": Machine(architecture=Architecture.ampere, warp_size=32, processors=108),
-    "sm_90": Machine(architecture=Architecture.hopper, warp_size=32, processors=132),
-    "sm_100": Machine(architecture=Architecture.blackwell, warp_size=32, processors=148),
+    "sm_90": Machine(architecture=Architecture.hopper, warp_size=32, processors=132, dependent_launch=True),
+    "sm_100": Machine(architecture=Architecture.blackwell, warp_size=32, processors=148, dependent_launch=True),
     "gfx942": Machine(architecture=Architecture.cdna, warp_size=64, processors=304),
 }
 # The interpreter, unless a test assumes another: the smallest tiles, and programs that share rows out unevenly.
@@ -65,4 +66,7 @@ def _of_gpu(index: int | None) -> Machine:
         return Machine(architecture=Architecture.cdna, warp_size=64, processors=processors)
     major = torch.cuda.get_device_capability(index)[0]
     architecture = {9: Architecture.hopper, 10: Architecture.blackwell}.get(major, Architecture.ampere)
-    return Machine(architecture=architecture, warp_size=32, processors=processors)
+    # Drivers before CUDA 12.3 do not record such launches into graphs.
+    # pyrefly: ignore[missing-attribute]  # of builds with CUDA
+    early = architecture is not Architecture.ampere and torch._C._cuda_getDriverVersion() >= 12030
+    return Machine(architecture=architecture, warp_size=32, processors=processors, dependent_launch=early)

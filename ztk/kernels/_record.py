@@ -36,7 +36,7 @@ class Launch:
     signature: dict[str, str]  # name -> type, "constexpr" for what is compiled in
     constexprs: dict[str, object]
     divisible: tuple[str, ...]  # names that are multiples of 16
-    options: dict[str, object]  # num_warps, num_stages, num_ctas, enable_fp_fusion
+    options: dict[str, object]  # num_warps, num_stages, num_ctas, enable_fp_fusion, launch_pdl
 
     @property
     def programs(self) -> int:

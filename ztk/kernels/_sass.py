@@ -1,6 +1,7 @@
 """Reading compiled kernels: what disassembled NVIDIA code and AMD assembly consist of, and how many programs fit on an SM."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 MATRIX_INSTRUCTION = {
@@ -17,6 +18,14 @@ SHARED_BYTES = {"sm_80": 164 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10}
 RESERVED_SHARED_BYTES = 1 << 10  # of every program
 PARTITIONS, REGISTERS, WARPS, PROGRAMS = 4, 65536, 64, 32
 REGISTER_UNIT = 256  # registers that a warp is given at a time
+
+
+# Accesses to memory that other kernels may write, and ways around what follows. Parameters and shared memory are a program's own.
+_PTX_EARLY = (
+    r"(ld(?!\.param|\.shared)|ldu|st(?!\.shared)|red|atom|cp|prefetchu?|multimem|mbarrier|tensormap|discard|applypriority|"
+    r"call|bra|brx|ret|exit|trap)\b"
+)
+_SASS_EARLY = r"(LD|LDG|LDGSTS|ST|STG|RED|REDG|ATOM|ATOMG|UBLK\w+|UTMA\w+|CCTL\w*|CALL|BRA|BRX|JMP|RET|EXIT)\b"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +59,42 @@ def programs_per_processor(*, registers: int, shared_bytes: int, num_warps: int,
     warps = min(WARPS, REGISTERS // PARTITIONS // per_warp * PARTITIONS)
     shared = SHARED_BYTES[arch] // (shared_bytes + RESERVED_SHARED_BYTES)
     return min(PROGRAMS, warps // num_warps, shared)
+
+
+def before_the_wait(*, ptx: str, sass: str) -> str:
+    """Of a kernel that is launched before the one in front of it has ended: what it does before it waits; empty if nothing.
+
+    Neither the compiler's PTX nor the assembler's code may touch memory that others write, end, or branch past an unconditional
+    `griddepcontrol.wait` ([Note: Programmatic dependent launch] in `_dependent_launch`).
+    """
+    body = ptx[ptx.index(".entry") :]
+    lines = [re.sub(r"//.*", "", line).strip() for line in body[body.index("{") :].splitlines()]
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\w+\s+)?[A-Z][^;]*);", sass)
+    assembled = [(int(address, 16), text.strip()) for address, text in found]
+    end = next((address for address, text in assembled if text == "ACQBULK"), 0)
+    trap = {address for address, text in assembled if text.startswith("BPT.TRAP")}
+    inside = [text for _, text in assembled if not _is_allocation(text, before=end, trap=trap)]
+    return _early("PTX", lines, wait="griddepcontrol.wait", early=_PTX_EARLY) or _early(
+        "SASS", inside, wait="ACQBULK", early=_SASS_EARLY
+    )
+
+
+def _early(name: str, instructions: Iterable[str], *, wait: str, early: str) -> str:
+    for text in instructions:
+        if text.startswith(wait):
+            return ""
+        if wait in text or re.match(rf"(?:@!?%?\w+\s+)?{early}", text):
+            return f"{name}: `{' '.join(text.split())}` before {wait}"
+    return f"{name}: no {wait}"
+
+
+def _is_allocation(text: str, *, before: int, trap: set[int]) -> bool:
+    """A branch to an address up to `before`, or the call of a trap: one warp allocates tensor memory, and ends the kernel if it cannot."""
+    target = re.match(r"(?:@!?U?P\w+\s+)?(BRA|CALL\.REL)\b.*?(0x[0-9a-f]+)$", text)
+    if target is None:
+        return False
+    address = int(target.group(2), 16)
+    return address <= before if target.group(1) == "BRA" else address in trap
 
 
 def dissect_sass(sass: str, *, arch: str, registers: int, stack_bytes: int, shared_bytes: int) -> Anatomy:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
 from ztk.kernels._jit import jit
 from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
@@ -48,9 +49,10 @@ def _load_sum(x_ptr, residual_ptr, o_n, m_n, dtype: tl.constexpr):
 @jit
 def _wide_norm_fwd(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, summed_ptr, mean_ptr, rstd_ptr, N, eps,
-    CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = (s - mean(s)) * rstd(s) * weight + bias for one row of s = x + residual; the mean is 0 unless CENTRED"""
+    wait_for_kernels(PDL)
     i_m = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     b_mean = tl.zeros([BLOCK], dtype=tl.float32)
@@ -155,7 +157,7 @@ def wide_forward(
     if M:
         _wide_norm_fwd[(M,)](
             x, residual, weight, bias, out, summed, mean if centred else None, rstd, N, eps, CENTRED=centred, BLOCK=_piece(x),
-            num_warps=NUM_WARPS, enable_fp_fusion=True,
+            num_warps=NUM_WARPS, enable_fp_fusion=True, **dependent_launch(machine(x.device)),
         )  # fmt: skip
     return out, summed, mean, rstd
 

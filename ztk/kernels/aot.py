@@ -2,8 +2,8 @@
 
 Reports what the assembler made of each `AotCase`, as its op launches it: registers, programs that fit on a processor and
 programs launched, stack and spills, shared memory, the widths of global loads and stores, barriers, matrix instructions,
-instructions per element of the program and of its loops. `--json` prints one list of objects instead of the table. The exit
-code is 1 when a budget is broken.
+instructions per element of the program and of its loops, and, of a kernel that is launched before the one in front of it has
+ended, what it does before it waits. `--json` prints one list of objects instead of the table. The exit code is 1 when a budget is broken.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from ztk.kernels import ALL_OPS
 from ztk.kernels._library import interpreting
 from ztk.kernels._machine import MACHINES
 from ztk.kernels._record import Launch, launch_of
-from ztk.kernels._sass import Anatomy, dissect_amdgcn, dissect_sass, programs_per_processor
+from ztk.kernels._sass import Anatomy, before_the_wait, dissect_amdgcn, dissect_sass, programs_per_processor
 from ztk.kernels._spec import TARGETS, AotCase, OpSpec
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -59,6 +59,8 @@ class AotRow:
     instructions: int = 0
     instructions_per_element: float | None = None
     loop_instructions: float | None = None  # per element, summed over the loops
+    dependent: bool = False  # launched before the kernel in front of it has ended
+    early: str = ""  # what such a kernel does before it waits
     ok: bool
     reason: str  # the broken budget, or why a spill or a narrow access is accepted
 
@@ -67,17 +69,21 @@ def compile_case(case: AotCase, *, spec: OpSpec, arch: str) -> AotRow:
     """Compile one case for one target and judge it; a compiler error is a row that is not ok."""
     try:
         launch = launch_of(spec, case=case, target=arch)
-        anatomy = _dissect(_compile(launch, arch=arch), arch=arch)
+        binary = _compile(launch, arch=arch)
+        sass = _cuobjdump("-sass", binary=binary) if arch.startswith("sm_") else ""
+        anatomy = _dissect(binary, sass=sass, arch=arch)
     except Exception as error:  # whatever the compiler raises belongs into the report
         text = " ".join(line.strip() for line in f"{type(error).__name__}: {error}".strip().splitlines()[:4])
         return AotRow(op=spec.name, kernel=case.name, arch=arch, ok=False, reason=text[:400])
     num_warps = launch.options["num_warps"]
-    fitting = 0
+    dependent, fitting = bool(launch.options.get("launch_pdl")), 0
     if arch.startswith("sm_"):
         fitting = programs_per_processor(
             registers=anatomy.registers, shared_bytes=anatomy.shared_bytes, num_warps=num_warps, arch=arch
         )
     numbers = {
+        "dependent": dependent,
+        "early": before_the_wait(ptx=binary.asm["ptx"], sass=sass) if dependent else "",
         "registers": anatomy.registers,
         "programs_per_processor": fitting,
         "programs": launch.programs,
@@ -134,6 +140,8 @@ def _broken_budgets(case: AotCase, *, row: AotRow) -> Iterable[str]:
     """One phrase per broken budget. Programs, registers, shared memory and loops are budgeted on `CALIBRATED` only."""
     machine = MACHINES[row.arch]
     threads = row.num_warps * machine.warp_size
+    if row.early:
+        yield f"launched before the kernel in front of it has ended, {row.early}"
     if threads > MAX_THREADS:
         yield f"{threads} threads per program > {MAX_THREADS}"
     if row.stack_bytes > case.max_stack_bytes:
@@ -181,20 +189,19 @@ def _compile(launch: Launch, *, arch: str):
     return triton.compile(source, target=target, options=launch.options)
 
 
-def _dissect(binary, *, arch: str) -> Anatomy:
+def _dissect(binary, *, sass: str, arch: str) -> Anatomy:
     if arch.startswith("gfx"):
         return dissect_amdgcn(binary.asm["amdgcn"], shared_bytes=binary.metadata.shared)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        usage, sass = (_cuobjdump(flag, file.name) for flag in ("-res-usage", "-sass"))
     # pyrefly: ignore[missing-attribute]  # the pattern always matches
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("-res-usage", binary=binary)).groups())
     return dissect_sass(sass, arch=arch, registers=registers, stack_bytes=stack, shared_bytes=binary.metadata.shared)
 
 
-def _cuobjdump(flag: str, path: str) -> str:
-    return subprocess.run([CUOBJDUMP, flag, path], capture_output=True, text=True, check=True).stdout
+def _cuobjdump(flag: str, *, binary) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        return subprocess.run([CUOBJDUMP, flag, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _compile_index(job: tuple[int, int, str]) -> AotRow:

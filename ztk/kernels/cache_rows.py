@@ -10,9 +10,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
 from ztk.kernels._fp8 import encode_fp8, to_fp8
 from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
+from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
 from ztk.kernels._sizes import next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
@@ -24,9 +26,10 @@ _BLOCK = tl.constexpr(BLOCK)
 @jit
 def _cache_rows(
     rows_ptr, query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr, positions_ptr, places_ptr, query_ptr, keys_ptr, values_ptr,
-    stride_block, half, eps, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    stride_block, half, eps, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: normalised, turned and written to the queries, or to its place in the cache"""
+    wait_for_kernels(PDL)
     i_m = tl.program_id(0).to(tl.int64)
     i_h = tl.program_id(1).to(tl.int64)
     o_d = tl.arange(0, BLOCK_D)
@@ -76,6 +79,7 @@ def _launch(
         _cache_rows[(M, H + 2 * K)](
             rows, query_norm, key_norm, cos, sin, positions, places, query, keys, values, keys.stride(0),
             0 if cos is None else cos.shape[1], eps, H=H, K=K, D=D, BLOCK_D=block_d, num_warps=1, enable_fp_fusion=True,
+            **dependent_launch(machine(rows.device)),
         )  # fmt: skip
     return query
 

@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
 from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import machine
@@ -18,8 +19,9 @@ PER_THREAD = 16  # bytes: one access
 
 
 @jit
-def _copy_blocks(store_ptr, pairs_ptr, N, BLOCK: tl.constexpr):
+def _copy_blocks(store_ptr, pairs_ptr, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """store[pairs[p, 1], n] = store[pairs[p, 0], n]"""
+    wait_for_kernels(PDL)
     i_n = tl.program_id(0).to(tl.int64)
     i_p = tl.program_id(1).to(tl.int64)
     source = tl.load(pairs_ptr + 2 * i_p)
@@ -34,7 +36,13 @@ def _launch(store: Tensor, pairs: Tensor) -> None:
         N = store.shape[1]
         block = PER_THREAD // store.element_size() * machine(store.device).warp_size * NUM_WARPS
         _copy_blocks[(cdiv(N, block), len(pairs))](
-            store, pairs, N, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True
+            store,
+            pairs,
+            N,
+            BLOCK=block,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=True,
+            **dependent_launch(machine(store.device)),
         )
 
 

@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
 from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
+from ztk.kernels._machine import machine
 from ztk.kernels._product_tiles import product_tile, times_rows
 from ztk.kernels._rounding import mix, mix_cpu
 from ztk.kernels._sizes import cdiv, next_power_of_2
@@ -45,9 +47,10 @@ def exponential(o_n, b_key):
 @jit
 def _draw_tiles(
     x_ptr, weight_ptr, scales_ptr, temperature_ptr, keys_ptr, parts_ptr, M, N, K, softcap, FORMAT: tl.constexpr,
-    HAS_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of one tile of the vocabulary: the best token by logit / T - log E, its logit, and the sums of exp"""
+    wait_for_kernels(PDL)
     i_n = tl.program_id(0).to(tl.int64)
     i_m = tl.program_id(1).to(tl.int64)
     o_n = (i_n * BLOCK_N).to(tl.int32) + tl.arange(0, BLOCK_N)
@@ -80,9 +83,10 @@ def _draw_tiles(
 
 @jit
 def _merge_draws(
-    parts_ptr, temperature_ptr, tokens_ptr, logprobs_ptr, processed_ptr, tiles, BLOCK: tl.constexpr
+    parts_ptr, temperature_ptr, tokens_ptr, logprobs_ptr, processed_ptr, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """Token, logprob and processed of one row, from all tiles of the vocabulary"""
+    wait_for_kernels(PDL)
     i_m = tl.program_id(0).to(tl.int64)
     p_row = parts_ptr + i_m * tiles * _PARTS
     t = tl.load(temperature_ptr + i_m)
@@ -130,13 +134,13 @@ def _launch(
     config = LaunchConfig.for_weight(N, itemsize=x.element_size(), device=x.device)
     tiles = cdiv(N, config.block_n)
     parts = torch.empty(M, tiles, 6, dtype=torch.float32, device=x.device)
+    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": True, **dependent_launch(machine(x.device))}
     _draw_tiles[(tiles, cdiv(M, ROWS))](
         x, weight, scales, temperature, keys, parts, M, N, K, softcap, FORMAT=format_of(weight, scales), HAS_CAP=softcap > 0,
-        BLOCK_M=ROWS, BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=NUM_WARPS, num_stages=config.num_stages,
-        enable_fp_fusion=True,
+        BLOCK_M=ROWS, BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_stages=config.num_stages, **options,
     )  # fmt: skip
     block = min(MERGED, next_power_of_2(tiles))
-    _merge_draws[(M,)](parts, temperature, *outputs, tiles, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True)
+    _merge_draws[(M,)](parts, temperature, *outputs, tiles, BLOCK=block, **options)
     return outputs
 
 

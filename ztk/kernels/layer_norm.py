@@ -23,6 +23,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
 from ztk.kernels._direct import is_plain
 from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
@@ -59,9 +60,10 @@ class LaunchConfig:
 @jit
 def _layer_norm_fwd(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, summed_ptr, mean_ptr, rstd_ptr, M, N, eps,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """s = x + residual; out = (s - mean) * rstd * weight + bias"""
+    wait_for_kernels(PDL)
     i_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
     m_m = i_m < M
@@ -179,6 +181,7 @@ def _launch_fwd(
         _layer_norm_fwd[(cdiv(M, config.block_m),)](
             x, residual, weight, bias, out, summed, mean, rstd, M, N, eps,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, enable_fp_fusion=True,
+            **dependent_launch(machine(x.device)),
         )  # fmt: skip
     return out, summed, mean, rstd
 

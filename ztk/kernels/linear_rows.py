@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._activation import ACTIVATIONS, activate, activate_cpu
+from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
 from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import Architecture, machine
@@ -68,9 +69,10 @@ def _with_bias(b_acc, bias_ptr, o_n, m_n):
 def _linear_rows(
     x_ptr, weight_ptr, scales_ptr, bias_ptr, weight2_ptr, scales2_ptr, bias2_ptr, residual_ptr, out_ptr, order_ptr, offsets_ptr,
     M, N, K, stride_e, stride_s, FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = act(x W^T + bias) (* (x W2^T + bias2)) (+ residual) for one tile of outputs, of 64 rows or of one expert's slots"""
+    wait_for_kernels(PDL)
     i_n = tl.program_id(0).to(tl.int64)
     i_m = tl.program_id(1).to(tl.int64)
     o_n = (i_n * BLOCK_N).to(tl.int32) + tl.arange(0, BLOCK_N)
@@ -112,8 +114,10 @@ def _linear_rows(
 def _linear_few(
     x_ptr, weight_ptr, scales_ptr, bias_ptr, weight2_ptr, scales2_ptr, bias2_ptr, residual_ptr, out_ptr, M, N, K,
     FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out = act(x W^T + bias) (* (x W2^T + bias2)) (+ residual) for all of up to eight rows, without matrix instructions"""
+    wait_for_kernels(PDL)
     i_n = tl.program_id(0).to(tl.int64)
     o_n = (i_n * BLOCK_N).to(tl.int32) + tl.arange(0, BLOCK_N)
     m_n = o_n < N
@@ -145,7 +149,7 @@ def _launch(
     )
     if not out.numel():
         return out
-    sizes = {"FORMAT": kind, "ACTIVATION": activation, "enable_fp_fusion": True}
+    sizes = {"FORMAT": kind, "ACTIVATION": activation, "enable_fp_fusion": True, **dependent_launch(machine(x.device))}
     if not exact and M <= FEW and offsets is None:
         block_m = next_power_of_2(M)
         block_n = 32 // block_m

@@ -12,6 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
 from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import machine
@@ -28,9 +29,10 @@ MAX_COMBINE_COLUMNS = 16384
 
 @jit
 def _combine_fwd(
-    y_ptr, weights_ptr, position_ptr, out_ptr, N, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr
+    y_ptr, weights_ptr, position_ptr, out_ptr, N, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """out[t] = sum over choices, in order, of w[t, j] * y[position[t, j]]; plain sum without weights"""
+    wait_for_kernels(PDL)
     i_t = tl.program_id(0).to(tl.int64)
     o_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < N
@@ -77,6 +79,7 @@ def _launch_combine(y: Tensor, weights: Tensor | None, position: Tensor) -> Tens
             BLOCK_N=block,
             num_warps=COMBINE_WARPS,
             enable_fp_fusion=True,
+            **dependent_launch(machine(y.device)),
         )
     return out
 

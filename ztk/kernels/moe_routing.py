@@ -19,8 +19,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
 from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
+from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
 from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype
@@ -52,8 +54,10 @@ class Routing(Slots):
 def _moe_choose(
     logits_ptr, weights_ptr, experts_ptr, partial_ptr, T, E,
     K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, NORMALISE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """weights and experts of a block of tokens, and how often the block chose each expert"""
+    wait_for_kernels(PDL)
     i_b = tl.program_id(0).to(tl.int64)
     o_t = i_b * BLOCK_T + tl.arange(0, BLOCK_T)
     o_e = tl.arange(0, BLOCK_E)
@@ -93,9 +97,10 @@ def _moe_choose(
 
 @jit
 def _moe_scan(
-    partial_ptr, before_ptr, counts_ptr, num_blocks, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr
+    partial_ptr, before_ptr, counts_ptr, num_blocks, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """counts of a few experts, and for each block of tokens how many of the tokens before it chose the expert"""
+    wait_for_kernels(PDL)
     o_e = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     o_b = tl.arange(0, BLOCK_B)
     m_e = o_e < E
@@ -112,9 +117,10 @@ def _moe_scan(
 @jit
 def _moe_place(
     experts_ptr, before_ptr, counts_ptr, offsets_ptr, order_ptr, position_ptr, T, E,
-    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """slots of a block of tokens: the expert's offset, the tokens before the block, and the token's rank inside it"""
+    wait_for_kernels(PDL)
     i_b = tl.program_id(0).to(tl.int64)
     o_t = i_b * BLOCK_T + tl.arange(0, BLOCK_T)
     o_e = tl.arange(0, BLOCK_E)
@@ -195,19 +201,19 @@ def _launch_fwd(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, ..
     num_blocks = cdiv(T, block_t)
     partial, before = torch.empty(2, num_blocks, E, dtype=torch.int32, device=logits.device)
     sizes = {"K": top_k, "BLOCK_T": block_t, "BLOCK_E": block_e}
+    options = {"num_warps": 4, "enable_fp_fusion": True, **dependent_launch(machine(logits.device))}
     if not num_blocks:
         counts.zero_()
         offsets.zero_()
         return outputs
     _moe_choose[(num_blocks,)](
-        logits, weights, experts, partial, T, E, **sizes, BLOCK_K=next_power_of_2(top_k), NORMALISE=normalise,
-        num_warps=4, enable_fp_fusion=True,
+        logits, weights, experts, partial, T, E, **sizes, BLOCK_K=next_power_of_2(top_k), NORMALISE=normalise, **options,
     )  # fmt: skip
     _moe_scan[(cdiv(E, SCAN_EXPERTS),)](
-        partial, before, counts, num_blocks, E, BLOCK_B=SCAN_ROWS, BLOCK_E=SCAN_EXPERTS, num_warps=4, enable_fp_fusion=True,
+        partial, before, counts, num_blocks, E, BLOCK_B=SCAN_ROWS, BLOCK_E=SCAN_EXPERTS, **options,
     )  # fmt: skip
     _moe_place[(num_blocks,)](
-        experts, before, counts, offsets, order, position, T, E, **sizes, num_warps=4, enable_fp_fusion=True
+        experts, before, counts, offsets, order, position, T, E, **sizes, **options
     )  # fmt: skip
     return outputs
 

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
 from ztk.kernels._dot import dot
 from ztk.kernels._fp8 import decode_fp8, from_fp8, to_fp8
 from ztk.kernels._jit import jit
@@ -123,9 +124,10 @@ def _store_rows(
 def _paged_attention(
     query_ptr, keys_ptr, values_ptr, tables_ptr, tiles_ptr, slopes_ptr, out_ptr, acc_ptr, stats_ptr, stride_block, width, scale,
     window, softcap, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries and one key head: all segments in order, or segment i_s with its results in acc and stats"""
+    wait_for_kernels(PDL)
     i_q = tl.program_id(0).to(tl.int64)
     i_k = tl.program_id(1).to(tl.int64)
     i_s = tl.program_id(2).to(tl.int64)
@@ -181,9 +183,10 @@ def _paged_attention(
 @jit
 def _merge_segments(
     acc_ptr, stats_ptr, tiles_ptr, out_ptr, segments, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_D: tl.constexpr, FACTOR: tl.constexpr,
+    BLOCK_D: tl.constexpr, FACTOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out of the segments of one tile and key head, merged in order"""
+    wait_for_kernels(PDL)
     i_q = tl.program_id(0).to(tl.int64)
     i_k = tl.program_id(1).to(tl.int64)
     first = tl.load(tiles_ptr + i_q * _COLUMNS + 1)
@@ -221,7 +224,7 @@ def _launch(
         stats = torch.empty(len(tiles), K, segments, ROWS, 2, dtype=torch.float32, device=query.device)
     sizes = {"H": H, "G": H // K, "D": D, "GROUP": next_power_of_2(H // K), "BLOCK_D": block_d}
     # The same warps in both forms, whose sums follow the layout; a fused multiply-add would round parts and all of them differently.
-    options = {"num_warps": 8, "enable_fp_fusion": False}
+    options = {"num_warps": 8, "enable_fp_fusion": False, **dependent_launch(machine(query.device))}
     stages = 1 if query.element_size() == 4 or machine(query.device).architecture is Architecture.cdna else 2
     _paged_attention[(len(tiles), K, segments)](
         query, keys, values, tables, tiles, slopes, out, acc, stats, keys.stride(0), tables.shape[1], scale, window, softcap,

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._cpu import rows_per_piece, scaled_float32, scratch
+from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
 from ztk.kernels._direct import is_plain
 from ztk.kernels._jit import Prepared, jit
 from ztk.kernels._library import register, use_reference
@@ -38,9 +39,10 @@ BACKWARD_THREADS = 1024  # sixteen elements of a 16384-wide row per thread: with
 @jit
 def _rms_norm_fwd(
     x_ptr, residual_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, M, N, eps,
-    HAS_RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y = x * rstd * weight for BLOCK_M rows"""
+    wait_for_kernels(PDL)
     i_m = tl.program_id(0).to(tl.int64)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
@@ -103,12 +105,12 @@ def _rms_norm_bwd(
 
 
 @functools.cache
-def _forward_for(N: int, *, has_residual: bool, warp_size: int) -> tuple[int, Prepared]:
+def _forward_for(target: Machine, *, N: int, has_residual: bool) -> tuple[int, Prepared]:
     """Rows per program, and the kernel."""
-    launch = row_launch(N, warp_size=warp_size)
+    launch = row_launch(N, warp_size=target.warp_size)
     return launch.block_m, Prepared(
         _rms_norm_fwd, HAS_RESIDUAL=has_residual, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
-        num_warps=launch.num_warps, enable_fp_fusion=True,
+        num_warps=launch.num_warps, enable_fp_fusion=True, **dependent_launch(target),
     )  # fmt: skip
 
 
@@ -120,7 +122,7 @@ def _launch_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) 
     y, total = torch.empty_like(x), torch.empty_like(x) if residual is not None else x.new_empty(0)
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
     if M:
-        block_m, forward = _forward_for(N, has_residual=residual is not None, warp_size=machine(x.device).warp_size)
+        block_m, forward = _forward_for(machine(x.device), N=N, has_residual=residual is not None)
         of_residual = x if residual is None else residual
         forward.launch((cdiv(M, block_m),), x, of_residual, weight, total, y, rstd, M, N, eps)
     return y, total, rstd

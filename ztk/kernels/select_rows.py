@@ -16,8 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
 from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
+from ztk.kernels._machine import machine
 from ztk.kernels._spec import AotCase, OpSpec, Reach, tokens_as_numbers
 from ztk.kernels.draw_rows import exponential, noise
 
@@ -50,9 +52,10 @@ def _above(p_row, N, bound, highest, cold, BLOCK: tl.constexpr):
 @jit
 def _select_rows(
     logits_ptr, scores_ptr, temperature_ptr, keys_ptr, top_k_ptr, top_p_ptr, min_p_ptr, tokens_ptr, logprobs_ptr,
-    processed_ptr, N, BLOCK: tl.constexpr,
+    processed_ptr, N, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Token, logprob and processed of one row"""
+    wait_for_kernels(PDL)
     i_m = tl.program_id(0).to(tl.int64)
     p_logits = logits_ptr + i_m * N
     p_row = scores_ptr + i_m * N
@@ -135,7 +138,7 @@ def _launch(
         block = min(BLOCK, triton.next_power_of_2(N))
         _select_rows[(M,)](
             logits, scores, temperature, keys, top_k, top_p, min_p, *outputs, N, BLOCK=block, num_warps=max(1, NUM_WARPS * block // BLOCK),
-            enable_fp_fusion=True,
+            enable_fp_fusion=True, **dependent_launch(machine(logits.device)),
         )  # fmt: skip
     return outputs
 
