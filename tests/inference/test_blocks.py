@@ -1,13 +1,14 @@
 """The engine over a cache of blocks: the same answers as over slabs, whatever is shared, preempted or copied on write."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.inference.models import VOCABULARY, build, build_decoder
 from tests.inference.schedules import alone, run_schedule
-from ztk.inference import Generator, InferencePolicy, SamplingParams, block_swap
+from ztk.inference import Generator, InferencePolicy, SamplingParams, block_opening, block_swap
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_pool import BlockPool
 from ztk.inference.graphs import DecodeGraphs
@@ -49,6 +50,42 @@ def test_random_schedules_change_no_bit(family, policy):
         reused, preempted = reused + generator.reused_tokens, preempted + generator.preempted
     assert reused > 100
     assert preempted > 0
+
+
+@pytest.mark.parametrize("factor", [2.0**12, 2.0**-12])
+def test_an_fp8_cache_has_a_scale_per_head(factor, monkeypatch):
+    """One head's keys are larger, and the queries that read them smaller, by a power of two: the same bits, whatever the keys' size."""
+    sampling = SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=True)
+    model, policy = build_decoder(), {**BLOCKS, "cache_dtype": "fp8"}
+    of = Generator(model).description
+    size, group = of.head_dim, of.heads // of.kv_heads
+
+    def values():
+        return [
+            (own.tokens, own.logprobs.tolist(), own.prompt_logprobs.tolist())
+            for [own] in answers(model, sampling=sampling, **policy)
+        ]
+
+    expected = values()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.key.weight[:size] *= factor
+            block.attention.query.weight[: group * size] /= factor
+    assert values() == expected
+    monkeypatch.setattr(block_opening, "find_scales", lambda model, *, cache: None)
+    assert values() != expected
+
+
+def test_scales_follow_loaded_weights():
+    model = build_decoder()
+    generator = Generator(model, policy=InferencePolicy(**BLOCKS, cache_dtype="fp8"))
+    before = generator._cache.scales.clone()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.value.weight *= 4
+    generator.load(SimpleNamespace(module=model, zero=SimpleNamespace(full_parameters=model.named_parameters)))
+    keys, values = generator._cache.scales[0]  # of the first layer, in front of which nothing has changed
+    assert torch.equal(keys, before[0, 0]) and torch.equal(values, 4 * before[0, 1])
 
 
 def test_preemption_copies_blocks_and_computes_nothing_again(monkeypatch):

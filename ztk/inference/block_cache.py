@@ -14,7 +14,8 @@ from ztk.kernels import copy_blocks
 class BlockCache:
     """store: [blocks, layers, 2, K, 64, D], so that a block of all layers is one piece of memory. tables: per slot, its blocks in order.
 
-    dtype: of keys and values; uint8: fp8 (e4m3). swap: where copies of preempted sequences' blocks go.
+    dtype: of keys and values; uint8: fp8 (e4m3), with `scales` fp32 [layers, 2, K] or None: [Note: Scales of an fp8 cache] in `block_opening`.
+    swap: where copies of preempted sequences' blocks go.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class BlockCache:
     ) -> None:
         shape = (blocks, description.layers, 2, description.kv_heads, BLOCK, description.head_dim)
         self._store = torch.empty(shape, dtype=dtype, device=device)
+        self.scales: Tensor | None = None
         self.tables: list[list[int]] = [[] for _ in range(slots)]
         self.blocks, self.device, self.dtype, self.swap = blocks, device, dtype, swap or MainMemory()
 
@@ -49,6 +51,10 @@ class BlockCache:
     def values(self, layer: int) -> Tensor:
         """[blocks, K, 64, D] of one layer."""
         return self._store[:, layer, 1]
+
+    def scales_of(self, layer: int) -> Tensor | None:
+        """fp32 [2, K]: what a stored number of each head's keys and values is times."""
+        return None if self.scales is None else self.scales[layer]
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Blocks become others: (source, target) each."""

@@ -170,6 +170,7 @@ class BlockModel(OverBlocks):
             step.places,
             keys,
             values,
+            cache.scales_of(number),
             eps=of.norm_eps,
         )
         out = paged_attention(
@@ -179,6 +180,7 @@ class BlockModel(OverBlocks):
             step.tables,
             step.tiles,
             self._slopes,
+            cache.scales_of(number),
             scale=of.scale,
             window=of.windows[number] or 0,
             softcap=of.softcap or 0.0,

@@ -1,4 +1,12 @@
-"""From a policy to a model over a cache of blocks: where it computes, in which formats, and how many blocks there are."""
+"""From a policy to a model over a cache of blocks: where it computes, in which formats, and how many blocks there are.
+
+[Note: Scales of an fp8 cache]
+e4m3 has numbers up to 448, and above 2^-6 eight steps per power of two. So a head whose keys are larger (biases of some models give hundreds)
+would be cut off, and one whose keys are small would lose its smaller elements. Each head of each layer has a scale for its keys and one for its
+values: the power of two with which the largest element of a fixed text lies between 28 and 56. Other texts may have elements eight times
+as large, and one 1,800 times smaller than the largest still has three bits behind its first. A power of two changes no number that fits,
+and scales follow from the weights alone, so answers are as exact as without.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -7,15 +15,19 @@ from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache, block_bytes
 from ztk.inference.block_swap import SwapFile
 from ztk.inference.block_weights import Placement
+from ztk.inference.cache import Cache
 from ztk.inference.describe import Description
 from ztk.inference.over_blocks import OverBlocks
+from ztk.inference.over_slabs import OverSlabs
 from ztk.inference.plan import free_memory
 from ztk.inference.policy import InferencePolicy
-from ztk.inference.probe import random_rows
+from ztk.inference.probe import random_rows, random_tokens
 from ztk.inference.steps import Span
 from ztk.policies.inference import cache_faults, cache_of
 
 _SHARE = 0.8  # of the free memory that the cache may take
+_SCALED = 256  # tokens of the text that scales are found by
+_LARGEST = 56  # at most, of its elements divided by their scale
 _PIECES = (1, 2, 5, 8, 17, 33, 64)  # rows of steps whose bits are compared
 
 
@@ -63,7 +75,31 @@ def block_cache(model: OverBlocks, *, policy: InferencePolicy, slots: int, posit
     if policy.offload is not None:
         pin = model.device.type == "cuda"
         swap = SwapFile(policy.offload, nbytes=block_bytes(of, dtype=dtype), pin=pin)
-    return model.new_cache(slots=slots, blocks=blocks, dtype=dtype, swap=swap)
+    cache = model.new_cache(slots=slots, blocks=blocks, dtype=dtype, swap=swap)
+    find_scales(model, cache=cache)
+    return cache
+
+
+@torch.inference_mode()
+def find_scales(model: OverSlabs | OverBlocks, *, cache: Cache | BlockCache) -> None:
+    """Gives an fp8 cache, in which nothing is kept, the scales of the model's weights; every rank that shares the model makes the call."""
+    if not isinstance(model, OverBlocks) or not isinstance(cache, BlockCache) or cache.dtype != torch.uint8:
+        return
+    of, length = model.description, min(_SCALED, model.description.max_len)
+    plain = model.scratch(length)
+    tokens, span = random_tokens(of.vocab_size, count=length), Span(slot=0, start=0, length=length, row=0)
+    model.own_logits(tokens, spans=[span], cache=plain, rows=[])
+    largest = [
+        torch.stack(
+            [
+                part.transpose(1, 2).flatten(0, 1)[:length].abs().amax((0, 2))
+                for part in (plain.keys(layer), plain.values(layer))
+            ]
+        )
+        for layer in range(of.layers)
+    ]
+    exponents = torch.log2(torch.stack(largest).float() / _LARGEST).ceil()
+    cache.scales = torch.where(exponents.isfinite(), exponents, 0.0).exp2()
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk.inference.block_cache import BlockCache
-from ztk.inference.block_opening import block_cache
+from ztk.inference.block_opening import block_cache, find_scales
 from ztk.inference.block_schedule import BlockScheduler
 from ztk.inference.cache import Cache
 from ztk.inference.draft import DraftModel
@@ -246,6 +246,7 @@ class Generator:
                 engine, model=self._model, subject=self._subject, policy=self.policy, ranks=self._ranks
             )
         settle_products(self._model, exact=self._lone)
+        find_scales(self._model, cache=self._cache)
         self._graphs = graphs_of(self._model, cache=self._cache)
         self._scheduler.forget()
 

@@ -74,10 +74,10 @@ class ModuleBlockModel(OwnModules, OverBlocks):
             window: int | None,
             softcap: float | None,
         ) -> Tensor:
-            keys, values = cache.keys(layer), cache.values(layer)
+            keys, values, scales = cache.keys(layer), cache.values(layer), cache.scales_of(layer)
             rows = torch.cat([part.flatten(1).to(self.dtype) for part in (query, key, value)], dim=1)
             placed = cache_rows(
-                rows, None, None, None, None, step.positions, step.places, keys, values, eps=of.norm_eps
+                rows, None, None, None, None, step.positions, step.places, keys, values, scales, eps=of.norm_eps
             )
             return paged_attention(
                 placed,
@@ -86,6 +86,7 @@ class ModuleBlockModel(OwnModules, OverBlocks):
                 step.tables,
                 step.tiles,
                 None,
+                scales,
                 scale=scale,
                 window=window or 0,
                 softcap=softcap or 0.0,

@@ -3,7 +3,7 @@
     q, k = rope(norm(x)), norm(x) = x / sqrt(mean(x^2) + eps) w over each head        v as it is
 
 Reads and writes (H + 2K) D elements per row. Keys and values go to place p of the cache: position p % 64 of block p / 64; a row whose
-place is negative is not kept. In a cache of bytes they are fp8 (e4m3).
+place is negative is not kept. In a cache of bytes they are fp8 (e4m3), divided by their head's scale where there are scales.
 """
 
 import torch
@@ -26,7 +26,7 @@ _BLOCK = tl.constexpr(BLOCK)
 @jit
 def _cache_rows(
     rows_ptr, query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr, positions_ptr, places_ptr, query_ptr, keys_ptr, values_ptr,
-    stride_block, half, eps, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    scales_ptr, stride_block, half, eps, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one row: normalised, turned and written to the queries, or to its place in the cache"""
     wait_for_kernels(PDL)
@@ -62,6 +62,8 @@ def _cache_rows(
         p_cache += (place // _BLOCK) * stride_block + (head * _BLOCK + place % _BLOCK) * D + o_d
         m_c = o_d < tl.where(place < 0, 0, D)
         if keys_ptr.dtype.element_ty == tl.uint8:
+            if scales_ptr is not None:
+                b_x = b_x * (1.0 / tl.load(scales_ptr + i_h - H))  # exact: a power of two
             tl.store(p_cache, encode_fp8(b_x), mask=m_c)
         else:
             tl.store(p_cache, cast(b_x, keys_ptr.dtype.element_ty), mask=m_c)
@@ -69,7 +71,7 @@ def _cache_rows(
 
 def _launch(
     rows: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, cos: Tensor | None, sin: Tensor | None, positions: Tensor,
-    places: Tensor, keys: Tensor, values: Tensor, eps: float,
+    places: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
     (M, width), (_, K, _, D) = rows.shape, keys.shape
     H = width // D - 2 * K
@@ -77,7 +79,7 @@ def _launch(
     if M:
         block_d = next_power_of_2(D)
         _cache_rows[(M, H + 2 * K)](
-            rows, query_norm, key_norm, cos, sin, positions, places, query, keys, values, keys.stride(0),
+            rows, query_norm, key_norm, cos, sin, positions, places, query, keys, values, scales, keys.stride(0),
             0 if cos is None else cos.shape[1], eps, H=H, K=K, D=D, BLOCK_D=block_d, num_warps=1, enable_fp_fusion=True,
             **dependent_launch(machine(rows.device)),
         )  # fmt: skip
@@ -105,15 +107,22 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
+def _divided(pair: list[Tensor], *, scales: Tensor | None) -> list[Tensor]:
+    """Keys and values [M, K, D] as they are stored."""
+    return (
+        pair if scales is None else [part / own.to(part.dtype)[:, None] for part, own in zip(pair, scales, strict=True)]
+    )
+
+
 def _cpu(
     rows: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, cos: Tensor | None, sin: Tensor | None, positions: Tensor,
-    places: Tensor, keys: Tensor, values: Tensor, eps: float,
+    places: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
     _, K, _, D = keys.shape
     query, *pair = _turned(rows, query_norm, key_norm, cos, sin, positions, K=K, D=D, eps=eps)
     kept = places >= 0
     block, within = places[kept] // BLOCK, places[kept] % BLOCK
-    for cache, part in zip((keys, values), pair, strict=True):
+    for cache, part in zip((keys, values), _divided(pair, scales=scales), strict=True):
         stored = to_fp8(part[kept]) if cache.dtype == torch.uint8 else part[kept].to(cache.dtype)
         cache[block, :, within] = stored
     return query.to(rows.dtype)
@@ -121,10 +130,10 @@ def _cpu(
 
 _write = register(
     "cache_rows(Tensor rows, Tensor? query_norm, Tensor? key_norm, Tensor? cos, Tensor? sin, Tensor positions, Tensor places, "
-    "Tensor(a!) keys, Tensor(b!) values, float eps) -> Tensor",
+    "Tensor(a!) keys, Tensor(b!) values, Tensor? scales, float eps) -> Tensor",
     triton=_launch,
     cpu=_cpu,
-    fake=lambda rows, qn, kn, cos, sin, positions, places, keys, values, eps: rows.new_empty(
+    fake=lambda rows, qn, kn, cos, sin, positions, places, keys, values, scales, eps: rows.new_empty(
         rows.shape[0], rows.shape[1] // keys.shape[3] - 2 * keys.shape[1], keys.shape[3]
     ),
 )
@@ -140,6 +149,7 @@ def cache_rows(
     places: Tensor,
     keys: Tensor,
     values: Tensor,
+    scales: Tensor | None = None,
     *,
     eps: float = 1e-6,
 ) -> Tensor:
@@ -147,7 +157,8 @@ def cache_rows(
 
     rows: [M, (H + 2K) D], queries, keys and values of each row; norms: [D] of heads, or None; cos and sin: float32 [positions, R / 2], R
     the part of a head that turns, or None; positions and places: int64 [M]; keys and values: [blocks, K, 64, D] of rows' dtype or uint8
-    (fp8), contiguous but for the blocks, changed in place.
+    (fp8), contiguous but for the blocks, changed in place. scales: float32 [2, K] of an fp8 cache, powers of two, of each head's
+    keys and values: what is stored times its scale is the number; None: 1.
     Raises ValueError for shapes and dtypes that do not fit.
     """
     _, K, block, D = keys.shape
@@ -158,15 +169,20 @@ def cache_rows(
         )
     if keys.dtype not in (rows.dtype, torch.uint8) or keys.stride()[1:] != (BLOCK * D, D, 1):
         raise ValueError(f"cache_rows: keys {keys.dtype} {keys.stride()} do not fit rows of {rows.dtype}")
+    if scales is not None and (keys.dtype != torch.uint8 or scales.shape != (2, K) or scales.dtype != torch.float32):
+        raise ValueError(
+            f"cache_rows: scales {scales.dtype} {tuple(scales.shape)} must be float32 [2, {K}], of a cache of bytes"
+        )
     if (query_norm is None) != (key_norm is None) or (cos is None) != (sin is None):
         raise ValueError("cache_rows: norms of queries and keys, and cosines and sines, come together")
     run = _reference if use_reference() else _write
-    return run(rows.contiguous(), query_norm, key_norm, cos, sin, positions, places, keys, values, eps)
+    return run(rows.contiguous(), query_norm, key_norm, cos, sin, positions, places, keys, values, scales, eps)
 
 
-def _reference(rows, query_norm, key_norm, cos, sin, positions, places, keys, values, eps) -> Tensor:
+def _reference(rows, query_norm, key_norm, cos, sin, positions, places, keys, values, scales, eps) -> Tensor:
     K, D = keys.shape[1], keys.shape[3]
     query, *pair = _turned(rows, query_norm, key_norm, cos, sin, positions, K=K, D=D, eps=eps)
+    pair = _divided(pair, scales=scales)
     for m, place in enumerate(places.tolist()):
         for cache, part in zip((keys, values), pair, strict=True):
             if place >= 0:
@@ -177,13 +193,13 @@ def _reference(rows, query_norm, key_norm, cos, sin, positions, places, keys, va
 
 def cache_rows_reference(
     rows: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, cos: Tensor | None, sin: Tensor | None, positions: Tensor,
-    places: Tensor, keys: Tensor, values: Tensor, *, eps: float = 1e-6,
+    places: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None = None, *, eps: float = 1e-6,
 ) -> Tensor:  # fmt: skip
     """The same in plain torch, float32 inside, one row at a time."""
-    return _reference(rows, query_norm, key_norm, cos, sin, positions, places, keys, values, eps)
+    return _reference(rows, query_norm, key_norm, cos, sin, positions, places, keys, values, scales, eps)
 
 
-def _make_inputs(shape, *, dtype, device, norms=True, rotary=True, fp8=False) -> dict[str, object]:
+def _make_inputs(shape, *, dtype, device, norms=True, rotary=True, fp8=False, scaled=False) -> dict[str, object]:
     M, H, K, D = shape
     blocks, half = -(-M // BLOCK) + 1, max(1, 3 * D // 8) if rotary else 0
     angle = torch.randn(M + 5, half, device=device)
@@ -204,6 +220,7 @@ def _make_inputs(shape, *, dtype, device, norms=True, rotary=True, fp8=False) ->
         "places": places.to(device),
         "keys": store[:, 0],
         "values": store[:, 1],
+        "scales": 2.0 ** torch.randint(-9, 2, (2, K), device=device).float() if scaled else None,
     }
 
 
@@ -215,7 +232,7 @@ SPEC = OpSpec(
     mutated=("keys", "values"),
     small_shapes=((1, 1, 1, 16), (9, 4, 2, 24)),
     bench_shapes=((8192, 32, 8, 128),),
-    variants=({}, {"norms": False}, {"rotary": False, "fp8": True}),
+    variants=({}, {"norms": False}, {"rotary": False, "fp8": True}, {"fp8": True, "scaled": True}),
     num_bytes=lambda shape, itemsize: 2 * shape[0] * (shape[1] + 2 * shape[2]) * shape[3] * itemsize,
     num_flops=lambda shape: 10 * shape[0] * (shape[1] + shape[2]) * shape[3],
     interpreted_dtypes=(torch.float32, torch.bfloat16),

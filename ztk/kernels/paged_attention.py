@@ -108,7 +108,7 @@ def _segment(
 @triton.jit
 def _store_rows(
     out_ptr, b_sum, b_acc, o_pos, first, row, start, stop, i_k, H, G, D, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
-    FACTOR: tl.constexpr,
+    factor,
 ):  # fmt: skip
     """out[row + position - first, head] = acc / sum for the positions in [start, stop); 0 at `row` for a tile of padding, whose stop is 0"""
     o_g = tl.arange(0, _ROWS) % GROUP
@@ -116,13 +116,13 @@ def _store_rows(
     m_r = (((o_pos >= start) & (o_pos < stop)) | ((o_pos == 0) & (o_pos >= stop))) & (o_g < G)
     o_row = (row + o_pos - first).to(tl.int64) * H + i_k * G + o_g
     p_out = out_ptr + o_row[:, None] * D + o_d[None, :]
-    b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None] * FACTOR
+    b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None] * factor
     tl.store(p_out, cast(b_out, out_ptr.dtype.element_ty), mask=m_r[:, None] & (o_d < D)[None, :])
 
 
 @jit
 def _paged_attention(
-    query_ptr, keys_ptr, values_ptr, tables_ptr, tiles_ptr, slopes_ptr, out_ptr, acc_ptr, stats_ptr, stride_block, width, scale,
+    query_ptr, keys_ptr, values_ptr, tables_ptr, tiles_ptr, slopes_ptr, scales_ptr, out_ptr, acc_ptr, stats_ptr, stride_block, width, scale,
     window, softcap, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -148,7 +148,13 @@ def _paged_attention(
         b_slope = tl.load(slopes_ptr + i_k * G + o_g, mask=o_g < G, other=0.0)
     table_ptr = tables_ptr + sequence * width
     o_head = i_k * (_BLOCK * D)
-    factor: tl.constexpr = 256.0 if keys_ptr.dtype.element_ty == tl.uint8 else 1.0  # what fp8 is read without
+    factor = 1.0
+    if keys_ptr.dtype.element_ty == tl.uint8:
+        scale *= 256.0  # what fp8 is read without
+        factor = 256.0
+    if scales_ptr is not None:
+        scale *= tl.load(scales_ptr + i_k)
+        factor *= tl.load(scales_ptr + H // G + i_k)
     i_first = 0
     if HAS_WINDOW:
         i_first = tl.maximum(0, start - window + 1) // _BLOCK
@@ -159,7 +165,7 @@ def _paged_attention(
         if begin < num_blocks:
             b_max, b_sum, b_acc = _segment(
                 b_q, keys_ptr, values_ptr, table_ptr, b_slope, o_pos, tl.maximum(begin, i_first),
-                tl.minimum(begin + per_segment, num_blocks), stop, o_head, stride_block, scale * factor, window, softcap, D,
+                tl.minimum(begin + per_segment, num_blocks), stop, o_head, stride_block, scale, window, softcap, D,
                 BLOCK_D, HAS_WINDOW, HAS_CAP, slopes_ptr is not None,
             )  # fmt: skip
             o_part = ((i_q * tl.num_programs(1) + i_k) * tl.num_programs(2) + i_s) * _ROWS + o_r
@@ -173,7 +179,7 @@ def _paged_attention(
         for begin in range(i_first // per_segment * per_segment, num_blocks, per_segment):
             b_max2, b_sum2, b_acc2 = _segment(
                 b_q, keys_ptr, values_ptr, table_ptr, b_slope, o_pos, tl.maximum(begin, i_first),
-                tl.minimum(begin + per_segment, num_blocks), stop, o_head, stride_block, scale * factor, window, softcap, D,
+                tl.minimum(begin + per_segment, num_blocks), stop, o_head, stride_block, scale, window, softcap, D,
                 BLOCK_D, HAS_WINDOW, HAS_CAP, slopes_ptr is not None,
             )  # fmt: skip
             b_max, b_sum, b_acc = _merged(b_max, b_sum, b_acc, b_max2, b_sum2, b_acc2)
@@ -182,13 +188,16 @@ def _paged_attention(
 
 @jit
 def _merge_segments(
-    acc_ptr, stats_ptr, tiles_ptr, out_ptr, segments, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    acc_ptr, stats_ptr, tiles_ptr, scales_ptr, out_ptr, segments, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr, FACTOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out of the segments of one tile and key head, merged in order"""
     wait_for_kernels(PDL)
     i_q = tl.program_id(0).to(tl.int64)
     i_k = tl.program_id(1).to(tl.int64)
+    factor = FACTOR
+    if scales_ptr is not None:
+        factor = FACTOR * tl.load(scales_ptr + H // G + i_k)
     first = tl.load(tiles_ptr + i_q * _COLUMNS + 1)
     row = tl.load(tiles_ptr + i_q * _COLUMNS + 2)
     start = tl.load(tiles_ptr + i_q * _COLUMNS + 3)
@@ -205,12 +214,12 @@ def _merge_segments(
         b_acc2 = tl.load(acc_ptr + o_part[:, None] * BLOCK_D + o_d[None, :])
         b_max, b_sum, b_acc = _merged(b_max, b_sum, b_acc, b_max2, b_sum2, b_acc2)
     o_pos = first + o_r // GROUP
-    _store_rows(out_ptr, b_sum, b_acc, o_pos, first, row, start, stop, i_k, H, G, D, GROUP, BLOCK_D, FACTOR)
+    _store_rows(out_ptr, b_sum, b_acc, o_pos, first, row, start, stop, i_k, H, G, D, GROUP, BLOCK_D, factor)
 
 
 def _launch(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, slopes: Tensor | None, scale: float, window: int,
-    softcap: float, split: bool,
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, slopes: Tensor | None, scales: Tensor | None,
+    scale: float, window: int, softcap: float, split: bool,
 ) -> Tensor:  # fmt: skip
     (_, H, D), K = query.shape, keys.shape[1]
     out = torch.empty_like(query)
@@ -227,24 +236,25 @@ def _launch(
     options = {"num_warps": 8, "enable_fp_fusion": False, **dependent_launch(machine(query.device))}
     stages = 1 if query.element_size() == 4 or machine(query.device).architecture is Architecture.cdna else 2
     _paged_attention[(len(tiles), K, segments)](
-        query, keys, values, tables, tiles, slopes, out, acc, stats, keys.stride(0), tables.shape[1], scale, window, softcap,
+        query, keys, values, tables, tiles, slopes, scales, out, acc, stats, keys.stride(0), tables.shape[1], scale, window, softcap,
         **sizes, HAS_WINDOW=window > 0, HAS_CAP=softcap > 0, num_stages=stages, **options,
     )  # fmt: skip
     if acc is not None:
         factor = 256.0 if keys.dtype == torch.uint8 else 1.0
-        _merge_segments[(len(tiles), K)](acc, stats, tiles, out, segments, **sizes, FACTOR=factor, **options)
+        _merge_segments[(len(tiles), K)](acc, stats, tiles, scales, out, segments, **sizes, FACTOR=factor, **options)
     return out
 
 
-def _blocks_of(cache: Tensor, table: Tensor) -> Tensor:
-    """[N, K, 64, D] in float32 of the blocks that a table names."""
+def _blocks_of(cache: Tensor, table: Tensor, *, scales: Tensor | None, part: int) -> Tensor:
+    """[N, K, 64, D] in float32 of the blocks that a table names. part: 0 of keys, 1 of values."""
     blocks = cache.index_select(0, table.long())
-    return from_fp8(blocks) if cache.dtype == torch.uint8 else blocks.float()
+    wide = from_fp8(blocks) if cache.dtype == torch.uint8 else blocks.float()
+    return wide if scales is None else wide * scales[part].view(-1, 1, 1)
 
 
 def _cpu(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, slopes: Tensor | None, scale: float, window: int,
-    softcap: float, split: bool,
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, slopes: Tensor | None, scales: Tensor | None,
+    scale: float, window: int, softcap: float, split: bool,
 ) -> Tensor:  # fmt: skip
     (_, H, D), K, out = query.shape, keys.shape[1], torch.empty_like(query)
     G, T = H // K, positions_per_tile(H // K)
@@ -253,7 +263,9 @@ def _cpu(
             out[row] = 0
             continue
         N = -(-stop // BLOCK)
-        k, v = (_blocks_of(cache, tables[sequence, :N]) for cache in (keys, values))
+        k, v = (
+            _blocks_of(cache, tables[sequence, :N], scales=scales, part=n) for n, cache in enumerate((keys, values))
+        )
         places = torch.arange(T) + first
         rows = places.clamp(start, stop - 1) - first + row  # places that do not count are copies
         q = query[rows].float().view(T, K, G, D).permute(1, 2, 0, 3).reshape(1, K, G * T, D)
@@ -278,8 +290,8 @@ def _cpu(
 
 
 _attend = register(
-    "paged_attention(Tensor query, Tensor keys, Tensor values, Tensor tables, Tensor tiles, Tensor? slopes, float scale, int window, "
-    "float softcap, bool split) -> Tensor",
+    "paged_attention(Tensor query, Tensor keys, Tensor values, Tensor tables, Tensor tiles, Tensor? slopes, Tensor? scales, "
+    "float scale, int window, float softcap, bool split) -> Tensor",
     triton=_launch,
     cpu=_cpu,
     fake=lambda query, *rest: torch.empty_like(query),
@@ -293,6 +305,7 @@ def paged_attention(
     tables: Tensor,
     tiles: Tensor,
     slopes: Tensor | None = None,
+    scales: Tensor | None = None,
     *,
     scale: float,
     window: int = 0,
@@ -305,8 +318,9 @@ def paged_attention(
     step's rows; tables: int32 [sequences, blocks of the longest]; tiles: int32 [Q, 5], each `positions_per_tile` positions of one sequence:
     row of the tables, first position (a multiple of those), the step's row of that position, first position that counts and the one behind
     the last; of padding (0, 0, row, 0, 0), whose row is zero.
-    slopes: float32 [H] of ALiBi. window: keys that a query sees, itself included; 0: all. softcap: c tanh(score / c); 0: none. split: a
-    program per segment of 512 keys; it changes no bit. Returns [M, H, D]; rows in no tile are undefined.
+    slopes: float32 [H] of ALiBi. scales: float32 [2, K] of an fp8 cache, as of `cache_rows`; None: 1. window: keys that a query sees, itself
+    included; 0: all. softcap: c tanh(score / c); 0: none. split: a program per segment of 512 keys; it changes no bit. Returns [M, H, D];
+    rows in no tile are undefined.
     Raises ValueError for shapes and dtypes that do not fit.
     """
     (_, H, D), (_, K, block, size) = query.shape, keys.shape
@@ -322,17 +336,33 @@ def paged_attention(
         raise ValueError(f"paged_attention: keys {keys.dtype} {keys.stride()} do not fit a query of {query.dtype}")
     if tiles.shape[1:] != (TILE_COLUMNS,) or tiles.dtype != torch.int32 or tables.dtype != torch.int32:
         raise ValueError(f"paged_attention: tiles {tuple(tiles.shape)} {tiles.dtype} must be int32 [Q, {TILE_COLUMNS}]")
+    if scales is not None and (keys.dtype != torch.uint8 or scales.shape != (2, K) or scales.dtype != torch.float32):
+        raise ValueError(
+            f"paged_attention: scales {scales.dtype} {tuple(scales.shape)} must be float32 [2, {K}], of a cache of bytes"
+        )
     positions_per_tile(H // K)
     run = _reference if use_reference() else _attend
     return run(
-        query.contiguous(), keys, values, tables.contiguous(), tiles.contiguous(), slopes, scale, window, softcap, split
+        query.contiguous(),
+        keys,
+        values,
+        tables.contiguous(),
+        tiles.contiguous(),
+        slopes,
+        scales,
+        scale,
+        window,
+        softcap,
+        split,
     )
 
 
-def _reference(query, keys, values, tables, tiles, slopes, scale, window, softcap, split) -> Tensor:
+def _reference(query, keys, values, tables, tiles, slopes, scales, scale, window, softcap, split) -> Tensor:
     H, K, dtype = query.shape[1], keys.shape[1], compute_dtype(query)
     out = torch.zeros_like(query)
     wide = [(from_fp8(cache) if cache.dtype == torch.uint8 else cache).to(dtype) for cache in (keys, values)]
+    if scales is not None:
+        wide = [cache * own.to(dtype).view(-1, 1, 1) for cache, own in zip(wide, scales, strict=True)]
     for sequence, first, row, start, stop in tiles.tolist():
         own = [cache[tables[sequence].long()].transpose(1, 2).flatten(0, 1) for cache in wide]  # [positions, K, D]
         for position in range(start, stop):
@@ -347,11 +377,11 @@ def _reference(query, keys, values, tables, tiles, slopes, scale, window, softca
 
 
 def paged_attention_reference(
-    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, slopes: Tensor | None = None, *, scale: float,
-    window: int = 0, softcap: float = 0.0, split: bool = False,
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, slopes: Tensor | None = None,
+    scales: Tensor | None = None, *, scale: float, window: int = 0, softcap: float = 0.0, split: bool = False,
 ) -> Tensor:  # fmt: skip
     """One row at a time over all its keys, in float32; rows in no tile are zero."""
-    return _reference(query, keys, values, tables, tiles, slopes, scale, window, softcap, split)
+    return _reference(query, keys, values, tables, tiles, slopes, scales, scale, window, softcap, split)
 
 
 def make_tiles(spans: list[tuple[int, int, int, int]], *, group: int) -> list[list[int]]:
@@ -364,7 +394,7 @@ def make_tiles(spans: list[tuple[int, int, int, int]], *, group: int) -> list[li
     return tiles
 
 
-def _make_inputs(shape, *, dtype, device, rows=1, fp8=False, alibi=False, **options) -> dict[str, object]:
+def _make_inputs(shape, *, dtype, device, rows=1, fp8=False, alibi=False, scaled=False, **options) -> dict[str, object]:
     sequences, longest, H, K, D = shape
     lengths = [max(rows, longest - 37 * number) for number in range(sequences)]
     blocks = [-(-length // BLOCK) for length in lengths]
@@ -382,6 +412,7 @@ def _make_inputs(shape, *, dtype, device, rows=1, fp8=False, alibi=False, **opti
         "tables": tables.to(device),
         "tiles": torch.tensor(tiles, dtype=torch.int32).to(device),
         "slopes": (2.0 ** -torch.arange(4, H + 4).float()).to(device) if alibi else None,
+        "scales": 2.0 ** torch.randint(-2, 2, (2, K), device=device).float() if scaled else None,
         "scale": D**-0.5,
         **options,
     }
@@ -405,7 +436,8 @@ SPEC = OpSpec(
     variants=(
         {"split": True},
         {"rows": 5, "window": 70, "softcap": 3.0},
-        {"rows": 5, "fp8": True, "alibi": True},
+        {"rows": 5, "fp8": True, "alibi": True, "scaled": True},
+        {"fp8": True, "split": True, "scaled": True},
     ),
     num_bytes=lambda shape, itemsize: 2 * shape[0] * shape[1] * shape[3] * shape[4] * itemsize,
     num_flops=lambda shape: 4 * shape[0] * shape[1] * shape[2] * shape[4],
@@ -413,7 +445,7 @@ SPEC = OpSpec(
     aot=(
         _aot_case("decode", split=True),
         _aot_case("prompt", rows=128),
-        _aot_case("prompt, fp8 cache", rows=128, fp8=True),
+        _aot_case("prompt, fp8 cache", rows=128, fp8=True, scaled=True),
         _aot_case("", kernel=_merge_segments, split=True),
     ),
     tolerance_ulps=8.0,  # of float32: scores up to 20, whose rounding exp amplifies
