@@ -101,10 +101,15 @@ def save_llama(folder: Path) -> nn.Module:
     """A Llama of transformers in `folder`, with a tokenizer whose tokens are letters."""
     model = build("llama", tie_word_embeddings=True)
     model.save_pretrained(folder)
+    save_letters(folder)
+    return model
+
+
+def save_letters(folder: Path) -> None:
+    """A tokenizer whose tokens are letters."""
     letters = {chr(33 + number): number for number in range(VOCABULARY - 3)} | {"<s>": 93, "</s>": 94, "<unk>": 95}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(folder)
-    return model

@@ -10,6 +10,8 @@ from tests.inference.models import _GROUPED, greedy
 from tests.inference.schedules import alone, run_schedule
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.inference.module_model import ModuleModel
+from ztk.inference.plan import BUFFERS
+from ztk.offload import OffloadPolicy
 
 PROMPTS = [[3, 1, 4], [(7 * i + 3) % 96 for i in range(70)]]
 OTHERS = {
@@ -94,6 +96,68 @@ def test_random_schedules_over_blocks_change_no_bit():
         assert found == expected, seed
         preempted += generator.preempted
     assert preempted > 0
+
+
+def values(answers) -> list:
+    return [(answer.tokens, answer.logprobs.tolist(), answer.prompt_logprobs.tolist()) for [answer] in answers]
+
+
+def streamed(model, *, folder, layers=6, **more) -> Generator:
+    """A generator that reads every layer in every pass."""
+    offload = OffloadPolicy(parameters="nvme", nvme_path=str(folder), block_bytes=1 << 14, threads=2)
+    options = {"offload": offload, "max_sequences": 2, "max_step_tokens": 48, **more}
+    roomy = Generator(model, policy=InferencePolicy(**options))
+    sizes = roomy.plan.sizes
+    roomy.close()
+    assert sizes.layers == layers and roomy.plan.resident == layers
+    memory = sizes.fixed + 2 * sizes.sequence + sizes.working(sequences=2, rows=48) + BUFFERS * sizes.layer
+    generator = Generator(model, policy=InferencePolicy(**options, memory_bytes=memory))
+    assert generator.plan.resident == 0 and not list(folder.iterdir())
+    return generator
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"), [("cohere", "stored"), ("starcoder2", "int8"), ("smollm3", "int4"), ("gpt_bigcode", "stored")]
+)
+def test_streamed_blocks_change_no_bit_and_their_bytes_are_counted(name, weights, tmp_path, monkeypatch):
+    model = build_other(name, **{"n_layer" if name == "gpt_bigcode" else "num_hidden_layers": 6})
+    sampling = SamplingParams(max_tokens=6, temperature=0.8, seed=3, prompt_logprobs=True)
+    expected = Generator(model, policy=InferencePolicy(weights=weights)).generate(PROMPTS, sampling=sampling)
+    generator = streamed(model, folder=tmp_path, weights=weights)
+    compute, passes, before = generator._model.own_logits, [], generator.streamed_bytes
+    monkeypatch.setattr(
+        generator._model, "own_logits", lambda *given, **named: passes.append(1) or compute(*given, **named)
+    )
+    assert values(generator.generate(PROMPTS, sampling=sampling)) == values(expected)
+    assert generator.plan.pass_bytes == 6 * generator.plan.sizes.layer
+    assert generator.streamed_bytes - before == len(passes) * generator.plan.pass_bytes
+    generator.close()
+
+
+def test_memory_of_streamed_blocks_does_not_follow_the_model(tmp_path):
+    held = []
+    for layers in (6, 24):
+        model = build_other("cohere", num_hidden_layers=layers)
+        generator = streamed(model, folder=tmp_path, layers=layers)
+        generator.generate(PROMPTS, sampling=SamplingParams(max_tokens=2))
+        linear = [part for part in generator._model._module.modules() if hasattr(part, "product")]
+        own = sum(parameter.nbytes for parameter in generator._model._blocks[0].parameters())
+        held.append((generator._streamed.memory_bytes, generator._model.resident_bytes - layers * own))
+        assert len({id(part.product) for part in linear}) <= BUFFERS * len(generator._streamed.file.items) + 1
+        generator.close()
+    assert held[0] == held[1]
+
+
+def test_blocks_that_run_in_another_order_are_noticed(tmp_path):
+    """Planted: the second block runs before the first one."""
+    model = build_other("cohere", num_hidden_layers=6)
+    generator = streamed(model, folder=tmp_path)
+    layers = generator._model._module.model.layers
+    first, second = layers[0], layers[1]
+    layers[0], layers[1] = second, first
+    with pytest.raises(ValueError, match="another order"):
+        generator.generate(PROMPTS)
+    generator.close()
 
 
 def test_two_threads_compute_two_models():

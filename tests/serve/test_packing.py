@@ -4,7 +4,8 @@ import pytest
 import torch
 import transformers
 
-from tests.inference.models import build, save_llama
+from tests.inference.models import build, save_letters, save_llama
+from tests.inference.test_own_modules import build_other
 from ztk.config import compose, save
 from ztk.inference import Generator, InferencePolicy, SamplingParams, packed, weights
 from ztk.offload import OffloadPolicy
@@ -55,6 +56,22 @@ def test_experts_that_files_have_one_by_one_are_packed(tmp_path):
     module = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     packed = pack_model(str(tmp_path / "model"), to=str(tmp_path / "packed"), weights="stored")
     assert tokens(Generator(packed)) == tokens(Generator(module))
+
+
+def test_a_model_that_runs_its_own_modules_is_read_one_parameter_at_a_time(tmp_path):
+    """And compared with transformers' own forward, by its first layers; its file ends with the generator."""
+    model = build_other("cohere", num_hidden_layers=5, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "model")
+    save_letters(tmp_path / "model")
+    opened = open_streamed(str(tmp_path / "model"), weights="int8", to=str(tmp_path / "to"))
+    assert all(parameter.is_meta for parameter in opened.module.module.parameters()) and opened.tokenizer.encode("abc")
+    offload = OffloadPolicy(parameters="nvme", nvme_path=str(tmp_path / "to"))
+    generator = Generator(opened.module, policy=InferencePolicy(weights="int8", offload=offload))
+    assert tokens(generator) == tokens(Generator(model, policy=InferencePolicy(weights="int8")))
+    assert generator.plan.sizes.layers == 5 and not list((tmp_path / "to").iterdir())
+    generator.close()
+    with pytest.raises(ValueError, match="runs its own modules and is packed when it is opened"):
+        pack_model(str(tmp_path / "model"), to=str(tmp_path / "packed"), weights="int8")
 
 
 def test_what_was_packed_is_used_again_until_the_model_changes(tmp_path):

@@ -102,8 +102,9 @@ class OwnModules(ABC):
         if reason is not None:
             raise _refused(module, reason=reason)
         self.description, self._device = _description(module), device
+        self._products = list[Product]()
         cut = None if ranks is None else ModuleCut(module, ranks=ranks, description=self.description)
-        self._module, self._products = _copy_over_products(module, state=state, form=form, cut=cut)
+        self._module = _copy_over_products(module, state=state, form=form, cut=cut, placed=self._placed)
         for part in self._module.modules():
             part._buffers = {name: None if own is None else own.to(device) for name, own in part._buffers.items()}
         self._slots_of_layers = _attention_layers(self._module)
@@ -113,6 +114,10 @@ class OwnModules(ABC):
     @abstractmethod
     def attention(self, spans: list[Span], *, cache: Any) -> "Attention":
         """How a step attends over `cache`."""
+
+    def _placed(self, name: str, layer: Linear) -> None:
+        """A linear layer has its product."""
+        self._products.append(layer.product)
 
     def own_logits(
         self,
@@ -323,12 +328,18 @@ def _window_marker(
 
 
 def _copy_over_products(
-    module: Any, *, state: Mapping[str, Tensor], form: Form, cut: ModuleCut | None
-) -> tuple[Any, list[Product]]:
-    """A copy that shares what `state` has where it need not be moved, with products in place of linear layers; and the products."""
+    module: Any,
+    *,
+    state: Mapping[str, Tensor],
+    form: Form,
+    cut: ModuleCut | None,
+    placed: Callable[[str, Linear], None],
+) -> Any:
+    """A copy that shares what `state` has where it need not be moved, with products in place of linear layers. placed: is called with name and
+    layer of each."""
     shared = {id(value): value for value in (*module.parameters(), *module.buffers())}
     own = copy.deepcopy(module, memo=shared)
-    head, products = own.get_output_embeddings(), []
+    head = own.get_output_embeddings()
     embedding = _name_of(own, own.get_input_embeddings().weight)  # the head's, too, where they are tied
     for name, part in list(own.named_modules()):
         activation = _ACTIVATIONS.get(type(part).__name__)
@@ -343,8 +354,8 @@ def _copy_over_products(
         affine = Affine(weight=found.t().contiguous() if columns else found, bias=None if bias is None else _fp32(bias))
         made = form.head if part is head else form.layer
         layer = Linear(made(affine)) if cut is None else cut.linear(name, full=affine, product=made)
-        products.append(layer.product)
         _replace(own, name=name, by=layer)
+        placed(name, layer)
     if cut is not None:
         cut.tell_attention(own)
     for name, _ in list(own.named_parameters()):
@@ -354,7 +365,7 @@ def _copy_over_products(
     modeling.ALL_ATTENTION_FUNCTIONS.register(NAME, _attend_over_cache)
     masks.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _window_marker)
     own.set_attn_implementation(NAME)
-    return own.eval(), products
+    return own.eval()
 
 
 def _replace(module: nn.Module, *, name: str, by: nn.Module) -> None:
@@ -393,9 +404,15 @@ def _attention_layers(module: nn.Module) -> dict[int, int]:
     return {id(part): part.layer_idx for part in module.modules() if isinstance(getattr(part, "layer_idx", None), int)}
 
 
+def blocks_name(module: nn.Module, *, count: int) -> str:
+    """Of the list of its `count` blocks; empty if there is none."""
+    lists = (name for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part) == count)
+    return next(lists, "")
+
+
 def _blocks(module: nn.Module, *, count: int) -> list[nn.Module]:
-    lists = (part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == count)
-    return list(next(lists, nn.ModuleList()))
+    name = blocks_name(module, count=count)
+    return list(module.get_submodule(name).children()) if name else []
 
 
 def _rope_kinds(part: Any) -> list[str]:

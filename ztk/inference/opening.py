@@ -2,7 +2,7 @@
 
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -14,16 +14,20 @@ from ztk.inference.block_model import BlockModel
 from ztk.inference.block_opening import check_block_rows, placement_of
 from ztk.inference.block_weights import Placement, collect_blocks
 from ztk.inference.cut import Cut
-from ztk.inference.describe import FAMILIES, Subject, describe
+from ztk.inference.describe import FAMILIES, Description, Subject, describe
+from ztk.inference.layer_file import LayerFile
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_blocks import ModuleBlockModel
 from ztk.inference.module_model import ModuleModel, is_own_family
+from ztk.inference.module_stream import StreamedModuleModel
 from ztk.inference.over_blocks import OverBlocks
 from ztk.inference.packed import Packed, pack
-from ztk.inference.parallel import LeadingBlockModel, LeadingModel, LeadingModuleModel
+from ztk.inference.parallel import LeadingBlockModel, LeadingModel, LeadingModuleModel, LeadingStreamedModuleModel
+from ztk.inference.parts import Built, Values
 from ztk.inference.plan import (
     USUAL_SEQUENCES,
     USUAL_STEP_TOKENS,
+    Rates,
     StreamPlan,
     first_buffers,
     free_memory,
@@ -35,9 +39,9 @@ from ztk.inference.plan import (
 from ztk.inference.policy import InferencePolicy
 from ztk.inference.probe import check_module
 from ztk.inference.ranks import Ranks
-from ztk.inference.rates import measure
+from ztk.inference.rates import measure, measure_modules
 from ztk.inference.stream import StreamedLayers
-from ztk.inference.weights import ResidentLayers, Weights, collect
+from ztk.inference.weights import Layer, ResidentLayers, Weights, collect
 from ztk.nn import Decoder
 from ztk.policies.offload import OffloadPolicy
 from ztk.runtime.host_memory import return_freed_memory
@@ -150,12 +154,10 @@ def _from_own_modules(
 ) -> Opened:
     """A model of none of the engine's families, by its own modules."""
     kind, placement = getattr(module.config, "model_type", ""), placement_of(policy, module=module)
-    for option, is_given in (
-        ("offload=nvme", policy.offload is not None and placement is None),
-        ("topology.tensor above 1 with a cache of blocks", placement is not None and ranks is not None),
-    ):
-        if is_given:
-            raise ValueError(f"model_type={kind}: {option} is for {', '.join(sorted(FAMILIES))}; leave it out")
+    if placement is not None and ranks is not None:
+        raise ValueError(
+            f"model_type={kind}: topology.tensor above 1 with a cache of blocks is for {', '.join(sorted(FAMILIES))}; leave it out"
+        )
     if is_checked and (policy.weights != "stored" or placement is not None):
         # In fp32, where a difference means that the engine misread the model, not that weights were rounded.
         check_module(_of_own_modules(module, state=state, kind="stored", ranks=ranks), module=module, eager=True)
@@ -164,10 +166,60 @@ def _from_own_modules(
         if policy.exact:
             check_block_rows(blocks)
         return Opened(model=blocks, subject=Subject(description=blocks.description, tables=[]))
-    model = _of_own_modules(module, state=state, kind=policy.weights, ranks=ranks)
+    opened = (
+        Opened(
+            model=(own := _of_own_modules(module, state=state, kind=policy.weights, ranks=ranks)), subject=_subject(own)
+        )
+        if policy.offload is None
+        else _streamed_modules(module, state=state, policy=policy, offload=policy.offload, ranks=ranks)
+    )
     if is_checked and policy.weights == "stored":
-        check_module(model, module=module, eager=True)
-    return Opened(model=model, subject=Subject(description=model.description, tables=[]))
+        assert isinstance(opened.model, ModuleModel), "over slabs"
+        check_module(opened.model, module=module, eager=True)
+    return opened
+
+
+def _subject(model: ModuleModel) -> Subject:
+    return Subject(description=model.description, tables=[])
+
+
+def _streamed_modules(
+    module: nn.Module,
+    *,
+    state: Mapping[str, Tensor],
+    policy: InferencePolicy,
+    offload: OffloadPolicy,
+    ranks: Ranks | None,
+) -> Opened:
+    """By its own modules, whose blocks' linear layers are read in every pass. The file has no name afterwards and ends with the model."""
+    assert offload.nvme_path is not None, "the policy has a folder"
+    folder = Path(offload.nvme_path) / f"packed-{uuid.uuid4().hex}"
+    folder.mkdir(parents=True)
+    options = {"state": state, "kind": policy.weights, "folder": folder}
+    try:
+        leads = ranks is not None and ranks.comm.rank == 0
+        model = (
+            LeadingStreamedModuleModel(module, ranks=ranks, **options)
+            if leads
+            else StreamedModuleModel(module, ranks=ranks, **options)
+        )
+
+        def measured(layers: StreamedLayers[Values], positions: int) -> Rates:
+            model.stream(layers)
+            return measure_modules(model, layers=layers, positions=positions)
+
+        layers, plan = _planned(
+            model.file,
+            of=model.description,
+            fixed=model.resident_bytes,
+            policy=policy,
+            offload=offload,
+            ranks=ranks,
+            measured=measured,
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return Opened(model=model, subject=_subject(model), plan=plan, streamed=layers, packed_bytes=model.packed_bytes)
 
 
 def _of_own_modules(module: nn.Module, *, state: Mapping[str, Tensor], kind: str, ranks: Ranks | None) -> ModuleModel:
@@ -275,10 +327,41 @@ def settled(policy: InferencePolicy, *, plan: StreamPlan | None) -> InferencePol
 
 def _streamed(packed: Packed, *, policy: InferencePolicy, offload: OffloadPolicy, ranks: Ranks | None = None) -> Opened:
     """Ranks that share the model make the same plan: of the largest part, the least memory and the slowest rank."""
-    of = packed.description if ranks is None else ranks.cut.own(packed.description)
+    weights, subject = packed.read_rest()
+
+    def measured(layers: StreamedLayers[Layer], positions: int) -> Rates:
+        weights.layers = layers
+        models.append(_over(subject, weights=weights, ranks=ranks))
+        return measure(models[0], layers=layers, positions=positions)
+
+    models: list[InferenceModel] = []
+    layers, plan = _planned(
+        packed.file,
+        of=packed.description if ranks is None else ranks.cut.own(packed.description),
+        fixed=packed.rest_bytes,
+        policy=policy,
+        offload=offload,
+        ranks=ranks,
+        measured=measured,
+    )
+    return Opened(model=models[0], subject=subject, plan=plan, streamed=layers, packed_bytes=packed.weight_bytes)
+
+
+def _planned(
+    file: LayerFile[Built],
+    *,
+    of: Description,
+    fixed: int,
+    policy: InferencePolicy,
+    offload: OffloadPolicy,
+    ranks: Ranks | None,
+    measured: Callable[[StreamedLayers[Built], int], Rates],
+) -> tuple[StreamedLayers[Built], StreamPlan]:
+    """The file's layers as the plan has them. of: this rank's heads. fixed: bytes that stay in memory beside layers and threads. measured: the
+    rates of a model over layers, for so many positions."""
     positions = min(policy.max_model_len or of.max_len, of.max_len)
-    fixed = packed.rest_bytes + offload.threads * offload.block_bytes
-    sizes = sizes_of(of, items=packed.items, layer_bytes=packed.layer_bytes, fixed=fixed, positions=positions)
+    fixed += offload.threads * offload.block_bytes
+    sizes = sizes_of(of, items=file.items, layer_bytes=file.nbytes, fixed=fixed, positions=positions)
     budget = policy.memory_bytes or free_memory()
     if ranks is not None:
         share = budget if policy.memory_bytes else budget // ranks.comm.size
@@ -290,16 +373,13 @@ def _streamed(packed: Packed, *, policy: InferencePolicy, offload: OffloadPolicy
         "step_tokens": policy.max_step_tokens,
     }
     buffers = first_buffers(sizes, **chosen)
-    weights, subject = packed.read_rest()
-    layers = StreamedLayers(packed, policy=offload, buffers=buffers)
+    layers = StreamedLayers(file, policy=offload, buffers=buffers)
     try:
-        weights.layers = layers
-        model = _over(subject, weights=weights, ranks=ranks)
-        rates = measure(model, layers=layers, positions=positions)
+        rates = measured(layers, positions)
         plan = plan_stream(sizes, rates=rates if ranks is None else slowest(ranks.gather(rates)), **chosen)
         layers.keep(plan.resident, buffers=plan.buffers)
         return_freed_memory()  # what was measured with, and what layers of zeros were built from
     except BaseException:
         layers.close()
         raise
-    return Opened(model=model, subject=subject, plan=plan, streamed=layers, packed_bytes=packed.weight_bytes)
+    return layers, plan

@@ -25,24 +25,23 @@ from torch import Tensor
 
 from ztk.inference.cut import Cut
 from ztk.inference.describe import Description, Subject
+from ztk.inference.layer_file import LAYERS, LayerFile, LayerWriter
 from ztk.inference.parts import (
     Item,
     LayerBuffer,
+    assemble,
     blank,
     bytes_of,
     item_of,
-    items_of,
-    lay_out,
-    layer_buffer,
     layout_digest,
     tensors_of,
-    write_layer,
+    values_of,
 )
 from ztk.inference.products import Affine, Product
-from ztk.inference.weights import ResidentLayers, WeightReader, Weights, products_of
+from ztk.inference.weights import Layer, ResidentLayers, WeightReader, Weights, products_of
 from ztk.policies.offload import PAGE_BYTES
 
-MANIFEST, LAYERS, REST = "packed.json", "layers.bin", "rest.bin"
+MANIFEST, REST = "packed.json", "rest.bin"
 VERSION = 3
 _PROCESSOR_OWN = ("stored", "int4")  # formats whose layout follows the processor
 
@@ -88,6 +87,17 @@ class Packed:
         """Bytes that are in memory beside the layers: without the embedding, which is mapped."""
         return sum(part.nbytes for part in self.rest if part.name != "embedding")
 
+    @property
+    def file(self) -> LayerFile[Layer]:
+        """The layers."""
+        return LayerFile(
+            folder=self.path,
+            count=self.description.layers,
+            items=self.items,
+            nbytes=self.layer_bytes,
+            build=assemble,
+        )
+
     def read_rest(self) -> tuple[Weights, Subject]:
         """Everything but the layers, and the description with its rotary tables."""
         found = {part.name: tensor for part, tensor in self._rest_tensors()}
@@ -111,9 +121,9 @@ class Packed:
         )
         return weights, Subject(description=self.description, tables=tables)
 
-    def read_layer(self, number: int) -> LayerBuffer:
+    def read_layer(self, number: int) -> LayerBuffer[Layer]:
         """One layer, in memory of its own, read through the page cache. Raises ValueError where the file ends."""
-        buffer = layer_buffer(self.items)
+        buffer = self.file.buffer()
         with open(self.path / LAYERS, "rb", buffering=0) as file:
             file.seek(number * self.layer_bytes)
             view = memoryview(buffer.memory.numpy())
@@ -236,21 +246,11 @@ def open_packed(folder: str | os.PathLike) -> Packed:
 
 
 def _write(folder: Path, *, subject: Subject, reader: WeightReader) -> dict[str, Any]:
-    of, items, layer_bytes = subject.description, [], 0
-    with open(folder / LAYERS, "wb") as file:
+    of = subject.description
+    with LayerWriter(folder, count=of.layers) as writer:
         for number in range(of.layers):
-            layer = reader.layer(number)
-            if number == 0:
-                items, layer_bytes = items_of(layer), lay_out(layer)[1]
-                _check_space(folder, nbytes=of.layers * layer_bytes)
-            assert items_of(layer) == items, "layers of a family are built alike"
-            for offset, memory in write_layer(layer):
-                file.seek(number * layer_bytes + offset)
-                file.write(memory.numpy())
-            del layer
-        file.truncate(of.layers * layer_bytes)
-        file.flush()
-        os.fsync(file.fileno())  # direct reads do not see what is only in the page cache of some filesystems
+            writer.write(values_of(reader.layer(number)))
+    items = writer.items
     rest, at = reader.rest(), 0
     parts = []
     with open(folder / REST, "wb") as file:
@@ -268,7 +268,7 @@ def _write(folder: Path, *, subject: Subject, reader: WeightReader) -> dict[str,
         "version": VERSION,
         "description": asdict(of),
         "items": [asdict(item) for item in items],
-        "layer_bytes": layer_bytes,
+        "layer_bytes": writer.nbytes,
         "head": asdict(head),
         "rest": [asdict(part) for part in parts],
         "rest_bytes": at,
@@ -299,11 +299,3 @@ def _affine(found: Mapping[str, Tensor], *, name: str) -> Affine | None:
 def _layouts(items: list[Item]) -> dict[str, str]:
     shapes = {f"{item.kind} {list(item.shape)}": item for item in items if item.kind in _PROCESSOR_OWN}
     return {name: layout_digest(item) for name, item in shapes.items()}
-
-
-def _check_space(folder: Path, *, nbytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if nbytes > free:
-        raise ValueError(
-            f"{folder.parent} has {free} bytes free, and the packed layers need {nbytes}: free some, or name another disk"
-        )

@@ -8,6 +8,7 @@ joined. Followers draw nothing, so ranks cannot disagree about a token.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ztk.inference.cache import Cache
 from ztk.inference.describe import Subject
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel
+from ztk.inference.module_stream import StreamedModuleModel
 from ztk.inference.over_blocks import OverBlocks
 from ztk.inference.over_slabs import OverSlabs
 from ztk.inference.ranks import Ranks
@@ -109,6 +111,14 @@ class LeadingModuleModel(LeadingOverSlabs, ModuleModel):
 
     def __init__(self, module: Any, *, state: Mapping[str, Tensor], kind: str, ranks: Ranks) -> None:
         ModuleModel.__init__(self, module, state=state, kind=kind, ranks=ranks)
+        Leading.__init__(self, ranks)
+
+
+class LeadingStreamedModuleModel(LeadingOverSlabs, StreamedModuleModel):
+    """By a model's own modules, whose layers are read. state: parameters of any shape and dtype."""
+
+    def __init__(self, module: Any, *, state: Mapping[str, Tensor], kind: str, folder: Path, ranks: Ranks) -> None:
+        StreamedModuleModel.__init__(self, module, state=state, kind=kind, folder=folder, ranks=ranks)
         Leading.__init__(self, ranks)
 
 

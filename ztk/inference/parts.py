@@ -1,8 +1,9 @@
 """A layer as named ranges of bytes: how it lies in a file, and a layer over memory that is read into."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,10 @@ from ztk.policies.offload import PAGE_BYTES
 NORM = "norm"
 _KINDS: dict[str, type[Product]] = {"stored": Product, "int8": Int8Product, "int4": Int4Product}
 _ALIGNMENT = 64  # bytes: of a vector of the processor, and of torch's own memory
+Values = Mapping[
+    str, Product | Affine
+]  # products and norms of a layer by path, in the order in which they lie in memory
+Built = TypeVar("Built")  # what a layer is to the model that computes with it: `Layer`, or `Values` themselves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,22 +44,27 @@ class Part:
 
 
 @dataclass(kw_only=True, eq=False)
-class LayerBuffer:
+class LayerBuffer(Generic[Built]):
     """A layer over `memory`, uint8 [bytes of a layer], which is filled by reads.
 
     number: of the layer that it has or is about to have; None: none. under_way: the read that fills it.
     """
 
-    layer: Layer
+    layer: Built
     memory: Tensor
     region: AlignedRegion
     number: int | None = None
     under_way: Transfer | None = None
 
 
-def items_of(layer: Layer) -> list[Item]:
-    """What the layer consists of."""
-    return [item_of(path, value=value) for path, value in _leaves(layer)]
+def items_of(values: Values) -> list[Item]:
+    """What a layer consists of."""
+    return [item_of(path, value=value) for path, value in values.items()]
+
+
+def values_of(layer: Layer) -> Values:
+    """Its products and norms by path."""
+    return dict(_leaves(layer))
 
 
 def item_of(path: str, *, value: Product | Affine) -> Item:
@@ -79,39 +89,38 @@ def tensors_of(value: Product | Affine) -> dict[str, Tensor]:
     return {"weight": value.weight} if value.bias is None else {"weight": value.weight, "bias": value.bias}
 
 
-def lay_out(layer: Layer) -> tuple[list[Part], int]:
-    """Where each tensor of the layer lies, one after the other, and the layer's bytes, a multiple of 4096."""
+def lay_out(values: Values) -> tuple[list[Part], int]:
+    """Where each tensor of a layer lies, one after the other, and the layer's bytes, a multiple of 4096."""
     found, at = [], 0
-    for path, tensor in _memory(layer):
+    for path, tensor in _memory(values):
         at = _up(at, _ALIGNMENT)
         found.append(Part(path=path, offset=at, nbytes=tensor.nbytes))
         at += tensor.nbytes
     return found, _up(at, PAGE_BYTES)
 
 
-def layer_buffer(items: list[Item]) -> LayerBuffer:
-    """A layer of zeros over one page-aligned region: a read of all its bytes is the disk's own work."""
+def layer_buffer(items: list[Item], *, build: Callable[[Values], Built]) -> LayerBuffer[Built]:
+    """A layer of zeros over one page-aligned region: a read of all its bytes is the disk's own work. build: see `LayerFile`."""
     values = {item.path: blank(item) for item in items}
-    layer = assemble(values)
-    parts, nbytes = lay_out(layer)
-    region, by_path = AlignedRegion(nbytes=nbytes, pin=False), dict(_memory(layer))
+    parts, nbytes = lay_out(values)
+    region, by_path = AlignedRegion(nbytes=nbytes, pin=False), dict(_memory(values))
     for part in parts:
         own, (path, _, name) = by_path[part.path], part.path.rpartition(".")
         memory = region.bytes[part.offset : part.offset + part.nbytes].view(own.dtype).view(own.shape)
         _adopt(values[path], name=name, memory=memory)
-    return LayerBuffer(layer=layer, memory=region.bytes, region=region)
+    return LayerBuffer(layer=build(values), memory=region.bytes, region=region)
 
 
-def write_layer(layer: Layer) -> Iterator[tuple[int, Tensor]]:
+def write_layer(values: Values) -> Iterator[tuple[int, Tensor]]:
     """(offset, uint8 [bytes]) of every tensor of a layer, in the file's order."""
-    parts, _ = lay_out(layer)
-    by_path = dict(_memory(layer))
+    parts, _ = lay_out(values)
+    by_path = dict(_memory(values))
     for part in parts:
         yield part.offset, bytes_of(by_path[part.path])
 
 
-def assemble(values: Mapping[str, Product | Affine]) -> Layer:
-    """The layer of products and norms by path."""
+def assemble(values: Values) -> Layer:
+    """The layer of one of the engine's families, of products and norms by path."""
     own, mlps = {}, {}
     for path, value in values.items():
         group, _, name = path.rpartition(".")
@@ -160,8 +169,8 @@ def _mlps(name: str, *, value: object) -> Iterator[tuple[str, Mlp]]:
             yield f"{name}.{number}", mlp
 
 
-def _memory(layer: Layer) -> Iterator[tuple[str, Tensor]]:
-    for path, value in _leaves(layer):
+def _memory(values: Values) -> Iterator[tuple[str, Tensor]]:
+    for path, value in values.items():
         for name, tensor in tensors_of(value).items():
             yield f"{path}.{name}", tensor
 

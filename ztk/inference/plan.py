@@ -117,7 +117,8 @@ def sizes_of(description: Description, *, items: list[Item], layer_bytes: int, f
     """The bytes that a model takes for sequences of `positions` tokens. fixed: beside layers, cache and activations."""
     of = description
     rounded = -(-positions // (GROWTH * BLOCK)) * GROWTH * BLOCK
-    inner = max((item.shape[0] for item in items if item.path.endswith("up")), default=0)
+    outputs = {item.path: item.shape[0] for item in items}
+    inner = max([count for path, count in outputs.items() if path.endswith("up")] or outputs.values())
     # Of one group of queries: their copies for each block (whose memory the weights take), scores, and results of each block.
     scores = QUERIES * of.heads * rounded * 4 * (max(of.head_dim, BLOCK) + BLOCK + of.head_dim) // BLOCK
     return Sizes(

@@ -6,11 +6,15 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from ztk.inference.cache import Cache
 from ztk.inference.model import InferenceModel
+from ztk.inference.module_stream import StreamedModuleModel
+from ztk.inference.over_slabs import OverSlabs
+from ztk.inference.parts import Values
 from ztk.inference.plan import Rates
 from ztk.inference.policy import SamplingParams
 from ztk.inference.probe import random_rows
@@ -27,7 +31,7 @@ _ROUNDS = 3
 _DRAWS = 4
 
 
-def measure(model: InferenceModel, *, layers: StreamedLayers, positions: int) -> Rates:
+def measure(model: InferenceModel, *, layers: StreamedLayers[Layer], positions: int) -> Rates:
     """The rates of this machine for this model. positions: tokens of a sequence; half of them are before the rows that are measured."""
     at = min(positions // 2, _AT)
     with torch.inference_mode():
@@ -37,6 +41,35 @@ def measure(model: InferenceModel, *, layers: StreamedLayers, positions: int) ->
         link = _link(layers)
         serial = _serial(trial, layers=layers, link=link)
     per_row = max(1e-9, (many - few) / (_MANY - _FEW))
+    pass_seconds = max(0.0, few - _FEW * per_row)
+    return Rates(link=link, pass_seconds=pass_seconds, row_seconds=per_row + drawing, serial=serial)
+
+
+def measure_modules(model: StreamedModuleModel, *, layers: StreamedLayers[Values], positions: int) -> Rates:
+    """As `measure`, for a model that runs its own modules: in complete passes over the layers in memory, with the cache of one sequence."""
+    at, count = min(positions // 2, _AT), layers.file.count
+    cache = model.scratch(at + 1)
+
+    def run(rows: int) -> None:
+        spans = [Span(slot=0, start=at, length=1, row=row) for row in range(rows)]
+        model.own_logits(torch.zeros(rows, dtype=torch.int64), spans=spans, cache=cache, rows=list(range(rows)))
+
+    with torch.inference_mode():
+        model.use(list(itertools.islice(itertools.cycle(layers.held), count)))
+        few, many = (_seconds(partial(run, rows)) for rows in (_FEW, _MANY))
+        drawing = _seconds(lambda: _draw(model)) / _DRAWS
+        model.stream(layers)
+        link = _link(layers)
+        run(_FEW)
+        layers.settle()
+        before, started = layers.counters.read_bytes, time.perf_counter()
+        for _ in range(_ROUNDS):
+            run(_FEW)
+        layers.settle()
+        seconds = time.perf_counter() - started
+    per_row = max(1e-9, (many - few) / (_MANY - _FEW))
+    both = (layers.counters.read_bytes - before) / link, _ROUNDS * few
+    serial = min(1.0, max(0.0, (seconds - max(both)) / max(1e-9, min(both))))
     pass_seconds = max(0.0, few - _FEW * per_row)
     return Rates(link=link, pass_seconds=pass_seconds, row_seconds=per_row + drawing, serial=serial)
 
@@ -74,11 +107,11 @@ def _link(layers: StreamedLayers) -> float:
     return (layers.counters.read_bytes - before) / (time.perf_counter() - started)
 
 
-def _serial(trial: _Trial, *, layers: StreamedLayers, link: float) -> float:
+def _serial(trial: _Trial, *, layers: StreamedLayers[Layer], link: float) -> float:
     """Which part of the shorter of reading and computing the longer one does not hide: layers are computed as they come."""
     held, ranks = itertools.cycle(trial.model.weights.layers.held), trial.model.ranks
     own = _seconds(lambda: trial.block(next(held)))
-    count = max(2 * BUFFERS, math.ceil(_READ_SECONDS / max(own, layers.packed.layer_bytes / link)))
+    count = max(2 * BUFFERS, math.ceil(_READ_SECONDS / max(own, layers.file.nbytes / link)))
     if ranks is not None:
         count = max(ranks.gather(count))  # ranks compute together
     layers.settle()
@@ -97,7 +130,7 @@ def _pass_seconds(trial: _Trial) -> float:
     return trial.model.description.layers * _seconds(lambda: trial.block(next(held))) + _seconds(trial.ends)
 
 
-def _draw(model: InferenceModel) -> None:
+def _draw(model: OverSlabs) -> None:
     line = random_rows(1, columns=model.description.vocab_size)[0]
     for _ in range(_DRAWS):
         draw(line, sampling=SamplingParams(), prompt=[0], answer=[], sample=0)

@@ -1,13 +1,13 @@
-"""Layers that are read from a packed folder while the one before computes."""
+"""Layers that are read from a file while the one before computes."""
 
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Generic
 
-from ztk.inference.packed import LAYERS, Packed
-from ztk.inference.parts import LayerBuffer, layer_buffer
-from ztk.inference.weights import Layer
+from ztk.inference.layer_file import LayerFile
+from ztk.inference.parts import Built, LayerBuffer
 from ztk.offload.disk import DiskFile
 from ztk.offload.engine import IoEngine, Transfer, Urgency
 from ztk.offload.pool import AlignedRegion
@@ -18,8 +18,8 @@ from ztk.runtime.io import Direction, IoCounters
 BUFFERS = 3  # one that is computed with, one that is read, and one that is complete
 
 
-class StreamedLayers:
-    """The layers of a packed folder in order. Some reside in memory, the others pass through a ring of buffers, in every pass.
+class StreamedLayers(Generic[Built]):
+    """The layers of a file in order. Some reside in memory, the others pass through a ring of buffers, in every pass.
 
     While a layer computes, the next ones are read by threads past the page cache, those of the next pass behind the last. Only one thread
     may iterate, and the layer that an iteration gave is valid until the next one is asked for.
@@ -28,11 +28,10 @@ class StreamedLayers:
         ValueError: the folder lies in main memory or on a disk without direct I/O.
     """
 
-    def __init__(self, packed: Packed, *, policy: OffloadPolicy, buffers: int) -> None:
-        self.packed, self.counters = packed, IoCounters()
-        path = packed.path / LAYERS
-        check_disk(packed.path, direct=policy.direct_io)
-        self._disk = _open(path, direct=policy.direct_io)
+    def __init__(self, file: LayerFile[Built], *, policy: OffloadPolicy, buffers: int) -> None:
+        self.file, self.counters = file, IoCounters()
+        check_disk(file.folder, direct=policy.direct_io)
+        self._disk = _open(file.path, direct=policy.direct_io)
         self._staging = AlignedRegion(nbytes=policy.threads * policy.block_bytes, pin=False)
         self._engine = IoEngine(
             self._disk,
@@ -43,15 +42,15 @@ class StreamedLayers:
         self._close = weakref.finalize(self, _close, self._engine, self._disk)
         # pyrefly: ignore[missing-attribute]  # a property, which typeshed leaves out of __slots__
         self._close.atexit = False  # the engine has its own way to end with the process
-        self._resident: dict[int, LayerBuffer] = {}
-        self._order = list(range(packed.description.layers))  # of those that are read in every pass
-        self._spare = [layer_buffer(packed.items) for _ in range(buffers)]
-        self._ring: deque[LayerBuffer] = deque()  # in the order in which they will be used
+        self._resident: dict[int, LayerBuffer[Built]] = {}
+        self._order = list(range(file.count))  # of those that are read in every pass
+        self._spare = [file.buffer() for _ in range(buffers)]
+        self._ring: deque[LayerBuffer[Built]] = deque()  # in the order in which they will be used
         self._next = 0  # place in `_order` of the layer that is read next
         self._fill()
 
     @property
-    def held(self) -> list[Layer]:
+    def held(self) -> list[Built]:
         """The layers in memory now; those that are read have come."""
         for buffer in self._ring:
             self._wait(buffer)
@@ -65,7 +64,7 @@ class StreamedLayers:
     @property
     def pass_bytes(self) -> int:
         """Bytes that a pass reads."""
-        return self.streamed * self.packed.layer_bytes
+        return self.streamed * self.file.nbytes
 
     @property
     def memory_bytes(self) -> int:
@@ -75,18 +74,18 @@ class StreamedLayers:
 
     def keep(self, count: int, *, buffers: int) -> None:
         """Makes `count` layers resident, at equal distances, so that their time is there for what is read. buffers: of the ring from now on."""
-        layers = self.packed.description.layers
+        layers = self.file.count
         self._restart(0, reading=False)
         del self._spare[buffers:]
         for number in sorted({(2 * place + 1) * layers // (2 * count) for place in range(count)}):
-            buffer = self._resident[number] = layer_buffer(self.packed.items)
+            buffer = self._resident[number] = self.file.buffer()
             self._read(buffer, number=number)
             self._wait(buffer)
         self._order = [number for number in range(layers) if number not in self._resident]
         self._fill()
 
-    def __iter__(self) -> Iterator[Layer]:
-        for number in range(self.packed.description.layers):
+    def __iter__(self) -> Iterator[Built]:
+        for number in range(self.file.count):
             if number in self._resident:
                 yield self._resident[number].layer
                 continue
@@ -126,8 +125,8 @@ class StreamedLayers:
             self._ring.append(buffer)
             self._next = (self._next + 1) % len(self._order)
 
-    def _read(self, buffer: LayerBuffer, *, number: int) -> None:
-        nbytes = self.packed.layer_bytes
+    def _read(self, buffer: LayerBuffer[Built], *, number: int) -> None:
+        nbytes = self.file.nbytes
         buffer.number = number
         buffer.under_way = Transfer(
             direction=Direction.read,
@@ -139,7 +138,7 @@ class StreamedLayers:
         )
         self._engine.submit(buffer.under_way, after=())
 
-    def _wait(self, buffer: LayerBuffer) -> None:
+    def _wait(self, buffer: LayerBuffer[Built]) -> None:
         """Raises DiskError if the read has failed; the next pass reads again."""
         self._ended(buffer)
         ended, buffer.under_way = buffer.under_way, None
@@ -147,7 +146,7 @@ class StreamedLayers:
             buffer.number = None
             raise ended.error
 
-    def _ended(self, buffer: LayerBuffer) -> None:
+    def _ended(self, buffer: LayerBuffer[Built]) -> None:
         with self._engine.changed:
             while buffer.under_way is not None and not buffer.under_way.done:
                 self._engine.changed.wait()

@@ -20,6 +20,7 @@ from ztk.hf.values import FolderValues
 from ztk.inference import UnreadModel
 from ztk.inference.describe import FAMILIES, describe
 from ztk.inference.model import InferenceModel
+from ztk.inference.module_model import ModuleModel, is_own_family
 from ztk.inference.packed import MANIFEST, VERSION, FolderTaken, Packed, open_packed, pack
 from ztk.inference.probe import check_module
 from ztk.inference.weights import collect
@@ -73,6 +74,11 @@ def pack_model(path: str, *, to: str, weights: str, ema: bool = False) -> Packed
     folder = Path(path)
     source = _source(folder, ema=ema)
     try:
+        if not is_own_family(source.module):
+            raise ValueError(
+                f"{path}: a model outside of {', '.join(sorted(FAMILIES))} runs its own modules and is packed when it is opened: use "
+                f"inference.model={path} offload=nvme"
+            )
         subject = describe(source.module)
         extra = {"name": source.name}
         key = _key(folder, weights=weights, ema=ema)
@@ -85,6 +91,7 @@ def open_streamed(
     path: str, *, weights: str, to: str, ema: bool = False, on_packed: Callable[[Packed], None] | None = None
 ) -> Opened:
     """The model in `path` as packed weights: itself if it is packed, what was packed of it below the folder `to` before, or packed there now.
+    Models that run their own modules are packed by the generator: a folder is read one parameter at a time, and a run in full.
     on_packed: is called with what was packed now.
 
     Raises:
@@ -93,6 +100,11 @@ def open_streamed(
     folder = Path(path)
     if (folder / MANIFEST).is_file():
         return open_model(path, ema=ema)
+    if not _is_own_family(folder):
+        if not (folder / "config.json").is_file():
+            return open_model(path, ema=ema)
+        source = _source(folder, ema=ema)
+        return with_tokenizer(folder, module=UnreadModel(module=source.module, state=source.state))
     key = _key(folder, weights=weights, ema=ema)
     target = Path(to) / f"packed-{key[:16]}"
     if not (target / MANIFEST).is_file():
@@ -117,7 +129,7 @@ def opened_unread(path: str, *, ema: bool = False) -> Iterator[Opened]:
     """
     folder = Path(path)
     is_pretrained = (folder / "config.json").is_file()
-    is_full = is_pretrained and (read_config(path).model_type not in FAMILIES or not any(folder.glob("*.safetensors")))
+    is_full = is_pretrained and not (_is_own_family(folder) and any(folder.glob("*.safetensors")))
     if is_full or (folder / MANIFEST).is_file():
         yield open_model(path, ema=ema)
         return
@@ -126,6 +138,14 @@ def opened_unread(path: str, *, ema: bool = False) -> Iterator[Opened]:
         yield with_tokenizer(folder, module=UnreadModel(module=source.module, state=source.state))
     finally:
         source.close()
+
+
+def _is_own_family(folder: Path) -> bool:
+    """Of a run too: whether the engine has its own forward for the model."""
+    if not (folder / "config.json").is_file():
+        base = load_config(recorded_run(folder)[1] / "config.yaml").model.path
+        return base is None or read_config(base).model_type in FAMILIES
+    return read_config(str(folder)).model_type in FAMILIES
 
 
 def _source(folder: Path, *, ema: bool) -> _Source:
@@ -176,9 +196,12 @@ def _check(folder: Path, *, state: Parameters) -> None:
     if kinds is not None:
         config.layer_types = kinds[: config.num_hidden_layers]
     module = _cut(config, state=state)
+    own = dict(module.named_parameters())
+    if not is_own_family(module):
+        check_module(ModuleModel(module, state=own, kind="stored"), module=module, eager=True)
+        return
     subject = describe(module)
-    own = InferenceModel(subject, weights=collect(dict(module.named_parameters()), description=subject.description))
-    check_module(own, module=module)
+    check_module(InferenceModel(subject, weights=collect(own, description=subject.description)), module=module)
 
 
 def _cut(config: Any, *, state: Parameters) -> nn.Module:
