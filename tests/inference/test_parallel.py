@@ -184,10 +184,15 @@ def test_two_ranks_have_the_tokens_of_one_over_blocks(ranks, names):
         assert two == one, name
 
 
-def schedules_over_blocks(process: ztk.Process, *, seeds: list[int], folder: str) -> tuple[list, int]:
+def schedules_over_blocks(process: ztk.Process, *, seeds: list[int], folder: str, cache_dtype: str) -> tuple[list, int]:
     model, found, preempted = build_decoder(kv_heads=1), [], 0
     for seed in seeds:
-        tight = {"cache": "blocks", "max_model_len": 192, "cache_tokens": 64 * (3 + seed % 2)}
+        tight = {
+            "cache": "blocks",
+            "max_model_len": 192,
+            "cache_tokens": 64 * (3 + seed % 2),
+            "cache_dtype": cache_dtype,
+        }
         if seed % 2:
             tight["offload"] = OffloadPolicy(parameters="nvme", nvme_path=folder, block_bytes=1 << 16, threads=1)
         digests, generator = run_schedule(model, seed=seed, comm=process.comm, **tight)
@@ -196,14 +201,22 @@ def schedules_over_blocks(process: ztk.Process, *, seeds: list[int], folder: str
     return found, preempted
 
 
-def test_blocks_of_all_ranks_are_copied_and_preempted_together(ranks, tmp_path):
-    (first, *others), preempted = ranks(2).run(schedules_over_blocks, seeds=[0, 1], folder=str(tmp_path))[0]
+@pytest.mark.parametrize("cache_dtype", ["stored", "fp8"])
+def test_blocks_of_all_ranks_are_copied_and_preempted_together(cache_dtype, ranks, tmp_path):
+    given = {"folder": str(tmp_path), "cache_dtype": cache_dtype}
+    (first, *others), preempted = ranks(2).run(schedules_over_blocks, seeds=[0, 1], **given)[0]
     assert all(other == first for other in others) and preempted > 0
 
 
-def streamed_by_both(process: ztk.Process, *, folder: str) -> list:
+LAYERED = {
+    "native": lambda: build_decoder(layers=6, kv_heads=1),
+    "own modules": lambda: build_other("smollm3", num_hidden_layers=6),
+}
+
+
+def streamed_by_both(process: ztk.Process, *, name: str, folder: str) -> list:
     """Tokens of one rank in memory and of two that read their parts; what each reads per pass, and has read per step."""
-    model = build_decoder(layers=6, kv_heads=1)
+    model = LAYERED[name]()
     place = OffloadPolicy(parameters="nvme", nvme_path=folder, block_bytes=1 << 16, threads=1)
     policy = InferencePolicy(max_sequences=3, max_step_tokens=48, offload=place)
     roomy = Generator(model, policy=policy, comm=process.comm)
@@ -225,8 +238,9 @@ def streamed_by_both(process: ztk.Process, *, folder: str) -> list:
     return [generator.plan.pass_bytes, moved, [[answer.tokens for [answer] in answers] for answers in (one, two)]]
 
 
-def test_each_rank_reads_its_part_of_every_layer(ranks, tmp_path):
-    (nbytes, moved, (one, two)), (other,) = ranks(2).run(streamed_by_both, folder=str(tmp_path))
+@pytest.mark.parametrize("name", LAYERED)
+def test_each_rank_reads_its_part_of_every_layer(name, ranks, tmp_path):
+    (nbytes, moved, (one, two)), (other,) = ranks(2).run(streamed_by_both, name=name, folder=str(tmp_path))
     assert one == two and nbytes == other and moved and moved % nbytes == 0
     assert not list(tmp_path.iterdir())
 

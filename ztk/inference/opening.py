@@ -165,22 +165,19 @@ def _from_own_modules(
         blocks = ModuleBlockModel(module, state=state, placement=placement, exact=policy.exact)
         if policy.exact:
             check_block_rows(blocks)
-        return Opened(model=blocks, subject=Subject(description=blocks.description, tables=[]))
-    opened = (
-        Opened(
-            model=(own := _of_own_modules(module, state=state, kind=policy.weights, ranks=ranks)), subject=_subject(own)
-        )
-        if policy.offload is None
-        else _streamed_modules(module, state=state, policy=policy, offload=policy.offload, ranks=ranks)
-    )
+        return _of_modules(blocks)
+    if policy.offload is None:
+        opened = _of_modules(_of_own_modules(module, state=state, kind=policy.weights, ranks=ranks))
+    else:
+        opened = _streamed_modules(module, state=state, policy=policy, offload=policy.offload, ranks=ranks)
     if is_checked and policy.weights == "stored":
         assert isinstance(opened.model, ModuleModel), "over slabs"
         check_module(opened.model, module=module, eager=True)
     return opened
 
 
-def _subject(model: ModuleModel) -> Subject:
-    return Subject(description=model.description, tables=[])
+def _of_modules(model: ModuleModel | ModuleBlockModel) -> Opened:
+    return Opened(model=model, subject=Subject(description=model.description, tables=[]))
 
 
 def _streamed_modules(
@@ -219,7 +216,7 @@ def _streamed_modules(
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return Opened(model=model, subject=_subject(model), plan=plan, streamed=layers, packed_bytes=model.packed_bytes)
+    return replace(_of_modules(model), plan=plan, streamed=layers, packed_bytes=model.packed_bytes)
 
 
 def _of_own_modules(module: nn.Module, *, state: Mapping[str, Tensor], kind: str, ranks: Ranks | None) -> ModuleModel:

@@ -40,9 +40,7 @@ def measure(model: InferenceModel, *, layers: StreamedLayers[Layer], positions: 
         drawing = _seconds(lambda: _draw(model)) / _DRAWS
         link = _link(layers)
         serial = _serial(trial, layers=layers, link=link)
-    per_row = max(1e-9, (many - few) / (_MANY - _FEW))
-    pass_seconds = max(0.0, few - _FEW * per_row)
-    return Rates(link=link, pass_seconds=pass_seconds, row_seconds=per_row + drawing, serial=serial)
+    return _rates(few=few, many=many, drawing=drawing, link=link, serial=serial)
 
 
 def measure_modules(model: StreamedModuleModel, *, layers: StreamedLayers[Values], positions: int) -> Rates:
@@ -67,11 +65,20 @@ def measure_modules(model: StreamedModuleModel, *, layers: StreamedLayers[Values
             run(_FEW)
         layers.settle()
         seconds = time.perf_counter() - started
+    reading = (layers.counters.read_bytes - before) / link
+    serial = _not_hidden(seconds, reading=reading, computing=_ROUNDS * few)
+    return _rates(few=few, many=many, drawing=drawing, link=link, serial=serial)
+
+
+def _rates(*, few: float, many: float, drawing: float, link: float, serial: float) -> Rates:
+    """few, many: seconds of passes of `_FEW` and `_MANY` rows. drawing: seconds of a row's draw."""
     per_row = max(1e-9, (many - few) / (_MANY - _FEW))
-    both = (layers.counters.read_bytes - before) / link, _ROUNDS * few
-    serial = min(1.0, max(0.0, (seconds - max(both)) / max(1e-9, min(both))))
-    pass_seconds = max(0.0, few - _FEW * per_row)
-    return Rates(link=link, pass_seconds=pass_seconds, row_seconds=per_row + drawing, serial=serial)
+    return Rates(link=link, pass_seconds=max(0.0, few - _FEW * per_row), row_seconds=per_row + drawing, serial=serial)
+
+
+def _not_hidden(seconds: float, *, reading: float, computing: float) -> float:
+    """Which part of the shorter of the two the longer one did not hide, done together in `seconds`."""
+    return min(1.0, max(0.0, (seconds - max(reading, computing)) / max(1e-9, min(reading, computing))))
 
 
 class _Trial:
@@ -120,8 +127,8 @@ def _serial(trial: _Trial, *, layers: StreamedLayers[Layer], link: float) -> flo
         trial.block(layer)
     layers.settle()
     seconds = time.perf_counter() - started
-    both = (layers.counters.read_bytes - before) / link, count * own
-    return min(1.0, max(0.0, (seconds - max(both)) / max(1e-9, min(both))))
+    reading = (layers.counters.read_bytes - before) / link
+    return _not_hidden(seconds, reading=reading, computing=count * own)
 
 
 def _pass_seconds(trial: _Trial) -> float:
