@@ -21,6 +21,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests.interpreter import speed_up_interpreter  # noqa: E402
 from tests.kernels import test_adamw_variants  # noqa: E402
 from tests.kernels.planting import planted, spec_of  # noqa: E402
 from tests.kernels.test_ops import check_against_reference, check_reach  # noqa: E402
@@ -162,6 +163,7 @@ def main() -> int:
     parser.add_argument("--known-good", action="store_true", help="first check that unchanged copies pass")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    speed_up_interpreter()
     chosen = [mistake for mistake in MISTAKES if options.only in str(mistake)]
     wrong = []
     with tempfile.TemporaryDirectory() as name:

@@ -14,11 +14,14 @@ import pytest
 import torch
 
 from tests import workers
+from tests.interpreter import speed_up_interpreter
 from tests.quick import pytest_addoption, pytest_collection_modifyitems, pytest_runtest_teardown  # noqa: F401 hooks
 from tests.ranks import RankPool
 
 # As in the ranks, whose bits some tests compare with what this process computes; the kernels' interpreter is numpy in one thread, too.
 torch.set_num_threads(1)
+
+speed_up_interpreter()
 
 # Tests, their ranks and the programs they start leave folders; all lie in one, which goes with this process, after multiprocessing's own
 # (of priority -100). `tmp_path` stays outside, where pytest keeps the last three sessions'.
