@@ -1,10 +1,12 @@
 """Slower launches and kernels on purpose, compiled for sm_90 and held to their budgets: `python -m tests.kernels.budget_mistakes`.
 
-Run in a process that does not interpret. Prints one JSON object, mistake -> the broken budget, empty where none broke.
+Run in a process that does not interpret. Prints one JSON object: "reasons", mistake -> the broken budget, empty where none broke, and
+"alone" and "together", the instructions of kernels as cuobjdump reads each and as `disassemble` reads them in one file.
 """
 
 import importlib
 import json
+import re
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -12,8 +14,10 @@ from unittest import mock
 from tests.kernels.planting import planted, spec_of
 from ztk.kernels import ALL_OPS, _attention_launch, _flat, grouped_gemm
 from ztk.kernels._attention_launch import Part
+from ztk.kernels._disassemble import code_of, disassemble
 from ztk.kernels._machine import Architecture
-from ztk.kernels.aot import compile_case
+from ztk.kernels._record import launch_of
+from ztk.kernels.aot import compile_case, compile_launch, read_cubin
 
 TARGET = "sm_90"
 
@@ -82,6 +86,19 @@ def early_kernels(folder: Path) -> dict[str, str]:
     }
 
 
+def alone_and_together() -> dict[str, list]:
+    """Kernels with branches, calls and returns, of which the targets count from each kernel's start."""
+    cases = [(spec, case) for spec in ALL_OPS if spec.name in ("rope", "cache_rows") for case in spec.aot]
+    binaries = [compile_launch(launch_of(spec, case=case, target=TARGET), arch=TARGET) for spec, case in cases]
+    alone = [read_cubin("-sass", binary=binary) for binary in binaries]
+    together = disassemble([code_of(binary.asm["cubin"]) for binary in binaries], arch=TARGET)
+    pattern = r"/\*([0-9a-f]{4,})\*/\s+([^;]*?)\s*;"
+    return {
+        name: [re.findall(pattern, text) for text in texts]
+        for name, texts in (("alone", alone), ("together", together))
+    }
+
+
 def main() -> None:
     """Try all."""
     with tempfile.TemporaryDirectory() as folder:
@@ -92,7 +109,7 @@ def main() -> None:
             "two more exponentials per logit": two_more_exponentials_per_logit(Path(folder)),
             **early_kernels(Path(folder)),
         }
-    print(json.dumps(reasons))
+    print(json.dumps({"reasons": reasons, **alone_and_together()}))
 
 
 if __name__ == "__main__":

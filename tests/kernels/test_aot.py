@@ -118,13 +118,19 @@ def test_what_comes_before_a_wait_is_read_right(ptx, sass, found):
     assert answer.startswith(found) and bool(answer) == bool(found), answer
 
 
-def test_slower_launches_break_their_budgets():
-    """Budgets are those of the launchers: what a launcher chooses badly breaks them, for the reason meant; so do waits that are missing."""
+@pytest.fixture(scope="module")
+def planted():
+    """What tests/kernels/budget_mistakes.py prints."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "tests.kernels.budget_mistakes"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr[-2000:]
-    reasons = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_slower_launches_break_their_budgets(planted):
+    """Budgets are those of the launchers: what a launcher chooses badly breaks them, for the reason meant; so do waits that are missing."""
+    reasons = planted["reasons"]
     expected = {
         "32 elements per thread": "barriers >",
         "attention with one stage": "B of shared memory <",
@@ -137,6 +143,13 @@ def test_slower_launches_break_their_budgets():
     assert reasons.keys() == expected.keys()
     for mistake, reason in expected.items():
         assert reason in reasons[mistake], f"{mistake}: {reasons[mistake] or 'within budget'}"
+
+
+def test_kernels_that_are_disassembled_together_read_as_alone(planted):
+    """Addresses and targets included."""
+    opcodes = {text.split()[text.startswith("@")].split(".")[0] for kernel in planted["alone"] for _, text in kernel}
+    assert len(planted["alone"]) == 3 and opcodes >= {"BRA", "CALL", "RET", "BSSY", "LDG"}
+    assert planted["together"] == planted["alone"]
 
 
 def test_interpreter_is_refused():

@@ -15,16 +15,18 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ztk.kernels import ALL_OPS
+from ztk.kernels._disassemble import code_of, disassemble
 from ztk.kernels._library import interpreting
 from ztk.kernels._machine import MACHINES
 from ztk.kernels._record import Launch, launch_of
@@ -33,6 +35,9 @@ from ztk.kernels._spec import TARGETS, AotCase, OpSpec
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 MAX_THREADS = 1024  # of one program, on every target
+TOGETHER = (
+    8  # cases of one target that a process disassembles at once: fewer start nvdisasm more often, more share out worse
+)
 CALIBRATED = "sm_90"  # the target whose registers and shared memory the budgets are written for
 
 
@@ -65,16 +70,52 @@ class AotRow:
     reason: str  # the broken budget, or why a spill or a narrow access is accepted
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compiled:
+    """A case for one target. code: NVIDIA's instructions; empty for AMD."""
+
+    launch: Launch
+    binary: Any  # triton's CompiledKernel
+    code: bytes
+
+
 def compile_case(case: AotCase, *, spec: OpSpec, arch: str) -> AotRow:
     """Compile one case for one target and judge it; a compiler error is a row that is not ok."""
+    (row,) = compile_cases([(spec, case)], arch=arch)
+    return row
+
+
+def compile_cases(cases: Sequence[tuple[OpSpec, AotCase]], *, arch: str) -> list[AotRow]:
+    """The rows of several cases for one target, which are disassembled together."""
+    compiled = [_try(_compiled, case, spec=spec, arch=arch) for spec, case in cases]
+    codes = [each.code for each in compiled if isinstance(each, Compiled)] if arch.startswith("sm_") else []
+    texts = iter(disassemble(codes, arch=arch))
+    return [
+        _try(_judged, case, spec=spec, arch=arch, compiled=each, sass=next(texts, ""))
+        if isinstance(each, Compiled)
+        else each
+        for (spec, case), each in zip(cases, compiled, strict=True)
+    ]
+
+
+def _try(step: Callable[..., Any], case: AotCase, *, spec: OpSpec, arch: str, **more: Any) -> Any:
+    """What the step returns, or a row that is not ok."""
     try:
-        launch = launch_of(spec, case=case, target=arch)
-        binary = _compile(launch, arch=arch)
-        sass = _cuobjdump("-sass", binary=binary) if arch.startswith("sm_") else ""
-        anatomy = _dissect(binary, sass=sass, arch=arch)
+        return step(case, spec=spec, arch=arch, **more)
     except Exception as error:  # whatever the compiler raises belongs into the report
         text = " ".join(line.strip() for line in f"{type(error).__name__}: {error}".strip().splitlines()[:4])
         return AotRow(op=spec.name, kernel=case.name, arch=arch, ok=False, reason=text[:400])
+
+
+def _compiled(case: AotCase, *, spec: OpSpec, arch: str) -> Compiled:
+    launch = launch_of(spec, case=case, target=arch)
+    binary = compile_launch(launch, arch=arch)
+    return Compiled(launch=launch, binary=binary, code=code_of(binary.asm["cubin"]) if arch.startswith("sm_") else b"")
+
+
+def _judged(case: AotCase, *, spec: OpSpec, arch: str, compiled: Compiled, sass: str) -> AotRow:
+    launch, binary = compiled.launch, compiled.binary
+    anatomy = _dissect(binary, sass=sass, arch=arch)
     num_warps = launch.options["num_warps"]
     dependent, fitting = bool(launch.options.get("launch_pdl")), 0
     if arch.startswith("sm_"):
@@ -180,7 +221,8 @@ def _broken_on_calibrated(case: AotCase, *, row: AotRow) -> Iterable[str]:
         yield f"{row.loop_instructions} instructions per element in loops > {limit}"
 
 
-def _compile(launch: Launch, *, arch: str):
+def compile_launch(launch: Launch, *, arch: str) -> Any:
+    """Triton's CompiledKernel of what an op launches."""
     names = list(launch.kernel.arg_names)
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in launch.divisible}
     source = ASTSource(fn=launch.kernel, signature=launch.signature, constexprs=launch.constexprs, attrs=attrs)
@@ -193,36 +235,46 @@ def _dissect(binary, *, sass: str, arch: str) -> Anatomy:
     if arch.startswith("gfx"):
         return dissect_amdgcn(binary.asm["amdgcn"], shared_bytes=binary.metadata.shared)
     # pyrefly: ignore[missing-attribute]  # the pattern always matches
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("-res-usage", binary=binary)).groups())
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", read_cubin("-res-usage", binary=binary)).groups())
     return dissect_sass(sass, arch=arch, registers=registers, stack_bytes=stack, shared_bytes=binary.metadata.shared)
 
 
-def _cuobjdump(flag: str, *, binary) -> str:
+def read_cubin(flag: str, *, binary: Any) -> str:
+    """What `cuobjdump FLAG` prints."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
         return subprocess.run([CUOBJDUMP, flag, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def _compile_index(job: tuple[int, int, str]) -> AotRow:
-    """A job by its place in ALL_OPS: kernels and lambdas cannot be sent between processes, positions can."""
-    i_op, i_case, arch = job
-    spec = ALL_OPS[i_op]
-    return compile_case(spec.aot[i_case], spec=spec, arch=arch)
+def _compile_indices(job: tuple[str, list[tuple[int, int]]]) -> list[AotRow]:
+    """Cases of one target by their places in ALL_OPS: kernels and lambdas cannot be sent between processes, positions can."""
+    arch, places = job
+    return compile_cases([(ALL_OPS[i_op], ALL_OPS[i_op].aot[i_case]) for i_op, i_case in places], arch=arch)
 
 
 def report(*, ops: str = "", archs: tuple[str, ...] = TARGETS, jobs: int | None = None) -> list[AotRow]:
     """Rows of every case whose op or kernel name contains `ops`, for the given targets, over `jobs` processes."""
     work = [
-        (i_op, i_case, arch)
+        (arch, (i_op, i_case))
         for i_op, spec in enumerate(ALL_OPS)
         for i_case, case in enumerate(spec.aot)
         for arch in case.targets
         if arch in archs and (ops in spec.name or ops in case.name)
     ]
+    tasks = []
+    for arch in archs:
+        places = [place for of_arch, place in work if of_arch == arch]
+        tasks += [(arch, places[first : first + TOGETHER]) for first in range(0, len(places), TOGETHER)]
     context = multiprocessing.get_context("fork")  # inherits the imported kernels
     with ProcessPoolExecutor(max_workers=jobs or os.cpu_count(), mp_context=context) as pool:
-        return list(pool.map(_compile_index, work))
+        done = list(pool.map(_compile_indices, tasks))
+    rows = {
+        (arch, place): row
+        for (arch, places), of_task in zip(tasks, done, strict=True)
+        for place, row in zip(places, of_task, strict=True)
+    }
+    return [rows[each] for each in work]
 
 
 def table(rows: list[AotRow]) -> str:
