@@ -57,8 +57,11 @@ def test_what_failed_starts_again_and_what_is_done_stays(tmp_path):
     again = run("sweep.resume=D", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert states(folder) == ["done", "done"] and everything(first) == before
+    assert "began at commit" not in again.stderr
+    (folder / "sweep.json").write_text(json.dumps(record | {"commit": "another"}))
     complete = everything(folder)
-    assert run("sweep.resume=D", cwd=tmp_path).returncode == 0
+    last = run("sweep.resume=D", cwd=tmp_path)
+    assert last.returncode == 0 and f"the sweep began at commit another, this is {record['commit']}" in last.stderr
     assert everything(folder) == complete
 
 

@@ -71,6 +71,13 @@ class Reads(OneLoss):
         return super().forward(x) * x.sum().item()
 
 
+class Answers(OneLoss):
+    """A model whose forward returns more than its loss."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x), x
+
+
 def small_plan(model: type[nn.Module] = OneLoss, **choices) -> ztk.Plan:
     batch = (torch.empty(1, 64, dtype=torch.bfloat16),)
     return ztk.plan(lambda: model(64, layers=2), batch=batch, world_size=choices.pop("world_size", 2), **choices)
@@ -161,6 +168,8 @@ def test_what_is_not_traced_is_refused_by_name():
         small_plan(topology=Topology(pipeline=2))
     with pytest.raises(ValueError, match="reads values of tensors, and a plan has none"):
         small_plan(Reads)
+    with pytest.raises(ValueError, match="forward returns no scalar, and a plan needs the loss"):
+        small_plan(Answers)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,37 @@ def test_equal_digests_are_identical_and_few_pairs_show_nothing(tmp_path):
     assert found["precision=fp16", "tokens_per_second"] == "equal"
 
 
+def test_repeats_that_failed_leave_pairs_of_the_same_number(tmp_path):
+    """A machine whose speed doubles with every repeat: pairs of other numbers would show a ratio of 2."""
+    done = [
+        {"tokens_per_second": 100.0 * 2**number, "loss_digest": f"{number}", "final_loss": 2.0 + number}
+        for number in range(9)
+    ]
+    failed = {"status": "failed", "error": "rank 0: killed"}
+    arms = {"zero=stage0": done, "zero=stage3": [failed, *done[1:4], failed, *done[5:]]}
+    found = {one.metric: one for one in compare([str(make_sweep(tmp_path, arms=arms))]) if one.ratio is not None}
+    speed = found["tokens_per_second"]
+    assert (speed.ratio.median, speed.ratio.n, speed.value.n, speed.result) == (1.0, 7, 7, "equal")
+    assert found["final_loss"].result == "identical"
+
+
+def test_what_has_no_pair_or_no_value_is_said(tmp_path):
+    done, failed = {"final_loss": 2.0}, {"status": "failed", "error": "rank 0: killed"}
+    arms = {
+        "zero=stage0": [failed, done],
+        "zero=stage1": [done, failed],
+        "optimizer.lr=9": [{"final_loss": None}, done],
+    }
+    folder = str(make_sweep(tmp_path, arms=arms))
+    assert [(one.value.n, one.result) for one in compare([folder])] == [
+        (1, "baseline"),
+        (1, "no pair of runs"),
+        (1, "1 of 2 runs have none"),
+    ]
+    with pytest.raises(ValueError, match="--metrics tokens: no finished run has it"):
+        compare([folder], metrics=["final_loss", "tokens"])
+
+
 def test_two_folders_are_compared_arm_by_arm_in_every_format(tmp_path, capsys):
     arms = {f"zero=stage{stage}": [{"final_loss": 1.0 + stage}] * 2 for stage in range(2)}
     one, two = (str(make_sweep(tmp_path / name, arms=arms)) for name in "ab")
@@ -142,11 +173,29 @@ def test_frames_have_types_options_and_every_job(tmp_path):
         found.summary("zero", metric="nothing")
 
 
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("summary.json", '{"accuracy": 1}'),
+        ("summary.json", '{"status": "ok"}'),
+        ("summary.json", "[1]"),
+        ("summary.json", ""),
+        ("sweep.json", '{"method": "bayes"}'),
+    ],
+)
+def test_a_file_of_another_program_is_named(name, text, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / name).write_text(text)
+    with pytest.raises(ValueError, match=f"other/{name}: is not "):
+        ztk.load(tmp_path)
+
+
 def test_a_pareto_front_keeps_what_no_arm_beats_in_both(tmp_path):
     points = {"a": (1, 10.0), "b": (2, 20.0), "c": (3, 15.0), "d": (2, 19.0)}
     arms = {
         f"model.layers={number}": [{"peak_memory.device_bytes": x, "tokens_per_second": y}]
         for number, (x, y) in enumerate(points.values())
     }
+    arms["model.layers=9"] = [{"tokens_per_second": 5.0, "peak_memory.device_bytes": None}]
     front = ztk.load(make_sweep(tmp_path, arms=arms)).pareto("peak_memory.device_bytes", y="tokens_per_second")
     assert list(front["arm"]) == ["model.layers=0", "model.layers=1"]

@@ -12,11 +12,13 @@ import pytest
 import ztk
 from tests.report.test_compare import make_sweep
 from ztk.report.__main__ import main
+from ztk.report.folder import write_failed_summary
 from ztk.report.heartbeat import Heartbeat
 from ztk.report.html import curves, failures
 from ztk.report.html import live as live_pages
 from ztk.report.html.data import collect
 from ztk.report.html.page import render, write_report
+from ztk.report.status import Status
 
 HOSTILE = "</script><img/src=x/onerror=hurt()><!--&$title"
 SCRIPT = "Plotly={}"  # in place of 4.8 MB
@@ -157,6 +159,13 @@ def test_a_failure_has_the_end_of_the_log_of_the_rank_it_names(data):
     assert data["runs"][failure["run"]][0] == "job2-0"
     assert failure["error"] == f"rank 1: {HOSTILE}" and failure["log"] == "ranks/rank1.log"
     assert failure["end"].endswith(HOSTILE) and len(failure["end"]) == failures.LETTERS
+
+
+def test_a_job_that_does_not_fit_is_a_row(tmp_path):
+    make_runs(tmp_path)
+    write_failed_summary(tmp_path / "job3-0", error="needs 9 GB more", status=Status.does_not_fit)
+    (tmp_path / "job3-0" / "plan.json").write_text(json.dumps({"fits": False, "peak_memory.device_bytes": 5}))
+    assert row_of(collect(tmp_path), "job3-0")["status"] == "does_not_fit"
 
 
 def test_a_plan_is_beside_the_runs_of_its_configuration(tmp_path):

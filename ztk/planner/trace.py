@@ -69,7 +69,7 @@ def trace_rank(
     """Traces one rank. build: makes the model, called with the meta device as default. batch: a micro-batch of planned tensors.
 
     policies: keywords of `parallelize`. letters: what the pipeline ranks before this one have sent.
-    Raises ValueError for what the policies refuse, and for a model that needs its tensors' values.
+    Raises ValueError for what the policies refuse, and for a model that needs its tensors' values or returns no loss.
     """
     lanes = None if hardware is None else Lanes(hardware)
     with torch.device(PLANNED):
@@ -115,6 +115,10 @@ def _run_steps(engine: Engine, *, batch: Any, tracker: StepTracker, lanes: Lanes
             continue
         for micro_batch in range(engine.accumulation_steps):
             loss = _forward(engine, batch=batch)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise ValueError(
+                    "the model's forward returns no scalar, and a plan needs the loss: wrap the model in one that returns it"
+                )
             if micro_batch == 0:
                 saved = tracker.alive - engine.memory.current(Tier.device)
             engine.backward(loss)

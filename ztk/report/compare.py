@@ -37,7 +37,7 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """One metric of one arm. ratio: to the baseline, by pairs; None for the baseline itself."""
+    """One metric of one arm. ratio: to the baseline, by pairs; None for the baseline itself, and where result says why there is none."""
 
     arm: str
     metric: str
@@ -56,9 +56,15 @@ def compare(
     baseline are a pair.
 
     Raises:
-        ValueError: a folder has no finished run, `baseline` names no arm or several, or an arm has no counterpart.
+        ValueError: a folder has no finished run, no run has one of the metrics, `baseline` names no arm or several, or an arm has no
+            counterpart.
     """
     arms = [list(_arms(load(folder), folder=folder, named=len(folders) > 1)) for folder in folders]
+    runs = [arm.runs for group in arms for arm in group]
+    if unknown := [
+        name for name in metrics if name not in METRICS and not any(_values(one, metric=name) for one in runs)
+    ]:
+        raise ValueError(f"--metrics {','.join(unknown)}: no finished run has it in its summary.json")
     first = arms[0]
     if baseline is not None or len(arms) == 1:
         base = _chosen(first, words=baseline)
@@ -89,7 +95,11 @@ def _arms(found: Runs, *, folder: str, named: bool) -> Iterator[Arm]:
     if done.empty:
         raise ValueError(f"{folder}: has no finished run; go on with its sweep by sweep.resume={folder}")
     shared = set.intersection(*[set(arm.split()) for arm in done["arm"]]) if done["arm"].nunique() > 1 else set()
-    for overrides, runs in done.groupby("arm", sort=False):
+    groups = dict(iter(done.groupby("arm", sort=False)))
+    for overrides in [
+        arm for arm in found.runs["arm"].unique() if arm in groups
+    ]:  # in the order of the jobs, also of failed ones
+        runs = groups[overrides]
         own = " ".join(word for word in str(overrides).split() if word not in shared)
         name = f"{folder}: {own}" if named and own else own or folder
         yield Arm(name=name, overrides=str(overrides), runs=runs.sort_values("repeat", kind="stable"))
@@ -113,31 +123,41 @@ def _counterpart(arm: Arm, *, arms: Sequence[Arm]) -> Arm:
 
 
 def _compared(arm: Arm, *, base: Arm | None, metric: str) -> Iterator[Comparison]:
-    """Nothing where a run of the arm or of the baseline lacks the metric."""
-    values = _values(arm, metric=metric)
-    if values is None:
+    """Nothing where no run of the arm has the metric. An arm that lacks it in some runs, as in one whose loss is no number, is not compared."""
+    values = _values(arm.runs, metric=metric)
+    if not values:
         return
-    value = median_interval(values)
-    if base is None:
-        yield Comparison(arm=arm.name, metric=metric, value=value, ratio=None, result="baseline")
+    value, missing = median_interval(values), len(arm.runs) - len(values)
+    if missing or base is None:
+        result = f"{missing} of {len(arm.runs)} runs have none" if missing else "baseline"
+        yield Comparison(arm=arm.name, metric=metric, value=value, ratio=None, result=result)
         return
-    others = _values(base, metric=metric)
-    count = min(len(values), len(others or ()))
-    if not others or any(other == 0 for other in others):
-        return
-    ratio = ratio_interval(values[:count], baseline=others[:count])
-    result = _result(arm, base=base, metric=metric, ratio=ratio, equal=values[:count] == others[:count])
+    own, others = _paired(arm.runs, base=base.runs)
+    measured = _values(own, metric=metric), _values(others, metric=metric)
+    if len(measured[0]) != len(measured[1]) or not all(measured[1]):
+        result, ratio = "the baseline has none in some runs, or 0", None
+    elif not measured[0]:
+        result, ratio = "no pair of runs", None
+    else:
+        ratio = ratio_interval(measured[0], baseline=measured[1])
+        result = _result(own, base=others, metric=metric, ratio=ratio, equal=measured[0] == measured[1])
     yield Comparison(arm=arm.name, metric=metric, value=value, ratio=ratio, result=result)
 
 
-def _values(arm: Arm, *, metric: str) -> list[float] | None:
-    if metric not in arm.runs or arm.runs[metric].isna().any():
-        return None
-    return [float(value) for value in arm.runs[metric]]
+def _paired(arm: pandas.DataFrame, *, base: pandas.DataFrame) -> tuple[pandas.DataFrame, pandas.DataFrame]:
+    """The runs of both that have a counterpart: repeat i is beside repeat i. Runs that share a number are counted in their order."""
+    numbers = [list(zip(side["repeat"], side.groupby("repeat").cumcount(), strict=True)) for side in (arm, base)]
+    return arm[[number in numbers[1] for number in numbers[0]]], base[[number in numbers[0] for number in numbers[1]]]
 
 
-def _result(arm: Arm, *, base: Arm, metric: str, ratio: Interval, equal: bool) -> str:
-    if metric in _LOSSES and (digests := _digests(arm, base=base)) and digests[0] == digests[1]:
+def _values(runs: pandas.DataFrame, *, metric: str) -> list[float]:
+    """Of the runs that have the metric."""
+    return [float(value) for value in runs[metric].dropna()] if metric in runs else []
+
+
+def _result(own: pandas.DataFrame, *, base: pandas.DataFrame, metric: str, ratio: Interval, equal: bool) -> str:
+    """own, base: the pairs."""
+    if metric in _LOSSES and _identical(own, base=base):
         return "identical"
     if equal:
         return "equal"
@@ -146,11 +166,11 @@ def _result(arm: Arm, *, base: Arm, metric: str, ratio: Interval, equal: bool) -
     return "no difference shown" if ratio.n >= FEWEST else f"no difference shown, fewer than {FEWEST} pairs"
 
 
-def _digests(arm: Arm, *, base: Arm) -> tuple[list[str], list[str]] | None:
-    if any("loss_digest" not in side.runs or side.runs["loss_digest"].isna().any() for side in (arm, base)):
-        return None
-    count = min(len(arm.runs), len(base.runs))
-    return list(arm.runs["loss_digest"])[:count], list(base.runs["loss_digest"])[:count]
+def _identical(own: pandas.DataFrame, *, base: pandas.DataFrame) -> bool:
+    """Whether the digests of all pairs are."""
+    if any("loss_digest" not in side or side["loss_digest"].isna().any() for side in (own, base)):
+        return False
+    return list(own["loss_digest"]) == list(base["loss_digest"])
 
 
 def _cells(found: Comparison) -> Iterator[object]:

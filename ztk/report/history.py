@@ -43,7 +43,7 @@ class Runs(NamedTuple):
             ValueError: `by` or `metric` is no column.
         """
         keys = [by] if isinstance(by, str) else list(by)
-        done = self._done(*keys, metric)
+        done = self._done(*keys, metric).dropna(subset=[metric])
         rows = []
         for values, group in done.groupby(keys, dropna=False, sort=False):
             found = median_interval(group[metric].astype(float).tolist())
@@ -57,7 +57,7 @@ class Runs(NamedTuple):
         Raises:
             ValueError: `x` or `y` is no column.
         """
-        done = self._done(x, y)
+        done = self._done(x, y).dropna(subset=[x, y])
         medians = done.groupby("arm", sort=False).agg(**{x: (x, "median"), y: (y, "median"), "n": (x, "size")})
         costs = [(-1 if name in larger else 1) * medians[name].astype(float) for name in (x, y)]
         points = list(zip(*costs, strict=True))
@@ -65,12 +65,11 @@ class Runs(NamedTuple):
         return medians[kept].sort_values(x).reset_index()
 
     def _done(self, *columns: str) -> pandas.DataFrame:
-        """The finished runs that have all the columns."""
+        """The finished runs; refuses what is no column."""
         for column in columns:
             if column not in self.runs:
                 raise ValueError(f"{column}: no run has it; the columns are {', '.join(sorted(map(str, self.runs)))}")
-        done = self.runs[self.runs["status"] == Status.done.value]
-        return done.dropna(subset=list(columns[-1:]))
+        return self.runs[self.runs["status"] == Status.done.value]
 
 
 def load(path: str | os.PathLike) -> Runs:

@@ -9,6 +9,8 @@ from typing import Any
 from ztk.report.folder import METRICS, SUMMARY
 from ztk.report.heartbeat import HEARTBEAT, is_alive, read_heartbeat
 
+_FOREIGN = "{}: is not the summary of a run of ztk; take it out of the folder, or name another folder"
+
 
 class Status(StrEnum):
     """The state of a run."""
@@ -27,6 +29,9 @@ def read_status(folder: str | os.PathLike) -> Status:
 
     A heartbeat of a living process says running, whatever an earlier start has left; without one the summary counts, unless the
     process died after an older summary was written.
+
+    Raises:
+        ValueError: `summary.json` is of another program.
     """
     path = Path(folder)
     beat, summary = read_heartbeat(path), read_summary(path)
@@ -36,14 +41,22 @@ def read_status(folder: str | os.PathLike) -> Status:
         if not summary or (path / SUMMARY).stat().st_mtime < beat["started"]:
             return Status.dead
     if summary:
+        if summary.get("status") not in list(Status):
+            raise ValueError(_FOREIGN.format(path / SUMMARY))
         return Status(summary["status"])
     started = any((path / name).exists() for name in (METRICS, HEARTBEAT, "config.yaml"))
     return Status.dead if started else Status.pending
 
 
 def read_summary(folder: str | os.PathLike) -> dict[str, Any]:
-    """`summary.json`; empty if there is none."""
+    """`summary.json`; empty if there is none. Raises ValueError if it is of another program."""
+    path = Path(folder, SUMMARY)
     try:
-        return json.loads(Path(folder, SUMMARY).read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
+    except json.JSONDecodeError:
+        values = None
+    if not isinstance(values, dict):
+        raise ValueError(_FOREIGN.format(path))
+    return values

@@ -67,11 +67,18 @@ class SweepRecord:
 
 
 def read_sweep(folder: str | os.PathLike) -> SweepRecord | None:
-    """What `sweep.json` of the folder says; None if there is none."""
+    """What `sweep.json` of the folder says; None if there is none. Raises ValueError if it is of another program."""
+    path = Path(folder, SWEEP)
     try:
-        values = json.loads(Path(folder, SWEEP).read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except json.JSONDecodeError:
+        values = None
+    if not isinstance(values, dict) or not {"jobs", "grid", "words"} <= values.keys():
+        raise ValueError(
+            f"{path}: is not the record of a sweep of ztk; take it out of the folder, or name another folder"
+        )
     jobs = tuple(SweepJob(**{key: _tuple(value) for key, value in job.items()}) for job in values["jobs"])
     grid = values["grid"]
     return SweepRecord(**{key: _tuple(value) for key, value in values.items()} | {"jobs": jobs, "grid": grid})

@@ -11,7 +11,7 @@ import pandas
 
 from ztk.report.folder import read_rows
 from ztk.report.history import Runs
-from ztk.report.status import Status
+from ztk.report.status import Status, read_status
 
 PLAN = "plan.json"
 # What decides the bytes of a run: sections, and single keys of others.
@@ -22,8 +22,8 @@ _WITHOUT_EFFECT = ("offload.nvme_path", "offload.threads", "offload.pin_memory")
 
 
 def is_plan(folder: Path) -> bool:
-    """Whether the folder holds a plan alone: `plan.json`, and no logged step."""
-    return (folder / PLAN).exists() and next(read_rows(folder), None) is None
+    """Whether the folder is of a run of `task=plan`: done, with `plan.json` and no step. A job that does not fit has a plan, too."""
+    return (folder / PLAN).exists() and read_status(folder) is Status.done and next(read_rows(folder), None) is None
 
 
 def predictions(found: Runs, *, plans: Sequence[str], settings: Sequence[str], root: Path) -> list[dict[str, Any]]:
