@@ -2,8 +2,8 @@
 
 `python scripts/bench_launch.py` runs the real path of an op on a GPU, with a stand-in for what the driver does: the way to the launcher,
 the launcher with the results that it allocates, and the launch up to the call that starts a compiled kernel. Columns, in microseconds: the
-launches of an op by Triton and by `ztk.kernels._jit`; the op without autograd, by torch's dispatcher with Triton's launch, by torch's
-dispatcher, and the short way (`ztk.kernels._direct`); what of the last is its results' allocation.
+launches of an op by Triton and by `ztk.kernels._jit`, once their sizes are known; the op without autograd, by torch's dispatcher with
+Triton's launch, by torch's dispatcher, and the short way (`ztk.kernels._direct`); what of the last is its results' allocation.
 """
 
 import os
@@ -22,11 +22,11 @@ from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
 
 from tests.kernels.stand_in import launching
-from ztk.kernels import _library
-from ztk.kernels._jit import Prepared
+from ztk.kernels import _empty, _library
+from ztk.kernels._jit import Bound, Prepared
 from ztk.kernels._library import LAUNCHERS, operator, set_backend
 
-ROUNDS, CALLS = 60, 100
+ROUNDS, CALLS = 30, 60
 
 
 def cases() -> dict[str, tuple[str, tuple]]:
@@ -36,14 +36,66 @@ def cases() -> dict[str, tuple[str, tuple]]:
         torch.zeros(1024, dtype=torch.bfloat16),
         torch.zeros(8),
     )
-    flat = [torch.zeros(4096) for _ in range(4)]
+    flat, control = [torch.zeros(4096) for _ in range(4)], torch.zeros(16)
+    heads, table = x.view(1, 8, 8, 128), torch.zeros(8, 64)
+    queries, targets = x.view(8, 8, 128), torch.zeros(8, dtype=torch.int64)
+    blocks, place = torch.zeros(4, 2, 8, 64, 128, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int64)
+    tables, tiles = torch.zeros(8, 2, dtype=torch.int32), torch.zeros(8, 5, dtype=torch.int32)
+    cached = (queries, blocks[:, 0], blocks[:, 1], tables, tiles, None, None, 0.1, 0, 0.0)
+    square = torch.zeros(1024, 1024, dtype=torch.bfloat16)
+    options = (None, None, None, 1, "none")
     return {
+        "swiglu": ("swiglu", (x, x)),
+        "swiglu backward": ("swiglu_backward", (x, x, x)),
         "rms_norm": ("rms_norm", (x, None, weight, 1e-5)),
         "rms_norm with residual": ("rms_norm", (x, x, weight, 1e-5)),
         "rms_norm backward (2 kernels)": ("rms_norm_backward", (x, None, x, weight, scalars)),
-        "swiglu": ("swiglu", (x, x)),
-        "swiglu backward": ("swiglu_backward", (x, x, x)),
+        "layer_norm": ("layer_norm", (x, weight, weight, None, 1e-5)),
+        "layer_norm backward (2 kernels)": ("layer_norm_backward", (x, None, x, weight, weight, scalars, scalars)),
+        "rope": ("rope", (heads, table, table, False, False)),
+        "attention": ("attention", (queries, queries, queries, None, 8, True, 0, 0.1)),
+        "attention backward (3 kernels)": (
+            "attention_backward",
+            (
+                queries,
+                queries,
+                queries,
+                queries,
+                queries,
+                scalars[:, None].expand(8, 8).contiguous(),
+                None,
+                8,
+                True,
+                0,
+                0.1,
+            ),
+        ),
+        "cross_entropy": ("cross_entropy", (x, targets, -100, 0.0, 0.0)),
+        "cross_entropy backward": ("cross_entropy_backward", (x, targets, scalars, scalars, -100, 0.0, 0.0)),
+        "moe_combine": ("moe_combine", (x, torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.int32))),
         "sum_of_squares (2 kernels)": ("sum_of_squares", (flat[0],)),
+        "adamw": ("adamw", (*flat, control, x.view(-1)[:4096], True, None)),
+        "cast_copy": ("cast_copy", (flat[0], x.view(-1)[:4096], None)),
+        "cache_rows": (
+            "cache_rows",
+            (
+                torch.zeros(8, 3072, dtype=torch.bfloat16),
+                None,
+                None,
+                table,
+                table,
+                place,
+                place,
+                blocks[:, 0],
+                blocks[:, 1],
+                None,
+                0.0,
+            ),
+        ),
+        "paged_attention": ("paged_attention", (*cached, False)),
+        "linear_rows": ("linear_rows", (x, [square], [], [], *options, True, False)),
+        "linear_rows, few": ("linear_rows", (x, [square], [], [], *options, False, False)),
+        "draw_rows (2 kernels)": ("draw_rows", (x, square, None, scalars, place, 0.0)),
     }
 
 
@@ -60,10 +112,16 @@ def usual(prepared: Prepared, grid: tuple[int, ...], *args: object) -> object:
     return JITFunction.run(prepared.kernel, *args, grid=grid, warmup=False, **prepared.named)
 
 
+def usual_bound(bound: Bound, *tensors: object) -> object:
+    """The same of a kernel with its sizes."""
+    return usual(bound.prepared, bound.grid, *tensors, *bound.numbers)
+
+
 def launches_of(call: Callable[[], object]) -> list[tuple]:
-    """(kernel, grid, *args) of what `call` launches."""
+    """(kernel, what its launch is called with) of what `call` launches."""
     noted: list[tuple] = []
-    with mock.patch.object(Prepared, "launch", lambda *given: noted.append(given)):
+    note = lambda *given: noted.append(given)  # noqa: E731
+    with mock.patch.object(Prepared, "launch", note), mock.patch.object(Bound, "launch", note):
         call()
     return noted
 
@@ -78,7 +136,13 @@ def allocations_of(call: Callable[[], object]) -> list[tuple]:
                 noted.append((func, args, kwargs or {}))
             return func(*args, **(kwargs or {}))
 
-    with Noting():
+    fast = _empty._FAST[False]
+
+    def note(*args: object) -> torch.Tensor:
+        noted.append((fast, args, {}))
+        return fast(*args)
+
+    with Noting(), mock.patch.dict(_empty._FAST, {False: note}):
         call()
     return noted
 
@@ -91,8 +155,8 @@ def row(op: str, args: tuple) -> list[float]:
     launches, allocations = launches_of(lambda: launcher(*args)), allocations_of(lambda: launcher(*args))
 
     def launch() -> None:
-        for prepared, *given in launches:
-            prepared.launch(*given)
+        for kernel, *given in launches:
+            kernel.launch(*given)
 
     def allocate() -> None:
         for function, given, named in allocations:
@@ -100,7 +164,7 @@ def row(op: str, args: tuple) -> list[float]:
 
     def usually(call: Callable[[], object]) -> Callable[[], float]:
         def timed() -> float:
-            with mock.patch.object(Prepared, "launch", usual):
+            with mock.patch.object(Prepared, "launch", usual), mock.patch.object(Bound, "launch", usual_bound):
                 return microseconds(call)
 
         return timed
@@ -123,12 +187,12 @@ def main() -> None:
     torch.set_num_threads(1)
     set_backend("triton")
     print(f"Triton {triton.__version__}, torch {torch.__version__}; microseconds of the host")
-    print(f"{'':32}{'launch: Triton':>15}{'ztk':>7}{'op: Triton':>12}{'dispatcher':>12}{'short':>7}{'allocation':>12}")
+    print(f"{'':34}{'launch: Triton':>15}{'ztk':>7}{'op: Triton':>12}{'dispatcher':>12}{'short':>7}{'allocation':>12}")
     with launching(lambda *_: None), mock.patch.object(_library, "interpreting", lambda: True):
         for name, (op, args) in cases().items():
             launch, short_launch, op_usual, op_dispatched, op_short, allocation = row(op, args)
             print(
-                f"{name:32}{launch:15.1f}{short_launch:7.1f}{op_usual:12.1f}{op_dispatched:12.1f}{op_short:7.1f}{allocation:12.1f}"
+                f"{name:34}{launch:15.1f}{short_launch:7.1f}{op_usual:12.1f}{op_dispatched:12.1f}{op_short:7.1f}{allocation:12.1f}"
             )
 
 

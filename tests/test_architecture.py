@@ -408,7 +408,7 @@ def implicit_fusion(tree: ast.AST) -> Iterator[str]:
     for call in ast.walk(tree):
         if not isinstance(call, ast.Call):
             continue
-        is_prepared = isinstance(call.func, ast.Name) and call.func.id == "Prepared"
+        is_prepared = isinstance(call.func, ast.Name) and call.func.id in ("Prepared", "bind")
         if is_prepared or isinstance(call.func, ast.Subscript):  # kernel[grid](...)
             names = {keyword.arg for keyword in call.keywords}
             # None: unpacked options, which cannot be read here
@@ -436,6 +436,7 @@ def test_the_rules_find_planted_mistakes():
     assert list(host_waits(ast.parse("def launch_sum(x):\n    return x.item()")))
     assert list(implicit_fusion(ast.parse("k[grid](x, num_warps=4)")))
     assert list(implicit_fusion(ast.parse("p = Prepared(k, num_warps=4)")))
+    assert list(implicit_fusion(ast.parse("bind(k, N, grid=grid, num_warps=4)")))
     assert not list(implicit_fusion(ast.parse("k[grid](x, num_warps=4, enable_fp_fusion=False)")))
     assert list(positional_arguments(ast.parse("def f(x, y): ...")))
     assert not list(positional_arguments(ast.parse("def f(x, *, y): ...")))

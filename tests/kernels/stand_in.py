@@ -5,11 +5,12 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from ztk.kernels import _library
+from ztk.kernels import _empty, _library
 
 
 class Driver:
@@ -58,5 +59,6 @@ def launching(start: Callable[..., None]) -> Iterator[Driver]:
         mock.patch.object(JITFunction, "_do_compile", compiled),
         mock.patch.object(driver, "_active", stand_in),
         mock.patch.object(_library, "is_on_current_gpu", lambda tensor: True),
+        mock.patch.dict(_empty._FAST, {False: torch._C._dynamo.guards._empty_strided_cpu}),
     ):
         yield stand_in

@@ -7,10 +7,11 @@ import pytest
 import torch
 import triton.language as tl
 from triton import knobs
+from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from tests.kernels.stand_in import launching
-from ztk.kernels._jit import LaunchedKernel, jit
+from ztk.kernels._jit import LaunchedKernel, Prepared, bind, jit
 
 
 def _body(x_ptr, y_ptr, N, M, eps, FLAG: tl.constexpr, BLOCK: tl.constexpr = 64):
@@ -53,6 +54,63 @@ def test_every_call_starts_what_triton_would_start(options):
             assert (*given[:6], *given[9:]) == (*wanted[:6], *wanted[9:])  # between them: hooks and what they are told
             assert all(x is y for x, y in zip(given[9:], wanted[9:], strict=True))
     assert sum(len(prepared._programs) for prepared in kernel._prepared.values()) > 500 and len(started) == 6000
+
+
+def test_every_bound_call_starts_what_triton_would_start():
+    kernel, draw, started = _kernel(), random.Random(0), []
+    integers, floats = [0, 1, 15, 16, -16, 2**31, 2**40], [1e-5, 1.0, 16]
+    grids, named = [(3,), (3, 2), (3, 2, 5)], [*_NAMED[:9], {"FLAG": 0.0, "num_warps": 4}]
+    sizes = [tuple(map(draw.choice, (grids, integers, integers, floats, named))) for _ in range(40)]
+    bounds = [bind(kernel, N, M, eps, grid=grid, **options) for grid, N, M, eps, options in sizes]
+    with launching(lambda program, *args: started.append((program, args))) as driver:
+        for _ in range(6000):
+            driver.device, place = draw.randrange(2), draw.randrange(len(sizes))
+            (grid, N, M, eps, options), tensors = sizes[place], (draw.choice(_POINTERS), draw.choice(_POINTERS))
+            bounds[place].launch(*tensors)
+            JITFunction.run(kernel, *tensors, N, M, eps, grid=grid, warmup=False, **options)
+            (short, given), (usual, wanted) = started[-2:]
+            assert short is usual
+            assert (*given[:6], *given[9:]) == (*wanted[:6], *wanted[9:])
+            assert all(x is y for x, y in zip(given[9:], wanted[9:], strict=True))
+    assert sum(len(bound._programs) for bound in bounds) > 500
+
+
+def test_a_bound_call_that_is_known_looks_at_tensors_only():
+    kernel, x, prepared = _kernel(), torch.zeros(8), []
+    bound = bind(kernel, 4, 4, 0.5, grid=(1,), FLAG=True, num_warps=4)
+    with launching(lambda *_: None), pytest.MonkeyPatch.context() as patch:
+        bound.launch(x, x)
+        patch.setattr(Prepared, "launch", lambda *_: prepared.append(1))
+        bound.launch(x, torch.ones(8))
+        assert not prepared
+        for tensors in ((x, x.int()), (x, None), (x, x[1:])):
+            bound.launch(*tensors)
+        assert len(prepared) == 3
+
+
+@pytest.mark.parametrize("what", ["hook", "pre-run hook", "debug", "AMD"])
+def test_a_bound_call_that_the_key_does_not_see_takes_the_long_way(what):
+    kernel, x, prepared = _kernel(), torch.zeros(8), []
+    bound = bind(kernel, 4, 4, 0.5, grid=(1,), FLAG=True, num_warps=4)
+    with launching(lambda *_: None) as driver, pytest.MonkeyPatch.context() as patch:
+        if what == "AMD":
+            patch.setattr(type(driver), "get_current_target", lambda self: GPUTarget("hip", "gfx942", 64))
+        bound.launch(x, x)
+        if what == "hook":
+            patch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
+        elif what == "debug":
+            patch.setattr(knobs.runtime, "debug", True)
+        elif what == "pre-run hook":
+            kernel.add_pre_run_hook(lambda *args, **named: None)
+        launch = Prepared.launch
+        patch.setattr(Prepared, "launch", lambda *args: prepared.append(1) or launch(*args))
+        bound.launch(x, x)
+        assert prepared
+        if what == "debug":  # the program for debugging is not kept for later
+            patch.undo()
+            assert (
+                all(key[1:] == (torch.float32, torch.float32) for key in bound._programs) and len(bound._programs) == 1
+            )
 
 
 def test_a_known_call_does_not_bind_again():

@@ -1,6 +1,5 @@
 """What `swiglu` and `geglu` share: both multiply an activation of one tensor with another, elementwise."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ztk.kernels._cpu import pieces
 from ztk.kernels._direct import is_plain
-from ztk.kernels._jit import Prepared
+from ztk.kernels._jit import Bound, bind, kept
 from ztk.kernels._library import register
 from ztk.kernels._machine import Machine, machine
 from ztk.kernels._sizes import cdiv
@@ -21,15 +20,15 @@ PER_THREAD = 8  # 16-bit elements: one 16-byte access per tensor
 AOT_SHAPE = (1024, 4096)
 
 
-def _by_machine(kernel: Any) -> Callable[[Machine], tuple[int, Prepared]]:
-    """Elements per program, and the kernel."""
+def _for_elements(kernel: Any) -> Callable[[Machine, int], Bound]:
+    """A machine and a number of elements -> the kernel."""
 
-    @functools.cache
-    def prepared(target: Machine) -> tuple[int, Prepared]:
+    @kept
+    def bound(target: Machine, N: int) -> Bound:
         block = PER_THREAD * target.warp_size * NUM_WARPS
-        return block, Prepared(kernel, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True)
+        return bind(kernel, N, grid=(cdiv(N, block),), BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True)
 
-    return prepared
+    return bound
 
 
 def differentiable(
@@ -45,20 +44,18 @@ def differentiable(
     forward, backward: the kernels (gate, up, out, N) and (d_out, gate, up, d_gate, d_up, N). For CPU tensors
     activation(gate, out=) and activation_backward(d_out, gate, grad_input=) stand for them.
     """
-    forward_on, backward_on = _by_machine(forward), _by_machine(backward)
+    forward_for, backward_for = _for_elements(forward), _for_elements(backward)
 
     def launch_forward(gate: Tensor, up: Tensor) -> Tensor:
         out = torch.empty_like(gate)
         if N := gate.numel():
-            block, kernel = forward_on(machine(gate.device))
-            kernel.launch((cdiv(N, block),), gate, up, out, N)
+            forward_for(machine(gate.device), N).launch(gate, up, out)
         return out
 
     def launch_backward(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
         if N := gate.numel():
-            block, kernel = backward_on(machine(gate.device))
-            kernel.launch((cdiv(N, block),), d_out, gate, up, d_gate, d_up, N)
+            backward_for(machine(gate.device), N).launch(d_out, gate, up, d_gate, d_up)
         return d_gate, d_up
 
     def cpu_forward(gate: Tensor, up: Tensor) -> Tensor:

@@ -7,6 +7,13 @@ once for good (`Prepared`), and then a tuple of what Triton's own C function say
 one, on AMD GPUs whether it is smaller than 2 GiB. So two calls share a program exactly if Triton would share it, and what is new goes to
 Triton. Arguments that the key could not tell apart (constexprs by position, floats among constexprs, of which 0.0 and -0.0 are equal),
 hooks of profilers, debugging and the interpreter take Triton's way every time.
+
+[Note: What a repeated launch costs]
+A layer's launches repeat: the sizes are those of the step before, and with them grid, numbers, constexprs and options. A launcher of a small
+op computes them in a function of the sizes alone, which is `kept`, and binds the kernel to them. Such a function cannot forget a size: it
+has no tensor. What remains of a launch are tensors. Their dtypes and their device are looked up, and that all addresses are multiples of
+16 is tested, in a third of the time of Triton's function; any other address, a device of AMD, where sizes of memory count, too, and all
+that is named above go to `Prepared`.
 """
 
 import functools
@@ -15,6 +22,7 @@ from collections.abc import Callable
 from typing import Any, overload
 
 import triton
+from torch import Tensor
 from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction, native_specialize_impl
@@ -23,6 +31,11 @@ _EXACT = frozenset(
     {bool, int, str, type(None), triton.language.dtype}
 )  # of constexprs and options: equal ones are the same
 _REST = ((), (1, 1), (1,), ())  # of a grid's three axes, by the number of those that are given
+_NO_HOOKS = (None, None, None)  # what is told to them, and the two
+ALIGNMENT = 16  # bytes, of which Triton's programs for aligned addresses take the address to be a multiple
+KEPT = 1024  # sizes of a kernel's launches; of more the ones that were not used for longest are computed again
+
+kept = functools.lru_cache(maxsize=KEPT)  # of a function of a launch's sizes, machine and other values that returns it
 
 
 class LaunchedKernel(JITFunction):
@@ -47,6 +60,10 @@ class LaunchedKernel(JITFunction):
 
     def launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> Any:
         """Launches a program per element of `grid` on the current device's current stream; `args`, `named`: as of the kernel."""
+        return self.prepared(**named).launch(grid, *args)
+
+    def prepared(self, **named: Any) -> "Prepared":
+        """The kernel with its constexprs and options: the same one for the same values, if they can be told apart."""
         values = tuple(named.values())
         key = (*named, *values, *map(type, values))
         prepared = self._prepared.get(key)
@@ -54,7 +71,7 @@ class LaunchedKernel(JITFunction):
             prepared = Prepared(self, **named)
             if prepared.is_short:
                 self._prepared[key] = prepared
-        return prepared.launch(grid, *args)
+        return prepared
 
 
 class Prepared:
@@ -68,7 +85,7 @@ class Prepared:
         )
         if self.is_short:
             constexprs = kernel.params[kernel.num_runtime :]
-            self._constexprs = tuple(named.get(parameter.name, parameter.default) for parameter in constexprs)
+            self.constexprs = tuple(named.get(parameter.name, parameter.default) for parameter in constexprs)
             # By device and kind of arguments: what starts the program, what it is started with, and the program.
             self._programs: dict[tuple, tuple[Callable, tuple, Any]] = {}
 
@@ -84,12 +101,11 @@ class Prepared:
         found = self._programs.get(key)
         if found is None:
             program = self._launch_usually(grid, args)
-            if program is not None and not hasattr(program, "result"):  # which one has that is being compiled
-                no_hooks = (None, None, None)
-                self._programs[key] = program.run, (program.function, program.packed_metadata, *no_hooks), program
+            if _is_compiled(program):
+                self._programs[key] = program.run, (program.function, program.packed_metadata, *_NO_HOOKS), program
             return program
         start, of_program, program = found
-        start(*grid, *_REST[len(grid)], active.get_current_stream(device), *of_program, *args, *self._constexprs)
+        start(*grid, *_REST[len(grid)], active.get_current_stream(device), *of_program, *args, *self.constexprs)
         return program
 
     def _launch_usually(self, grid: tuple[int, ...], args: tuple) -> Any:
@@ -97,6 +113,60 @@ class Prepared:
         if isinstance(self.kernel, LaunchedKernel):
             return self.kernel.run(*args, grid=grid, warmup=False, **self.named)
         return self.kernel[grid](*args, **self.named)
+
+
+class Bound:
+    """A kernel with all but its tensors: `bound.launch(*tensors)` is `kernel[grid](*tensors, *numbers, **named)`. See [Note: What a repeated
+    launch costs].
+    """
+
+    def __init__(self, prepared: Prepared, *, grid: tuple[int, ...], numbers: tuple[float, ...]) -> None:
+        """As of `bind`."""
+        self.prepared, self.grid, self.numbers = prepared, grid, numbers
+        # By device and dtypes, of aligned tensors: what starts the program, and what it is started with before and behind the tensors.
+        self._programs: dict[tuple, tuple[Callable, tuple, tuple]] = {}
+
+    def launch(self, *tensors: Tensor | None) -> None:
+        """tensors: the kernel's first arguments, of any dtype."""
+        if not self.prepared.is_short or self.prepared.kernel.pre_run_hooks or _is_observed():
+            self.prepared.launch(self.grid, *tensors, *self.numbers)
+            return
+        active = driver.active
+        device = active.get_current_device()
+        key, addresses = [device], 0
+        for tensor in tensors:
+            if tensor is None:
+                key.append(None)
+            else:
+                key.append(tensor.dtype)
+                addresses |= tensor.data_ptr()
+        found = None if addresses % ALIGNMENT else self._programs.get(tuple(key))
+        if found is None:
+            program = self.prepared.launch(self.grid, *tensors, *self.numbers)
+            if not addresses % ALIGNMENT:
+                self._keep(program, key=tuple(key))
+            return
+        start, of_program, behind = found
+        start(*self.grid, *_REST[len(self.grid)], active.get_current_stream(device), *of_program, *tensors, *behind)
+
+    def _keep(self, program: Any, *, key: tuple) -> None:
+        """For tensors of this key."""
+        prepared, (device, *dtypes) = self.prepared, key
+        num_args, target = len(dtypes) + len(self.numbers), prepared.kernel.device_caches[device][2]
+        if target.backend == "cuda" and num_args == prepared.kernel.num_runtime and _is_compiled(program):
+            behind = (*self.numbers, *prepared.constexprs)
+            self._programs[key] = program.run, (program.function, program.packed_metadata, *_NO_HOOKS), behind
+
+
+def bind(kernel: Any, *numbers: float, grid: tuple[int, ...], **named: Any) -> Bound:
+    """`kernel`, as `jit` makes it, with `numbers`, its arguments behind the tensors, its grid, its constexprs and options."""
+    prepared = kernel.prepared(**named) if isinstance(kernel, LaunchedKernel) else Prepared(kernel, **named)
+    return Bound(prepared, grid=grid, numbers=numbers)
+
+
+def _is_compiled(program: Any) -> bool:
+    """What a launch returned can be launched again; which one has a `result` is being compiled."""
+    return program is not None and not hasattr(program, "result")
 
 
 def _is_observed() -> bool:

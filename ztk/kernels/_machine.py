@@ -45,7 +45,7 @@ def machine(device: torch.device) -> Machine:
     """The machine behind a device, or the one that `assume` put in its place."""
     if _assumed is not None:
         return _assumed
-    return INTERPRETER if device.type != "cuda" else _of_gpu(device.index)
+    return _of_device(device)
 
 
 @contextmanager
@@ -60,7 +60,10 @@ def assume(assumed: Machine) -> Iterator[None]:
 
 
 @lru_cache
-def _of_gpu(index: int | None) -> Machine:
+def _of_device(device: torch.device) -> Machine:
+    if device.type != "cuda":
+        return INTERPRETER
+    index = device.index
     processors = torch.cuda.get_device_properties(index).multi_processor_count
     if torch.version.hip:
         return Machine(architecture=Architecture.cdna, warp_size=64, processors=processors)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from ztk.kernels._jit import Prepared
+from ztk.kernels._jit import ALIGNMENT, Bound, Prepared
 from ztk.kernels._library import LAUNCHERS, NAMESPACE
 from ztk.kernels._machine import MACHINES, assume
 from ztk.kernels._spec import AotCase, OpSpec
@@ -24,7 +24,6 @@ _POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float64: "*fp64", torch.int64: "*i64",
     torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
 }  # fmt: skip
-ALIGNMENT = 16  # bytes of a pointer and multiples of an integer that Triton compiles for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +65,15 @@ def launches(spec: OpSpec, *, case: AotCase, target: str) -> list[Launch]:
     def launch_prepared(prepared, grid, *args):
         launch(prepared.kernel, grid, *args, **prepared.named)
 
-    patches = mock.patch.object(Prepared, "launch", launch_prepared), mock.patch.object(JITFunction, "run", run)
-    with assume(MACHINES[target]), patches[0], patches[1]:
+    def launch_bound(bound, *tensors):
+        launch_prepared(bound.prepared, bound.grid, *tensors, *bound.numbers)
+
+    with (
+        assume(MACHINES[target]),
+        mock.patch.object(Bound, "launch", launch_bound),
+        mock.patch.object(Prepared, "launch", launch_prepared),
+        mock.patch.object(JITFunction, "run", run),
+    ):
         inputs = spec.make_inputs(case.shape, dtype=case.dtype, device="meta", **case.inputs)
         for name in spec.differentiable:
             if inputs[name] is not None:

@@ -7,7 +7,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._jit import Prepared, jit
+from ztk.kernels._empty import empty_vector
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._machine import Architecture, Machine
 from ztk.kernels._math import cast
 from ztk.kernels._sizes import cdiv, next_power_of_2
@@ -80,12 +81,23 @@ def _column_sums(partial_ptr, out_ptr, P, N, ROWS: tl.constexpr, BLOCK: tl.const
     tl.store(out_ptr + o_n, cast(tl.sum(b_sum, axis=0), out_ptr.dtype.element_ty), mask=m_n)
 
 
-_prepared_sums = Prepared(_column_sums, ROWS=ROWS_AT_ONCE, BLOCK=COLUMNS, num_warps=4, enable_fp_fusion=True)
+@kept
+def _sums_for(P: int, N: int) -> Bound:
+    return bind(
+        _column_sums,
+        P,
+        N,
+        grid=(cdiv(N, COLUMNS),),
+        ROWS=ROWS_AT_ONCE,
+        BLOCK=COLUMNS,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
 
 
 def column_sums(partial: Tensor, *, dtype: torch.dtype) -> Tensor:
     """The sums of float32 [P, N] over its rows, as [N] in `dtype`: the second stage of a weight's gradient."""
     P, N = partial.shape
-    out = torch.empty(N, dtype=dtype, device=partial.device)
-    _prepared_sums.launch((cdiv(N, COLUMNS),), partial, out, P, N)
+    out = empty_vector(N, dtype=dtype, like=partial)
+    _sums_for(P, N).launch(partial, out)
     return out

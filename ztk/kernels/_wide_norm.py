@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
+from ztk.kernels._empty import empty_vector
 from ztk.kernels._jit import jit
 from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
@@ -149,14 +150,15 @@ def _wide_norm_bwd(
 
 def wide_forward(
     x: Tensor, *, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out [..., N], s [..., N], mean [M], rstd [M]) of x [..., N] with M rows; s is empty without a residual, mean unless `centred`."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """(out [..., N], s [..., N], mean [M], rstd [M]) of x [..., N] with M rows; s is None without a residual, mean unless `centred`."""
     M, N = rows_of(x)
-    out, summed = torch.empty_like(x), torch.empty_like(x) if residual is not None else x.new_empty(0)
-    mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for rows in (M if centred else 0, M))
+    out, summed = torch.empty_like(x), None if residual is None else torch.empty_like(x)
+    rstd = empty_vector(M, dtype=torch.float32, like=x)
+    mean = torch.empty_like(rstd) if centred else None
     if M:
         _wide_norm_fwd[(M,)](
-            x, residual, weight, bias, out, summed, mean if centred else None, rstd, N, eps, CENTRED=centred, BLOCK=_piece(x),
+            x, residual, weight, bias, out, summed, mean, rstd, N, eps, CENTRED=centred, BLOCK=_piece(x),
             num_warps=NUM_WARPS, enable_fp_fusion=True, **dependent_launch(machine(x.device)),
         )  # fmt: skip
     return out, summed, mean, rstd

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
 from ztk.kernels._fp8 import encode_fp8, to_fp8
-from ztk.kernels._jit import jit
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._machine import machine
+from ztk.kernels._machine import Machine, machine
 from ztk.kernels._math import cast
 from ztk.kernels._sizes import next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
@@ -69,20 +69,25 @@ def _cache_rows(
             tl.store(p_cache, cast(b_x, keys_ptr.dtype.element_ty), mask=m_c)
 
 
+@kept
+def _kernel_for(target: Machine, M: int, H: int, K: int, D: int, stride_block: int, half: int, eps: float) -> Bound:
+    return bind(
+        _cache_rows, stride_block, half, eps, grid=(M, H + 2 * K), H=H, K=K, D=D, BLOCK_D=next_power_of_2(D), num_warps=1,
+        enable_fp_fusion=True, **dependent_launch(target),
+    )  # fmt: skip
+
+
 def _launch(
     rows: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, cos: Tensor | None, sin: Tensor | None, positions: Tensor,
     places: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
     (M, width), (_, K, _, D) = rows.shape, keys.shape
     H = width // D - 2 * K
-    query = torch.empty(M, H, D, dtype=rows.dtype, device=rows.device)
+    query = torch.empty((M, H, D), dtype=rows.dtype, device=rows.device)
     if M:
-        block_d = next_power_of_2(D)
-        _cache_rows[(M, H + 2 * K)](
-            rows, query_norm, key_norm, cos, sin, positions, places, query, keys, values, scales, keys.stride(0),
-            0 if cos is None else cos.shape[1], eps, H=H, K=K, D=D, BLOCK_D=block_d, num_warps=1, enable_fp_fusion=True,
-            **dependent_launch(machine(rows.device)),
-        )  # fmt: skip
+        half = 0 if cos is None else cos.shape[1]
+        kernel = _kernel_for(machine(rows.device), M, H, K, D, keys.stride(0), half, eps)
+        kernel.launch(rows, query_norm, key_norm, cos, sin, positions, places, query, keys, values, scales)
     return query
 
 

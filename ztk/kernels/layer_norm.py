@@ -25,9 +25,10 @@ from torch import Tensor
 
 from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
 from ztk.kernels._direct import is_plain
-from ztk.kernels._jit import jit
+from ztk.kernels._empty import empty_matrix, empty_vector
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._machine import machine
+from ztk.kernels._machine import Machine, machine
 from ztk.kernels._math import cast
 from ztk.kernels._rows import register_limit, resident_programs, rows_of
 from ztk.kernels._sizes import cdiv, next_power_of_2
@@ -167,23 +168,43 @@ def _reduce_partials(
         tl.store(bias_out_ptr + o_n, cast(tl.sum(b_bias, axis=0), bias_out_ptr.dtype.element_ty), mask=o_n < N)
 
 
-def _launch_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@kept
+def _forward_for(target: Machine, M: int, N: int, eps: float) -> Bound:
+    config = LaunchConfig.for_features(N, warp_size=target.warp_size)
+    return bind(
+        _layer_norm_fwd, M, N, eps, grid=(cdiv(M, config.block_m),), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        num_warps=config.num_warps, enable_fp_fusion=True, **dependent_launch(target),
+    )  # fmt: skip
+
+
+def _launch_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float) -> list[Tensor]:
     M, N = rows_of(x)
     if N > WIDE:
-        return wide_forward(x, residual=residual, weight=weight, bias=bias, eps=eps, centred=True)
-    config = LaunchConfig.for_features(N, warp_size=machine(x.device).warp_size)
-    out = torch.empty_like(x)
-    summed = torch.empty_like(x) if residual is not None else x.new_empty(0)
-    mean, rstd = (torch.empty(M, dtype=torch.float32, device=x.device) for _ in range(2))
-    if M:
-        _layer_norm_fwd[(cdiv(M, config.block_m),)](
-            x, residual, weight, bias, out, summed, mean, rstd, M, N, eps,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, enable_fp_fusion=True,
-            **dependent_launch(machine(x.device)),
-        )  # fmt: skip
-    return out, summed, mean, rstd
+        out, summed, mean, rstd = wide_forward(x, residual=residual, weight=weight, bias=bias, eps=eps, centred=True)
+    else:
+        out, summed = torch.empty_like(x), None if residual is None else torch.empty_like(x)
+        mean, rstd = (empty_vector(M, dtype=torch.float32, like=x) for _ in range(2))
+        if M:
+            _forward_for(machine(x.device), M, N, eps).launch(x, residual, weight, bias, out, summed, mean, rstd)
+    return [out, mean, rstd] if residual is None else [out, mean, rstd, summed]
+
+
+@kept
+def _backward_for(target: Machine, M: int, N: int) -> tuple[Bound, Bound]:
+    """The kernel over rows, and the one that adds up what its programs have found."""
+    config = LaunchConfig.for_features(N, warp_size=target.warp_size)
+    registers = 64 if config.prefetch or config.block_n > 8192 else 80
+    programs = min(cdiv(M, config.block_m), resident_programs(target, num_warps=config.num_warps, registers=registers))
+    over_rows = bind(
+        _layer_norm_bwd, M, N, grid=(programs,), BLOCK_M=config.block_m, BLOCK_N=config.block_n, PREFETCH=config.prefetch,
+        num_warps=config.num_warps, enable_fp_fusion=True,
+        **register_limit(registers, num_warps=config.num_warps, target=target),
+    )  # fmt: skip
+    reduction = bind(
+        _reduce_partials, programs, N, grid=(cdiv(N, REDUCE_COLUMNS),), BLOCK_P=REDUCE_ROWS, BLOCK_N=REDUCE_COLUMNS, num_warps=4,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    return over_rows, reduction
 
 
 def _launch_bwd(
@@ -198,30 +219,19 @@ def _launch_bwd(
         return wide_backward(
             d_out, d_summed=d_summed, s=s, weight=weight, mean=mean, rstd=rstd, bias_dtype=d_bias.dtype
         )
-    target = machine(s.device)
-    config = LaunchConfig.for_features(N, warp_size=target.warp_size)
-    registers = 64 if config.prefetch or config.block_n > 8192 else 80
-    programs = min(cdiv(M, config.block_m), resident_programs(target, num_warps=config.num_warps, registers=registers))
-    partials = torch.empty(2, programs, N, dtype=torch.float32, device=s.device)
-    _layer_norm_bwd[(programs,)](
-        d_out, d_summed, s, weight, mean, rstd, d_s, partials[0], partials[1], M, N,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, PREFETCH=config.prefetch, num_warps=config.num_warps,
-        enable_fp_fusion=True, **register_limit(registers, num_warps=config.num_warps, target=target),
-    )  # fmt: skip
-    _reduce_partials[(cdiv(N, REDUCE_COLUMNS),)](
-        partials[0], partials[1], d_weight, d_bias, programs, N,
-        BLOCK_P=REDUCE_ROWS, BLOCK_N=REDUCE_COLUMNS, num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
+    backward, reduction = _backward_for(machine(s.device), M, N)
+    (programs,) = backward.grid
+    partials = [empty_matrix(programs, columns=N, dtype=torch.float32, like=s) for _ in range(2)]
+    backward.launch(d_out, d_summed, s, weight, mean, rstd, d_s, *partials)
+    reduction.launch(*partials, d_weight, d_bias)
     return d_s, d_weight, d_bias
 
 
-def _cpu_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _cpu_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float) -> list[Tensor]:
     s = x if residual is None else x + residual
     out, mean, rstd = torch.native_layer_norm(s, s.shape[-1:], weight, bias, eps)
-    summed = s if residual is not None else x.new_empty(0)
-    return out, summed, mean.float().view(-1), rstd.float().view(-1)
+    statistics = [mean.float().view(-1), rstd.float().view(-1)]
+    return [out, *statistics] if residual is None else [out, *statistics, s]
 
 
 def _cpu_bwd(
@@ -237,13 +247,13 @@ def _cpu_bwd(
 
 def _fake_fwd(x, weight, bias, residual, eps):
     statistics = x.new_empty(rows_of(x)[0], dtype=torch.float32)
-    summed = torch.empty_like(x) if residual is not None else x.new_empty(0)
-    return torch.empty_like(x), summed, statistics, torch.empty_like(statistics)
+    summed = [torch.empty_like(x) for _ in range(residual is not None)]
+    return [torch.empty_like(x), statistics, torch.empty_like(statistics), *summed]
 
 
 _forward = register(
     "layer_norm(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, float eps)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    " -> Tensor[]",  # the sum last, if there is one
     triton=_launch_fwd,
     cpu=_cpu_fwd,
     fake=_fake_fwd,
@@ -264,10 +274,10 @@ _backward = register(
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, residual, eps):
-        out, summed, mean, rstd = _forward(x, weight, bias, residual, eps)
-        ctx.save_for_backward(x if residual is None else summed, weight, bias, mean, rstd)
+        out, mean, rstd, *summed = _forward(x, weight, bias, residual, eps)
+        ctx.save_for_backward(*(summed or [x]), weight, bias, mean, rstd)
         ctx.has_residual = residual is not None
-        return (out, summed) if ctx.has_residual else out
+        return (out, *summed) if summed else out
 
     @staticmethod
     def backward(ctx, d_out, d_summed=None):
@@ -297,8 +307,8 @@ def layer_norm(
         return layer_norm_reference(x, weight, bias, eps=eps, residual=residual)
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     if is_plain():
-        out, summed, _, _ = _forward(x, weight, bias, residual, eps)
-        return out if residual is None else (out, summed)
+        out, _, _, *summed = _forward(x, weight, bias, residual, eps)
+        return (out, *summed) if summed else out
     return _LayerNorm.apply(x, weight, bias, residual, eps)
 
 

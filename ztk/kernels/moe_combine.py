@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
-from ztk.kernels._jit import jit
+from ztk.kernels._empty import empty_matrix
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._machine import machine
+from ztk.kernels._machine import Machine, machine
 from ztk.kernels._math import cast
 from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
@@ -64,23 +65,29 @@ def _combine_bwd(
         tl.store(d_weights_ptr + i_t * TOP_K + j, tl.sum(b_d_out * b_y, axis=0))
 
 
+@kept
+def _forward_for(target: Machine, T: int, N: int, top_k: int) -> Bound:
+    block = PER_THREAD * target.warp_size * COMBINE_WARPS
+    return bind(
+        _combine_fwd, N, grid=(T, cdiv(N, block)), TOP_K=top_k, BLOCK_N=block, num_warps=COMBINE_WARPS, enable_fp_fusion=True,
+        **dependent_launch(target),
+    )  # fmt: skip
+
+
+@kept
+def _backward_for(target: Machine, T: int, N: int, top_k: int) -> Bound:
+    block, warp_size = next_power_of_2(N), target.warp_size
+    return bind(
+        _combine_bwd, N, grid=(T,), TOP_K=top_k, BLOCK_N=block,
+        num_warps=min(MAX_THREADS, max(warp_size, block // PER_THREAD)) // warp_size, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
 def _launch_combine(y: Tensor, weights: Tensor | None, position: Tensor) -> Tensor:
     (T, top_k), N = position.shape, y.shape[1]
-    out = torch.empty(T, N, dtype=y.dtype, device=y.device)
+    out = empty_matrix(T, columns=N, dtype=y.dtype, like=y)
     if out.numel():
-        block = PER_THREAD * machine(y.device).warp_size * COMBINE_WARPS
-        _combine_fwd[(T, cdiv(N, block))](
-            y,
-            weights,
-            position,
-            out,
-            N,
-            TOP_K=top_k,
-            BLOCK_N=block,
-            num_warps=COMBINE_WARPS,
-            enable_fp_fusion=True,
-            **dependent_launch(machine(y.device)),
-        )
+        _forward_for(machine(y.device), T, N, top_k).launch(y, weights, position, out)
     return out
 
 
@@ -90,11 +97,7 @@ def _launch_combine_bwd(
     (T, top_k), N = position.shape, y.shape[1]
     d_y, d_weights = torch.zeros_like(y) if dropped else torch.empty_like(y), torch.empty_like(weights)
     if T:
-        block, warp_size = next_power_of_2(N), machine(y.device).warp_size
-        _combine_bwd[(T,)](
-            d_out, y, weights, position, d_y, d_weights, N, TOP_K=top_k, BLOCK_N=block,
-            num_warps=min(MAX_THREADS, max(warp_size, block // PER_THREAD)) // warp_size, enable_fp_fusion=True,
-        )  # fmt: skip
+        _backward_for(machine(y.device), T, N, top_k).launch(d_out, y, weights, position, d_y, d_weights)
     return d_y, d_weights
 
 

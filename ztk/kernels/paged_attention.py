@@ -18,10 +18,11 @@ from torch import Tensor
 
 from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
 from ztk.kernels._dot import dot
+from ztk.kernels._empty import empty_matrix
 from ztk.kernels._fp8 import decode_fp8, from_fp8, to_fp8
-from ztk.kernels._jit import jit
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._machine import Architecture, machine
+from ztk.kernels._machine import Architecture, Machine, machine
 from ztk.kernels._math import cast
 from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
@@ -195,7 +196,7 @@ def _merge_segments(
     wait_for_kernels(PDL)
     i_q = tl.program_id(0).to(tl.int64)
     i_k = tl.program_id(1).to(tl.int64)
-    factor = FACTOR
+    factor = FACTOR * 1.0
     if scales_ptr is not None:
         factor = FACTOR * tl.load(scales_ptr + H // G + i_k)
     first = tl.load(tiles_ptr + i_q * _COLUMNS + 1)
@@ -217,6 +218,24 @@ def _merge_segments(
     _store_rows(out_ptr, b_sum, b_acc, o_pos, first, row, start, stop, i_k, H, G, D, GROUP, BLOCK_D, factor)
 
 
+@kept
+def _kernels_for(
+    target: Machine, num_tiles: int, H: int, K: int, D: int, segments: int, itemsize: int, is_fp8: bool, stride_block: int,
+    width: int, scale: float, window: int, softcap: float,
+) -> tuple[Bound, Bound]:  # fmt: skip
+    """Attention, and the kernel that merges its segments where there is more than one."""
+    sizes = {"H": H, "G": H // K, "D": D, "GROUP": next_power_of_2(H // K), "BLOCK_D": max(16, next_power_of_2(D))}
+    # The same warps in both forms, whose sums follow the layout; a fused multiply-add would round parts and all of them differently.
+    options = {"num_warps": 8, "enable_fp_fusion": False, **dependent_launch(target)}
+    stages = 1 if itemsize == 4 or target.architecture is Architecture.cdna else 2
+    attention = bind(
+        _paged_attention, stride_block, width, scale, window, softcap, grid=(num_tiles, K, segments), **sizes, HAS_WINDOW=window > 0,
+        HAS_CAP=softcap > 0, num_stages=stages, **options,
+    )  # fmt: skip
+    factor = 256 if is_fp8 else 1
+    return attention, bind(_merge_segments, segments, grid=(num_tiles, K), **sizes, FACTOR=factor, **options)
+
+
 def _launch(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, slopes: Tensor | None, scales: Tensor | None,
     scale: float, window: int, softcap: float, split: bool,
@@ -226,22 +245,18 @@ def _launch(
     if not out.numel() or not len(tiles):
         return out
     segments = cdiv(tables.shape[1] * BLOCK, SEGMENT) if split else 1
-    block_d = max(16, next_power_of_2(D))
-    acc = stats = None
-    if segments > 1:
-        acc = torch.empty(len(tiles), K, segments, ROWS, block_d, dtype=torch.float32, device=query.device)
-        stats = torch.empty(len(tiles), K, segments, ROWS, 2, dtype=torch.float32, device=query.device)
-    sizes = {"H": H, "G": H // K, "D": D, "GROUP": next_power_of_2(H // K), "BLOCK_D": block_d}
-    # The same warps in both forms, whose sums follow the layout; a fused multiply-add would round parts and all of them differently.
-    options = {"num_warps": 8, "enable_fp_fusion": False, **dependent_launch(machine(query.device))}
-    stages = 1 if query.element_size() == 4 or machine(query.device).architecture is Architecture.cdna else 2
-    _paged_attention[(len(tiles), K, segments)](
-        query, keys, values, tables, tiles, slopes, scales, out, acc, stats, keys.stride(0), tables.shape[1], scale, window, softcap,
-        **sizes, HAS_WINDOW=window > 0, HAS_CAP=softcap > 0, num_stages=stages, **options,
+    parts, merge = _kernels_for(
+        machine(query.device), len(tiles), H, K, D, segments, query.element_size(), keys.dtype == torch.uint8,
+        keys.stride(0), tables.shape[1], scale, window, softcap,
     )  # fmt: skip
-    if acc is not None:
-        factor = 256.0 if keys.dtype == torch.uint8 else 1.0
-        _merge_segments[(len(tiles), K)](acc, stats, tiles, scales, out, segments, **sizes, FACTOR=factor, **options)
+    if segments == 1:
+        parts.launch(query, keys, values, tables, tiles, slopes, scales, out, None, None)
+        return out
+    rows = len(tiles) * K * segments * ROWS
+    acc = empty_matrix(rows, columns=max(16, next_power_of_2(D)), dtype=torch.float32, like=query)
+    stats = empty_matrix(rows, columns=2, dtype=torch.float32, like=query)
+    parts.launch(query, keys, values, tables, tiles, slopes, scales, out, acc, stats)
+    merge.launch(acc, stats, tiles, scales, out)
     return out
 
 

@@ -13,8 +13,6 @@ programs' partial sums are added by a second kernel: no atomics. Rows above 1638
 Zhang and Sennrich, https://arxiv.org/abs/1910.07467
 """
 
-import functools
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -22,7 +20,8 @@ from torch import Tensor
 from ztk.kernels._cpu import rows_per_piece, scaled_float32, scratch
 from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
 from ztk.kernels._direct import is_plain
-from ztk.kernels._jit import Prepared, jit
+from ztk.kernels._empty import empty_matrix, empty_vector
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import Machine, machine
 from ztk.kernels._math import cast
@@ -39,7 +38,7 @@ BACKWARD_THREADS = 1024  # sixteen elements of a 16384-wide row per thread: with
 @jit
 def _rms_norm_fwd(
     x_ptr, residual_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, M, N, eps,
-    HAS_RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y = x * rstd * weight for BLOCK_M rows"""
     wait_for_kernels(PDL)
@@ -51,7 +50,7 @@ def _rms_norm_fwd(
     m = m_m[:, None] & m_n[None, :]
     p = o_m[:, None] * N + o_n[None, :]
     b_x = tl.load(x_ptr + p, mask=m, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         b_sum = cast(b_x + tl.load(residual_ptr + p, mask=m, other=0.0).to(tl.float32), sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + p, b_sum, mask=m)
         b_x = b_sum.to(tl.float32)  # backward sees the rounded sum, so forward normalises that one
@@ -104,42 +103,40 @@ def _rms_norm_bwd(
     tl.store(partial_ptr + i_program * N + o_n, tl.sum(b_d_w, axis=0), mask=m_n)
 
 
-@functools.cache
-def _forward_for(target: Machine, *, N: int, has_residual: bool) -> tuple[int, Prepared]:
-    """Rows per program, and the kernel."""
+@kept
+def _forward_for(target: Machine, M: int, N: int, eps: float) -> Bound:
     launch = row_launch(N, warp_size=target.warp_size)
-    return launch.block_m, Prepared(
-        _rms_norm_fwd, HAS_RESIDUAL=has_residual, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
+    return bind(
+        _rms_norm_fwd, M, N, eps, grid=(cdiv(M, launch.block_m),), BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
         num_warps=launch.num_warps, enable_fp_fusion=True, **dependent_launch(target),
     )  # fmt: skip
 
 
-def _launch_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _launch_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> list[Tensor]:
     M, N = rows_of(x)
     if N > WIDE:
         y, total, _, rstd = wide_forward(x, residual=residual, weight=weight, bias=None, eps=eps, centred=False)
-        return y, x.new_empty(0) if residual is None else total, rstd
-    y, total = torch.empty_like(x), torch.empty_like(x) if residual is not None else x.new_empty(0)
-    rstd = torch.empty(M, dtype=torch.float32, device=x.device)
-    if M:
-        block_m, forward = _forward_for(machine(x.device), N=N, has_residual=residual is not None)
-        of_residual = x if residual is None else residual
-        forward.launch((cdiv(M, block_m),), x, of_residual, weight, total, y, rstd, M, N, eps)
-    return y, total, rstd
+    else:
+        y, rstd = torch.empty_like(x), empty_vector(M, dtype=torch.float32, like=x)
+        total = None if residual is None else torch.empty_like(x)
+        if M:
+            _forward_for(machine(x.device), M, N, eps).launch(x, residual, weight, total, y, rstd)
+    return [y, rstd] if residual is None else [y, rstd, total]
 
 
-@functools.cache
-def _backward_for(target: Machine, *, N: int, has_d_sum: bool) -> tuple[int, int, Prepared]:
-    """Rows per program, programs that stay on the machine, and the kernel."""
+@kept
+def _backward_for(target: Machine, M: int, N: int, has_d_sum: bool) -> Bound:
+    """With a grid of as many programs as there are tiles, or as stay on the machine."""
     launch = row_launch(N, warp_size=target.warp_size, max_threads=BACKWARD_THREADS)
     registers = 64 if launch.block_n >= LONG_ROW and not has_d_sum else 80
     # With d_sum the kernel takes 72 at most by itself; under a limit of 80 the assembler of Triton 3.9 takes them all and spills.
     limit = {} if has_d_sum else register_limit(registers, num_warps=launch.num_warps, target=target)
-    kernel = Prepared(
-        _rms_norm_bwd, HAS_D_SUM=has_d_sum, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
+    num_tiles = cdiv(M, launch.block_m)
+    programs = min(num_tiles, resident_programs(target, num_warps=launch.num_warps, registers=registers))
+    return bind(
+        _rms_norm_bwd, M, N, num_tiles, grid=(programs,), HAS_D_SUM=has_d_sum, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
         num_warps=launch.num_warps, enable_fp_fusion=True, **limit,
     )  # fmt: skip
-    return launch.block_m, resident_programs(target, num_warps=launch.num_warps, registers=registers), kernel
 
 
 def _launch_bwd(d_y: Tensor, d_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,15 +146,13 @@ def _launch_bwd(d_y: Tensor, d_sum: Tensor | None, x: Tensor, weight: Tensor, rs
         return d_x, torch.zeros_like(weight)
     if N > WIDE:
         return wide_backward(d_y, d_summed=d_sum, s=x, weight=weight, mean=None, rstd=rstd)[:2]
-    block_m, resident, backward = _backward_for(machine(x.device), N=N, has_d_sum=d_sum is not None)
-    num_tiles = cdiv(M, block_m)
-    programs = min(num_tiles, resident)
-    partial = torch.empty((programs, N), dtype=torch.float32, device=x.device)
-    backward.launch((programs,), d_y, x if d_sum is None else d_sum, x, weight, rstd, d_x, partial, M, N, num_tiles)
+    backward = _backward_for(machine(x.device), M, N, d_sum is not None)
+    partial = empty_matrix(backward.grid[0], columns=N, dtype=torch.float32, like=x)
+    backward.launch(d_y, x if d_sum is None else d_sum, x, weight, rstd, d_x, partial)
     return d_x, column_sums(partial, dtype=weight.dtype)
 
 
-def _cpu_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _cpu_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> list[Tensor]:
     M, N = rows_of(x)
     y, total = torch.empty_like(x), x if residual is None else x + residual
     rstd = torch.empty((M, 1), dtype=torch.float32, device="cpu")
@@ -167,7 +162,7 @@ def _cpu_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
         torch.linalg.vector_norm(total_rows, dim=1, keepdim=True, out=rstd)
         rstd.square_().div_(N).add_(eps).rsqrt_()
         torch.mul(total_rows, rstd, out=y_rows).mul_(weight32)
-        return y, x.new_empty(0) if residual is None else total, rstd.view(M)
+        return [y, rstd.view(M)] if residual is None else [y, rstd.view(M), total]
     for start in range(0, M, rows):
         cut = slice(start, start + rows)
         x32 = scaled_float32(total_rows[cut].view(-1), scale=1.0).view(-1, N)
@@ -177,7 +172,7 @@ def _cpu_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
             torch.mul(x32, r, out=y_rows[cut]).mul_(weight32)
         else:
             y_rows[cut].copy_(x32.mul_(r).mul_(weight32))
-    return y, x.new_empty(0) if residual is None else total, rstd.view(M)
+    return [y, rstd.view(M)] if residual is None else [y, rstd.view(M), total]
 
 
 def _cpu_bwd(d_y: Tensor, d_sum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,14 +201,14 @@ def _cpu_bwd(d_y: Tensor, d_sum: Tensor | None, x: Tensor, weight: Tensor, rstd:
 
 
 _forward = register(
-    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> Tensor[]",  # the sum last, if there is one
     triton=_launch_fwd,
     cpu=_cpu_fwd,
-    fake=lambda x, residual, weight, eps: (
+    fake=lambda x, residual, weight, eps: [
         torch.empty_like(x),
-        x.new_empty(0) if residual is None else torch.empty_like(x),
         x.new_empty(rows_of(x)[0], dtype=torch.float32),
-    ),
+        *(torch.empty_like(x) for _ in range(residual is not None)),
+    ],
 )
 _backward = register(
     "rms_norm_backward(Tensor d_y, Tensor? d_sum, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)",
@@ -226,7 +221,7 @@ _backward = register(
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, _, rstd = _forward(x, None, weight, eps)
+        y, rstd = _forward(x, None, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         return y
 
@@ -239,7 +234,7 @@ class _RMSNorm(torch.autograd.Function):
 class _ResidualRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        y, total, rstd = _forward(x, residual, weight, eps)
+        y, rstd, total = _forward(x, residual, weight, eps)
         ctx.save_for_backward(total, weight, rstd)
         return y, total
 
@@ -268,8 +263,8 @@ def rms_norm(
         return rms_norm_reference(x, weight, eps=eps, residual=residual)
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     if is_plain():
-        y, total, _ = _forward(x, residual, weight, eps)
-        return y if residual is None else (y, total)
+        y, _, *total = _forward(x, residual, weight, eps)
+        return (y, *total) if total else y
     return _RMSNorm.apply(x, weight, eps) if residual is None else _ResidualRMSNorm.apply(x, residual, weight, eps)
 
 

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._direct import is_plain
-from ztk.kernels._jit import jit
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._machine import machine
+from ztk.kernels._machine import Machine, machine
 from ztk.kernels._math import cast
 from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype
@@ -69,19 +69,28 @@ def _rope(
         tl.store(p_out[:, None] + o_tail[None, :], b_tail, mask=m_tail)
 
 
-def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
-    B, T, H, D = x.shape
-    half = cos.shape[-1]
-    out = torch.empty((B, T, H, D), dtype=x.dtype, device=x.device)
+@kept
+def _kernel_for(
+    target: Machine, shape: torch.Size, strides: tuple[int, ...], table: torch.Size, interleaved: bool, inverse: bool
+) -> Bound:
+    """shape, strides: of x; table: the shape of cos."""
+    (B, T, H, D), half = shape, table[-1]
     M, block_half = B * T * H, next_power_of_2(half)
-    if M:
-        tile = PER_THREAD * machine(x.device).warp_size * NUM_WARPS
-        block_m = max(1, tile // (2 * block_half))
-        _rope[(cdiv(M, block_m),)](
-            x, cos, sin, out, x.stride(0), x.stride(1), x.stride(2), M, T, H, D, half, cos.numel() // half,
-            INTERLEAVED=interleaved, INVERSE=inverse, HAS_TAIL=2 * half < D, BLOCK_M=block_m, BLOCK_HALF=block_half,
-            BLOCK_TAIL=next_power_of_2(max(1, D - 2 * half)), num_warps=NUM_WARPS, enable_fp_fusion=True,
-        )  # fmt: skip
+    block_m = max(1, PER_THREAD * target.warp_size * NUM_WARPS // (2 * block_half))
+    return bind(
+        _rope, *strides[:3], M, T, H, D, half, table.numel() // half,
+        grid=(cdiv(M, block_m),),
+        INTERLEAVED=interleaved, INVERSE=inverse, HAS_TAIL=2 * half < D, BLOCK_M=block_m, BLOCK_HALF=block_half,
+        BLOCK_TAIL=next_power_of_2(max(1, D - 2 * half)), num_warps=NUM_WARPS, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
+    shape = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.numel():
+        kernel = _kernel_for(machine(x.device), shape, x.stride(), cos.shape, interleaved, inverse)
+        kernel.launch(x, cos, sin, out)
     return out
 
 

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._cpu import PIECE, UPDATE_PIECE, scaled_float32
-from ztk.kernels._jit import Prepared, jit
+from ztk.kernels._empty import empty_vector
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase, OpSpec, Reach
@@ -66,20 +67,25 @@ def _total(partial_ptr, out_ptr, P, BLOCK_P: tl.constexpr):
     tl.store(out_ptr, tl.sum(b_partial, axis=0))
 
 
-_prepared_partial_sums = Prepared(_partial_sums, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True)
-_prepared_total = Prepared(_total, BLOCK_P=MAX_PROGRAMS, num_warps=4, enable_fp_fusion=True)
+@kept
+def _launches_for(N: int) -> tuple[Bound, Bound]:
+    """The partial sums and their sum."""
+    num_tiles = cdiv(N, BLOCK)
+    programs = min(MAX_PROGRAMS, num_tiles)
+    return (
+        bind(_partial_sums, N, num_tiles, grid=(programs,), BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True),
+        bind(_total, programs, grid=(1,), BLOCK_P=MAX_PROGRAMS, num_warps=4, enable_fp_fusion=True),
+    )
 
 
 def _launch(grad: Tensor) -> Tensor:
-    N = grad.numel()
-    num_tiles = cdiv(N, BLOCK)
-    programs = min(MAX_PROGRAMS, num_tiles)
-    out = torch.empty(1, dtype=torch.float64, device=grad.device)
-    if programs == 0:
+    N, out = grad.numel(), empty_vector(1, dtype=torch.float64, like=grad)
+    if not N:
         return out.zero_()
-    partial = torch.empty(MAX_PROGRAMS, dtype=torch.float64, device=grad.device)
-    _prepared_partial_sums.launch((programs,), grad, partial, N, num_tiles)
-    _prepared_total.launch((1,), partial, out, programs)
+    partial = empty_vector(MAX_PROGRAMS, dtype=torch.float64, like=grad)
+    partial_sums, total = _launches_for(N)
+    partial_sums.launch(grad, partial)
+    total.launch(partial, out)
     return out
 
 
