@@ -43,7 +43,7 @@ def cases() -> dict[str, tuple[str, tuple]]:
     tables, tiles = torch.zeros(8, 2, dtype=torch.int32), torch.zeros(8, 5, dtype=torch.int32)
     cached = (queries, blocks[:, 0], blocks[:, 1], tables, tiles, None, None, 0.1, 0, 0.0)
     square = torch.zeros(1024, 1024, dtype=torch.bfloat16)
-    options = (None, None, None, 1, "none")
+    options = (*(None for _ in range(8)), 1, "none")
     return {
         "swiglu": ("swiglu", (x, x)),
         "swiglu backward": ("swiglu_backward", (x, x, x)),
@@ -93,8 +93,8 @@ def cases() -> dict[str, tuple[str, tuple]]:
             ),
         ),
         "paged_attention": ("paged_attention", (*cached, False)),
-        "linear_rows": ("linear_rows", (x, [square], [], [], *options, True, False)),
-        "linear_rows, few": ("linear_rows", (x, [square], [], [], *options, False, False)),
+        "linear_rows": ("linear_rows", (x, square, *options, True, False)),
+        "linear_rows, few": ("linear_rows", (x, square, *options, False, False)),
         "draw_rows (2 kernels)": ("draw_rows", (x, square, None, scalars, place, 0.0)),
     }
 

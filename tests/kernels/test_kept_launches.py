@@ -19,7 +19,8 @@ from ztk.kernels._spec import OpSpec
 
 SPECS = {spec.name: spec for spec in ALL_OPS}
 BOUND = (
-    "swiglu", "geglu", "rms_norm", "layer_norm", "rope", "sum_of_squares", "moe_combine", "cache_rows", "paged_attention",
+    "swiglu", "geglu", "rms_norm", "layer_norm", "rope", "attention", "cross_entropy", "sum_of_squares", "cast_copy", "moe_combine",
+    "cache_rows", "paged_attention", "linear_rows", "gated_rows", "draw_rows",
 )  # fmt: skip
 
 

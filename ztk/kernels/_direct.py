@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 # Of arguments that are no tensors, by the schema's.
-_TYPES = {"int": int, "float": float, "bool": bool, "ScalarType": torch.dtype}
+_TYPES = {"int": int, "float": float, "bool": bool, "str": str, "ScalarType": torch.dtype}
 _modes, _functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transforms, _is_tracing = torch._C._are_functorch_transforms_active, torch._C._is_tracing
 _is_compiling = torch.compiler.is_compiling

@@ -31,9 +31,10 @@ from ztk.kernels._attention_tiles import (
     visible,
 )
 from ztk.kernels._dot import dot
-from ztk.kernels._jit import jit
+from ztk.kernels._empty import empty_matrix
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._machine import machine
+from ztk.kernels._machine import Machine, machine
 from ztk.kernels._math import cast
 from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import FLOAT_DTYPES, OpSpec, Reach, compute_dtype
@@ -106,23 +107,34 @@ def _attention_fwd(
         tl.store(lse_ptr + i_h * num_tokens + start + o_m, (b_max + tl.log2(b_sum)) * _LN2, mask=m_m)
 
 
+@kept
+def _forward_for(
+    target: Machine, shape: torch.Size, H_kv: int, itemsize: int, q_stride: int, k_stride: int, v_stride: int,
+    num_sequences: int, T: int, causal: bool, window: int, scale: float,
+) -> Bound:  # fmt: skip
+    """shape: of the queries."""
+    tokens, H, D = shape
+    tiles = tiles_for(Part.forward, head_dim=D, itemsize=itemsize, architecture=target.architecture)
+    return bind(
+        _attention_fwd, q_stride, k_stride, v_stride, tokens, T, window, scale, grid=(cdiv(T, tiles.held) * num_sequences * H,),
+        H=H, GROUP=H // H_kv, D=D, BLOCK_D=max(16, next_power_of_2(D)), BLOCK_M=tiles.held, BLOCK_N=tiles.step,
+        CAUSAL=causal, HAS_WINDOW=window > 0, num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
 def _launch_fwd(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, T: int, causal: bool, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    tokens, H, D = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(H, tokens, dtype=torch.float32, device=q.device)
-    num_sequences = tokens // max(T, 1) if cu_seqlens is None else cu_seqlens.numel() - 1
+    tokens, H, _ = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = empty_matrix(H, columns=tokens, dtype=torch.float32, like=q)
     if tokens:
-        tiles = tiles_for(
-            Part.forward, head_dim=D, itemsize=q.element_size(), architecture=machine(q.device).architecture
-        )
-        _attention_fwd[(cdiv(T, tiles.held) * num_sequences * H,)](
-            q, k, v, out, lse, cu_seqlens, q.stride(0), k.stride(0), v.stride(0), tokens, T, window, scale,
-            H=H, GROUP=H // k.shape[1], D=D, BLOCK_D=max(16, next_power_of_2(D)),
-            BLOCK_M=tiles.held, BLOCK_N=tiles.step, CAUSAL=causal, HAS_WINDOW=window > 0,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
+        num_sequences = tokens // T if cu_seqlens is None else cu_seqlens.numel() - 1
+        forward = _forward_for(
+            machine(q.device), q.shape, k.shape[1], q.element_size(), q.stride(0), k.stride(0), v.stride(0), num_sequences, T,
+            causal, window, scale,
         )  # fmt: skip
+        forward.launch(q, k, v, out, lse, cu_seqlens)
     return out, lse
 
 

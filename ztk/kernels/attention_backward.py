@@ -25,9 +25,9 @@ from ztk.kernels._attention_tiles import (
     visible,
 )
 from ztk.kernels._dot import dot
-from ztk.kernels._jit import jit
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register
-from ztk.kernels._machine import machine
+from ztk.kernels._machine import Machine, machine
 from ztk.kernels._math import cast
 from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import AotCase
@@ -168,33 +168,48 @@ def _attention_bwd_queries(
         tl.store(d_q_ptr + o_out, cast(b_d_q * scale, d_q_ptr.dtype.element_ty), mask=m_md)
 
 
+@kept
+def _kernels_for(
+    target: Machine, shape: torch.Size, H_kv: int, itemsize: int, q_stride: int, k_stride: int, v_stride: int,
+    num_sequences: int, T: int, causal: bool, window: int, scale: float,
+) -> tuple[Bound, Bound, Bound]:  # fmt: skip
+    """Those of delta, of the gradients of keys and values, and of the queries', whose shape is `shape`."""
+    tokens, H, D = shape
+    sizes = {"H": H, "D": D, "BLOCK_D": max(16, next_power_of_2(D)), "enable_fp_fusion": True}
+    delta = bind(_attention_delta, tokens, grid=(cdiv(tokens, DELTA_ROWS), H), **sizes, BLOCK_M=DELTA_ROWS, num_warps=4)
+    options = sizes | {"GROUP": H // H_kv, "CAUSAL": causal, "HAS_WINDOW": window > 0}
+    numbers = (q_stride, k_stride, v_stride, tokens, T, window, scale)
+    chosen = {"head_dim": D, "itemsize": itemsize, "architecture": target.architecture}
+    tiles = tiles_for(Part.keys, **chosen)
+    keys = bind(
+        _attention_bwd_keys, *numbers, grid=(cdiv(T, tiles.held) * num_sequences * H_kv,), **options, BLOCK_N=tiles.held,
+        BLOCK_M=tiles.step, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    tiles = tiles_for(Part.queries, **chosen)
+    queries = bind(
+        _attention_bwd_queries, *numbers, grid=(cdiv(T, tiles.held) * num_sequences * H,), **options, BLOCK_M=tiles.held,
+        BLOCK_N=tiles.step, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    return delta, keys, queries
+
+
 def _launch_bwd(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor | None,
     T: int, causal: bool, window: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    (tokens, H, D), H_kv = q.shape, k.shape[1]
-    d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    tokens = q.shape[0]
+    d_q, d_k, d_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if not tokens:
         return d_q, d_k, d_v
     num_sequences = tokens // T if cu_seqlens is None else cu_seqlens.numel() - 1
-    sizes = {"H": H, "D": D, "BLOCK_D": max(16, next_power_of_2(D))}
-    options = sizes | {"GROUP": H // H_kv, "CAUSAL": causal, "HAS_WINDOW": window > 0, "enable_fp_fusion": True}
-    strides = (q.stride(0), k.stride(0), v.stride(0))
+    of_delta, of_keys, of_queries = _kernels_for(
+        machine(q.device), q.shape, k.shape[1], q.element_size(), q.stride(0), k.stride(0), v.stride(0), num_sequences, T,
+        causal, window, scale,
+    )  # fmt: skip
     delta = torch.empty_like(lse)
-    _attention_delta[(cdiv(tokens, DELTA_ROWS), H)](
-        out, d_out, delta, tokens, **sizes, BLOCK_M=DELTA_ROWS, num_warps=4, enable_fp_fusion=True
-    )
-    chosen = {"head_dim": D, "itemsize": q.element_size(), "architecture": machine(q.device).architecture}
-    tiles = tiles_for(Part.keys, **chosen)
-    _attention_bwd_keys[(cdiv(T, tiles.held) * num_sequences * H_kv,)](
-        q, k, v, d_out, lse, delta, d_k, d_v, cu_seqlens, *strides, tokens, T, window, scale, **options,
-        BLOCK_N=tiles.held, BLOCK_M=tiles.step, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-    )  # fmt: skip
-    tiles = tiles_for(Part.queries, **chosen)
-    _attention_bwd_queries[(cdiv(T, tiles.held) * num_sequences * H,)](
-        q, k, v, d_out, lse, delta, d_q, cu_seqlens, *strides, tokens, T, window, scale, **options,
-        BLOCK_M=tiles.held, BLOCK_N=tiles.step, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-    )  # fmt: skip
+    of_delta.launch(out, d_out, delta)
+    of_keys.launch(q, k, v, d_out, lse, delta, d_k, d_v, cu_seqlens)
+    of_queries.launch(q, k, v, d_out, lse, delta, d_q, cu_seqlens)
     return d_q, d_k, d_v
 
 

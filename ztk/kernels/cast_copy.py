@@ -8,19 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._cpu import PIECE, scaled_float32
-from ztk.kernels._jit import jit
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._machine import machine
+from ztk.kernels._machine import Machine, machine
 from ztk.kernels._math import cast
 from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
 
 NUM_WARPS = 4
-
-
-def _block(*tensors: Tensor) -> int:
-    """One 16-byte access of the wider dtype per thread; more would convert layouts through shared memory."""
-    return 16 // max(t.element_size() for t in tensors) * machine(tensors[0].device).warp_size * NUM_WARPS
 
 
 @jit
@@ -35,14 +30,27 @@ def _cast_copy(src_ptr, out_ptr, scale_ptr, N, HAS_SCALE: tl.constexpr, BLOCK: t
     tl.store(out_ptr + o_n, cast(b_x, out_ptr.dtype.element_ty), mask=m_n)
 
 
+@kept
+def _kernel_for(target: Machine, N: int, itemsize: int, has_scale: bool) -> Bound:
+    """itemsize: of the wider dtype. One 16-byte access of it per thread; more would convert layouts through shared memory."""
+    block = 16 // itemsize * target.warp_size * NUM_WARPS
+    return bind(
+        _cast_copy,
+        N,
+        grid=(cdiv(N, block),),
+        HAS_SCALE=has_scale,
+        BLOCK=block,
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
+    )
+
+
 def _launch_cast_copy(src: Tensor, out: Tensor, scale: Tensor | None) -> None:
     N = src.numel()
     if N:
-        block = _block(src, out)
-        _cast_copy[(cdiv(N, block),)](
-            src, out, src if scale is None else scale, N,
-            HAS_SCALE=scale is not None, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True,
-        )  # fmt: skip
+        itemsize = max(src.element_size(), out.element_size())
+        kernel = _kernel_for(machine(src.device), N, itemsize, scale is not None)
+        kernel.launch(src, out, src if scale is None else scale)
 
 
 def copy_scaled(src: Tensor, out: Tensor, scale: Tensor | None) -> None:

@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels import _cross_entropy_cpu
-from ztk.kernels._jit import jit
+from ztk.kernels._empty import empty_vector
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._machine import machine
+from ztk.kernels._machine import Machine, machine
 from ztk.kernels._math import cast
 from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype
@@ -189,13 +190,12 @@ class LaunchConfig:
     num_warps: int
 
     @staticmethod
-    def for_row(x: Tensor, *, smoothing: bool = False) -> "LaunchConfig":
-        """For rows of x [M, V]: the longer the row, the more warps, so that the rows in flight stay in the second-level
+    def for_row(V: int, *, itemsize: int, warp_size: int, smoothing: bool = False) -> "LaunchConfig":
+        """For rows of V elements of `itemsize` bytes: the longer the row, the more warps, so that the rows in flight stay in the second-level
         cache for their second read: one row of 131072 16-bit logits per processor is 34 MB, of at least 50. Smoothing keeps
         a third number per lane, and half the logits, so that 1024 threads do not spill.
         """
-        V, warp_size = x.shape[1], machine(x.device).warp_size
-        vector = VECTOR_BYTES // x.element_size()
+        vector = VECTOR_BYTES // itemsize
         threads = 1024 if V >= LONG_ROW else 512 if V >= LONG_ROW // 4 else 256
         lanes = max(warp_size, min(threads, next_power_of_2(V) // vector))
         chunks = max(1, min(CHUNKS // 2 if smoothing else CHUNKS, next_power_of_2(V) // (vector * lanes)))
@@ -205,6 +205,39 @@ class LaunchConfig:
     def block(self) -> int:
         """Elements of the tile."""
         return self.chunks * self.lanes * self.vector
+
+
+@kept
+def _forward_for(
+    target: Machine, M: int, V: int, itemsize: int, ignore_index: int, z_loss: float, smoothing: float
+) -> Bound:
+    config = LaunchConfig.for_row(V, itemsize=itemsize, warp_size=target.warp_size, smoothing=smoothing != 0.0)
+    return bind(
+        _cross_entropy_fwd, V, ignore_index, z_loss, smoothing, grid=(M,), HAS_SMOOTHING=smoothing != 0.0, CHUNKS=config.chunks,
+        LANES=config.lanes, VECTOR=config.vector, num_warps=config.num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@kept
+def _backward_for(
+    target: Machine, M: int, V: int, itemsize: int, has_rows: bool, ignore_index: int, z_loss: float, smoothing: float
+) -> Bound:
+    """has_rows: a gradient for every row, not one for all."""
+    config = LaunchConfig.for_row(V, itemsize=itemsize, warp_size=target.warp_size)
+    return bind(
+        _cross_entropy_bwd, V, int(has_rows), ignore_index, z_loss, smoothing, grid=(M, cdiv(V, config.block)),
+        BLOCK=config.block, num_warps=config.num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@kept
+def _scale_for(target: Machine, M: int, V: int, itemsize: int, has_rows: bool) -> Bound:
+    """has_rows: a scale for every row, not one for all."""
+    config = LaunchConfig.for_row(V, itemsize=itemsize, warp_size=target.warp_size)
+    return bind(
+        _scale_rows, V, int(has_rows), grid=(M, cdiv(V, config.block)), BLOCK=config.block, num_warps=config.num_warps,
+        enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def _launch_fwd_into(
@@ -217,14 +250,11 @@ def _launch_fwd_into(
     smoothing: float,
 ) -> tuple[Tensor, Tensor]:
     M, V = logits.shape
-    loss, lse = (torch.empty(M, dtype=torch.float32, device=logits.device) for _ in range(2))
+    loss, lse = (empty_vector(M, dtype=torch.float32, like=logits) for _ in range(2))
     if M:
-        config = LaunchConfig.for_row(logits, smoothing=smoothing != 0.0)
-        _cross_entropy_fwd[(M,)](
-            logits, target, weight, grad, loss, lse, V, ignore_index, z_loss, smoothing, HAS_SMOOTHING=smoothing != 0.0,
-            CHUNKS=config.chunks, LANES=config.lanes, VECTOR=config.vector, num_warps=config.num_warps,
-            enable_fp_fusion=True,
-        )  # fmt: skip
+        itemsize = logits.element_size()
+        forward = _forward_for(machine(logits.device), M, V, itemsize, ignore_index, z_loss, smoothing)
+        forward.launch(logits, target, weight, grad, loss, lse)
     return loss, lse
 
 
@@ -246,21 +276,16 @@ def _launch_bwd(
     M, V = logits.shape
     grad = torch.empty_like(logits)
     if M:
-        config = LaunchConfig.for_row(logits)
-        _cross_entropy_bwd[(M, cdiv(V, config.block))](
-            logits, target, lse, d_loss, grad, V, int(d_loss.numel() > 1), ignore_index, z_loss, smoothing,
-            BLOCK=config.block, num_warps=config.num_warps, enable_fp_fusion=True,
-        )  # fmt: skip
+        options, has_rows = (ignore_index, z_loss, smoothing), d_loss.numel() > 1
+        backward = _backward_for(machine(logits.device), M, V, logits.element_size(), has_rows, *options)
+        backward.launch(logits, target, lse, d_loss, grad)
     return grad
 
 
 def _launch_scale(x: Tensor, scale: Tensor) -> None:
     M, V = x.shape
     if M:
-        config = LaunchConfig.for_row(x)
-        _scale_rows[(M, cdiv(V, config.block))](
-            x, scale, V, int(scale.numel() > 1), BLOCK=config.block, num_warps=config.num_warps, enable_fp_fusion=True
-        )
+        _scale_for(machine(x.device), M, V, x.element_size(), scale.numel() > 1).launch(x, scale)
 
 
 _OPTIONS = "int ignore_index, float z_loss, float smoothing"

@@ -14,9 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
-from ztk.kernels._jit import jit
+from ztk.kernels._empty import empty_matrix, empty_vector
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._machine import machine
+from ztk.kernels._machine import Machine, machine
 from ztk.kernels._product_tiles import product_tile, times_rows
 from ztk.kernels._rounding import mix, mix_cpu
 from ztk.kernels._sizes import cdiv, next_power_of_2
@@ -124,6 +125,21 @@ def _merge_draws(
     tl.store(processed_ptr + i_m, tl.where(t == 0.0, logprob * 0.0, below / warm - tl.log(tl.sum(b_warm_sum, axis=0))))
 
 
+@kept
+def _kernels_for(
+    target: Machine, M: int, N: int, K: int, kind: str, itemsize: int, softcap: float
+) -> tuple[Bound, Bound]:
+    """A draw per tile of tokens, and the best of them."""
+    config = LaunchConfig.for_weight(N, itemsize=itemsize, target=target)
+    tiles = cdiv(N, config.block_n)
+    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": True, **dependent_launch(target)}
+    draw = bind(
+        _draw_tiles, M, N, K, softcap, grid=(tiles, cdiv(M, ROWS)), FORMAT=kind, HAS_CAP=softcap > 0, BLOCK_M=ROWS,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_stages=config.num_stages, **options,
+    )  # fmt: skip
+    return draw, bind(_merge_draws, tiles, grid=(M,), BLOCK=min(MERGED, next_power_of_2(tiles)), **options)
+
+
 def _launch(
     x: Tensor, weight: Tensor, scales: Tensor | None, temperature: Tensor, keys: Tensor, softcap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,22 +147,16 @@ def _launch(
     outputs = _empty(x)
     if not M:
         return outputs
-    config = LaunchConfig.for_weight(N, itemsize=x.element_size(), device=x.device)
-    tiles = cdiv(N, config.block_n)
-    parts = torch.empty(M, tiles, 6, dtype=torch.float32, device=x.device)
-    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": True, **dependent_launch(machine(x.device))}
-    _draw_tiles[(tiles, cdiv(M, ROWS))](
-        x, weight, scales, temperature, keys, parts, M, N, K, softcap, FORMAT=format_of(weight, scales), HAS_CAP=softcap > 0,
-        BLOCK_M=ROWS, BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_stages=config.num_stages, **options,
-    )  # fmt: skip
-    block = min(MERGED, next_power_of_2(tiles))
-    _merge_draws[(M,)](parts, temperature, *outputs, tiles, BLOCK=block, **options)
+    target, kind = machine(x.device), format_of(weight, scales)
+    draw, merge = _kernels_for(target, M, N, K, kind, x.element_size(), softcap)
+    parts = empty_matrix(M, columns=6 * draw.grid[0], dtype=torch.float32, like=x)
+    draw.launch(x, weight, scales, temperature, keys, parts)
+    merge.launch(parts, temperature, *outputs)
     return outputs
 
 
 def _empty(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    M = x.shape[0]
-    return x.new_empty(M, dtype=torch.int64), *(x.new_empty(M, dtype=torch.float32) for _ in range(2))
+    return tuple(empty_vector(x.shape[0], dtype=dtype, like=x) for dtype in (torch.int64, torch.float32, torch.float32))
 
 
 def noise(keys: Tensor, *, tokens: int) -> Tensor:

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from ztk.kernels._activation import ACTIVATIONS, activate, activate_cpu
 from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
-from ztk.kernels._jit import jit
+from ztk.kernels._empty import empty_matrix
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._machine import Architecture, machine
+from ztk.kernels._machine import Architecture, Machine, machine
 from ztk.kernels._math import cast
 from ztk.kernels._product_tiles import few_product, product_tile, times_rows
 from ztk.kernels._sizes import cdiv, next_power_of_2
@@ -45,15 +46,14 @@ class LaunchConfig:
     num_stages: int
 
     @staticmethod
-    def for_weight(N: int, *, itemsize: int, device: torch.device) -> "LaunchConfig":
+    def for_weight(N: int, *, itemsize: int, target: Machine) -> "LaunchConfig":
         """itemsize: bytes of an element of x. As many outputs per program as leave programs for three of four processors."""
-        chip = machine(device)
         block_n = 128
-        while block_n > 16 and cdiv(N, block_n) < chip.processors * 3 // 4:
+        while block_n > 16 and cdiv(N, block_n) < target.processors * 3 // 4:
             block_n //= 2
         if itemsize == 4:
             return LaunchConfig(block_n=min(block_n, 32), block_k=32, num_warps=4, num_stages=1)
-        stages = 2 if chip.architecture is Architecture.cdna else 3
+        stages = 2 if target.architecture is Architecture.cdna else 3
         return LaunchConfig(block_n=block_n, block_k=64 if block_n == 128 else 128, num_warps=4, num_stages=stages)
 
 
@@ -135,61 +135,78 @@ def _linear_few(
     tl.store(out_ptr + o_out, cast(b_out, out_ptr.dtype.element_ty), mask=m_out)
 
 
-def _launch(
-    x: Tensor, weights: list[Tensor], scales: list[Tensor], biases: list[Tensor], residual: Tensor | None,
-    offsets: Tensor | None, order: Tensor | None, top_k: int, activation: str, exact: bool, wide: bool,
-) -> Tensor:  # fmt: skip
-    out = _empty(x, weights, order, wide)
-    M, N = out.shape
-    kind = format_of(weights[0], scales[0] if scales else None)
-    weight = weights[0]
-    weight2, scale, scale2, bias, bias2 = (
-        part[place] if len(part) > place else None
-        for part, place in ((weights, 1), (scales, 0), (scales, 1), (biases, 0), (biases, 1))
-    )
-    if not out.numel():
-        return out
-    sizes = {"FORMAT": kind, "ACTIVATION": activation, "enable_fp_fusion": True, **dependent_launch(machine(x.device))}
-    if not exact and M <= FEW and offsets is None:
-        block_m = next_power_of_2(M)
-        block_n = 32 // block_m
-        _linear_few[(cdiv(N, block_n),)](
-            x, weight, scale, bias, weight2, scale2, bias2, residual, out, M, N, x.shape[1], **sizes, BLOCK_M=block_m,
-            BLOCK_N=block_n, BLOCK_K=GROUP // 2 if kind == "int4" else FEW_COLUMNS, num_warps=4,
-        )  # fmt: skip
-        return out
-    config = LaunchConfig.for_weight(N, itemsize=x.element_size(), device=x.device)
-    groups = cdiv(M, ROWS) if offsets is None else offsets.numel() - 1
-    stride_e, stride_s = (0, 0) if offsets is None else (weight.stride(0), 0 if scale is None else scale.stride(0))
-    _linear_rows[(cdiv(N, config.block_n), groups)](
-        x, weight, scale, bias, weight2, scale2, bias2, residual, out, order, offsets, M, N, x.shape[1], stride_e, stride_s,
-        **sizes, TOP_K=top_k, BLOCK_M=ROWS, BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps,
-        num_stages=config.num_stages,
+@kept
+def _few_for(target: Machine, M: int, N: int, K: int, kind: str, activation: str) -> Bound:
+    block_m = next_power_of_2(M)
+    block_n = 32 // block_m
+    return bind(
+        _linear_few, M, N, K, grid=(cdiv(N, block_n),), FORMAT=kind, ACTIVATION=activation, BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_K=GROUP // 2 if kind == "int4" else FEW_COLUMNS, num_warps=4, enable_fp_fusion=True, **dependent_launch(target),
     )  # fmt: skip
+
+
+@kept
+def _rows_for(
+    target: Machine, M: int, N: int, K: int, kind: str, activation: str, itemsize: int, groups: int, stride_e: int, stride_s: int,
+    top_k: int,
+) -> Bound:  # fmt: skip
+    """groups: experts; 0: one product."""
+    config = LaunchConfig.for_weight(N, itemsize=itemsize, target=target)
+    return bind(
+        _linear_rows, M, N, K, stride_e, stride_s, grid=(cdiv(N, config.block_n), groups or cdiv(M, ROWS)), FORMAT=kind,
+        ACTIVATION=activation, TOP_K=top_k, BLOCK_M=ROWS, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True, **dependent_launch(target),
+    )  # fmt: skip
+
+
+def _launch(
+    x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, weight2: Tensor | None, scales2: Tensor | None,
+    bias2: Tensor | None, residual: Tensor | None, offsets: Tensor | None, order: Tensor | None, top_k: int, activation: str,
+    exact: bool, wide: bool,
+) -> Tensor:  # fmt: skip
+    M, N = x.shape[0] if order is None else order.numel(), weight.shape[-2]
+    out = empty_matrix(M, columns=N, dtype=torch.float32 if wide else x.dtype, like=x)
+    if not M or not N:
+        return out
+    sizes = (machine(x.device), M, N, x.shape[1], format_of(weight, scales), activation)
+    tensors = (x, weight, scales, bias, weight2, scales2, bias2, residual, out)
+    if offsets is not None:
+        strides = weight.stride(0), 0 if scales is None else scales.stride(0)
+        _rows_for(*sizes, x.element_size(), offsets.numel() - 1, *strides, top_k).launch(*tensors, order, offsets)
+    elif not exact and M <= FEW:
+        _few_for(*sizes).launch(*tensors)
+    else:
+        _rows_for(*sizes, x.element_size(), 0, 0, 0, top_k).launch(*tensors, order, None)
     return out
 
 
-def _empty(x: Tensor, weights: list[Tensor], order: Tensor | None, wide: bool) -> Tensor:
+def _fake(x, weight, scales, bias, weight2, scales2, bias2, residual, offsets, order, top_k, activation, exact, wide):
     rows = x.shape[0] if order is None else order.numel()
-    return torch.empty(rows, weights[0].shape[-2], dtype=torch.float32 if wide else x.dtype, device=x.device)
+    return x.new_empty((rows, weight.shape[-2]), dtype=torch.float32 if wide else x.dtype)
+
+
+def _given(*parts: Tensor | None) -> list[Tensor]:
+    return [part for part in parts if part is not None]
 
 
 def _cpu(
-    x: Tensor, weights: list[Tensor], scales: list[Tensor], biases: list[Tensor], residual: Tensor | None,
-    offsets: Tensor | None, order: Tensor | None, top_k: int, activation: str, exact: bool, wide: bool,
+    x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, weight2: Tensor | None, scales2: Tensor | None,
+    bias2: Tensor | None, residual: Tensor | None, offsets: Tensor | None, order: Tensor | None, top_k: int, activation: str,
+    exact: bool, wide: bool,
 ) -> Tensor:  # fmt: skip
+    weights, scales, biases = _given(weight, weight2), _given(scales, scales2), _given(bias, bias2)
     rows = (x if order is None else x.index_select(0, order // top_k)).float()
     K, products = x.shape[1], []
-    for number, weight in enumerate(weights):
+    for number, full in enumerate(weights):
         scale = scales[number] if scales else None
         if offsets is None:
-            product = times_rows(rows, widen(weight, scales=scale, columns=K))
+            product = times_rows(rows, widen(full, scales=scale, columns=K))
         else:
-            product = rows.new_empty(rows.shape[0], weight.shape[-2])
+            product = rows.new_empty(rows.shape[0], full.shape[-2])
             borders = offsets.tolist()
             for e, (first, last) in enumerate(zip(borders, borders[1:], strict=False)):
                 if last > first:
-                    own = widen(weight[e], scales=None if scale is None else scale[e], columns=K)
+                    own = widen(full[e], scales=None if scale is None else scale[e], columns=K)
                     product[first:last] = times_rows(rows[first:last], own)
         products.append(product.add_(biases[number].float()) if biases else product)
     out = activate_cpu(products[0], activation=activation)
@@ -201,13 +218,11 @@ def _cpu(
 
 
 _product = register(
-    "linear_rows(Tensor x, Tensor[] weights, Tensor[] scales, Tensor[] biases, Tensor? residual, Tensor? offsets, Tensor? order, "
-    "int top_k, str activation, bool exact, bool wide) -> Tensor",
+    "linear_rows(Tensor x, Tensor weight, Tensor? scales, Tensor? bias, Tensor? weight2, Tensor? scales2, Tensor? bias2, "
+    "Tensor? residual, Tensor? offsets, Tensor? order, int top_k, str activation, bool exact, bool wide) -> Tensor",
     triton=_launch,
     cpu=_cpu,
-    fake=lambda x, weights, scales, biases, residual, offsets, order, top_k, activation, exact, wide: _empty(
-        x, weights, order, wide
-    ),
+    fake=_fake,
 )
 
 
@@ -290,9 +305,11 @@ def _call(
         raise ValueError(f"linear_rows: x is {x.dtype} and its weight {weights[0].dtype}; they must be the same")
     if offsets is not None and biases[0] is not None:
         raise ValueError("linear_rows: experts have no bias")
-    run = _reference if use_reference() else _product
-    scales, biases = ([part for part in parts if part is not None] for parts in (scales, biases))
-    return run(x.contiguous(), weights, scales, biases, residual, offsets, order, top_k, activation, exact, wide)
+    where = (residual, offsets, order, top_k, activation, exact, wide)
+    if use_reference():
+        return _reference(x, weights, _given(*scales), _given(*biases), *where)
+    second = (None, None, None) if len(weights) == 1 else (weights[1], scales[1], biases[1])
+    return _product(x.contiguous(), weights[0], scales[0], biases[0], *second, *where)
 
 
 def _reference(x, weights, scales, biases, residual, offsets, order, top_k, activation, exact, wide) -> Tensor:

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
+from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
 from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype
@@ -114,7 +115,7 @@ def _launch_statistics(logits: Tensor, target: Tensor, first: int, ignore_index:
     M, V = logits.shape
     statistics = torch.empty((2, M), dtype=torch.float32, device=logits.device)
     if M:
-        config = LaunchConfig.for_row(logits)
+        config = LaunchConfig.for_row(V, itemsize=logits.element_size(), warp_size=machine(logits.device).warp_size)
         _sharded_statistics[(M,)](
             logits, target, statistics, M, V, first, ignore_index, CHUNKS=config.chunks, LANES=config.lanes,
             VECTOR=config.vector, num_warps=config.num_warps, enable_fp_fusion=True,
@@ -145,7 +146,7 @@ def _launch_backward(
 ) -> None:
     M, V = logits.shape
     if M and V:
-        config = LaunchConfig.for_row(logits)
+        config = LaunchConfig.for_row(V, itemsize=logits.element_size(), warp_size=machine(logits.device).warp_size)
         _sharded_backward[(M, cdiv(V, config.block))](
             logits, target, lse, d_loss, mean, V, first, ignore_index, z_loss, BLOCK=config.block,
             num_warps=config.num_warps, enable_fp_fusion=True,
