@@ -136,7 +136,7 @@ def allocations_of(call: Callable[[], object]) -> list[tuple]:
                 noted.append((func, args, kwargs or {}))
             return func(*args, **(kwargs or {}))
 
-    fast = _empty._FAST[False]
+    fast = torch._C._dynamo.guards._empty_strided_cpu  # pyrefly: ignore[missing-attribute]
 
     def note(*args: object) -> torch.Tensor:
         noted.append((fast, args, {}))

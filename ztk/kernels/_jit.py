@@ -12,7 +12,7 @@ hooks of profilers, debugging and the interpreter take Triton's way every time.
 A layer's launches repeat: the sizes are those of the step before, and with them grid, numbers, constexprs and options. A launcher of a small
 op computes them in a function of the sizes alone, which is `kept`, and binds the kernel to them. Such a function cannot forget a size: it
 has no tensor. What remains of a launch are tensors. Their dtypes and their device are looked up, and that all addresses are multiples of
-16 is tested, in a third of the time of Triton's function; any other address, a device of AMD, where sizes of memory count, too, and all
+16 is tested, in half the time of Triton's function; any other address, a device of AMD, where sizes of memory count, too, and all
 that is named above go to `Prepared`.
 """
 
@@ -35,7 +35,9 @@ _NO_HOOKS = (None, None, None)  # what is told to them, and the two
 ALIGNMENT = 16  # bytes, of which Triton's programs for aligned addresses take the address to be a multiple
 KEPT = 1024  # sizes of a kernel's launches; of more the ones that were not used for longest are computed again
 
-kept = functools.lru_cache(maxsize=KEPT)  # of a function of a launch's sizes, machine and other values that returns it
+# Of a function of a launch's sizes, machine and other values that returns it. By position, because names would double the time of a
+# look-up (0.26 to 0.52 us). Equal values are one: of 0.0 and -0.0, which an eps or a scale has no use for, the first.
+kept = functools.lru_cache(maxsize=KEPT)
 
 
 class LaunchedKernel(JITFunction):
