@@ -1,5 +1,7 @@
 """Products of rows of x with weights as they are stored: one tile in a kernel, and all of them on a CPU."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -7,10 +9,33 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._dot import dot
+from ztk.kernels._machine import Architecture, Machine
+from ztk.kernels._sizes import cdiv
 from ztk.kernels._weight_formats import GROUP, load_steps, scale_of
 
 _BLOCK_G = tl.constexpr(GROUP)
 _COLUMNS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchConfig:
+    """Outputs and inputs of a program's step, warps and pipeline stages."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    @staticmethod
+    def for_weight(N: int, *, itemsize: int, target: Machine) -> "LaunchConfig":
+        """itemsize: bytes of an element of x. As many outputs per program as leave programs for three of four processors."""
+        block_n = 128
+        while block_n > 16 and cdiv(N, block_n) < target.processors * 3 // 4:
+            block_n //= 2
+        if itemsize == 4:
+            return LaunchConfig(block_n=min(block_n, 32), block_k=32, num_warps=4, num_stages=1)
+        stages = 2 if target.architecture is Architecture.cdna else 3
+        return LaunchConfig(block_n=block_n, block_k=64 if block_n == 128 else 128, num_warps=4, num_stages=stages)
 
 
 @triton.jit

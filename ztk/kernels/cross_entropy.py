@@ -12,8 +12,6 @@ before the loss scale has been multiplied in. No host synchronisation: the numbe
 z-loss: Chowdhery et al., https://arxiv.org/abs/2204.02311; label smoothing: Szegedy et al., https://arxiv.org/abs/1512.00567
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -23,13 +21,12 @@ from ztk.kernels import _cross_entropy_cpu
 from ztk.kernels._empty import empty_vector
 from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
+from ztk.kernels._logit_tiles import LaunchConfig
 from ztk.kernels._machine import Machine, machine
 from ztk.kernels._math import cast
-from ztk.kernels._sizes import cdiv, next_power_of_2
+from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype
 
-VECTOR_BYTES, CHUNKS = 16, 4  # four 16-byte loads in flight per thread
-LONG_ROW = 65536
 REDUCTIONS = ("mean", "sum", "none")
 
 _LOWEST = tl.constexpr(-1e30)  # below any logit, yet finite: differences of maxima stay free of NaN
@@ -178,33 +175,6 @@ def _scale_rows(x_ptr, scale_ptr, V, stride_s, BLOCK: tl.constexpr):
         m_n = o_n < V
         b_x = tl.load(x_ptr + i_m * V + o_n, mask=m_n, other=0.0).to(tl.float32) * scale
         tl.store(x_ptr + i_m * V + o_n, cast(b_x, x_ptr.dtype.element_ty), mask=m_n)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchConfig:
-    """Tile of a row: `chunks` vectors of 16 bytes, `vector` elements each, in each of `lanes` threads."""
-
-    chunks: int
-    lanes: int
-    vector: int
-    num_warps: int
-
-    @staticmethod
-    def for_row(V: int, *, itemsize: int, warp_size: int, smoothing: bool = False) -> "LaunchConfig":
-        """For rows of V elements of `itemsize` bytes: the longer the row, the more warps, so that the rows in flight stay in the second-level
-        cache for their second read: one row of 131072 16-bit logits per processor is 34 MB, of at least 50. Smoothing keeps
-        a third number per lane, and half the logits, so that 1024 threads do not spill.
-        """
-        vector = VECTOR_BYTES // itemsize
-        threads = 1024 if V >= LONG_ROW else 512 if V >= LONG_ROW // 4 else 256
-        lanes = max(warp_size, min(threads, next_power_of_2(V) // vector))
-        chunks = max(1, min(CHUNKS // 2 if smoothing else CHUNKS, next_power_of_2(V) // (vector * lanes)))
-        return LaunchConfig(chunks=chunks, lanes=lanes, vector=vector, num_warps=lanes // warp_size)
-
-    @property
-    def block(self) -> int:
-        """Elements of the tile."""
-        return self.chunks * self.lanes * self.vector
 
 
 @kept

@@ -18,12 +18,12 @@ from ztk.kernels._empty import empty_matrix, empty_vector
 from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import Machine, machine
-from ztk.kernels._product_tiles import product_tile, times_rows
+from ztk.kernels._product_tiles import LaunchConfig, product_tile, times_rows
 from ztk.kernels._rounding import mix, mix_cpu
 from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype, tokens_as_numbers
 from ztk.kernels._weight_formats import format_of, quantise_weight, widen
-from ztk.kernels.linear_rows import ROWS, LaunchConfig
+from ztk.kernels.linear_rows import ROWS
 
 NUM_WARPS = 8  # scores, logits and noise of a tile are in registers together
 MERGED = 1024  # tiles of the vocabulary that the second kernel reads at once

@@ -10,7 +10,7 @@ depend on how many there are (`exact`). Without `exact` up to eight rows are mul
 FLOPs: 2 M N K, twice that for a pair.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,9 @@ from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
 from ztk.kernels._empty import empty_matrix
 from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._machine import Architecture, Machine, machine
+from ztk.kernels._machine import Machine, machine
 from ztk.kernels._math import cast
-from ztk.kernels._product_tiles import few_product, product_tile, times_rows
+from ztk.kernels._product_tiles import LaunchConfig, few_product, product_tile, times_rows
 from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import TARGETS, AotCase, OpSpec, Reach, compute_dtype
 from ztk.kernels._weight_formats import GROUP, format_of, quantise_weight, widen
@@ -34,27 +34,6 @@ from ztk.kernels.moe_combine import random_routing
 ROWS = 64  # of the matrix instruction that is the same for every number of rows
 FEW = 8  # rows of the form without matrix instructions, at most
 FEW_COLUMNS = 256  # inputs of a step of that form
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchConfig:
-    """Outputs and inputs of a program's step, warps and pipeline stages."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-    @staticmethod
-    def for_weight(N: int, *, itemsize: int, target: Machine) -> "LaunchConfig":
-        """itemsize: bytes of an element of x. As many outputs per program as leave programs for three of four processors."""
-        block_n = 128
-        while block_n > 16 and cdiv(N, block_n) < target.processors * 3 // 4:
-            block_n //= 2
-        if itemsize == 4:
-            return LaunchConfig(block_n=min(block_n, 32), block_k=32, num_warps=4, num_stages=1)
-        stages = 2 if target.architecture is Architecture.cdna else 3
-        return LaunchConfig(block_n=block_n, block_k=64 if block_n == 128 else 128, num_warps=4, num_stages=stages)
 
 
 @triton.jit

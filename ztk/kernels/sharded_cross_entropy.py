@@ -21,11 +21,12 @@ from torch.autograd.function import once_differentiable
 
 from ztk.kernels._jit import jit
 from ztk.kernels._library import register, use_reference
+from ztk.kernels._logit_tiles import LaunchConfig
 from ztk.kernels._machine import machine
 from ztk.kernels._math import cast
 from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype
-from ztk.kernels.cross_entropy import LaunchConfig, log2_sum_of_row
+from ztk.kernels.cross_entropy import log2_sum_of_row
 
 Exchange = Callable[[Tensor], Tensor]  # float32 [2, M] of this rank -> [ranks, 2, M], in rank order
 JOINED_ROWS = 1024  # that the joining program reads at once
