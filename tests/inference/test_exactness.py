@@ -1,6 +1,7 @@
 """A sequence's tokens and log-probabilities depend on nothing but the sequence, the weights and the seed."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -121,6 +122,24 @@ def test_attention_equals_its_definition(window, softcap, alibi):
                 expected = torch.softmax(scores, 0) @ own_values[h // 2, past].double()
                 # Scores below 40 by 2^-24 relative each way; values below 4.
                 torch.testing.assert_close(found[span.row + t, h].double(), expected, rtol=0, atol=4 * 80 * 2**-24)
+
+
+@pytest.mark.parametrize("heads", [2, 4, 16])
+def test_attention_of_sequences_side_by_side_has_the_bits_of_each_alone(heads):
+    """A slot between them is another's, and some have fewer blocks."""
+    torch.manual_seed(0)
+    K, D, options = 2, 16, {"scale": 0.25}
+    keys, values = torch.randn(8, 2, K, attention.BLOCK, D), torch.randn(8, 2, K, attention.BLOCK, D)
+    spans = [Span(slot=slot, start=11 * slot, length=1, row=row) for row, slot in enumerate((1, 7, 2, 4, 5, 6))]
+    query = torch.randn(len(spans), heads, D)
+    step = Step(spans, group=heads // K, head_dim=D)
+    assert any(tiles.side_by_side for tiles in step.groups)
+    found = step.attend(query, keys=keys, values=values, **options)
+    for span in spans:
+        own = slice(span.row, span.row + 1)
+        alone = Step([replace(span, row=0)], group=heads // K, head_dim=D)
+        assert not any(tiles.side_by_side for tiles in alone.groups)
+        assert torch.equal(found[own], alone.attend(query[own], keys=keys, values=values, **options)), span
 
 
 def test_the_share_of_an_expert_does_not_follow_the_number_of_rows():

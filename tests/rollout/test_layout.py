@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ztk.inference import products
 from ztk.nn import Decoder, DecoderConfig
 from ztk.nn.attention import CausalAttention
 from ztk.nn.lora import LoraPolicy, add_adapters
 from ztk.rollout import CachedAttention, RolloutPolicy, TextCache, hybrid, lay_out, pack_exactly
-from ztk.rollout.layout import lay_out_new
+from ztk.rollout import packed as packing
+from ztk.rollout.layout import lay_out_new, new_tokens
 
 CPU = torch.device("cpu")
 SHAPE = DecoderConfig(
@@ -81,8 +83,8 @@ def test_texts_that_continue_over_a_cache_have_the_bits_of_full_ones():
         for until in (torch.minimum(LENGTHS, torch.tensor([1, 66, 1, 4, 12, 2])), (LENGTHS + 1) // 2 + 3, LENGTHS):
             rows = (until.clamp(max=LENGTHS) > computed).nonzero().squeeze(1)
             since, stop = computed[rows], until.clamp(max=LENGTHS)[rows]
-            options = {"filling": len(LENGTHS), "module": model, "device": CPU}
-            new = lay_out_new(tokens, rows=rows, since=since, until=stop, **options)
+            found = new_tokens(tokens, rows=rows, since=since, until=stop)
+            new = lay_out_new(found, filling=len(LENGTHS), module=model, device=CPU)
             with cache.used(model, spans=new.spans):
                 found = new.layout.forward(model).flatten(0, 1)
             last, own = new.layout.at(stop - since - 1), full.at((LENGTHS * 0).index_copy(0, rows, stop - 1))[rows]
@@ -121,26 +123,56 @@ class _Engine:
     """What a rollout's forwards ask of an engine. tokens: of each forward."""
 
     def __init__(self, module: Decoder) -> None:
-        self.module, self.process, self.tokens = module, SimpleNamespace(device=CPU), []
+        self.module, self.process, self.tokens = module, SimpleNamespace(device=CPU, local_world_size=1), []
+        self.zero = SimpleNamespace(
+            policy=SimpleNamespace(shards_parameters=False, overlap_gather=False),
+            full_parameters=module.named_parameters,
+        )
 
     def __call__(self, tokens: torch.Tensor, **options) -> torch.Tensor:
         self.tokens.append(tokens.numel())
         return self.module(tokens, **options)
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
 @torch.no_grad()
-def test_equal_prompts_are_computed_once_and_each_goes_on_by_itself():
+def test_equal_prompts_are_computed_once_and_each_goes_on_by_itself(is_packed):
+    """By the module and over packed weights, with the bits of full texts."""
     model, options = decoder(), {"length": 72, "micro_batch": 6, "max_tokens": 8, "stop": 0, "pad": 0, "packs": True}
     assert pack_exactly(model, device=CPU)
-    policy, tokens = RolloutPolicy(**options), texts()
+    policy, tokens, engine = RolloutPolicy(**options), texts(), _Engine(model)
     tokens[1, :60] = tokens[3, :60] = tokens[0, :60]
     lengths, rows = torch.tensor([60, 60, 5, 60, 12, 59]), torch.arange(6)
-    forwards = hybrid._Forwards(_Engine(model), policy=policy, texts=6)
+    packed, computed = packing.pack_weights(engine) if is_packed else None, engine.tokens
+    if packed is not None:
+        forward, computed = packed.forward, []
+        packed.forward = lambda tokens, **given: computed.append(len(tokens)) or forward(tokens, **given)
+    assert is_packed == (packed is not None)
+    forwards = hybrid._Forwards(engine, policy=policy, texts=6, packed=packed)
     for step in range(3):
         found = forwards.logits(tokens, rows=rows, lengths=lengths + step, large=None)
         layout = lay_out(tokens, lengths=lengths + step, packs=True, device=CPU, module=model)
         expected = layout.forward(model).flatten(0, 1)[layout.at(lengths + step - 1)]
         assert torch.equal(found, expected), step
-    first, *later = forwards._engine.tokens
+    first, *later = computed
     assert 60 + 5 + 12 + 59 <= first < 2 * 60 + 5 + 12 + 59
     assert all(6 <= count < 60 for count in later)
+
+
+@torch.no_grad()
+def test_weights_are_not_packed_where_that_changes_a_bit(monkeypatch):
+    """Planted: packed products are others. Nor where parameters are gathered for forwards, or do not fit into memory."""
+    model = decoder()
+    assert packing.pack_weights(_Engine(model)) is None, "torch's attention has other bits"
+    assert pack_exactly(model, device=CPU)
+    engine = _Engine(model)
+    assert packing.pack_weights(engine) is not None
+    engine.zero.policy.shards_parameters = True
+    assert packing.pack_weights(engine) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "free_memory", lambda: 1000)
+        assert packing.pack_weights(_Engine(model)) is None
+    multiply = products.Product.multiply
+    monkeypatch.setattr(products.Product, "multiply", lambda self, x: multiply(self, x) * (1 + 2**-23))
+    monkeypatch.setattr(packing, "_agrees", {})
+    assert packing.pack_weights(_Engine(model)) is None

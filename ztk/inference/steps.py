@@ -34,9 +34,11 @@ class Step:
         self._scratch = scratch or Scratch()
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
         lone = lone_tile_of(group, head_dim=head_dim)
-        size = max(1, QUERIES // lone)
         single = [span for span in spans if span.length == 1]
-        self.groups = [_single(single[first : first + size], tile=lone) for first in range(0, len(single), size)]
+        any_place = lone < tile_of(group) or lone == 1
+        self.groups = [
+            _single(own, tile=lone, any_place=any_place) for own in _neighbours(single, most=max(1, QUERIES // lone))
+        ]
         self.groups += _many([span for span in spans if span.length > 1], tile=tile_of(group))
 
     def rotary(self, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -76,22 +78,66 @@ class Step:
         return found
 
 
-def _single(spans: list[Span], *, tile: int) -> Tiles:
-    """Sequences with one row each. tile: places of each one's product, all of which have its row."""
+def _neighbours(spans: list[Span], *, most: int) -> list[list[Span]]:
+    """Spans in the order of their slots, in parts that reach over `most` slots or fewer."""
+    found: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: span.slot):
+        if not found or span.slot - found[-1][0].slot >= most:
+            found.append([])
+        found[-1].append(span)
+    return found
+
+
+def _single(spans: list[Span], *, tile: int, any_place: bool) -> Tiles:
+    """Sequences with one row each, in the order of their slots. tile: places of each one's product, all of which have its row. any_place: all
+    have its bits, too."""
+    blocks = [_blocks(span.start + 1) for span in spans]
+    first, stop = spans[0].slot, spans[-1].slot + 1
+    # Blocks that no sequence needs are computed, too: no more of them than of the needed ones.
+    if any_place and (stop - first) * max(blocks) <= 2 * sum(blocks) and max(blocks) < len(spans):
+        return _side_by_side(spans, tile=tile, blocks=max(blocks))
     starts, rows = torch.tensor([span.start for span in spans]), [span.row for span in spans]
     lines = torch.remainder(starts, tile)
     shared = {
         "tile": tile,
         "slots": tuple(span.slot for span in spans),
-        "blocks": tuple(_blocks(span.start + 1) for span in spans),
+        "blocks": tuple(blocks),
         "firsts": starts - lines,
         "lines": lines,
     }
-    if rows == list(range(rows[0], rows[0] + len(rows))):
+    if _are_consecutive(rows):
         consecutive = slice(rows[0], rows[0] + len(rows))
         return Tiles(rows=consecutive, targets=consecutive, sources=None, **shared)
     at = torch.tensor(rows)
-    return Tiles(rows=at.unsqueeze(1).expand(-1, tile), targets=at, sources=torch.arange(len(spans)), **shared)
+    return Tiles(rows=at, targets=at, sources=torch.arange(len(spans)), **shared)
+
+
+def _side_by_side(spans: list[Span], *, tile: int, blocks: int) -> Tiles:
+    """One row of each sequence, and of slots between them copies of the first one's, which nobody reads."""
+    first, rows = spans[0].slot, [span.row for span in spans]
+    count = spans[-1].slot + 1 - first
+    starts, sources = [0] * count, [span.slot - first for span in spans]
+    for span, source in zip(spans, sources, strict=True):
+        starts[source] = span.start
+    shared = {
+        "tile": tile,
+        "slots": tuple(range(first, first + count)),
+        "blocks": (blocks,) * count,
+        "firsts": torch.tensor(starts),
+        "lines": torch.zeros(count, dtype=torch.int64),
+        "side_by_side": True,
+    }
+    if count == len(spans) and _are_consecutive(rows):
+        consecutive = slice(rows[0], rows[0] + len(rows))
+        return Tiles(rows=consecutive, targets=consecutive, sources=None, **shared)
+    at = torch.tensor(rows)
+    every = at.new_full((count,), rows[0])
+    every[sources] = at
+    return Tiles(rows=every, targets=at, sources=torch.tensor(sources), **shared)
+
+
+def _are_consecutive(rows: list[int]) -> bool:
+    return rows == list(range(rows[0], rows[0] + len(rows)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ def sample_keys(*, seed: int, step: int, prompts: Tensor, samples: Tensor) -> Te
 
 
 def uniforms(keys: Tensor, *, positions: Tensor) -> Tensor:
-    """A number in [0, 1) per key and position: int64 [S] each -> float64 [S] on the CPU. A multiple of 2^-53."""
+    """A number in [0, 1) per key and position: int64 of shapes that broadcast -> float64 on the CPU. A multiple of 2^-53."""
     return (_mixed(keys, part=positions) >> 11 & (2**53 - 1)).double() * 2.0**-53
 
 

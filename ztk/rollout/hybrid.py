@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from ztk.engine import Engine
+from ztk.inference.cache import Cache
+from ztk.inference.model import InferenceModel
 from ztk.inference.sample import fp32_logprobs
 from ztk.rollout.attention import TextCache
 from ztk.rollout.buffer import Samples
 from ztk.rollout.draws import choose, sample_keys, uniforms
 from ztk.rollout.head import Answers, large_answers
-from ztk.rollout.layout import Layout, has_cache, lay_out, lay_out_new
+from ztk.rollout.layout import Layout, has_cache, lay_out, lay_out_new, new_tokens
+from ztk.rollout.packed import pack_weights
 from ztk.rollout.weights import RolloutWeights, rollout_weights
 
 _MOST_TEXTS = 64  # that are drawn at once over a cache, where micro-batches are smaller
@@ -81,9 +84,12 @@ def generate(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step:
     if policy.packs and has_cache(engine.module):  # one token per text and forward
         size = max(size, _MOST_TEXTS)
     with rollout_weights(engine, weights=policy.weights):
+        packed = pack_weights(engine) if policy.packs else None
         for first in range(0, len(lengths), size):
             rows = slice(first, first + size)
-            parts.append(_answer(engine, policy=policy, tokens=tokens[rows], lengths=lengths[rows], keys=keys[rows]))
+            forwards = _Forwards(engine, policy=policy, texts=len(tokens[rows]), packed=packed)
+            given = {"tokens": tokens[rows], "lengths": lengths[rows], "keys": keys[rows]}
+            parts.append(_answer(engine, policy=policy, forwards=forwards, **given))
     count, logprobs, finished = (torch.cat(column) for column in zip(*parts, strict=True))
     return Samples(
         tokens=tokens,
@@ -118,19 +124,19 @@ def first_tokens(policy: RolloutPolicy, *, requests: Requests) -> tuple[Tensor, 
 
 
 def _answer(
-    engine: Engine, *, policy: RolloutPolicy, tokens: Tensor, lengths: Tensor, keys: Tensor
+    engine: Engine, *, policy: RolloutPolicy, forwards: "_Forwards", tokens: Tensor, lengths: Tensor, keys: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Writes answers into `tokens` [S, T]; returns their lengths [S], log-probabilities [S, T] and whether they ended by themselves [S]."""
-    forwards = _Forwards(engine, policy=policy, texts=len(tokens))
     logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
     counts, active = torch.zeros_like(lengths), torch.ones(len(tokens), dtype=torch.bool)
     large = large_answers(engine, rows=len(tokens), length=tokens.shape[1])
+    draws = uniforms(keys.unsqueeze(1), positions=lengths.unsqueeze(1) + torch.arange(policy.max_tokens))
     for index in range(policy.max_tokens):
         rows = _computed(active) if policy.packs else torch.arange(len(tokens))
         positions = lengths[rows] + index  # of the tokens that are drawn now
         logits = forwards.logits(tokens, rows=rows, lengths=positions, large=large)
         distribution = fp32_logprobs(logits, temperature=policy.temperature).cpu()
-        drawn = choose(distribution, uniforms=uniforms(keys[rows], positions=positions))
+        drawn = choose(distribution, uniforms=draws[rows, index])
         if large is None:
             chosen = distribution.gather(1, drawn.unsqueeze(1)).squeeze(1)
         else:  # by the function that the update reads chunks with
@@ -146,12 +152,19 @@ def _answer(
 
 
 class _Forwards:
-    """The forwards of a micro-batch: over texts from their first token on, or over a cache of the ones before."""
+    """The forwards of a micro-batch: over texts from their first token on, or over a cache of the ones before. packed: what computes the new
+    tokens over a cache; None: the engine's module."""
 
-    def __init__(self, engine: Engine, *, policy: RolloutPolicy, texts: int) -> None:
-        self._engine, self._packs = engine, policy.packs
-        has = policy.packs and has_cache(engine.module)
-        self._cache = TextCache(texts=texts, longest=policy.length) if has else None
+    def __init__(
+        self, engine: Engine, *, policy: RolloutPolicy, texts: int, packed: InferenceModel | None = None
+    ) -> None:
+        self._engine, self._packs, self._packed = engine, policy.packs, packed
+        self._cache: Cache | TextCache | None = None
+        if packed is not None:
+            self._cache = packed.new_cache(slots=texts)
+            self._cache.reserve(policy.length)
+        elif policy.packs and has_cache(engine.module):
+            self._cache = TextCache(texts=texts, longest=policy.length)
         self._computed = torch.zeros(texts, dtype=torch.int64)  # tokens of each text that the cache has
 
     def logits(self, tokens: Tensor, *, rows: Tensor, lengths: Tensor, large: Answers | None) -> Tensor:
@@ -162,17 +175,17 @@ class _Forwards:
             layout = lay_out(tokens[rows], lengths=lengths, packs=self._packs, device=device, module=module)
             return self._of(layout, last=layout.at(lengths - 1), large=large)
         if self._computed.any():
-            return self._continued(tokens, rows=rows, lengths=lengths, cache=self._cache, large=large)
+            return self._continued(tokens, rows=rows, lengths=lengths, large=large)
         return self._begun(tokens, rows=rows, lengths=lengths, cache=self._cache, large=large)
 
     def _begun(
-        self, tokens: Tensor, *, rows: Tensor, lengths: Tensor, cache: TextCache, large: Answers | None
+        self, tokens: Tensor, *, rows: Tensor, lengths: Tensor, cache: Cache | TextCache, large: Answers | None
     ) -> Tensor:
         """As `logits`, of prompts, of which equal ones are computed once."""
         prompts = [tuple(tokens[row, :length].tolist()) for row, length in zip(rows, lengths, strict=True)]
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
         firsts = torch.tensor([prompts.index(prompt) for prompt in numbers])
-        found = self._continued(tokens, rows=rows[firsts], lengths=lengths[firsts], cache=cache, large=large)
+        found = self._continued(tokens, rows=rows[firsts], lengths=lengths[firsts], large=large)
         which = torch.tensor([numbers[prompt] for prompt in prompts])
         sources = rows[firsts[which]]
         for source, row, length in zip(sources.tolist(), rows.tolist(), lengths.tolist(), strict=True):
@@ -181,24 +194,20 @@ class _Forwards:
         self._computed[rows] = lengths
         return found[which]
 
-    def _continued(
-        self, tokens: Tensor, *, rows: Tensor, lengths: Tensor, cache: TextCache, large: Answers | None
-    ) -> Tensor:
+    def _continued(self, tokens: Tensor, *, rows: Tensor, lengths: Tensor, large: Answers | None) -> Tensor:
         """As `logits`, over the cache of what came before."""
-        engine = self._engine
+        engine, cache = self._engine, self._cache
         since = self._computed[rows].minimum(lengths - 1)
-        new = lay_out_new(
-            tokens,
-            rows=rows,
-            since=since,
-            until=lengths,
-            filling=cache.texts,
-            module=engine.module,
-            device=engine.process.device,
-        )
+        new = new_tokens(tokens, rows=rows, since=since, until=lengths)
         self._computed[rows] = lengths
-        with cache.used(engine.module, spans=new.spans):
-            return self._of(new.layout, last=new.layout.at(lengths - since - 1), large=large)
+        last = new.starts + lengths - since - 1
+        if self._packed is not None:
+            assert isinstance(cache, Cache), "of the packed model"
+            return self._packed.own_logits(new.tokens, spans=new.spans, cache=cache, rows=last.tolist())
+        assert isinstance(cache, TextCache), "of the module"
+        filled = lay_out_new(new, filling=cache.texts, module=engine.module, device=engine.process.device)
+        with cache.used(engine.module, spans=filled.spans):
+            return self._of(filled.layout, last=last.to(engine.process.device), large=large)
 
     def _of(self, layout: Layout, *, last: Tensor, large: Answers | None) -> Tensor:
         if large is not None:

@@ -75,6 +75,32 @@ def lay_out(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NewTokens:
+    """What texts have got since the last forward, one text after the other: tokens, positions int64 [N]; starts: where each text's begin,
+    int64 [R]. spans: where they are; slots are texts."""
+
+    tokens: Tensor
+    positions: Tensor
+    starts: Tensor
+    spans: list[Span]
+
+
+def new_tokens(tokens: Tensor, *, rows: Tensor, since: Tensor, until: Tensor) -> NewTokens:
+    """Of texts `rows`, int64 [R], the tokens from `since` to `until`, int64 [R] each, of tokens int64 [S, T] on the CPU."""
+    counts = until - since
+    starts = counts.cumsum(0) - counts
+    columns = (rows.tolist(), since.tolist(), counts.tolist(), starts.tolist())
+    spans = [
+        Span(slot=slot, start=start, length=length, row=row) for slot, start, length, row in zip(*columns, strict=True)
+    ]
+    if len(rows) == int(counts.sum()):  # one of each, as in most forwards
+        return NewTokens(tokens=tokens[rows, since], positions=since, starts=starts, spans=spans)
+    at = torch.arange(tokens.shape[1])
+    is_new = (at >= since.unsqueeze(1)) & (at < until.unsqueeze(1))
+    return NewTokens(tokens=tokens[rows][is_new], positions=at.expand(is_new.shape)[is_new], starts=starts, spans=spans)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Continued:
     """A forward over what texts have got since the last one. spans: where each text's new tokens are, the filling's last."""
 
@@ -82,24 +108,12 @@ class Continued:
     spans: list[Span]
 
 
-def lay_out_new(
-    tokens: Tensor, *, rows: Tensor, since: Tensor, until: Tensor, filling: int, module: nn.Module, device: torch.device
-) -> Continued:
-    """Of texts `rows`, int64 [R], the tokens from `since` to `until`, int64 [R] each, of tokens int64 [S, T] on the CPU.
-
-    filling: the slot of tokens that fill the forward up. The layout's `at` takes positions less `since`.
-    """
-    at = torch.arange(tokens.shape[1])
-    is_new = (at >= since.unsqueeze(1)) & (at < until.unsqueeze(1))
-    flat, positions = tokens[rows][is_new], at.expand(is_new.shape)[is_new]
-    counts = until - since
-    starts = counts.cumsum(0) - counts
-    columns = (rows.tolist(), since.tolist(), counts.tolist(), starts.tolist())
-    spans = [
-        Span(slot=slot, start=start, length=length, row=row) for slot, start, length, row in zip(*columns, strict=True)
-    ]
+def lay_out_new(new: NewTokens, *, filling: int, module: nn.Module, device: torch.device) -> Continued:
+    """filling: the slot of tokens that fill the forward up. The layout's `at` takes positions less those of each text's first token here."""
+    flat, positions, spans = new.tokens, new.positions, new.spans
     if extra := _missing(len(flat), module=module):
-        spans += [Span(slot=filling, start=0, length=1, row=len(flat) + number) for number in range(extra)]
+        fills = [Span(slot=filling, start=0, length=1, row=len(flat) + number) for number in range(extra)]
+        spans = [*spans, *fills]
         flat = torch.cat([flat, flat.new_full((extra,), _PAD)])
         positions = torch.cat(
             [positions, torch.zeros(extra, dtype=torch.int64)]
@@ -107,10 +121,10 @@ def lay_out_new(
     documents = Documents(  # attention goes by the spans, so positions are all that counts
         positions=positions.unsqueeze(0),
         cu_seqlens=torch.tensor([0, len(flat)], dtype=torch.int32),
-        longest=int(until.max()),
+        longest=int(positions.max()) + 1,
         starts=((0,),),
     )
-    layout = Layout(tokens=flat.unsqueeze(0).to(device), documents=documents.to(device), starts=starts)
+    layout = Layout(tokens=flat.unsqueeze(0).to(device), documents=documents.to(device), starts=new.starts)
     return Continued(layout=layout, spans=spans)
 
 
