@@ -2,10 +2,11 @@
 
 When a launch begins, Triton 3.9 puts the interpreter's functions into `triton.language`, and then does so again in every call of a device
 function, `tl.sum` included: some forty searches of its modules in a program, half of the time of a launch. Here each launch does it once for
-every module that its functions are from.
+every module that its functions are from. The table of dtypes, which Triton writes anew for every tensor, is asked once per type.
 """
 
 import functools
+from typing import Any
 
 from triton.runtime import interpreter
 
@@ -27,4 +28,15 @@ def speed_up_interpreter() -> None:
             changed.add(known)
             return change(fn)  # what undoes it: a launch asks for it, a device function does not
 
+    find = interpreter._get_np_dtype
+    dtypes: dict[tuple[type, str], Any] = {}  # by what Triton compares types by; pointers' have no hash
+
+    @functools.wraps(find)
+    def find_once(of):
+        key = type(of), of.name
+        if key not in dtypes:
+            dtypes[key] = find(of)
+        return dtypes[key]
+
     interpreter.GridExecutor.__call__, interpreter._patch_lang = begin, change_once
+    interpreter._get_np_dtype = find_once
