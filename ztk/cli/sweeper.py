@@ -120,10 +120,14 @@ class JobSweeper(Sweeper):
     ) -> tuple[SweepJob, ...]:
         """Every combination once, then all again for each repeat. Of jobs with one resolved configuration the first stays."""
         found: dict[str, SweepJob] = {}
+        names: dict[tuple[str, ...], str] = {}  # repeats with the same seed have one configuration
         for repeat in range(options.repeats):
             for combination in combinations:
                 added = (f"train.seed={repeat}",) if options.repeat_with is RepeatWith.seeds else ()
-                name = self._hash([*combination, *added], swept=swept, folder=folder)
+                words = (*combination, *added)
+                if words not in names:
+                    names[words] = self._hash([*words], swept=swept, folder=folder)
+                name = names[words]
                 same_seed = options.repeat_with is RepeatWith.same_seed and repeat
                 job = SweepJob(
                     folder=f"{name}-{repeat}" if same_seed else name,
