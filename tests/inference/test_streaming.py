@@ -270,6 +270,15 @@ def test_a_model_that_fits_is_not_streamed():
     assert plan.tokens_per_second == pytest.approx(1 / (plan.read_seconds + 0.5 * 0.11))
 
 
+def test_nothing_hides_behind_a_layer_that_is_read_into_the_only_buffer():
+    plan = planned(50 + 100 + 20 * 5, sequences=20)
+    assert plan.buffers == 1 and plan.rates.serial == 0
+    assert plan.tokens_per_second == pytest.approx(20 / (plan.read_seconds + plan.compute_seconds))
+    assert planned(50 + 200 + 20 * 5, sequences=20).tokens_per_second == pytest.approx(20 / plan.read_seconds)
+    # 60 sequences beside one buffer or 40 beside two: 60 / (10 + 0.7) of 40 / 10, and 60 / (10 + 6.1) of 40 / 10.
+    assert planned(50 + 400).buffers == 1 and planned(50 + 400, row_seconds=0.1).buffers > 1
+
+
 def test_the_page_cache_of_a_control_group_is_free_memory(tmp_path, monkeypatch):
     """A model that was just packed fills the group's limit with pages of its files."""
     limit, files = 64 << 20, 60 << 20

@@ -51,7 +51,8 @@ class Sizes:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
     """link: bytes per second that layers are read at. pass_seconds, row_seconds: a pass without reads takes the first, and the second for
-    each of its rows. serial: part of the shorter of reading and computing that the longer one does not hide, 0 to 1."""
+    each of its rows. serial: part of the shorter of reading and computing that the longer one does not hide, 0 to 1,
+    with two buffers or more."""
 
     link: float
     pass_seconds: float
@@ -94,10 +95,16 @@ class StreamPlan:
         return self.rates.pass_seconds + self.sequences * self.rates.row_seconds
 
     @property
+    def serial(self) -> float:
+        """Part of the shorter of reading and computing that the longer one does not hide: all of it where the ring has one buffer, which is
+        computed with before the next layer is read into it."""
+        return 1.0 if self.buffers == 1 else self.rates.serial
+
+    @property
     def tokens_per_second(self) -> float:
         """When all sequences draw tokens."""
         both = self.read_seconds, self.compute_seconds
-        return self.sequences / (max(both) + self.rates.serial * min(both))
+        return self.sequences / (max(both) + self.serial * min(both))
 
     def __str__(self) -> str:
         read = (
@@ -107,7 +114,7 @@ class StreamPlan:
         )
         return (
             f"plan: {self.resident} of {self.sizes.layers} layers reside in memory, {read} ({self.read_seconds:.3g} s, compute "
-            f"{self.compute_seconds:.3g} s, {1 - self.rates.serial:.0%} of the shorter behind the longer); {self.sequences} sequences of up to "
+            f"{self.compute_seconds:.3g} s, {1 - self.serial:.0%} of the shorter behind the longer); {self.sequences} sequences of up to "
             f"{self.positions} tokens, their keys and values in memory ({_gib(self.sequences * self.sizes.sequence)}); "
             f"{_gib(self.memory_bytes)} of {_gib(self.budget)} used; expected: {self.tokens_per_second:.3g} tokens/s"
         )
