@@ -7,8 +7,8 @@ calls for its buffers allocates from the same pools in 0.4.
 import torch
 from torch import Tensor
 
-# By `is_cuda`; on the current GPU.
-_FAST = {True: torch._C._dynamo.guards._empty_strided_cuda, False: None}  # pyrefly: ignore[missing-attribute]
+# By `is_cuda`; on the current GPU. Not a public function: a torch without it takes the usual one.
+_FAST = {True: getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None), False: None}
 
 
 def empty_vector(numel: int, *, dtype: torch.dtype, like: Tensor) -> Tensor:
