@@ -13,6 +13,8 @@ def main(config) -> None:
     print(f"rank {rank} of {os.environ['WORLD_SIZE']} with {os.environ['OMP_NUM_THREADS']} threads", flush=True)
     Path(out, f"pid{rank}").write_text(str(os.getpid()))
     plan = json.loads(os.environ.get("FAKE_TASK", "{}"))
+    for file, text in plan.get("writes", {}).items():
+        Path(file).write_text(text)
     for step in range(config.train.steps):
         if (
             plan.get("rank") == rank

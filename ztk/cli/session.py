@@ -20,6 +20,7 @@ from ztk.cli.help import requested_help
 from ztk.cli.jobs import Job, Outcome, exit_code, jobs_of, print_jobs
 from ztk.cli.out_of_memory import print_plan
 from ztk.cli.planned_jobs import JobPlan
+from ztk.cli.recorded import check_job
 from ztk.cli.resumed import is_finished
 from ztk.cli.sweep_line import SweepLine, read_line
 from ztk.cli.sweeper import INTERRUPTED, SweepRequest, register
@@ -105,6 +106,8 @@ class Session:
                 choices, overrides=overrides, options=hydra.runtime.choices, machine=self._machine()
             )
             configuration.check_resumed(config)
+            if self._sweeping:
+                check_job(config, folder=folder)
             status = self._run_or_skip(config, folder=folder, overrides=overrides, options=options)
         except ConfigError as error:
             self._say(str(error))

@@ -1,5 +1,6 @@
 """Hydra's sweeper with jobs that have names: which jobs a grid has, which of them are to be started, in which folders."""
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ztk import config as configuration
 from ztk.cli.planned_jobs import JobPlan, plan_jobs
-from ztk.config import ConfigError, Machine, RepeatWith, SweepConfig
+from ztk.cli.recorded import continue_sweep, name_job
+from ztk.config import Config, ConfigError, Machine, RepeatWith, SweepConfig
 from ztk.report.commit import read_commit
 from ztk.report.folder import write_failed_summary, write_json
 from ztk.report.status import Status, read_status, read_summary
@@ -57,6 +59,8 @@ class JobSweeper(Sweeper):
         """As Hydra's own. max_batch_size: jobs that a launcher gets at once. params: the grid of an option file."""
         self._max_batch_size, self._params = max_batch_size, params or {}
         self._configs: dict[str, str] = {}  # hash -> config.yaml
+        self._composed: dict[tuple[str, ...], Config | None] = {}
+        self._moves: dict[str, str] = {}
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Hydra calls it before `sweep`."""
@@ -101,8 +105,7 @@ class JobSweeper(Sweeper):
             for override in overrides
             if override.is_discrete_sweep()
         }
-        combinations = _combinations(overrides)
-        jobs = self._jobs(combinations, options=options, swept=frozenset(grid), folder=folder)
+        swept = frozenset(grid) | frozenset(() if old is None else old.grid)
         record = SweepRecord(
             command=request.command,
             flags=request.flags,
@@ -111,54 +114,65 @@ class JobSweeper(Sweeper):
             repeats=options.repeats,
             repeat_with=options.repeat_with.value,
             commit=read_commit(),
-            jobs=jobs,
+            jobs=self._jobs(_combinations(overrides), options=options, swept=swept, folder=folder),
         )
-        return record if old is None else _continued(old, asked=record)
+        return record if old is None else self._continue(old, asked=record, folder=folder)
+
+    def _continue(self, old: SweepRecord, *, asked: SweepRecord, folder: Path) -> SweepRecord:
+        continued = continue_sweep(
+            old, asked=asked, folder=folder, compose=lambda words: self._compose(words, folder=folder)
+        )
+        if continued.faults and not self.request.options.list:
+            raise ConfigError(continued.faults)
+        self.request.say(*continued.faults)
+        self._moves = continued.moves
+        return continued.record
 
     def _jobs(
         self, combinations: Sequence[Sequence[str]], *, options: SweepConfig, swept: frozenset[str], folder: Path
     ) -> tuple[SweepJob, ...]:
         """Every combination once, then all again for each repeat. Of jobs with one resolved configuration the first stays."""
         found: dict[str, SweepJob] = {}
-        names: dict[tuple[str, ...], str] = {}  # repeats with the same seed have one configuration
         for repeat in range(options.repeats):
             for combination in combinations:
                 added = (f"train.seed={repeat}",) if options.repeat_with is RepeatWith.seeds else ()
-                words = (*combination, *added)
-                if words not in names:
-                    names[words] = self._hash([*words], swept=swept, folder=folder)
-                name = names[words]
-                same_seed = options.repeat_with is RepeatWith.same_seed and repeat
-                job = SweepJob(
-                    folder=f"{name}-{repeat}" if same_seed else name,
-                    hash=name,
-                    overrides=tuple(combination),
-                    repeat=repeat,
-                    options=added,
-                )
+                name = self._hash([*combination, *added], swept=swept, folder=folder)
+                job = name_job(name, overrides=tuple(combination), options=added, repeat=repeat)
                 first = found.setdefault(job.folder, job)
                 if first is not job and repeat == 0:
                     self.request.say(f"{' '.join(combination)}: the same run as {' '.join(first.overrides)}")
         return tuple(found.values())
 
-    def _hash(self, overrides: list[str], *, swept: frozenset[str], folder: Path) -> str:
-        """Of the resolved configuration; of the overrides if that is refused, which the job itself then says."""
+    def _hash(self, words: list[str], *, swept: frozenset[str], folder: Path) -> str:
+        """Of the resolved configuration; of the words if that is refused, which the job itself then says."""
+        config = self._compose(words, folder=folder)
+        if config is None:
+            return configuration.hash_of(words)
+        name = configuration.job_hash(config, counted=swept)
+        if name not in self._configs:
+            self._configs[name] = configuration.to_yaml(config)
+        return name
+
+    def _compose(self, words: list[str], *, folder: Path) -> Config | None:
+        """None if the words are refused. Composed once for a command: repeats with the same seed have one configuration."""
+        if tuple(words) not in self._composed:
+            self._composed[tuple(words)] = self._compose_again(words, folder=folder)
+        return self._composed[tuple(words)]
+
+    def _compose_again(self, words: list[str], *, folder: Path) -> Config | None:
         try:
-            choices = self._loader.load_sweep_config(self._config, overrides)
+            choices = self._loader.load_sweep_config(self._config, words)
             with open_dict(choices):
                 hydra = choices.pop("hydra")
                 choices.output_dir = str(folder.absolute())
-            config = configuration.to_config(
+            return configuration.to_config(
                 choices,
                 overrides=list(hydra.overrides.task),
                 options=hydra.runtime.choices,
                 machine=self.request.machine,
             )
         except (ConfigError, HydraException):
-            return configuration.hash_of(overrides)
-        name = configuration.job_hash(config, counted=swept)
-        self._configs[name] = configuration.to_yaml(config)
-        return name
+            return None
 
     def _plans(self, record: SweepRecord, *, folder: Path) -> dict[str, JobPlan]:
         """By hash, of the jobs of this command line that are not done."""
@@ -186,6 +200,7 @@ class JobSweeper(Sweeper):
         return found
 
     def _run(self, record: SweepRecord, *, folder: Path) -> list[Any]:
+        self._move(folder)
         skips = self.request.options.skip_misfits
         plans = self._plans(record, folder=folder) if skips else {}
         self.request.shows(folder, record, plans)
@@ -207,6 +222,21 @@ class JobSweeper(Sweeper):
             results += self._launch(list(starts), folder=folder)
             starts = {job: count - 1 for job, count in starts.items() if count > 1 and _has_failed(folder, job=job)}
         return results
+
+    def _move(self, folder: Path) -> None:
+        """Gives jobs that were refused the folder of their configuration. Before the record names it: a kill in between is made good."""
+        for before, now in self._moves.items():
+            old, new = folder / before, folder / now
+            if not old.exists():
+                continue
+            if read_status(old) is Status.running:
+                raise ConfigError([f"{old}: runs, and has another name in this sweep now; go on when it has ended"])
+            if not new.exists():
+                old.rename(new)
+            elif read_status(old) is Status.refused:
+                shutil.rmtree(old)  # has the reason alone
+            else:
+                self.request.say(f"{old}: is a run of {now}, too, and no longer part of this sweep")
 
     def _starts(self, state: Status, *, folder: Path) -> int:
         """How often this command may start a job."""
@@ -247,18 +277,6 @@ def _place(folder: Path) -> Iterator[str]:
     """Where a job goes on that has checkpoints."""
     if any((folder / "checkpoints").glob("*")):
         yield "checkpoint.resume=auto"
-
-
-def _continued(old: SweepRecord, *, asked: SweepRecord) -> SweepRecord:
-    """The recorded sweep with the jobs that are new."""
-    known = {job.folder for job in old.jobs}
-    later = old.later_commits
-    if asked.commit not in (old.commit, *later):
-        later = (*later, str(asked.commit))
-    added = tuple(job for job in asked.jobs if job.folder not in known)
-    grid = {key: list(dict.fromkeys([*old.grid.get(key, []), *values])) for key, values in asked.grid.items()}
-    changed = {"grid": {**old.grid, **grid}, "words": asked.words, "flags": asked.flags} if added else {}
-    return replace(old, jobs=old.jobs + added, repeats=asked.repeats, later_commits=later, **changed)
 
 
 def _other_commit(record: SweepRecord) -> str | None:

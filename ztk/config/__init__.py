@@ -5,7 +5,7 @@ from ztk.config.batch import on_fewer_ranks
 from ztk.config.compose import SWEEPER, compose, conf_dir, from_yaml, load, refusal, save, to_config, to_yaml
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.hardware import hardware_values
-from ztk.config.identity import check_resumed, hash_of, job_hash
+from ztk.config.identity import check_resumed, differences, hash_of, job_hash
 from ztk.config.machine import Machine
 from ztk.config.reference import GroupReference, KeyReference, build_reference, find_reference
 from ztk.config.renamed import rename_keys
@@ -29,6 +29,7 @@ __all__ = [
     "check_resumed",
     "compose",
     "conf_dir",
+    "differences",
     "expand_ds_config",
     "extra_folders",
     "find_reference",

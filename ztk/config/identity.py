@@ -69,6 +69,19 @@ def job_hash(config: Config, *, counted: frozenset[str] = frozenset()) -> str:
     return hash_of(values)
 
 
+def differences(recorded: Config, *, now: Config) -> dict[str, tuple[str, str]]:
+    """Key -> its value in either, as one writes it, of every key that `job_hash` counts and that differs."""
+    before, after = (
+        {key: written(value) for key, value in _values(config) if _counts(key, value, counted=frozenset())}
+        for config in (recorded, now)
+    )
+    return {
+        key: (before.get(key, "null"), after.get(key, "null"))
+        for key in [*before, *(key for key in after if key not in before)]
+        if before.get(key) != after.get(key)
+    }
+
+
 def hash_of(value: Any) -> str:
     """Twelve letters from a JSON value."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))

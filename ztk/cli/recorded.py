@@ -1,0 +1,156 @@
+"""Recorded jobs of a sweep beside what their words compose now: an option file, a default or the machine may have changed since."""
+
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ztk import config as configuration
+from ztk.config import Config, ConfigError
+from ztk.report.commit import read_commit
+from ztk.report.sweep import SweepJob, SweepRecord, read_sweep
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Continued:
+    """A recorded sweep with the jobs that are new.
+
+    moves: folder -> folder of jobs that were refused and have the name of their configuration now. faults: what has changed; empty if the
+    sweep may go on.
+    """
+
+    record: SweepRecord
+    moves: dict[str, str]
+    faults: list[str]
+
+
+def name_job(name: str, *, overrides: tuple[str, ...], options: tuple[str, ...] = (), repeat: int = 0) -> SweepJob:
+    """The job of a hash. Repeats with options have a hash of their own, others a number."""
+    folder = f"{name}-{repeat}" if repeat and not options else name
+    return SweepJob(folder=folder, hash=name, overrides=overrides, repeat=repeat, options=options)
+
+
+def hash_of_refused(job: SweepJob) -> str:
+    """The name of a job whose configuration was refused."""
+    return configuration.hash_of(words_of(job))
+
+
+def words_of(job: SweepJob) -> list[str]:
+    """All that a job is composed from."""
+    return [*job.overrides, *job.options]
+
+
+def continue_sweep(
+    old: SweepRecord, *, asked: SweepRecord, folder: Path, compose: Callable[[list[str]], Config | None]
+) -> Continued:
+    """Compares every recorded job with what its words compose now.
+
+    One that is refused now stays, and says so itself when it starts. One that was refused and no longer is gets the name of its
+    configuration. One whose words have another meaning now takes those of `asked` that mean what it was; if there are none, that is a fault.
+    compose: None if the words are refused.
+    """
+    asked_by_folder = {job.folder: job for job in asked.jobs}
+    counted = frozenset([*old.grid, *asked.grid])
+    jobs: dict[str, SweepJob] = {}
+    moves: dict[str, str] = {}
+    changed: list[tuple[SweepJob, Config]] = []
+    for job in old.jobs:
+        config, kept = compose(words_of(job)), job
+        if config is not None and not _is_of(job, config=config, grid=old.grid):
+            if job.hash == hash_of_refused(job):
+                name = configuration.job_hash(config, counted=counted)
+                kept = name_job(name, overrides=job.overrides, options=job.options, repeat=job.repeat)
+                moves[job.folder] = kept.folder
+            elif job.folder in asked_by_folder:
+                kept = asked_by_folder[job.folder]
+            else:
+                changed.append((job, config))
+        jobs.setdefault(kept.folder, kept)
+    known = {(job.overrides, job.options, job.repeat) for job in old.jobs}
+    added = [
+        job for job in asked.jobs if job.folder not in jobs and (job.overrides, job.options, job.repeat) not in known
+    ]
+    record = _with_jobs(old, jobs=(*jobs.values(), *added), asked=asked)
+    return Continued(record=record, moves=moves, faults=_faults(changed, old=old, asked=asked, folder=folder))
+
+
+def check_job(config: Config, *, folder: Path) -> None:
+    """Compares a job that starts with the record of its sweep, which was made when the command began: perhaps hours ago.
+
+    Raises:
+        ConfigError: its words have another meaning now.
+    """
+    record = read_sweep(folder.parent)
+    job = next((job for job in record.jobs if job.folder == folder.name), None) if record is not None else None
+    if job is None or record is None or job.hash == hash_of_refused(job):
+        return
+    if not _is_of(job, config=config, grid=record.grid):
+        raise ConfigError(
+            [
+                f"{' '.join(words_of(job))}: has another configuration than when the sweep began: an option file, a default or the machine has "
+                f"changed. Restore it and go on by sweep.resume={folder.parent}, or start a sweep in another folder"
+            ]
+        )
+
+
+def _is_of(job: SweepJob, *, config: Config, grid: Iterable[str]) -> bool:
+    """Whether the job is named by this configuration. A job counts the keys that the grid had when it was added: the first ones."""
+    keys = list(grid)
+    return any(
+        configuration.job_hash(config, counted=frozenset(keys[:count])) == job.hash
+        for count in range(len(keys), -1, -1)
+    )
+
+
+def _with_jobs(old: SweepRecord, *, jobs: tuple[SweepJob, ...], asked: SweepRecord) -> SweepRecord:
+    later = old.later_commits
+    if asked.commit not in (old.commit, *later):
+        later = (*later, str(asked.commit))
+    grid = {key: list(dict.fromkeys([*old.grid.get(key, []), *values])) for key, values in asked.grid.items()}
+    changed = {"grid": {**old.grid, **grid}, "words": asked.words, "flags": asked.flags} if jobs != old.jobs else {}
+    return replace(old, jobs=jobs, repeats=asked.repeats, later_commits=later, **changed)
+
+
+def _faults(
+    changed: Sequence[tuple[SweepJob, Config]], *, old: SweepRecord, asked: SweepRecord, folder: Path
+) -> list[str]:
+    """One line per set of keys that differ, with the jobs in which they do; then what to do."""
+    jobs: dict[str, list[str]] = {}
+    fixes: set[tuple[str, ...]] = set()
+    for job, config in changed:
+        keys = _differing(job, config=config, folder=folder)
+        jobs.setdefault(keys.words, []).append(f"{job.folder} ({' '.join(words_of(job))})")
+        fixes |= {keys.fix} if keys.known else set()
+    if not jobs:
+        return []
+    commit = read_commit()
+    began = "" if commit == old.commit else f", which began at commit {old.commit}, and this is {commit}"
+    steps = [f"restore the option file or the default that has changed since the sweep began{began}"]
+    if len(fixes) == 1 and len(changed) == len(old.jobs) and (words := next(iter(fixes))):
+        line = shlex.join([*asked.flags, *asked.words, *words, f"sweep.resume={folder}"])
+        steps.append(f"give the old value: python run.py {line}")
+    steps.append("or start a sweep in another folder")
+    return [*(f"{', '.join(names)}: {words}" for words, names in jobs.items()), "; ".join(steps)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Differing:
+    """words: for people. fix: overrides that give the old values. known: the old configuration is on disk."""
+
+    words: str
+    fix: tuple[str, ...] = ()
+    known: bool = False
+
+
+def _differing(job: SweepJob, *, config: Config, folder: Path) -> _Differing:
+    path = folder / job.folder / "config.yaml"
+    if not path.is_file():
+        return _Differing(
+            words="has another configuration than when the sweep began; it left none, because it has not started"
+        )
+    found = configuration.differences(configuration.load(path), now=config)
+    if not found:
+        return _Differing(words="its folder has a run of another configuration than the one that names it", known=True)
+    words = ", ".join(f"{key}={now} now, and recorded {key}={before}" for key, (before, now) in found.items())
+    fix = tuple(f"{key}={before}" for key, (before, _) in found.items())
+    return _Differing(words=words, fix=() if "null" in {before for before, _ in found.values()} else fix, known=True)
