@@ -15,7 +15,8 @@ its own with the same `--memory`, so that its peak of resident memory is its own
 
 With --accelerate the same prompts are answered by transformers' `generate` over Accelerate's disk offload, greedily, and the ratio is printed.
 It
-reads through the page cache, which is emptied before every token, as where the model is larger than memory.
+reads through the page cache, which is emptied before every token, as where the model is larger than memory. With --deepspeed PYTHON so does
+DeepSpeed's stage 3 with parameters on NVMe, in an environment of its own (see `streaming_deepspeed.py`).
 """
 
 import argparse
@@ -41,6 +42,13 @@ from ztk.offload import DiskFile, OffloadPolicy
 from ztk.offload.pool import AlignedRegion
 
 DIM, HEADS, INNER, VOCABULARY, LENGTH = 1024, 16, 2816, 8000, 256
+SIZES = {  # as transformers names them
+    "vocab_size": VOCABULARY,
+    "hidden_size": DIM,
+    "intermediate_size": INNER,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": LENGTH,
+}
 THREADS, BLOCK = 4, 8 << 20
 ROUNDS = 3
 FIO_SECONDS = 3
@@ -182,14 +190,7 @@ def measure_accelerate(given: argparse.Namespace) -> dict[str, float]:
     import accelerate
     import transformers
 
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=DIM,
-        intermediate_size=INNER,
-        num_hidden_layers=given.layers,
-        num_attention_heads=HEADS,
-        max_position_embeddings=LENGTH,
-    )
+    config = transformers.LlamaConfig(num_hidden_layers=given.layers, **SIZES)
     torch.manual_seed(0)
     folder = given.folder / "accelerate"
     model = transformers.LlamaForCausalLM(config).eval()
@@ -209,6 +210,19 @@ def measure_accelerate(given: argparse.Namespace) -> dict[str, float]:
     found = given.sequences * (count - 1) / (seconds(count) - first)
     shutil.rmtree(folder)
     return {"tokens_per_second": found}
+
+
+def measure_deepspeed(given: argparse.Namespace, *, sequences: int) -> float:
+    """Tokens per second."""
+    asked = {"layers": given.layers, "sizes": SIZES, "prompts": prompts(sequences), "tokens": max(2, given.tokens // 2)}
+    folder = given.folder / "deepspeed"
+    folder.mkdir()
+    command = [given.deepspeed, str(Path(__file__).with_name("streaming_deepspeed.py")), str(folder), json.dumps(asked)]
+    tools = os.pathsep.join([str(Path(given.deepspeed).parent), os.environ["PATH"]])  # ninja is beside Python
+    own = os.environ | {"OMP_NUM_THREADS": "1", "PATH": tools}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=own)
+    shutil.rmtree(folder)
+    return json.loads(done.stdout.splitlines()[-1])["tokens_per_second"]
 
 
 def empty_cache(folder: Path) -> None:
@@ -247,16 +261,19 @@ def compare(given: argparse.Namespace) -> bool:
                 weights=given.weights,
             )
         own = {layers: child(given, what="ztk", layers=layers, sequences=given.sequences) for layers in (small, large)}
+        sequences, peers = int(own[small]["sequences"]), {}
         if given.accelerate:
-            sequences = int(own[small]["sequences"])
-            other = child(given, what="accelerate", layers=small, sequences=sequences)["tokens_per_second"]
+            found = child(given, what="accelerate", layers=small, sequences=sequences)
+            peers["Accelerate's disk offload"] = found["tokens_per_second"]
+        if given.deepspeed:
+            peers["DeepSpeed's stage 3 on NVMe"] = measure_deepspeed(given, sequences=sequences)
+        for name, other in peers.items():
             speed = own[small]["tokens_per_second"]
-            print(
-                f"Accelerate's disk offload, {sequences} sequences: {other:.2f} tokens/s; ztk {speed:.2f}, {speed / other:.1f} times"
-            )
+            print(f"{name}, {sequences} sequences: {other:.2f} tokens/s; ztk {speed:.2f}, {speed / other:.1f} times")
     finally:
         for layers in (small, large):
             shutil.rmtree(given.folder / f"ztk-{layers}", ignore_errors=True)
+        shutil.rmtree(given.folder / "deepspeed", ignore_errors=True)
     faults = []
     for layers, found in own.items():
         read = found["read_rate"] / max(found["fio_rate"], found["direct_rate"])
@@ -288,6 +305,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, help="default: the plan's choice")
     parser.add_argument("--tokens", type=int, default=12, help="per sequence and round")
     parser.add_argument("--accelerate", action="store_true")
+    parser.add_argument("--deepspeed", metavar="PYTHON", help="of an environment that has DeepSpeed")
     parser.add_argument("--measure", choices=("ztk", "accelerate"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.measure is None:
