@@ -73,11 +73,16 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state_dict` was taken. Raises ValueError if these ranks cannot divide the rollout."""
+        """Continues where `state_dict` was taken. Raises ValueError if it is in the middle of a rollout that is not this run's."""
         self.rollouts, self.metrics = state["rollouts"], dict(state["metrics"])
         self.reward_before = state["reward_before"]
         self.guards.load_state_dict(state["guards"])
-        self.buffer.load_state_dict(state["buffer"], rank=self.process.rank, world_size=self.process.world_size)
+        self.buffer.load_state_dict(
+            state["buffer"],
+            per_update=self.config.train.global_batch_size,
+            rank=self.process.rank,
+            world_size=self.process.world_size,
+        )
 
 
 def open_run(

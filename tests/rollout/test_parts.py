@@ -98,10 +98,10 @@ def test_a_buffer_continues_in_the_middle_on_other_numbers_of_ranks(world_size):
         buffer.fill(everything[numbers], advantages=advantages[numbers])
         buffer.position = 1
     parts = [buffer.state_dict(gather=lambda value: [value])["ranks"][0] for buffer in buffers]
-    state = {"position": 1, "ranks": parts}
+    state = {"position": 1, "updates": 2, "ranks": parts}
     for rank in range(world_size):
         resumed = Buffer(updates=2)
-        resumed.load_state_dict(state, rank=rank, world_size=world_size)
+        resumed.load_state_dict(state, per_update=4, rank=rank, world_size=world_size)
         numbers = share_of_rank(updates=2, per_update=4, rank=rank, world_size=world_size)
         assert resumed.position == 1 and not resumed.is_used_up
         assert torch.equal(resumed.extra["advantages"], advantages[numbers])
@@ -113,7 +113,23 @@ def test_a_rollout_that_ranks_cannot_divide_is_refused():
     buffer.fill(samples(4))
     state = buffer.state_dict(gather=lambda value: [value])
     with pytest.raises(ValueError, match="4 samples, which 3 ranks cannot divide"):
-        Buffer(updates=1).load_state_dict(state, rank=0, world_size=3)
+        Buffer(updates=1).load_state_dict(state, per_update=4, rank=0, world_size=3)
+
+
+@pytest.mark.parametrize(("updates", "per_update"), [(4, 2), (1, 8), (2, 8)])
+def test_a_rollout_does_not_go_on_with_steps_of_another_size(updates, per_update):
+    """Some samples would be used twice, or never; a rollout that is used up leaves nothing of either kind."""
+    buffer, given = Buffer(updates=2), {"per_update": per_update, "rank": 0, "world_size": 1}
+    buffer.fill(samples(8))
+    buffer.position = 1
+    resumed = Buffer(updates=updates)
+    with pytest.raises(
+        ValueError, match="in the middle of a rollout of 8 samples for 2 optimizer steps, and this run has"
+    ):
+        resumed.load_state_dict(buffer.state_dict(gather=lambda value: [value]), **given)
+    buffer.position = 2
+    resumed.load_state_dict(buffer.state_dict(gather=lambda value: [value]), **given)
+    assert resumed.is_used_up
 
 
 def test_the_answers_mask_covers_the_answer_alone():

@@ -90,20 +90,28 @@ class Buffer:
         if self.samples is not None and not self.is_used_up:
             extra = {name: _packed(value) for name, value in self.extra.items()}
             own = {"samples": self.samples.to_json(), "extra": extra}
-        return {"position": self.position, "ranks": gather(own)}
+        return {"position": self.position, "updates": self.updates, "ranks": gather(own)}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, rank: int, world_size: int) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, per_update: int, rank: int, world_size: int) -> None:
         """Continues where `state_dict` was taken, on any number of ranks: samples keep the order of their numbers.
 
-        Raises ValueError if the samples cannot be divided over `world_size` ranks.
+        per_update: samples of an optimizer step, over all ranks. Raises ValueError in the middle of a rollout with other sizes, whose weights
+        in the loss are of other steps, and if the samples cannot be divided over `world_size` ranks.
         """
-        self.position = state["position"]
         ranks = [part for part in state["ranks"] if part is not None]
-        if not ranks:
-            self.samples, self.extra = None, {}
+        if not ranks:  # used up, by however many steps
+            self.position, self.samples, self.extra = self.updates, None, {}
             return
+        self.position = state["position"]
         samples = Samples.joined([Samples.from_json(part["samples"]) for part in ranks])
         extra = {name: torch.cat([_unpacked(part["extra"][name]) for part in ranks]) for name in ranks[0]["extra"]}
+        saved = state.get("updates", self.updates)  # older checkpoints do not say
+        if (saved, len(samples)) != (self.updates, self.updates * per_update):
+            raise ValueError(
+                f"the checkpoint is in the middle of a rollout of {len(samples)} samples for {saved} optimizer steps, and this run has "
+                f"{self.updates * per_update} samples for {self.updates}: resume with its rollout.prompts, rollout.group_size and "
+                "train.global_batch_size, or from a checkpoint at the end of a rollout"
+            )
         if len(samples) % (self.updates * world_size):
             raise ValueError(
                 f"the checkpoint has a rollout of {len(samples)} samples, which {world_size} ranks cannot divide: resume on "

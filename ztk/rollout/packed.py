@@ -27,8 +27,8 @@ _agrees: dict[tuple[DecoderConfig, int], bool] = {}  # by shape and number of th
 def pack_weights(engine: Engine) -> InferenceModel | None:
     """A copy of the weights that computes the bits of the engine's module. A collective call.
 
-    None, where the module has to compute them, more slowly: its attention keeps no texts, its parameters are gathered for forwards, the copy
-    and what it is made from do not fit into what is free, or this processor gives other bits.
+    None, where the module has to compute them, more slowly: its attention keeps no texts, its parameters are gathered for forwards or behind
+    the update, the copy and what it is made from do not fit into what is free, or this processor gives other bits.
     """
     module, policy = engine.module, engine.zero.policy
     if not isinstance(module, Decoder) or not has_cache(module) or policy.shards_parameters or policy.overlap_gather:
