@@ -94,6 +94,11 @@ class Examples:
             )
 
     @property
+    def numbering(self) -> list[int]:
+        """What an example's number depends on beside the records: how many are held out, and the seed of those made on the spot."""
+        return [len(self.held_out), self._seed]
+
+    @property
     def num_records(self) -> int | None:
         """Those to train on; None: there is no end to them."""
         return None if self._records is None else len(self._records)
@@ -198,11 +203,15 @@ class ExampleStream:
 
     def state_dict(self) -> dict[str, object]:
         """The position, the same on all ranks."""
-        return {"position": self.position, "digest": self.examples.digest}
+        examples = self.examples
+        return {"position": self.position, "digest": examples.digest, "held_out": len(examples.held_out)}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Continues where `state` was saved, on any number of ranks. Raises ValueError if the records differ."""
-        if state["digest"] != self.examples.digest:
+        """Continues where `state` was saved, on any number of ranks. Raises ValueError if the records differ, or which are held out."""
+        held = len(self.examples.held_out)
+        # Older checkpoints do not say. What is made on the spot is held out apart from what is trained on.
+        is_moved = self.examples.num_records is not None and state.get("held_out", held) != held
+        if is_moved or state["digest"] != self.examples.digest:
             raise ValueError(
                 "the checkpoint's run had other records, or held others out: resume with the same data, or start from its parameters with "
                 "warm_start.path"

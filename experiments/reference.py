@@ -212,6 +212,14 @@ class PrecomputedReference:
                 f"{loaded.path} has reference log-probabilities of {len(table)} examples and train.steps needs {self._count}: use the "
                 "train.steps of the run that saved it"
             )
+        numbering = self._stream.examples.numbering
+        saved = loaded.data_state.get("reference_numbering", numbering)  # older checkpoints do not say
+        if saved != numbering:
+            raise ValueError(
+                f"{loaded.path} has reference log-probabilities of other examples: {saved[0]} were held out and train.seed was {saved[1]}, "
+                f"here they are {numbering[0]} and {numbering[1]}; use the train.eval_batches, train.global_batch_size and train.seed of "
+                "the run that saved it"
+            )
         self._table = torch.tensor(table, dtype=torch.float32)
 
     def of(self, step: Step, *, index: int) -> PairLogprobs | None:
@@ -221,6 +229,6 @@ class PrecomputedReference:
         return PairLogprobs(chosen=chosen, rejected=rejected, chosen_tokens=tokens[0], rejected_tokens=tokens[1])
 
     def state_dict(self) -> Mapping[str, Any]:
-        return {"reference": self._table.tolist()}
+        return {"reference": self._table.tolist(), "reference_numbering": self._stream.examples.numbering}
 
     def close(self) -> None: ...

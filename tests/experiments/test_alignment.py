@@ -8,6 +8,7 @@ import math
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ import torch
 from experiments import answers, policies
 from experiments import dpo as dpo_program
 from experiments.alignment import open_stream
+from experiments.examples import Examples, ExampleStream
 from experiments.models import full_values
-from experiments.reference import FrozenReference
+from experiments.reference import FrozenReference, PrecomputedReference
 from ztk.config import Config, Machine, compose
 from ztk.config.keys import read, write
 from ztk.config.rules import ConfigError
@@ -210,6 +212,45 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(task, reference, rank
     assert record_of(tmp_path / "resumed") == record_of(tmp_path / "full")[2:]
 
 
+@pytest.mark.parametrize("changes", [{"train__eval_batches": 1}, {"train__global_batch_size": 4}, {"train__seed": 5}])
+def test_a_precomputed_reference_is_not_that_of_other_examples(tmp_path, changes):
+    """Each moves examples to other numbers, by which the table is read."""
+
+    def reference(**changes):
+        config = config_of("dpo", folder=tmp_path, ranks=1, **{"train__eval_batches": 2} | changes)
+        return PrecomputedReference(
+            config, policy=None, stream=SimpleNamespace(examples=Examples(config, process=None))
+        )
+
+    saved = reference()
+    saved._table = torch.arange(2.0 * saved._count).view(-1, 2)
+    report = SimpleNamespace(path="RUN", data_state=saved.state_dict())
+    resumed = reference()
+    resumed.resume(report)
+    assert torch.equal(resumed._table, saved._table)
+    with pytest.raises(ValueError, match="reference log-probabilities of other examples: 16 were held out"):
+        reference(**changes).resume(report)
+
+
+def test_a_resumed_run_holds_out_what_it_held_out_before(tmp_path):
+    """Else it is evaluated with records that it was trained on."""
+    records = [{"prompt": str(number), "answer": "a"} for number in range(40)]
+    path, alone = written(tmp_path / "chats.jsonl", *records), SimpleNamespace(gather_objects=lambda value: [value])
+
+    def stream(fraction):
+        given = {"data__path": [path], "data__validation_fraction": fraction}
+        config = config_of(
+            "sft", "data=chat", f"data.path={path}", "data.seq_len=16", folder=tmp_path, ranks=1, **given
+        )
+        examples = Examples(config, process=SimpleNamespace(rank=0, comm=alone))
+        return ExampleStream(examples, config=config, share=SimpleNamespace(global_batch=8))
+
+    state = stream(0.5).state_dict()
+    stream(0.5).load_state_dict(state)
+    with pytest.raises(ValueError, match="or held others out"):
+        stream(0.25).load_state_dict(state)
+
+
 def test_fine_tuned_parameters_start_the_other_tasks(ranks, tmp_path):
     sft = config_of("sft", "checkpoint=periodic", "checkpoint.every=4", folder=tmp_path / "sft")
     dpo = config_of(
@@ -314,6 +355,18 @@ def test_held_out_records_are_not_trained_on(ranks, tmp_path):
 def test_what_does_not_run_is_refused_at_composition(overrides, says, tmp_path):
     with pytest.raises(ConfigError, match=f"(?s){says}"):
         compose(*overrides, output_dir=tmp_path, machine=CPU)
+
+
+def test_margins_that_no_loss_reads_are_refused(tmp_path):
+    pairs = [
+        {"prompt": "p", "chosen": "a", "rejected": "b", "margin": 1.0},
+        {"prompt": "p", "chosen": "a", "rejected": "c"},
+    ]
+    file = written(tmp_path / "pairs.jsonl", *pairs)
+    given = ("task=reward", f"data.path={file}", "data.validation_fraction=0", "train.eval_every=0")
+    compose(*given, output_dir=tmp_path, machine=CPU)
+    with pytest.raises(ConfigError, match='1 records with a "margin": reward.loss=per_token has none'):
+        compose(*given, "reward.loss=per_token", output_dir=tmp_path, machine=CPU)
 
 
 def test_bad_records_are_refused_at_composition(tmp_path):

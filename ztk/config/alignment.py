@@ -1,5 +1,6 @@
 """What `task=sft`, `task=reward` and `task=dpo` need, and what they do not run with yet."""
 
+import math
 from collections.abc import Iterator
 
 from ztk.config.align_schema import ChatTemplateName, DpoLossName, DpoReferenceName, RewardLossName
@@ -61,6 +62,12 @@ def _record_faults(config: Config) -> Iterator[str]:
         return
     if len(examples) < 2 and data.validation_fraction:
         yield "data.path has one record, and data.validation_fraction holds one out: use data.validation_fraction=0 and train.eval_every=0"
+    is_per_token = config.task.name == "reward" and config.reward.loss is RewardLossName.per_token
+    if is_per_token and (count := sum(not math.isnan(example.margin) for example in examples)):
+        yield (
+            f'data.path has {count} records with a "margin": reward.loss=per_token has none; use reward.loss=bradley_terry, or records '
+            "without it"
+        )
 
 
 def _strategy_faults(config: Config) -> Iterator[str]:
