@@ -43,6 +43,13 @@ def test_advantages_of_groups():
     close(advantages("mean", scale="batch"), [value / deviation for value in (2 / 3, -1 / 3, -1 / 3, -1, -1, 2)])
 
 
+def test_large_rewards_of_small_spread_have_the_advantages_of_their_differences():
+    groups, included = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.bool)
+    options = {"groups": groups, "included": included, "baseline": "mean", "scale": "group"}
+    rewards = torch.tensor([0.0, 1.0, 0.0, 3.0], dtype=torch.float64)
+    close(group_advantages(rewards + 1e9, **options), group_advantages(rewards, **options).tolist())
+
+
 def test_a_sample_without_a_reward_changes_no_other():
     included = torch.tensor([True, True, False, True, True, True])
     close(advantages("mean", scale="none", included=included), [0.5, -0.5, 0, -1, -1, 2])

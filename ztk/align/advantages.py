@@ -14,9 +14,9 @@ def group_advantages(rewards: Tensor, *, groups: Tensor, included: Tensor, basel
     """
     numbers = groups.unique(return_inverse=True)[1]
     weight = included.double()
-    totals = torch.zeros(int(numbers.max()) + 1, 3, dtype=torch.float64)
-    totals.index_add_(0, numbers, torch.stack([weight, weight * rewards, weight * rewards.square()], dim=1))
-    count, total, squares = totals[numbers].unbind(1)
+    totals = torch.zeros(int(numbers.max()) + 1, 2, dtype=torch.float64)
+    totals.index_add_(0, numbers, torch.stack([weight, weight * rewards], dim=1))
+    count, total = totals[numbers].unbind(1)
     mean = total / count.clamp(min=1)
     if baseline == "leave_one_out":
         others = (count - 1).clamp(min=1)
@@ -24,7 +24,10 @@ def group_advantages(rewards: Tensor, *, groups: Tensor, included: Tensor, basel
     else:
         advantages = rewards - mean
     if scale == "group":
-        deviation = ((squares - count * mean.square()).clamp(min=0) / (count - 1).clamp(min=1)).sqrt()
+        # Of differences: squares of the rewards themselves lose a spread that is 1e-8 of them.
+        squares = torch.zeros(len(totals), dtype=torch.float64)
+        squares.index_add_(0, numbers, weight * (rewards - mean).square())
+        deviation = (squares[numbers] / (count - 1).clamp(min=1)).sqrt()
         advantages = advantages / (deviation + 1e-4)
     advantages = advantages * weight
     if scale == "batch":
