@@ -82,10 +82,12 @@ def test_models_beside_the_policy_may_have_a_strategy_of_their_own(plain, ranks,
 
 
 @pytest.mark.parametrize("task", ["grpo", "ppo"])
-def test_the_first_samples_do_not_depend_on_the_number_of_ranks(task, plain):
-    one, two = (samples_of(plain(task, world_size)[0], rollout=0) for world_size in (1, 2))
+def test_the_first_samples_do_not_depend_on_the_number_of_ranks(task, plain, ranks, tmp_path):
+    changes = {"train__micro_batch_size": 2, "train__steps": 1}  # of 8 answers of a step each rank has 2
+    four = ranks(4).run(play, config=config_of(task, folder=tmp_path, ranks=2, **changes))
+    one, two, more = (samples_of(found, rollout=0) for found in (plain(task, 1)[0], plain(task, 2)[0], four))
     for key in ("tokens", "reward"):
-        assert [row[key] for row in one] == [row[key] for row in two]
+        assert [row[key] for row in one] == [row[key] for row in two] == [row[key] for row in more]
     assert len({tuple(row["tokens"]) for row in one}) > 8  # of 16
 
 
