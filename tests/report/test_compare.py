@@ -111,6 +111,28 @@ def test_repeats_that_failed_leave_pairs_of_the_same_number(tmp_path):
     assert found["final_loss"].result == "identical"
 
 
+def test_runs_of_other_configurations_are_other_arms(tmp_path):
+    """As after a default has changed between two repeats. Where a run wrote its files and which seed a repeat has makes no arm."""
+    arms = {"zero=stage0": [{"final_loss": 3.0}] * 3, "zero=stage3": [{"final_loss": 2.0}] * 2}
+    folder = make_sweep(tmp_path, arms=arms)
+    for path in folder.glob("job*-*"):
+        layers = 3 if path.name == "job0-2" else 2
+        (path / "config.yaml").write_text(
+            f"model:\n  layers: {layers}\nlaunch:\n  threads: {path.name[-1]}\noutput_dir: {path}\n"
+        )
+    found = [(one.arm, one.value.n) for one in compare([str(folder)], metrics=["final_loss"])]
+    assert found == [("zero=stage0 model.layers=2", 2), ("zero=stage3", 2), ("zero=stage0 model.layers=3", 1)]
+
+    record = json.loads((folder / "sweep.json").read_text())
+    for job in record["jobs"]:
+        job["options"] = [f"train.seed={job['repeat']}"]
+        text = f"train:\n  seed: {job['repeat']}\n"
+        if (folder / job["folder"]).exists():
+            (folder / job["folder"] / "config.yaml").write_text(text)
+    (folder / "sweep.json").write_text(json.dumps(record))
+    assert sorted(set(ztk.load(folder).runs["arm"])) == ["zero=stage0", "zero=stage3"]
+
+
 def test_what_has_no_pair_or_no_value_is_said(tmp_path):
     done, failed = {"final_loss": 2.0}, {"status": "failed", "error": "rank 0: killed"}
     arms = {

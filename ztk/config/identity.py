@@ -12,50 +12,10 @@ from ztk.config.compose import load
 from ztk.config.keys import flatten, written
 from ztk.config.rules import ConfigError
 from ztk.config.schema import Config
+from ztk.policies.experiment import changes_numbers, is_counted
 from ztk.policies.schedule import wsd_steps
 
 HASH_LETTERS = 12
-# Where things are, who is told, what is timed, what starts the ranks and where they go on: no part of the experiment.
-_ASIDE = (
-    *("output_dir", "offload.nvme_path", "checkpoint.resume", "checkpoint.allow_changes"),
-    *("kernels.log_every", "train.profile"),
-)
-_ASIDE_SECTIONS = ("logger", "launch")
-# Sections and keys that leave losses as they are, within rounding: where state is stored, how work is divided, what is measured and saved.
-_NUMBERLESS_SECTIONS = (
-    *_ASIDE_SECTIONS,
-    *(
-        "zero",
-        "offload",
-        "recompute",
-        "topology",
-        "kernels",
-        "checkpoint",
-        "inference",
-        "sampling",
-        "serve",
-        "eval",
-        "task",
-        "hardware",
-        "ema",
-    ),
-)
-_NUMBERLESS = {
-    *_ASIDE,
-    *(
-        "train.steps",
-        "train.max_seconds",
-        "train.until_loss",
-        "train.log_every",
-        "train.eval_every",
-        "train.eval_batches",
-        "train.quick",
-        "train.evaluate",
-    ),
-    *("train.micro_batch_size", "train.accumulation_steps", "rollout.show_every", "model.name", "model.kernels"),
-    *(f"{model}.{choice}" for model in ("reference", "critic", "reward") for choice in ("zero", "offload")),
-}
-_LOSSY = ("zero.quantized_weights", "zero.quantized_gradients")
 
 
 def job_hash(config: Config, *, counted: frozenset[str] = frozenset()) -> str:
@@ -65,14 +25,14 @@ def job_hash(config: Config, *, counted: frozenset[str] = frozenset()) -> str:
     names a folder, because that is where the run starts. counted: keys that count although they are left out of others, such as
     `launch.threads` in a sweep over it.
     """
-    values = {key: value for key, value in _values(config) if _counts(key, value, counted=counted)}
+    values = {key: value for key, value in _values(config) if is_counted(key, value=value, counted=counted)}
     return hash_of(values)
 
 
 def differences(recorded: Config, *, now: Config) -> dict[str, tuple[str, str]]:
     """Key -> its value in either, as one writes it, of every key that `job_hash` counts and that differs."""
     before, after = (
-        {key: written(value) for key, value in _values(config) if _counts(key, value, counted=frozenset())}
+        {key: written(value) for key, value in _values(config) if is_counted(key, value=value)}
         for config in (recorded, now)
     )
     return {
@@ -111,7 +71,7 @@ def check_resumed(config: Config) -> None:
         f"{key}={written(after.get(key))}: the checkpoint's run has {key}={written(before.get(key))} ({record}). Use "
         f"{key}={written(before.get(key))}, another run folder, or checkpoint.allow_changes=true"
         for key in sorted(before.keys() | after.keys())
-        if _changes_numbers(key) and _own(before.get(key)) != _own(after.get(key))
+        if changes_numbers(key) and _own(before.get(key)) != _own(after.get(key))
     ]
     if faults:
         raise ConfigError(faults)
@@ -133,20 +93,6 @@ def _record_of_resumed(config: Config) -> Path | None:
 def _values(config: Config) -> Iterator[tuple[str, Any]]:
     for key, value in flatten(config):
         yield key, value.value if isinstance(value, Enum) else value
-
-
-def _counts(key: str, value: Any, *, counted: frozenset[str]) -> bool:
-    if value is None:
-        return False
-    if key in counted or (key == "checkpoint.resume" and value != AUTO):
-        return True
-    return key not in _ASIDE and key.partition(".")[0] not in _ASIDE_SECTIONS
-
-
-def _changes_numbers(key: str) -> bool:
-    if key in _LOSSY:
-        return True
-    return key not in _NUMBERLESS and key.partition(".")[0] not in _NUMBERLESS_SECTIONS
 
 
 def _own(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pandas
 import yaml
 
+from ztk.policies.experiment import is_counted
 from ztk.report.folder import ENVIRONMENT, METRICS, OPTIONS, SUMMARY, read_rows
 from ztk.report.statistics import median_interval
 from ztk.report.status import Status, read_status, read_summary
@@ -24,7 +25,8 @@ _FROM_ENVIRONMENT = ("commit", "device_name", "host")
 class Runs(NamedTuple):
     """`runs` has one row per run, `history` one per logged step and run. Values have types: numbers sort as numbers.
 
-    Columns of `runs`: `run`, `status`, `arm` (the overrides without what differs between repeats), `repeat`; the option of every group
+    Columns of `runs`: `run`, `status`, `arm` (the overrides without what differs between repeats, and the keys in which runs with the same
+    overrides differ nevertheless, as after a default has changed), `repeat`; the option of every group
     (`zero`); every key of the resolved configuration (`optimizer.lr`); the summary; `commit`, `device_name`, `host`.
     """
 
@@ -86,11 +88,13 @@ def load(path: str | os.PathLike) -> Runs:
     folders = [*jobs, *sorted(found - jobs.keys())]
     if not folders:
         raise ValueError(f"{root} contains no run ({SUMMARY}, {METRICS} or {SWEEP}, at any depth)")
-    runs, history = [], []
+    runs, history, settings = [], [], []
     for folder in folders:
-        run = str(folder.relative_to(root))
-        runs.append({"run": run} | _describe(folder, job=jobs.get(folder)))
+        run, job, values = str(folder.relative_to(root)), jobs.get(folder), _configuration(folder)
+        runs.append({"run": run} | _describe(folder, job=job, values=values))
         history += [{"run": run} | row for row in read_rows(folder)]
+        settings.append(_settings(values, job=job))
+    _part_arms(runs, settings=settings)
     frame = _frame(_with_unused_tiers(runs))
     frame.attrs["folder"] = str(root)
     return Runs(runs=frame, history=pandas.DataFrame(history))
@@ -108,7 +112,31 @@ def _jobs(root: Path) -> Iterator[tuple[Path, SweepJob]]:
                 yield root, job
 
 
-def _describe(folder: Path, *, job: SweepJob | None) -> dict[str, Any]:
+def _settings(values: Mapping[str, Any], *, job: SweepJob | None) -> dict[str, str]:
+    """What the resolved configuration says of the experiment, without what makes repeats differ."""
+    varied = {word.partition("=")[0] for word in job.options} if job else set()
+    return {
+        key: json.dumps(value, separators=(",", ":")).strip('"')
+        for key, value in values.items()
+        if is_counted(key, value=value) and key not in varied
+    }
+
+
+def _part_arms(runs: Sequence[dict[str, Any]], *, settings: Sequence[dict[str, str]]) -> None:
+    """Runs with the same overrides and other configurations are other arms, which have the keys that differ in their names."""
+    arms: dict[str, list[int]] = {}
+    for number, run in enumerate(runs):
+        if settings[number]:  # a run without a configuration has not started
+            arms.setdefault(run["arm"], []).append(number)
+    for numbers in arms.values():
+        keys = dict.fromkeys(key for number in numbers for key in settings[number])
+        differing = [key for key in keys if len({settings[number].get(key) for number in numbers}) > 1]
+        for number in numbers:
+            own = [f"{key}={settings[number].get(key, 'null')}" for key in differing]
+            runs[number]["arm"] = " ".join([runs[number]["arm"], *own]).strip()
+
+
+def _describe(folder: Path, *, job: SweepJob | None, values: Mapping[str, Any]) -> dict[str, Any]:
     overrides = _overrides(folder, job=job)
     arm = " ".join(job.overrides) if job else " ".join(f"{key}={value}" for key, value in overrides.items())
     environment = _read_json(folder / ENVIRONMENT)
@@ -118,7 +146,7 @@ def _describe(folder: Path, *, job: SweepJob | None) -> dict[str, Any]:
         "arm": arm,
         "repeat": job.repeat if job else 0,
         **overrides,
-        **_configuration(folder),
+        **values,
         **_read_json(folder / OPTIONS),
         **{key: environment[key] for key in _FROM_ENVIRONMENT if key in environment},
         **summary,
