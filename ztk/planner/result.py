@@ -1,5 +1,6 @@
-"""What a plan says, as numbers, as flat JSON and as a table."""
+"""What a plan says, as numbers, as flat JSON, as a frame and as a table."""
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -92,6 +93,15 @@ class Plan:
         for axis, kinds in self.wire.items():
             values |= {f"comm.{axis}.{kind}_bytes": nbytes for kind, nbytes in kinds.items()}
         return values
+
+    def frame(self) -> Any:
+        """`as_dict` as a pandas frame: columns `quantity`, with the unit in its name, and `value`; one row each."""
+        library: Any = importlib.import_module("pandas")  # here: it takes a second
+        values = self.as_dict()
+        value = library.Series(
+            list(values.values()), dtype="object"
+        )  # whole numbers, words and switches stay what they are
+        return library.DataFrame({"quantity": list(values), "value": value})
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
