@@ -1,5 +1,6 @@
 """Ranks that are forks of one interpreter fail and end as processes do; `test_calls` compares their bits."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 
 from tests.cli.test_calls import waited
 from ztk.launch import Child, Forker, python_path, run_children
+from ztk.launch.processes import before_start
 from ztk.report.heartbeat import process_start
 
 
@@ -43,6 +45,23 @@ def test_forks_fail_and_end_as_processes_do(forker, tmp_path):
     forker.close()
     assert left.wait() == -signal.SIGKILL
     assert waited(lambda: process_start(left.pid) is None)
+
+
+def test_what_runs_in_a_fork_looks_nothing_up(monkeypatch):
+    """See [Note: Forks beside threads]: a name that is looked up in the fork could wait for a lock that no thread there gives back."""
+    looked_up = []
+
+    class Library:
+        def __getattr__(self, name):
+            looked_up.append(name)
+            return lambda *arguments: 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    monkeypatch.setattr(os, "setpgrp", lambda: None)
+    prepare = before_start(cores=None, parent=os.getppid())
+    before = list(looked_up)
+    prepare()
+    assert looked_up == before
 
 
 ORPHAN = """

@@ -39,7 +39,7 @@ class Forker:
                 env=environment | {"OMP_NUM_THREADS": str(threads)},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[other.fileno()],
-                preexec_fn=before_start(cores=None),  # noqa: PLW1509 - this process has no threads
+                preexec_fn=before_start(cores=None),  # noqa: PLW1509 - see [Note: Forks beside threads]
             )
         self._socket = own
 

@@ -1,8 +1,13 @@
 """A group of child processes: when one fails or a signal arrives, all of them end.
 
-The parent imports no torch, has no threads and uses no GPU, so it may fork and it handles a signal at once. Each child leads its own
-process group: Ctrl-C in the terminal reaches only the parent, which then stops every group. Children also ask the kernel to kill them
-when the parent dies.
+The parent uses no GPU and computes nothing, so it may fork and it handles a signal at once. Each child leads its own process group: Ctrl-C in
+the terminal reaches only the parent, which then stops every group. Children also ask the kernel to kill them when the parent dies.
+
+[Note: Forks beside threads]
+The parent's heartbeat thread runs when ranks start, and an idle thread of torch's where it has tokenised a text. A fork has neither of them,
+but keeps the locks that they hold. It takes none of these: the thread that forks holds Python's lock, so the others wait for it or are in a
+system call; CPython and glibc make their own locks (imports, memory, files, the loader) new in the fork; and what runs there before the program
+replaces all is the system calls of `before_start`, looked up before. Nothing that takes a lock may be added to it.
 """
 
 import ctypes
@@ -69,7 +74,7 @@ def start_process(child: Child, *, log: IO | None) -> subprocess.Popen:
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=None if log is None else subprocess.STDOUT,
-        preexec_fn=before_start(cores=child.cores),  # noqa: PLW1509 - this process has no threads
+        preexec_fn=before_start(cores=child.cores),  # noqa: PLW1509 - see [Note: Forks beside threads]
     )
 
 
@@ -79,14 +84,16 @@ def before_start(*, cores: Sequence[int] | None, parent: int | None = None) -> C
     parent: its process id; None: this process.
     """
     expected = os.getpid() if parent is None else parent
-    libc = ctypes.CDLL(None)
+    # A look-up in the fork could wait for the loader's lock.
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+    # a look-up in the fork could wait for the loader's lock
 
     def before_exec() -> None:
         os.setpgrp()
         if cores is not None:
             os.sched_setaffinity(0, cores)
-        if sys.platform == "linux":
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != expected:  # it died before prctl
                 os.kill(os.getpid(), signal.SIGKILL)
 
