@@ -164,6 +164,18 @@ def test_a_client_who_leaves_frees_its_place(running):
     assert counters(running)["ztk_cancelled_total"] == before + 1
 
 
+def test_a_client_who_leaves_before_the_complete_answer_frees_its_place(running, monkeypatch):
+    """While tokens come every 20 ms: who looks for the client only when none has come for a while never finds out."""
+    before, step = counters(running), running.generator.step
+    monkeypatch.setattr(running.generator, "step", lambda: time.sleep(0.02) or step())
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{running.url}/v1/completions", json={"prompt": "x", "max_tokens": 500}, timeout=0.5)
+    wait_until(lambda: not running.generator.has_work)
+    after = counters(running)
+    assert after["ztk_cancelled_total"] == before["ztk_cancelled_total"] + 1
+    assert after["ztk_generated_tokens_total"] < before["ztk_generated_tokens_total"] + 500
+
+
 @pytest.mark.parametrize(
     "path, body, status, message",
     [
@@ -251,5 +263,29 @@ def test_an_engine_that_fails_ends_all_requests_and_says_so(monkeypatch):
         assert found.status_code == 500 and "division by zero" in found.json()["error"]["message"]
         assert httpx.get(f"{server.url}/health").status_code == 503
         assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}).status_code == 503
+    finally:
+        server.stop()
+
+
+def test_a_request_that_comes_during_the_step_that_fails_hears_of_it(monkeypatch):
+    server = start(tokenizer=_Bytes())
+
+    def fail():
+        wait_until(lambda: server.server._loop.waiting == 2)
+        raise OSError("a rank is gone")
+
+    monkeypatch.setattr(server.generator, "step", fail)
+
+    async def ask() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=PATIENCE_SECONDS) as client:
+            url = f"{server.url}/v1/completions"
+            first = asyncio.create_task(client.post(url, json={"prompt": "x"}))
+            while server.server._loop.waiting == 0:
+                await asyncio.sleep(0.01)
+            return [await client.post(url, json={"prompt": "y"}), await first]
+
+    try:
+        for found in asyncio.run(ask()):
+            assert found.status_code == 500 and "a rank is gone" in found.json()["error"]["message"]
     finally:
         server.stop()

@@ -210,7 +210,7 @@ class Server:
 
     async def _pieces(self, jobs: list[Job], *, answers: list[Answer], request: Request | None) -> AsyncIterator[dict]:
         """Chunks of all answers as they are drawn, until all have ended. request: left early if its client is gone."""
-        queue: asyncio.Queue = asyncio.Queue()
+        queue: asyncio.Queue = asyncio.Queue()  # (number of the job, what it was delivered); None: the client is gone
         each = len(answers) // len(jobs)
 
         async def forward(number: int, job: Job) -> None:
@@ -220,15 +220,19 @@ class Server:
                 if isinstance(item, Exception):
                     return
 
+        async def watch(request: Request) -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            await queue.put(None)
+
         tasks = [asyncio.create_task(forward(number, job)) for number, job in enumerate(jobs)]
+        if request is not None:
+            tasks.append(asyncio.create_task(watch(request)))
         try:
             while not all(answer.ended for answer in answers):
-                try:
-                    number, item = await asyncio.wait_for(queue.get(), timeout=0.25)
-                except TimeoutError:
-                    if request is not None and await request.is_disconnected():
-                        return
-                    continue
+                if (found := await queue.get()) is None:
+                    return
+                number, item = found
                 if isinstance(item, Exception):
                     raise _Failed(str(item))
                 answer = answers[number * each + item.sample]

@@ -54,7 +54,7 @@ class EngineLoop:
         self._max_waiting = max_waiting
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._jobs: dict[int, Job] = {}
-        self._waiting: set[int] = set()  # jobs without an output, by id()
+        self._waiting: dict[int, Job] = {}  # jobs without an output, by id()
         self._wake = threading.Condition()
         self._stopping = False
         self.error: Exception | None = None
@@ -85,7 +85,7 @@ class EngineLoop:
             if len(self._waiting) >= self._max_waiting:
                 self.counters.refused += 1
                 raise Busy
-            self._waiting.add(id(job))
+            self._waiting[id(job)] = job
             self.counters.requests += 1
             self.counters.prompt_tokens += len(job.prompt)
             self._commands.append(lambda: self._begin(job))
@@ -130,8 +130,9 @@ class EngineLoop:
         except _Stop:
             pass
         except Exception as error:  # noqa: BLE001  # whoever waits must hear of it, whatever it is
-            self.error = error
-        for job in self._jobs.values():
+            with self._wake:  # `submit` refuses from here on; a job that came during the step is in `_waiting` alone
+                self.error = error
+        for job in ({id(job): job for job in self._jobs.values()} | self._waiting).values():
             job.deliver(self.error or RuntimeError("the server shuts down"))
         if self.error is not None:
             self.on_failure()
@@ -140,13 +141,13 @@ class EngineLoop:
         try:
             job.request_id = self.generator.submit(job.prompt, sampling=job.sampling).id
         except ValueError as error:
-            self._waiting.discard(id(job))
+            self._waiting.pop(id(job), None)
             job.deliver(error)
             return
         self._jobs[job.request_id] = job
 
     def _end(self, job: Job) -> None:
-        self._waiting.discard(id(job))
+        self._waiting.pop(id(job), None)
         if job.request_id is not None and self._jobs.pop(job.request_id, None) is not None:
             self.generator.cancel(job.request_id)
             self.counters.cancelled += 1
@@ -157,7 +158,7 @@ class EngineLoop:
             job = self._jobs.get(output.request_id)
             if job is None:
                 continue
-            self._waiting.discard(id(job))
+            self._waiting.pop(id(job), None)
             self.counters.generated_tokens += output.token is not None
             self.counters.failed += output.finish_reason == "error"
             job.deliver(output)
