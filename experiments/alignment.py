@@ -1,7 +1,8 @@
 """The parts of `task=sft`, `task=reward` and `task=dpo` that are the same: steps, evaluation, checkpoints."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from experiments.ranks import seed_dropout
 from experiments.streams import share_of
 from ztk import checkpoint
 from ztk.config import Config
+from ztk.config.hugging_face import is_hugging_face
 from ztk.engine import Engine
+from ztk.nn.lora import is_adapter
 from ztk.report import Reporter
 from ztk.runtime import Process
 
@@ -44,7 +47,24 @@ def start_from(config: Config, *, engine: Engine, body_only: bool = False) -> No
     """
     if config.warm_start.path is not None:
         only = _body_of(engine.module) if body_only else None
-        checkpoint.load(engine, path=config.warm_start.path, weights_only=True, only=only)
+        load_weights(config, engine=engine, path=config.warm_start.path, only=only)
+
+
+def load_weights(config: Config, *, engine: Engine, path: str, only: Sequence[str] | None = None) -> None:
+    """Sets the parameters from the run in `path`, which may be without adapters where this one has new ones beside ztk's decoder. only: shell
+    patterns of their names. A collective call.
+
+    Raises CheckpointError.
+    """
+    is_base = config.lora.rank > 0 and not is_hugging_face(config.model) and not checkpoint.has_adapters(path)
+    loaded = checkpoint.load(engine, path=path, weights_only=True, only=only, strict=not is_base)
+    asked = [
+        name for name in (*loaded.kept, *loaded.unused) if only is None or any(fnmatchcase(name, one) for one in only)
+    ]
+    if wrong := [name for name in asked if is_base and not is_adapter(name)]:
+        raise checkpoint.CheckpointError(
+            f"{loaded.path} is of another model: {wrong[0]} and {len(wrong) - 1} more are not in both; use the sizes of the run that saved it"
+        )
 
 
 def _body_of(module: nn.Module) -> tuple[str, ...]:

@@ -102,7 +102,7 @@ def open_frozen(path: str, *, ema: bool) -> tuple[nn.Module, InitialValues]:
             run.model.init = ModelInit.pretrained if run.lora.rank else ModelInit.random
             run.model.kernels = False
         model, base = build_model(run)
-        values = CheckpointValues(step, ema=ema, base=base if run.lora.rank else None)
+        values = CheckpointValues(step, ema=ema, base=base if policies.trained_only(run) else None)
         values.fill_buffers(model)
     own: Any = getattr(model, "config", None)
     if getattr(own, "output_router_logits", False):

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from experiments.alignment import load_weights
 from experiments.models import build
-from ztk import checkpoint
 from ztk.config import Config
 from ztk.engine import Engine
 from ztk.rollout import Samples, can_pack, lay_out
@@ -19,7 +19,7 @@ def open_reward_model(config: Config, *, process: Process) -> Engine | None:
     if config.reward.path is None:
         return None
     engine = build(config, process=process, is_trained=False, is_critic=True, strategy=config.reward)
-    checkpoint.load(engine, path=config.reward.path, weights_only=True)
+    load_weights(config, engine=engine, path=config.reward.path)
     return engine
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments import policies
-from experiments.pretrain import build_model
+from experiments.pretrain import adapted, build_model
 from experiments.prompts import PAD, STOP
 from experiments.tasks import TASKS, name_of
 from ztk.config import Config
@@ -68,15 +68,18 @@ def build(
 
 def open_critic(config: Config) -> tuple[nn.Module, InitialValues]:
     """A model of values, and its first ones by name and range; parameters on the meta device."""
-    given = config.model
+    given, lora = config.model, policies.lora_policy(config)
     if given.path is not None and given.init is not None:
-        options = {"lora": policies.lora_policy(config), "kernels": bool(given.kernels)}
+        options = {"lora": lora, "kernels": bool(given.kernels)}
         return open_scoring(given.path, init=given.init.value, seed=config.train.seed, **options)
     with torch.device("meta"):
         shape = policies.decoder_config(config)
         model = Decoder(replace(shape, tie_embeddings=False))
         model.head = Linear(shape.dim, 1)
-    return model, partial(initial_values, model, seed=config.train.seed)
+    seed = config.train.seed
+    found = adapted(model, lora=lora, values=partial(initial_values, model, seed=seed), seed=seed)
+    model.head.requires_grad_(True)  # beside adapters, too
+    return found
 
 
 def replaced(first_values: InitialValues, *, values: Values, model: nn.Module) -> InitialValues:
@@ -101,12 +104,14 @@ def full_values(engine: Engine) -> Values:
 
 def warm_start(config: Config, *, process: Process) -> Values | None:
     """The parameters after `warm_start.steps` supervised steps on answers of which `warm_start.correct` are right; None without steps.
+    Adapters begin after them.
 
     Raises ValueError if the ranks cannot divide `warm_start.batch_size`.
     """
     if not config.warm_start.steps:
         return None
-    engine = build(config, process=process, lr=config.warm_start.lr, accumulation_steps=1)
+    options = {"lr": config.warm_start.lr, "accumulation_steps": 1, "has_adapters": False}
+    engine = build(config, process=process, **options)
     for tokens, targets in _examples(config, process=process):
         engine.backward(engine(tokens.to(process.device), targets.to(process.device)))
         engine.step()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ztk.config import Config
+from ztk.config.hugging_face import is_hugging_face
 from ztk.config.precision_schema import LossScaleConfig, PrecisionConfig
 from ztk.config.rollout_schema import StrategyConfig
 from ztk.config.schema import OffloadConfig, ParameterTier, ZeroConfig
@@ -36,6 +37,11 @@ WANDB_NAME_LETTERS = 120
 
 def decoder_config(config: Config) -> DecoderConfig:
     return DecoderConfig(**_given(config.model, without=("name", "path", "init", "kernels")))
+
+
+def trained_only(config: Config) -> bool:
+    """Of checkpoints: the base below adapters stays at `model.path`. That of ztk's decoder is nowhere else, and is saved with them."""
+    return config.lora.rank > 0 and is_hugging_face(config.model)
 
 
 def lora_policy(config: Config) -> LoraPolicy | None:

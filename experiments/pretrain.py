@@ -24,6 +24,7 @@ from ztk.data import Batch, ByteTokenizer, Stream, TokenCorpus
 from ztk.engine import Engine
 from ztk.hf.causal import open_causal
 from ztk.nn import Decoder, Documents, initial_values, sample_text, sample_tokens
+from ztk.nn.lora import LoraPolicy, adapter_values, add_adapters
 from ztk.parallel import parallelize
 from ztk.pipeline import MicroBatch
 from ztk.report import Gauges, Reporter, RunFolder
@@ -102,14 +103,26 @@ def build_model(config: Config, *, has_adapters: bool = True) -> tuple[nn.Module
     has_adapters: False: without those of `lora`.
     """
     given = config.model
+    lora = policies.lora_policy(config) if has_adapters else None
     if given.path is not None and given.init is not None:
-        lora = policies.lora_policy(config) if has_adapters else None
         options = {"lora": lora, "kernels": bool(given.kernels), "z_loss": config.train.z_loss or 0.0}
         return open_causal(given.path, init=given.init.value, seed=config.train.seed, **options)
     with torch.device("meta"):
         model = Decoder(policies.decoder_config(config))
     model.loss.z_loss = config.train.z_loss or 0.0
-    return model, partial(initial_values, model, seed=config.train.seed)
+    return adapted(
+        model, lora=lora, values=partial(initial_values, model, seed=config.train.seed), seed=config.train.seed
+    )
+
+
+def adapted(
+    model: nn.Module, *, lora: LoraPolicy | None, values: InitialValues, seed: int
+) -> tuple[nn.Module, InitialValues]:
+    """`model`, frozen below new adapters if `lora` has some, and its first values."""
+    if lora is None:
+        return model, values
+    add_adapters(model, policy=lora, base="")
+    return model, adapter_values(values, model=model, seed=seed)
 
 
 def sample_batch(config: Config, *, device: torch.device) -> MicroBatch:
@@ -311,7 +324,7 @@ def open_saver(config: Config, *, engine: Engine) -> AbstractContextManager[chec
             keep_best=bool(config.checkpoint.keep_best),
         ),
         asynchronous=config.checkpoint.asynchronous,
-        trained_only=config.lora.rank > 0,  # the base stays where it is
+        trained_only=policies.trained_only(config),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from experiments import policies
 from experiments.alignment import start_from
 from experiments.examples import ExampleStream, Step
 from experiments.models import Values, build
@@ -104,20 +105,22 @@ class NoReference:
 class FrozenReference:
     """dpo.reference=frozen: a second engine under the run's strategy, which never steps. Its checkpoint is written once.
 
-    New adapters add nothing, so the reference has none, and no checkpoint beside `model.path`; adapters of `warm_start.path` are part of it.
+    New adapters add nothing, so the reference is the base alone, which has no checkpoint beside `model.path`; adapters of `warm_start.path` are
+    part of it.
     """
 
     def __init__(self, config: Config, *, process: Process, first_values: Values | None) -> None:
-        self._is_base = config.lora.rank > 0 and config.warm_start.path is None
+        is_base = config.lora.rank > 0 and config.warm_start.path is None
+        self._is_saved_elsewhere = is_base and policies.trained_only(config)
         options = {
             "values": first_values,
             "is_trained": False,
-            "has_adapters": not self._is_base,
+            "has_adapters": not is_base,
             "strategy": config.reference,
         }
         self.engine: Engine = build(config, process=process, **options)
         start_from(config, engine=self.engine)
-        saves = config.checkpoint.every and not self._is_base
+        saves = config.checkpoint.every and not self._is_saved_elsewhere
         self._folder = RunFolder(config.output_dir).path / FOLDER if saves else None
 
     def begin(self) -> None:
@@ -128,7 +131,7 @@ class FrozenReference:
 
     def resume(self, loaded: checkpoint.LoadReport) -> None:
         """From the folder beside the policy's checkpoints."""
-        if self._is_base:
+        if self._is_saved_elsewhere:
             return
         source = loaded.path.parent.parent / FOLDER
         checkpoint.load(self.engine, path=source)

@@ -195,7 +195,7 @@ class Savers:
     def _open(self) -> checkpoint.Saver:
         if self._policy is None:
             run, config = self._run, self._run.config
-            trained_only = config.lora.rank > 0  # the base stays where it is
+            trained_only = policies.trained_only(config)
             keep, keep_every = config.checkpoint.keep or 1, config.checkpoint.keep_every or 0
             # One more of the others: a save that ends between theirs and the policy's leaves the policy's last one complete.
             spare = checkpoint.Retention(keep=keep + 1, keep_every=keep_every)
@@ -225,7 +225,7 @@ class Savers:
 
 def others_of(run: Run) -> dict[str, Engine]:
     """The models beside the policy that a checkpoint has to have. Below new adapters the reference is `model.path`."""
-    is_base = run.config.lora.rank > 0 and run.config.warm_start.path is None
+    is_base = policies.trained_only(run.config) and run.config.warm_start.path is None
     others = {"critic": run.critic, "reference": None if is_base else run.reference}
     return {name: engine for name, engine in others.items() if isinstance(engine, Engine)}
 

@@ -59,14 +59,15 @@ def drawn_twice(process: Process, *, config) -> list[dict]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["native", "transformers", "adapters"])
+@pytest.mark.parametrize("kind", ["native", "native adapters", "transformers", "adapters"])
 def test_log_probabilities_are_the_trainers_after_every_step(ranks, folder, tmp_path, kind):
     """Adapters are merged, also those that have moved. Ranks have the same texts here, because they ask for the same samples."""
     options = (*GENERATOR, "zero=stage3", "optimizer.lr=0.03")
-    if kind == "native":
+    options = (*options, *(ADAPTERS if "adapters" in kind else ()))
+    if "native" in kind:
         config = config_of("grpo", *options, folder=tmp_path, ranks=2)
     else:
-        config = config_of_hf("grpo", *options, *(ADAPTERS if kind == "adapters" else ()), folder=folder, to=tmp_path)
+        config = config_of_hf("grpo", *options, folder=folder, to=tmp_path)
     first, second = ranks(2).run(drawn_twice, config=config)
     assert first == second
     assert all(found["off"] < NEAR for found in first)

@@ -3,10 +3,11 @@
 A checkpoint's `model` is None or a dictionary with at most one of the first two:
     "decoder": the DecoderConfig of a native decoder
     "transformers": the configuration of a model that has one with `to_json_string`, as those of transformers do
-    "adapters": name -> configuration of each adapter of peft
+    "adapters": name -> configuration of each adapter, as peft has it
 """
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -17,20 +18,21 @@ import torch
 from torch import nn
 
 from ztk.checkpoint.errors import CheckpointError
+from ztk.checkpoint.folder import resolve
 from ztk.checkpoint.llama import TO_LLAMA, is_llama, llama_config
-from ztk.checkpoint.manifest import Manifest
+from ztk.checkpoint.manifest import Manifest, read_manifest
 from ztk.nn import Decoder
+from ztk.nn.lora import is_adapter
 
 
 def describe_model(module: nn.Module) -> dict[str, Any] | None:
     """See the docstring of this file."""
-    if isinstance(module, Decoder):
-        return {"decoder": asdict(module.config)}
     found: dict[str, Any] = {}
-    config = getattr(module, "config", None)
-    if isinstance(exported := getattr(module, "exported_config", None), Mapping):  # as its folder had it
+    if isinstance(module, Decoder):
+        found["decoder"] = asdict(module.config)
+    elif isinstance(exported := getattr(module, "exported_config", None), Mapping):  # as its folder had it
         found["transformers"] = dict(exported)
-    elif hasattr(config, "to_json_string"):
+    elif hasattr(config := getattr(module, "config", None), "to_json_string"):
         found["transformers"] = json.loads(config.to_json_string())
         # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
         base = module.get_base_model() if hasattr(module, "get_base_model") else module
@@ -39,6 +41,11 @@ def describe_model(module: nn.Module) -> dict[str, Any] | None:
     if isinstance(adapters, Mapping) and all(hasattr(adapter, "to_dict") for adapter in adapters.values()):
         found["adapters"] = {name: _plain(adapter.to_dict()) for name, adapter in adapters.items()}
     return found or None
+
+
+def has_adapters(path: str | os.PathLike) -> bool:
+    """Whether the checkpoint in `path`, as for `load`, has adapters. Raises CheckpointError if there is none."""
+    return any(is_adapter(info.name) for info in read_manifest(resolve(path)).parameters)
 
 
 def transformers_view(manifest: Manifest, *, dtype: torch.dtype) -> tuple[dict[str, str], dict[str, Any] | None]:
@@ -63,9 +70,13 @@ def adapter_view(manifest: Manifest, *, adapter: str) -> tuple[dict[str, str], d
     """(own name -> name in `adapter_model.safetensors`, `adapter_config.json`).
 
     Raises:
-        CheckpointError: there is no such adapter.
+        CheckpointError: there is no such adapter, or it is beside ztk's decoder.
     """
     configs = (manifest.model or {}).get("adapters") or {}
+    if "decoder" in (manifest.model or {}) and configs:
+        raise CheckpointError(
+            f"{manifest.path} has adapters of ztk's decoder, which peft does not have: export it without --adapter, merged"
+        )
     if adapter not in configs:
         has = f"it has {', '.join(configs)}" if configs else "its model had no adapter of peft"
         raise CheckpointError(f"{manifest.path} has no adapter {adapter!r}: {has}")

@@ -27,6 +27,7 @@ from ztk.checkpoint.manifest import BUFFER, Manifest, TensorInfo, read_manifest
 from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
 from ztk.checkpoint.torch_optimizer import decode_all
+from ztk.nn.lora import adapter_of, is_adapter
 
 RANGE_ELEMENTS = 4 << 20  # elements in memory at once
 SHARD_BYTES = 5 << 30  # of an exported file, Hugging Face's size
@@ -41,6 +42,12 @@ class ExportReport:
     nbytes: int
 
 
+def _scale(manifest: Manifest) -> float:
+    """What the product of an adapter's matrices is multiplied by."""
+    described = (manifest.model or {})["adapters"]["default"]
+    return described["lora_alpha"] / described["r"]
+
+
 class Weights:
     """The full weights of a checkpoint by name: master weights, then persistent buffers. Tied names appear once."""
 
@@ -51,9 +58,11 @@ class Weights:
         dtype: torch.dtype | None,
         names: Mapping[str, str] | None = None,
         ema: bool = False,
+        is_merged: bool = False,
     ) -> None:
         """dtype: of floating parameters; None: the one that the model computed in. names: own name -> exported name of the tensors to
-        export; None: all, under their own names. ema: the moving average of those that trained.
+        export; None: all, under their own names. ema: the moving average of those that trained. is_merged: adapters
+        are left out, and W + alpha / rank B A, summed in float32, is in the place of the weights beside them.
 
         Raises CheckpointError if the checkpoint has no average.
         """
@@ -64,6 +73,15 @@ class Weights:
         self._trained = AVERAGE if ema else "master"
         self._reader, self._dtype = StateReader(manifest), dtype
         infos = {info.name: info for info in [*manifest.parameters, *manifest.buffers]}
+        self._adapters: dict[str, TensorInfo] = {}
+        if is_merged:
+            self._adapters = {name: info for name, info in infos.items() if is_adapter(name)}
+            names = {
+                own: other
+                for own, other in (names or dict(zip(infos, infos, strict=True))).items()
+                if own not in self._adapters
+            }
+            self._scale = _scale(manifest) if self._adapters else 0.0
         self._infos = infos if names is None else {other: infos[own] for own, other in names.items()}
         self._buffers = {info.name for info in manifest.buffers}
 
@@ -87,8 +105,24 @@ class Weights:
     def read(self, name: str, *, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the values of `name`, flat."""
         info = self._infos[name]
+        values = self._stored(info, start=start, stop=stop)
+        below = self._adapters.get(adapter_of(info.name)[0])
+        if below is not None:
+            values = values.float() + self._product(info, below=below, start=start, stop=stop)
+        return values.to(self._dtype_of(info))
+
+    def _stored(self, info: TensorInfo, *, start: int, stop: int) -> Tensor:
         kind = BUFFER if info.name in self._buffers else self._trained if info.trainable else "parameter"
-        return self._reader.read(name=info.name, kind=kind, start=start, stop=stop).to(self._dtype_of(info))
+        return self._reader.read(name=info.name, kind=kind, start=start, stop=stop)
+
+    def _product(self, info: TensorInfo, *, below: TensorInfo, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of scale * B A, flat. below: A, [rank, in]."""
+        rank, width = below.shape
+        first, last = start // width, -(-stop // width)  # rows
+        above = self._adapters[adapter_of(info.name)[1]]
+        down = self._stored(below, start=0, stop=rank * width).float().view(rank, width)
+        up = self._stored(above, start=first * rank, stop=last * rank).float().view(-1, rank)
+        return (up @ down * self._scale).flatten()[start - first * width : stop - first * width]
 
     def close(self) -> None:
         self._reader.close()
@@ -106,8 +140,9 @@ def export_safetensors(
     """Writes `to/model-00001-of-0000N.safetensors` and `to/model.safetensors.index.json`, or one `to/model.safetensors`, and `config.json`.
 
     path: as for `load`. dtype: None keeps the dtype that the model computed in. A dense native decoder becomes a LlamaForCausalLM, with its
-    names and configuration, unless `own_names`; a model of transformers keeps its names and configuration. A "config" in the checkpoint's
-    `extra` replaces either configuration. The run's tokenizer is copied, if it has one. ema: the moving average of the weights in their place.
+    names and configuration and its adapters merged, unless `own_names`; a model of transformers keeps its names and configuration. A "config"
+    in the checkpoint's `extra` replaces either configuration. The run's tokenizer is copied, if it has one. ema: the moving average of the
+    weights in their place.
 
     Raises:
         CheckpointError: the checkpoint is damaged or lacks weights, or the average.
@@ -119,7 +154,8 @@ def export_safetensors(
         names, config = transformers_view(manifest, dtype=dtype or DTYPES[manifest.parameters[0].dtype])
     if isinstance(manifest.extra, dict) and "config" in manifest.extra:
         config = manifest.extra["config"]
-    weights = Weights(manifest, dtype=dtype, names=names, ema=ema)
+    is_merged = not own_names and "decoder" in (manifest.model or {})
+    weights = Weights(manifest, dtype=dtype, names=names, ema=ema, is_merged=is_merged)
     with closing(weights), _new_folder(Path(to)) as folder:
         files = _cut(weights.specs, shard_bytes=shard_bytes)
         nbytes = sum(_write(folder / name, specs=specs, weights=weights) for name, specs in files.items())

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from ztk.config.adapters import starts_adapted
 from ztk.config.align_schema import ChatTemplateName, DpoLossName, DpoReferenceName, RewardLossName
 from ztk.config.hugging_face import is_hugging_face
 from ztk.config.keys import data_paths
@@ -116,12 +117,12 @@ def _adapter_faults(config: Config) -> Iterator[str]:
                 "dpo.reference=lora_off: is the policy without its adapters, and there are none; use lora=adapter, or dpo.reference=frozen"
             )
         return
-    if warm.steps:
+    if warm.steps and is_hugging_face(config.model):
         yield (
             f"warm_start.steps={warm.steps}: would train the adapters, and their reference is the frozen model; use warm_start.steps=0, and "
             "warm_start.path=RUN for adapters that task=sft has trained"
         )
-    elif leaves_out and warm.path is not None:
+    elif leaves_out and starts_adapted(config):
         yield (
             f"dpo.reference=lora_off: the policy starts with the adapters of warm_start.path={warm.path}, and its base is another model; use "
             "dpo.reference=frozen or precomputed"

@@ -171,19 +171,3 @@ def _parts_faults(config: Config, *, folder: Path) -> Iterator[str]:
             f"data.packing=documents: attention around a ring does not combine it with the window of {window} tokens in config.json of "
             f"{config.model.path}; use data.packing=concatenate, or topology.sequence in place of topology.context"
         )
-
-
-def lora_faults(config: Config) -> Iterator[str]:
-    """One line per choice that does not go with adapters."""
-    lora, model = config.lora, config.model
-    if lora.rank < 1:
-        return
-    if not is_hugging_face(model):
-        yield f"lora.rank={lora.rank}: adapters train beside a model of transformers; use model=hf model.path=FOLDER, or lora=none"
-    elif model.init is ModelInit.random:
-        yield f"lora.rank={lora.rank}: adapters beside random frozen weights learn little; use model.init=pretrained, or lora=none"
-    targets = lora.targets
-    if not (
-        isinstance(targets, str) or (isinstance(targets, list) and targets and all(isinstance(t, str) for t in targets))
-    ):
-        yield f"lora.targets={targets}: must be all-linear or names, as in lora.targets=[q_proj,v_proj]"

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from ztk.config.adapters import starts_adapted
 from ztk.config.effects import device_of
 from ztk.config.hugging_face import dropouts_of, family_of, is_hugging_face
 from ztk.config.machine import Machine
@@ -179,12 +180,12 @@ def _first_weights_faults(config: Config) -> Iterator[str]:
         )
     elif warm.path is not None and warm.steps:
         yield "warm_start.path has no effect beside warm_start.steps: use warm_start.steps=0, or leave out warm_start.path"
-    if config.lora.rank and warm.steps:
+    if config.lora.rank and warm.steps and is_hugging_face(config.model):
         yield (
             f"warm_start.steps={warm.steps}: would train the adapters, and their reference is the frozen model; use warm_start.steps=0, and "
             "warm_start.path=RUN for adapters that task=sft has trained"
         )
-    if warm.path is not None and config.kl.reference is ReferenceName.lora_off:
+    if config.kl.reference is ReferenceName.lora_off and starts_adapted(config):
         yield (
             f"kl.reference=lora_off: the policy starts with the adapters of warm_start.path={warm.path}, and its base is another model; use "
             "kl.reference=frozen"

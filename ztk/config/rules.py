@@ -6,12 +6,13 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ztk.config.adapters import lora_faults
 from ztk.config.alignment import alignment_faults
 from ztk.config.answering import answering_faults
 from ztk.config.batch import AUTO
 from ztk.config.effects import device_of, effect_faults, offloads, others_offload
 from ztk.config.ema_schema import Evaluated
-from ztk.config.hugging_face import hugging_face_faults, is_hugging_face, lora_faults
+from ztk.config.hugging_face import hugging_face_faults, is_hugging_face
 from ztk.config.kernels import kernel_faults
 from ztk.config.keys import data_paths, read, written
 from ztk.config.machine import Machine

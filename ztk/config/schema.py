@@ -263,7 +263,7 @@ class ModelConfig:
 
 @dataclass(kw_only=True)
 class LoraConfig:
-    """Low-rank adapters: the model is frozen, and small products beside its linear layers train. With model=hf."""
+    """Low-rank adapters: the model is frozen, and small products beside its linear layers train."""
 
     rank: int = key("rank of an adapter; 0: the model itself trains")
     alpha: float | None = key("what an adapter adds is multiplied by alpha / rank", default=None)

@@ -60,7 +60,7 @@ class _Named(nn.Module):
 def add_adapters(model: nn.Module, *, policy: LoraPolicy, base: str) -> None:
     """Freezes `model`, in place, and adds trained adapters on the meta device: see `adapter_values`.
 
-    base: where the frozen weights come from, for peft.
+    base: where the frozen weights come from, for peft; empty: no folder has them.
     Raises ValueError for targets that name no linear layer.
     """
     found = targets_of(model, targets=policy.targets)
@@ -89,6 +89,17 @@ def add_adapters(model: nn.Module, *, policy: LoraPolicy, base: str) -> None:
         "bias": "none",
     }
     model.peft_config = {"default": PeftDescription(values=described)}
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is a part of an adapter."""
+    return name.endswith((f".{_A}", f".{_B}"))
+
+
+def adapter_of(weight: str) -> tuple[str, str]:
+    """The names of A and B beside the layer with this weight."""
+    layer = weight.removesuffix(".weight")
+    return f"{layer}.{_A}", f"{layer}.{_B}"
 
 
 @contextlib.contextmanager

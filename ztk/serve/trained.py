@@ -26,7 +26,7 @@ def trained_model(config: Config, *, step: Path, ema: bool = False) -> nn.Module
             f"inference.model={step}: task=reward trained a model of rewards, which writes no text; name another run"
         )
     manifest = checkpoint.read_manifest(step)
-    weights = Weights(manifest, dtype=torch.float32, ema=ema)
+    weights = Weights(manifest, dtype=torch.float32, ema=ema, is_merged=config.model.path is None)
     try:
         state = {spec.key: torch.cat(list(weights.ranges(spec.key))).view(spec.shape) for spec in weights.specs}
     finally:

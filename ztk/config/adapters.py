@@ -1,0 +1,71 @@
+"""`lora=adapter`: what adapters can be beside, and what the base below them is."""
+
+from collections.abc import Iterator
+
+from ztk.config.hugging_face import is_hugging_face
+from ztk.config.schema import Config, ModelInit
+from ztk.config.topology import DEGREES
+
+_TASKS = ("sft", "reward", "dpo", "grpo", "ppo")  # that begin with the weights of another run, or make some
+_LAYERS = ("query", "key", "value", "out", "gate", "up", "down")  # of a block of ztk's decoder
+
+
+def lora_faults(config: Config) -> Iterator[str]:
+    """One line per choice that does not go with adapters."""
+    lora = config.lora
+    if lora.rank < 1:
+        return
+    names = [lora.targets] if isinstance(lora.targets, str) else lora.targets
+    if not isinstance(lora.targets, str | list) or not names or not all(isinstance(name, str) for name in names):
+        yield f"lora.targets={lora.targets}: must be all-linear or names, as in lora.targets=[q_proj,v_proj]"
+        return
+    if not is_hugging_face(config.model):
+        yield from _decoder_faults(config, targets=names)
+    elif config.model.init is ModelInit.random:
+        yield f"lora.rank={lora.rank}: adapters beside random frozen weights learn little; use model.init=pretrained, or lora=none"
+
+
+def _decoder_faults(config: Config, *, targets: list[str]) -> Iterator[str]:
+    """Of ztk's own decoder, whose base is in the run's checkpoints."""
+    rank, warm, task = config.lora.rank, config.warm_start, config.task.name
+    if task not in _TASKS:
+        yield (
+            f"lora.rank={rank}: task={task} gives adapters no trained decoder to train beside; use task=sft warm_start.path=RUN, "
+            "model=hf model.path=FOLDER, or lora=none"
+        )
+        return
+    if not warm.steps and warm.path is None and config.checkpoint.resume in (None, "auto"):
+        yield (
+            f"lora.rank={rank}: adapters beside random frozen weights learn little; use warm_start.path=RUN, the folder of a run with the same "
+            "model, or lora=none"
+        )
+    if config.model.experts is not None:
+        yield f"lora.rank={rank}: experts of ztk's decoder are no linear layers; use model=nano or another dense model, or lora=none"
+    for degree in DEGREES:
+        if degree != "tensor" and getattr(config.topology, degree) > 1:
+            yield (
+                f"topology.{degree}={getattr(config.topology, degree)}: adapters beside ztk's decoder train with topology=dp and tp2 alone; "
+                f"use topology.{degree}=1, or lora=none"
+            )
+    for name in targets:
+        if name != "all-linear" and name.rpartition(".")[2] not in _LAYERS:
+            yield (
+                f"lora.targets={name}: layers of ztk's decoder with adapters are {', '.join(_LAYERS)}; name some of them, or use "
+                "lora.targets=all-linear"
+            )
+
+
+def starts_adapted(config: Config) -> bool:
+    """The policy starts with adapters of `warm_start.path`, not with its base."""
+    path = config.warm_start.path
+    if not config.lora.rank or path is None:
+        return False
+    if is_hugging_face(config.model):
+        return True
+    from ztk import checkpoint  # here: torch takes a second
+    from ztk.checkpoint import has_adapters
+
+    try:
+        return has_adapters(path)
+    except checkpoint.CheckpointError:
+        return False  # every rank says what is wrong with it
