@@ -123,7 +123,7 @@ def roll_out(run: Run, *, reporter: Reporter, texts: "Texts", savers: "Savers", 
         scored = score_samples(run, samples=draw(run))
     entropy = {"entropy": run.metrics["entropy"]} if "entropy" in run.metrics else {}  # of the last update
     run.metrics = entropy | measure(run, scored=scored)
-    if config.rollout.show_every and (step == 1 or step % config.rollout.show_every == 0):
+    if _is_shown(step, updates=run.buffer.updates, every=config.rollout.show_every):
         records = texts.write(run, step=step, samples=scored.samples, kl=scored.kl)
         reporter.say(shown(records, step=step))
         reporter.texts(records, step=step)
@@ -133,6 +133,11 @@ def roll_out(run: Run, *, reporter: Reporter, texts: "Texts", savers: "Savers", 
         raise RolloutStopped(f"{fault}. A checkpoint is in {savers.folder}")
     fill(run, scored)
     run.rollouts += 1
+
+
+def _is_shown(step: int, *, updates: int, every: int) -> bool:
+    """Whether texts of a rollout for `updates` steps, of which `step` is the first, are shown: one of them is a multiple of `every`, or 1."""
+    return bool(every) and (step == 1 or (step + updates - 1) // every > (step - 1) // every)
 
 
 class Texts:

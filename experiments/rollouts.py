@@ -224,6 +224,10 @@ def measure(run: Run, *, scored: Scored) -> dict[str, float]:
     table, included = scored.table, scored.included
     lengths = table["length"] - table["finished"]  # the end is no text
     kl = {} if scored.kl is None else {"kl": table["kl"].mean().item()}
+    # A critic compares answers to all prompts, which may have one each: of its samples those of the rollout are a group.
+    has_critic = run.config.advantage.baseline == "critic"
+    groups = torch.zeros_like(scored.groups) if has_critic else scored.groups
+    equal = equal_groups(table["reward"], groups=groups, included=included)
     return {
         "reward": table["reward"][included].mean().item() if included.any() else 0.0,
         **true_reward(run),
@@ -232,7 +236,7 @@ def measure(run: Run, *, scored: Scored) -> dict[str, float]:
         "truncated": 1 - table["finished"].mean().item(),
         "empty": (lengths == 0).double().mean().item(),
         "excluded": 1 - included.double().mean().item(),
-        "equal_groups": scored.equal_groups.double().mean().item(),
+        "equal_groups": equal.double().mean().item(),
     }
 
 

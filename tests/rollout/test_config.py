@@ -83,6 +83,10 @@ def faults(*overrides: str) -> str:
         (("algorithm=dapo",), ("algorithm=dapo has no effect with task=pretrain: use task=grpo or task=ppo",)),
         (("data=prompts",), ("use data=stdlib, or task=grpo",)),
         (("rollout.prompts=3", "kl.coef=0.1"), ("rollout.prompts=3 has no effect here", "kl.coef=0.1 has no effect here")),
+        (
+            ("task=ppo", "rollout.drop_equal_groups=true", "rollout.group_size=1", "rollout.prompts=128"),
+            ("use rollout.drop_equal_groups=false, or rollout.group_size=8",),
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_with_the_fix(overrides, fixes):

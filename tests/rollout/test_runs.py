@@ -217,6 +217,20 @@ def test_a_divergence_takes_part(changes, plain, ranks, tmp_path):
     assert rows[0]["reward"] == others[0]["reward"] and rows[3]["grad_norm"] != others[3]["grad_norm"]
 
 
+def test_texts_are_shown_where_a_rollout_serves_several_steps(ranks, tmp_path):
+    """Rollouts begin at steps 1, 3 and 5, each for two; texts are shown every fourth step, and at the first."""
+    ranks(1).run(play, config=config_of("grpo", folder=tmp_path, rollout__show_every=4, train__steps=6))
+    shown = [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert shown == [1] * 4 + [3] * 4
+
+
+def test_a_critic_needs_one_answer_to_a_prompt(ranks, tmp_path):
+    """Six rollouts: an answer that is alone is no group of equal ones."""
+    given = ("rollout.prompts=16", "rollout.group_size=1")
+    ranks(1).run(play, config=config_of("ppo", *given, folder=tmp_path, train__steps=12))
+    assert {row["equal_groups"] for row in rows_of(tmp_path)} == {0.0}
+
+
 def test_prompts_of_a_file(ranks, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": word, "id": word}) + "\n" for word in ("abc", "de", "fghij")))

@@ -244,6 +244,11 @@ def _algorithm_faults(config: Config) -> Iterator[str]:
         yield f"advantage.baseline={advantage.baseline.value}: task=ppo trains a critic; use task=grpo, or advantage.baseline=critic"
     if critic and advantage.scale is AdvantageScale.group:
         yield "advantage.scale=group: values of a critic have no groups; use advantage.scale=batch"
+    if config.rollout.drop_equal_groups and config.rollout.group_size == 1:
+        yield (
+            "rollout.drop_equal_groups=true: with rollout.group_size=1 every answer would be left out; use rollout.drop_equal_groups=false, or "
+            "rollout.group_size=8"
+        )
     if kl.coef and kl.place is KlPlace.loss and kl.estimator is KlEstimator.k1:
         yield "kl.estimator=k1 has no gradient in the loss (its expectation is zero): use kl.estimator=k3_weighted, or kl.place=reward"
     if kl.coef and kl.place is KlPlace.reward and kl.estimator is KlEstimator.k3_weighted:
