@@ -96,3 +96,20 @@ def test_a_body_must_be_a_json_object(raw):
 def test_messages_have_a_role_and_a_text(messages):
     with pytest.raises(BadRequest, match="messages"):
         read(chat=True, messages=messages)
+
+
+@pytest.mark.parametrize(
+    ("chat", "field", "more"),
+    [
+        (False, "best_of", {"best_of": 5}),
+        (False, "top_logprobs", {"top_logprobs": 3}),
+        (False, "echo", {"echo": True, "stream": True, "logprobs": 1}),
+        (False, "stream_options", {"stream_options": 5}),
+        (True, "echo", {"echo": True}),
+    ],
+)
+def test_what_would_be_left_undone_is_refused(chat, field, more):
+    body = {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "a"}
+    with pytest.raises(BadRequest) as error:
+        read_body(json.dumps(body | more).encode(), chat=chat, usual=SamplingParams())
+    assert error.value.param == field

@@ -7,7 +7,7 @@ from typing import Any
 from ztk.inference import SamplingParams
 
 # Sent by clients, and without effect here.
-_ACCEPTED = {"model", "user", "stream_options", "best_of", "metadata", "store", "service_tier"}
+_ACCEPTED = {"model", "user", "metadata", "store", "service_tier"}
 _SHARED = {
     *(
         "prompt",
@@ -22,7 +22,16 @@ _SHARED = {
         "seed",
         "stop",
     ),
-    *("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "suffix"),
+    *(
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "logprobs",
+        "top_logprobs",
+        "suffix",
+        "stream_options",
+        "best_of",
+    ),
     *("top_k", "min_p", "repetition_penalty", "ignore_eos"),  # vLLM's
 }
 
@@ -71,8 +80,8 @@ def read_body(raw: bytes, *, chat: bool, usual: SamplingParams) -> Asked:
         raise BadRequest(f"unknown field {unknown[0]}: leave it out", param=unknown[0])
     if body.get("suffix"):
         raise BadRequest("suffix is not supported: leave it out", param="suffix")
-    echo = _flag(body, "echo")
-    logprobs = _logprobs(body, chat=chat)
+    _refuse_undone(body, chat=chat, n=usual.n)
+    echo, logprobs = _flag(body, "echo"), _logprobs(body, chat=chat)
     max_tokens = _number(
         body, "max_completion_tokens", kind=int, usual=_number(body, "max_tokens", kind=int, usual=usual.max_tokens)
     )
@@ -103,6 +112,20 @@ def read_body(raw: bytes, *, chat: bool, usual: SamplingParams) -> Asked:
         echo=echo,
         ignores_ends=_flag(body, "ignore_eos"),
     )
+
+
+def _refuse_undone(body: dict, *, chat: bool, n: int) -> None:
+    """Raises BadRequest for a field that would be read and change nothing. n: answers, where the body does not say."""
+    if not isinstance(body.get("stream_options", {}), dict):
+        raise BadRequest("stream_options must be an object", param="stream_options")
+    if body.get("best_of", 1) not in (1, body.get("n", n)):
+        raise BadRequest("best_of is not supported: leave it out, or ask for n answers", param="best_of")
+    if "top_logprobs" in body and not chat:
+        raise BadRequest("top_logprobs is of /chat/completions: send logprobs with the number", param="top_logprobs")
+    if _flag(body, "echo") and chat:
+        raise BadRequest("echo is of /completions: leave it out", param="echo")
+    if _flag(body, "echo") and body.get("logprobs") and _flag(body, "stream"):
+        raise BadRequest("a stream has no log-probabilities of the prompt: leave echo or stream out", param="echo")
 
 
 def _flag(body: dict, name: str) -> bool:
