@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ztk.nn.deferred import DeferredGradients, finish
 from ztk.nn.linear import Linear
+from ztk.nn.lora import LoraPolicy, adapters_off, add_adapters
 
 
 class Model(nn.Module):
@@ -80,3 +81,16 @@ def test_hooks_see_one_gradient_per_parameter():
     loss.backward()
     finish(collected)
     assert seen.count(True) == 1
+
+
+def test_a_layer_with_an_adapter_keeps_it():
+    """Its forward is not the class's: what adds to it would be lost without an error."""
+    model, plain = build(torch.float32), build(torch.float32)
+    for each in (model, plain):
+        add_adapters(each, policy=LoraPolicy(rank=2, alpha=4.0, targets=("first",)), base="")
+        each.first.lora_A.to_empty(device="cpu").default.weight.data.fill_(0.1)
+        each.first.lora_B.to_empty(device="cpu").default.weight.data.fill_(0.1)
+    DeferredGradients().attach(model)
+    assert torch.equal(model(inputs(torch.float32)), plain(inputs(torch.float32)))
+    with adapters_off(plain):
+        assert not torch.equal(model(inputs(torch.float32)), plain(inputs(torch.float32)))

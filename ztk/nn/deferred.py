@@ -37,11 +37,14 @@ class DeferredGradients:
         self.collecting.append((parameter, product))
 
     def attach(self, model: nn.Module) -> None:
-        """Makes the linear layers in `model`, and other modules that can, defer their weight gradients."""
+        """Makes the linear layers in `model`, and other modules that can, defer their weight gradients. Layers whose forward was replaced,
+        as adapters replace it, keep it."""
         for module in model.modules():
             if hasattr(module, "defer_weight_gradients"):
                 # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
                 module.defer_weight_gradients(self)
+            elif "forward" in vars(module):
+                continue
             elif isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, Linear.forward):
                 module.forward = functools.partial(self._forward, module)
 
