@@ -141,7 +141,7 @@ def record(prompt: Prompt, *, answers: list[Completion], opened: Opened, stops: 
     for answer in answers:
         if answer.error is not None:
             raise FloatingPointError(f"{answer.error}; the prompt was {prompt.given}")
-        stream = TextStream(opened.tokenizer, stops=stops)
+        stream = TextStream(opened.tokenizer, stops=stops, prompt=prompt.tokens)
         kept = answer.tokens[:-1] if answer.finish_reason == "stop" else answer.tokens
         text = "".join(stream.push(token) for token in kept) + stream.finish()
         reason = "stop" if stream.stopped else answer.finish_reason

@@ -60,3 +60,18 @@ def test_what_may_begin_a_stop_text_waits():
     stream = TextStream(pieces, stops=("END",))
     assert [stream.push(token) for token in range(7)] == ["a", "", "", "ENa", "", "", ""]
     assert stream.stopped and stream.finish() == ""
+
+
+class Words:
+    """As SentencePiece's decoders: a space before each word, and none at the beginning of what is decoded."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join((" of", " Paris", "ian", " it")[token] for token in tokens).removeprefix(" ")
+
+
+@pytest.mark.parametrize("prompt", [[0], [3, 0], [0] * 20])
+def test_an_answer_begins_with_the_space_behind_its_prompt(prompt):
+    stream = TextStream(Words(), prompt=prompt)
+    assert [stream.push(token) for token in (1, 2, 3)] == [" Paris", "ian", " it"] and stream.finish() == ""
+    stream = TextStream(Words(), prompt=prompt, stops=("ian it",))
+    assert "".join(stream.push(token) for token in (1, 2, 3)) == " Paris" and stream.stopped

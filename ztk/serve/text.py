@@ -1,8 +1,10 @@
 """Tokens to text while they arrive, and texts that end an answer."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 _REPLACED = "\ufffd"
+_BEFORE = 8  # tokens of a prompt's end that are decoded with the answer's first ones
 
 
 class Decoder(Protocol):
@@ -16,15 +18,18 @@ class Decoder(Protocol):
 class TextStream:
     """The text of one answer, piece by piece. Joined pieces are the text of all tokens, up to the first stop text.
 
+    prompt: the tokens before it. Decoders of SentencePiece leave out a space at the beginning of what they decode, which would be the one
+    between prompt and answer.
+
     A piece that ends in the middle of a character waits for the rest of it, one that may be the beginning of a stop text until that is
     decided.
     """
 
-    def __init__(self, decoder: Decoder, *, stops: tuple[str, ...] = ()) -> None:
+    def __init__(self, decoder: Decoder, *, stops: tuple[str, ...] = (), prompt: Sequence[int] = ()) -> None:
         self._decoder, self._stops = decoder, tuple(stop for stop in stops if stop)
-        self._tokens: list[int] = []
+        self._tokens = list(prompt[-_BEFORE:])
         self._context = 0  # tokens from here on are decoded: those before changed nothing of what follows
-        self._decoded = 0  # tokens whose text is in `_waiting` or was returned
+        self._decoded = len(self._tokens)  # tokens whose text is in `_waiting`, was returned, or is the prompt's
         self._waiting = ""
         self.stopped = False
 
