@@ -153,7 +153,9 @@ def test_prompts_are_cut_at_either_end(tmp_path):
         fitted(records, most=0, seq_len=5, cut=Truncation.left)
 
 
-def test_first_weights_that_contradict_each_other_are_refused(tmp_path):
+def test_first_weights_that_contradict_each_other_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("ztk.checkpoint.has_adapters", lambda path: True)
+
     def faults(*overrides: str) -> str:
         with pytest.raises(ConfigError) as caught:
             compose("task=grpo", *overrides, output_dir="/run", machine=Machine(gpus=0, cores=2))
