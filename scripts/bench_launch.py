@@ -120,7 +120,10 @@ def usual_bound(bound: Bound, *tensors: object) -> object:
 def launches_of(call: Callable[[], object]) -> list[tuple]:
     """(kernel, what its launch is called with) of what `call` launches."""
     noted: list[tuple] = []
-    note = lambda *given: noted.append(given)  # noqa: E731
+
+    def note(*given: object) -> None:
+        noted.append(given)
+
     with mock.patch.object(Prepared, "launch", note), mock.patch.object(Bound, "launch", note):
         call()
     return noted

@@ -32,6 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from streaming_deepspeed import rate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -199,15 +200,7 @@ def measure_accelerate(given: argparse.Namespace) -> dict[str, float]:
     model.register_forward_pre_hook(lambda module, own: empty_cache(folder))
     tokens = torch.tensor(prompts(given.sequences))
     count = max(2, given.tokens // 4)
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(tokens)}
-
-    def seconds(new: int) -> float:
-        started = time.perf_counter()
-        model.generate(tokens, max_new_tokens=new, min_new_tokens=new, **options)
-        return time.perf_counter() - started
-
-    first = seconds(1)
-    found = given.sequences * (count - 1) / (seconds(count) - first)
+    found = rate(model, tokens=tokens, count=count)
     shutil.rmtree(folder)
     return {"tokens_per_second": found}
 

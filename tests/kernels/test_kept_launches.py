@@ -30,7 +30,10 @@ def launches(spec: OpSpec, *, anew: bool) -> list[tuple]:
     anew: nothing is known from the calls before.
     """
     noted, known = [], kept_functions() if anew else []
-    note = lambda bound, *tensors: noted.append((what, bound.grid, bound.numbers, bound.prepared.named))  # noqa: E731
+
+    def note(bound: Bound, *tensors: object) -> None:
+        noted.append((what, bound.grid, bound.numbers, bound.prepared.named))
+
     with (
         mock.patch.object(Bound, "launch", note),
         mock.patch.object(InterpretedFunction, "__getitem__", mock.MagicMock()),

@@ -88,6 +88,16 @@ def test_a_bound_call_that_is_known_looks_at_tensors_only():
         assert len(prepared) == 3
 
 
+def _observe(what: str, *, kernel, patch: pytest.MonkeyPatch) -> None:
+    """Sets what looks at every launch, if `what` names such a thing."""
+    if what == "hook":
+        patch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
+    elif what == "debug":
+        patch.setattr(knobs.runtime, "debug", True)
+    elif what == "pre-run hook":
+        kernel.add_pre_run_hook(lambda *args, **named: None)
+
+
 @pytest.mark.parametrize("what", ["hook", "pre-run hook", "debug", "AMD"])
 def test_a_bound_call_that_the_key_does_not_see_takes_the_long_way(what):
     kernel, x, prepared = _kernel(), torch.zeros(8), []
@@ -96,12 +106,7 @@ def test_a_bound_call_that_the_key_does_not_see_takes_the_long_way(what):
         if what == "AMD":
             patch.setattr(type(driver), "get_current_target", lambda self: GPUTarget("hip", "gfx942", 64))
         bound.launch(x, x)
-        if what == "hook":
-            patch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
-        elif what == "debug":
-            patch.setattr(knobs.runtime, "debug", True)
-        elif what == "pre-run hook":
-            kernel.add_pre_run_hook(lambda *args, **named: None)
+        _observe(what, kernel=kernel, patch=patch)
         launch = Prepared.launch
         patch.setattr(Prepared, "launch", lambda *args: prepared.append(1) or launch(*args))
         bound.launch(x, x)
@@ -136,12 +141,7 @@ def test_what_the_key_does_not_see_takes_tritons_way(what):
         elif what == "float":
             named["FLAG"] = 0.0
         kernel[(1,)](*args, **named)
-        if what == "hook":
-            patch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
-        elif what == "debug":
-            patch.setattr(knobs.runtime, "debug", True)
-        elif what == "pre-run hook":
-            kernel.add_pre_run_hook(lambda *args, **named: None)
+        _observe(what, kernel=kernel, patch=patch)
         patch.setattr(JITFunction, "run", lambda *args, **named: ordinary.append(1))
         kernel[(1,)](*args, **named)
     assert ordinary == [1]
