@@ -1,7 +1,7 @@
 """A launch that was kept is that of its sizes: grid, numbers, constexprs and options are those that a launcher computes anew."""
 
 import functools
-import gc
+import inspect
 import itertools
 import sys
 from typing import Any
@@ -13,6 +13,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from ztk.kernels import ALL_OPS, _empty, rms_norm, rope
 from ztk.kernels._jit import Bound
+from ztk.kernels._library import LAUNCHERS
 from ztk.kernels._machine import MACHINES, assume
 from ztk.kernels._record import _Launching, _tensors
 from ztk.kernels._spec import OpSpec
@@ -62,9 +63,14 @@ def shapes(spec: OpSpec) -> list[tuple[int, ...]]:
 
 
 def kept_functions() -> list[Any]:
-    """What remembers results in the kernels' modules, closures included."""
-    found = (value for value in gc.get_objects() if type(value) is functools._lru_cache_wrapper)
-    return [function for function in found if function.__module__.startswith("ztk.kernels")]
+    """What remembers results in the kernels' modules, launchers' closures included."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("ztk.kernels")]
+    cells = itertools.chain.from_iterable(launcher.__closure__ or () for launcher in LAUNCHERS.values())
+    values = [
+        *itertools.chain.from_iterable(vars(module).values() for module in modules),
+        *(cell.cell_contents for cell in cells),
+    ]
+    return list({id(value): value for value in values if type(value) is functools._lru_cache_wrapper}.values())
 
 
 @pytest.mark.parametrize("name", BOUND)
@@ -72,6 +78,13 @@ def test_a_kept_launch_is_that_of_its_sizes(name):
     computed = launches(SPECS[name], anew=True)
     assert computed and launches(SPECS[name], anew=False) == computed
     assert len({repr(launch[1:]) for launch in computed}) > 2  # the cases differ
+
+
+def test_all_that_is_kept_is_found():
+    found = {function.__module__ for function in kept_functions()}
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("ztk.kernels.")]
+    assert {module.__name__ for module in modules if "@kept" in inspect.getsource(module)} <= found
+    assert {"ztk.kernels.rms_norm", "ztk.kernels._glu"} <= found  # the latter's is in closures of launchers
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3], ids=["machine", "rows", "columns", "eps"])
