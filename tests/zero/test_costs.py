@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.zero.models import DTYPES, Block, Layout, build, train
+from tests.zero.models import DTYPES, Block, Layout, Run, build, train
 from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
 from ztk.parallel import parallelize
@@ -115,6 +115,31 @@ def test_prefetching_follows_the_size_of_the_model(ranks):
     )
     assert follows.digest == fixed.digest
     assert follows.memory["device"]["gathered"] < fixed.memory["device"]["gathered"]
+
+
+def live_run(process, *, live: int | None, ahead: int) -> Run:
+    """Of a deep model whose units would all stay gathered."""
+    model = build()
+    model.blocks = nn.ModuleList(Block(odd=0) for _ in range(12))
+    zero = {
+        "bucket_size": 10**6,
+        "prefetch_bucket_size": ahead,
+        "max_reuse_distance": 10**9,
+        "max_live_parameters": live,
+    }
+    return train(process, layout=Layout(stage=3, zero=zero), steps=3, plain=True, model=model)
+
+
+def test_live_parameters_follow_the_size_of_the_model(ranks):
+    """DeepSpeed's 1,000,000,000 elements keep all of a small model; by default no more than half stays, beside the unit in use. What is
+    gathered ahead on request has room. The bits stay."""
+    fixed, follows, ahead = (
+        ranks(2).run(live_run, live=live, ahead=ahead)[0] for live, ahead in ((10**9, 0), (None, 0), (None, 10**6))
+    )
+    assert fixed.digest == follows.digest == ahead.digest
+    all_of_it, half, on_request = (run.memory["device"]["gathered"] for run in (fixed, follows, ahead))
+    assert all_of_it == on_request >= 4 * fixed.padded
+    assert all_of_it / 4 < half <= all_of_it * (1 / 2 + 1 / 12)
 
 
 def passing_bytes(process, *, layers: int) -> int:

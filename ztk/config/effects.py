@@ -113,7 +113,6 @@ EFFECTS = (
     Effect(
         keys=keys_of(
             "zero",
-            "max_live_parameters",
             "max_reuse_distance",
             "param_persistence_threshold",
             "quantized_weights",
@@ -129,7 +128,10 @@ EFFECTS = (
         required=False,
     ),
     Effect(
-        keys=("zero.prefetch_bucket_size",), when=lambda c, m: c.zero.stage == 3, only="zero=stage3", required=False
+        keys=keys_of("zero", "prefetch_bucket_size", "max_live_parameters"),
+        when=lambda c, m: c.zero.stage == 3,
+        only="zero=stage3",
+        required=False,
     ),
     Effect(
         keys=keys_of("offload", "buffer_count", "buffer_bytes"),

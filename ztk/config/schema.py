@@ -133,7 +133,9 @@ class ZeroConfig:
         default=None,
     )
     max_live_parameters: int | None = key(
-        "nothing is gathered ahead while this many elements are gathered", default=None
+        "nothing is gathered ahead while this many elements are gathered, and no more stay for their next use; null: half of the model's, or "
+        "what is in use and gathered ahead if that is more, at most 1,000,000,000; rollouts and batches of pipelines then keep that many",
+        default=None,
     )
     max_reuse_distance: int | None = key(
         "a unit stays gathered if it is used again within this many elements", default=None

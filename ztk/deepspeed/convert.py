@@ -278,12 +278,12 @@ def to_ds_config(config: Mapping) -> dict:
     }
     if zero["stage"] == 3:
         made["zero_optimization"] |= {
-            "stage3_max_live_parameters": zero["max_live_parameters"],
             "stage3_max_reuse_distance": zero["max_reuse_distance"],
             "stage3_param_persistence_threshold": zero["param_persistence_threshold"],
         }
-        if zero["prefetch_bucket_size"] is not None:  # which follows the model's size, and DeepSpeed's does not
-            made["zero_optimization"]["stage3_prefetch_bucket_size"] = zero["prefetch_bucket_size"]
+        for name in ("prefetch_bucket_size", "max_live_parameters"):
+            if zero[name] is not None:  # which follows the model's size, and DeepSpeed's does not
+                made["zero_optimization"][f"stage3_{name}"] = zero[name]
     names = {
         "quantized_weights": "zero_quantized_weights",
         "quantized_gradients": "zero_quantized_gradients",

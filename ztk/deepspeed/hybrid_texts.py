@@ -140,7 +140,7 @@ class EngineTexts:
             devices=frozenset({process.device.type}),
             dtypes=frozenset(parameter.dtype for parameter in self._model.parameters()),
             elements=self._engine.num_parameters,
-            most_elements=zero.policy.max_live_parameters if self._shards else None,
+            most_elements=zero.policy.max_kept_parameters if self._shards else None,
             free_bytes=free_memory() // process.local_world_size,
         )
 

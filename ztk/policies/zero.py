@@ -6,6 +6,8 @@ from typing import Protocol
 
 from ztk.policies.ranges import COUNT, SIZE, SIZE_OR_ZERO, Range, range_faults, refuse
 
+MAX_LIVE_PARAMETERS = 1_000_000_000  # elements, DeepSpeed's default
+
 RANGES = {
     "stage": Range(low=0, high=3),
     "bucket_size": SIZE,
@@ -33,7 +35,9 @@ class ZeroPolicy:
     bucket_size: a unit with more elements is split into several flat buffers (a parameter is never split).
     prefetch_bucket_size: stage 3: how many elements are gathered ahead of their use, one bucket at least unless it is 0; None: a sixteenth
         of the model's, at most 50,000,000, and 0 where a bucket has more than an eighth of it. A fixed number gathers all of a small model.
-    max_live_parameters: stage 3: prefetching stops when this many elements are gathered.
+    max_live_parameters: stage 3: prefetching stops when this many elements are gathered, and no more stay for their next use; None: half
+        of the model's, or what the root, the largest unit and the elements gathered ahead of their use take, if that is more, at most
+        1,000,000,000, which is also what a rollout or a batch of a pipeline keeps gathered then.
     max_reuse_distance: stage 3: a unit stays gathered if it is used again within this many elements.
     param_persistence_threshold: stage 3: parameters with at most this many elements are never sharded.
     overlap_gather: stages 1 and 2: the next forward begins while updated parameters are gathered, and waits per bucket at its first use.
@@ -53,7 +57,7 @@ class ZeroPolicy:
     stage: int = 0
     bucket_size: int = 500_000_000
     prefetch_bucket_size: int | None = 50_000_000
-    max_live_parameters: int = 1_000_000_000
+    max_live_parameters: int | None = MAX_LIVE_PARAMETERS
     max_reuse_distance: int = 0
     param_persistence_threshold: int = 0
     quantized_weights: bool = False
@@ -64,6 +68,11 @@ class ZeroPolicy:
 
     def __post_init__(self) -> None:
         refuse(self._faults())
+
+    @property
+    def max_kept_parameters(self) -> int:
+        """Elements that stay gathered for many passes: in a rollout, in a batch of a pipeline."""
+        return MAX_LIVE_PARAMETERS if self.max_live_parameters is None else self.max_live_parameters
 
     def _faults(self) -> Iterator[str]:
         yield from range_faults(self, section="zero", ranges=RANGES)

@@ -51,7 +51,7 @@ def settle_weights(engine: Engine, *, free_bytes: int | None = None) -> SettledW
     own = _free_bytes(engine) if free_bytes is None else free_bytes
     numbers = torch.tensor([float(own)], dtype=torch.float64, device=engine.process.device)
     least = engine.process.comm.gather_scalars(numbers, label="free memory").min().item()
-    limit = engine.zero.policy.max_live_parameters
+    limit = engine.zero.policy.max_kept_parameters
     if elements > limit:
         return SettledWeights(
             weights=RolloutWeights.streamed,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ztk.buckets.bucket import Bucket
 from ztk.buckets.context import ZeroContext
 from ztk.buckets.residency import ParameterState
+from ztk.policies.zero import MAX_LIVE_PARAMETERS
 from ztk.runtime.dispatch_modes import without_dispatch_modes
 from ztk.zero.trace import UseTrace
 
@@ -41,6 +42,9 @@ class Gathering:
         self._prefetched_elements = self._policy.prefetch_bucket_size
         if self._prefetched_elements is None:
             self._prefetched_elements = _usual_prefetch([bucket.size for bucket in self._buckets])
+        self._max_live = self._policy.max_live_parameters
+        if self._max_live is None:
+            self._max_live = self._usual_live()
         self._by_storage: dict[int, Bucket] = {}  # identity of a full buffer's storage -> its bucket
         self._trace_with_gradients, self._trace_without = UseTrace(), UseTrace()
         self._trace = self._trace_with_gradients
@@ -112,12 +116,11 @@ class Gathering:
 
     @contextmanager
     def keep_unsharded(self) -> Iterator[None]:
-        """Inside, buckets are gathered once for many passes and stay, as many as `max_live_parameters` allows.
+        """Inside, buckets are gathered once for many passes and stay, as many as `max_kept_parameters` allows.
 
         The others are gathered for every pass. Room for the largest unit, and for one of that size that is prefetched, is kept free.
         """
-        limit = self._policy.max_live_parameters
-        largest = max((sum(bucket.size for bucket in unit.buckets) for unit in self.units), default=0)
+        limit, largest = self._policy.max_kept_parameters, max(map(_size, self.units), default=0)
         room = limit if sum(bucket.size for bucket in self._buckets) <= limit else limit - 2 * largest
         for bucket in self._buckets:
             room -= bucket.size
@@ -177,7 +180,7 @@ class Gathering:
     def _is_reused_soon(self, bucket: Bucket) -> bool:
         distance = self._trace.distance_to(bucket)
         within = distance is not None and 0 < self._policy.max_reuse_distance >= distance
-        return within and self._pool.elements_in_use <= self._policy.max_live_parameters
+        return within and self._pool.elements_in_use <= self._max_live
 
     def _release_passed(self) -> None:
         """Releases frozen buckets that the backward does not use again. They have no gradient whose completion releases them."""
@@ -191,14 +194,24 @@ class Gathering:
         for bucket in self._trace.ahead():
             if bucket.residency.is_used:
                 continue
-            if budget <= 0 or self._pool.elements_in_use + bucket.size > self._policy.max_live_parameters:
+            if budget <= 0 or self._pool.elements_in_use + bucket.size > self._max_live:
                 return
             self._start_gather(bucket)
             budget -= bucket.size  # after the start: a budget smaller than a bucket still prefetches one bucket
 
+    def _usual_live(self) -> int:
+        """Elements; what is in use anyway, and one more prefetch, always have room."""
+        *blocks, root = map(_size, self.units) if self.units else [0]
+        in_use = root + max(blocks, default=0) + self._prefetched_elements
+        return min(MAX_LIVE_PARAMETERS, max(sum(bucket.size for bucket in self._buckets) // 2, in_use))
+
     @without_dispatch_modes
     def _start_gather(self, bucket: Bucket) -> None:
         bucket.residency.start_gather()
+
+
+def _size(unit: Unit) -> int:
+    return sum(bucket.size for bucket in unit.buckets)
 
 
 def _usual_prefetch(sizes: list[int]) -> int:
