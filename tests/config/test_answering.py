@@ -46,10 +46,6 @@ def test_ranks_share_layers(words):
         ("topology=tp2_pp2", "topology.pipeline=2: task=generate cuts layers between ranks, and nothing else"),
         ("weights=fp8", "inference.weights=fp8 is of the cache of blocks: add inference.cache=blocks"),
         ("weights=bf16", "inference.weights=bf16 is of the cache of blocks"),
-        (
-            "inference.cache_tokens=640",
-            "inference.cache_tokens=640 is of the cache of blocks: add inference.cache=blocks",
-        ),
         ("inference.cache_dtype=fp8", "inference.cache_dtype=fp8 is of the cache of blocks"),
         ("inference.exact=false", "inference.exact=false is of the cache of blocks"),
         ("inference.cache=pages", "inference.cache=pages"),
@@ -63,6 +59,14 @@ def test_ranks_share_layers(words):
 )
 def test_what_cannot_act_is_refused(words, more, message):
     assert any(message in fault for fault in faults(*words, more))
+
+
+def test_a_plan_gives_the_cache_its_memory(words):
+    assert composed(*words, "inference.cache_tokens=640").inference.cache_tokens == 640
+    assert any(
+        "inference.cache_tokens=640: with offload=nvme the plan gives the cache its memory" in fault
+        for fault in faults(*words, "inference.cache_tokens=640", "offload=nvme")
+    )
 
 
 def test_a_gpu_has_a_cache_of_blocks(words):

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -24,21 +25,28 @@ def fingerprint(tokens: list[int], logprobs: list[float]) -> str:
     return hashlib.sha256(repr((tokens, [value.hex() for value in logprobs])).encode()).hexdigest()[:16]
 
 
-def alone(model: nn.Module, **policy: object) -> list[list[str]]:
+def alone(model: nn.Module, *, requests: list = REQUESTS, **policy: object) -> list[list[str]]:
     """Each request by itself, in a new engine, its prompt in one piece."""
     found = []
-    for prompt, sampling in REQUESTS:
+    for prompt, sampling in requests:
         answers = Generator(model, policy=InferencePolicy(**policy)).generate([prompt], sampling=sampling)[0]
         found.append([fingerprint(answer.tokens, answer.logprobs.tolist()) for answer in answers])
     return found
 
 
 def run_schedule(
-    model: nn.Module, *, seed: int, comm: Comm | None = None, **policy: object
+    model: nn.Module,
+    *,
+    seed: int,
+    comm: Comm | None = None,
+    requests: list = REQUESTS,
+    watch: Callable[[Generator], None] = lambda generator: None,
+    **policy: object,
 ) -> tuple[list[list[str]], Generator]:
     """All requests in one engine, in the order and at the steps that `seed` draws; and the engine.
 
-    comm: of ranks that share the model, each of which makes the call; nothing is returned on those that follow."""
+    comm: of ranks that share the model, each of which makes the call; nothing is returned on those that follow. watch: is called after each
+    step."""
     chance = random.Random(seed)
     own, draft = random.Random(f"draft {seed}"), None
     if policy.get("weights") != "fp8" and own.random() < 1 / 3:  # fp8 is of GPUs' blocks, a draft model of slabs
@@ -58,7 +66,7 @@ def run_schedule(
     if generator.follows:
         generator.follow()
         return [], generator
-    left = [(number, *request) for number, request in enumerate(REQUESTS)]
+    left = [(number, *request) for number, request in enumerate(requests)]
     chance.shuffle(left)
     neighbours = 4
     started: dict[int, int] = {}  # request of the engine -> number here
@@ -70,6 +78,7 @@ def run_schedule(
                 tokens, logprobs = answers.setdefault((started[output.request_id], output.sample), ([], []))
                 tokens.append(output.token)
                 logprobs.append(float(torch.tensor(output.logprob, dtype=torch.float32)))
+        watch(generator)
 
     while left or generator.has_work:
         if left and chance.random() < 0.4:
@@ -86,6 +95,6 @@ def run_schedule(
     generator.close()
     found = [
         [fingerprint(*answers[number, sample]) for sample in range(sampling.n)]
-        for number, (_, sampling) in enumerate(REQUESTS)
+        for number, (_, sampling) in enumerate(requests)
     ]
     return found, generator

@@ -314,7 +314,6 @@ def test_a_layer_that_is_not_finite_is_named_and_its_blocks_are_not_found_again(
     "policy, message",
     [
         ({"weights": "fp8"}, "inference.weights=fp8 is of the cache of blocks"),
-        ({"cache_tokens": 640}, "inference.cache_tokens=640 is of the cache of blocks"),
         ({"cache_dtype": "fp8"}, "inference.cache_dtype=fp8 is of the cache of blocks"),
         ({"exact": False}, "inference.exact=false is of the cache of blocks"),
         ({"cache": "blocks", "cache_tokens": 128}, "128 tokens in blocks of 64, and one sequence may have 256"),

@@ -9,6 +9,7 @@ import ztk
 from tests.inference.models import VOCABULARY, build, build_decoder
 from tests.inference.schedules import run_schedule
 from tests.inference.test_own_modules import OTHERS, build_other
+from tests.inference.test_room import LONG, UNIT
 from ztk.inference import Generator, InferencePolicy, SamplingParams, probe
 from ztk.inference.block_cache import BlockCache
 from ztk.inference.cut import Cut
@@ -71,6 +72,19 @@ def schedules_of_leader(process: ztk.Process, *, name: str, seeds: list[int], we
         shared = run_schedule(model, seed=seed, weights=weights, comm=process.comm)
         found.append(shared[0])
     return found
+
+
+def schedules_in_little_memory(process: ztk.Process, *, seeds: list[int]) -> list:
+    """Long texts by two ranks, for one of which there is memory, or for three short ones."""
+    model = build_decoder(max_seq_len=1024)
+    return [
+        run_schedule(model, seed=seed, requests=LONG, comm=process.comm, cache_tokens=3 * UNIT)[0] for seed in seeds
+    ]
+
+
+def test_ranks_lay_their_slabs_out_alike(ranks):
+    first, *others = ranks(2).run(schedules_in_little_memory, seeds=[0, 1])[0]
+    assert all(other == first for other in others)
 
 
 @pytest.mark.parametrize(("name", "weights"), [("native", "stored"), ("mixtral", "int4"), ("smollm3", "int8")])

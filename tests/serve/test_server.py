@@ -4,6 +4,8 @@ import asyncio
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import httpx
@@ -28,12 +30,12 @@ class Chatting(_Bytes):
         return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>")
 
 
-def start(*, tokenizer, policy=None, slots=4):
+def start(*, tokenizer, policy=None, **inference):
     """A server on a free port: its address, the generator, and what ends it."""
     torch.manual_seed(3)
     config = DecoderConfig(vocab_size=300, dim=32, layers=2, heads=2, kv_heads=1, hidden_dim=64, max_seq_len=MAX_LEN)
     opened = Opened(name="tiny", module=Decoder(config).eval(), tokenizer=tokenizer, ends=(), vocabulary=128)
-    generator = Generator(opened.module, policy=InferencePolicy(max_sequences=slots))
+    generator = Generator(opened.module, policy=InferencePolicy(**{"max_sequences": 4} | inference))
     server = Server(
         generator,
         opened=opened,
@@ -207,7 +209,7 @@ def test_models_health_and_page(running, client):
 
 def test_a_key_is_asked_for_and_waiting_prompts_are_bounded():
     """One place, one waiting prompt: the next is refused with Retry-After, which OpenAI's client follows by itself."""
-    server = start(tokenizer=_Bytes(), policy=ServePolicy(api_key="secret", max_waiting=1), slots=1)
+    server = start(tokenizer=_Bytes(), policy=ServePolicy(api_key="secret", max_waiting=1), max_sequences=1)
     try:
         refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
         assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
@@ -233,6 +235,39 @@ def test_a_key_is_asked_for_and_waiting_prompts_are_bounded():
             f"{server.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]}, headers=headers
         )
         assert found.status_code == 400 and "no chat template" in found.json()["error"]["message"]
+    finally:
+        server.stop()
+
+
+def test_who_finds_no_memory_waits_and_who_never_could_is_refused(monkeypatch):
+    """Memory for two short sequences or a long one: the long one waits for the short ones, the next is refused with 429."""
+    server = start(tokenizer=_Bytes(), policy=ServePolicy(max_waiting=1), cache_tokens=512)
+    ask = partial(httpx.post, f"{server.url}/v1/completions", timeout=PATIENCE_SECONDS)
+    goes_on, step = threading.Event(), server.generator.step
+    goes_on.set()
+    monkeypatch.setattr(server.generator, "step", lambda: goes_on.wait(PATIENCE_SECONDS) and step())
+    try:
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 250, "stream": True}
+        ) as first:
+            lines = first.iter_lines()
+            next(lines)
+            goes_on.clear()
+            with ThreadPoolExecutor(1) as other:
+                long = other.submit(ask, json={"prompt": "b" * 300, "max_tokens": 2})
+                wait_until(lambda: server.server._loop.waiting == 1)
+                refused = ask(json={"prompt": "c", "max_tokens": 2})
+                assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+                goes_on.set()
+                assert list(lines)[-2] == "data: [DONE]"
+                assert long.result().json()["usage"]["completion_tokens"] == 2
+    finally:
+        server.stop()
+    server = start(tokenizer=_Bytes(), cache_tokens=256)
+    try:
+        found = httpx.post(f"{server.url}/v1/completions", json={"prompt": "b" * 250, "max_tokens": 7})
+        message = found.json()["error"]["message"]
+        assert found.status_code == 400 and "need 131072 bytes" in message and "may take 65536" in message
     finally:
         server.stop()
 

@@ -74,7 +74,7 @@ class InferenceConfig:
         default=None,
     )
     cache_tokens: int | None = key(
-        "tokens of all sequences together in a cache of blocks; null: what fits into 80 % of the free memory",
+        "tokens of all sequences together that there is memory for; others wait; null: what fits into the free memory",
         default=None,
     )
     cache_dtype: CacheFormat | None = key(

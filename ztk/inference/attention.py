@@ -141,6 +141,11 @@ class Scratch:
         """No view of a cache is kept: its memory is about to be replaced."""
         self._kept.clear()
 
+    def release(self) -> None:
+        """As `forget`, and the memory is given back: sequences have other lengths from now on."""
+        self._kept.clear()
+        self._flat.clear()
+
     def take(self, name: str, *, shape: tuple[int, ...]) -> Tensor:
         """Memory under this name, fp32 of `shape`, with any content; shared with who takes the same name."""
         numel = math.prod(shape)

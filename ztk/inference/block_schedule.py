@@ -7,6 +7,7 @@ from ztk.inference.block_cache import BlockCache
 from ztk.inference.block_pool import BlockPool
 from ztk.inference.draft import DraftModel, common_length
 from ztk.inference.policy import InferencePolicy
+from ztk.inference.room import Room
 from ztk.inference.schedule import Scheduler, Sequence, Work
 
 
@@ -17,8 +18,17 @@ class BlockScheduler(Scheduler):
     (Kwon et al. 2023, swapping). It waits in front of all new ones, and goes on where it was.
     """
 
-    def __init__(self, policy: InferencePolicy, *, cache: BlockCache, drafts: DraftModel | None = None) -> None:
+    def __init__(
+        self,
+        policy: InferencePolicy,
+        *,
+        cache: BlockCache,
+        drafts: DraftModel | None = None,
+        draft_room: Room | None = None,
+    ) -> None:
+        """draft_room: what the draft model's own slabs may take; None: there is no draft model."""
         super().__init__(policy, cache=cache, drafts=drafts)
+        self._draft_room = draft_room
         self._blocks = cache
         self.pool = BlockPool(cache.blocks, tables=cache.tables)
         self._saved: dict[Sequence, list[Any]] = {}  # copies of preempted sequences' blocks
@@ -78,6 +88,12 @@ class BlockScheduler(Scheduler):
         self.pool.share(sequence.slot, blocks=blocks)
         self.running.append(sequence)
         self.advance(sequence, computed=computed)
+        if self._draft_model is not None and self._drafts_fit(sequence.longest):
+            self._draft_model.reserve(sequence.longest)
+
+    def _drafts_fit(self, positions: int) -> bool:
+        """Sequences that the draft model has no room for go on without drafts."""
+        return self._draft_room is not None and self._draft_room.most(positions) == self._draft_room.slots
 
     def _leave(self, sequence: Sequence, *, keep: bool) -> None:
         self.running.remove(sequence)

@@ -14,7 +14,7 @@ from ztk.inference.policy import SamplingParams
 from ztk.inference.sample import draw
 from ztk.inference.steps import Span
 
-_PROMPT_TOKENS = 2048  # computed at one time
+PROMPT_TOKENS = 2048  # computed at one time
 
 
 class Drafted(Protocol):
@@ -35,11 +35,21 @@ class DraftModel:
         self._cache = model.new_cache(slots=slots)
         self._contents: list[list[int]] = [[] for _ in range(slots)]
 
+    def arrange(self, *, slots: int, positions: int) -> None:
+        """Lays the cache out as the engine's."""
+        self._cache.arrange(slots=slots, positions=positions)
+        kept = [contents[:positions] for contents in self._contents[:slots]]
+        self._contents = kept + [[] for _ in range(slots - len(kept))]
+
+    def reserve(self, positions: int) -> None:
+        """Room for so many tokens of each sequence."""
+        self._cache.reserve(positions)
+
     def propose(self, asked: list[tuple[Drafted, int]]) -> list[list[int]]:
-        """For each sequence up to so many tokens that may come next; fewer where the draft model takes no more, or its logits are not
-        finite."""
+        """For each sequence up to so many tokens that may come next; fewer where the draft model takes no more, its cache has no room for
+        more, or its logits are not finite."""
         drafts: list[list[int]] = [[] for _ in asked]
-        limit = self.model.description.max_len
+        limit = min(self.model.description.max_len, self._cache.positions)
         counts = [min(count, limit - len(sequence.tokens)) for sequence, count in asked]
         self._compute_prompts([sequence for (sequence, _), count in zip(asked, counts, strict=True) if count > 0])
         for step in range(max(counts, default=0)):
@@ -59,9 +69,8 @@ class DraftModel:
         for sequence in sequences:
             wanted, held = sequence.tokens[:-1], self._contents[sequence.slot]
             start = common_length(held, other=wanted)
-            self._cache.reserve(len(sequence.tokens) + self.count)
             while start < len(wanted):
-                part = wanted[start : start + _PROMPT_TOKENS]
+                part = wanted[start : start + PROMPT_TOKENS]
                 span = Span(slot=sequence.slot, start=start, length=len(part), row=0)
                 self.model.step_logits(torch.tensor(part), spans=[span], cache=self._cache, rows=[])
                 start += len(part)

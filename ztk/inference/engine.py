@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ztk.inference.block_cache import BlockCache
-from ztk.inference.block_opening import block_cache, find_scales
+from ztk.inference.block_opening import find_scales
 from ztk.inference.block_schedule import BlockScheduler
-from ztk.inference.cache import Cache
-from ztk.inference.draft import DraftModel
 from ztk.inference.graphs import DecodeGraphs, graphs_of
 from ztk.inference.lines import is_finite, lines_of
 from ztk.inference.opening import TrainingEngine, UnreadModel, from_module, from_packed, reopened, settled
@@ -25,7 +23,8 @@ from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogp
 from ztk.inference.probe import check_model, check_module, settle_products
 from ztk.inference.ranks import Ranks, computing, opening
 from ztk.inference.sample import Drawn, draw, likeliest
-from ztk.inference.schedule import Scheduler, Sequence, Work
+from ztk.inference.schedule import Sequence, Work
+from ztk.inference.sharing import draft_of, shared_memory
 from ztk.inference.steps import Span
 from ztk.runtime.comm import Comm
 
@@ -83,33 +82,20 @@ class Generator:
             self._lone = check_model(self._model)
             settle_products(self._model, exact=self._lone)
             self.max_len = min(self.policy.max_model_len or self.description.max_len, self.description.max_len)
-            self._cache, self._scheduler = self._memory(drafts=self._drafts(draft))
+            drafts = draft_of(draft, policy=self.policy, vocabulary=self.description.vocab_size, follows=self.follows)
+        with opening(self._ranks):  # all have come so far, and agree on its size
+            self._cache, self._scheduler = shared_memory(
+                self._model,
+                policy=self.policy,
+                positions=self.max_len,
+                plan=self.plan,
+                drafts=drafts,
+                ranks=self._ranks,
+            )
         self._graphs: DecodeGraphs | None = graphs_of(self._model, cache=self._cache)
         self._sequences: dict[int, list[Sequence]] = {}  # by request
         self._ids = itertools.count()
         self._closed = False
-
-    def _drafts(self, module: nn.Module | None) -> DraftModel | None:
-        """The draft model, with weights of the same format."""
-        count = self.policy.draft_tokens
-        if (module is None) != (count == 0):
-            raise ValueError(
-                f"inference.draft_tokens={count} {'without' if module is None else 'with'} a draft model: give both, or neither"
-            )
-        if module is None or self.follows:
-            return None
-        if self.policy.weights == "fp8" or any(parameter.device.type != "cpu" for parameter in module.parameters()):
-            raise ValueError(
-                "the draft model is computed on the CPU, with weights as stored, int8 or int4: pass one that is there"
-            )
-        policy = InferencePolicy(weights=self.policy.weights, cache="slabs", device="cpu")
-        model = from_module(module, policy=policy).model
-        assert not isinstance(model, OverBlocks), "it has slabs"
-        size, own = model.description.vocab_size, self.description.vocab_size
-        if size != own:
-            raise ValueError(f"the draft model has {size} tokens and the model {own}: use one with the same tokenizer")
-        settle_products(model, exact=check_model(model))
-        return DraftModel(model, slots=self.policy.max_sequences, count=count)
 
     # Complete answers
 
@@ -183,9 +169,13 @@ class Generator:
         Raises:
             ValueError: an empty prompt, a token outside the vocabulary, or more tokens than the model takes.
         """
-        self._check(prompt, limit=sampling.max_tokens, biased=sampling.logit_bias)
+        self.check(prompt, sampling=sampling)
         first = self._enqueue(prompt, sampling=sampling, limit=sampling.max_tokens)[0]
         return Request(id=first.request_id, prompt=list(prompt), sampling=sampling)
+
+    def check(self, prompt: list[int], *, sampling: SamplingParams) -> None:
+        """Raises ValueError for a request that `submit` refuses. From any thread."""
+        self._check(prompt, limit=sampling.max_tokens, biased=sampling.logit_bias)
 
     @property
     def has_work(self) -> bool:
@@ -328,15 +318,6 @@ class Generator:
         if self.has_work:
             raise RuntimeError("load: requests are not answered yet; let them end, or cancel() them")
 
-    def _memory(self, *, drafts: DraftModel | None) -> tuple[Cache | BlockCache, Scheduler]:
-        """The cache of all sequences, and who shares it."""
-        slots = self.policy.max_sequences
-        if isinstance(self._model, OverBlocks):
-            cache = block_cache(self._model, policy=self.policy, slots=slots, positions=self.max_len)
-            return cache, BlockScheduler(self.policy, cache=cache, drafts=drafts)
-        cache = self._model.new_cache(slots=slots)
-        return cache, Scheduler(self.policy, cache=cache, drafts=drafts)
-
     def _check(self, prompt: list[int], *, limit: int, biased: Iterable[int] = ()) -> None:
         if not prompt:
             raise ValueError("the prompt is empty: begin with the model's first token, or a newline")
@@ -348,6 +329,7 @@ class Generator:
                 f"a prompt of {len(prompt)} tokens and an answer of up to {limit} are more than the {self.max_len} tokens of this model: "
                 "shorten the prompt or lower max_tokens"
             )
+        self._scheduler.check(prompt=len(prompt), limit=limit)
 
     def _enqueue(self, prompt: list[int], *, sampling: SamplingParams, limit: int) -> list[Sequence]:
         number = next(self._ids)

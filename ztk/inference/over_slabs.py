@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ztk.inference.cache import Cache
 from ztk.inference.describe import Description
+from ztk.inference.products import Product
 from ztk.inference.steps import Span
 
 
@@ -17,6 +18,10 @@ class OverSlabs(ABC):
     @abstractmethod
     def own_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
         """As `step_logits`, where every rank that shares the model makes the call: tokens int64 [M]."""
+
+    @abstractmethod
+    def products(self) -> list[Product]:
+        """All linear layers that are in memory, the head among them."""
 
     @abstractmethod
     def own_broken(self, tokens: list[int], *, cache: Cache) -> int | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ztk.inference.attention import BLOCK
-from ztk.inference.cache import GROWTH
+from ztk.inference.cache import rounded
 from ztk.inference.describe import Description
 from ztk.inference.parts import Item
 from ztk.inference.steps import QUERIES
@@ -123,19 +123,33 @@ class StreamPlan:
 def sizes_of(description: Description, *, items: list[Item], layer_bytes: int, fixed: int, positions: int) -> Sizes:
     """The bytes that a model takes for sequences of `positions` tokens. fixed: beside layers, cache and activations."""
     of = description
-    rounded = -(-positions // (GROWTH * BLOCK)) * GROWTH * BLOCK
     outputs = {item.path: item.shape[0] for item in items}
     inner = max([count for path, count in outputs.items() if path.endswith("up")] or outputs.values())
-    # Of one group of queries: their copies for each block (whose memory the weights take), scores, and results of each block.
-    scores = QUERIES * of.heads * rounded * 4 * (max(of.head_dim, BLOCK) + BLOCK + of.head_dim) // BLOCK
+    longest = rounded(positions)
     return Sizes(
         layers=of.layers,
         layer=layer_bytes,
-        fixed=fixed + scores,
-        sequence=2 * of.layers * of.kv_heads * of.head_dim * rounded * 4,
-        row=4 * (_WIDTH_COPIES * max(of.dim, of.heads * of.head_dim) + _INNER_COPIES * inner),
-        logits=of.vocab_size * (4 + 2 * 8),  # fp32, and log-probabilities in fp64
+        fixed=fixed + attention_bytes(of, positions=longest),
+        sequence=2 * of.layers * of.kv_heads * of.head_dim * longest * 4,
+        row=row_bytes(of, inner=inner),
+        logits=row_logits_bytes(of),
     )
+
+
+def attention_bytes(of: Description, *, positions: int) -> int:
+    """What attention over sequences of up to `positions` tokens computes with at one time: copies of one group of queries for each block, whose
+    memory the weights take, scores, and results of each block."""
+    return QUERIES * of.heads * positions * 4 * (max(of.head_dim, BLOCK) + BLOCK + of.head_dim) // BLOCK
+
+
+def row_bytes(of: Description, *, inner: int) -> int:
+    """Activations of a row. inner: outputs of the widest linear layer."""
+    return 4 * (_WIDTH_COPIES * max(of.dim, of.heads * of.head_dim) + _INNER_COPIES * inner)
+
+
+def row_logits_bytes(of: Description) -> int:
+    """Of a row whose token is drawn: logits in fp32, and log-probabilities in fp64."""
+    return of.vocab_size * (4 + 2 * 8)
 
 
 def largest(each: list[Sizes]) -> Sizes:

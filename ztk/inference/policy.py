@@ -31,7 +31,8 @@ class InferencePolicy:
     device: where the engine computes, cpu or cuda; None: where the module's parameters are.
     cache: slabs (one per sequence, on the CPU alone) or blocks of 64 tokens, which sequences share and which move to main memory when there
         are not enough; None: blocks on a GPU.
-    cache_tokens: of all sequences together in the cache of blocks; None: what fits into 80 % of the free memory.
+    cache_tokens: of all sequences together that there is memory for; over slabs each takes as much as the longest, in steps of 256. Others
+        wait. None: what fits into the free memory, or with `offload` what the plan has counted.
     cache_dtype: keys and values of the cache of blocks, stored (that of the computation) or fp8 (e4m3).
     exact: over blocks, a sequence has the same bits whatever is computed beside it; false: products of up to eight rows are faster on a GPU.
     memory_bytes: with `offload`, what layers, caches and activations may take; None: 80 % of what is free.

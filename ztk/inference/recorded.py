@@ -13,7 +13,7 @@ from ztk.inference.cache import Cache
 from ztk.inference.describe import Description
 from ztk.inference.steps import Span
 
-_RESERVE, _COPY, _CLEAR = range(3)  # of slabs
+_ARRANGE, _COPY, _CLEAR = range(3)  # of slabs
 _COPY_BLOCK, _SAVE, _RESTORE, _DROP, _SHORTEN, _PLACE = range(6)  # of blocks
 
 
@@ -24,10 +24,9 @@ class RecordedCache(Cache):
         super().__init__(description, slots=slots)
         self._log: list[int] = []
 
-    def reserve(self, positions: int) -> None:
-        if positions > self.positions:
-            self._log += [_RESERVE, positions, 0, 0]
-        super().reserve(positions)
+    def arrange(self, *, slots: int, positions: int) -> None:
+        self._log += [_ARRANGE, slots, positions, 0]
+        super().arrange(slots=slots, positions=positions)
 
     def copy(self, source: int, *, target: int, positions: int) -> None:
         self._log += [_COPY, source, target, positions]
@@ -138,8 +137,8 @@ class Repeating:
 
 def _repeat_of_slabs(what: int, *, numbers: list[int], cache: Cache) -> None:
     first, second, third = numbers
-    if what == _RESERVE:
-        cache.reserve(first)
+    if what == _ARRANGE:
+        cache.arrange(slots=first, positions=second)
     elif what == _COPY:
         cache.copy(first, target=second, positions=third)
     else:

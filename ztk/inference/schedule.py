@@ -3,9 +3,10 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from ztk.inference.cache import Cache
+from ztk.inference.cache import Cache, rounded
 from ztk.inference.draft import DraftModel, common_length
 from ztk.inference.policy import InferencePolicy, PromptLogprob, SamplingParams
+from ztk.inference.room import Room
 
 _WORTH_WAITING = 64  # tokens of a prefix that another sequence is computing right now
 
@@ -33,6 +34,11 @@ class Sequence:
     error: str | None = None
 
     @property
+    def longest(self) -> int:
+        """Tokens that it may have in the end."""
+        return self.prompt_length + self.limit
+
+    @property
     def answer(self) -> list[int]:
         """Tokens drawn so far."""
         return self.tokens[self.prompt_length :]
@@ -51,11 +57,15 @@ class Work:
 class Scheduler:
     """Continuous batching: sequences join and leave between steps (Yu et al. 2022, Orca).
 
-    A slot that is free remembers the tokens whose keys and values it has; a sequence that begins alike copies them.
+    A slot that is free remembers the tokens whose keys and values it has; a sequence that begins alike copies them. Sequences are admitted in
+    the order in which they came, each when the slabs have room for it: [Note: Bytes of slabs] in ztk/inference/room.py.
     """
 
-    def __init__(self, policy: InferencePolicy, *, cache: Cache, drafts: DraftModel | None = None) -> None:
+    def __init__(
+        self, policy: InferencePolicy, *, cache: Cache, room: Room | None = None, drafts: DraftModel | None = None
+    ) -> None:
         self._policy, self._cache, self._draft_model = policy, cache, drafts
+        self._room = room or Room(slots=policy.max_sequences)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._contents: list[list[int]] = [[] for _ in range(policy.max_sequences)]
@@ -87,6 +97,10 @@ class Scheduler:
                 budget -= len(chunk)
         return works
 
+    def check(self, *, prompt: int, limit: int) -> None:
+        """Raises ValueError for a prompt of so many tokens, with an answer of up to `limit`, that there could never be room for."""
+        self._room.check(prompt=prompt, limit=limit)
+
     def advance(self, sequence: Sequence, *, computed: int) -> None:
         """The first `computed` tokens of `sequence` are in its slot, which had those that were computed before."""
         held = self._contents[sequence.slot]
@@ -111,23 +125,50 @@ class Scheduler:
 
     def _admit(self) -> None:
         for sequence in list(self.waiting):
-            if not self._free:
+            if len(self.running) == self._room.slots:
                 return
             if self._should_wait(sequence):
                 continue
+            if not self._make_room(sequence):
+                return  # who came later does not pass it
             source, length = self._longest_prefix(sequence)
             slot = source if source in self._free else self._free[0]
             self._free.remove(slot)
             if length and slot != source:
                 self._cache.copy(source, target=slot, positions=length)
-            ahead = max(self._policy.lookup_tokens, self._policy.draft_tokens)
-            self._cache.reserve(len(sequence.tokens) + sequence.limit + ahead)
             self.waiting.remove(sequence)
             sequence.slot = slot
             self.reused_tokens += length
             self.running.append(sequence)
             self._contents[slot] = []
             self.advance(sequence, computed=length)
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """A free slot that is long enough, for which the slabs are laid out anew where they have to be; whether there is one."""
+        if self._free and self._cache.positions >= sequence.longest:
+            return True
+        positions = rounded(max(one.longest for one in (*self.running, sequence)))
+        slots = self._room.most(positions)
+        if slots <= len(self.running):
+            return False
+        self._lay_out(slots=slots, positions=positions)
+        return True
+
+    def _lay_out(self, *, slots: int, positions: int) -> None:
+        """Running sequences keep what they have, in other slots if theirs are gone; of free ones those that remain do."""
+        free = deque(slot for slot in self._free if slot < slots)
+        for sequence in self.running:
+            if sequence.slot >= slots:
+                source, sequence.slot = sequence.slot, free.popleft()
+                held = self._contents[sequence.slot] = self._contents[source]
+                self._cache.copy(source, target=sequence.slot, positions=len(held))
+        self._cache.arrange(slots=slots, positions=positions)
+        if self._draft_model is not None:
+            self._draft_model.arrange(slots=slots, positions=positions)
+        before = len(self._contents)
+        self._contents = [contents[:positions] for contents in self._contents[:slots]]
+        self._contents += [[] for _ in range(before, slots)]
+        self._free = free + deque(range(before, slots))
 
     def _longest_prefix(self, sequence: Sequence) -> tuple[int, int]:
         """(slot, tokens); one token at least is computed, for its logits, and all of a prompt whose log-probabilities are asked for."""

@@ -20,7 +20,7 @@ RANGES = {
 }
 ONLY_NVME = "answers are computed on the CPU, where main memory is what the weights would leave; use offload=nvme, or leave offload out"
 # Values that go with a cache of slabs.
-_OF_SLABS = {"weights": WEIGHTS, "cache_tokens": (None,), "cache_dtype": (None, "stored"), "exact": (None, True)}
+_OF_SLABS = {"weights": WEIGHTS, "cache_dtype": (None, "stored"), "exact": (None, True)}
 SAMPLING_RANGES = {
     "max_tokens": COUNT,
     "temperature": Range(low=1e-6, zero=True),  # logits over less are infinite in float32
@@ -62,6 +62,11 @@ def cache_faults(options: Any, *, device: str, streams: bool) -> Iterator[str]:
         if options.weights == "bf16" and device == "cpu":
             yield "inference.weights=bf16 is for GPUs: the CPU computes in fp32; use weights=int8, or leave it out"
         return
+    if streams and options.cache_tokens is not None:
+        yield (
+            f"inference.cache_tokens={options.cache_tokens}: with offload=nvme the plan gives the cache its memory; use "
+            "inference.memory_bytes, inference.max_sequences or inference.max_model_len"
+        )
     if device != "cpu":
         yield f"inference.cache=slabs is of the CPU, and the model is on {device}: use inference.cache=blocks"
     for name, usual in _OF_SLABS.items():

@@ -40,6 +40,7 @@ class Server:
         self._opened, self._policy, self._usual = opened, policy, sampling
         self._vocabulary_size = generator.description.vocab_size
         self._max_len = generator.max_len
+        self._check = generator.check  # reads what does not change
         self._started = int(time.time())
         self._loop = EngineLoop(generator, max_waiting=policy.max_waiting)
         self.app = Starlette(
@@ -178,6 +179,7 @@ class Server:
                     f"{asked.sampling.max_tokens}: shorten the prompt, or lower max_tokens",
                     param="max_tokens",
                 )
+            self._check(prompt, sampling=asked.sampling)
             ends = () if asked.ignores_ends else self._opened.ends
             sampling = replace(asked.sampling, draw_key=(number,), stop_token_ids=ends, token_mask=self._mask())
             jobs.append(Job(prompt=prompt, sampling=sampling, loop=running))

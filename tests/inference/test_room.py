@@ -1,0 +1,122 @@
+"""Slabs within a number of bytes: who finds no room waits, who could never find any is refused."""
+
+import weakref
+
+import pytest
+import torch
+
+from tests.inference.models import VOCABULARY, build_decoder
+from tests.inference.schedules import REQUESTS, alone, run_schedule
+from ztk.inference import Generator, InferencePolicy, SamplingParams, room
+from ztk.inference.room import Room
+
+LENGTH = 1024
+UNIT = 256  # positions by which slabs grow
+_TEXT = [(7 * i + 3) % VOCABULARY for i in range(900)]
+LONG = [
+    *REQUESTS,
+    (_TEXT[:300], SamplingParams(max_tokens=12, temperature=0.8, n=3, seed=5)),
+    (_TEXT[:700], SamplingParams(max_tokens=4, temperature=0.8, seed=6)),
+    (_TEXT[:280], SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=True)),
+    (_TEXT[:500] + [1], SamplingParams(max_tokens=20, temperature=0.5, seed=7)),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_decoder(max_seq_len=LENGTH)
+
+
+@pytest.fixture
+def slabs(monkeypatch):
+    """Bytes of all tensors of zeros that exist, and the most so far."""
+    seen, plain = {"now": 0, "most": 0}, torch.Tensor.new_zeros
+
+    def counted(self, *shape, **options):
+        made = plain(self, *shape, **options)
+        if made.dim() == 5:
+            nbytes = made.nbytes
+            seen["now"] += nbytes
+            seen["most"] = max(seen["most"], seen["now"])
+            weakref.finalize(made, lambda: seen.__setitem__("now", seen["now"] - nbytes))
+        return made
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", counted)
+    return seen
+
+
+def test_random_schedules_in_little_memory_change_no_bit(model):
+    """Lookups, draft models, prefixes, several answers and cancelled requests among them; places for one long text or three short ones."""
+    expected, laid_out = alone(model, requests=LONG), set()
+    for seed in range(4):
+        tokens = UNIT * (3 + seed % 2)
+
+        def watch(generator: Generator, tokens: int = tokens) -> None:
+            cache = generator._cache
+            token = 2 * 2 * 2 * 8 * 4  # keys and values of 2 layers, 2 heads of 8, fp32
+            assert cache.nbytes <= tokens * token
+            laid_out.add((cache.slots, cache.positions))
+
+        assert run_schedule(model, seed=seed, requests=LONG, watch=watch, cache_tokens=tokens)[0] == expected
+    assert {(1, 3 * UNIT), (3, UNIT)} <= laid_out  # few long places, and more short ones again
+
+
+@pytest.mark.parametrize(("draft_tokens", "free"), [(0, 4_500_000), (3, 13_000_000)])
+def test_slabs_stay_below_the_free_memory(model, monkeypatch, slabs, draft_tokens, free):
+    """All that exists at one time, also while slabs are laid out anew; and what attention computes with."""
+    draft = build_decoder(layers=1, max_seq_len=LENGTH) if draft_tokens else None
+    monkeypatch.setattr(room, "free_memory", lambda: free)
+    policy = InferencePolicy(max_step_tokens=64, draft_tokens=draft_tokens)
+    generator = Generator(model, policy=policy, draft=draft)
+    running, scratch = [], 0
+    for prompt, sampling in [*LONG, *LONG]:
+        generator.submit(prompt, sampling=sampling)
+    while generator.has_work:
+        generator.step()
+        running.append(len(generator._scheduler.running))
+        scratch = max(scratch, sum(flat.nbytes for flat in generator._cache.scratch._flat.values()))
+    assert 0 < slabs["most"] + scratch <= free
+    assert min(running[: len(running) // 2]) < 6 < max(running)  # a long text leaves few places
+
+
+def test_what_could_never_fit_is_refused_with_both_numbers(model):
+    generator = Generator(model, policy=InferencePolicy(cache_tokens=3 * UNIT))
+    other = generator.submit([1, 2], sampling=SamplingParams(max_tokens=3))
+    message = r"760 tokens and an answer of up to 9 need 262144 bytes of memory, and the cache may take 196608: shorten"
+    with pytest.raises(ValueError, match=message):
+        generator.submit(_TEXT[:760], sampling=SamplingParams(max_tokens=9))
+    with pytest.raises(ValueError, match=message):
+        generator.generate([[1], _TEXT[:760]], sampling=SamplingParams(max_tokens=9))
+    with pytest.raises(ValueError, match="769 tokens and an answer of up to 0 need"):
+        generator.score([_TEXT[:769]])
+    assert len(generator.generate([_TEXT[:760]], sampling=SamplingParams(max_tokens=8))[0][0].tokens) == 8
+    assert not generator.has_work and other.id == 0
+
+
+def test_what_came_first_is_computed_first(model):
+    """A long text is not passed by short ones for ever."""
+    generator = Generator(model, policy=InferencePolicy(cache_tokens=3 * UNIT))
+    order, sampling = [], SamplingParams(max_tokens=4, temperature=0)
+    running = generator.submit([9], sampling=SamplingParams(max_tokens=30))
+    long = generator.submit(_TEXT[:600], sampling=sampling)
+    short = generator.submit([5], sampling=sampling)
+    while generator.has_work:
+        order += [output.request_id for output in generator.step() if output.finished]
+    assert order == [running.id, long.id, short.id]
+
+
+def test_memory_for_nothing_is_refused(model, monkeypatch):
+    with pytest.raises(ValueError, match="may take 16384 bytes, and the shortest sequence needs 65536"):
+        Generator(model, policy=InferencePolicy(cache_tokens=64))
+    monkeypatch.setattr(room, "free_memory", lambda: 1000)
+    with pytest.raises(ValueError, match="may take 0 bytes"):
+        Generator(model)
+
+
+def test_sequences_that_fit_are_counted():
+    of = Room(slots=8, nbytes=10_000, token=3, shared=5)
+    assert [of.most(positions) for positions in (1, 256, 257, 512, 1024, 1280)] == [8, 8, 4, 4, 1, 0]
+    for positions in (256, 512, 1024):
+        count = min(of.most(positions), 8)
+        assert positions * (count * 3 + 5) <= 10_000
+    assert Room(slots=8).most(1 << 40) == 8

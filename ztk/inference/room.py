@@ -1,0 +1,101 @@
+"""How many sequences of a length the slabs have memory for.
+
+[Note: Bytes of slabs]
+All slots of a cache of slabs are equally long, the longest sequence's length rounded up to P positions. S slots take
+
+    S P token + P shared
+
+bytes. `token`: keys and values of one position in every layer, and while slabs are laid out anew one slab more, whose old and new memory exist
+together; a draft model's as well. `shared`: what attention computes with, which follows the longest sequence and not their number. So a long
+sequence leaves fewer slots, and who finds none waits. Nothing is allocated beyond `nbytes`, and a sequence that is too long for a cache of its
+own is refused before it waits.
+"""
+
+from dataclasses import dataclass
+
+from ztk.inference.cache import rounded
+from ztk.inference.describe import Description
+from ztk.inference.draft import PROMPT_TOKENS, DraftModel
+from ztk.inference.over_slabs import OverSlabs
+from ztk.inference.plan import attention_bytes, free_memory, row_bytes, row_logits_bytes
+from ztk.inference.policy import InferencePolicy
+from ztk.inference.ranks import Ranks
+
+_BESIDE_BLOCKS = 0.2  # of the free memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """slots: sequences at most, however short. nbytes: of all slots; None: a plan has counted all of them at their longest. token, shared: see
+    [Note: Bytes of slabs]."""
+
+    slots: int
+    nbytes: int | None = None
+    token: int = 0
+    shared: int = 0
+
+    def needed(self, positions: int) -> int:
+        """Bytes for one sequence of so many tokens, alone."""
+        return rounded(positions) * (self.token + self.shared)
+
+    def most(self, positions: int) -> int:
+        """Sequences of up to so many tokens that fit together."""
+        if self.nbytes is None or positions == 0:
+            return self.slots
+        return max(0, min(self.slots, (self.nbytes // rounded(positions) - self.shared) // self.token))
+
+    def check(self, *, prompt: int, limit: int) -> None:
+        """Raises ValueError for a prompt of so many tokens with an answer of up to `limit` that could never be computed."""
+        if self.most(prompt + limit):
+            return
+        raise ValueError(
+            f"a prompt of {prompt} tokens and an answer of up to {limit} need {self.needed(prompt + limit)} bytes of memory, and the cache may "
+            f"take {self.nbytes}: shorten the prompt, lower max_tokens, or allow more with inference.cache_tokens"
+        )
+
+
+def room_of(
+    model: OverSlabs, *, policy: InferencePolicy, slots: int, drafts: DraftModel | None, ranks: Ranks | None
+) -> Room:
+    """What slabs may take beside everything that is in memory now: `policy.cache_tokens`, or what is free. All ranks that share the model make
+    the call and get the least of theirs.
+
+    Raises:
+        ValueError: it is not enough for the shortest sequence.
+    """
+    of = model.description
+    if policy.cache_tokens is not None:
+        token = 2 * of.layers * of.kv_heads * of.head_dim * 4
+        room = Room(slots=slots, nbytes=policy.cache_tokens * token, token=token)
+    else:
+        token, shared = _token(of), attention_bytes(of, positions=1)
+        if drafts is not None:
+            token += _token(drafts.model.description)
+            shared += attention_bytes(drafts.model.description, positions=1)
+        working = _working(model, rows=policy.max_step_tokens or 0) + slots * row_logits_bytes(of)
+        working += 0 if drafts is None else _working(drafts.model, rows=PROMPT_TOKENS)
+        free = free_memory() if ranks is None else min(ranks.gather(free_memory() // ranks.comm.size))
+        room = Room(slots=slots, nbytes=max(0, free - working), token=token, shared=shared)
+    if not room.most(1):
+        raise ValueError(
+            f"the cache may take {room.nbytes} bytes, and the shortest sequence needs {room.needed(1)}: raise inference.cache_tokens, or free "
+            "memory"
+        )
+    return room
+
+
+def room_of_drafts(drafts: DraftModel, *, slots: int) -> Room:
+    """What a draft model's slabs may take beside a cache of blocks, which takes `block_opening._SHARE` of what is free."""
+    of = drafts.model.description
+    nbytes = int(_BESIDE_BLOCKS * free_memory())
+    return Room(slots=slots, nbytes=nbytes, token=_token(of), shared=attention_bytes(of, positions=1))
+
+
+def _token(of: Description) -> int:
+    """Bytes of a position in all slabs and one more."""
+    return (2 * of.layers + 1) * of.kv_heads * of.head_dim * 4
+
+
+def _working(model: OverSlabs, *, rows: int) -> int:
+    """What a step of so many rows computes with; the head counts as a layer, because prompts may be scored."""
+    return rows * row_bytes(model.description, inner=max(product.shape[0] for product in model.products()))
