@@ -11,6 +11,14 @@ from torch import Tensor
 _FAST = {True: getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None), False: None}
 
 
+def empty(shape: tuple[int, int, int], *, dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Uninitialised [rows, columns, depth] of `dtype` on the device of `like`, where launchers work on the current GPU."""
+    (_, columns, depth), make = shape, _FAST[like.is_cuda]
+    if make is None:
+        return torch.empty(shape, dtype=dtype, device=like.device)
+    return make(shape, (columns * depth, depth, 1), dtype)
+
+
 def empty_vector(numel: int, *, dtype: torch.dtype, like: Tensor) -> Tensor:
     """Uninitialised [numel] of `dtype` on the device of `like`, where launchers work on the current GPU."""
     make = _FAST[like.is_cuda]

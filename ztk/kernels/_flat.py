@@ -7,11 +7,13 @@ shared memory (5 to 23 barriers in an elementwise kernel), fewer leave vector lo
 
 import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ztk.kernels._control import CONTROL_COLUMNS, Control
+from ztk.kernels._jit import Bound, bind, kept
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import machine
 from ztk.kernels._sizes import cdiv
@@ -57,13 +59,33 @@ def check_flat(op: str, *, tensors: Expected, control: Tensor, groups: Expected 
         )
 
 
+def flat_launches(kernel: Any, *names: str) -> Callable[..., Bound]:
+    """Of a kernel of tensors, their number of elements and further numbers: sizes, those numbers, and the constexprs of these names -> a
+    launch of so many programs."""
+
+    @kept
+    def bound(N: int, block: int, programs: int, numbers: tuple[int, ...], *constexprs: object) -> Bound:
+        named = dict(zip(names, constexprs, strict=True))
+        return bind(
+            kernel, N, *numbers, grid=(programs,), **named, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True
+        )
+
+    return bound
+
+
 def launch_flat(
-    kernel: Callable, *args: object, of: Tensor, per_thread: int = PER_THREAD, **constexprs: object
+    launches: Callable[..., Bound],
+    *tensors: Tensor | None,
+    numbers: tuple[int, ...] = (),
+    per_thread: int = PER_THREAD,
+    constexprs: tuple = (),
 ) -> None:
-    """Launch `kernel` over the elements of the tensor `of`, in tiles of BLOCK elements."""
-    if numel := of.numel():
-        block = per_thread * machine(of.device).warp_size * NUM_WARPS
-        kernel[(cdiv(numel, block),)](*args, **constexprs, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True)
+    """Launch of `flat_launches` over the elements of the first tensor, in tiles of BLOCK elements."""
+    first = tensors[0]
+    assert first is not None
+    if N := first.numel():
+        block = per_thread * machine(first.device).warp_size * NUM_WARPS
+        launches(N, block, cdiv(N, block), numbers, *constexprs).launch(*tensors)
 
 
 def tiles_of(segments: Sequence[tuple[int, int, int]], *, device: torch.device) -> Tensor:
@@ -81,11 +103,13 @@ def tiles_of(segments: Sequence[tuple[int, int, int]], *, device: torch.device) 
     return torch.tensor(tiles, dtype=torch.int32).reshape(-1, 3).to(device)
 
 
-def launch_tiles(kernel: Callable, *args: object, tiles: Tensor, **constexprs: object) -> None:
-    """Launch `kernel` with a program for each of `tiles`, int32 [tiles, 3]."""
-    if len(tiles):
-        block = PER_THREAD * machine(tiles.device).warp_size * NUM_WARPS
-        kernel[(len(tiles),)](*args, **constexprs, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True)
+def launch_tiles(launches: Callable[..., Bound], *tensors: Tensor | None, constexprs: tuple = ()) -> None:
+    """The same with a program for each of the last tensor's tiles, int32 [tiles, 3]."""
+    first, tiles = tensors[0], tensors[-1]
+    assert first is not None and tiles is not None
+    if programs := tiles.shape[0]:
+        block = PER_THREAD * machine(first.device).warp_size * NUM_WARPS
+        launches(first.numel(), block, programs, (), *constexprs).launch(*tensors)
 
 
 def register_update(schema: str, *, launch: Callable, update: Callable) -> Callable:

@@ -27,6 +27,7 @@ from ztk.kernels._flat import (
     control_row,
     dispatch,
     flat_case,
+    flat_launches,
     flat_spec,
     launch_flat,
     launch_tiles,
@@ -70,6 +71,9 @@ def _adamw(
             tl.store(out_ptr + o_n, cast(b_p, out_ptr.dtype.element_ty), mask=m_n)
 
 
+_launches = flat_launches(_adamw, "DECOUPLED")
+
+
 def _launch(
     master: Tensor,
     grad: Tensor,
@@ -80,11 +84,8 @@ def _launch(
     decoupled: bool,
     tiles: Tensor | None,
 ) -> None:
-    args = (master, grad, exp_avg, exp_avg_sq, control, out, tiles, master.numel())
-    if tiles is None:
-        launch_flat(_adamw, *args, of=master, DECOUPLED=decoupled)
-    else:
-        launch_tiles(_adamw, *args, tiles=tiles, DECOUPLED=decoupled)
+    launch = launch_flat if tiles is None else launch_tiles
+    launch(_launches, master, grad, exp_avg, exp_avg_sq, control, out, tiles, constexprs=(decoupled,))
 
 
 def _cpu(

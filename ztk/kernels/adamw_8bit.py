@@ -34,6 +34,7 @@ from ztk.kernels._flat import (
     control_row,
     dispatch,
     flat_case,
+    flat_launches,
     flat_spec,
     launch_flat,
     register_update,
@@ -118,10 +119,13 @@ def _adamw_8bit(
         _store_scale(scale_v_ptr + o_g, b_scale, m_g)
 
 
+_launches = flat_launches(_adamw_8bit)
+
+
 def _launch(param, low, grad, code_m, code_v, scale_m, scale_v, control, seed: int, start: int) -> None:
     launch_flat(
-        _adamw_8bit, param.view(torch.int16), low, grad, code_m, code_v, scale_m.view(torch.int16),
-        scale_v.view(torch.int16), control, param.numel(), seed, start, of=param, per_thread=8,
+        _launches, param.view(torch.int16), low, grad, code_m, code_v, scale_m.view(torch.int16),
+        scale_v.view(torch.int16), control, numbers=(seed, start), per_thread=8,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from ztk.kernels._flat import (
     check_flat,
     dispatch,
     flat_case,
+    flat_launches,
     flat_spec,
     launch_flat,
     make_flat_inputs,
@@ -56,6 +57,9 @@ def _adamw_bf16(
             tl.store(out_ptr + o_n, cast(b_p, out_ptr.dtype.element_ty), mask=m_n)
 
 
+_launches = flat_launches(_adamw_bf16)
+
+
 def _launch(
     master: Tensor,
     grad: Tensor,
@@ -66,7 +70,7 @@ def _launch(
     seed: int,
     start: int,
 ) -> None:
-    launch_flat(_adamw_bf16, master, grad, exp_avg, exp_avg_sq, control, out, master.numel(), seed, start, of=master)
+    launch_flat(_launches, master, grad, exp_avg, exp_avg_sq, control, out, numbers=(seed, start))
 
 
 def _cpu(

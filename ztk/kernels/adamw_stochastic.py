@@ -23,6 +23,7 @@ from ztk.kernels._flat import (
     check_flat,
     dispatch,
     flat_case,
+    flat_launches,
     flat_spec,
     launch_flat,
     make_flat_inputs,
@@ -55,14 +56,14 @@ def _adamw_stochastic(
         tl.store(exp_avg_sq_ptr + o_n, round_stochastic_bf16(b_v, b_random >> 16), mask=m_n)
 
 
+_launches = flat_launches(_adamw_stochastic)
+
+
 def _launch(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, control: Tensor, seed: int, start: int
 ) -> None:
     per_thread = 8 if grad.element_size() == 2 else 4
-    launch_flat(
-        _adamw_stochastic, param, grad, exp_avg, exp_avg_sq, control, param.numel(), seed, start,
-        of=param, per_thread=per_thread,
-    )  # fmt: skip
+    launch_flat(_launches, param, grad, exp_avg, exp_avg_sq, control, numbers=(seed, start), per_thread=per_thread)
 
 
 def _cpu(

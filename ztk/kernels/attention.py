@@ -31,7 +31,7 @@ from ztk.kernels._attention_tiles import (
     visible,
 )
 from ztk.kernels._dot import dot
-from ztk.kernels._empty import empty_matrix
+from ztk.kernels._empty import empty, empty_matrix
 from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import Machine, machine
@@ -125,8 +125,8 @@ def _forward_for(
 def _launch_fwd(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, T: int, causal: bool, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    tokens, H, _ = q.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    tokens, H, D = q.shape
+    out = empty((tokens, H, D), dtype=q.dtype, like=q)
     lse = empty_matrix(H, columns=tokens, dtype=torch.float32, like=q)
     if tokens:
         num_sequences = tokens // T if cu_seqlens is None else cu_seqlens.numel() - 1

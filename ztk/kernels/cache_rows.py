@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
+from ztk.kernels._empty import empty
 from ztk.kernels._fp8 import encode_fp8, to_fp8
 from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
@@ -83,7 +84,7 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     (M, width), (_, K, _, D) = rows.shape, keys.shape
     H = width // D - 2 * K
-    query = torch.empty((M, H, D), dtype=rows.dtype, device=rows.device)
+    query = empty((M, H, D), dtype=rows.dtype, like=rows)
     if M:
         half = 0 if cos is None else cos.shape[1]
         kernel = _kernel_for(machine(rows.device), M, H, K, D, keys.stride(0), half, eps)

@@ -24,6 +24,7 @@ from ztk.kernels._flat import (
     check_flat,
     dispatch,
     flat_case,
+    flat_launches,
     flat_spec,
     launch_flat,
     make_flat_inputs,
@@ -61,8 +62,11 @@ def _lion(master_ptr, grad_ptr, exp_avg_ptr, control_ptr, out_ptr, N, BLOCK: tl.
             tl.store(out_ptr + o_n, cast(b_p, out_ptr.dtype.element_ty), mask=m_n)
 
 
+_launches = flat_launches(_lion)
+
+
 def _launch(master: Tensor, grad: Tensor, exp_avg: Tensor, control: Tensor, out: Tensor | None) -> None:
-    launch_flat(_lion, master, grad, exp_avg, control, out, master.numel(), of=master)
+    launch_flat(_launches, master, grad, exp_avg, control, out)
 
 
 def _cpu(master: Tensor, grad: Tensor, exp_avg: Tensor, control: list, out: Tensor | None) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
 from ztk.kernels._dot import dot
-from ztk.kernels._empty import empty_matrix
+from ztk.kernels._empty import empty, empty_matrix
 from ztk.kernels._fp8 import decode_fp8, from_fp8, to_fp8
 from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
@@ -240,21 +240,21 @@ def _launch(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, slopes: Tensor | None, scales: Tensor | None,
     scale: float, window: int, softcap: float, split: bool,
 ) -> Tensor:  # fmt: skip
-    (_, H, D), K = query.shape, keys.shape[1]
-    out = torch.empty_like(query)
-    if not out.numel() or not len(tiles):
+    (rows, H, D), K, num_tiles = query.shape, keys.shape[1], tiles.shape[0]
+    out = empty((rows, H, D), dtype=query.dtype, like=query)
+    if not rows or not num_tiles:
         return out
     segments = cdiv(tables.shape[1] * BLOCK, SEGMENT) if split else 1
     parts, merge = _kernels_for(
-        machine(query.device), len(tiles), H, K, D, segments, query.element_size(), keys.dtype == torch.uint8,
+        machine(query.device), num_tiles, H, K, D, segments, query.element_size(), keys.dtype == torch.uint8,
         keys.stride(0), tables.shape[1], scale, window, softcap,
     )  # fmt: skip
     if segments == 1:
         parts.launch(query, keys, values, tables, tiles, slopes, scales, out, None, None)
         return out
-    rows = len(tiles) * K * segments * ROWS
-    acc = empty_matrix(rows, columns=max(16, next_power_of_2(D)), dtype=torch.float32, like=query)
-    stats = empty_matrix(rows, columns=2, dtype=torch.float32, like=query)
+    parts_rows = num_tiles * K * segments * ROWS
+    acc = empty_matrix(parts_rows, columns=max(16, next_power_of_2(D)), dtype=torch.float32, like=query)
+    stats = empty_matrix(parts_rows, columns=2, dtype=torch.float32, like=query)
     parts.launch(query, keys, values, tables, tiles, slopes, scales, out, acc, stats)
     merge.launch(acc, stats, tiles, scales, out)
     return out

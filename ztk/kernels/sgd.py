@@ -21,6 +21,7 @@ from ztk.kernels._flat import (
     check_flat,
     dispatch,
     flat_case,
+    flat_launches,
     flat_spec,
     launch_flat,
     make_flat_inputs,
@@ -60,10 +61,13 @@ def _sgd(
             tl.store(out_ptr + o_n, cast(b_p, out_ptr.dtype.element_ty), mask=m_n)
 
 
+_launches = flat_launches(_sgd, "NESTEROV")
+
+
 def _launch(
     master: Tensor, grad: Tensor, momentum_buffer: Tensor | None, control: Tensor, out: Tensor | None, nesterov: bool
 ) -> None:
-    launch_flat(_sgd, master, grad, momentum_buffer, control, out, master.numel(), of=master, NESTEROV=nesterov)
+    launch_flat(_launches, master, grad, momentum_buffer, control, out, constexprs=(nesterov,))
 
 
 def _cpu(
