@@ -301,6 +301,22 @@ an H100, causal, 32,768 tokens, 32 heads, D = 128, blocks of 128 keys):
 
 So it could win on one GPU, for short sequences, if all of that traffic hides, and loses elsewhere: seven products stay.
 
+Weights of experts could come by descriptors (`tl.make_tensor_descriptor`, one of [experts, rows, columns] per program) in place of pointers; a
+tile's rows of x are gathered, so they cannot. Compiled for both (Triton 3.9, bfloat16, tiles of 128 x 128 x 64, 8 warps, 3 stages, 128
+registers at most; counted, not measured):
+
+| | sm_90: pointers | descriptors | sm_100: pointers | descriptors |
+| --- | ---: | ---: | ---: | ---: |
+| registers, `x @ w` and `d_out @ w^T` | 120, 109 | 124, 124 | 126, 112 | 128, 128 |
+| spilled bytes | 0 | 0 | 0 | 16 |
+| instructions of a warp per step of 64 | 141, 122 | 107, 107 | 147, 128 | 197, 194 |
+| barriers per step | 7 | 8 | 8 | 9 |
+| cycles that issue takes, 8 warps on 4 schedulers | 282 | 214 | 294 | 394 |
+| cycles that the products take | 512 | 512 | 256 | 256 |
+
+On Hopper the products take longer than issue either way; on Blackwell descriptors cost a third more of what binds there. Every program would
+write its descriptor to memory that Triton asks an allocator of the process for, and wait for it. Pointers stay.
+
 A kernel is launched by `ztk.kernels._jit`, which finds the compiled program by a tuple of what Triton's own C function says of the
 arguments. Launchers of small ops bind a kernel to its grid, numbers, constexprs and options in a function of the sizes alone, which keeps its
 results: of a call whose sizes are known only the tensors are looked at, their dtypes and addresses ([Note: What a repeated launch costs]). An
