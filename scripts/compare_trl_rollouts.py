@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import random
 import statistics
 import sys
@@ -32,9 +33,11 @@ from trl.trainer import grpo_trainer
 from experiments import grpo, rollout_loop, rollouts
 from experiments.models import build, full_values, warm_start
 from experiments.policy_update import Update, update_policy
+from experiments.prompts import STOP
 from experiments.rollout_run import Run
 from scripts.compare_trl import TOLERANCE, byte_tokenizer, llama_of
 from ztk.config import Config, Machine, compose
+from ztk.nn import Decoder
 from ztk.report import plot
 from ztk.rollout import Samples, guards
 from ztk.runtime import Process
@@ -59,11 +62,26 @@ SPEED = (
     *("train.global_batch_size=32", "train.micro_batch_size=32", "train.steps=6", "optimizer.lr=1e-7"),
 )  # fmt: skip
 LONG = 192  # tokens of a long prompt
-# Of prompts -> further choices. Long prompts are as a task with a description has them.
+LONG_PROMPTS = (f"data.seq_len={LONG + 64}", f"model.max_seq_len={LONG + 64}", "rollout.task=null")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """choices: beside `SPEED`. ends: the probability that a token ends an answer, wherever it is; None: an untrained model's."""
+
+    choices: tuple[str, ...]
+    ends: float | None = None
+
+
+# Long prompts are as a task with a description has them. An answer that ends with each token with p = 1 / 36 has (1 - (1 - p)^64) / p = 30
+# tokens on average, near half of the longest, as real answers have; the peer computes padding behind those that have ended.
 SPEEDS = {
-    "prompts of 6 tokens": ("data.seq_len=72",),
-    f"prompts of {LONG} tokens": (f"data.seq_len={LONG + 64}", f"model.max_seq_len={LONG + 64}", "rollout.task=null"),
+    "prompts of 6 tokens": Speed(choices=("data.seq_len=72",)),
+    f"prompts of {LONG} tokens": Speed(choices=LONG_PROMPTS),
+    "prompts of 6 tokens, answers that end": Speed(choices=("data.seq_len=72",), ends=1 / 36),
+    f"prompts of {LONG} tokens, answers that end": Speed(choices=LONG_PROMPTS, ends=1 / 36),
 }
+ANSWERS = 4 * 8  # of a rollout in `SPEED`
 ONE_STEP = ("rollout.prompts=4",)  # per rollout
 # Case -> ztk's choices, TRL's.
 CASES = {
@@ -93,7 +111,7 @@ CASES = {
 @dataclass(kw_only=True)
 class Record:
     """What a trainer did, a number per optimizer step. training, generation: seconds, of a rollout; texts, answers: tokens of a rollout,
-    with prompts and without."""
+    with prompts and without; longest: of the answers of a rollout."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -101,6 +119,7 @@ class Record:
     generation: list[float] = field(default_factory=list)
     texts: list[int] = field(default_factory=list)
     answers: list[int] = field(default_factory=list)
+    longest: list[int] = field(default_factory=list)
 
 
 def main() -> int:
@@ -134,16 +153,21 @@ def compare_losses(process: Process, *, steps: int) -> bool:
 
 
 def compare_speed(process: Process) -> None:
-    """Prints tokens per second, medians over rollouts but the first. Of training: of prompts and answers, without padding."""
+    """Prints tokens per second, medians over rollouts but the first, and the mean and largest number of tokens of an answer. Of training: of
+    prompts and answers, without padding. Of generation: without rewards."""
     guards.MAX_TRUNCATED = 1.0  # nothing is to be learnt here
-    for title, shape in SPEEDS.items():
-        print(f"{title:27} training   generation   of TRL's")
+    for title, speed in SPEEDS.items():
+        print(f"{title:43} training   generation   of TRL's     answers: mean, longest")
         records = {}
         for engine in ("trainer", "generator"):
             identity = "exact" if engine == "trainer" else "corrected"
-            choices = (*SPEED, *shape, f"rollout.engine={engine}", f"rollout.identity={identity}")
+            choices = (*SPEED, *speed.choices, f"rollout.engine={engine}", f"rollout.identity={identity}")
             ours, theirs = run_both(
-                choices, process=process, options={"loss_type": "bnpo", "beta": 0.0}, generates=engine == "generator"
+                choices,
+                process=process,
+                options={"loss_type": "bnpo", "beta": 0.0},
+                generates=engine == "generator",
+                ends=speed.ends,
             )
             records[f"ztk, engine={engine}"], records["TRL"] = ours, theirs
         rates = {
@@ -156,7 +180,8 @@ def compare_speed(process: Process) -> None:
         }
         for name, (training, generation) in rates.items():
             shares = ", ".join(f"{own / of:.2f}" for own, of in zip(rates[name], rates["TRL"], strict=True))
-            print(f"{name:27} {training:8.0f}   {generation:10.0f}   {shares}", flush=True)
+            mean, longest = statistics.mean(records[name].answers) / ANSWERS, max(records[name].longest)
+            print(f"{name:43} {training:8.0f}   {generation:10.0f}   {shares}   {mean:8.1f}, {longest}", flush=True)
 
 
 def rate(tokens: list[int], *, seconds: list[float]) -> float:
@@ -165,9 +190,14 @@ def rate(tokens: list[int], *, seconds: list[float]) -> float:
 
 
 def run_both(
-    choices: tuple[str, ...], *, process: Process, options: dict, generates: bool = False
+    choices: tuple[str, ...],
+    *,
+    process: Process,
+    options: dict,
+    generates: bool = False,
+    ends: float | None = None,
 ) -> tuple[Record, Record]:
-    """ztk's run and TRL's replay of it. generates: TRL draws answers, too, which are dropped."""
+    """ztk's run and TRL's replay of it. generates: TRL draws answers, too, which are dropped. ends: see `Speed`."""
     with tempfile.TemporaryDirectory() as folder:
         reward = Path(folder, "mine.py")
         reward.write_text("def score(prompt, answer, record):\n    return (sum(answer.encode()) % 7) / 7\n")
@@ -176,8 +206,8 @@ def run_both(
             overrides += (f"data.path={write_prompts(Path(folder, 'prompts.jsonl'))}",)
         config = compose(*overrides, output_dir=folder, machine=CPU)
         values = warm_start(config, process=process)
-        rollout_loop.warm_start = lambda config, *, process: values
-        first = first_values(config, process=process, values=values)
+        first = first_values(config, process=process, values=values, ends=ends)
+        rollout_loop.warm_start = lambda config, *, process: first.values
         with contextlib.redirect_stdout(io.StringIO()):  # two programs' tables
             ours, recorded = run_ztk(config, process=process)
             model = llama_of(first.values, shape=first.shape, is_reward=False)
@@ -202,30 +232,61 @@ class First:
     shape: object
 
 
-def first_values(config: Config, *, process: Process, values: dict[str, torch.Tensor] | None) -> First:
-    """All parameters, of `train.seed` or after the supervised steps."""
+def first_values(
+    config: Config, *, process: Process, values: dict[str, torch.Tensor] | None, ends: float | None = None
+) -> First:
+    """All parameters, of `train.seed` or after the supervised steps. ends: see `Speed`."""
     engine = build(config, process=process, values=values, is_trained=False)
+    if ends is not None:
+        let_answers_end(engine.module, length=config.data.seq_len, probability=ends)
     found = First(values=full_values(engine), shape=engine.module.config)
     engine.close()
     return found
 
 
+@torch.no_grad()
+def let_answers_end(decoder: Decoder, *, length: int, probability: float) -> None:
+    """Makes `STOP` about as likely as `probability` after any text of up to `length` tokens.
+
+    One element of the residual stream becomes constant, but for norms, and is all that `STOP` reads; how strongly, random texts say.
+    """
+    embedding, hidden = decoder.embedding.weight, []  # which is the output layer's, too
+    embedding[:, 0] = embedding[:, 1:].square().sum(1).mean().sqrt()
+    for name, weight in decoder.named_parameters():
+        if name.endswith(("attention.out.weight", "mlp.down.weight")):
+            weight[0] = 0
+    handle = decoder.head.register_forward_pre_hook(lambda head, args: hidden.append(args[0].flatten(0, 1)))
+    tokens = torch.randint(decoder.config.vocab_size, (32, length), generator=torch.Generator().manual_seed(0))
+    logits = decoder(tokens).flatten(0, 1)
+    handle.remove()
+    logits[:, STOP] = -torch.inf
+    wanted = logits.logsumexp(-1) + math.log(probability / (1 - probability))
+    embedding[STOP] = 0
+    embedding[STOP, 0] = (wanted / hidden[0][:, 0]).mean()
+
+
 def run_ztk(config: Config, *, process: Process) -> tuple[Record, list[Samples]]:
     """The run that `config` describes, and the samples of its rollouts."""
     record, recorded = Record(), []
-    draw = rollouts.draw
+    draw, reward, rewarding = rollouts.draw, rollouts.reward, [0.0]
 
     def timed_draw(run: Run) -> Samples:
         started = time.perf_counter()
         samples = draw(run)
-        record.generation.append(time.perf_counter() - started)
+        record.generation.append(time.perf_counter() - started - rewarding[-1])
         return samples
+
+    def timed_reward(run: Run, **options: object) -> None:
+        started = time.perf_counter()
+        reward(run, **options)
+        rewarding.append(time.perf_counter() - started)
 
     def fill(run: Run, scored: rollouts.Scored) -> None:
         grpo.fill(run, scored)
         recorded.append(scored.samples)
         record.texts.append(int(scored.samples.lengths.sum()))
         record.answers.append(int(scored.samples.answer_lengths.sum()))
+        record.longest.append(int(scored.samples.answer_lengths.max()))
 
     def update(run: Run) -> Update:
         started = time.perf_counter()
@@ -233,11 +294,11 @@ def run_ztk(config: Config, *, process: Process) -> tuple[Record, list[Samples]]
         record.training.append(time.perf_counter() - started)
         return updated
 
-    rollout_loop.draw = timed_draw
+    rollout_loop.draw, rollouts.reward = timed_draw, timed_reward
     try:
         rollout_loop.run_task(config, process=process, fill=fill, update=update)
     finally:
-        rollout_loop.draw = draw
+        rollout_loop.draw, rollouts.reward = draw, reward
     written = [json.loads(line) for line in Path(config.output_dir, "metrics.jsonl").read_text().splitlines()]
     record.losses, record.norms = [row["loss"] for row in written], [row["grad_norm"] for row in written]
     return record, recorded
@@ -264,6 +325,7 @@ def replay(config: Config, *, folder: str, recorded: list[Samples], options: dic
             found, _ = trainer._generate_single_turn(texts, None, {}, config.rollout.group_size)
             record.generation.append(time.perf_counter() - started)
             record.answers.append(sum(len(answer) for answer in found))
+            record.longest.append(max(len(answer) for answer in found))
         return {"prompt_ids": texts, "completion_ids": answers, "logprobs": None}
 
     def reward(**columns: list) -> list[float]:
