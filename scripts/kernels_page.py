@@ -310,11 +310,10 @@ registers at most; counted, not measured):
 | registers, `x @ w` and `d_out @ w^T` | 120, 109 | 124, 124 | 126, 112 | 128, 128 |
 | spilled bytes | 0 | 0 | 0 | 16 |
 | instructions of a warp per step of 64 | 141, 122 | 107, 107 | 147, 128 | 197, 194 |
-| barriers per step | 7 | 8 | 8 | 9 |
 | cycles that issue takes, 8 warps on 4 schedulers | 282 | 214 | 294 | 394 |
 | cycles that the products take | 512 | 512 | 256 | 256 |
 
-On Hopper the products take longer than issue either way; on Blackwell descriptors cost a third more of what binds there. Every program would
+A step has one barrier more with descriptors. On Hopper the products take longer than issue either way; on Blackwell descriptors cost a third more of what binds there. Every program would
 write its descriptor to memory that Triton asks an allocator of the process for, and wait for it. Pointers stay.
 
 A kernel is launched by `ztk.kernels._jit`, which finds the compiled program by a tuple of what Triton's own C function says of the
