@@ -136,7 +136,8 @@ def test_the_engines_attention_has_the_gradient_of_torchs():
         found.append((out, torch.autograd.grad(out, (query, key, value), d_out)))
     (own, gradients), (by_torch, expected) = found
     assert torch.allclose(own, by_torch, atol=1e-6)  # 70 products per value, below 1 each
-    assert all(torch.equal(one, other) for one, other in zip(gradients, expected, strict=True))
+    for one, other in zip(gradients, expected, strict=True):  # sums of up to 140 rounded products, in another order
+        assert (one - other).norm() <= 8 * torch.finfo(torch.float32).eps * other.norm()
 
 
 @pytest.mark.parametrize(

@@ -4,23 +4,24 @@
 Of the native decoder in fp32 on a CPU, attention is the only operation that the inference engine computes in another order than the trainer's
 forward: norms, linear layers (oneDNN's rows have the same bits in any number), rotary embedding and activations give equal bits. Torch's fused
 attention sums over keys in blocks whose borders depend on the number of queries, and differs from position 1 of the first layer on. So the
-trainer computes its forward by the engine's function, over the same tiles of queries and blocks of keys. The gradient is that of torch's
-attention at the same operands: it needs no bits of the engine's.
+trainer computes its forward as the engine does, over the same tiles of queries and blocks of keys: see `blocks`. The gradient needs no bits of
+the engine's.
 """
 
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ztk.inference.attention import BLOCK, Scratch
 from ztk.inference.steps import Span, Step
 from ztk.nn import Documents
-from ztk.nn.attention import CausalAttention, attention_in_documents, causal_attention
+from ztk.nn.attention import CausalAttention
+from ztk.rollout.blocks import Blocks, Segment
 
 
 class CachedAttention(CausalAttention):
@@ -94,31 +95,21 @@ class TextCache:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.documents = documents
-        B, T, H, _ = query.shape
+        (B, T, H, D), K = query.shape, key.shape[2]
         starts = tuple(range(0, B * T, T)) if documents is None else _starts(documents, T=T)
-        return _attend(query, key=key, value=value, places=_places(starts, B * T, H // key.shape[2], query.shape[3]))
+        blocks = _blocks(starts, B * T, K, H // K, D)
+        rows = [x.flatten(0, 1) for x in (query, key, value)]
+        out, lse = blocks.attend(rows[0], key=rows[1], value=rows[2])
+        ctx.save_for_backward(*rows, out, lse)
+        ctx.blocks, ctx.shapes = blocks, [x.shape for x in (query, key, value)]
+        return out.view(query.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.enable_grad():
-            query, key, value = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
-            if ctx.documents is None:
-                out = causal_attention(query, key=key, value=value)
-            else:
-                out = attention_in_documents(query, key=key, value=value, documents=ctx.documents)
-        return *torch.autograd.grad(out, (query, key, value), d_out), None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Places:
-    """Where the tokens of some texts are, in caches of `blocks` blocks, one per text. scratch: the step's."""
-
-    step: Step
-    scratch: Scratch
-    texts: int
-    blocks: int
+        query, key, value, out, lse = ctx.saved_tensors
+        found = ctx.blocks.gradients(d_out.reshape(query.shape), query=query, key=key, value=value, out=out, lse=lse)
+        return *(part.view(shape) for part, shape in zip(found, ctx.shapes, strict=True)), None
 
 
 def _starts(documents: Documents, *, T: int) -> tuple[int, ...]:
@@ -126,28 +117,11 @@ def _starts(documents: Documents, *, T: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=2)  # the layers of a forward, and of rows all forwards, have the same
-def _places(starts: tuple[int, ...], total: int, group: int, head_dim: int) -> _Places:
+def _blocks(starts: tuple[int, ...], total: int, kv_heads: int, group: int, head_dim: int) -> Blocks:
     """starts: of texts that lie one after another; total: tokens of all. group: query heads per key head."""
-    lengths = [stop - start for start, stop in zip(starts, (*starts[1:], total), strict=True)]
-    spans = [
-        Span(slot=slot, start=0, length=length, row=row)
-        for slot, (row, length) in enumerate(zip(starts, lengths, strict=True))
-    ]
-    scratch = Scratch()
-    step = Step(spans, group=group, head_dim=head_dim, scratch=scratch)
-    return _Places(step=step, scratch=scratch, texts=len(spans), blocks=-(-max(lengths) // BLOCK))
-
-
-def _attend(query: Tensor, *, key: Tensor, value: Tensor, places: _Places) -> Tensor:
-    """Every text is a sequence of its own, whose keys lie in a cache of its own; behind the last key are zeros."""
-    (_, _, K, D), slabs = key.shape, []
-    for part in (key, value):
-        slab = part.new_zeros(places.texts, places.blocks, K, BLOCK, D)
-        places.step.write_into(slab, part=part.flatten(0, 1))
-        slabs.append(slab)
-    out = places.step.attend(query.flatten(0, 1), keys=slabs[0], values=slabs[1], scale=D**-0.5)
-    places.scratch.forget()  # the slabs go
-    return out.view(query.shape)
+    ends = (*starts[1:], total)
+    segments = [Segment(row=start, length=end - start) for start, end in zip(starts, ends, strict=True)]
+    return Blocks(segments, tokens=total, kv_heads=kv_heads, group=group, head_dim=head_dim)
 
 
 def use_cached_attention(module: nn.Module) -> None:

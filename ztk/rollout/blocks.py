@@ -1,0 +1,272 @@
+"""Attention of a forward's texts, and its gradient: products of blocks of `BLOCK` keys, of all heads and texts of a length at once.
+
+The result has the bits of the inference engine's `attend` (see [Note: The cache's bits] in `attention`): the same products, maxima and sums,
+in the same order of blocks. What differs is how many rows a product has, which changes no bit where `_rows_agree` finds that on this
+processor; elsewhere products have the engine's rows. The gradient computes the scores again instead of keeping them:
+
+    weights = exp(scores - logsumexp)          d_scores = weights (d_out value^T - sum(d_out out))
+    d_value = weights^T d_out                  d_query = scale d_scores key                  d_key = scale d_scores^T query
+
+Legend: S segments, K key heads, G query heads per key head, R positions of a segment, T positions of a tile, D head size, N blocks.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ztk.inference.attention import BLOCK, tile_of
+
+TILE = 8  # positions in multiples of which segments are computed: of every tile of the engine's, which has 1 to 8
+ROWS = 2 * BLOCK  # queries of a segment at most: scores of all keys exist for so many
+_SCORES = 1 << 20  # of a group: 4 MiB, which stay in the cache from a product to the next
+_TRIED = ((1, 2), (4, 5), (33, 9), (5, 32), (2, 1), (130, 3))  # products, tiles of each
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """The queries of `length` tokens from `row` on, at positions from `start` on. The text's tokens before position `border` lie from `before`
+    on, where texts may share them, the others in front of `row`."""
+
+    row: int
+    length: int
+    start: int = 0
+    border: int = 0
+    before: int = 0
+
+
+class Blocks:
+    """Where the tokens of some texts are in the products. segments: each token's query in exactly one. tokens: of the forward."""
+
+    def __init__(self, segments: Sequence[Segment], *, tokens: int, kv_heads: int, group: int, head_dim: int) -> None:
+        self._sizes = (tokens, kv_heads, group, head_dim)
+        most = None if _rows_agree(group, head_dim, torch.get_num_threads()) else tile_of(group) * group
+        self._groups = [
+            _Group(together, kv_heads=kv_heads, group=group, most_rows=most)
+            for together in _alike(segments, heads=kv_heads * group)
+        ]
+        places = torch.empty(tokens * kv_heads * group, dtype=torch.int64)
+        first = 0
+        for group_ in self._groups:
+            places[group_.query_at[group_.own]] = first + group_.own
+            first += len(group_.query_at)
+        self._places = places  # of every query in the groups' rows
+
+    def attend(self, query: Tensor, *, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """query fp32 [tokens, H, D], key and value [tokens, K, D] -> softmax(query key^T / sqrt(D)) value over the past, [tokens, H, D], and
+        the logsumexp of every row in the groups' order, for `gradients`."""
+        query, key, value = (x.reshape(-1, x.shape[-1]) for x in (query, key, value))
+        found = [group.attend(query, key=key, value=value) for group in self._groups]
+        out = torch.cat([out for out, _ in found]).index_select(0, self._places)
+        return out.view(self._sizes[0], -1, self._sizes[3]), torch.cat([lse for _, lse in found])
+
+    def gradients(
+        self, d_out: Tensor, *, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of query, key and value, of their shapes. out, lse: of `attend`."""
+        tokens, K, _, D = self._sizes
+        delta = (d_out * out).sum(-1).view(-1)
+        flat = [x.reshape(-1, D) for x in (d_out, query, key, value)]
+        d_query, d_key, d_value = [], key.new_zeros(tokens * K, D), value.new_zeros(tokens * K, D)
+        first = 0
+        for group in self._groups:
+            own = slice(first, first + len(group.query_at))
+            first = own.stop
+            d_query.append(group.add_gradients(*flat, delta=delta, lse=lse[own], d_key=d_key, d_value=d_value))
+        places = torch.cat(d_query).index_select(0, self._places)
+        return places.view(query.shape), d_key.view(key.shape), d_value.view(value.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Block:
+    """keys: in the segments' keys. first: the first row that may see any. hidden: bool [tiles, 1, T, BLOCK], what the tiles from there on do
+    not see; the tiles behind these see all; None: every tile does."""
+
+    keys: slice
+    first: int
+    hidden: Tensor | None
+
+
+class _Group:
+    """Segments whose queries are in as many tiles from the same position on, which are computed together.
+
+    A tile has T consecutive positions, the first of which is a multiple of T, and rows are in the engine's order: tiles, heads, positions. They
+    reach over multiples of `TILE` positions; where there is no query, any is in its place. query_at: int64 [S K R G], which head of which
+    token each row is. own: rows that are no copies, int64. key_at: int64 [S K N BLOCK].
+    """
+
+    def __init__(self, segments: Sequence[Segment], *, kv_heads: int, group: int, most_rows: int | None) -> None:
+        S, K, G, T, base = len(segments), kv_heads, group, tile_of(group), _base(segments[0])
+        R = max(_queries(segment) for segment in segments)
+        N = -(-(base + R) // BLOCK)
+        self._G, self._R, self._T, self._most = G, R, T, most_rows or R * G
+        row, length, start, border, before = (
+            torch.tensor([getattr(segment, name) for segment in segments]).unsqueeze(1)
+            for name in ("row", "length", "start", "border", "before")
+        )
+        places = base + torch.arange(R) - start  # [S, R], of each segment's queries
+        tokens = row + torch.minimum(places.clamp(min=0), length - 1)
+        at = torch.minimum(
+            torch.arange(N * BLOCK), start + length - 1
+        )  # behind the last key are copies, which nobody sees
+        sources = torch.where(at < border, before + at, row + at - start)  # [S, N BLOCK]
+        heads = torch.arange(K * G).view(1, K, 1, G, 1)
+        self.query_at = (tokens.view(S, 1, -1, 1, T) * (K * G) + heads).flatten()
+        self.key_at = (sources.view(S, 1, -1) * K + torch.arange(K).view(1, K, 1)).flatten()
+        copies = ((places < 0) | (places >= length)).view(S, 1, -1, 1, T).expand(S, K, -1, G, T).flatten()
+        self.own, self._copies = (~copies).nonzero().squeeze(1), copies.nonzero().squeeze(1)
+        self._blocks = [self._block(n, base=base) for n in range(N)]
+
+    def _block(self, n: int, *, base: int) -> _Block:
+        first = max(0, n * BLOCK - base) // TILE * TILE
+        last = min(self._R, (n + 1) * BLOCK - base)
+        hidden = None
+        if last > first:
+            at = base + torch.arange(first, last)
+            hidden = (n * BLOCK + torch.arange(BLOCK) > at.unsqueeze(1)).view(-1, 1, self._T, BLOCK)
+        return _Block(keys=slice(n * BLOCK, (n + 1) * BLOCK), first=first * self._G, hidden=hidden)
+
+    def _taken(self, x: Tensor, *, at: Tensor) -> Tensor:
+        """Rows of x [any, D] for the products: [S K, R G or N BLOCK, D]."""
+        return x.index_select(0, at).view(-1, len(at) // self._count(), x.shape[-1])
+
+    def _count(self) -> int:
+        """S K."""
+        return len(self.query_at) // (self._R * self._G)
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        """[S K, rows, X] times [S K, X, Y]. A row's bits are those of the engine's product."""
+        if left.shape[1] <= self._most:
+            return torch.bmm(left, right)
+        return torch.cat([torch.bmm(part, right) for part in left.split(self._most, dim=1)], dim=1)
+
+    def _scores(self, query: Tensor, *, key: Tensor) -> Iterator[tuple[_Block, Tensor]]:
+        """Of every block those of the rows that read it, [S K, rows, BLOCK]. query: times the scale."""
+        for block in self._blocks:
+            scores = self._product(query[:, block.first :], key[:, block.keys].mT)
+            if block.hidden is not None:
+                part = scores.view(len(scores), -1, self._G, self._T, BLOCK)[:, : len(block.hidden)]
+                part.masked_fill_(block.hidden, float("-inf"))
+            yield block, scores
+
+    def attend(self, query: Tensor, *, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the rows of this group: results [S K R G, D] and logsumexp [S K R G]. query [tokens H, D], key and value [tokens K, D]."""
+        q = self._taken(query, at=self.query_at).mul_(query.shape[-1] ** -0.5)
+        k, v = (self._taken(x, at=self.key_at) for x in (key, value))
+        scores = list(self._scores(q, key=k))
+        highest = scores[0][1].amax(-1, keepdim=True)
+        for block, part in scores[1:]:
+            own = highest[:, block.first :]
+            torch.maximum(own, part.amax(-1, keepdim=True), out=own)
+        total, summed = _Rows(), _Rows()
+        for block, part in scores:
+            part.sub_(highest[:, block.first :]).exp_()
+            total.add(part.sum(-1, keepdim=True), first=block.first)
+            summed.add(self._product(part, v[:, block.keys]), first=block.first)
+        sums = total.rounded()
+        out = summed.rounded().div_(sums)
+        return out.view(-1, out.shape[-1]), highest.add_(sums.log_()).view(-1)
+
+    def add_gradients(
+        self,
+        d_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        delta: Tensor,
+        lse: Tensor,
+        d_key: Tensor,
+        d_value: Tensor,
+    ) -> Tensor:
+        """Returns that of the rows of this group, [S K R G, D], and adds to those of keys and values, [tokens K, D]. delta: [tokens H]."""
+        scale = query.shape[-1] ** -0.5
+        d, q = (self._taken(x, at=self.query_at) for x in (d_out, query))
+        d.view(-1, d.shape[-1]).index_fill_(0, self._copies, 0.0)
+        k, v = (self._taken(x, at=self.key_at) for x in (key, value))
+        delta = delta.index_select(0, self.query_at).index_fill_(0, self._copies, 0.0).view(*q.shape[:2], 1)
+        lse, d_k, d_v = lse.view(*q.shape[:2], 1), torch.empty_like(k), torch.empty_like(v)
+        d_q = None
+        for block, scores in self._scores(q.mul_(scale), key=k):
+            rows = slice(block.first, None)
+            weights = scores.sub_(lse[:, rows]).exp_()
+            d_v[:, block.keys] = torch.bmm(weights.mT, d[:, rows])
+            d_scores = torch.bmm(d[:, rows], v[:, block.keys].mT).sub_(delta[:, rows]).mul_(weights)
+            d_k[:, block.keys] = torch.bmm(d_scores.mT, q[:, rows])
+            part = torch.bmm(d_scores, k[:, block.keys])
+            if d_q is None:
+                d_q = part
+            else:
+                d_q[:, rows] += part
+        assert d_q is not None, "a segment has a block"
+        for total, part in ((d_key, d_k), (d_value, d_v)):
+            total.index_add_(0, self.key_at, part.view(-1, part.shape[-1]))
+        return d_q.mul_(scale).view(-1, d_q.shape[-1])
+
+
+class _Rows:
+    """Values of all rows, [S K, R G, X], to which blocks add those of the rows from theirs on: one after the other, in double precision."""
+
+    def __init__(self) -> None:
+        self.values: Tensor | None = None
+        self._double: Tensor | None = None
+        self._first = 0
+
+    def add(self, part: Tensor, *, first: int) -> None:
+        """first: the row in which `part` begins, never before that of the part before."""
+        if self.values is None:
+            self.values = part
+        elif self._double is None:
+            self._double, self._first = self.values[:, first:].double().add_(part), first
+        else:
+            self._double[:, first - self._first :] += part
+
+    def rounded(self) -> Tensor:
+        """The sums."""
+        assert self.values is not None
+        if self._double is not None:
+            self.values[:, self._first :] = self._double
+        return self.values
+
+
+def _base(segment: Segment) -> int:
+    """The position of the first row."""
+    return segment.start // TILE * TILE
+
+
+def _queries(segment: Segment) -> int:
+    """R of a segment alone."""
+    return -(-(segment.start + segment.length - _base(segment)) // TILE) * TILE
+
+
+def _alike(segments: Sequence[Segment], *, heads: int) -> list[list[Segment]]:
+    """Segments that one group takes, none of more than `ROWS` queries."""
+    found: dict[tuple[int, int], list[Segment]] = {}
+    for segment in segments:
+        for first in range(0, segment.length, ROWS):
+            length, start = min(ROWS, segment.length - first), segment.start + first
+            part = replace(segment, row=segment.row + first, length=length, start=start)
+            found.setdefault((_base(part), _queries(part)), []).append(part)
+    groups = []
+    for (base, queries), alike in found.items():
+        size = max(1, _SCORES // (heads * queries * (base + queries)))
+        groups += [alike[first : first + size] for first in range(0, len(alike), size)]
+    return groups
+
+
+@functools.cache
+@torch.inference_mode()
+def _rows_agree(group: int, head_dim: int, threads: int) -> bool:
+    """Rows of products with a block of keys or values have the bits of the engine's tiles, in any number of tiles. threads: torch's."""
+    generator, rows = torch.Generator().manual_seed(0), tile_of(group) * group
+    for count, tiles in _TRIED:
+        for columns in (head_dim, BLOCK):
+            x = torch.randn(count, tiles * rows, columns, generator=generator)
+            other = torch.randn(count, BLOCK, head_dim, generator=generator)
+            other = other.mT if columns == head_dim else other
+            expected = torch.cat([torch.bmm(part.contiguous(), other) for part in x.split(rows, dim=1)], dim=1)
+            if not torch.equal(torch.bmm(x, other), expected):
+                return False
+    return True
