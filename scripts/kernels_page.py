@@ -313,8 +313,9 @@ registers at most; counted, not measured):
 | cycles that issue takes, 8 warps on 4 schedulers | 282 | 214 | 294 | 394 |
 | cycles that the products take | 512 | 512 | 256 | 256 |
 
-A step has one barrier more with descriptors. On Hopper the products take longer than issue either way; on Blackwell descriptors cost a third more of what binds there. Every program would
-write its descriptor to memory that Triton asks an allocator of the process for, and wait for it. Pointers stay.
+A step has one barrier more with descriptors. On Hopper the products take longer than issue either way; on Blackwell descriptors cost a third
+more of what binds there. Every program would write its descriptor to memory that Triton asks an allocator of the process for, and wait for
+it. Pointers stay.
 
 A kernel is launched by `ztk.kernels._jit`, which finds the compiled program by a tuple of what Triton's own C function says of the
 arguments. Launchers of small ops bind a kernel to its grid, numbers, constexprs and options in a function of the sizes alone, which keeps its
@@ -356,8 +357,8 @@ launches that look at every argument and grids and constexprs that are computed 
 | `draw_rows` (2) | 17.5 | 5.1 | 22.7 | 10.6 | 1.8 |
 
 The goal is 6 for an op of one kernel: nine of the sixteen are below, `cross_entropy` at 6.1. Of the others norms with a residual or two
-statistics pay for their results, and attention, `linear_rows` and the ops over a cache for a dozen sizes and tensors; the ops over a cache run in
-decoding steps, which graphs launch at no such cost. What is left of a launch is
+statistics pay for their results, and attention, `linear_rows` and the ops over a cache for a dozen sizes and tensors; the ops over a cache
+run in decoding steps, which graphs launch at no such cost. What is left of a launch is
 0.13 for each tensor, the questions to Triton whether somebody looks, 0.2, and the call that starts the program, 0.5; the way to the
 launcher is nine questions to torch, 0.4, and the types of the arguments, 1.1 in all; the look-up of the sizes takes 0.3 to 0.6; a result takes
 1.0 by `torch.empty`, 0.9 by `empty_like`, and 0.6 by the function that torch.compile's code calls (`_empty`). The first call with new

@@ -8,7 +8,7 @@ import torch
 
 from experiments.evaluation_engine import open_frozen
 from tests.experiments import test_alignment as pairs
-from tests.rollout.runs import config_of, play, rows_of
+from tests.rollout.runs import composed, config_of, play, rows_of
 from ztk import checkpoint
 from ztk.checkpoint.export import Weights, export_adapter, export_safetensors, export_state_dict
 from ztk.config import ConfigError, Machine, compose, save
@@ -180,6 +180,13 @@ def test_dpo_by_any_reference_and_from_adapters(ranks, sft, tmp_path):
     assert_same(base_of(weights_of(tmp_path / "second")), base_of(policy))
     with pytest.raises(ConfigError, match="dpo.reference=lora_off: the policy starts with the adapters of"):
         pairs.config_of("dpo", *goes_on, "dpo.reference=lora_off", folder=tmp_path / "third", ranks=1)
+    with pytest.raises(
+        ConfigError, match=r"lora.alpha=4: the adapters of warm_start.path=.* alpha / rank = 4, .* use lora.alpha=16"
+    ):
+        pairs.config_of("dpo", *goes_on, "lora.alpha=4", folder=tmp_path / "third", ranks=1)
+    rewards = (*ADAPTERS, "lora.alpha=4", f"reward.path={tmp_path / 'frozen'}", "warm_start.steps=10")
+    with pytest.raises(ConfigError, match=r"lora.alpha=4: the adapters of reward.path=.* use lora.alpha=16"):
+        composed("ppo", *rewards, ranks=1)
 
 
 def test_a_base_of_other_sizes_is_refused(ranks, sft, tmp_path):

@@ -1,6 +1,6 @@
 """Checkpoints that do not depend on the layout: saved as slices under one layout, loaded under any other."""
 
-from ztk.checkpoint.architecture import has_adapters
+from ztk.checkpoint.architecture import adapter_scale, has_adapters
 from ztk.checkpoint.errors import CheckpointError, DamagedCheckpoint, SaveFailed
 from ztk.checkpoint.folder import Retention, checkpoints, resolve
 from ztk.checkpoint.full import full_state_dict
@@ -18,6 +18,7 @@ __all__ = [
     "SaveFailed",
     "SaveReport",
     "Saver",
+    "adapter_scale",
     "checkpoints",
     "full_state_dict",
     "has_adapters",

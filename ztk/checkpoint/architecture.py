@@ -48,6 +48,19 @@ def has_adapters(path: str | os.PathLike) -> bool:
     return any(is_adapter(info.name) for info in read_manifest(resolve(path)).parameters)
 
 
+def adapter_scale(path: str | os.PathLike) -> float | None:
+    """What the product of an adapter's matrices is multiplied by, alpha / rank, in the checkpoint in `path`, as for `load`; None: it has no
+    adapters. Raises CheckpointError if there is none."""
+    manifest = read_manifest(resolve(path))
+    return scale_of(manifest) if any(is_adapter(info.name) for info in manifest.parameters) else None
+
+
+def scale_of(manifest: Manifest) -> float:
+    """The same of the checkpoint with this manifest."""
+    described = (manifest.model or {})["adapters"]["default"]
+    return described["lora_alpha"] / described["r"]
+
+
 def transformers_view(manifest: Manifest, *, dtype: torch.dtype) -> tuple[dict[str, str], dict[str, Any] | None]:
     """(own name -> name in the folder, config.json or None) of a checkpoint. dtype: of the weights.
 

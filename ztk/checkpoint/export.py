@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ztk.buckets.context import AVERAGE
-from ztk.checkpoint.architecture import adapter_view, transformers_view
+from ztk.checkpoint.architecture import adapter_view, scale_of, transformers_view
 from ztk.checkpoint.bits import DTYPES
 from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.folder import discard, resolve, sync_folder, write_file
@@ -40,12 +40,6 @@ class ExportReport:
     path: Path
     files: int
     nbytes: int
-
-
-def _scale(manifest: Manifest) -> float:
-    """What the product of an adapter's matrices is multiplied by."""
-    described = (manifest.model or {})["adapters"]["default"]
-    return described["lora_alpha"] / described["r"]
 
 
 class Weights:
@@ -81,7 +75,7 @@ class Weights:
                 for own, other in (names or dict(zip(infos, infos, strict=True))).items()
                 if own not in self._adapters
             }
-            self._scale = _scale(manifest) if self._adapters else 0.0
+            self._scale = scale_of(manifest) if self._adapters else 0.0
         self._infos = infos if names is None else {other: infos[own] for own, other in names.items()}
         self._buffers = {info.name for info in manifest.buffers}
 

@@ -19,6 +19,8 @@ def lora_faults(config: Config) -> Iterator[str]:
     if not isinstance(lora.targets, str | list) or not names or not all(isinstance(name, str) for name in names):
         yield f"lora.targets={lora.targets}: must be all-linear or names, as in lora.targets=[q_proj,v_proj]"
         return
+    for key, path in (("warm_start.path", config.warm_start.path), ("reward.path", config.reward.path)):
+        yield from _scale_faults(config, key=key, path=path)
     if not is_hugging_face(config.model):
         yield from _decoder_faults(config, targets=names)
     elif config.model.init is ModelInit.random:
@@ -60,12 +62,25 @@ def starts_adapted(config: Config) -> bool:
     path = config.warm_start.path
     if not config.lora.rank or path is None:
         return False
-    if is_hugging_face(config.model):
-        return True
-    from ztk import checkpoint  # here: torch takes a second
-    from ztk.checkpoint import has_adapters
+    return is_hugging_face(config.model) or _saved_scale(path) is not None
+
+
+def _scale_faults(config: Config, *, key: str, path: str | None) -> Iterator[str]:
+    """Adapters of another run would add another multiple than they learnt to add."""
+    rank, alpha = config.lora.rank, config.lora.alpha
+    saved = None if path is None or alpha is None else _saved_scale(path)
+    if saved is not None and alpha is not None and alpha / rank != saved:
+        yield (
+            f"lora.alpha={alpha:g}: the adapters of {key}={path} were trained with alpha / rank = {saved:g}, and with {alpha / rank:g} they "
+            f"are another model; use lora.alpha={saved * rank:g}"
+        )
+
+
+def _saved_scale(path: str) -> float | None:
+    """Alpha / rank of the adapters in a run's newest checkpoint; None: it has none, or there is none to read."""
+    from ztk.checkpoint import CheckpointError, adapter_scale  # here: torch takes a second
 
     try:
-        return has_adapters(path)
-    except checkpoint.CheckpointError:
-        return False  # every rank says what is wrong with it
+        return adapter_scale(path)
+    except CheckpointError:
+        return None  # every rank says what is wrong with it
