@@ -1,5 +1,6 @@
 """Slabs within a number of bytes: who finds no room waits, who could never find any is refused."""
 
+import copy
 import weakref
 
 import pytest
@@ -91,6 +92,27 @@ def test_what_could_never_fit_is_refused_with_both_numbers(model):
         generator.score([_TEXT[:769]])
     assert len(generator.generate([_TEXT[:760]], sampling=SamplingParams(max_tokens=8))[0][0].tokens) == 8
     assert not generator.has_work and other.id == 0
+
+
+def test_a_broken_sequence_is_located_in_its_own_slot(model, slabs):
+    """In pieces of a step; its layer is the first one of all pieces. No other memory is taken, and others keep theirs."""
+    generator = Generator(model, policy=InferencePolicy(cache_tokens=6 * UNIT, max_step_tokens=64))
+    good, broken = SamplingParams(max_tokens=40, temperature=0), _TEXT[:299] + [95]
+    [[alone]] = generator.generate([[5, 6]], sampling=good)
+    generator.forget_prefixes()
+    held = copy.deepcopy(model.embedding.weight.data[95])
+    model.embedding.weight.data[95] = float("nan")  # the engine shares it; of the last piece of five
+    try:
+        request, bad = generator.submit([5, 6], sampling=good), generator.submit(broken, sampling=good)
+        before, outputs = slabs["most"], generator.step()
+        while generator.has_work:
+            outputs += generator.step()
+    finally:
+        model.embedding.weight.data[95] = held
+    [found] = [output for output in outputs if output.request_id == bad.id]
+    assert "first after layer 0 of 2" in found.error
+    assert [output.token for output in outputs if output.request_id == request.id] == alone.tokens
+    assert slabs["most"] <= max(before, generator._cache.nbytes * 5 // 4)
 
 
 def test_what_came_first_is_computed_first(model):

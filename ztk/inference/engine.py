@@ -425,9 +425,10 @@ class Generator:
     def _broken(self, sequence: Sequence) -> Output:
         """Ends a sequence whose logits are not finite. The layer is found by computing it once more, alone."""
         with computing(self._ranks):
-            found = first_broken(sequence.tokens, model=self._model, cache=self._cache)
-        place = "in the head" if found is None else f"after layer {found} of {self.description.layers}"
-        error = f"the logits are not finite, first {place}: check the weights (NaN or inf in them, or an overflow of the stored dtype)"
+            place = {"slot": sequence.slot, "rows": self.policy.max_step_tokens}
+            found = first_broken(sequence.tokens, model=self._model, cache=self._cache, **place)
+        where = "in the head" if found is None else f"after layer {found} of {self.description.layers}"
+        error = f"the logits are not finite, first {where}: check the weights (NaN or inf in them, or an overflow of the stored dtype)"
         self._scheduler.finish(sequence, reason="error", error=error)
         self._forget_if_done(sequence.request_id)
         return Output(

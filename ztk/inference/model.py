@@ -62,10 +62,9 @@ class InferenceModel(OverSlabs):
             return x.new_empty(0, self.description.vocab_size)
         return self.logits(x if rows == list(range(len(x))) else x[rows])
 
-    def own_broken(self, tokens: list[int], *, cache: Cache) -> int | None:
-        """As `first_broken`, where every rank that shares the model makes the call. cache: an empty one with room for `tokens`."""
+    def own_broken(self, tokens: list[int], *, span: Span, cache: Cache) -> int | None:
+        """The first layer whose output is not finite, where every rank that shares the model makes the call; None: all are."""
         found: list[int] = []
-        span = Span(slot=0, start=0, length=len(tokens), row=0)
         self.forward(torch.tensor(tokens), spans=[span], cache=cache, broken=found)
         return found[0] if found else None
 

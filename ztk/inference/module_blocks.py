@@ -97,4 +97,5 @@ class ModuleBlockModel(OwnModules, OverBlocks):
 
     def first_broken(self, tokens: list[int], *, dtype: torch.dtype) -> int | None:
         """The first layer whose output is not finite, of a sequence that is computed alone; None: all are. dtype: of keys and values."""
-        return self.own_broken(tokens, cache=self.scratch(len(tokens), dtype=dtype))
+        span = Span(slot=0, start=0, length=len(tokens), row=0)
+        return self.own_broken(tokens, span=span, cache=self.scratch(len(tokens), dtype=dtype))

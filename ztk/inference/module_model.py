@@ -163,8 +163,8 @@ class OwnModules(ABC):
         except (RuntimeError, TypeError, AttributeError, LookupError, NotImplementedError, AssertionError) as error:
             raise _refused(self._module, reason=f"its forward fails over the cache ({error})") from error
 
-    def own_broken(self, tokens: list[int], *, cache: Any) -> int | None:
-        """The first layer whose output is not finite, of a sequence that is computed alone in an empty cache; None: all are."""
+    def own_broken(self, tokens: list[int], *, span: Span, cache: Any) -> int | None:
+        """The first layer whose output is not finite, of rows of one sequence alone; None: all are."""
         found: list[int] = []
 
         def look(number: int, out: Any) -> None:
@@ -177,7 +177,6 @@ class OwnModules(ABC):
             for number, block in enumerate(self._blocks)
         ]
         try:
-            span = Span(slot=0, start=0, length=len(tokens), row=0)
             self.own_logits(torch.tensor(tokens), spans=[span], cache=cache, rows=[])
         finally:
             for handle in handles:

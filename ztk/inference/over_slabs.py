@@ -24,16 +24,24 @@ class OverSlabs(ABC):
         """All linear layers that are in memory, the head among them."""
 
     @abstractmethod
-    def own_broken(self, tokens: list[int], *, cache: Cache) -> int | None:
-        """As `first_broken`, where every rank that shares the model makes the call. cache: an empty one with room for `tokens`."""
+    def own_broken(self, tokens: list[int], *, span: Span, cache: Cache) -> int | None:
+        """The first layer whose output is not finite, of rows of one sequence alone; None: all are. Every rank that shares the model makes the
+        call."""
 
     def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
         """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows."""
         return self.own_logits(tokens, spans=spans, cache=cache, rows=rows)
 
-    def first_broken(self, tokens: list[int]) -> int | None:
-        """The first layer whose output is not finite, of a sequence that is computed alone; None: all are."""
-        return self.own_broken(tokens, cache=self.scratch(len(tokens)))
+    def first_broken(self, tokens: list[int], *, cache: Cache, slot: int, rows: int) -> int | None:
+        """The first layer whose output is not finite, of a sequence that is computed alone; None: all are. slot: its own, which it has to give
+        up, so that no memory is needed for it. rows: of a step at most."""
+        cache.clear(slot)
+        found = []
+        for start in range(0, len(tokens), rows):
+            part = tokens[start : start + rows]
+            span = Span(slot=slot, start=start, length=len(part), row=0)
+            found.append(self.own_broken(part, span=span, cache=cache))
+        return min((number for number in found if number is not None), default=None)
 
     def new_cache(self, *, slots: int) -> Cache:
         """For so many sequences."""

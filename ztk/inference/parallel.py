@@ -46,9 +46,9 @@ class Leading:
         """The others compute this step: tokens int64 [M]."""
         self._channel.send(_STEP, tokens.tolist(), log, _flat(spans), rows)
 
-    def tell_to_locate(self, tokens: list[int]) -> None:
-        """The others compute a sequence once more, alone."""
-        self._channel.send(_LOCATE, tokens)
+    def tell_to_locate(self, tokens: list[int], *, log: Sequence[int] = (), slot: int = 0, rows: int = 0) -> None:
+        """The others compute a sequence once more, alone: over slabs in its slot, so many rows at a time."""
+        self._channel.send(_LOCATE, tokens, log, [slot, rows])
 
     def beat(self) -> None:
         """Says that it is idle."""
@@ -70,9 +70,10 @@ class LeadingOverSlabs(Leading, OverSlabs):
         self.tell_step(tokens, spans=spans, log=cache.take_log(), rows=rows)
         return super().step_logits(tokens, spans=spans, cache=cache, rows=rows)
 
-    def first_broken(self, tokens: list[int]) -> int | None:
-        self.tell_to_locate(tokens)
-        return super().first_broken(tokens)
+    def first_broken(self, tokens: list[int], *, cache: Cache, slot: int, rows: int) -> int | None:
+        assert isinstance(cache, RecordedCache), "new_cache has made it"
+        self.tell_to_locate(tokens, log=cache.take_log(), slot=slot, rows=rows)
+        return super().first_broken(tokens, cache=cache, slot=slot, rows=rows)
 
 
 class LeadingModel(LeadingOverSlabs, InferenceModel):
@@ -138,17 +139,26 @@ def follow(model: InferenceModel | ModuleModel | OverBlocks, *, cache: Cache | B
             repeating.repeat(log)
             model.step_logits(torch.tensor(tokens), spans=_spans(spans), cache=cache, rows=rows)
         elif kind == _LOCATE:
-            first_broken(lists[0], model=model, cache=cache)
+            tokens, log, (slot, rows) = lists
+            repeating.repeat(log)
+            first_broken(tokens, model=model, cache=cache, slot=slot, rows=rows)
 
 
 def first_broken(
-    tokens: list[int], *, model: InferenceModel | ModuleModel | OverBlocks, cache: Cache | BlockCache
+    tokens: list[int],
+    *,
+    model: InferenceModel | ModuleModel | OverBlocks,
+    cache: Cache | BlockCache,
+    slot: int,
+    rows: int,
 ) -> int | None:
-    """The first layer whose output is not finite, of a sequence that is computed once more, alone; None: all are."""
+    """The first layer whose output is not finite, of a sequence that is computed once more, alone; None: all are. slot: over slabs, its own.
+    rows: over slabs, of a step at most."""
     if isinstance(model, OverBlocks):
         assert isinstance(cache, BlockCache), "the model computes over blocks"
         return model.first_broken(tokens, dtype=cache.dtype)
-    return model.first_broken(tokens)
+    assert isinstance(cache, Cache), "the model computes over slabs"
+    return model.first_broken(tokens, cache=cache, slot=slot, rows=rows)
 
 
 class Channel:
