@@ -27,6 +27,9 @@ from ztk.launch.errors import RankFailure, failure_of_exit
 _POLL_SECONDS = 0.05
 _LAST_WORDS_SECONDS = 0.7  # for the peers of a failed rank to write their errors
 _GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL
+_KILL_SECONDS = 1.0  # for what SIGKILL ends
+# From the end of a rank to that of all; docs/inference.md promises 5 seconds, with what the launcher writes afterwards.
+MOST_SECONDS_AFTER_FAILURE = 2 * _POLL_SECONDS + _LAST_WORDS_SECONDS + _GRACE_SECONDS + _KILL_SECONDS
 _PR_SET_PDEATHSIG = 1
 
 
@@ -174,7 +177,7 @@ def _stop(processes: list[Started], *, received: list[int], grace_seconds: float
     """SIGTERM, then SIGKILL, to every child's process group unless all ended well; a second Ctrl-C skips the grace."""
     if all(process.poll() == 0 for process in processes):
         return
-    for kind, seconds in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, 1.0)):
+    for kind, seconds in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, _KILL_SECONDS)):
         for process in processes:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, kind)  # also what an ended child has left in its group
