@@ -134,35 +134,54 @@ class _Engine:
         return self.module(tokens, **options)
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
 @torch.no_grad()
-def test_equal_prompts_are_computed_once_and_each_goes_on_by_itself(is_packed):
-    """By the module and over packed weights, with the bits of full texts."""
+def test_equal_prompts_are_computed_once_and_each_goes_on_by_itself():
+    """By the module, with the bits of full texts."""
     model, options = decoder(), {"length": 72, "micro_batch": 6, "max_tokens": 8, "stop": 0, "pad": 0, "packs": True}
     assert pack_exactly(model, device=CPU)
     policy, tokens, engine = RolloutPolicy(**options), texts(), _Engine(model)
     tokens[1, :60] = tokens[3, :60] = tokens[0, :60]
     lengths, rows = torch.tensor([60, 60, 5, 60, 12, 59]), torch.arange(6)
-    packed, computed = packing.pack_weights(engine) if is_packed else None, engine.tokens
-    if packed is not None:
-        forward, computed = packed.forward, []
-        packed.forward = lambda tokens, **given: computed.append(len(tokens)) or forward(tokens, **given)
-    assert is_packed == (packed is not None)
-    forwards = hybrid._Forwards(engine, policy=policy, texts=6, packed=packed)
+    forwards = hybrid._Forwards(engine, policy=policy, texts=6)
     for step in range(3):
         found = forwards.logits(tokens, rows=rows, lengths=lengths + step, large=None)
         layout = lay_out(tokens, lengths=lengths + step, packs=True, device=CPU, module=model)
         expected = layout.forward(model).flatten(0, 1)[layout.at(lengths + step - 1)]
         assert torch.equal(found, expected), step
-    first, *later = computed
+    first, *later = engine.tokens
     assert 60 + 5 + 12 + 59 <= first < 2 * 60 + 5 + 12 + 59
     assert all(6 <= count < 60 for count in later)
 
 
 @torch.no_grad()
+def test_answers_over_packed_weights_have_the_modules_bits():
+    model, lengths = decoder(dim=32, max_seq_len=160), torch.tensor([60, 60, 5, 60, 12, 59, 70, 70])
+    options = {"length": 160, "micro_batch": 8, "max_tokens": 80, "stop": 3, "pad": 0, "packs": True}
+    assert pack_exactly(model, device=CPU)
+    policy, tokens = RolloutPolicy(**options), torch.randint(97, (8, 160), generator=torch.Generator().manual_seed(1))
+    tokens[1, :60] = tokens[3, :60] = tokens[0, :60]
+    tokens[7, :70] = tokens[6, :70]
+    packed = packing.pack_weights(_Engine(model))
+    assert packed is not None
+    draws = torch.rand(8, 80, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    counts, logprobs, finished = hybrid.answer_by(packed, policy=policy, tokens=tokens, lengths=lengths, draws=draws)
+    assert 0 < int(finished.sum()) < 8
+    layout = lay_out(tokens, lengths=lengths + counts, packs=True, device=CPU, module=model)
+    at = torch.arange(160)
+    mask = (at >= lengths.unsqueeze(1)) & (at < (lengths + counts).unsqueeze(1))
+    places = layout.places(mask)
+    logits = layout.forward(model).flatten(0, 1).index_select(0, places - 1)
+    chosen = layout.tokens.flatten().index_select(0, places).unsqueeze(1)
+    assert torch.equal(torch.log_softmax(logits, -1).gather(1, chosen).squeeze(1), logprobs[mask])
+
+
+@torch.no_grad()
 def test_weights_are_not_packed_where_that_changes_a_bit(monkeypatch):
-    """Planted: packed products are others. Nor where parameters are gathered for forwards, or do not fit into memory."""
-    model = decoder()
+    """Planted: packed products are others. Nor where parameters are gathered for forwards, or do not fit into memory, nor with heads of 6
+    elements: no number of rows has a tile's bits."""
+    odd = decoder()
+    assert pack_exactly(odd, device=CPU) and packing.pack_weights(_Engine(odd)) is None
+    model = decoder(dim=32)
     assert packing.pack_weights(_Engine(model)) is None, "torch's attention has other bits"
     assert pack_exactly(model, device=CPU)
     engine = _Engine(model)

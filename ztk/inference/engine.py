@@ -15,6 +15,7 @@ from ztk.inference.block_opening import find_scales
 from ztk.inference.block_schedule import BlockScheduler
 from ztk.inference.graphs import DecodeGraphs, graphs_of
 from ztk.inference.lines import is_finite, lines_of
+from ztk.inference.model import InferenceModel
 from ztk.inference.opening import TrainingEngine, UnreadModel, from_module, from_packed, reopened, settled
 from ztk.inference.over_blocks import OverBlocks
 from ztk.inference.packed import Packed
@@ -244,6 +245,12 @@ class Generator:
         """Raises ValueError where `module`, the causal language model of transformers that the weights are of, computes other logits."""
         assert not isinstance(self._model, OverBlocks), "a model over slabs"
         check_module(self._model, module=module)
+
+    @property
+    def own_model(self) -> InferenceModel | None:
+        """What computes a step, where this process has all of it in memory and over slabs; None elsewhere."""
+        is_own = isinstance(self._model, InferenceModel) and self._model.ranks is None and self._streamed is None
+        return self._model if is_own else None
 
     @property
     def weight_bytes(self) -> int:

@@ -3,10 +3,14 @@
 Rows have the dtype that the engine computes in.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ztk.inference.answer_cache import AnswerCache
+from ztk.inference.answer_step import AnswerStep
 from ztk.inference.cache import Cache
 from ztk.inference.cut import own_slopes
 from ztk.inference.describe import Subject
@@ -75,6 +79,20 @@ class InferenceModel(OverSlabs):
         """
         of = self.description
         step = Step(spans, group=of.heads // of.kv_heads, head_dim=of.head_dim, scratch=cache.scratch)
+        return self._through(tokens, step=step, cache=cache, broken=broken)
+
+    def next_logits(self, tokens: Tensor, *, step: AnswerStep, cache: AnswerCache) -> Tensor:
+        """One token of every answer in `cache`, int64 [A], in memory that one process has alone -> logits of the next ones, fp32 [A, V]."""
+        return self.logits(self._through(tokens, step=step, cache=cache))
+
+    def _through(
+        self,
+        tokens: Tensor,
+        *,
+        step: Step | AnswerStep,
+        cache: Cache | AnswerCache,
+        broken: list[int] | None = None,
+    ) -> Tensor:
         x = self.embed(tokens, step=step)
         for number, layer in enumerate(self.weights.layers):
             x = self.block(x, layer=layer, number=number, step=step, cache=cache)
@@ -94,7 +112,7 @@ class InferenceModel(OverSlabs):
 
     # Parts
 
-    def embed(self, tokens: Tensor, *, step: Step) -> Tensor:
+    def embed(self, tokens: Tensor, *, step: Step | AnswerStep) -> Tensor:
         """tokens int64 [M] -> the first block's input [M, C]."""
         of = self.description
         x = F.embedding(tokens, self.weights.embedding)
@@ -106,7 +124,9 @@ class InferenceModel(OverSlabs):
             x = self.norm(x, by=self.weights.embedding_norm)
         return x
 
-    def block(self, x: Tensor, *, layer: Layer, number: int, step: Step, cache: Cache) -> Tensor:
+    def block(
+        self, x: Tensor, *, layer: Layer, number: int, step: Step | AnswerStep, cache: Cache | AnswerCache
+    ) -> Tensor:
         """One block with the weights of `layer`: x [M, C] -> [M, C]. number: of the layer."""
         normed = x if layer.before_attention is None else self.norm(x, by=layer.before_attention)
         attended = self._attention(normed, layer=layer, number=number, step=step, cache=cache)
@@ -122,7 +142,8 @@ class InferenceModel(OverSlabs):
             fed = self.norm(fed, by=layer.after_mlp)
         return x + fed
 
-    def _attention(self, x: Tensor, *, layer: Layer, number: int, step: Step, cache: Cache) -> Tensor:
+    def _attention(self, x: Tensor, *, layer: Layer, number: int, step: Any, cache: Any) -> Tensor:
+        """step, cache: of one kind."""
         of = self.description
         rows, both = layer.qkv(x).view(len(x), -1, of.head_dim), of.heads + of.kv_heads
         turned, value = rows[:, :both], rows[:, both:]

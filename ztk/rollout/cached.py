@@ -4,6 +4,7 @@ Torch's attention adds over the keys in another order than the engine's, so log-
 computes by `rollout.attention`: the loss has to be corrected for it (`rollout.identity=corrected`), or may not care.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,12 +13,12 @@ from torch import Tensor, nn
 
 from ztk.engine import Engine
 from ztk.inference import Completion, Generator, InferencePolicy, SamplingParams
+from ztk.inference.sample import uniform
 from ztk.nn.lora import merged_parameters
+from ztk.rollout.answering import can_answer
 from ztk.rollout.buffer import Samples
-from ztk.rollout.hybrid import Requests, RolloutPolicy, first_tokens
+from ztk.rollout.hybrid import MOST_TEXTS, Requests, RolloutPolicy, answer_by, first_tokens, samples_of
 from ztk.runtime.comm import Comm
-
-_MOST_SEQUENCES = 64  # in one step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +54,15 @@ class CachedRollouts:
         tokens, lengths = first_tokens(policy, requests=requests)
         ranks = 1 if self._comm is None else self._comm.size
         generator = self._loaded(policy, sequences=len(requests.prompts) * ranks)
+        model = generator.own_model
+        if model is not None and can_answer(model):
+            draws = _draws(policy, lengths=lengths, requests=requests, step=step)
+            parts = []
+            for first in range(0, len(lengths), MOST_TEXTS):
+                rows = slice(first, first + MOST_TEXTS)
+                given = {"tokens": tokens[rows], "lengths": lengths[rows], "draws": draws[rows]}
+                parts.append(answer_by(model, policy=policy, in_double=True, **given))
+            return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
         pairs = zip(requests.prompt_numbers.tolist(), requests.copies.tolist(), strict=True)
         sampling = [
             SamplingParams(
@@ -67,7 +77,8 @@ class CachedRollouts:
         ]
         prompts = [list(prompt) for prompt in requests.prompts]
         drawn = self._drawn(generator, prompts=prompts, sampling=sampling)
-        return _samples(drawn, tokens=tokens, lengths=lengths, requests=requests)
+        parts = [_parts(drawn, tokens=tokens, lengths=lengths)]
+        return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
 
     def _drawn(self, generator: Generator, *, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Drawn]:
         """This rank's answers. Of ranks that share a copy the first draws for all of them, in their order, and the others compute with it."""
@@ -91,7 +102,7 @@ class CachedRollouts:
         """sequences: of a rollout, over the ranks that share the copy."""
         steps = self._source.engine.global_steps
         if self._generator is None:
-            count = min(_MOST_SEQUENCES, sequences)
+            count = min(MOST_TEXTS, sequences)
             options = InferencePolicy(max_sequences=count, max_model_len=policy.length)
             self._generator = Generator(self._source, policy=options, comm=self._comm)
         elif self._step != steps:
@@ -123,24 +134,25 @@ def _drawn(completion: Completion) -> Drawn:
     )
 
 
-def _samples(answers: list[Drawn], *, tokens: Tensor, lengths: Tensor, requests: Requests) -> Samples:
-    """tokens: the prompts' rows, int64 [S, T], into which the answers are written."""
+def _draws(policy: RolloutPolicy, *, lengths: Tensor, requests: Requests, step: int) -> Tensor:
+    """The generator's draws of every answer: float64 [S, max_tokens]."""
+    numbers = zip(requests.prompt_numbers.tolist(), requests.copies.tolist(), lengths.tolist(), strict=True)
+    found = [
+        [uniform(policy.seed, ("rollout", step, prompt, copy), 0, length + index) for index in range(policy.max_tokens)]
+        for prompt, copy, length in numbers
+    ]
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def _parts(answers: list[Drawn], *, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `answer_by`."""
     logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
     for row, answer in enumerate(answers):
-        if answer.reason == "error":
-            raise FloatingPointError(f"sample {int(requests.numbers[row])}: the policy's logits are not finite")
         first = int(lengths[row])
         places = slice(first, first + len(answer.tokens))
         tokens[row, places] = torch.tensor(answer.tokens, dtype=torch.int64)
         logprobs[row, places] = torch.tensor(answer.logprobs)
-    return Samples(
-        tokens=tokens,
-        numbers=requests.numbers,
-        prompts=requests.prompt_numbers,
-        prompt_lengths=lengths,
-        answer_lengths=torch.tensor([len(answer.tokens) for answer in answers]),
-        finished=torch.tensor([answer.reason == "stop" for answer in answers]),
-        logprobs=logprobs,
-        rewards=torch.zeros(len(answers), dtype=torch.float64),
-        included=torch.ones(len(answers), dtype=torch.bool),
-    )
+        if answer.reason == "error":
+            logprobs[row, first] = math.nan
+    counts = torch.tensor([len(answer.tokens) for answer in answers])
+    return counts, logprobs, torch.tensor([answer.reason == "stop" for answer in answers])

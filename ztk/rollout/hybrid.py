@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ztk.engine import Engine
-from ztk.inference.cache import Cache
 from ztk.inference.model import InferenceModel
 from ztk.inference.sample import fp32_logprobs
+from ztk.rollout.answering import Drawing, answer
 from ztk.rollout.attention import TextCache
 from ztk.rollout.buffer import Samples
 from ztk.rollout.draws import choose, sample_keys, uniforms
@@ -18,7 +18,7 @@ from ztk.rollout.layout import Layout, has_cache, lay_out, lay_out_new, new_toke
 from ztk.rollout.packed import pack_weights
 from ztk.rollout.weights import RolloutWeights, rollout_weights
 
-_MOST_TEXTS = 64  # that are drawn at once over a cache, where micro-batches are smaller
+MOST_TEXTS = 64  # that are drawn at once over a cache, where micro-batches are smaller
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +72,7 @@ def generate(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step:
 
     Raises:
         ValueError: a prompt that leaves no room for the answer, or samples that are no multiple of the micro-batch.
+        FloatingPointError: logits that are not finite.
     """
     tokens, lengths = first_tokens(policy, requests=requests)
     if len(lengths) % policy.micro_batch:
@@ -80,23 +81,41 @@ def generate(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step:
             "have the trainer's shape"
         )
     keys = sample_keys(seed=policy.seed, step=step, prompts=requests.prompt_numbers, samples=requests.copies)
+    draws = uniforms(keys.unsqueeze(1), positions=lengths.unsqueeze(1) + torch.arange(policy.max_tokens))
     parts, size = [], policy.micro_batch
     if policy.packs and has_cache(engine.module):  # one token per text and forward
-        size = max(size, _MOST_TEXTS)
+        size = max(size, MOST_TEXTS)
     with rollout_weights(engine, weights=policy.weights):
         packed = pack_weights(engine) if policy.packs else None
         for first in range(0, len(lengths), size):
             rows = slice(first, first + size)
-            forwards = _Forwards(engine, policy=policy, texts=len(tokens[rows]), packed=packed)
-            given = {"tokens": tokens[rows], "lengths": lengths[rows], "keys": keys[rows]}
-            parts.append(_answer(engine, policy=policy, forwards=forwards, **given))
-    count, logprobs, finished = (torch.cat(column) for column in zip(*parts, strict=True))
+            given = {"tokens": tokens[rows], "lengths": lengths[rows], "draws": draws[rows]}
+            if packed is None:
+                parts.append(_answer(engine, policy=policy, **given))
+            else:
+                large = large_answers(engine, rows=len(tokens[rows]), length=tokens.shape[1])
+                parts.append(answer_by(packed, policy=policy, large=large, **given))
+    return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
+
+
+def samples_of(
+    parts: Sequence[tuple[Tensor, Tensor, Tensor]], *, tokens: Tensor, lengths: Tensor, requests: Requests
+) -> Samples:
+    """Of tokens int64 [S, T] with answers behind prompts of `lengths`; parts: of some rows each, in order, what `answer_by` returns.
+
+    Raises:
+        FloatingPointError: a log-probability that is not finite.
+    """
+    counts, logprobs, finished = (torch.cat(column) for column in zip(*parts, strict=True))
+    if not logprobs.isfinite().all():
+        row = int((~logprobs.isfinite()).any(1).nonzero()[0])
+        raise FloatingPointError(f"sample {int(requests.numbers[row])}: the policy's logits are not finite")
     return Samples(
         tokens=tokens,
         numbers=requests.numbers,
         prompts=requests.prompt_numbers,
         prompt_lengths=lengths,
-        answer_lengths=count,
+        answer_lengths=counts,
         finished=finished,
         logprobs=logprobs,
         rewards=torch.zeros(len(lengths), dtype=torch.float64),
@@ -123,14 +142,51 @@ def first_tokens(policy: RolloutPolicy, *, requests: Requests) -> tuple[Tensor, 
     return tokens, lengths
 
 
-def _answer(
-    engine: Engine, *, policy: RolloutPolicy, forwards: "_Forwards", tokens: Tensor, lengths: Tensor, keys: Tensor
+def answer_by(
+    model: InferenceModel,
+    *,
+    policy: RolloutPolicy,
+    tokens: Tensor,
+    lengths: Tensor,
+    draws: Tensor,
+    in_double: bool = False,
+    large: Answers | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Writes answers into `tokens` [S, T]; returns their lengths [S], log-probabilities [S, T] and whether they ended by themselves [S]."""
+    """Writes answers by a model in memory into `tokens`, int64 [S, T], behind prompts of `lengths`, int64 [S]; returns how many tokens they
+    have, int64 [S], their log-probabilities, float32 [S, T], and whether they ended by themselves, bool [S].
+
+    draws, in_double: see `Drawing`. large: the update reads logits in chunks.
+    """
+
+    def chosen(logits: Tensor, drawn: Tensor) -> Tensor:
+        assert large is not None, "called where it is given"
+        return large.chosen(logits, tokens=drawn, temperature=policy.temperature)
+
+    prompts = [tuple(row[:length]) for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+    drawing = Drawing(
+        max_tokens=policy.max_tokens,
+        stop=policy.stop,
+        temperature=policy.temperature,
+        draws=draws,
+        in_double=in_double,
+        chosen=None if large is None else chosen,
+    )
+    found = answer(model, prompts=prompts, drawing=drawing)
+    logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
+    row, index = (torch.arange(policy.max_tokens) < found.counts.unsqueeze(1)).nonzero().unbind(1)
+    at = lengths[row] + index
+    tokens[row, at], logprobs[row, at] = found.tokens[row, index], found.logprobs[row, index]
+    return found.counts, logprobs, found.finished
+
+
+def _answer(
+    engine: Engine, *, policy: RolloutPolicy, tokens: Tensor, lengths: Tensor, draws: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `answer_by`, by the engine's module."""
+    forwards = _Forwards(engine, policy=policy, texts=len(tokens))
     logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
     counts, active = torch.zeros_like(lengths), torch.ones(len(tokens), dtype=torch.bool)
     large = large_answers(engine, rows=len(tokens), length=tokens.shape[1])
-    draws = uniforms(keys.unsqueeze(1), positions=lengths.unsqueeze(1) + torch.arange(policy.max_tokens))
     for index in range(policy.max_tokens):
         rows = _computed(active) if policy.packs else torch.arange(len(tokens))
         positions = lengths[rows] + index  # of the tokens that are drawn now
@@ -152,18 +208,12 @@ def _answer(
 
 
 class _Forwards:
-    """The forwards of a micro-batch: over texts from their first token on, or over a cache of the ones before. packed: what computes the new
-    tokens over a cache; None: the engine's module."""
+    """The module's forwards of a micro-batch: over texts from their first token on, or over a cache of the ones before."""
 
-    def __init__(
-        self, engine: Engine, *, policy: RolloutPolicy, texts: int, packed: InferenceModel | None = None
-    ) -> None:
-        self._engine, self._packs, self._packed = engine, policy.packs, packed
-        self._cache: Cache | TextCache | None = None
-        if packed is not None:
-            self._cache = packed.new_cache(slots=texts)
-            self._cache.reserve(policy.length)
-        elif policy.packs and has_cache(engine.module):
+    def __init__(self, engine: Engine, *, policy: RolloutPolicy, texts: int) -> None:
+        self._engine, self._packs = engine, policy.packs
+        self._cache: TextCache | None = None
+        if policy.packs and has_cache(engine.module):
             self._cache = TextCache(texts=texts, longest=policy.length)
         self._computed = torch.zeros(texts, dtype=torch.int64)  # tokens of each text that the cache has
 
@@ -179,7 +229,7 @@ class _Forwards:
         return self._begun(tokens, rows=rows, lengths=lengths, cache=self._cache, large=large)
 
     def _begun(
-        self, tokens: Tensor, *, rows: Tensor, lengths: Tensor, cache: Cache | TextCache, large: Answers | None
+        self, tokens: Tensor, *, rows: Tensor, lengths: Tensor, cache: TextCache, large: Answers | None
     ) -> Tensor:
         """As `logits`, of prompts, of which equal ones are computed once."""
         prompts = [tuple(tokens[row, :length].tolist()) for row, length in zip(rows, lengths, strict=True)]
@@ -201,10 +251,7 @@ class _Forwards:
         new = new_tokens(tokens, rows=rows, since=since, until=lengths)
         self._computed[rows] = lengths
         last = new.starts + lengths - since - 1
-        if self._packed is not None:
-            assert isinstance(cache, Cache), "of the packed model"
-            return self._packed.own_logits(new.tokens, spans=new.spans, cache=cache, rows=last.tolist())
-        assert isinstance(cache, TextCache), "of the module"
+        assert cache is not None, "a cache of what came before"
         filled = lay_out_new(new, filling=cache.texts, module=engine.module, device=engine.process.device)
         with cache.used(engine.module, spans=filled.spans):
             return self._of(filled.layout, last=last.to(engine.process.device), large=large)

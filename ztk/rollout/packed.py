@@ -18,9 +18,11 @@ from ztk.inference.probe import random_tokens
 from ztk.inference.steps import Span
 from ztk.inference.weights import collect
 from ztk.nn import Decoder, DecoderConfig
+from ztk.rollout.answering import can_answer, given_answer
 from ztk.rollout.layout import has_cache, lay_out
 
 _PIECES = (2, 3, 5, 1, 8, 17, 33, 61)  # tokens of a text that is tried, of which each forward takes some
+_PROMPTS, _ANSWER, _COPIES = (1, 66, 126), 4, 5  # tokens, with and without a full block; equal answers
 _agrees: dict[tuple[DecoderConfig, int], bool] = {}  # by shape and number of threads
 
 
@@ -47,7 +49,7 @@ def pack_weights(engine: Engine) -> InferenceModel | None:
 
 
 def _agree(model: InferenceModel, *, module: Decoder) -> bool:
-    """Whether both give the same logits, bit for bit."""
+    """Whether both give the same logits, bit for bit: the model of a text in pieces, and of the same answer several times in step."""
     of = model.description
     text, found = random_tokens(of.vocab_size, count=min(sum(_PIECES), of.max_len)), []
     layout = lay_out(text[None], lengths=torch.tensor([len(text)]), packs=True, device=text.device, module=module)
@@ -62,4 +64,14 @@ def _agree(model: InferenceModel, *, module: Decoder) -> bool:
         span = Span(slot=0, start=start, length=len(piece), row=0)
         found.append(model.own_logits(piece, spans=[span], cache=cache, rows=list(range(len(piece)))))
         start += len(piece)
-    return torch.equal(torch.cat(found), expected)
+    if not torch.equal(torch.cat(found), expected) or not can_answer(model):
+        return False
+    for length in _PROMPTS:
+        prompt, answer = text[:length], text[length : length + _ANSWER]
+        if not len(answer):
+            break
+        logits = given_answer(model, prompt=tuple(prompt.tolist()), answer=answer.tolist(), copies=_COPIES)
+        wanted = expected[length - 1 :][: len(answer) + 1]
+        if not all(torch.equal(logits[:, copy], wanted) for copy in range(_COPIES)):
+            return False
+    return True

@@ -1,0 +1,78 @@
+"""Keys and values of answers that are drawn in step, several to each prompt: blocks that a prompt fills are there once, for all its answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ztk.inference.attention import BLOCK
+from ztk.inference.cache import Cache
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """Keys, or values, of one layer. shared: of block n those of the prompts that fill it, [fewer and fewer prompts, K, BLOCK, D].
+
+    own: of each answer the blocks behind them, [blocks, answers, K, BLOCK, D].
+    """
+
+    shared: list[Tensor]
+    own: Tensor
+
+
+class AnswerCache:
+    """keys[layer] and values[layer] of A answers. live: how many of them go on; those are in the first places.
+
+    prompts: of every prompt, in the slot of its number. lengths: their tokens. prompt_of: number of each answer's prompt. longest: tokens of an
+    answer at most. shares: prompts' blocks are kept once; else every answer has its own copy.
+
+    filled: full blocks of each prompt that are shared; prompts have numbers here by which those with more of them come first, and `prompt_of`
+    says that of each answer in its place. blocks: of an answer's own, at most.
+    """
+
+    def __init__(
+        self, prompts: Cache, *, lengths: Sequence[int], prompt_of: Sequence[int], longest: int, shares: bool
+    ) -> None:
+        full = [length // BLOCK if shares else 0 for length in lengths]
+        order = sorted(range(len(lengths)), key=lambda prompt: -full[prompt])
+        number = {prompt: place for place, prompt in enumerate(order)}
+        self.filled = [full[prompt] for prompt in order]
+        self.prompt_of = [number[prompt] for prompt in prompt_of]
+        self.live = len(prompt_of)
+        self.blocks = max(-(-(length + longest) // BLOCK) - own for length, own in zip(lengths, full, strict=True))
+        self._opened = 0
+        self.keys, self.values = (
+            [
+                Kept(
+                    shared=[slab[[one for one in order if full[one] > block], block] for block in range(max(full))],
+                    own=slab.new_empty(self.blocks, self.live, *slab.shape[2:]),
+                )
+                for slab in slabs
+            ]
+            for slabs in (prompts.keys, prompts.values)
+        )
+        self.open(max(-(-length // BLOCK) - own for length, own in zip(lengths, full, strict=True)))
+        for slabs, each in ((prompts.keys, self.keys), (prompts.values, self.values)):
+            for slab, kept in zip(slabs, each, strict=True):
+                for answer, prompt in enumerate(prompt_of):
+                    own = slab[prompt, full[prompt] : -(-lengths[prompt] // BLOCK)]
+                    kept.own[: len(own), answer] = own
+
+    def open(self, blocks: int) -> None:
+        """The first `blocks` own blocks are about to be read. What is behind a text counts nothing: scores of its keys are replaced, and zero
+        times its values must be zero, so those have to be finite."""
+        for kept in self.values:
+            kept.own[self._opened : blocks].zero_()
+        self._opened = max(self._opened, blocks)
+
+    def keep(self, places: list[int]) -> None:
+        """Of the answers in `places` those that do not fit into the first ones move there, in place of such as have ended; `places` then names
+        what is where: places[n] == n, or a larger number, whose answer is at n from now on."""
+        moved = [(source, target) for target, source in enumerate(places) if source != target]
+        if moved:
+            sources, targets = (torch.tensor(part) for part in zip(*moved, strict=True))
+            for kept in (*self.keys, *self.values):
+                kept.own.index_copy_(1, targets, kept.own.index_select(1, sources))
+        self.prompt_of = [self.prompt_of[place] for place in places]
+        self.live = len(places)
