@@ -8,7 +8,7 @@ from torch import Tensor
 from ztk.align import Packing, PolicyLoss, policy_loss
 from ztk.engine import Engine
 from ztk.inference.sample import fp32_logprobs
-from ztk.rollout import Answers, Layout, Samples, large_answers
+from ztk.rollout import Answers, Layout, Samples, answer_logits, large_answers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,21 +33,23 @@ def losses_of(
 ) -> AnswerLosses:
     """One forward of the policy over the texts of `batch` in `layout`. given: as `policy_loss` takes, but rows [S, T]; None: there is none."""
     device, length = layout.tokens.device, batch.tokens.shape[1]
-    packing, places = Packing.of(batch.answer_mask, device=device), layout.places(batch.answer_mask)
+    mask = batch.answer_mask
+    packing = Packing.of(mask, device=device)
     packed = {name: None if value is None else packing.pack(value) for name, value in given.items()}
     large = large_answers(engine, rows=len(batch), length=length)
     if large is not None and policy.ratio == "token":  # a ratio of sequences is no function of one token
         options = {"packing": packing, "length": length, "policy": policy, "temperature": temperature}
-        return _in_chunks(large, layout=layout, places=places, **options, **packed)
-    logits = layout.forward(engine).flatten(0, 1).index_select(0, places - 1)  # of the positions that predict an answer
-    chosen = layout.tokens.flatten().index_select(0, places).unsqueeze(1)
-    logprobs = fp32_logprobs(logits, temperature=temperature).gather(1, chosen).squeeze(1)
+        return _in_chunks(large, layout=layout, mask=mask, **options, **packed)
+    logits = answer_logits(engine, layout=layout, mask=mask)
+    chosen = layout.tokens.flatten().index_select(0, layout.places(mask)).unsqueeze(1)
+    every = fp32_logprobs(logits, temperature=temperature)
+    logprobs = every.gather(1, chosen).squeeze(1)
     found = policy_loss(logprobs, policy=policy, lengths=packing.lengths, **packed)
     return AnswerLosses(
         loss=found.loss,
         logprobs=packing.unpack(logprobs.detach(), length=length),
         clipped=found.clipped,
-        entropy=_entropies(logits.detach().float()).sum().double(),
+        entropy=_entropies(every if temperature == 1.0 else fp32_logprobs(logits, temperature=1.0)).sum().double(),
     )
 
 
@@ -55,7 +57,7 @@ def _in_chunks(
     large: Answers,
     *,
     layout: Layout,
-    places: Tensor,
+    mask: Tensor,
     packing: Packing,
     length: int,
     policy: PolicyLoss,
@@ -63,24 +65,24 @@ def _in_chunks(
     **packed: Tensor | None,
 ) -> AnswerLosses:
     """Each token's loss is a function of its own log-probability, so its gradient is known as soon as its chunk's logits are."""
-    logprobs = torch.zeros(len(places), device=places.device)
-    clipped, entropy = (torch.zeros((), dtype=torch.float64, device=places.device) for _ in range(2))
+    places, device = packing.places, packing.places.device
+    logprobs = torch.zeros(len(places), device=device)
+    clipped, entropy = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
 
     def loss_of(chunk: Tensor, cut: slice, logits: Tensor) -> Tensor:
         logprobs[cut] = chunk.detach()
         of_chunk = {name: None if value is None else value[cut] for name, value in packed.items()}
         found = policy_loss(chunk, policy=policy, **of_chunk)
         clipped.add_(found.clipped)
-        entropy.add_(_entropies(logits * temperature).sum())
+        entropy.add_(_entropies(fp32_logprobs(logits * temperature, temperature=1.0)).sum())
         return found.loss
 
-    loss = large.token_loss(layout, places=places, loss_of=loss_of, temperature=temperature)
+    loss = large.token_loss(layout, mask=mask, loss_of=loss_of, temperature=temperature)
     rows = packing.unpack(logprobs, length=length)
     return AnswerLosses(loss=loss, logprobs=rows, clipped=clipped, entropy=entropy)
 
 
 @torch.no_grad()
-def _entropies(logits: Tensor) -> Tensor:
-    """Of softmax(logits), float32 [..., V], in nats: [...]."""
-    logprobs = torch.log_softmax(logits, dim=-1)
+def _entropies(logprobs: Tensor) -> Tensor:
+    """Of log-probabilities, float32 [..., V], in nats: [...]."""
     return -(logprobs.exp() * logprobs).sum(-1)

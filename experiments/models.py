@@ -150,4 +150,4 @@ def values_of_states(critic: Engine, *, samples: Samples) -> Tensor:
     packs, device = can_pack(critic.module), critic.process.device
     layout = lay_out(samples.tokens, lengths=samples.lengths, packs=packs, device=device)
     values = layout.forward(critic).flatten().float()
-    return values.index_select(0, layout.places(samples.answer_mask) - 1)
+    return values.index_select(0, layout.before(samples.answer_mask))

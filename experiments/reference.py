@@ -76,9 +76,8 @@ def pair_logprobs(engine: Engine | BaseModel, *, step: Step, index: int) -> Pair
     if large is not None:
         mask = batch.sequences.mask(length=step.length)
         layout = lay_out(rows, lengths=batch.sequences.lengths, packs=False, device=device)
-        places = layout.places(mask)
-        found = large.logprobs(layout, places=places)
-        logprobs = sequences.pack(found.new_zeros(rows.numel()).index_copy(0, places, found).view_as(rows))
+        found = large.logprobs(layout, mask=mask)
+        logprobs = sequences.pack(found.new_zeros(rows.numel()).index_copy(0, layout.places(mask), found).view_as(rows))
     else:
         logprobs = token_logprobs(sequences.pack(engine(rows)), sequences=sequences)
     return PairLogprobs.of(logprobs, sequences=sequences)

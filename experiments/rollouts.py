@@ -20,6 +20,7 @@ from ztk.rollout import (
     Requests,
     RolloutPolicy,
     Samples,
+    answer_logits,
     generate,
     large_answers,
     lay_out,
@@ -126,12 +127,12 @@ def logprobs_of(engine: Engine | BaseModel | None, *, run: Run, samples: Samples
         for rows in micro_batches(run, samples=samples):
             batch = samples[rows]
             layout = layout_of(run, samples=batch)
-            places = layout.places(batch.answer_mask)
+            mask = batch.answer_mask
             if (large := large_answers(engine, rows=len(batch), length=length)) is not None:
-                found = large.logprobs(layout, places=places, temperature=temperature)
+                found = large.logprobs(layout, mask=mask, temperature=temperature)
             else:
-                logits = layout.forward(engine).flatten(0, 1).index_select(0, places - 1)
-                chosen = layout.tokens.flatten().index_select(0, places).unsqueeze(1)
+                logits = answer_logits(engine, layout=layout, mask=mask)
+                chosen = layout.tokens.flatten().index_select(0, layout.places(mask)).unsqueeze(1)
                 found = fp32_logprobs(logits, temperature=temperature).gather(1, chosen).squeeze(1)
             parts.append(found.cpu())
     return Packing.of(samples.answer_mask).unpack(torch.cat(parts), length=length)
@@ -140,7 +141,8 @@ def logprobs_of(engine: Engine | BaseModel | None, *, run: Run, samples: Samples
 def layout_of(run: Run, *, samples: Samples) -> Layout:
     """A micro-batch for a forward of policy or reference."""
     module = run.actor.module if run.packs else None
-    return lay_out(samples.tokens, lengths=samples.lengths, packs=run.packs, device=run.process.device, module=module)
+    lengths = {"lengths": samples.lengths, "prompt_lengths": samples.prompt_lengths}
+    return lay_out(samples.tokens, packs=run.packs, device=run.process.device, module=module, **lengths)
 
 
 def micro_batches(run: Run, *, samples: Samples) -> Iterator[slice]:

@@ -10,7 +10,7 @@ from ztk.inference import products
 from ztk.nn import Decoder, DecoderConfig
 from ztk.nn.attention import CausalAttention
 from ztk.nn.lora import LoraPolicy, add_adapters
-from ztk.rollout import CachedAttention, RolloutPolicy, TextCache, hybrid, lay_out, pack_exactly
+from ztk.rollout import CachedAttention, RolloutPolicy, TextCache, answer_logits, hybrid, lay_out, pack_exactly
 from ztk.rollout import packed as packing
 from ztk.rollout.layout import lay_out_new, new_tokens
 
@@ -103,6 +103,51 @@ def test_a_pack_has_the_gradient_of_rows():
         layout = lay_out(texts(), lengths=LENGTHS, packs=packs, device=CPU, module=model if packs else None)
         logits = layout.forward(model).flatten(0, 1).index_select(0, layout.places(mask))
         assert logits.shape == (int(LENGTHS.sum()), 97)
+        logits.log_softmax(-1).square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def shared_texts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts of which four begin with one prompt and two have no answer, and the prompts' lengths."""
+    tokens = texts()
+    tokens[1, :5] = tokens[3, :5] = tokens[4, :5] = tokens[5, :5]
+    return tokens, torch.tensor([2, 5, 1, 5, 5, 5])
+
+
+def test_prompts_that_texts_share_are_computed_once_with_the_bits_of_full_texts():
+    """Logits, and log-probabilities of answers, whose first tokens are predicted from a shared place."""
+    model, (tokens, prompts) = decoder(), shared_texts()
+    assert pack_exactly(model, device=CPU)
+    options = {"lengths": LENGTHS, "packs": True, "device": CPU, "module": model}
+    full, shared = (lay_out(tokens, **options, **given) for given in ({}, {"prompt_lengths": prompts}))
+    count = int(LENGTHS.sum()) - 3 * 5
+    assert count <= shared.tokens.numel() < full.tokens.numel()
+    at = torch.arange(72)
+    mask, answers = at < LENGTHS.unsqueeze(1), (at >= prompts.unsqueeze(1)) & (at < LENGTHS.unsqueeze(1))
+    assert torch.equal(shared.tokens.flatten()[shared.places(mask)], tokens[mask])
+    assert torch.equal(shared.tokens.flatten()[shared.at(LENGTHS - 1)], tokens[torch.arange(6), LENGTHS - 1])
+    assert torch.equal(shared.tokens.flatten()[shared.text(1, count=70)], tokens[1, :70])
+    with torch.no_grad():
+        one, other = (layout.forward(model).flatten(0, 1)[layout.places(mask)] for layout in (full, shared))
+        assert torch.equal(one, other)
+        alone = answer_logits(lambda *args, **given: model(*args, **given), layout=full, mask=answers)  # of all tokens
+        assert torch.equal(answer_logits(_Engine(model), layout=shared, mask=answers), alone)
+    with pytest.raises(ValueError, match="documents go on with others"):
+        shared.forward(decoder())
+
+
+def test_prompts_that_texts_share_have_the_gradient_of_full_texts():
+    """Within float32's rounding: the same sums in another order."""
+    tokens, prompts = shared_texts()
+    at, gradients = torch.arange(72), []
+    answers = (at >= prompts.unsqueeze(1)) & (at < LENGTHS.unsqueeze(1))
+    for given in ({}, {"prompt_lengths": prompts}):
+        model = decoder()
+        assert pack_exactly(model, device=CPU)
+        layout = lay_out(tokens, lengths=LENGTHS, packs=True, device=CPU, module=model, **given)
+        logits = answer_logits(_Engine(model), layout=layout, mask=answers)
         logits.log_softmax(-1).square().mean().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     for one, other in zip(*gradients, strict=True):

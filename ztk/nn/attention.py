@@ -60,8 +60,12 @@ class CausalAttention(nn.Module):
 def attention_in_documents(query: Tensor, *, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
     """As `causal_attention`, over the past in the same document: query [B, T, H, D], key and value [B, T, K, D]; returns [B, T, H, D].
 
-    On CPU 16-bit types are computed in float32, for the reason given there.
+    On CPU 16-bit types are computed in float32, for the reason given there. Raises ValueError for documents that go on with others.
     """
+    if documents.continued is not None:
+        raise ValueError(
+            "documents go on with others, which ztk.rollout.CachedAttention computes: use it, or full documents"
+        )
     widens = query.device.type == "cpu" and query.dtype != torch.float32
     rows = (x.flatten(0, 1) for x in (query, key, value))
     q, k, v = (x.float() for x in rows) if widens else rows

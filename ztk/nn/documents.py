@@ -13,13 +13,15 @@ class Documents:
 
     positions: int64 [B, T], the place of each token in its document. cu_seqlens: int32 [documents + 1] over the B T tokens, as
     `ztk.kernels.attention_varlen` takes them. longest: tokens of the longest document. starts: of each sequence the places where its
-    documents begin, on the host.
+    documents begin, on the host. continued: of each document the number of the one whose tokens precede its own, -1: none do; None: no
+    document goes on with another. Only an attention that says so takes that.
     """
 
     positions: Tensor
     cu_seqlens: Tensor
     longest: int
     starts: tuple[tuple[int, ...], ...]
+    continued: tuple[int, ...] | None = None
 
     @staticmethod
     def at(positions: Tensor) -> "Documents":

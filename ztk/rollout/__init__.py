@@ -6,7 +6,7 @@ from ztk.rollout.cached import CachedRollouts
 from ztk.rollout.draws import choose, sample_keys, uniforms
 from ztk.rollout.equality import Difference, RolloutMismatch, compare, first_layer, token_logprobs
 from ztk.rollout.guards import GuardPolicy, Guards, RolloutStopped
-from ztk.rollout.head import Answers, large_answers
+from ztk.rollout.head import Answers, answer_logits, large_answers
 from ztk.rollout.hybrid import Requests, RolloutPolicy, generate
 from ztk.rollout.layout import Layout, can_pack, lay_out, pack_exactly
 from ztk.rollout.rewards import RewardError, RewardFunction, load_reward, score
@@ -32,6 +32,7 @@ __all__ = [
     "Samples",
     "SettledWeights",
     "TextCache",
+    "answer_logits",
     "can_pack",
     "choose",
     "compare",

@@ -27,8 +27,8 @@ from ztk.rollout.blocks import Blocks, Segment
 class CachedAttention(CausalAttention):
     """softmax(query key^T / sqrt(D)) value over the past, fp32 on the CPU: [B, T, H, D], keys and values [B, T, K, D].
 
-    documents: texts that share a row, each of which has a past of its own; None: every row is one text. Inside of `TextCache.used` the
-    tokens of a forward continue the cache's texts.
+    documents: texts that share a row, each of which has a past of its own, or goes on with another document of no past; None: every row is one
+    text. Inside of `TextCache.used` the tokens of a forward continue the cache's texts.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> Tensor:
         (B, T, H, D), K = query.shape, key.shape[2]
         starts = tuple(range(0, B * T, T)) if documents is None else _starts(documents, T=T)
-        blocks = _blocks(starts, B * T, K, H // K, D)
+        continued = None if documents is None else documents.continued
+        blocks = _blocks(starts, continued, B * T, K, H // K, D)
         rows = [x.flatten(0, 1) for x in (query, key, value)]
         out, lse = blocks.attend(rows[0], key=rows[1], value=rows[2])
         ctx.save_for_backward(*rows, out, lse)
@@ -117,10 +118,16 @@ def _starts(documents: Documents, *, T: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=2)  # the layers of a forward, and of rows all forwards, have the same
-def _blocks(starts: tuple[int, ...], total: int, kv_heads: int, group: int, head_dim: int) -> Blocks:
-    """starts: of texts that lie one after another; total: tokens of all. group: query heads per key head."""
-    ends = (*starts[1:], total)
-    segments = [Segment(row=start, length=end - start) for start, end in zip(starts, ends, strict=True)]
+def _blocks(
+    starts: tuple[int, ...], continued: tuple[int, ...] | None, total: int, kv_heads: int, group: int, head_dim: int
+) -> Blocks:
+    """starts: of documents that lie one after another; total: tokens of all. continued: as of `Documents`. group: query heads per key head."""
+    lengths = [end - start for start, end in zip(starts, (*starts[1:], total), strict=True)]
+    segments = []
+    for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        first = -1 if continued is None else continued[number]
+        border, before = (0, 0) if first < 0 else (lengths[first], starts[first])
+        segments.append(Segment(row=start, length=length, start=border, border=border, before=before))
     return Blocks(segments, tokens=total, kv_heads=kv_heads, group=group, head_dim=head_dim)
 
 

@@ -73,17 +73,18 @@ def first_layer(engine: Engine, *, samples: Samples, packs: bool, row: int, posi
     forwards run again. A collective call; afterwards the engine is in the middle of a step.
     """
     device, module = engine.process.device, engine.module if packs else None
-    trainers = lay_out(samples.tokens, lengths=samples.lengths, packs=packs, device=device, module=module)
+    options = {"lengths": samples.lengths, "prompt_lengths": samples.prompt_lengths, "packs": packs}
+    trainers = lay_out(samples.tokens, device=device, module=module, **options)
     rollouts, own = trainers, row
     if packs:
         cut = {"lengths": torch.tensor([position]), "packs": True, "device": device, "module": module}
         rollouts, own = lay_out(samples.tokens[row : row + 1], **cut), 0
     with (
         rollout_weights(engine, weights=RolloutWeights.streamed),
-        _recorded(engine.module, start=int(rollouts.starts[own]), count=position) as drawn,
+        _recorded(engine.module, places=rollouts.text(own, count=position)) as drawn,
     ):
         rollouts.forward(engine)
-    with _recorded(engine.module, start=int(trainers.starts[row]), count=position) as trained:
+    with _recorded(engine.module, places=trainers.text(row, count=position)) as trained:
         trainers.forward(engine)
     for (name, kind, first), (other, _, second) in zip(drawn, trained, strict=False):
         if name != other:
@@ -99,16 +100,17 @@ def _first_position(first: Tensor, second: Tensor) -> int:
 
 
 @contextmanager
-def _recorded(module: nn.Module, *, start: int, count: int) -> Iterator[list[tuple[str, str, Tensor]]]:
-    """Name, class and result [count, ...] of every module inside, in the order in which their forwards end, for `count` of the flattened tokens
-    from `start` on."""
+def _recorded(module: nn.Module, *, places: Tensor) -> Iterator[list[tuple[str, str, Tensor]]]:
+    """Name, class and result [count, ...] of every module inside that computes all tokens, in the order in which their forwards end, for those
+    of the flattened tokens at `places`, int64 [count]."""
     found: list[tuple[str, str, Tensor]] = []
 
     def hook(name: str) -> Any:
         def record(part: nn.Module, args: tuple, out: Any) -> None:
             result = out[0] if isinstance(out, tuple) else out
             if isinstance(result, Tensor) and result.dim() > 2:
-                found.append((name, type(part).__name__, result.detach().flatten(0, 1)[start : start + count].clone()))
+                own = result.detach().flatten(0, 1).index_select(0, places.to(result.device))
+                found.append((name, type(part).__name__, own))
 
         return record
 

@@ -7,7 +7,7 @@ depend on their number, which `rollout.identity` finds.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
@@ -16,7 +16,7 @@ from ztk.kernels.linear_logprob import TokenLoss
 from ztk.nn import Decoder
 from ztk.nn import loss as losses
 from ztk.nn.linear import Linear, linear
-from ztk.rollout.layout import Layout
+from ztk.rollout.layout import Layout, has_cache
 from ztk.runtime.own_forward import has_own_forward
 
 
@@ -63,7 +63,7 @@ class AnswerHead(losses.LanguageLoss):
 class Answers:
     """The answers in a layout to an engine whose logits would be large. See `large_answers`.
 
-    engine: called as a forward. places: of tokens in the layout's flattened tokens, never a text's first, int64 [N] on the device.
+    engine: called as a forward. mask: bool [S, length] on the CPU, N tokens of the layout's texts, never a text's first.
     """
 
     def __init__(self, engine: Any, *, head: AnswerHead) -> None:
@@ -80,28 +80,47 @@ class Answers:
         scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
         return chosen_logprobs(scaled, tokens.to(logits.device)).cpu()
 
-    def logprobs(self, layout: Layout, *, places: Tensor, temperature: float = 1.0) -> Tensor:
-        """Of the tokens at `places`: float32 [N]."""
-        with self._head.wanting(_tokens_at(layout, places=places, temperature=temperature)):
+    def logprobs(self, layout: Layout, *, mask: Tensor, temperature: float = 1.0) -> Tensor:
+        """Of the tokens of `mask`: float32 [N]."""
+        with self._head.wanting(_tokens_of(layout, mask=mask, temperature=temperature)):
             return layout.forward(self._engine)
 
-    def token_loss(self, layout: Layout, *, places: Tensor, loss_of: TokenLoss, temperature: float = 1.0) -> Tensor:
-        """The sum of losses of the tokens at `places` in their order, a scalar; `loss_of` is called once per chunk."""
-        with self._head.wanting(_tokens_at(layout, places=places, temperature=temperature, loss_of=loss_of)):
+    def token_loss(self, layout: Layout, *, mask: Tensor, loss_of: TokenLoss, temperature: float = 1.0) -> Tensor:
+        """The sum of losses of the tokens of `mask` in their order, a scalar; `loss_of` is called once per chunk."""
+        with self._head.wanting(_tokens_of(layout, mask=mask, temperature=temperature, loss_of=loss_of)):
             return layout.forward(self._engine)
 
 
 def large_answers(engine: Any, *, rows: int, length: int) -> Answers | None:
     """None if the logits of `rows` x `length` tokens are small, or the engine's module is no native decoder with a plain output layer."""
     module = getattr(engine, "module", None)
+    if not _has_plain_head(module):
+        return None
+    weight = module.head.weight
+    is_large = rows * length * len(weight) * weight.dtype.itemsize > losses.LARGE_LOGITS
+    return _answers(engine) if is_large else None
+
+
+def answer_logits(engine: Any, *, layout: Layout, mask: Tensor) -> Tensor:
+    """What predicts the tokens of `mask`, bool [S, length] on the CPU, never a text's first: [N, V].
+
+    Of a decoder whose rows have the same bits in any pack the output layer multiplies these alone; of others, all tokens.
+    """
+    index, module = layout.before(mask), getattr(engine, "module", None)
+    if layout.documents is not None and _has_plain_head(module) and has_cache(module):
+        return _answers(engine).logits(layout, index=index)
+    return layout.forward(engine).flatten(0, 1).index_select(0, index)
+
+
+def _has_plain_head(module: Any) -> TypeGuard[Decoder]:
     if not isinstance(module, Decoder) or type(module.loss) not in (losses.LanguageLoss, AnswerHead):
-        return None
+        return False
     head = module.head
-    if type(head) is not Linear or head.bias is not None or has_own_forward(head):
-        return None
-    itemsize = head.weight.dtype.itemsize
-    if rows * length * head.out_features * itemsize <= losses.LARGE_LOGITS:
-        return None
+    return type(head) is Linear and head.bias is None and not has_own_forward(head)
+
+
+def _answers(engine: Any) -> Answers:
+    module = engine.module
     if not isinstance(module.loss, AnswerHead):
         module.loss = AnswerHead(z_loss=module.loss.z_loss).train(module.loss.training)
     return Answers(engine, head=module.loss)
@@ -111,6 +130,6 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return linear(x, weight=weight)
 
 
-def _tokens_at(layout: Layout, *, places: Tensor, temperature: float, loss_of: TokenLoss | None = None) -> _Wanted:
-    chosen = layout.tokens.flatten().index_select(0, places)
-    return _Wanted(index=places - 1, tokens=chosen, temperature=temperature, loss_of=loss_of)
+def _tokens_of(layout: Layout, *, mask: Tensor, temperature: float, loss_of: TokenLoss | None = None) -> _Wanted:
+    chosen = layout.tokens.flatten().index_select(0, layout.places(mask))
+    return _Wanted(index=layout.before(mask), tokens=chosen, temperature=temperature, loss_of=loss_of)

@@ -4,8 +4,9 @@
 A pack's shape follows from its texts, so a rollout's forwards and the trainer's have different shapes. Bits agree where nothing that is
 computed for a text depends on what is beside it. On a CPU in fp32 that holds for the native decoder: rows of oneDNN's products have the same
 bits in any number from 2 on (`_products_agree` tries it for the shapes of the model), norms and rotary embedding are computed per row, and
-`CachedAttention` sums over keys in blocks from position 0 on. An activation's last elements, beyond full vectors, take another path of torch's
-code, and so do those at the end of each thread's part: packs are filled up with tokens that nobody reads until there are none.
+`CachedAttention` sums over keys in blocks from position 0 on, wherever they lie: so texts share what they begin with, and a prompt of eight
+answers is computed once. An activation's last elements, beyond full vectors, take another path of torch's code, and so do those at the end of
+each thread's part: packs are filled up with tokens that nobody reads until there are none.
 """
 
 from dataclasses import dataclass
@@ -30,12 +31,16 @@ _PAD = 0
 class Layout:
     """The tokens of one forward. tokens: int64 [B, T] on the engine's device. documents: of packed texts; None: each has a row.
 
-    starts: where each text begins in the flattened tokens, int64 [S] on the CPU.
+    starts: where each text begins in the flattened tokens, int64 [S] on the CPU. borders, prompts: int64 [S] on the CPU, how many first tokens
+    of each text lie elsewhere, where texts share them, and where; starts is then where the text would begin if they were in front of its own
+    tokens. None: no text shares any.
     """
 
     tokens: Tensor
     documents: Documents | None
     starts: Tensor
+    borders: Tensor | None = None
+    prompts: Tensor | None = None
 
     def forward(self, engine: Any) -> Tensor:
         """What `engine`, or a decoder, computes: [B, T, ...]."""
@@ -43,25 +48,51 @@ class Layout:
 
     def at(self, positions: Tensor) -> Tensor:
         """Of one token per text, positions int64 [S] on the CPU, the places in the flattened tokens: int64 [S] on the device."""
-        return (self.starts + positions).to(self.tokens.device)
+        return self._place(torch.arange(len(positions)), positions).to(self.tokens.device)
 
     def places(self, mask: Tensor) -> Tensor:
         """Of the tokens of `mask`, bool [S, length] on the CPU, text after text, the places in the flattened tokens: int64 [N] on the
         device."""
         text, position = mask.nonzero().unbind(1)
-        return (self.starts[text] + position).to(self.tokens.device)
+        return self._place(text, position).to(self.tokens.device)
+
+    def before(self, mask: Tensor) -> Tensor:
+        """As `places`, of the token before each token of `mask`, from which it is predicted; none of them is a text's first."""
+        text, position = mask.nonzero().unbind(1)
+        return self._place(text, position - 1).to(self.tokens.device)
+
+    def text(self, row: int, *, count: int) -> Tensor:
+        """The places of the first `count` tokens of a text: int64 [count] on the CPU."""
+        return self._place(torch.tensor(row), torch.arange(count))
+
+    def _place(self, text: Tensor, position: Tensor) -> Tensor:
+        own = self.starts[text] + position
+        if self.borders is None or self.prompts is None:
+            return own
+        return torch.where(position < self.borders[text], self.prompts[text] + position, own)
 
 
 def lay_out(
-    tokens: Tensor, *, lengths: Tensor, packs: bool, device: torch.device, module: nn.Module | None = None
+    tokens: Tensor,
+    *,
+    lengths: Tensor,
+    packs: bool,
+    device: torch.device,
+    module: nn.Module | None = None,
+    prompt_lengths: Tensor | None = None,
 ) -> Layout:
     """tokens: int64 [S, T], of which the first `lengths`, int64 [S], are texts; on the CPU. packs: without padding, short texts first.
 
-    module: a decoder whose bits a pack must keep; None: any will do.
+    module: a decoder whose bits a pack must keep; None: any will do. prompt_lengths: of the texts, int64 [S]: in a pack for a module that can,
+    prompts that several texts begin with are there once; None: every text is there in full.
     """
     S, T = tokens.shape
     if not packs:
         return Layout(tokens=tokens.to(device), documents=None, starts=torch.arange(S) * T)
+    if module is not None and prompt_lengths is not None and has_cache(module):
+        prompts = [tuple(row[:count].tolist()) for row, count in zip(tokens, prompt_lengths.tolist(), strict=True)]
+        if len(set(prompts)) < S:
+            return _shared(tokens, lengths=lengths, prompts=prompts, device=device, module=module)
     order = lengths.argsort(stable=True)
     is_token = torch.arange(T) < lengths[order].unsqueeze(1)
     flat, positions = tokens[order][is_token], torch.arange(T).expand(S, T)[is_token]
@@ -72,6 +103,41 @@ def lay_out(
     starts[order] = lengths[order].cumsum(0) - lengths[order]
     documents = Documents.at(positions.unsqueeze(0)).to(device)
     return Layout(tokens=flat.unsqueeze(0).to(device), documents=documents, starts=starts)
+
+
+def _shared(
+    tokens: Tensor, *, lengths: Tensor, prompts: list[tuple[int, ...]], device: torch.device, module: nn.Module
+) -> Layout:
+    """First every prompt once, then each text's other tokens, short ones first. prompts: of each text."""
+    order = lengths.argsort(stable=True).tolist()
+    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+    which, borders = [numbers[prompt] for prompt in prompts], [len(prompt) for prompt in prompts]
+    ends = lengths.tolist()
+    answering = [row for row in order if ends[row] > borders[row]]  # an empty answer is no document
+    # Per document: tokens, its first position, what it goes on with. Last what fills the pack up, each token a document.
+    parts = [(torch.tensor(prompt), 0, -1) for prompt in numbers]
+    parts += [(tokens[row, borders[row] : ends[row]], borders[row], which[row]) for row in answering]
+    extra = _missing(sum(len(part) for part, _, _ in parts), module=module)
+    parts += [(tokens.new_full((1,), _PAD), 0, -1)] * extra
+    counts = torch.tensor([len(part) for part, _, _ in parts])
+    cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    positions = torch.cat([torch.arange(first, first + len(part)) for part, first, _ in parts])
+    documents = Documents(
+        positions=positions.unsqueeze(0),
+        cu_seqlens=cu_seqlens.to(torch.int32),
+        longest=int(positions.max()) + 1,
+        starts=(tuple(cu_seqlens[:-1].tolist()),),
+        continued=tuple(continued for _, _, continued in parts),
+    ).to(device)
+    starts = torch.zeros_like(lengths)
+    starts[answering] = cu_seqlens[len(numbers) :][: len(answering)] - torch.tensor(borders)[answering]
+    return Layout(
+        tokens=torch.cat([part for part, _, _ in parts]).unsqueeze(0).to(device),
+        documents=documents,
+        starts=starts,
+        borders=torch.tensor(borders),
+        prompts=cu_seqlens[torch.tensor(which)],
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
