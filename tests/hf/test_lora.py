@@ -93,3 +93,13 @@ def test_targets_that_name_nothing_are_refused(tmp_path):
         ValueError, match="lora.targets=c_attn: no linear layer has that name; the model has down_proj, gate_proj"
     ):
         open_causal(folder, init="pretrained", seed=1, lora=replace(LORA, targets=("q_proj", "c_attn")))
+
+
+@pytest.mark.parametrize(("family", "changes"), [("GPT2", {}), ("Llama", {"tie_word_embeddings": True})])
+def test_a_tied_output_layer_is_refused(tmp_path, family, changes):
+    """Merged into the weight, its adapter would change the embedding, too."""
+    make(family, **changes).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"lora.targets=lm_head: its weight is .*(wte|embed_tokens).weight, too, .* name other layers"
+    ):
+        open_causal(str(tmp_path), init="pretrained", seed=1, lora=replace(LORA, targets=("lm_head",)))

@@ -61,9 +61,10 @@ def add_adapters(model: nn.Module, *, policy: LoraPolicy, base: str) -> None:
     """Freezes `model`, in place, and adds trained adapters on the meta device: see `adapter_values`.
 
     base: where the frozen weights come from, for peft; empty: no folder has them.
-    Raises ValueError for targets that name no linear layer.
+    Raises ValueError for targets that name no linear layer, and for one whose weight is another module's, too.
     """
     found = targets_of(model, targets=policy.targets)
+    _refuse_tied(model, targets=found)
     model.requires_grad_(False)
     turned = set()
     for module in found.values():
@@ -89,6 +90,19 @@ def add_adapters(model: nn.Module, *, policy: LoraPolicy, base: str) -> None:
         "bias": "none",
     }
     model.peft_config = {"default": PeftDescription(values=described)}
+
+
+def _refuse_tied(model: nn.Module, *, targets: Mapping[str, nn.Module]) -> None:
+    owners: dict[int, list[str]] = {}  # by identity
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    for name, module in targets.items():
+        others = [owner for owner in owners.get(id(module.weight), ()) if owner != f"{name}.weight"]
+        if others:
+            raise ValueError(
+                f"lora.targets={name.rpartition('.')[2]}: its weight is {others[0]}, too, which a merged adapter would change; name other "
+                "layers, or use lora.targets=all-linear"
+            )
 
 
 def is_adapter(name: str) -> bool:
