@@ -12,12 +12,13 @@ from ztk.inference.cache import Cache
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """Keys, or values, of one layer. shared: of block n those of the prompts that fill it, [fewer and fewer prompts, K, BLOCK, D].
+    """Keys, or values, of one layer. shared: of prompts, as many blocks as any fills, [blocks, prompts, K, BLOCK, D]; where a prompt does not
+    fill one, finite numbers.
 
     own: of each answer the blocks behind them, [blocks, answers, K, BLOCK, D].
     """
 
-    shared: list[Tensor]
+    shared: Tensor
     own: Tensor
 
 
@@ -25,38 +26,34 @@ class AnswerCache:
     """keys[layer] and values[layer] of A answers. live: how many of them go on; those are in the first places.
 
     prompts: of every prompt, in the slot of its number. lengths: their tokens. prompt_of: number of each answer's prompt. longest: tokens of an
-    answer at most. shares: prompts' blocks are kept once; else every answer has its own copy.
+    answer at most. shares: blocks that prompts fill are kept once; else every answer has its own copy.
 
-    filled: full blocks of each prompt that are shared; prompts have numbers here by which those with more of them come first, and `prompt_of`
-    says that of each answer in its place. blocks: of an answer's own, at most.
+    filled: full blocks of each prompt that are shared. blocks: of an answer's own, at most.
     """
 
     def __init__(
         self, prompts: Cache, *, lengths: Sequence[int], prompt_of: Sequence[int], longest: int, shares: bool
     ) -> None:
-        full = [length // BLOCK if shares else 0 for length in lengths]
-        order = sorted(range(len(lengths)), key=lambda prompt: -full[prompt])
-        number = {prompt: place for place, prompt in enumerate(order)}
-        self.filled = [full[prompt] for prompt in order]
-        self.prompt_of = [number[prompt] for prompt in prompt_of]
-        self.live = len(prompt_of)
-        self.blocks = max(-(-(length + longest) // BLOCK) - own for length, own in zip(lengths, full, strict=True))
+        self.filled = [length // BLOCK if shares else 0 for length in lengths]
+        self.prompt_of, self.live = list(prompt_of), len(prompt_of)
+        pairs = list(zip(lengths, self.filled, strict=True))
+        self.blocks = max(-(-(length + longest) // BLOCK) - own for length, own in pairs)
         self._opened = 0
         self.keys, self.values = (
             [
                 Kept(
-                    shared=[slab[[one for one in order if full[one] > block], block] for block in range(max(full))],
+                    shared=slab[:, : max(self.filled)].transpose(0, 1).contiguous(),
                     own=slab.new_empty(self.blocks, self.live, *slab.shape[2:]),
                 )
                 for slab in slabs
             ]
             for slabs in (prompts.keys, prompts.values)
         )
-        self.open(max(-(-length // BLOCK) - own for length, own in zip(lengths, full, strict=True)))
+        self.open(max(-(-length // BLOCK) - own for length, own in pairs))
         for slabs, each in ((prompts.keys, self.keys), (prompts.values, self.values)):
             for slab, kept in zip(slabs, each, strict=True):
                 for answer, prompt in enumerate(prompt_of):
-                    own = slab[prompt, full[prompt] : -(-lengths[prompt] // BLOCK)]
+                    own = slab[prompt, self.filled[prompt] : -(-lengths[prompt] // BLOCK)]
                     kept.own[: len(own), answer] = own
 
     def open(self, blocks: int) -> None:

@@ -17,6 +17,7 @@ from ztk.inference.answer_cache import AnswerCache, Kept
 from ztk.inference.attention import BLOCK
 from ztk.inference.describe import Description
 from ztk.inference.equal_shapes import EqualShapes
+from ztk.inference.rows import turns
 
 
 class AnswerStep:
@@ -46,7 +47,8 @@ class AnswerStep:
     def next(self) -> None:
         """Every answer has got a token."""
         self._since += 1
-        self.positions = self.positions + 1
+        self.positions, self._at = self.positions + 1, self._at + 1
+        self._lines += 1  # but where a block begins
         self._place()
 
     def keep(self, places: list[int]) -> None:
@@ -57,11 +59,10 @@ class AnswerStep:
         self._arrange()
 
     def rotary(self, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The rows of one of the model's rotary tables, (cosine, sine) [answers, rotary_dims / 2] each."""
+        """`turns` of the rows by one of the model's rotary tables."""
         found = self._rotary.get(id(table))
         if found is None:
-            cos, sin = (part.index_select(0, self.positions) for part in table)
-            found = self._rotary[id(table)] = (cos, sin)
+            found = self._rotary[id(table)] = turns(table, positions=self.positions)
         return found
 
     def write(self, key: Tensor, *, value: Tensor, cache: AnswerCache, layer: int) -> None:
@@ -82,33 +83,27 @@ class AnswerStep:
         slopes: Tensor | None = None,
     ) -> Tensor:
         """As `ztk.inference.attention.attend`: query [answers, H, D] -> fp32 [answers, H, D]."""
-        (A, H, _), (K, G, D) = query.shape, self._sizes
-        queries = self._queries[:A]
-        counted_queries = queries[:, :, :G]
-        torch.mul(query.view(A, K, G, D), scale, out=counted_queries)
-        by_answer, every = queries.flatten(0, 1), self._scores
-        for block in range(len(every)):
-            right = keys.own[block, :A, :, : every.shape[-1]].flatten(0, 1)
-            torch.bmm(by_answer, right.mT, out=every[block].flatten(0, 1))
-        scores = every[:, :, :, :G]  # [blocks, answers, K, G, keys]
+        (A, H, _), (K, G, D), views = query.shape, self._sizes, self._views
+        torch.mul(query.view(A, K, G, D), scale, out=views.counted_queries)
+        for key, out in zip(views.of(keys), views.products, strict=True):
+            torch.bmm(views.queries, key.mT, out=out)
+        scores = views.scores
         _cap(scores, softcap=softcap)
         if slopes is not None:
             scores.add_(slopes.view(K, G, 1) * self._key_at())
         scores.masked_fill_(self._later if window is None else self._hidden(window), float("-inf"))
-        highest = scores.amax(dim=-1, keepdim=True) if len(every) == 1 else scores.amax(dim=(0, 4), keepdim=True)
+        highest = scores.amax(dim=-1, keepdim=True) if scores.shape[0] == 1 else scores.amax(dim=(0, 4), keepdim=True)
 
-        shared = None
-        if self._shared is not None:
-            shared = self._shared
-            shared.score(counted_queries, keys=keys.shared, window=window, softcap=softcap, slopes=slopes)
+        shared = self._shared
+        if shared is not None:
+            shared.score(views.queries, keys=keys.shared, window=window, softcap=softcap, slopes=slopes)
             highest = torch.maximum(highest, shared.highest())
             shared.weigh(highest[0], values=values.shared)
         scores.sub_(highest).exp_()
         total = _in_order(scores.sum(-1, keepdim=True), first=None if shared is None else shared.total())
-        for block in range(len(every)):
-            right = values.own[block, :A, :, : every.shape[-1]].flatten(0, 1)
-            torch.bmm(every[block].flatten(0, 1), right, out=self._parts[block, :A].flatten(0, 1))
-        summed = _in_order(self._parts[: len(every), :A, :, :G], first=None if shared is None else shared.summed())
+        for value, left, out in zip(views.of(values), views.products, views.parts, strict=True):
+            torch.bmm(left, value, out=out)
+        summed = _in_order(views.counted_parts, first=None if shared is None else shared.summed())
         return torch.div(summed, total, out=torch.empty(summed.shape)).view(A, H, D)
 
     # Parts
@@ -118,29 +113,39 @@ class AnswerStep:
         cache, (K, G, D) = self._cache, self._sizes
         own = [cache.filled[prompt] * BLOCK for prompt in cache.prompt_of]
         self._first = torch.tensor(own)  # the position of each answer's first own key
-        self._longest = max(length - first for length, first in zip(self._lengths, own, strict=True))
+        self._at = self.positions - self._first  # in the own blocks
+        begun = [length - first for length, first in zip(self._lengths, own, strict=True)]  # own keys before the answer
+        self._longest, self._room = max(begun), 0
+        # Tokens after which some answer begins a block.
+        self._ends = {tokens for length in begun for tokens in range(-length % BLOCK, cache.blocks * BLOCK, BLOCK)}
         self._shared = None
         if max(cache.filled[prompt] for prompt in cache.prompt_of):
-            self._shared = _SharedBlocks(cache, shapes=self._shapes, sizes=(K, G, D))
+            self._shared = _SharedBlocks(cache, rows=self._queries.shape[2], shapes=self._shapes, sizes=(K, G, D))
         self._place()
 
     def _place(self) -> None:
         """For these positions."""
-        cache, (K, _, _) = self._cache, self._sizes
-        at = self.positions - self._first  # in the own blocks
         keys = self._longest + self._since + 1
-        blocks, width = -(-keys // BLOCK), next((width for width in self._shapes.keys if width >= keys), BLOCK)
-        cache.open(blocks)
-        shape = (blocks, len(at), K, self._queries.shape[2], width)
-        self._scores = self._memory[: math.prod(shape)].view(shape)
-        slots = cache.keys[0].own.shape[1]
-        lines = (at // BLOCK * slots + torch.arange(len(at))) * (K * BLOCK) + at % BLOCK
-        self._lines = (lines.unsqueeze(1) + torch.arange(0, K * BLOCK, BLOCK)).view(-1)
-        places = torch.arange(blocks * width).view(blocks, 1, 1, 1, width)
-        self._places, self._later = places, places > at.view(-1, 1, 1, 1)
+        if keys > self._room or self._since in self._ends:
+            self._move(keys)
+        self._later = self._places > self._at.view(-1, 1, 1, 1)
         self._rotary.clear()
         if self._shared is not None:
             self._shared.positions = self.positions
+
+    def _move(self, keys: int) -> None:
+        """Some answer begins a block, or more of the first one is multiplied from now on. keys: own ones of the longest answer."""
+        cache, (K, G, _), A = self._cache, self._sizes, len(self._at)
+        blocks, width = -(-keys // BLOCK), next((width for width in self._shapes.keys if width >= keys), BLOCK)
+        self._room = width if blocks == 1 else blocks * BLOCK
+        cache.open(blocks)
+        shape = (blocks, A, K, self._queries.shape[2], width)
+        scores = self._memory[: math.prod(shape)].view(shape)
+        self._views = _Views(self._queries[:A], scores=scores, parts=self._parts[:blocks, :A], group=G)
+        slots = cache.keys[0].own.shape[1]
+        lines = (self._at // BLOCK * slots + torch.arange(A)) * (K * BLOCK) + self._at % BLOCK
+        self._lines = (lines.unsqueeze(1) + torch.arange(0, K * BLOCK, BLOCK)).view(-1)
+        self._places = torch.arange(blocks * width).view(blocks, 1, 1, 1, width)
 
     def _key_at(self) -> Tensor:
         """Positions of own keys, int64 [blocks, answers, 1, 1, keys]."""
@@ -151,72 +156,95 @@ class AnswerStep:
         return self._later | (self._key_at() <= self.positions.view(-1, 1, 1, 1) - window)
 
 
+class _Views:
+    """Parts of a step's memory and of the cache that do not change from step to step, since each view takes as long as a small operation.
+
+    queries: [answers, K, rows, D]. scores: [blocks, answers, K, rows, keys], and `parts` likewise, results [..., D]. group: rows that count.
+    """
+
+    def __init__(self, queries: Tensor, *, scores: Tensor, parts: Tensor, group: int) -> None:
+        self._answers, self._keys = scores.shape[1], scores.shape[4]
+        self._cache: dict[int, tuple[Kept, list[Tensor]]] = {}
+        self.queries, self.counted_queries = queries.flatten(0, 1), queries[:, :, :group]
+        self.products, self.scores = [block.flatten(0, 1) for block in scores], scores[:, :, :, :group]
+        self.parts, self.counted_parts = [block.flatten(0, 1) for block in parts], parts[:, :, :, :group]
+
+    def of(self, kept: Kept) -> list[Tensor]:
+        """Its own blocks that are multiplied: [answers K, keys, D] each."""
+        found = self._cache.get(id(kept))
+        if found is None:
+            blocks = kept.own[: len(self.products), : self._answers, :, : self._keys]
+            # With `kept` itself, so that no other has its id.
+            found = self._cache[id(kept)] = (kept, [block.flatten(0, 1) for block in blocks])
+        return found[1]
+
+
 class _SharedBlocks:
     """What answers see of the blocks that their prompts fill. positions: int64 [answers], of their queries.
 
-    Sizes: N blocks, P prompts, R rows of a product, of which the first M G are those of M answers, as many as any prompt has.
+    A product has the queries of all answers to a prompt: N blocks, P prompts, R rows, those of M answers and copies that nobody reads.
     """
 
-    def __init__(self, cache: AnswerCache, *, shapes: EqualShapes, sizes: tuple[int, int, int]) -> None:
-        K, G, D = self._sizes = sizes
-        P = 1 + max(cache.prompt_of)
+    def __init__(self, cache: AnswerCache, *, rows: int, shapes: EqualShapes, sizes: tuple[int, int, int]) -> None:
+        """rows: of each head of an answer in the step's queries."""
+        K, G, D = sizes
+        P, N = len(cache.filled), max(cache.filled)
         members: list[list[int]] = [[] for _ in range(P)]
         for answer, prompt in enumerate(cache.prompt_of):
             members[prompt].append(answer)
-        M = max(len(own) for own in members)
-        rows = shapes.rows_for(M * G)
-        assert rows is not None, "a cache shares blocks where this processor has such products"
+        R = shapes.rows_for(max(len(own) for own in members) * G)
+        assert R is not None, "a cache shares blocks where this processor has such products"
         self.positions = torch.zeros(cache.live, dtype=torch.int64)
-        self._tiles = torch.tensor([own + [0] * (M - len(own)) for own in members]).view(-1)
-        at = {answer: prompt * M + place for prompt, own in enumerate(members) for place, answer in enumerate(own)}
-        self._back = torch.tensor([at[answer] for answer in range(cache.live)])
-        # Of each block the prompts that fill it: the first ones.
-        self._prompts = [sum(own > block for own in cache.filled[:P]) for block in range(cache.filled[0])]
-        N = len(self._prompts)
-        self._queries, self._scores = torch.zeros(P, K, rows, D), torch.zeros(N, P, K, rows, BLOCK)
-        self._parts = torch.zeros(N, P, K, rows, D)
-        self._counted = M * G
-        self._shape = (P, M, K, G)
+        # Of every row of a product the answer and the head of its group, and of every answer its first row.
+        pairs = [[(answer, head) for answer in own for head in range(G)] for own in members]
+        pairs = [[*own, *[(0, 0)] * (R - len(own))] for own in pairs]
+        self._answer = torch.tensor([[answer for answer, _ in own] for own in pairs])  # [P, R]
+        self._head = torch.tensor([[head for _, head in own] for own in pairs])
+        first = {answer: (prompt, place * G) for prompt, own in enumerate(members) for place, answer in enumerate(own)}
+        prompt, row = torch.tensor([first[answer] for answer in range(cache.live)]).view(-1, 2, 1, 1).unbind(1)
+        head = torch.arange(K).view(1, K, 1)
+        at = (self._answer.unsqueeze(1) * K + head.view(1, K, 1)).view(P, K, R)
+        self._query_at = (at * rows + self._head.unsqueeze(1)).view(-1).repeat(N)
+        self._highest_at = (at * G + self._head.unsqueeze(1)).view(-1)
+        self._back = ((prompt * K + head) * R + row + torch.arange(G)).view(-1)
+        missing = torch.tensor(cache.filled) <= torch.arange(N).unsqueeze(1)
+        self._missing = missing.view(N, P, 1, 1, 1) if missing.any() else None
+        self._sizes, self._shape = sizes, (N, P, K, R)
+        self._queries, self._parts = torch.empty(N * P * K * R, D), torch.empty(N, P, K, R, D)
+        self._scores = torch.empty(N, P, K, R, BLOCK)
         self._weighed: tuple[Tensor, Tensor] | None = None
 
     def score(
-        self, query: Tensor, *, keys: list[Tensor], window: int | None, softcap: float | None, slopes: Tensor | None
+        self, query: Tensor, *, keys: Tensor, window: int | None, softcap: float | None, slopes: Tensor | None
     ) -> None:
-        """query: [answers, K, G, D], scaled."""
-        (_, M, _, G), N = self._shape, len(self._prompts)
-        self._queries[:, :, : self._counted] = self._by_prompt(query)
-        for block, count in enumerate(self._prompts):
-            left, out = self._queries[:count].flatten(0, 1), self._scores[block, :count].flatten(0, 1)
-            torch.bmm(left, keys[block][:count].flatten(0, 1).mT, out=out)
-            if count < len(self._queries):
-                self._scores[block, count:] = float("-inf")
-        scores = self._scores[:, :, :, : self._counted]
-        _cap(scores, softcap=softcap)
-        by_answer = scores.unflatten(3, (M, G))  # [N, P, K, M, G, BLOCK]
-        key_at = torch.arange(N * BLOCK).view(N, 1, 1, 1, 1, BLOCK)
+        """query: scaled, [answers K, rows, D]. keys: [N, P, K, BLOCK, D]."""
+        (N, P, K, R), (_, G, D) = self._shape, self._sizes
+        torch.index_select(query.view(-1, D), 0, self._query_at, out=self._queries)
+        torch.bmm(self._queries.view(-1, R, D), keys.flatten(0, 2).mT, out=self._scores.view(-1, R, BLOCK))
+        _cap(self._scores, softcap=softcap)
+        key_at = torch.arange(N * BLOCK).view(N, 1, 1, 1, BLOCK)
         if slopes is not None:
-            by_answer.add_(slopes.view(-1, 1, G, 1) * key_at)
+            own = slopes.view(1, K, G).expand(P, K, G).gather(2, self._head.unsqueeze(1).expand(P, K, R))
+            self._scores.add_(own.unsqueeze(-1) * key_at)
         if window is not None:
-            first = (self.positions - window).index_select(0, self._tiles).view(1, -1, 1, M, 1, 1)
-            by_answer.masked_fill_(key_at <= first, float("-inf"))
+            first = (self.positions - window)[self._answer].view(1, P, 1, R, 1)
+            self._scores.masked_fill_(key_at <= first, float("-inf"))
+        if self._missing is not None:
+            self._scores.masked_fill_(self._missing, float("-inf"))
 
     def highest(self) -> Tensor:
         """The largest score of each query: [1, answers, K, G, 1]."""
-        return self._by_answer(self._scores[:, :, :, : self._counted].amax(dim=(0, 4)).unsqueeze(-1)).unsqueeze(0)
+        return self._by_answer(self._scores.amax(dim=(0, 4))).unsqueeze(0)
 
-    def weigh(self, highest: Tensor, *, values: list[Tensor]) -> None:
-        """highest: over all keys, [answers, K, G, 1]."""
-        weights = self._scores[:, :, :, : self._counted]
-        weights.sub_(self._by_prompt(highest)).exp_()
-        for block, count in enumerate(self._prompts):
-            left, out = self._scores[block, :count].flatten(0, 1), self._parts[block, :count].flatten(0, 1)
-            torch.bmm(left, values[block][:count].flatten(0, 1), out=out)
-            if count < len(self._queries):
-                self._parts[block, count:] = 0
-        parts = self._parts[:, :, :, : self._counted]
-        self._weighed = tuple(
-            self._by_answer(_added(part, first=None)) for part in (weights.sum(-1, keepdim=True), parts)
+    def weigh(self, highest: Tensor, *, values: Tensor) -> None:
+        """highest: over all keys, [answers, K, G, 1]. values: [N, P, K, BLOCK, D]."""
+        _, P, K, R = self._shape
+        self._scores.sub_(highest.reshape(-1).index_select(0, self._highest_at).view(1, P, K, R, 1)).exp_()
+        torch.bmm(
+            self._scores.view(-1, R, BLOCK), values.flatten(0, 2), out=self._parts.view(-1, R, self._parts.shape[-1])
         )
+        total, summed = (_added(part, first=None) for part in (self._scores.sum(-1, keepdim=True), self._parts))
+        self._weighed = self._by_answer(total), self._by_answer(summed)
 
     def total(self) -> Tensor:
         """Sums of weights, double precision [answers, K, G, 1]."""
@@ -228,15 +256,11 @@ class _SharedBlocks:
         assert self._weighed is not None, "after `weigh`"
         return self._weighed[1]
 
-    def _by_prompt(self, x: Tensor) -> Tensor:
-        """[answers, K, G, X] -> [P, K, M G, X]."""
-        P, M, K, G = self._shape
-        return x.index_select(0, self._tiles).view(P, M, K, G, -1).transpose(1, 2).reshape(P, K, M * G, -1)
-
     def _by_answer(self, x: Tensor) -> Tensor:
-        """[P, K, M G, X] -> [answers, K, G, X]."""
-        P, M, K, G = self._shape
-        return x.view(P, K, M, G, -1).transpose(1, 2).reshape(P * M, K, G, -1).index_select(0, self._back)
+        """[P, K, R, X] or [P, K, R] -> [answers, K, G, X or 1]."""
+        K, G, _ = self._sizes
+        flat = x.view(self._shape[1] * K * self._shape[3], -1)
+        return flat.index_select(0, self._back).view(-1, K, G, flat.shape[1])
 
 
 def _cap(scores: Tensor, *, softcap: float | None) -> None:
@@ -246,12 +270,13 @@ def _cap(scores: Tensor, *, softcap: float | None) -> None:
 
 def _in_order(parts: Tensor, *, first: Tensor | None) -> Tensor:
     """`first`, of blocks before, and the sum over blocks, one after the other, in double precision: [N, ...] -> fp32 [...]."""
-    return parts[0] if first is None and len(parts) == 1 else _added(parts, first=first).float()
+    return parts[0] if first is None and parts.shape[0] == 1 else _added(parts, first=first).float()
 
 
 def _added(parts: Tensor, *, first: Tensor | None) -> Tensor:
     """As `_in_order`, in double precision."""
-    total, others = (parts[0].double(), parts[1:]) if first is None else (first, parts)
+    doubles = parts.double()
+    total, others = (doubles[0], doubles[1:]) if first is None else (first, doubles)
     for part in others:
         total += part
     return total

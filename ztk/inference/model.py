@@ -145,7 +145,7 @@ class InferenceModel(OverSlabs):
     def _attention(self, x: Tensor, *, layer: Layer, number: int, step: Any, cache: Any) -> Tensor:
         """step, cache: of one kind."""
         of = self.description
-        rows, both = layer.qkv(x).view(len(x), -1, of.head_dim), of.heads + of.kv_heads
+        rows, both = layer.qkv(x).view(x.shape[0], -1, of.head_dim), of.heads + of.kv_heads
         turned, value = rows[:, :both], rows[:, both:]
         if of.qk_norm != "none":
             turned = self._normed(turned[:, : of.heads], key=turned[:, of.heads :], layer=layer)

@@ -17,6 +17,8 @@ from ztk.nn.linear import HAS_ONEDNN, linear
 from ztk.runtime.host_memory import use_huge_pages
 
 _PACKED_FOR = 64  # rows that the packed layout is best for
+# Without a look-up by its operands in every call, which takes as long as a small operation.
+_by_onednn = torch.ops.mkldnn._linear_pointwise.default if HAS_ONEDNN else None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,7 +50,7 @@ class Product:
             self._weight = affine.weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.doubles and len(x) == 1:
+        if self.doubles and x.shape[0] == 1:
             return self.multiply(x.repeat(2, 1))[:1]
         return self.multiply(x)
 
@@ -74,6 +76,6 @@ class Product:
 
     def multiply(self, x: Tensor) -> Tensor:
         """The product, whatever one row alone gives."""
-        if HAS_ONEDNN:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        if _by_onednn is not None:
+            return _by_onednn(x, self._weight, self._bias, "none", [], "")
         return linear(x, weight=self._weight, bias=self._bias)

@@ -16,16 +16,20 @@ def rms_norm(x: Tensor, *, weight: Tensor, eps: float) -> Tensor:
     return (x * rstd).mul_(weight)
 
 
+def turns(table: tuple[Tensor, Tensor], *, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a rotary table, (cosine, sine) [any, R / 2] each, what `rope` takes for positions int64 [M]: fp32 [M, 1, R] each."""
+    cos, sin = (part.index_select(0, positions).unsqueeze(1) for part in table)
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+
 def rope(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [M, heads, D] by cos and sin [M, R / 2]; the last D - R of each head stay."""
-    half = cos.shape[1]
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    first, second = x[..., :half], x[..., half : 2 * half]
-    out = torch.empty_like(x)
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
-    if x.shape[-1] > 2 * half:
-        out[..., 2 * half :] = x[..., 2 * half :]
+    """Rotary embedding of x [M, heads, D] by `turns` [M, 1, R]; the last D - R of each head stay."""
+    R = cos.shape[-1]
+    if x.shape[-1] == R:
+        return (x * cos).addcmul_(x.roll(R // 2, -1), sin)
+    out, first = torch.empty_like(x), x[..., :R]
+    torch.mul(first, cos, out=out[..., :R]).addcmul_(first.roll(R // 2, -1), sin)
+    out[..., R:] = x[..., R:]
     return out
 
 

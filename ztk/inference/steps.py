@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ztk.inference.attention import BLOCK, Scratch, Tiles, attend, lone_tile_of, tile_of
 from ztk.inference.cache import Cache
+from ztk.inference.rows import turns
 
 QUERIES = 2 * BLOCK  # queries of a sequence whose scores exist at one time
 _SCORES = 4 * QUERIES  # places times blocks of keys: of short sequences more are computed at once
@@ -42,10 +43,10 @@ class Step:
         self.groups += _many([span for span in spans if span.length > 1], tile=tile_of(group))
 
     def rotary(self, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The rows of one of the model's rotary tables, (cosine, sine) [M, rotary_dims / 2] each."""
+        """`turns` of the rows by one of the model's rotary tables."""
         found = self._rotary.get(id(table))
         if found is None:
-            found = self._rotary[id(table)] = (table[0][self.positions], table[1][self.positions])
+            found = self._rotary[id(table)] = turns(table, positions=self.positions)
         return found
 
     def write(self, key: Tensor, *, value: Tensor, cache: Cache, layer: int) -> None:

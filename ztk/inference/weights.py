@@ -412,7 +412,9 @@ class WeightReader:
         if name not in self._state:
             raise ValueError(f"the weights lack {name}, which a model of the family {self._of.family} has")
         found = self._state[name].detach()
-        if not found.isfinite().all():
+        if (
+            not found.sum().isfinite() and not found.isfinite().all()
+        ):  # a sum is five times faster, and finite only where all are
             raise ValueError(
                 f"the parameter {name} is not finite: a model whose parameters are sharded is passed as its engine, Generator(engine); "
                 "otherwise look for NaN or inf in the weights"

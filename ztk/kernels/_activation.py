@@ -40,7 +40,7 @@ def activate_cpu(x: Tensor, *, activation: str) -> Tensor:
     if activation == "relu":
         return torch.relu(x)
     is_silu, approximate = activation == "silu", "tanh" if activation == "gelu_tanh" else "none"
-    if x.device.type != "cpu" or x.numel() <= GRAIN // 2:  # one thread has all
+    if x.device.type != "cpu" or x.numel() <= (GRAIN if is_silu else GRAIN // 2):  # one thread has all
         return F.silu(x) if is_silu else F.gelu(x, approximate=approximate)
     out = torch.empty(x.shape, dtype=x.dtype)
     flat, results = x.reshape(-1), out.view(-1)
