@@ -169,10 +169,8 @@ class _Engine:
 
     def __init__(self, module: Decoder) -> None:
         self.module, self.process, self.tokens = module, SimpleNamespace(device=CPU, local_world_size=1), []
-        self.zero = SimpleNamespace(
-            policy=SimpleNamespace(shards_parameters=False, overlap_gather=False),
-            full_parameters=module.named_parameters,
-        )
+        self.comm, policy = SimpleNamespace(size=1), SimpleNamespace(shards_parameters=False)
+        self.zero = SimpleNamespace(policy=policy, full_parameters=module.named_parameters)
 
     def __call__(self, tokens: torch.Tensor, **options) -> torch.Tensor:
         self.tokens.append(tokens.numel())
@@ -222,8 +220,8 @@ def test_answers_over_packed_weights_have_the_modules_bits():
 
 @torch.no_grad()
 def test_weights_are_not_packed_where_that_changes_a_bit(monkeypatch):
-    """Planted: packed products are others. Nor where parameters are gathered for forwards, or do not fit into memory, nor with heads of 6
-    elements: no number of rows has a tile's bits."""
+    """Planted: packed products are others. Nor where another rank does not pack, parameters are gathered for forwards, or do not fit into
+    memory, nor with heads of 6 elements: no number of rows has a tile's bits."""
     odd = decoder()
     assert pack_exactly(odd, device=CPU) and packing.pack_weights(_Engine(odd)) is None
     model = decoder(dim=32)
@@ -231,6 +229,10 @@ def test_weights_are_not_packed_where_that_changes_a_bit(monkeypatch):
     assert pack_exactly(model, device=CPU)
     engine = _Engine(model)
     assert packing.pack_weights(engine) is not None
+    with monkeypatch.context() as patch:  # as many forwards on every rank
+        patch.setattr(engine.comm, "size", 2)
+        patch.setattr(engine.comm, "gather_scalars", lambda own, *, label: torch.tensor([[1.0], [0.0]]), raising=False)
+        assert packing.pack_weights(engine) is None
     engine.zero.policy.shards_parameters = True
     assert packing.pack_weights(engine) is None
     with monkeypatch.context() as patch:

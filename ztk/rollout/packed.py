@@ -8,6 +8,7 @@ tokens, 1.6 million parameters, two cores of an EPYC with AVX512: 2.0 ms, and by
 """
 
 import torch
+from torch import Tensor
 
 from ztk.engine import Engine
 from ztk.inference.cache import Cache
@@ -29,23 +30,36 @@ _agrees: dict[tuple[DecoderConfig, int], bool] = {}  # by shape and number of th
 def pack_weights(engine: Engine) -> InferenceModel | None:
     """A copy of the weights that computes the bits of the engine's module. A collective call.
 
-    None, where the module has to compute them, more slowly: its attention keeps no texts, its parameters are gathered for forwards or behind
-    the update, twice the parameters do not fit into what is free, or this processor gives other bits.
+    None, where the module has to compute them, more slowly: its attention keeps no texts, its parameters are gathered for forwards, or on some
+    rank twice the parameters do not fit into what is free, or its processor gives other bits.
     """
-    module, policy = engine.module, engine.zero.policy
-    if not isinstance(module, Decoder) or not has_cache(module) or policy.shards_parameters or policy.overlap_gather:
+    module = engine.module
+    if not isinstance(module, Decoder) or engine.zero.policy.shards_parameters:
         return None
     nbytes = sum(parameter.nbytes for parameter in module.parameters())
-    fits = 2 * nbytes <= free_memory() // engine.process.local_world_size
-    state = {name: value for name, value in engine.zero.full_parameters() if fits}
-    if not fits:
-        return None
+    is_possible = has_cache(module) and 2 * nbytes <= free_memory() // engine.process.local_world_size
+    state = {name: value for name, value in engine.zero.full_parameters() if is_possible}
+    model = _model_of(state, module=module) if is_possible else None
+    # The module's forwards are as many on all ranks, and a rank that packs takes no part in counting them.
+    return model if _all(engine, flag=model is not None) else None
+
+
+def _model_of(state: dict[str, Tensor], *, module: Decoder) -> InferenceModel | None:
+    """None: other bits."""
     subject = describe(module)
     model = InferenceModel(subject, weights=collect(state, description=subject.description))
     key = module.config, torch.get_num_threads()
     if key not in _agrees:
         _agrees[key] = _agree(model, module=module)
     return model if _agrees[key] else None
+
+
+def _all(engine: Engine, *, flag: bool) -> bool:
+    """Whether all ranks have this flag. A collective call."""
+    if engine.comm.size == 1:
+        return flag
+    own = torch.tensor([float(flag)], device=engine.process.device)
+    return bool(engine.comm.gather_scalars(own, label="packed weights").all())
 
 
 def _agree(model: InferenceModel, *, module: Decoder) -> bool:
