@@ -1,6 +1,7 @@
 """The server over real sockets, with OpenAI's own client beside plain requests."""
 
 import asyncio
+import logging
 import socket
 import threading
 import time
@@ -205,6 +206,25 @@ def test_models_health_and_page(running, client):
     assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
     page = httpx.get(running.url)
     assert page.headers["content-type"].startswith("text/html") and "v1/completions" in page.text
+
+
+def test_the_time_to_the_first_token_is_recorded(caplog):
+    """From the loaded model on: the engine's opening, and the first request; later ones do not change it."""
+    server = start(tokenizer=_Bytes())
+    try:
+        assert "ztk_first_token_seconds" not in counters(server)
+        found = []
+        with caplog.at_level(logging.INFO, logger="ztk"):
+            for _ in range(2):
+                started = time.perf_counter()
+                httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
+                found.append((counters(server)["ztk_first_token_seconds"], time.perf_counter() - started))
+        (first, waited), (second, _) = found
+        assert first == second and server.generator.opening_seconds < first
+        assert first < server.generator.opening_seconds + waited
+        assert f"first token {first:.2f} s after the model was loaded" in caplog.text
+    finally:
+        server.stop()
 
 
 def test_a_key_is_asked_for_and_waiting_prompts_are_bounded():

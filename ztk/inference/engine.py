@@ -4,6 +4,7 @@ Parameters have the dtype that the trainer computes in.
 """
 
 import itertools
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -64,7 +65,7 @@ class Generator:
         comm: Comm | None = None,
         draft: nn.Module | None = None,
     ) -> None:
-        chosen = policy or InferencePolicy()
+        started, chosen = time.perf_counter(), policy or InferencePolicy()
         self._ranks = None if comm is None or comm.size == 1 else Ranks(comm)
         if self._ranks is not None and isinstance(model, Packed):
             raise ValueError(
@@ -97,6 +98,9 @@ class Generator:
         self._sequences: dict[int, list[Sequence]] = {}  # by request
         self._ids = itertools.count()
         self._closed = False
+        self.opening_seconds = (
+            time.perf_counter() - started
+        )  # copies of layers, checks, a plan: all that comes before a first request
 
     # Complete answers
 

@@ -82,7 +82,12 @@ class Server:
     async def _metrics(self, request: Request) -> Response:
         """Prometheus' text format."""
         counters = {f"ztk_{name}_total": value for name, value in vars(self._loop.counters).items()}
-        gauges = {"ztk_requests_running": self._loop.running, "ztk_requests_waiting": self._loop.waiting}
+        gauges: dict[str, float] = {
+            "ztk_requests_running": self._loop.running,
+            "ztk_requests_waiting": self._loop.waiting,
+        }
+        if (seconds := self._loop.first_token_seconds) is not None:
+            gauges["ztk_first_token_seconds"] = seconds
         lines = [f"# TYPE {name} counter\n{name} {value}" for name, value in counters.items()]
         lines += [f"# TYPE {name} gauge\n{name} {value}" for name, value in gauges.items()]
         return PlainTextResponse("\n".join(lines) + "\n")

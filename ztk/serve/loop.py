@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from dataclasses import dataclass, field
 
 from ztk.inference import Generator, Output, SamplingParams
 from ztk.inference.parallel import BEAT_SECONDS
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Busy(Exception):
@@ -57,6 +60,10 @@ class EngineLoop:
         self._waiting: dict[int, Job] = {}  # jobs without an output, by id()
         self._wake = threading.Condition()
         self._stopping = False
+        self._first_asked: float | None = None
+        self.first_token_seconds: float | None = (
+            None  # from the loaded model: the engine's opening, and the first request until its token
+        )
         self.error: Exception | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="ztk-serve", daemon=True)
@@ -85,6 +92,7 @@ class EngineLoop:
             if len(self._waiting) >= self._max_waiting:
                 self.counters.refused += 1
                 raise Busy
+            self._first_asked = self._first_asked or time.perf_counter()
             self._waiting[id(job)] = job
             self.counters.requests += 1
             self.counters.prompt_tokens += len(job.prompt)
@@ -154,6 +162,8 @@ class EngineLoop:
 
     def _hand_out(self, outputs: list[Output]) -> None:
         """Delivers one step's outputs, of which several may be of one job; then drops the jobs that have ended."""
+        if self.first_token_seconds is None and any(output.token is not None for output in outputs):
+            self._record_first_token()
         for output in outputs:
             job = self._jobs.get(output.request_id)
             if job is None:
@@ -165,6 +175,17 @@ class EngineLoop:
         for number in {output.request_id for output in outputs}:
             if not self.generator.is_open(number):
                 self._jobs.pop(number, None)
+
+    def _record_first_token(self) -> None:
+        assert self._first_asked is not None, "a request was submitted"
+        opening, answering = self.generator.opening_seconds, time.perf_counter() - self._first_asked
+        self.first_token_seconds = opening + answering
+        _LOGGER.info(
+            "first token %.2f s after the model was loaded: %.2f s until the engine was open, %.2f s from the first request on",
+            self.first_token_seconds,
+            opening,
+            answering,
+        )
 
     def _raise_stop(self) -> None:
         raise _Stop
