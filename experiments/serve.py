@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import replace
 
 import uvicorn
 
@@ -33,10 +34,15 @@ def serve(config: Config, *, opened: Opened, generator: Generator) -> None:
     chosen = config.serve
     cost_of_weights(config, opened=opened, generator=generator)
     release_module(opened)
+    opened = replace(opened, name=chosen.model_name or opened.name)
     server = Server(
         generator,
         opened=opened,
-        policy=ServePolicy(api_key=_key(chosen.api_key_variable), max_waiting=chosen.max_waiting),
+        policy=ServePolicy(
+            api_key=_key(chosen.api_key_variable),
+            max_waiting=chosen.max_waiting,
+            stops=tuple(config.sampling.stop or ()),
+        ),
         sampling=usual_sampling(config),
     )
     listening = _listen(chosen.host, port=chosen.port)

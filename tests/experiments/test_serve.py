@@ -44,9 +44,10 @@ def serving(tmp_path, *more: str):
 
 
 def test_sigterm_lets_a_running_answer_end(tmp_path):
-    with serving(tmp_path) as (process, address, _):
+    with serving(tmp_path, "serve.model_name=org/letters") as (process, address, _):
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
         (model,) = client.models.list()
+        assert model.id == "org/letters" == client.models.retrieve(model.id).id
         options = {"model": model.id, "prompt": "ABC", "max_tokens": TOKENS, "temperature": 0}
         full = client.completions.create(**options, extra_body={"ignore_eos": True}).choices[0]
         assert full.finish_reason == "length"

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ def test_a_stream_has_the_tokens_of_generate(model):
     outputs = list(Generator(model).stream(PROMPT, sampling=sampling))
     assert [output.token for output in outputs] == answer.tokens and len(answer.tokens) == 12
     assert [output.finish_reason for output in outputs] == [None] * 11 + ["length"]
+    for name, expected in (("logprob", answer.logprobs), ("processed_logprob", answer.processed_logprobs)):
+        assert torch.equal(torch.tensor([getattr(output, name) for output in outputs]), expected), name
 
 
 def test_who_stops_listening_frees_the_slot(model):
@@ -107,6 +110,31 @@ def test_each_sampling_step_does_what_it_says(model, options, check):
     best = generator.generate([PROMPT], sampling=SamplingParams(max_tokens=8, temperature=0))[0][0].tokens
     found = generator.generate([PROMPT], sampling=SamplingParams(max_tokens=8, **options))[0][0].tokens
     assert len(found) == 8 and check(found, best)
+
+
+@pytest.mark.parametrize("cache", ["slabs", "blocks"])
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (lambda answer: torch.full((VOCABULARY,), len(answer) < 2), "sampling.token_mask allows no token"),
+        (lambda answer: torch.ones(VOCABULARY if len(answer) < 2 else 3, dtype=torch.bool), r"bool \[3\]: must be bool \[96\]"),
+        (lambda answer: torch.full((VOCABULARY,), bool(1 // max(0, 2 - len(answer)) + 1)), "failed: ZeroDivisionError"),
+    ],
+    ids=["nothing", "another size", "an error"],
+)  # fmt: skip
+def test_a_mask_that_leaves_nothing_ends_its_request_alone(model, mask, message, cache):
+    """Also where a draft model asks the mask about a guess."""
+    draft = {"policy": InferencePolicy(draft_tokens=4, cache=cache), "draft": model}
+    expected = Generator(model, **draft).generate([PROMPT], sampling=SamplingParams(max_tokens=8, temperature=0))
+    generator = Generator(model, **draft)
+    sampling = [
+        SamplingParams(max_tokens=8, temperature=0),
+        SamplingParams(max_tokens=8, temperature=0, token_mask=mask),
+    ]
+    [other], [broken] = generator.generate([PROMPT, PROMPT], sampling=sampling)
+    assert other.tokens == expected[0][0].tokens
+    assert broken.finish_reason == "error" and re.search(message, broken.error) and len(broken.tokens) == 2
+    assert not generator.has_work and len(generator._scheduler._free) == 32
 
 
 def test_a_stop_token_ends_the_answer(model):

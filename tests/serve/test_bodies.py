@@ -52,7 +52,24 @@ def test_a_chat_says_log_probabilities_with_a_flag():
         and asked.max_tokens == 5
         and asked.messages == ({"role": "user", "content": "hi"},)
     )
-    assert read(chat=True, messages=messages, top_logprobs=4).sampling.logprobs == 0
+    assert not read(chat=True, messages=messages, top_logprobs=4).with_logprobs
+    alone = read(chat=True, messages=messages, logprobs=True)
+    assert alone.with_logprobs and alone.sampling.logprobs == 0
+
+
+def test_zero_likely_tokens_are_not_no_log_probabilities():
+    """OpenAI's logprobs=0 of completions: those of the tokens themselves."""
+    assert not read(prompt="a").with_logprobs and not read(prompt="a", logprobs=None).with_logprobs
+    asked = read(prompt="a", logprobs=0, echo=True)
+    assert asked.with_logprobs and asked.sampling.logprobs == 0 and asked.sampling.prompt_logprobs
+
+
+def test_what_the_server_was_started_with_counts_where_a_request_says_nothing():
+    usual = SamplingParams(logprobs=2)
+    asked = read_body(b'{"prompt": "a"}', chat=False, usual=usual, stops=("END",))
+    assert asked.with_logprobs and asked.sampling.logprobs == 2 and asked.stops == ("END",)
+    asked = read_body(b'{"prompt": "a", "stop": "x", "logprobs": 0}', chat=False, usual=usual, stops=("END",))
+    assert asked.with_logprobs and asked.sampling.logprobs == 0 and asked.stops == ("x",)
 
 
 def test_echo_without_tokens_asks_for_the_prompts_log_probabilities():
@@ -76,6 +93,7 @@ def test_echo_without_tokens_asks_for_the_prompts_log_probabilities():
         ({"prompt": "a", "stream": "yes"}, "stream='yes': must be true or false"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias must map"),
         ({"prompt": "a", "suffix": "b"}, "suffix is not supported"),
+        ({"prompt": "a", "model": 5}, "model must be the name"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(body, message):
@@ -103,7 +121,6 @@ def test_messages_have_a_role_and_a_text(messages):
     [
         (False, "best_of", {"best_of": 5}),
         (False, "top_logprobs", {"top_logprobs": 3}),
-        (False, "echo", {"echo": True, "stream": True, "logprobs": 1}),
         (False, "stream_options", {"stream_options": 5}),
         (True, "echo", {"echo": True}),
     ],

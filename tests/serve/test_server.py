@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 
 import httpx
@@ -90,6 +91,7 @@ def test_a_completion_is_the_engines(running, client):
     choice = found.choices[0]
     assert choice.text == bytes(answer.tokens).decode() and choice.finish_reason == "length"
     assert choice.logprobs.token_logprobs == pytest.approx(answer.logprobs.tolist(), rel=1e-6)
+    assert choice.logprobs.processed_token_logprobs == pytest.approx(answer.processed_logprobs.tolist(), rel=1e-6)
     assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (3, 12, 15)
 
 
@@ -156,6 +158,99 @@ def test_lm_evals_payload_gives_the_log_probabilities_of_the_prompt(running):
             max(top.values()) >= value
             for top, value in zip(logprobs["top_logprobs"][1:], logprobs["token_logprobs"][1:], strict=True)
         )
+
+
+def test_log_probabilities_of_the_tokens_alone(client):
+    """logprobs=0: those of the drawn tokens, no others; of a chat the flag without a number."""
+    asked = {"model": "tiny", "prompt": "abc", "max_tokens": 5, "seed": 5}
+    found = client.completions.create(**asked, logprobs=0).choices[0].logprobs
+    more = client.completions.create(**asked, logprobs=2).choices[0].logprobs
+    assert found.token_logprobs == more.token_logprobs and found.top_logprobs == [{}] * 5
+    assert client.completions.create(**asked).choices[0].logprobs is None
+    messages = [{"role": "user", "content": "hi"}]
+    chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=3, logprobs=True)
+    assert [token.top_logprobs for token in chat.choices[0].logprobs.content] == [[]] * 3
+
+
+@pytest.mark.parametrize("max_tokens", [0, 6])
+def test_a_stream_has_every_log_probability_of_the_complete_answer(client, max_tokens):
+    """Raw and processed ones, and those of the echoed prompt, each once and in order."""
+    asked = {
+        "model": "tiny",
+        "prompt": "hello",
+        "max_tokens": max_tokens,
+        "seed": 4,
+        "echo": True,
+        "logprobs": 1,
+        "n": 2,
+    }
+    complete = sorted(client.completions.create(**asked).choices, key=lambda choice: choice.index)
+    chunks = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
+    for choice in complete:
+        own = [chunk for chunk in chunks if chunk.index == choice.index]
+        assert "".join(chunk.text for chunk in own) == choice.text
+        assert len(choice.logprobs.tokens) == 5 + max_tokens
+        for name in ("tokens", "token_logprobs", "processed_token_logprobs", "top_logprobs"):
+            pieces = (getattr(chunk.logprobs, name) for chunk in own if chunk.logprobs)
+            assert list(chain.from_iterable(pieces)) == getattr(choice.logprobs, name), name
+        assert choice.logprobs.processed_token_logprobs[:5] == [None] * 5
+
+
+def test_a_chat_has_raw_and_processed_log_probabilities(running, client):
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "seed": 1}
+    found = client.chat.completions.create(**asked, logprobs=True).choices[0].logprobs.content
+    sampling = SamplingParams(
+        max_tokens=4, temperature=0.8, seed=1, draw_key=(0,), token_mask=lambda answer: torch.arange(300) < 128
+    )
+    prompt = running.opened.tokenizer.chat(asked["messages"])
+    [[answer]] = Generator(running.opened.module).generate([prompt], sampling=sampling)
+    assert [token.logprob for token in found] == pytest.approx(answer.logprobs.tolist(), rel=1e-6)
+    assert [token.processed_logprob for token in found] == pytest.approx(answer.processed_logprobs.tolist(), rel=1e-6)
+
+
+def test_another_model_is_not_found(running, client):
+    """As OpenAI's client expects it; the served name is in /v1/models, and a request may name none."""
+    with pytest.raises(openai.NotFoundError) as error:
+        client.completions.create(model="gpt-4", prompt="a")
+    assert error.value.code == "model_not_found" and "'gpt-4' does not exist" in error.value.message
+    assert error.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="TINY", messages=[{"role": "user", "content": "x"}])
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4")
+    assert client.models.retrieve("tiny").id == "tiny"
+    assert httpx.post(f"{running.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_more_prompts_than_may_ever_wait_are_refused(running):
+    """Not with 429, after which they would be sent again for ever."""
+    found = httpx.post(f"{running.url}/v1/completions", json={"prompt": ["a"] * 257, "max_tokens": 1})
+    assert (
+        found.status_code == 400 and "257 prompts in one request, and 256 may wait" in found.json()["error"]["message"]
+    )
+
+
+def test_a_client_who_leaves_before_its_stream_begins_frees_its_place(running):
+    """No event was asked for: the generator of the events never begins, and so does not end either."""
+    before = counters(running)["ztk_cancelled_total"]
+
+    async def leave() -> None:
+        body = b'{"prompt": "x", "max_tokens": 500, "stream": true}'
+        messages = [{"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"}]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+        scope |= {"asgi": {"version": "3.0", "spec_version": "2.0"}}
+
+        async def receive() -> dict:
+            return messages.pop(0)
+
+        async def send(message: dict) -> None:
+            await asyncio.Event().wait()  # a connection that takes nothing any more
+
+        await running.server.app(scope, receive, send)
+
+    asyncio.run(leave())
+    wait_until(lambda: not running.generator.has_work)
+    assert counters(running)["ztk_cancelled_total"] == before + 1
 
 
 def test_a_client_who_leaves_frees_its_place(running):

@@ -328,7 +328,7 @@ EFFECTS = (
     Effect(keys=("inference.ema",), when=_answers, only=_MODEL, required=False),
     Effect(keys=("inference.prompts",), when=_is("generate"), only="task=generate, and inference.prompts=FILE.jsonl"),
     Effect(keys=keys_of("serve", "host", "port", "max_waiting", "drain_seconds"), when=_is("serve"), only="task=serve"),
-    Effect(keys=("serve.api_key_variable",), when=_is("serve"), only="task=serve", required=False),
+    Effect(keys=("serve.model_name", "serve.api_key_variable"), when=_is("serve"), only="task=serve", required=False),
     Effect(keys=("eval.record",), when=_is("eval"), only="task=eval"),
     Effect(
         keys=keys_of("eval", "engine", "path", "choices", "seq_len"), when=_is("eval"), only="task=eval", required=False

@@ -120,6 +120,9 @@ class ServeConfig:
 
     host: str | None = key("address to listen on; 0.0.0.0: all of this machine's", default=None)
     port: int | None = key("port to listen on; 0: a free one, which is printed", default=None)
+    model_name: str | None = key(
+        "the model's name in /v1/models, which requests may send; null: that of its folder", default=None
+    )
     api_key_variable: str | None = key(
         "environment variable whose value clients must send as Authorization: Bearer VALUE; null: nothing is asked for",
         default=None,

@@ -11,7 +11,7 @@ import torch
 
 from ztk.inference.model import InferenceModel
 from ztk.inference.policy import SamplingParams
-from ztk.inference.sample import draw
+from ztk.inference.sample import NothingDrawn, draw
 from ztk.inference.steps import Span
 
 PROMPT_TOKENS = 2048  # computed at one time
@@ -61,7 +61,10 @@ class DraftModel:
                     self._cache.clear(sequence.slot)
                     self._contents[sequence.slot] = []
                     continue
-                own.append(_drawn(line, sequence=sequence, drafts=own))
+                try:
+                    own.append(_drawn(line, sequence=sequence, drafts=own))
+                except NothingDrawn:  # after a guess that the model itself may never draw
+                    counts[number] = 0
         return drafts
 
     def _compute_prompts(self, sequences: list[Drafted]) -> None:

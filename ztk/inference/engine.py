@@ -24,8 +24,8 @@ from ztk.inference.parallel import Leading, first_broken, follow
 from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
 from ztk.inference.probe import check_model, check_module, settle_products
 from ztk.inference.ranks import Ranks, computing, opening
-from ztk.inference.sample import Drawn, draw, likeliest
-from ztk.inference.schedule import Sequence, Work
+from ztk.inference.sample import Drawn, NothingDrawn, draw, likeliest
+from ztk.inference.schedule import Sequence, Work, logprob_values
 from ztk.inference.sharing import draft_of, shared_memory
 from ztk.inference.steps import Span
 from ztk.runtime.comm import Comm
@@ -121,7 +121,7 @@ class Generator:
             self._enqueue(prompt, sampling=one, limit=one.max_tokens) for prompt, one in zip(prompts, each, strict=True)
         ]
         self._finish(answers)
-        return [[_completion(sequence) for sequence in sequences] for sequences in answers]
+        return [[sequence.completion() for sequence in sequences] for sequences in answers]
 
     def score(self, sequences: list[list[int]]) -> list[Tensor]:
         """The raw log-probability of every token given those before it: fp32 [len - 1] for each sequence.
@@ -130,7 +130,7 @@ class Generator:
             ValueError: an empty sequence, a token outside the vocabulary, or more tokens than the model takes.
             FloatingPointError: logits that are not finite.
         """
-        return [_values(scores) for scores in self._scored(sequences, top=0)]
+        return [logprob_values(scores) for scores in self._scored(sequences, top=0)]
 
     def score_ends(self, sequences: list[list[int]], *, counts: list[int]) -> list[float]:
         """For each sequence the sum of the raw log-probabilities of its last `counts` tokens. Raises as `score`."""
@@ -399,7 +399,11 @@ class Generator:
                 self._forget_if_done(sequence.request_id)
                 return
             is_first = len(sequence.tokens) == sequence.prompt_length
-            drawn = line if isinstance(line, Drawn) else self._draw(line, sequence=sequence)
+            try:
+                drawn = line if isinstance(line, Drawn) else self._draw(line, sequence=sequence)
+            except NothingDrawn as error:
+                yield self._failed(sequence, error=str(error))
+                return
             sequence.tokens.append(drawn.token)
             sequence.logprobs.append(drawn.logprob)
             sequence.processed.append(drawn.processed_logprob)
@@ -413,6 +417,7 @@ class Generator:
                 sample=sequence.sample,
                 token=drawn.token,
                 logprob=drawn.logprob,
+                processed_logprob=drawn.processed_logprob,
                 finish_reason=reason,
                 top_logprobs=drawn.top,
                 prompt_logprobs=sequence.prompt_logprobs if is_first and sequence.sampling.prompt_logprobs else None,
@@ -439,7 +444,11 @@ class Generator:
             place = {"slot": sequence.slot, "rows": self.policy.max_step_tokens}
             found = first_broken(sequence.tokens, model=self._model, cache=self._cache, **place)
         where = "in the head" if found is None else f"after layer {found} of {self.description.layers}"
-        error = f"the logits are not finite, first {where}: check the weights (NaN or inf in them, or an overflow of the stored dtype)"
+        text = f"the logits are not finite, first {where}: check the weights (NaN or inf in them, or an overflow of the stored dtype)"
+        return self._failed(sequence, error=text)
+
+    def _failed(self, sequence: Sequence, *, error: str) -> Output:
+        """Ends a sequence alone."""
         self._scheduler.finish(sequence, reason="error", error=error)
         self._forget_if_done(sequence.request_id)
         return Output(
@@ -447,6 +456,7 @@ class Generator:
             sample=sequence.sample,
             token=None,
             logprob=float("nan"),
+            processed_logprob=float("nan"),
             finish_reason="error",
             error=error,
         )
@@ -455,20 +465,3 @@ class Generator:
         """Requests are dropped when all answers have ended; who waits for them has their sequences."""
         if all(sequence.finish_reason is not None for sequence in self._sequences.get(number, [])):
             self._sequences.pop(number, None)
-
-
-def _values(logprobs: list[PromptLogprob]) -> Tensor:
-    return torch.tensor([item.value for item in logprobs], dtype=torch.float32)
-
-
-def _completion(sequence: Sequence) -> Completion:
-    asked = sequence.sampling
-    return Completion(
-        tokens=sequence.answer,
-        logprobs=torch.tensor(sequence.logprobs, dtype=torch.float32),
-        processed_logprobs=torch.tensor(sequence.processed, dtype=torch.float32),
-        finish_reason=sequence.finish_reason or "error",
-        top_logprobs=sequence.tops if asked.logprobs else None,
-        prompt_logprobs=_values(sequence.prompt_logprobs) if asked.prompt_logprobs else None,
-        error=sequence.error,
-    )

@@ -160,14 +160,16 @@ class PromptLogprob(NamedTuple):
 class Output:
     """One token of one answer. sample: number of the answer. token: None if the sequence ended with an error.
 
-    finish_reason: stop, length, error or cancelled; None: the answer goes on. logprob: raw. top_logprobs: the likeliest tokens with theirs,
-    if asked for. prompt_logprobs: with an answer's first token, those of the prompt's tokens from the second on, if asked for.
+    finish_reason: stop, length, error or cancelled; None: the answer goes on. logprob: raw, of the model's own logits. processed_logprob: of
+    the distribution that the token was drawn from, as in `Completion`. top_logprobs: the likeliest tokens with theirs, raw, if asked for.
+    prompt_logprobs: with an answer's first token, those of the prompt's tokens from the second on, if asked for.
     """
 
     request_id: int
     sample: int
     token: int | None
     logprob: float
+    processed_logprob: float
     finish_reason: str | None = None
     error: str | None = None
     top_logprobs: dict[int, float] | None = None

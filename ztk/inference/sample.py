@@ -3,13 +3,17 @@
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ztk.inference.policy import SamplingParams
+
+
+class NothingDrawn(ValueError):
+    """What a request asked for leaves no token to draw, or fails at it: the request ends, others go on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +75,7 @@ def draw(logits: Tensor, *, sampling: SamplingParams, prompt: list[int], answer:
     """The next token after prompt and answer. logits: fp32 [V] of the model, not NaN. sample: number of the answer.
 
     Raises:
-        ValueError: the token mask allows nothing.
+        NothingDrawn: the token mask allows nothing, or fails.
     """
     raw = torch.log_softmax(logits.double(), dim=-1)
     scores = penalised(logits.double(), steps=DrawSteps(sampling=sampling, prompt=prompt, answer=answer))
@@ -152,7 +156,7 @@ def likeliest(logprobs: Tensor, *, count: int) -> dict[int, float]:
 
 
 def penalised(scores: Tensor, *, steps: DrawSteps) -> Tensor:
-    """Bias, penalties and mask: scores [V] of any dtype, on any device. Raises ValueError as `draw`."""
+    """Bias, penalties and mask: scores [V] of any dtype, on any device. Raises NothingDrawn as `draw`."""
     sampling, answer = steps.sampling, steps.answer
     if penalises(sampling):
         scores = scores.clone()
@@ -167,11 +171,24 @@ def penalised(scores: Tensor, *, steps: DrawSteps) -> Tensor:
         penalties = (sampling.presence_penalty + count * sampling.frequency_penalty for count in counts.values())
         scores[_index(counts, like=scores)] -= _values(penalties, like=scores)
     if sampling.token_mask is not None:
-        allowed = sampling.token_mask(answer)
-        if not allowed.any():
-            raise ValueError("sampling.token_mask allows no token: let it allow one, the end token for example")
-        scores = scores.masked_fill(~allowed, float("-inf"))
+        scores = scores.masked_fill(~_allowed(sampling.token_mask, answer=answer, count=len(scores)), float("-inf"))
     return scores
+
+
+def _allowed(mask: Callable[[list[int]], Tensor], *, answer: list[int], count: int) -> Tensor:
+    """bool [count]. The mask is the caller's code: whatever happens in it concerns one request."""
+    try:
+        allowed = mask(answer)
+    except Exception as error:  # noqa: BLE001
+        raise NothingDrawn(f"sampling.token_mask failed: {type(error).__name__}: {error}") from error
+    if not isinstance(allowed, Tensor) or allowed.dtype != torch.bool or allowed.shape != (count,):
+        shown = f"{allowed.dtype} {list(allowed.shape)}" if isinstance(allowed, Tensor) else type(allowed).__name__
+        raise NothingDrawn(
+            f"sampling.token_mask returned {shown}: must be bool [{count}], the tokens of the vocabulary"
+        )
+    if not allowed.any():
+        raise NothingDrawn("sampling.token_mask allows no token: let it allow one, the end token for example")
+    return allowed
 
 
 def _index(tokens: Iterable[int], *, like: Tensor) -> Tensor:

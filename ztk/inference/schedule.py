@@ -3,9 +3,12 @@
 from collections import deque
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from ztk.inference.cache import Cache, rounded
 from ztk.inference.draft import DraftModel, common_length
-from ztk.inference.policy import InferencePolicy, PromptLogprob, SamplingParams
+from ztk.inference.policy import Completion, InferencePolicy, PromptLogprob, SamplingParams
 from ztk.inference.room import Room
 
 _WORTH_WAITING = 64  # tokens of a prefix that another sequence is computing right now
@@ -42,6 +45,24 @@ class Sequence:
     def answer(self) -> list[int]:
         """Tokens drawn so far."""
         return self.tokens[self.prompt_length :]
+
+    def completion(self) -> Completion:
+        """What `generate` returns of it."""
+        asked = self.sampling
+        return Completion(
+            tokens=self.answer,
+            logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
+            processed_logprobs=torch.tensor(self.processed, dtype=torch.float32),
+            finish_reason=self.finish_reason or "error",
+            top_logprobs=self.tops if asked.logprobs else None,
+            prompt_logprobs=logprob_values(self.prompt_logprobs) if asked.prompt_logprobs else None,
+            error=self.error,
+        )
+
+
+def logprob_values(logprobs: list[PromptLogprob]) -> Tensor:
+    """Without the likeliest tokens: fp32 [len(logprobs)]."""
+    return torch.tensor([item.value for item in logprobs], dtype=torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ztk.inference import Output
+from ztk.inference import Output, PromptLogprob
 from ztk.serve.bodies import Asked
 from ztk.serve.models import Tokenizer
 from ztk.serve.text import TextStream
@@ -49,8 +49,8 @@ class Answer:
         self._shape, self._index, self._prompt, self._asked, self._tokenizer = shape, index, prompt, asked, tokenizer
         self._text = TextStream(tokenizer, stops=asked.stops, prompt=prompt)
         self._pieces: list[str] = []
-        self._logprobs: list[tuple[int, float, dict[int, float]]] = []
-        self._prompt_logprobs: list[tuple[float, dict[int, float]]] = []
+        self._drawn: list[Output] = []
+        self._prompt_logprobs: list[PromptLogprob] = []
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
 
@@ -64,20 +64,22 @@ class Answer:
         if self._shape.chat:
             delta = {"role": "assistant", "content": ""}
             return [self._shape.chunk({"index": self._index, "delta": delta, "finish_reason": None, "logprobs": None})]
-        if self._asked.echo:
-            return [self._piece(self._tokenizer.decode(self._prompt), logprobs=None)]
-        return []
+        if self._asked.echo and not self._asked.with_logprobs:
+            return [self._piece(self._tokenizer.decode(self._prompt), drawn=[])]
+        return []  # a prompt whose log-probabilities are asked for comes with the first token
 
     def push(self, output: Output) -> list[dict]:
         """Takes one token; returns chunks of a stream."""
         if self.ended:
             return []
+        before = []
         if output.prompt_logprobs is not None:
             self._prompt_logprobs = output.prompt_logprobs
+            before = [self._piece(self._tokenizer.decode(self._prompt), drawn=[], with_prompt=True)]
         assert output.token is not None, "an output without a token is an error, which the server has handled"
         if self._asked.max_tokens == 0:  # the prompt's log-probabilities alone
             self.finish_reason = "length"
-            return [self._piece("", logprobs=None)]
+            return [*before, self._piece("", drawn=[])]
         is_end = output.finish_reason == "stop"
         self.tokens.append(output.token)
         piece = "" if is_end else self._text.push(output.token)
@@ -85,15 +87,15 @@ class Answer:
             piece += self._text.finish()
         self.finish_reason = "stop" if self._text.stopped else output.finish_reason
         self._pieces.append(piece)
-        self._logprobs.append((output.token, output.logprob, output.top_logprobs or {}))
-        if not piece and not self.ended and not self._asked.sampling.logprobs:
-            return []
-        return [self._piece(piece, logprobs=self._logprobs[-1:])]
+        self._drawn.append(output)
+        if not piece and not self.ended and not self._asked.with_logprobs:
+            return before
+        return [*before, self._piece(piece, drawn=[output])]
 
     def choice(self) -> dict:
         """The complete choice."""
         text = "".join(self._pieces)
-        logprobs = self._written(self._logprobs, with_prompt=True) if self._asked.sampling.logprobs else None
+        logprobs = self._written(self._drawn, with_prompt=self._asked.echo) if self._asked.with_logprobs else None
         if self._shape.chat:
             message = {"role": "assistant", "content": text}
             return {"index": self._index, "message": message, "finish_reason": self.finish_reason, "logprobs": logprobs}
@@ -101,26 +103,39 @@ class Answer:
             text = self._tokenizer.decode(self._prompt) + text
         return {"index": self._index, "text": text, "finish_reason": self.finish_reason, "logprobs": logprobs}
 
-    def _piece(self, text: str, *, logprobs: list | None) -> dict:
-        written = self._written(logprobs, with_prompt=False) if logprobs and self._asked.sampling.logprobs else None
+    def _piece(self, text: str, *, drawn: list[Output], with_prompt: bool = False) -> dict:
+        is_written = self._asked.with_logprobs and (drawn or with_prompt)
+        written = self._written(drawn, with_prompt=with_prompt) if is_written else None
         choice: dict = {"index": self._index, "finish_reason": self.finish_reason, "logprobs": written}
         return self._shape.chunk(choice | ({"delta": {"content": text}} if self._shape.chat else {"text": text}))
 
-    def _written(self, drawn: list[tuple[int, float, dict[int, float]]], *, with_prompt: bool) -> dict:
-        """Chat: a list of objects per token. Completions: four lists; those of an echoed prompt begin with a null."""
+    def _written(self, drawn: list[Output], *, with_prompt: bool) -> dict:
+        """Chat: a list of objects per token. Completions: lists; those of an echoed prompt begin with a null.
+
+        OpenAI's names have the model's own log-probabilities; `processed` ones are of the distribution that a token was drawn from, after
+        temperature, penalties and cuts, and null for a prompt's tokens.
+        """
         if self._shape.chat:
-            return {"content": [self._chat_token(*item) for item in drawn]}
-        tokens, values, tops = [], [], []
-        if self._asked.echo and with_prompt:
+            return {"content": [self._chat_token(output) for output in drawn]}
+        tokens, values, processed, tops = [], [], [], []
+        if with_prompt:
             tokens = list(self._prompt)
             values = [None] + [value for value, _ in self._prompt_logprobs]
+            processed = [None] * len(tokens)
             tops = [None] + [self._named(top) for _, top in self._prompt_logprobs]
-        tokens += [token for token, _, _ in drawn]
-        values += [value for _, value, _ in drawn]
-        tops += [self._named(top) for _, _, top in drawn]
+        tokens += [output.token for output in drawn]
+        values += [output.logprob for output in drawn]
+        processed += [output.processed_logprob for output in drawn]
+        tops += [self._named(output.top_logprobs or {}) for output in drawn]
         texts = [self._tokenizer.decode([token]) for token in tokens]
         offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
-        return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+        return {
+            "tokens": texts,
+            "token_logprobs": values,
+            "processed_token_logprobs": processed,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
 
     def _named(self, top: dict[int, float]) -> dict[str, float]:
         """By text; of tokens with one text the likeliest."""
@@ -129,8 +144,11 @@ class Answer:
             named.setdefault(self._tokenizer.decode([token]), value)
         return named
 
-    def _chat_token(self, token: int, value: float, top: dict[int, float]) -> dict:
-        return self._token(token, value) | {"top_logprobs": [self._token(*item) for item in top.items()]}
+    def _chat_token(self, output: Output) -> dict:
+        assert output.token is not None, "an error is no token"
+        tops = [self._token(*item) for item in (output.top_logprobs or {}).items()]
+        own = {"processed_logprob": output.processed_logprob, "top_logprobs": tops}
+        return self._token(output.token, output.logprob) | own
 
     def _token(self, token: int, value: float) -> dict:
         text = self._tokenizer.decode([token])

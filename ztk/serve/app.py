@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from ztk.inference import Generator, Output, SamplingParams
 from ztk.serve.answers import Answer, Shape
@@ -27,10 +28,12 @@ RETRY_SECONDS = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServePolicy:
-    """api_key: what clients must send as bearer token; None: nothing. max_waiting: prompts that wait for a place, at most."""
+    """api_key: what clients must send as bearer token; None: nothing. max_waiting: prompts that wait for a place, at most. stops: texts that
+    end an answer whose request names none."""
 
     api_key: str | None = None
     max_waiting: int = 256
+    stops: tuple[str, ...] = ()
 
 
 class Server:
@@ -49,6 +52,7 @@ class Server:
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
                 Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._one_model),
                 Route("/v1/completions", self._completions, methods=["POST"]),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
             ]
@@ -95,8 +99,23 @@ class Server:
     async def _models(self, request: Request) -> Response:
         if (refusal := self._unauthorised(request)) is not None:
             return refusal
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def _one_model(self, request: Request) -> Response:
+        if (refusal := self._unauthorised(request)) is not None:
+            return refusal
+        name = request.path_params["name"]
+        return JSONResponse(self._described()) if name == self._opened.name else refused(self._unknown(name))
+
+    def _described(self) -> dict:
         model = {"id": self._opened.name, "object": "model", "created": self._started, "owned_by": "ztk"}
-        return JSONResponse({"object": "list", "data": [model | {"max_model_len": self._max_len}]})
+        return model | {"max_model_len": self._max_len}
+
+    def _unknown(self, name: str) -> BadRequest:
+        text = (
+            f"The model '{name}' does not exist: this server has '{self._opened.name}'; leave model out, or name that"
+        )
+        return BadRequest(text, param="model", status=404, code="model_not_found")
 
     async def _completions(self, request: Request) -> Response:
         return await self._answer(request, chat=False)
@@ -111,10 +130,10 @@ class Server:
         if (refusal := self._unauthorised(request)) is not None:
             return refusal
         try:
-            asked = read_body(await request.body(), chat=chat, usual=replace(self._usual, seed=secrets.randbits(62)))
+            asked = self._read(await request.body(), chat=chat)
             jobs = self._jobs(asked, chat=chat)
         except ValueError as error:
-            return failure(400, message=str(error), param=getattr(error, "param", None))
+            return refused(error)
         shape = Shape(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             model=self._opened.name,
@@ -136,7 +155,7 @@ class Server:
             return refusal
         if asked.stream:
             events = self._stream(jobs, answers=answers, shape=shape, asked=asked)
-            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+            return _Stream(events, on_end=lambda: self._cancel(jobs))
         try:
             async for _ in self._pieces(jobs, answers=answers, request=request):
                 pass
@@ -145,6 +164,11 @@ class Server:
         finally:
             self._cancel(jobs)
         return JSONResponse(shape.complete(answers, prompt_tokens=sum(len(job.prompt) for job in jobs)))
+
+    def _read(self, body: bytes, *, chat: bool) -> Asked:
+        """Requests that name no seed have one of their own. Raises BadRequest."""
+        usual = replace(self._usual, seed=secrets.randbits(62))
+        return read_body(body, chat=chat, usual=usual, stops=self._policy.stops)
 
     def _submit(self, jobs: list[Job]) -> Response | None:
         """Queues all or none; else the refusal."""
@@ -163,8 +187,15 @@ class Server:
         """One per prompt.
 
         Raises:
-            ValueError: no chat template, or a prompt that does not fit the model.
+            ValueError: another model, no chat template, more prompts than may wait, or a prompt that does not fit the model.
         """
+        if asked.model not in (None, self._opened.name):
+            raise self._unknown(asked.model)
+        if len(asked.prompts) > self._policy.max_waiting:
+            raise BadRequest(
+                f"{len(asked.prompts)} prompts in one request, and {self._policy.max_waiting} may wait at most: send fewer at a time",
+                param="prompt",
+            )
         encode = self._opened.tokenizer.encode
         prompts = [list(prompt) if not isinstance(prompt, str) else encode(prompt) for prompt in asked.prompts]
         if chat:
@@ -200,7 +231,7 @@ class Server:
     async def _stream(
         self, jobs: list[Job], *, answers: list[Answer], shape: Shape, asked: Asked
     ) -> AsyncIterator[str]:
-        """Server-sent events. A client who leaves cancels the jobs: the generator is closed then."""
+        """Server-sent events."""
         try:
             for answer in answers:
                 for chunk in answer.opening():
@@ -212,8 +243,6 @@ class Server:
             yield "data: [DONE]\n\n"
         except _Failed as error:
             yield _event({"error": {"message": str(error), "type": "server_error", "param": None, "code": None}})
-        finally:
-            self._cancel(jobs)
 
     async def _pieces(self, jobs: list[Job], *, answers: list[Answer], request: Request | None) -> AsyncIterator[dict]:
         """Chunks of all answers as they are drawn, until all have ended. request: left early if its client is gone."""
@@ -272,6 +301,27 @@ class _Failed(Exception):
     pass
 
 
+def refused(error: ValueError) -> JSONResponse:
+    """400, or what a `BadRequest` says."""
+    known = error if isinstance(error, BadRequest) else BadRequest(str(error))
+    return failure(known.status, message=str(known), param=known.param, code=known.code)
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events. on_end: is called in any case, also where the client has left before the first event was asked for: a generator
+    that has not begun has no end of its own."""
+
+    def __init__(self, events: AsyncIterator[str], *, on_end: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
 def failure(
     status: int,
     *,
@@ -281,7 +331,12 @@ def failure(
     headers: dict[str, str] | None = None,
 ) -> JSONResponse:
     """OpenAI's error body."""
-    kinds = {400: "invalid_request_error", 401: "invalid_request_error", 429: "rate_limit_error"}
+    kinds = {
+        400: "invalid_request_error",
+        401: "invalid_request_error",
+        404: "invalid_request_error",
+        429: "rate_limit_error",
+    }
     body = {"message": message, "type": kinds.get(status, "server_error"), "param": param, "code": code}
     return JSONResponse({"error": body}, status_code=status, headers=headers)
 

@@ -7,9 +7,10 @@ from typing import Any
 from ztk.inference import SamplingParams
 
 # Sent by clients, and without effect here.
-_ACCEPTED = {"model", "user", "metadata", "store", "service_tier"}
+_ACCEPTED = {"user", "metadata", "store", "service_tier"}
 _SHARED = {
     *(
+        "model",
         "prompt",
         "messages",
         "stream",
@@ -37,18 +38,19 @@ _SHARED = {
 
 
 class BadRequest(ValueError):
-    """A body that is refused. param: the field."""
+    """A body that is refused. param: the field. status, code: of the response."""
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
+        self.param, self.status, self.code = param, status, code
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
     """A request, read. prompts: texts or token ids, of /completions; messages: of /chat/completions. echo: the prompt comes first.
 
-    max_tokens: 0 with echo asks for the prompt's log-probabilities alone.
+    max_tokens: 0 with echo asks for the prompt's log-probabilities alone. model: its name; None: whichever is served. with_logprobs: of drawn
+    tokens, and of an echoed prompt's; `sampling.logprobs` says how many likely ones beside each.
     """
 
     sampling: SamplingParams
@@ -60,10 +62,12 @@ class Asked:
     with_usage: bool = False
     echo: bool = False
     ignores_ends: bool = False
+    with_logprobs: bool = False
+    model: str | None = None
 
 
-def read_body(raw: bytes, *, chat: bool, usual: SamplingParams) -> Asked:
-    """Reads one body. usual: for what it leaves out.
+def read_body(raw: bytes, *, chat: bool, usual: SamplingParams, stops: tuple[str, ...] = ()) -> Asked:
+    """Reads one body. usual, stops: for what it leaves out.
 
     Raises:
         BadRequest: no JSON object, an unknown field, or a value of the wrong type or out of range.
@@ -81,11 +85,13 @@ def read_body(raw: bytes, *, chat: bool, usual: SamplingParams) -> Asked:
     if body.get("suffix"):
         raise BadRequest("suffix is not supported: leave it out", param="suffix")
     _refuse_undone(body, chat=chat, n=usual.n)
-    echo, logprobs = _flag(body, "echo"), _logprobs(body, chat=chat)
+    echo, logprobs = _flag(body, "echo"), _logprobs(body, chat=chat, usual=usual.logprobs or None)
+    if not isinstance(body.get("model", ""), str):
+        raise BadRequest("model must be the name of the model", param="model")
     max_tokens = _number(
         body, "max_completion_tokens", kind=int, usual=_number(body, "max_tokens", kind=int, usual=usual.max_tokens)
     )
-    stops = _stops(body)
+    stops = _stops(body) if "stop" in body else stops
     if max_tokens == 0 and not echo:
         raise BadRequest("max_tokens=0 asks for nothing: use 1 or more, or echo=true", param="max_tokens")
     values: dict[str, Any] = {field.name: getattr(usual, field.name) for field in fields(SamplingParams)}
@@ -95,8 +101,8 @@ def read_body(raw: bytes, *, chat: bool, usual: SamplingParams) -> Asked:
         values[name] = _number(body, name, kind=kind, usual=values[name])
     if values["top_k"] == -1:  # vLLM's word for all
         values["top_k"] = 0
-    values |= {"max_tokens": max(1, max_tokens), "logprobs": logprobs, "logit_bias": _bias(body)}
-    values["prompt_logprobs"] = echo and logprobs > 0
+    values |= {"max_tokens": max(1, max_tokens), "logprobs": logprobs or 0, "logit_bias": _bias(body)}
+    values["prompt_logprobs"] = echo and logprobs is not None
     try:
         sampling = SamplingParams(**values)
     except ValueError as error:
@@ -111,6 +117,8 @@ def read_body(raw: bytes, *, chat: bool, usual: SamplingParams) -> Asked:
         with_usage=bool(body.get("stream_options", {}).get("include_usage")),
         echo=echo,
         ignores_ends=_flag(body, "ignore_eos"),
+        with_logprobs=logprobs is not None,
+        model=body.get("model"),
     )
 
 
@@ -124,8 +132,6 @@ def _refuse_undone(body: dict, *, chat: bool, n: int) -> None:
         raise BadRequest("top_logprobs is of /chat/completions: send logprobs with the number", param="top_logprobs")
     if _flag(body, "echo") and chat:
         raise BadRequest("echo is of /completions: leave it out", param="echo")
-    if _flag(body, "echo") and body.get("logprobs") and _flag(body, "stream"):
-        raise BadRequest("a stream has no log-probabilities of the prompt: leave echo or stream out", param="echo")
 
 
 def _flag(body: dict, name: str) -> bool:
@@ -143,11 +149,14 @@ def _number(body: dict, name: str, *, kind: type, usual: Any) -> Any:
     return kind(value)
 
 
-def _logprobs(body: dict, *, chat: bool) -> int:
-    """How many of the likeliest tokens; chat says it with a flag and a number, completions with a number."""
+def _logprobs(body: dict, *, chat: bool, usual: int | None) -> int | None:
+    """How many of the likeliest tokens beside each; None: no log-probabilities. Chat says it with a flag and a number, completions with a
+    number, of which 0 asks for those of the tokens themselves. usual: where it says nothing."""
+    if "logprobs" not in body:
+        return usual
     if not chat:
         return _number(body, "logprobs", kind=int, usual=0)
-    return max(1, _number(body, "top_logprobs", kind=int, usual=1)) if _flag(body, "logprobs") else 0
+    return _number(body, "top_logprobs", kind=int, usual=0) if _flag(body, "logprobs") else None
 
 
 def _stops(body: dict) -> tuple[str, ...]:

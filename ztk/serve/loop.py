@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ztk.inference import Generator, Output, SamplingParams
@@ -29,8 +30,9 @@ class Job:
     request_id: int | None = None
 
     def deliver(self, item: Output | Exception) -> None:
-        """Puts into `outputs` from another thread."""
-        self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
+        """Puts into `outputs` from another thread. In a loop that has ended nobody waits for it: others must not hear of that."""
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
 
 
 @dataclass(kw_only=True)
