@@ -23,8 +23,9 @@ class Kept:
 
 
 class AnswerCache:
-    """keys[layer] and values[layer] of A answers. live: how many of them go on; those are in the first places.
+    """keys[layer] and values[layer] of A answers; own[layer]: their own blocks, of keys and of values, [2, blocks, A, K, BLOCK, D].
 
+    live: how many of them go on; those are in the first places.
     prompts: of every prompt, in the slot of its number. lengths: their tokens. prompt_of: number of each answer's prompt. longest: tokens of an
     answer at most. shares: blocks that prompts fill are kept once; else every answer has its own copy.
 
@@ -39,22 +40,22 @@ class AnswerCache:
         pairs = list(zip(lengths, self.filled, strict=True))
         self.blocks = max(-(-(length + longest) // BLOCK) - own for length, own in pairs)
         self._opened = 0
+        size = (2, self.blocks, self.live, *prompts.keys[0].shape[2:])
+        self.own = [prompts.keys[0].new_empty(size) for _ in prompts.keys]
         self.keys, self.values = (
             [
-                Kept(
-                    shared=slab[:, : max(self.filled)].transpose(0, 1).contiguous(),
-                    own=slab.new_empty(self.blocks, self.live, *slab.shape[2:]),
-                )
-                for slab in slabs
+                Kept(shared=slab[:, : max(self.filled)].transpose(0, 1).contiguous(), own=both[which])
+                for slab, both in zip(slabs, self.own, strict=True)
             ]
-            for slabs in (prompts.keys, prompts.values)
+            for which, slabs in enumerate((prompts.keys, prompts.values))
         )
         self.open(max(-(-length // BLOCK) - own for length, own in pairs))
-        for slabs, each in ((prompts.keys, self.keys), (prompts.values, self.values)):
-            for slab, kept in zip(slabs, each, strict=True):
-                for answer, prompt in enumerate(prompt_of):
-                    own = slab[prompt, self.filled[prompt] : -(-lengths[prompt] // BLOCK)]
-                    kept.own[: len(own), answer] = own
+        for prompt, (length, filled) in enumerate(pairs):
+            answers = torch.tensor([answer for answer, of in enumerate(prompt_of) if of == prompt])
+            for slabs, each in ((prompts.keys, self.keys), (prompts.values, self.values)):
+                for slab, kept in zip(slabs, each, strict=True):
+                    for block in range(filled, -(-length // BLOCK)):
+                        kept.own[block - filled, answers] = slab[prompt, block]
 
     def open(self, blocks: int) -> None:
         """The first `blocks` own blocks are about to be read. What is behind a text counts nothing: scores of its keys are replaced, and zero
@@ -69,7 +70,7 @@ class AnswerCache:
         moved = [(source, target) for target, source in enumerate(places) if source != target]
         if moved:
             sources, targets = (torch.tensor(part) for part in zip(*moved, strict=True))
-            for kept in (*self.keys, *self.values):
-                kept.own.index_copy_(1, targets, kept.own.index_select(1, sources))
+            for own in self.own:
+                own.index_copy_(2, targets, own.index_select(2, sources))
         self.prompt_of = [self.prompt_of[place] for place in places]
         self.live = len(places)

@@ -17,7 +17,7 @@ from ztk.inference.answer_cache import AnswerCache, Kept
 from ztk.inference.attention import BLOCK
 from ztk.inference.describe import Description
 from ztk.inference.equal_shapes import EqualShapes
-from ztk.inference.rows import turns
+from ztk.inference.rows import constant, turns
 
 
 class AnswerStep:
@@ -68,8 +68,7 @@ class AnswerStep:
     def write(self, key: Tensor, *, value: Tensor, cache: AnswerCache, layer: int) -> None:
         """Keys and values [answers, K, D] of all rows into the cache."""
         D = key.shape[2]
-        for kept, rows in ((cache.keys, key), (cache.values, value)):
-            kept[layer].own.view(-1, D).index_copy_(0, self._lines, rows.reshape(-1, D))
+        cache.own[layer].view(-1, D).index_copy_(0, self._lines, torch.cat([key, value], dim=1).view(-1, D))
 
     def attend(
         self,
@@ -84,7 +83,7 @@ class AnswerStep:
     ) -> Tensor:
         """As `ztk.inference.attention.attend`: query [answers, H, D] -> fp32 [answers, H, D]."""
         (A, H, _), (K, G, D), views = query.shape, self._sizes, self._views
-        torch.mul(query.view(A, K, G, D), scale, out=views.counted_queries)
+        torch.mul(query.view(A, K, G, D), constant(scale), out=views.counted_queries)
         for key, out in zip(views.of(keys), views.products, strict=True):
             torch.bmm(views.queries, key.mT, out=out)
         scores = views.scores
@@ -144,7 +143,9 @@ class AnswerStep:
         self._views = _Views(self._queries[:A], scores=scores, parts=self._parts[:blocks, :A], group=G)
         slots = cache.keys[0].own.shape[1]
         lines = (self._at // BLOCK * slots + torch.arange(A)) * (K * BLOCK) + self._at % BLOCK
-        self._lines = (lines.unsqueeze(1) + torch.arange(0, K * BLOCK, BLOCK)).view(-1)
+        heads = torch.arange(0, K * BLOCK, BLOCK)
+        every = torch.cat([heads, heads + cache.blocks * slots * K * BLOCK])  # of keys and of values
+        self._lines = (lines.unsqueeze(1) + every).view(-1)
         self._places = torch.arange(blocks * width).view(blocks, 1, 1, 1, width)
 
     def _key_at(self) -> Tensor:
