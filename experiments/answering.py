@@ -3,9 +3,10 @@
 import os
 import shutil
 import signal
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -16,9 +17,11 @@ from ztk.config import Config
 from ztk.config.effects import streams_layers
 from ztk.config.inference_schema import CacheFormat
 from ztk.inference import Generator, InferencePolicy, Packed, SamplingParams, perplexity, perplexity_of_stored
+from ztk.inference.packed import MANIFEST
 from ztk.offload import OffloadPolicy
 from ztk.policies.tier import Tier
 from ztk.report.folder import PACKED
+from ztk.runtime.comm import Comm
 from ztk.serve.models import Opened, open_model
 from ztk.serve.packing import open_streamed, opened_unread
 
@@ -34,8 +37,18 @@ class Cost:
     chosen: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answering:
+    """A model that answers. stored: perplexity of `inference.held_out` with the weights as stored, where it was measured before the model was
+    opened, because layers stream."""
+
+    opened: Opened
+    generator: Generator
+    stored: float | None = None
+
+
 @contextmanager
-def answering(config: Config) -> Iterator[tuple[Opened, Generator] | None]:
+def answering(config: Config) -> Iterator[Answering | None]:
     """`open_answering` on the rank that answers. On the others None, when it has answered: ranks that share the model compute until then.
 
     After an error nobody waits for the others: the launcher ends all ranks.
@@ -45,11 +58,14 @@ def answering(config: Config) -> Iterator[tuple[Opened, Generator] | None]:
     """
     if config.topology.tensor == 1:
         kernels.set_backend(config.kernels.backend)
-        yield open_answering(config)
+        stored = _streamed_perplexity(config)
+        opened, generator = open_answering(config)
+        yield Answering(opened=opened, generator=generator, stored=stored)
         return
     path, ema = config.inference.model, bool(config.inference.ema)
     with started(config) as process, opened_unread(path, ema=ema) as opened:
         comm = process.mesh.comm("tp")
+        stored = _shared_perplexity(config, opened=opened, comm=comm)
         generator = Generator(opened.module, policy=_policy(config), comm=comm, draft=_draft(config))
         if streams_layers(config):
             if config.offload.nvme_path is None:
@@ -63,7 +79,7 @@ def answering(config: Config) -> Iterator[tuple[Opened, Generator] | None]:
             generator.follow()
             yield None
             return
-        yield opened, generator
+        yield Answering(opened=opened, generator=generator, stored=stored)
         generator.close()
 
 
@@ -111,24 +127,77 @@ def _packed_folder(config: Config) -> str:
     return config.offload.nvme_path or os.path.join(config.output_dir, PACKED)
 
 
-def cost_of_weights(config: Config, *, opened: Opened, generator: Generator) -> Cost | None:
+def _streamed_perplexity(config: Config) -> float | None:
+    """Of `inference.held_out` with the layers as stored, read from files in the same memory, which is free again when the model is opened in
+    its own format. None: nothing is to be measured so."""
+    path = config.inference.model
+    if config.inference.held_out is None or not streams_layers(config):
+        return None
+    if Path(path, MANIFEST).is_file():
+        raise _only_packed(config, path=path)
+    to = os.path.join(_packed_folder(config), f"stored-{uuid.uuid4().hex}")
+    try:
+        opened = open_streamed(path, weights="stored", to=to, ema=bool(config.inference.ema))
+        generator = Generator(opened.module, policy=_as_stored(config, to=to))
+    finally:
+        shutil.rmtree(to, ignore_errors=True)
+    try:
+        return perplexity(generator, tokens=_held_out(config, opened=opened))
+    finally:
+        generator.close()
+
+
+def _shared_perplexity(config: Config, *, opened: Opened, comm: Comm) -> float | None:
+    """As `_streamed_perplexity`, of a model that ranks share: all make the call."""
+    if config.inference.held_out is None or not streams_layers(config):
+        return None
+    generator = Generator(opened.module, policy=_as_stored(config, to=_packed_folder(config)), comm=comm)
+    try:
+        if generator.follows:
+            generator.follow()
+            return None
+        return perplexity(generator, tokens=_held_out(config, opened=opened))
+    finally:
+        generator.close()
+
+
+def _as_stored(config: Config, *, to: str) -> InferencePolicy:
+    policy = _policy(config)
+    assert policy.offload is not None, "layers stream"
+    return replace(policy, weights="stored", draft_tokens=0, offload=replace(policy.offload, nvme_path=to))
+
+
+def _held_out(config: Config, *, opened: Opened) -> list[int]:
+    """The tokens of the text. Raises ValueError for fewer than two."""
+    name = config.inference.held_out
+    text = Path(name).read_text(encoding="utf-8", errors="replace")
+    tokens = opened.tokenizer.encode(text)[:_HELD_OUT_TOKENS]
+    if len(tokens) < 2:
+        raise ValueError(f"inference.held_out={name}: has {len(tokens)} tokens; name a longer text")
+    return tokens
+
+
+def _only_packed(config: Config, *, path: object) -> ValueError:
+    return ValueError(
+        f"inference.held_out={config.inference.held_out}: {path} has the packed weights only; leave it out, or name the model itself"
+    )
+
+
+def cost_of_weights(config: Config, *, answering: Answering) -> Cost | None:
     """What `inference.weights` changes on `inference.held_out`, printed; None without such a text.
 
     Raises:
         ValueError: the text has fewer than two tokens, or the model is a packed one.
     """
-    chosen = config.inference
+    chosen, opened, stored = config.inference, answering.opened, answering.stored
     if chosen.held_out is None:
         return None
-    if isinstance(opened.module, Packed):
-        raise ValueError(
-            f"inference.held_out={chosen.held_out}: {opened.module.path} has the packed weights only; leave it out, or name the model itself"
-        )
-    text = Path(chosen.held_out).read_text(encoding="utf-8", errors="replace")
-    tokens = opened.tokenizer.encode(text)[:_HELD_OUT_TOKENS]
-    if len(tokens) < 2:
-        raise ValueError(f"inference.held_out={chosen.held_out}: has {len(tokens)} tokens; name a longer text")
-    cost = Cost(stored=perplexity_of_stored(opened.module, tokens=tokens), chosen=perplexity(generator, tokens=tokens))
+    tokens = _held_out(config, opened=opened)
+    if stored is None:
+        if isinstance(opened.module, Packed):
+            raise _only_packed(config, path=opened.module.path)
+        stored = perplexity_of_stored(opened.module, tokens=tokens)
+    cost = Cost(stored=stored, chosen=perplexity(answering.generator, tokens=tokens))
     print(
         f"perplexity of {len(tokens)} tokens of {chosen.held_out}: {cost.stored:.4f} as stored, {cost.chosen:.4f} with "
         f"weights={_format(config)} ({100 * (cost.chosen / cost.stored - 1):+.2f} %)",

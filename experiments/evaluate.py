@@ -52,9 +52,8 @@ def main(config: Config) -> None:
         return
     with answering(config) as leading:
         if leading is not None:
-            opened, generator = leading
-            release_module(opened)
-            evaluate(config, **files, opened=opened, scorer=generator)
+            release_module(leading.opened)
+            evaluate(config, **files, opened=leading.opened, scorer=leading.generator)
 
 
 def evaluate(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from experiments.answering import answering, cost_of_weights, release_module, usual_sampling
+from experiments.answering import Answering, answering, cost_of_weights, release_module, usual_sampling
 from ztk.config import Config
 from ztk.inference import Completion, Generator, SamplingParams
 from ztk.report import RunFolder
@@ -44,12 +44,13 @@ def main(config: Config) -> None:
     """
     with answering(config) as leading:
         if leading is not None:
-            answer(config, opened=leading[0], generator=leading[1])
+            answer(config, answering=leading)
 
 
-def answer(config: Config, *, opened: Opened, generator: Generator) -> None:
+def answer(config: Config, *, answering: Answering) -> None:
     """Answers all prompts and writes them with the totals. Raises as `main`."""
-    cost = cost_of_weights(config, opened=opened, generator=generator)
+    opened, generator = answering.opened, answering.generator
+    cost = cost_of_weights(config, answering=answering)
     release_module(opened)
     usual = replace(usual_sampling(config), stop_token_ids=opened.ends)
     prompts = read_prompts(

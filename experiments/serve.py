@@ -8,11 +8,9 @@ from dataclasses import replace
 
 import uvicorn
 
-from experiments.answering import answering, cost_of_weights, release_module, usual_sampling
+from experiments.answering import Answering, answering, cost_of_weights, release_module, usual_sampling
 from ztk.config import Config
-from ztk.inference import Generator
 from ztk.serve.app import ServePolicy, Server
-from ztk.serve.models import Opened
 
 _TERMINATED = 128 + signal.SIGTERM  # of a process that SIGTERM ends before it serves
 
@@ -26,13 +24,13 @@ def main(config: Config) -> None:
     """
     with answering(config) as leading:
         if leading is not None:
-            serve(config, opened=leading[0], generator=leading[1])
+            serve(config, answering=leading)
 
 
-def serve(config: Config, *, opened: Opened, generator: Generator) -> None:
+def serve(config: Config, *, answering: Answering) -> None:
     """Serves until a signal, or until the engine fails: running answers then end with its error, which is raised. Raises as `main`."""
-    chosen = config.serve
-    cost_of_weights(config, opened=opened, generator=generator)
+    chosen, opened, generator = config.serve, answering.opened, answering.generator
+    cost_of_weights(config, answering=answering)
     release_module(opened)
     opened = replace(opened, name=chosen.model_name or opened.name)
     server = Server(

@@ -8,9 +8,10 @@ import torch
 from experiments.answering import open_answering
 from tests.commands import run_command
 from tests.experiments.test_faults import folder_of, run
-from tests.inference.models import VOCABULARY, save_llama
+from tests.inference.models import VOCABULARY, save_letters, save_llama
+from tests.inference.test_own_modules import build_other
 from ztk.config import compose
-from ztk.inference import Generator, InferencePolicy, SamplingParams, perplexity
+from ztk.inference import Generator, InferencePolicy, SamplingParams, open_packed, perplexity
 from ztk.report.folder import PACKED
 from ztk.serve.models import open_model
 
@@ -75,6 +76,43 @@ def test_quantised_weights_say_what_they_change(trained, tmp_path):
     tokens = list(b"import json\n" * 20)
     assert stored == perplexity(Generator(model), tokens=tokens)
     assert chosen == perplexity(Generator(model, policy=InferencePolicy(weights="int4")), tokens=tokens)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_the_cost_of_weights_is_measured_where_layers_stream(trained, tmp_path, is_shared):
+    """As stored, layers are streamed, too; what was packed for it is gone, and what the user's folder keeps is the chosen format."""
+    text, prompts, disk, out = tmp_path / "t.txt", tmp_path / "p.jsonl", tmp_path / "disk", tmp_path / "out"
+    text.write_text("import json\n" * 20)
+    prompts.write_text('{"prompt": "a", "max_tokens": 1}\n')
+    files = (f"inference.model={trained}", f"inference.prompts={prompts}", f"inference.held_out={text}")
+    more = ("offload=nvme", "weights=int4", f"offload.nvme_path={disk}", *(["topology=tp2"] if is_shared else []))
+    done = run_command("task=generate", *files, *more, f"hydra.run.dir={out}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    summary, module = json.loads((out / "summary.json").read_text()), open_model(str(trained / "checkpoints")).module
+    for name, weights in (("perplexity_stored", "stored"), ("perplexity", "int4")):
+        policy = InferencePolicy(weights=weights)
+        expected = perplexity(Generator(module, policy=policy), tokens=list(b"import json\n" * 20))
+        # Cut layers of this size have other groups of inputs, so other int4 weights.
+        rel = 0 if not is_shared else 0.2 if weights == "int4" else 1e-4
+        assert summary[name] == pytest.approx(expected, rel=rel)
+    kept = [open_packed(folder).weights for folder in disk.iterdir()]
+    assert kept == ([] if is_shared else ["int4"])
+
+
+def test_a_model_by_its_own_modules_is_streamed_from_files(tmp_path):
+    model = build_other("cohere", num_hidden_layers=5)
+    model.save_pretrained(tmp_path / "model")
+    save_letters(tmp_path / "model")
+    words = ("task=serve", f"inference.model={tmp_path / 'model'}", "offload=nvme", "weights=int8")
+    _, generator = open_answering(compose(*words, output_dir=str(tmp_path)))
+    greedy = SamplingParams(max_tokens=6, temperature=0)
+    in_memory = Generator(model, policy=InferencePolicy(weights="int8"))
+    assert (
+        generator.generate([[5, 6]], sampling=greedy)[0][0].tokens
+        == in_memory.generate([[5, 6]], sampling=greedy)[0][0].tokens
+    )
+    assert generator.plan is not None
+    generator.close()
 
 
 def test_a_run_streamed_from_files_answers_the_same(trained, tmp_path):

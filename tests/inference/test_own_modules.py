@@ -214,6 +214,41 @@ def test_what_cannot_run_over_the_cache_is_refused_by_name(kind, options, reason
         Generator(transformers.AutoModelForCausalLM.from_config(config))
 
 
+@pytest.mark.parametrize("kind", ["LlavaConfig", "Qwen2AudioConfig"])
+def test_multimodal_models_are_refused_by_name(kind):
+    """Models of text and images, and of text and sound, with the fix."""
+    text = {
+        "vocab_size": 32,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    other = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 8,
+        "patch_size": 4,
+    }
+    sound = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "num_mel_bins": 8}
+    if kind == "LlavaConfig":
+        config = transformers.LlavaConfig(
+            text_config={"model_type": "llama", **text}, vision_config={"model_type": "clip_vision_model", **other}
+        )
+        model = transformers.LlavaForConditionalGeneration(config)
+    else:
+        config = transformers.Qwen2AudioConfig(
+            text_config={"model_type": "qwen2", "num_key_value_heads": 2, **text}, audio_config=sound
+        )
+        model = transformers.Qwen2AudioForConditionalGeneration(config)
+    with pytest.raises(
+        ValueError, match=f"model_type={config.model_type}: it is multimodal.*load its text model by itself"
+    ):
+        Generator(model)
+
+
 def test_modules_that_look_at_other_rows_are_refused():
     """Planted: a norm over all rows of a step."""
     model = build_other("cohere")

@@ -58,7 +58,7 @@ def test_experts_that_files_have_one_by_one_are_packed(tmp_path):
     assert tokens(Generator(packed)) == tokens(Generator(module))
 
 
-def test_a_model_that_runs_its_own_modules_is_read_one_parameter_at_a_time(tmp_path):
+def test_a_model_that_runs_its_own_modules_is_read_one_parameter_at_a_time(tmp_path, capsys):
     """And compared with transformers' own forward, by its first layers; its file ends with the generator."""
     model = build_other("cohere", num_hidden_layers=5, tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "model")
@@ -72,6 +72,9 @@ def test_a_model_that_runs_its_own_modules_is_read_one_parameter_at_a_time(tmp_p
     generator.close()
     with pytest.raises(ValueError, match="runs its own modules and is packed when it is opened"):
         pack_model(str(tmp_path / "model"), to=str(tmp_path / "packed"), weights="int8")
+    assert main(["pack", str(tmp_path / "model"), str(tmp_path / "packed")]) == 2
+    assert f"use inference.model={tmp_path / 'model'} offload=nvme" in capsys.readouterr().err
+    assert not (tmp_path / "packed").exists()
 
 
 def test_what_was_packed_is_used_again_until_the_model_changes(tmp_path):

@@ -14,12 +14,14 @@ import httpx
 import openai
 import pytest
 import torch
+import transformers
 import uvicorn
 
+from tests.inference.models import save_letters
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.nn import Decoder, DecoderConfig
 from ztk.serve.app import ServePolicy, Server
-from ztk.serve.models import Opened, _Bytes
+from ztk.serve.models import Opened, _Bytes, _Pretrained
 
 MAX_LEN = 512
 PATIENCE_SECONDS = 60
@@ -383,6 +385,24 @@ def test_who_finds_no_memory_waits_and_who_never_could_is_refused(monkeypatch):
         found = httpx.post(f"{server.url}/v1/completions", json={"prompt": "b" * 250, "max_tokens": 7})
         message = found.json()["error"]["message"]
         assert found.status_code == 400 and "need 131072 bytes" in message and "may take 65536" in message
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("is_of_transformers", [False, True])
+def test_a_chat_without_a_template_says_what_to_do(tmp_path, is_of_transformers):
+    tokenizer, advice = _Bytes(), "send the text to /v1/completions, or train it on chats with task=sft"
+    if is_of_transformers:
+        save_letters(tmp_path)
+        tokenizer = _Pretrained(transformers.AutoTokenizer.from_pretrained(tmp_path))
+        advice = "put one into its tokenizer_config.json (key chat_template), or send the text to /v1/completions"
+    server = start(tokenizer=tokenizer)
+    try:
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        found = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+        error = found.json()["error"]
+        assert found.status_code == 400 and error["type"] == "invalid_request_error"
+        assert "has no chat template" in error["message"] and advice in error["message"]
     finally:
         server.stop()
 

@@ -93,17 +93,12 @@ def _offload_faults(config: Config, *, given: frozenset[str], task: str) -> Iter
     tier = config.offload.optimizer
     if tier is Tier.cpu:
         yield f"offload=cpu: {ONLY_NVME}"
-    if streams_layers(config) and config.inference.held_out is not None:
-        yield (
-            f"inference.held_out={config.inference.held_out}: the model as stored is not in memory with offload=nvme, so nothing can be "
-            "compared; leave one of them out"
-        )
 
 
 def _own_module_faults(config: Config) -> Iterator[str]:
     """Of a model of transformers outside of the families that the engine computes itself."""
     over_blocks, is_cut = config.inference.cache is CacheKind.blocks, config.topology.tensor > 1
-    if not streams_layers(config) and not (is_cut and over_blocks):
+    if not (is_cut and over_blocks):
         return
     file = Path(config.inference.model or "", "config.json").expanduser()
     if config.inference.model is None or not file.is_file():
@@ -113,11 +108,10 @@ def _own_module_faults(config: Config) -> Iterator[str]:
     kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
     if kind is None or kind in FAMILIES:
         return
-    own = f"inference.model={config.inference.model} (model_type={kind}) runs its own modules"
-    if streams_layers(config):
-        yield f"{own}, whose layers are not streamed: leave offload=nvme out, or use topology.tensor"
-    if is_cut and over_blocks:
-        yield f"{own}, which ranks share over slabs alone: leave inference.cache=blocks or topology.tensor={config.topology.tensor} out"
+    yield (
+        f"inference.model={config.inference.model} (model_type={kind}) runs its own modules, which ranks share over slabs alone: leave "
+        f"inference.cache=blocks or topology.tensor={config.topology.tensor} out"
+    )
 
 
 def _is_packed(config: Config) -> bool:
