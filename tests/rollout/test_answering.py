@@ -9,6 +9,7 @@ from ztk.inference import equal_shapes as shapes
 from ztk.inference.model import InferenceModel
 from ztk.inference.sample import fp32_logprobs
 from ztk.inference.steps import Span
+from ztk.rollout import answering
 from ztk.rollout.answering import Answered, Drawing, answer, can_answer
 
 # Prompts without a full block, with one, and with two; 70 tokens of an answer pass the end of a block in each.
@@ -95,6 +96,13 @@ def test_only_answers_that_go_on_are_computed(monkeypatch):
     prompts = prompts_of(model.description.vocab_size)
     found = answer(model, prompts=prompts, drawing=drawing_of(len(prompts)))
     assert computed == [int((found.counts > index).sum()) for index in range(1, MAX_TOKENS)]
+
+
+@pytest.mark.parametrize(("free", "count"), [(1 << 40, 64), (2 * 3 * 10 * (8 * 2 * 2 * 8 * 192), 10), (1, 1)])
+def test_as_many_answers_are_drawn_at_once_as_have_room(free, count, monkeypatch):
+    """Of 2 layers with 2 key heads of 8, in half of this rank's third."""
+    monkeypatch.setattr(answering, "free_memory", lambda: free)
+    assert answering.answers_at_once(model_of("native"), tokens=130, ranks=3) == count
 
 
 def test_shapes_that_differ_are_not_taken(monkeypatch):

@@ -8,13 +8,16 @@ from torch import Tensor
 
 from ztk.inference.answer_cache import AnswerCache
 from ztk.inference.answer_step import AnswerStep
+from ztk.inference.attention import BLOCK
 from ztk.inference.describe import Description
 from ztk.inference.equal_shapes import EqualShapes, equal_shapes
 from ztk.inference.model import InferenceModel
+from ztk.inference.plan import free_memory
 from ztk.inference.sample import fp32_logprobs
 from ztk.inference.steps import Span
 from ztk.rollout.draws import choose
 
+MOST = 64  # answers that are drawn at once
 # (logits [A, V], tokens int64 [A]) -> their log-probabilities, float32 [A]
 Chosen = Callable[[Tensor, Tensor], Tensor]
 
@@ -48,6 +51,14 @@ def can_answer(model: InferenceModel) -> bool:
     """Whether `answer` gives the bits of the model's other forwards on this processor, where one process has the model."""
     of = model.description
     return model.ranks is None and _shapes(of).rows_for(of.heads // of.kv_heads) is not None
+
+
+def answers_at_once(model: InferenceModel, *, tokens: int, ranks: int) -> int:
+    """How many answers of up to so many tokens, prompts included, are drawn at once: `MOST`, or as many as have keys and values in half of what
+    is free; one at least. ranks: that share the machine."""
+    of = model.description
+    each = 8 * of.layers * of.kv_heads * of.head_dim * -(-tokens // BLOCK) * BLOCK
+    return max(1, min(MOST, free_memory() // (2 * ranks * each)))
 
 
 @torch.inference_mode()

@@ -15,9 +15,9 @@ from ztk.engine import Engine
 from ztk.inference import Completion, Generator, InferencePolicy, SamplingParams
 from ztk.inference.sample import uniform
 from ztk.nn.lora import merged_parameters
-from ztk.rollout.answering import can_answer
+from ztk.rollout.answering import MOST, answers_at_once, can_answer
 from ztk.rollout.buffer import Samples
-from ztk.rollout.hybrid import MOST_TEXTS, Requests, RolloutPolicy, answer_by, first_tokens, samples_of
+from ztk.rollout.hybrid import Requests, RolloutPolicy, answer_by, first_tokens, samples_of
 from ztk.runtime.comm import Comm
 
 
@@ -56,10 +56,16 @@ class CachedRollouts:
         generator = self._loaded(policy, sequences=len(requests.prompts) * ranks)
         model = generator.own_model
         if model is not None and can_answer(model):
+            if (longest := int(lengths.max())) + policy.max_tokens > generator.max_len:
+                raise ValueError(
+                    f"a prompt of {longest} tokens and rollout.max_tokens={policy.max_tokens} are more than the {generator.max_len} tokens of "
+                    "this model: shorten the prompt or lower rollout.max_tokens"
+                )
             draws = _draws(policy, lengths=lengths, requests=requests, step=step)
-            parts = []
-            for first in range(0, len(lengths), MOST_TEXTS):
-                rows = slice(first, first + MOST_TEXTS)
+            ranks = self._source.engine.process.local_world_size
+            size, parts = answers_at_once(model, tokens=policy.length, ranks=ranks), []
+            for first in range(0, len(lengths), size):
+                rows = slice(first, first + size)
                 given = {"tokens": tokens[rows], "lengths": lengths[rows], "draws": draws[rows]}
                 parts.append(answer_by(model, policy=policy, in_double=True, **given))
             return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
@@ -102,7 +108,7 @@ class CachedRollouts:
         """sequences: of a rollout, over the ranks that share the copy."""
         steps = self._source.engine.global_steps
         if self._generator is None:
-            count = min(MOST_TEXTS, sequences)
+            count = min(MOST, sequences)
             options = InferencePolicy(max_sequences=count, max_model_len=policy.length)
             self._generator = Generator(self._source, policy=options, comm=self._comm)
         elif self._step != steps:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ztk.engine import Engine
 from ztk.inference.model import InferenceModel
 from ztk.inference.sample import fp32_logprobs
-from ztk.rollout.answering import Drawing, answer
+from ztk.rollout.answering import MOST, Drawing, answer, answers_at_once
 from ztk.rollout.attention import TextCache
 from ztk.rollout.buffer import Samples
 from ztk.rollout.draws import choose, sample_keys, uniforms
@@ -17,8 +17,6 @@ from ztk.rollout.head import Answers, large_answers
 from ztk.rollout.layout import Layout, has_cache, lay_out, lay_out_new, new_tokens
 from ztk.rollout.packed import pack_weights
 from ztk.rollout.weights import RolloutWeights, rollout_weights
-
-MOST_TEXTS = 64  # that are drawn at once over a cache, where micro-batches are smaller
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,9 +82,11 @@ def generate(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step:
     draws = uniforms(keys.unsqueeze(1), positions=lengths.unsqueeze(1) + torch.arange(policy.max_tokens))
     parts, size = [], policy.micro_batch
     if policy.packs and has_cache(engine.module):  # one token per text and forward
-        size = max(size, MOST_TEXTS)
+        size = max(size, MOST)
     with rollout_weights(engine, weights=policy.weights):
         packed = pack_weights(engine) if policy.packs else None
+        if packed is not None:
+            size = answers_at_once(packed, tokens=policy.length, ranks=engine.process.local_world_size)
         for first in range(0, len(lengths), size):
             rows = slice(first, first + size)
             given = {"tokens": tokens[rows], "lengths": lengths[rows], "draws": draws[rows]}
