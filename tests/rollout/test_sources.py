@@ -154,7 +154,7 @@ def test_prompts_are_cut_at_either_end(tmp_path):
 
 
 def test_first_weights_that_contradict_each_other_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("ztk.checkpoint.has_adapters", lambda path: True)
+    monkeypatch.setattr("ztk.checkpoint.adapter_scale", lambda path: 2.0)  # of lora=adapter
 
     def faults(*overrides: str) -> str:
         with pytest.raises(ConfigError) as caught:
