@@ -27,9 +27,10 @@ from ztk.launch.errors import RankFailure, failure_of_exit
 _POLL_SECONDS = 0.05
 _LAST_WORDS_SECONDS = 0.7  # for the peers of a failed rank to write their errors
 _GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL
+_GRACE_AFTER_FAILURE_SECONDS = 1.5  # the same for peers of a failed rank: one that hangs may be in any call
 _KILL_SECONDS = 1.0  # for what SIGKILL ends
 # From the end of a rank to that of all; docs/inference.md promises 5 seconds, with what the launcher writes afterwards.
-MOST_SECONDS_AFTER_FAILURE = 2 * _POLL_SECONDS + _LAST_WORDS_SECONDS + _GRACE_SECONDS + _KILL_SECONDS
+MOST_SECONDS_AFTER_FAILURE = 2 * _POLL_SECONDS + _LAST_WORDS_SECONDS + _GRACE_AFTER_FAILURE_SECONDS + _KILL_SECONDS
 _PR_SET_PDEATHSIG = 1
 
 
@@ -124,7 +125,8 @@ def run_children(
                 processes.append(start(child, log=log))
             failures = _watch(processes, children=children, received=received, failure_of=failure_of)
         finally:
-            _stop(processes, received=received, grace_seconds=_GRACE_SECONDS + (drain_seconds if received else 0.0))
+            grace = _GRACE_SECONDS + drain_seconds if received else _GRACE_AFTER_FAILURE_SECONDS
+            _stop(processes, received=received, grace_seconds=grace)
     drained = bool(drain_seconds) and all(process.returncode == 0 for process in processes)
     if received and not (received[0] == signal.SIGTERM and drained):
         raise KeyboardInterrupt if received[0] == signal.SIGINT else SystemExit(128 + received[0])
