@@ -56,14 +56,14 @@ def main(config: Any) -> None:
 def _plant_kill(phase: str, marker: str) -> None:
     """Rank 1 is killed in `phase` of step `KILLED_AT`, once: afterwards the file `marker` is there."""
     from experiments import policy_update, rollout_loop
-    from ztk.rollout import hybrid
+    from ztk.rollout import answering, hybrid
 
-    owner, name, calls = {
-        "rollout": (hybrid, "choose", 2),  # tokens drawn, of this rollout
-        "scoring": (rollout_loop, "score_samples", 1),
-        "update": (policy_update, "losses_of", 1),  # micro-batches of this step
+    owners, name, calls = {
+        "rollout": ((answering, hybrid), "choose", 2),  # tokens drawn, of this rollout
+        "scoring": ((rollout_loop,), "score_samples", 1),
+        "update": ((policy_update,), "losses_of", 1),  # micro-batches of this step
     }[phase]
-    made, count, run_of = getattr(owner, name), [0], []
+    made, count, run_of = getattr(owners[0], name), [0], []
     open_run = rollout_loop.open_run
     rollout_loop.open_run = lambda *args, **options: run_of.append(open_run(*args, **options)) or run_of[-1]
 
@@ -76,7 +76,8 @@ def _plant_kill(phase: str, marker: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         return made(*args, **options)
 
-    setattr(owner, name, called)
+    for owner in owners:
+        setattr(owner, name, called)
 
 
 def _plant_digests(log: Path) -> None:
