@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ztk.inference.rows import constant
+
 BLOCK = 64  # keys that are summed at once
 _ROWS = 8  # query rows of a product, at least
 _LONE_ROWS = 4  # of a query without neighbours, where that changes no bit
@@ -76,7 +78,7 @@ class Tiles:
     each is at all places of a tile of its own. slots, blocks: per tile, the cache's slot and how many blocks of keys it reads. firsts: int64
     [Q], absolute position of the first place. lines: int64 [Q], the only place that counts; None: all do. targets, sources: int64, rows of
     the step and the places in Q * tile (in Q, with lines) whose results they take; sources None: the targets are all Q rows, in order.
-    side_by_side: slots are consecutive and blocks equal; with lines every place of a tile has the same bits.
+    side_by_side: slots are consecutive and blocks equal. any_place: with lines, every place of a tile has the same bits.
     """
 
     tile: int
@@ -88,6 +90,7 @@ class Tiles:
     targets: Tensor | slice
     sources: Tensor | None
     side_by_side: bool = False
+    any_place: bool = False
     _hidden: dict = field(default_factory=dict)
     _lines: dict = field(default_factory=dict)
 
@@ -119,7 +122,7 @@ class Tiles:
         """Of results [Q, N, K, G, tile, X], the places that count: [Q, N, K, G, places, X]."""
         if self.lines is None or self.tile == 1:
             return results
-        if self.side_by_side:
+        if self.any_place:
             return results[..., :1, :]
         Q, *sizes, tile, X = results.shape
         each = math.prod(sizes)
@@ -247,7 +250,9 @@ def attend(
     memory = (scratch or Scratch()).memory(tiles, kv_heads=K, group=G, head_dim=D)
     with_keys, with_values = memory.products(keys, values=values)
 
-    torch.mul(tiles.queries(query, kv_heads=K).unsqueeze(1).expand_as(memory.queries), scale, out=memory.queries)
+    torch.mul(
+        tiles.queries(query, kv_heads=K).unsqueeze(1).expand_as(memory.queries), constant(scale), out=memory.queries
+    )
     for left, right, out in with_keys:
         torch.bmm(left, right, out=out)
     scores = tiles.counted(memory.scores)

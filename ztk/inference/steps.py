@@ -97,14 +97,15 @@ def _single(spans: list[Span], *, tile: int, any_place: bool) -> Tiles:
     # Blocks that no sequence needs are computed, too: no more of them than of the needed ones.
     if any_place and (stop - first) * max(blocks) <= 2 * sum(blocks) and max(blocks) < len(spans):
         return _side_by_side(spans, tile=tile, blocks=max(blocks))
-    starts, rows = torch.tensor([span.start for span in spans]), [span.row for span in spans]
-    lines = torch.remainder(starts, tile)
+    rows = [span.row for span in spans]
+    lines = [0 if any_place else span.start % tile for span in spans]
     shared = {
         "tile": tile,
         "slots": tuple(span.slot for span in spans),
         "blocks": tuple(blocks),
-        "firsts": starts - lines,
-        "lines": lines,
+        "firsts": torch.tensor([span.start - line for span, line in zip(spans, lines, strict=True)]),
+        "lines": torch.tensor(lines),
+        "any_place": any_place,
     }
     if _are_consecutive(rows):
         consecutive = slice(rows[0], rows[0] + len(rows))
@@ -127,6 +128,7 @@ def _side_by_side(spans: list[Span], *, tile: int, blocks: int) -> Tiles:
         "firsts": torch.tensor(starts),
         "lines": torch.zeros(count, dtype=torch.int64),
         "side_by_side": True,
+        "any_place": True,
     }
     if count == len(spans) and _are_consecutive(rows):
         consecutive = slice(rows[0], rows[0] + len(rows))
