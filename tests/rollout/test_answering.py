@@ -65,6 +65,20 @@ def test_answers_have_the_bits_of_their_texts_alone(name, threads, monkeypatch):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("lengths", [(5, 5, 5), (64, 64, 128), (6, 6, 70)])
+def test_answers_that_write_at_one_place_have_the_same_bits(lengths):
+    """At one place of their own blocks: from the first token on, or as soon as those of another length have ended."""
+    model = model_of("native")
+    draw = torch.Generator().manual_seed(5)
+    texts = [tuple(torch.randint(model.description.vocab_size, (n,), generator=draw).tolist()) for n in lengths]
+    prompts = [text for text in texts for _ in range(3)]
+    found = answer(model, prompts=prompts, drawing=drawing_of(len(prompts)))
+    assert len(set(found.counts.tolist())) > 1
+    for row, prompt in enumerate(prompts):
+        expected = alone(model, prompt=prompt, found=found, row=row)
+        assert torch.equal(found.logprobs[row, : found.counts[row]], expected), row
+
+
 def test_an_answer_does_not_depend_on_those_beside_it():
     model = model_of("native")
     prompts = prompts_of(model.description.vocab_size)

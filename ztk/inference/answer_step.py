@@ -49,6 +49,8 @@ class AnswerStep:
         self._since += 1
         self.positions, self._at = self.positions + 1, self._at + 1
         self._lines += 1  # but where a block begins
+        if self._common is not None:
+            self._common += 1
         self._place()
 
     def keep(self, places: list[int]) -> None:
@@ -67,8 +69,13 @@ class AnswerStep:
 
     def write(self, key: Tensor, *, value: Tensor, cache: AnswerCache, layer: int) -> None:
         """Keys and values [answers, K, D] of all rows into the cache."""
-        D = key.shape[2]
-        cache.own[layer].view(-1, D).index_copy_(0, self._lines, torch.cat([key, value], dim=1).view(-1, D))
+        own, (A, _, D) = cache.own[layer], key.shape
+        if self._common is None:
+            own.view(-1, D).index_copy_(0, self._lines, torch.cat([key, value], dim=1).view(-1, D))
+            return
+        block, place = divmod(self._common, BLOCK)
+        for kept, rows in zip(own.unbind(), (key, value), strict=True):
+            kept[block, :A, :, place].copy_(rows)
 
     def attend(
         self,
@@ -115,6 +122,8 @@ class AnswerStep:
         self._at = self.positions - self._first  # in the own blocks
         begun = [length - first for length, first in zip(self._lengths, own, strict=True)]  # own keys before the answer
         self._longest, self._room = max(begun), 0
+        # Where all write, if it is at one place: copies of many rows at once take a quarter of those by row.
+        self._common = begun[0] + self._since if min(begun) == max(begun) else None
         # Tokens after which some answer begins a block.
         self._ends = {tokens for length in begun for tokens in range(-length % BLOCK, cache.blocks * BLOCK, BLOCK)}
         self._shared = None
