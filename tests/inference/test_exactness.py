@@ -84,8 +84,45 @@ def test_a_processor_whose_narrow_products_differ_attends_in_full_tiles(monkeypa
     monkeypatch.setattr(torch, "bmm", planted)
     attention._lone_tile.cache_clear()
     try:
-        assert attention.lone_tile_of(1, head_dim=16) == attention.tile_of(1)
+        assert attention.lone_tile_of(1, head_dim=16, kv_heads=2) == attention.tile_of(1)
         assert alone(model) == expected
+    finally:
+        attention._lone_tile.cache_clear()
+
+
+@pytest.mark.parametrize("heads", [3, 5, 6, 7])
+def test_one_key_head_gives_a_lone_sequence_the_bits_of_many(heads, monkeypatch):
+    """Planted, as MKL does it with two threads: a product that is alone in its call has other bits unless its rows are a multiple of 4."""
+    product = torch.bmm
+
+    def planted(left, right, *, out=None):
+        found = product(left, right, out=out)
+        return found.mul_(1.0001) if left.shape[0] == 1 and left.shape[1] % 4 else found
+
+    monkeypatch.setattr(torch, "bmm", planted)
+    attention._lone_tile.cache_clear()
+    try:
+        model = build_decoder(dim=8 * heads, heads=heads, kv_heads=1)
+        assert run_schedule(model, seed=0)[0] == alone(model)
+    finally:
+        attention._lone_tile.cache_clear()
+
+
+def test_a_processor_whose_lone_products_of_attention_differ_is_refused(monkeypatch):
+    """Planted; with two key heads no product is alone in its call."""
+    product = torch.bmm
+
+    def planted(left, right, *, out=None):
+        found = product(left, right, out=out)
+        return found.mul_(1.0001) if left.shape[0] == 1 else found
+
+    monkeypatch.setattr(torch, "bmm", planted)
+    attention._lone_tile.cache_clear()
+    try:
+        with pytest.raises(ValueError, match="4 query and 1 key heads of 8 differ with 1 in a call"):
+            Generator(build_decoder(kv_heads=1))
+        model = build_decoder()
+        assert run_schedule(model, seed=0)[0] == alone(model)
     finally:
         attention._lone_tile.cache_clear()
 
@@ -104,7 +141,7 @@ def test_attention_equals_its_definition(window, softcap, alibi):
     ]
     query = torch.randn(11, H, D)
     found = torch.full_like(query, float("nan"))
-    for tiles in Step(spans, group=H // K, head_dim=D).groups:
+    for tiles in Step(spans, group=H // K, kv_heads=K, head_dim=D).groups:
         options = {"scale": 0.3, "window": window, "softcap": softcap, "slopes": slopes}
         found[tiles.targets] = attention.attend(query, tiles=tiles, keys=keys, values=values, **options)
     for span in spans:
@@ -132,12 +169,12 @@ def test_attention_of_sequences_side_by_side_has_the_bits_of_each_alone(heads):
     keys, values = torch.randn(8, 2, K, attention.BLOCK, D), torch.randn(8, 2, K, attention.BLOCK, D)
     spans = [Span(slot=slot, start=11 * slot, length=1, row=row) for row, slot in enumerate((1, 7, 2, 4, 5, 6))]
     query = torch.randn(len(spans), heads, D)
-    step = Step(spans, group=heads // K, head_dim=D)
+    step = Step(spans, group=heads // K, kv_heads=K, head_dim=D)
     assert any(tiles.side_by_side for tiles in step.groups)
     found = step.attend(query, keys=keys, values=values, **options)
     for span in spans:
         own = slice(span.row, span.row + 1)
-        alone = Step([replace(span, row=0)], group=heads // K, head_dim=D)
+        alone = Step([replace(span, row=0)], group=heads // K, kv_heads=K, head_dim=D)
         assert not any(tiles.side_by_side for tiles in alone.groups)
         assert torch.equal(found[own], alone.attend(query[own], keys=keys, values=values, **options)), span
 
@@ -180,9 +217,9 @@ def test_many_sequences_attend_as_one_does(lengths):
     ]
     each = torch.zeros_like(query)
     options = {"keys": keys, "values": values, "scale": 0.25}
-    together = Step(spans, group=2, head_dim=16).attend(query, **options)
+    together = Step(spans, group=2, kv_heads=2, head_dim=16).attend(query, **options)
     for span in spans:
         alone = Span(slot=span.slot, start=span.start, length=span.length, row=0)
         own = slice(span.row, span.row + span.length)
-        each[own] = Step([alone], group=2, head_dim=16).attend(query[own], **options)
+        each[own] = Step([alone], group=2, kv_heads=2, head_dim=16).attend(query[own], **options)
     assert torch.equal(together, each) and together.abs().amax(dim=(1, 2)).min() > 0

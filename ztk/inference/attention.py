@@ -26,48 +26,65 @@ from ztk.inference.rows import constant
 BLOCK = 64  # keys that are summed at once
 _ROWS = 8  # query rows of a product, at least
 _LONE_ROWS = 4  # of a query without neighbours, where that changes no bit
-_BATCHES = (1, 4, 33, 130)  # of products that are tried
+_BATCHES, _MOST = (1, 2, 4, 33), 130  # products in one call that are tried, and beside which
 _KEPT = 4  # groups of tiles whose views are kept from step to step
 
 
 def tile_of(group: int) -> int:
-    """Positions whose queries share a product, for `group` query heads per key head."""
-    return max(1, _ROWS // group)
+    """Positions whose queries share a product, for `group` query heads per key head: 1, 2, 4 or 8. Its rows are a multiple of 4: with two
+    threads MKL gives a product of 5, 6, 7, 9, 10 or 11 rows other bits alone than among others, as with one key head and 5 query heads."""
+    return max(1, _ROWS // group, 4 // math.gcd(group, 4))
 
 
-def lone_tile_of(group: int, *, head_dim: int) -> int:
+def lone_tile_of(group: int, *, head_dim: int, kv_heads: int) -> int:
     """Positions in the product of a query that has none beside it, fewer than a tile's where rows have the same bits in both.
 
     Most of what a decoding step multiplies are copies of its queries. fp32, one core of an EPYC with AVX512, 32 sequences, 4 heads of 64,
     microseconds for 8 / 4 / 2 rows per head: 195 / 152 / 134; 2 rows and 1 have other bits there.
     """
-    return _lone_tile(group, head_dim, torch.get_num_threads())
+    return _lone_tile(group, head_dim, kv_heads == 1, torch.get_num_threads())
+
+
+def differing_tile(group: int, *, head_dim: int, kv_heads: int) -> int | None:
+    """How many products in one call give a tile's rows other bits than many do; None: no number that was tried."""
+    counts = _counts(kv_heads == 1)
+    for x, other in _trials(group, tile=tile_of(group), head_dim=head_dim):
+        full = torch.bmm(x, other)
+        for count in counts:
+            if not torch.equal(torch.bmm(x[:count], other[:count]), full[:count]):
+                return count
+    return None
 
 
 @functools.cache
 @torch.inference_mode()
-def _lone_tile(group: int, head_dim: int, threads: int) -> int:
-    """threads: torch's, by which a library may divide a product."""
+def _lone_tile(group: int, head_dim: int, has_lone: bool, threads: int) -> int:
+    """has_lone: a call may have a single product. threads: torch's, by which a library may divide a product."""
     tile, narrow = tile_of(group), -(-_LONE_ROWS // group)
     if narrow >= tile:
         return tile
-    generator = torch.Generator().manual_seed(0)
-    for count in _BATCHES:
-        for left, right in (
-            ((group, tile, head_dim), (BLOCK, head_dim)),  # queries, keys
-            ((group, tile, BLOCK), (head_dim, BLOCK)),  # weights, values, whose memory is the other way round
-        ):
-            x = torch.randn(count, *left, generator=generator)
-            other = torch.randn(count, *right, generator=generator).mT
-            if right[0] == head_dim:
-                other = other.contiguous()
-            full = torch.bmm(x.flatten(1, 2), other).view(count, group, tile, -1)
-            for place in range(tile):
-                copies = x[:, :, place : place + 1].repeat(1, 1, narrow, 1).flatten(1, 2)
-                found = torch.bmm(copies, other).view(count, group, narrow, -1)
-                if not torch.equal(found, full[:, :, place : place + 1].expand_as(found)):
+    for x, other in _trials(group, tile=tile, head_dim=head_dim):
+        full = torch.bmm(x, other).view(len(x), group, tile, -1)
+        for place in range(tile):
+            copies = x.unflatten(1, (group, tile))[:, :, place : place + 1].repeat(1, 1, narrow, 1).flatten(1, 2)
+            for count in (*_counts(has_lone), len(x)):
+                found = torch.bmm(copies[:count], other[:count]).view(count, group, narrow, -1)
+                if not torch.equal(found, full[:count, :, place : place + 1].expand_as(found)):
                     return tile
     return narrow
+
+
+def _counts(has_lone: bool) -> tuple[int, ...]:
+    return _BATCHES if has_lone else _BATCHES[1:]
+
+
+def _trials(group: int, *, tile: int, head_dim: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Operands of many products: queries [P, G T, D] and keys, weights [P, G T, BLOCK] and values."""
+    generator = torch.Generator().manual_seed(0)
+    for columns, others in ((head_dim, BLOCK), (BLOCK, head_dim)):
+        x = torch.randn(_MOST, group * tile, columns, generator=generator)
+        other = torch.randn(_MOST, others, columns, generator=generator).mT
+        yield x, other.contiguous() if columns == BLOCK else other
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

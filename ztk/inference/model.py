@@ -78,7 +78,8 @@ class InferenceModel(OverSlabs):
         broken: gets the number of the first layer whose output is not finite.
         """
         of = self.description
-        step = Step(spans, group=of.heads // of.kv_heads, head_dim=of.head_dim, scratch=cache.scratch)
+        sizes = {"group": of.heads // of.kv_heads, "kv_heads": of.kv_heads, "head_dim": of.head_dim}
+        step = Step(spans, scratch=cache.scratch, **sizes)
         return self._through(tokens, step=step, cache=cache, broken=broken)
 
     def next_logits(self, tokens: Tensor, *, step: AnswerStep, cache: AnswerCache) -> Tensor:

@@ -203,7 +203,8 @@ class ModuleModel(OwnModules, OverSlabs):
     def attention(self, spans: list[Span], *, cache: Cache) -> "Attention":
         """How a step attends over `cache`."""
         of = self.description
-        step = Step(spans, group=of.heads // of.kv_heads, head_dim=of.head_dim, scratch=cache.scratch)
+        sizes = {"group": of.heads // of.kv_heads, "kv_heads": of.kv_heads, "head_dim": of.head_dim}
+        step = Step(spans, scratch=cache.scratch, **sizes)
 
         def attend(query: Tensor, key: Tensor, value: Tensor, *, layer: int, **options: Any) -> Tensor:
             step.write(key.float(), value=value.float(), cache=cache, layer=layer)

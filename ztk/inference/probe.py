@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ztk.inference.attention import differing_tile
+from ztk.inference.describe import Description
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel
 from ztk.inference.over_blocks import OverBlocks
@@ -22,10 +24,11 @@ _DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 def check_model(model: InferenceModel | ModuleModel | OverBlocks) -> frozenset[tuple[str, tuple[int, int]]]:
-    """`check_rows`; of a model that runs its own modules their products, and texts beside each other; one over blocks has been checked when
-    it was opened. Raises ValueError as they do."""
+    """`check_tiles` and `check_rows`; of a model that runs its own modules their products, and texts beside each other; one over blocks has
+    been checked when it was opened. Raises ValueError as they do."""
     if isinstance(model, OverBlocks):
         return frozenset()
+    check_tiles(model.description)
     if isinstance(model, InferenceModel):
         return check_rows(model)
     exact = check_products(model.products())
@@ -68,6 +71,18 @@ def check_rows(model: InferenceModel) -> frozenset[tuple[str, tuple[int, int]]]:
         if odd:
             raise ValueError(_message(name, odd=odd))
     return exact
+
+
+@torch.inference_mode()
+def check_tiles(of: Description) -> None:
+    """Attention's products, one and several in a call. Raises ValueError: a row differs."""
+    odd = differing_tile(of.heads // of.kv_heads, head_dim=of.head_dim, kv_heads=of.kv_heads)
+    if odd is not None:
+        raise ValueError(
+            f"attention's products of {of.heads} query and {of.kv_heads} key heads of {of.head_dim} differ with {odd} in a call on this "
+            f"processor and {torch.get_num_threads()} threads, so answers would depend on each other: use another number of threads "
+            "(OMP_NUM_THREADS), or another build of torch"
+        )
 
 
 def check_products(products: list[Product]) -> frozenset[tuple[str, tuple[int, int]]]:

@@ -89,7 +89,8 @@ class _Trial:
         self._cache = Cache(replace(of, layers=1, windows=of.windows[:1], tables=of.tables[:1]), slots=_SLOTS)
         self._cache.reserve(at + 1)
         spans = [Span(slot=row % _SLOTS, start=at, length=1, row=row) for row in range(rows)]
-        self._step = Step(spans, group=of.heads // of.kv_heads, head_dim=of.head_dim)
+        group = of.heads // of.kv_heads
+        self._step = Step(spans, group=group, kv_heads=of.kv_heads, head_dim=of.head_dim)
         self._tokens, self._x = torch.zeros(rows, dtype=torch.int64), random_rows(rows, columns=of.dim)
 
     def block(self, layer: Layer) -> None:

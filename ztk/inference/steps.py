@@ -25,16 +25,18 @@ class Span:
 
 
 class Step:
-    """The places of a step's M rows. positions: int64 [M]. group: query heads per key head. head_dim: elements of a head. scratch: memory for
-    attention."""
+    """The places of a step's M rows. positions: int64 [M]. group: query heads per key head, of which there are `kv_heads`. head_dim: elements
+    of a head. scratch: memory for attention."""
 
-    def __init__(self, spans: list[Span], *, group: int, head_dim: int, scratch: Scratch | None = None) -> None:
+    def __init__(
+        self, spans: list[Span], *, group: int, kv_heads: int, head_dim: int, scratch: Scratch | None = None
+    ) -> None:
         at = [(span.slot, place) for span in spans for place in range(span.start, span.start + span.length)]
         self.positions = torch.tensor([place for _, place in at])
         self._at, self._places = at, {}
         self._scratch = scratch or Scratch()
         self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
-        lone = lone_tile_of(group, head_dim=head_dim)
+        lone = lone_tile_of(group, head_dim=head_dim, kv_heads=kv_heads)
         single = [span for span in spans if span.length == 1]
         any_place = lone < tile_of(group) or lone == 1
         self.groups = [

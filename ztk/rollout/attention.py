@@ -82,7 +82,7 @@ class TextCache:
         """As `CachedAttention`, of the tokens of the spans [1, N, ...], whose keys and values are kept."""
         (_, _, H, D), K = query.shape, key.shape[2]
         if self._step is None:
-            self._step = Step(self._spans, group=H // K, head_dim=D, scratch=self._scratch)
+            self._step = Step(self._spans, group=H // K, kv_heads=K, head_dim=D, scratch=self._scratch)
         step, shape = self._step, (self.texts + 1, self._blocks, K, BLOCK, D)
         if layer not in self._slabs:
             self._slabs[layer] = (key.new_zeros(shape), value.new_zeros(shape))
