@@ -1,6 +1,7 @@
 """Layers cut over two ranks: the tokens of one rank, whatever is computed beside them."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,13 +13,17 @@ from tests.inference.test_own_modules import OTHERS, build_other
 from tests.inference.test_room import LONG, UNIT
 from ztk.inference import Generator, InferencePolicy, SamplingParams, probe
 from ztk.inference.block_cache import BlockCache
+from ztk.inference.block_weights import Placement, RowsProduct
 from ztk.inference.cut import Cut
 from ztk.inference.describe import describe
 from ztk.inference.parallel import _INLINE
+from ztk.inference.parts import blank, item_of
 from ztk.inference.products import Affine
+from ztk.inference.quantised import FORMATS
 from ztk.inference.ranks import Ranks
 from ztk.inference.recorded import RecordedBlocks, Repeating
 from ztk.inference.steps import Span
+from ztk.kernels import linear_rows
 from ztk.offload import OffloadPolicy
 from ztk.runtime import PeerLost
 
@@ -123,6 +128,34 @@ def test_every_rank_has_a_part_of_an_mlp():
         assert width < size * 128 or all(len(own.weight) % 128 == 0 for own, _ in parts[:-1])
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize(("size", "width"), [(2, 64), (4, 100), (2, 300), (2, 896), (3, 384)])
+def test_ranks_compute_with_the_quantised_weights_of_one(kind, size, width):
+    """Rows of one input each show the weights; heads are cut inside groups of int4, too."""
+    weight = torch.randn(32, width, generator=torch.Generator().manual_seed(width)) * torch.linspace(0.1, 9, width)
+    place = Placement(device=torch.device("cpu"), dtype=torch.float32, kind=kind)
+    makes = [partial(RowsProduct, kind=kind, placement=place)] + ([] if kind == "fp8" else [FORMATS[kind][0]])
+    for make in makes:
+
+        def shown(affine: Affine, make=make) -> torch.Tensor:
+            product, x = make(affine), torch.eye(affine.weight.shape[1])
+            if not isinstance(product, RowsProduct):
+                again = blank(item_of("out", value=product))  # as streamed layers are built
+                again.adopt(product.tensors())
+                assert torch.equal(again(x), product(x))
+                return product(x)
+            x = torch.nn.functional.pad(x, (product.front, 0))
+            return linear_rows(x, product.weight, product.scales, None, None)
+
+        each = range(0, width + 1, width // size)
+        full = Affine(weight=weight)
+        parts = [
+            shown(Cut(rank=rank, size=size).inputs(full, part=range(each[rank], each[rank + 1])))
+            for rank in range(size)
+        ]
+        assert torch.equal(torch.cat(parts), shown(full))
+
+
 def weights_of_an_engine(process: ztk.Process, *, stage: int) -> list[list[int]]:
     """Answers before, after a step of training by `load`, and of a generator that is made of the engine."""
     engine = ztk.parallelize(
@@ -174,9 +207,10 @@ def test_a_broken_layer_is_named_and_long_messages_arrive(ranks):
     assert "first after layer 1 of 2" in error and count == 1
 
 
-def over_blocks(process: ztk.Process, *, names: list[str]) -> list[list]:
-    """Tokens over blocks by two ranks and by one: the likeliest, drawn ones, and some that the host draws from logits."""
-    found, policy = [], InferencePolicy(cache="blocks", max_model_len=192, max_step_tokens=48)
+def over_blocks(process: ztk.Process, *, names: list[str], weights: str) -> list[list]:
+    """Tokens over blocks by two ranks and by one: the likeliest, drawn ones, and some that the host draws from logits; and log-probabilities of
+    the likeliest."""
+    found, policy = [], InferencePolicy(cache="blocks", max_model_len=192, max_step_tokens=48, weights=weights)
     kinds = [GREEDY, SamplingParams(max_tokens=6, seed=3), SamplingParams(max_tokens=3, top_k=5, logprobs=2)]
     for name in names:
         generator = Generator(made(name), policy=policy, comm=process.comm)
@@ -188,14 +222,27 @@ def over_blocks(process: ztk.Process, *, names: list[str]) -> list[list]:
             for each in (generator, Generator(made(name), policy=policy))
         ]
         generator.close()
-        found.append([[answer.tokens for [answer] in answers] for answers in both])
+        found.append([
+            ([answer.tokens for [answer] in answers], torch.cat([answer.logprobs for [answer] in answers[:3]]))
+            for answers in both
+        ])  # fmt: skip
     return found
 
 
-@pytest.mark.parametrize("names", [["native", "native with experts"], ["olmo2 with one key head", "bloom"]])
-def test_two_ranks_have_the_tokens_of_one_over_blocks(ranks, names):
-    for name, (two, one) in zip(names, ranks(2).run(over_blocks, names=names)[0], strict=True):
-        assert two == one, name
+@pytest.mark.parametrize(
+    ("names", "weights"),
+    [
+        (["native", "native with experts"], "stored"),
+        (["olmo2 with one key head", "bloom"], "stored"),
+        (["native with experts", "bloom"], "int4"),
+        (["native", "phi3"], "int8"),
+    ],
+)
+def test_two_ranks_have_the_tokens_of_one_over_blocks(ranks, names, weights):
+    """Of quantised weights, too: both compute with the same ones, in fp32."""
+    for name, (two, one) in zip(names, ranks(2).run(over_blocks, names=names, weights=weights)[0], strict=True):
+        assert two[0] == one[0], name
+        torch.testing.assert_close(two[1], one[1], rtol=1e-4, atol=1e-4)  # as over slabs
 
 
 def schedules_over_blocks(process: ztk.Process, *, seeds: list[int], folder: str, cache_dtype: str) -> tuple[list, int]:

@@ -6,6 +6,7 @@ promise: a row's bits depend on its sequence, the weights and its position alone
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ztk.inference.block_cache import BlockCache
@@ -232,7 +233,7 @@ class BlockModel(OverBlocks):
         routing = moe_route(logits, top_k=of.experts_per_token, normalise=of.normalise_experts)
         where = {"offsets": routing.offsets, "order": routing.order, "top_k": of.experts_per_token}
         inner = gated_rows(x, *_pair(gate, up), activation=self._activation, **where)
-        out = linear_rows(inner, down.weight, down.scales, offsets=routing.offsets)
+        out = linear_rows(_behind(inner, front=down.front), down.weight, down.scales, offsets=routing.offsets)
         return moe_combine(out, weights=routing.weights, position=routing.position)
 
     def _linear(
@@ -245,6 +246,7 @@ class BlockModel(OverBlocks):
         wide: bool = False,
     ) -> Tensor:
         options = {"activation": activation, "exact": self._exact, "wide": wide}
+        x = _behind(x, front=product.front)
         return linear_rows(x, product.weight, product.scales, product.bias, residual, **options)
 
     def _norm(self, x: Tensor, *, by: Affine | None) -> Tensor:
@@ -260,6 +262,11 @@ class BlockModel(OverBlocks):
             return total, total if by is None else self._norm(total, by=by)
         normed, total = rms_norm(added, by.weight, eps=self.description.norm_eps, residual=x)
         return total, normed
+
+
+def _behind(x: Tensor, *, front: int) -> Tensor:
+    """x [M, K] behind zeros."""
+    return F.pad(x, (front, 0)) if front else x
 
 
 def _pair(gate: RowsProduct, up: RowsProduct) -> tuple[Tensor | None, ...]:

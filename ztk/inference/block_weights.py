@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ztk.inference.cut import Cut
 from ztk.inference.describe import Description
-from ztk.inference.products import Affine, Product
+from ztk.inference.products import Affine, Product, in_groups
+from ztk.inference.quantised import GROUP
 from ztk.inference.weights import Layer, Mlp, WeightReader, Weights
 from ztk.kernels import quantise_weight
 
@@ -27,12 +28,19 @@ class Placement:
 
 
 class RowsProduct(Product):
-    """weight [N, K], or [E, N, K] of experts, in a format of `ztk.kernels` with its scales, and bias [N]."""
+    """weight [N, K], or [E, N, K] of experts, in a format of `ztk.kernels` with its scales, and bias [N]. Rows of int4 begin with `front`
+    columns that are another rank's."""
 
     def __init__(self, affine: Affine, *, kind: str, placement: Placement) -> None:
-        weight, scales = quantise_weight(affine.weight.to(placement.device), kind=kind)
-        self.weight = weight.to(placement.dtype) if kind == "plain" else weight
-        self.scales = scales
+        if kind == "plain":
+            self.weight, self.scales = affine.weight.to(placement.device, placement.dtype).contiguous(), None
+        else:
+            full, own, self.front = in_groups(affine, group=GROUP if kind == "int4" else 1)
+            weight, scales = quantise_weight(full.to(placement.device), kind=kind)
+            assert scales is not None, "formats of 8 and 4 bits have them"
+            each = weight.shape[1] / full.shape[1]  # bytes of an input
+            self.weight = weight[:, int(own.start * each) : int(own.stop * each)].contiguous()
+            self.scales = scales if kind != "int4" else scales[own.start // GROUP : own.stop // GROUP].clone()
         self.bias = None if affine.bias is None else affine.bias.to(placement.device, placement.dtype)
         self.shape = (affine.weight.shape[-2], affine.weight.shape[-1])
 
@@ -53,7 +61,7 @@ class RowsProduct(Product):
         biases = [one.bias for one in products if one.bias is not None]
         if biases:
             found.bias = torch.stack(biases)
-        found.shape = products[0].shape
+        found.shape, found.front = products[0].shape, products[0].front
         return found
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ztk.inference.describe import Description
 from ztk.inference.products import Affine
 
-_GROUP = 128  # inputs that share a scale in int4: a cut between them changes no step
+_GROUP = 128  # inputs that share a scale in int4: a rank has full groups where there are enough
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,11 +80,11 @@ class Cut:
         return Affine(weight=full.weight[part.start : part.stop], bias=bias)
 
     def inputs(self, full: Affine, *, part: range) -> Affine:
-        """What these inputs of a linear layer give; one rank adds the bias."""
+        """What these inputs of a linear layer give, with steps of all inputs where it is quantised; one rank adds the bias."""
         if self.size == 1:
             return full
         weight = full.weight[:, part.start : part.stop].contiguous()
-        return Affine(weight=weight, bias=full.bias if self.rank == 0 else None)
+        return Affine(weight=weight, bias=full.bias if self.rank == 0 else None, full=full.weight, start=part.start)
 
 
 def own_slopes(slopes: Tensor, *, cut: Cut) -> Tensor:

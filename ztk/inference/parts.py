@@ -26,12 +26,14 @@ Built = TypeVar("Built")  # what a layer is to the model that computes with it: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """A product or norm without its values. path: `qkv`, `mlp.gate` or `experts.3.up`. shape: [out, in], or [C] of a norm."""
+    """A product or norm without its values. path: `qkv`, `mlp.gate` or `experts.3.up`. shape: [out, in], or [C] of a norm. front: as of
+    `Product`."""
 
     path: str
     kind: str
     shape: tuple[int, ...]
     has_bias: bool
+    front: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,14 +73,14 @@ def item_of(path: str, *, value: Product | Affine) -> Item:
     """A product or norm without its values."""
     if isinstance(value, Product):
         kind = next(name for name, cls in _KINDS.items() if type(value) is cls)
-        return Item(path=path, kind=kind, shape=value.shape, has_bias="bias" in value.tensors())
+        return Item(path=path, kind=kind, shape=value.shape, has_bias="bias" in value.tensors(), front=value.front)
     return Item(path=path, kind=NORM, shape=tuple(value.weight.shape), has_bias=value.bias is not None)
 
 
 def blank(item: Item) -> Product | Affine:
     """A product or norm of zeros."""
     bias = torch.zeros(item.shape[0]) if item.has_bias else None
-    affine = Affine(weight=torch.zeros(item.shape), bias=bias)
+    affine = Affine(weight=torch.zeros(item.shape), bias=bias, start=item.front)
     return affine if item.kind == NORM else _KINDS[item.kind](affine)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ztk.inference.onednn import memory_of, over
@@ -23,20 +24,38 @@ _by_onednn = torch.ops.mkldnn._linear_pointwise.default if HAS_ONEDNN else None
 
 @dataclass(kw_only=True, slots=True)
 class Affine:
-    """weight [out, in] and bias [out] of a linear layer, or weight and bias [C] of a norm."""
+    """weight [out, in] and bias [out] of a linear layer, or weight and bias [C] of a norm.
+
+    full: [out, inputs of all ranks], of which `weight` has those from `start` on. Formats of 8 and 4 bits follow it, so that ranks compute with
+    the weights of one.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
+    full: Tensor | None = None
+    start: int = 0
+
+
+def in_groups(affine: Affine, *, group: int) -> tuple[Tensor, range, int]:
+    """What a weight is quantised as: (fp32 [out, n] of all ranks' inputs, those that this rank has, how many in front are another's). The part
+    begins and ends with groups of `group` inputs of all ranks."""
+    front, columns = affine.start % group, affine.weight.shape[1]
+    full = F.pad(affine.weight, (front, 0)) if affine.full is None else affine.full
+    first = 0 if affine.full is None else affine.start - front
+    stop = first + -(-(front + columns) // group) * group
+    return F.pad(full, (0, max(stop - full.shape[1], -full.shape[1] % group))), range(first, stop), front
 
 
 class Product:
     """x fp32 [M, in] -> fp32 [M, out]. shape: (out, in). doubles: a lone row is computed twice; the probe decides, see `probe`.
 
-    parts: names of the tensors that it computes with. opaque: those whose layout only oneDNN knows.
+    parts: names of the tensors that it computes with. opaque: those whose layout only oneDNN knows. front: inputs of another rank in its first
+    group.
     """
 
     parts: ClassVar[tuple[str, ...]] = ("weight", "bias")
     opaque: ClassVar[frozenset[str]] = frozenset({"weight"}) if HAS_ONEDNN else frozenset()
+    front = 0
 
     def __init__(self, affine: Affine) -> None:
         out, of = affine.weight.shape

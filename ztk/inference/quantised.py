@@ -6,6 +6,9 @@ that the 16 steps span the group's weights from the least to the greatest. Scale
 as it is stored, so the scale's rounding adds nothing: |w - stored| <= s / 2 for int8, and <= s / 2 + |z| / 255 for int4, whose z is rounded,
 too.
 
+Where ranks share the inputs of a layer, scales are those of all inputs and groups begin where one rank's do, so they compute with the same
+weights as one: a rank's part of the first group is behind zeros.
+
 The products are torch's for bf16 rows: rows are rounded to bf16 (2^-8 relative), multiplied by the widened weights, summed in fp32 and
 rounded to bf16; the bias is added in fp32. Measured with 1 to 600 rows, a row has the same bits for every number of rows; the probe checks it
 when a model is loaded. Their fp32 forms take 5 to 20 times as long. Embeddings, norms, routers and biases stay in fp32, and the head is int8
@@ -19,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ztk.inference.products import Affine, Product
+from ztk.inference.products import Affine, Product, in_groups
 
 GROUP = 128  # inputs that share a scale and a zero in int4
 _COLUMNS = 64  # int8: the product reads inputs in vectors
@@ -56,7 +59,9 @@ class Int8Product(Product):
         out, columns = affine.weight.shape
         self.shape, self.doubles, self._bias = (out, columns), True, affine.bias
         self._extra = -columns % _COLUMNS
-        self._steps, self._scale = quantise_int8(F.pad(affine.weight, (0, self._extra)))
+        full, own, _ = in_groups(affine, group=1)
+        steps, self._scale = quantise_int8(full)
+        self._steps = F.pad(steps[:, own.start : own.stop], (0, self._extra)).contiguous()
         self.nbytes = self._steps.nbytes + self._scale.nbytes
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -73,21 +78,23 @@ class Int4Product(Product):
     def __init__(self, affine: Affine) -> None:
         out, columns = affine.weight.shape
         self.shape, self.doubles, self._bias = (out, columns), True, affine.bias
-        self._extra = -columns % GROUP
         more = -out % _OUTPUTS
-        steps, self._scales = quantise_int4(F.pad(affine.weight, (0, self._extra, 0, more)))
-        self._steps = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps, 1)
+        full, own, self.front = in_groups(affine, group=GROUP)
+        self._extra = len(own) - self.front - columns
+        steps, scales = quantise_int4(F.pad(full, (0, 0, 0, more)))
+        steps, self._scales = steps[:, own.start : own.stop], scales[own.start // GROUP : own.stop // GROUP].clone()
+        self._steps = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps.contiguous(), 1)
         self.nbytes = self._steps.nbytes + self._scales.nbytes
 
     def multiply(self, x: Tensor) -> Tensor:
-        rows = _bf16(x, extra=self._extra)
+        rows = _bf16(x, extra=self._extra, front=self.front)
         found = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._steps, GROUP, self._scales)
         found = found[:, : self.shape[0]].float()
         return found if self._bias is None else found.add_(self._bias)
 
 
-def _bf16(x: Tensor, *, extra: int) -> Tensor:
-    return F.pad(x.bfloat16(), (0, extra)) if extra else x.to(torch.bfloat16).contiguous()
+def _bf16(x: Tensor, *, extra: int, front: int = 0) -> Tensor:
+    return F.pad(x.bfloat16(), (front, extra)) if extra or front else x.to(torch.bfloat16).contiguous()
 
 
 # What `InferencePolicy.weights` names: the products of the layers, and of the head.

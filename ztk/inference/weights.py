@@ -6,7 +6,7 @@ the vectorised code than the others, so that an element's bits would depend on t
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import torch
@@ -387,7 +387,7 @@ class WeightReader:
         columns = F.pad(down.weight, (0, extra)) if extra else down.weight
         return Mlp(
             up=self._product(rows(up)),
-            down=self._product(Affine(weight=columns, bias=down.bias)),
+            down=self._product(replace(down, weight=columns)),
             gate=None if gate is None else self._product(rows(gate)),
         )
 
