@@ -80,6 +80,32 @@ def test_slabs_stay_below_the_free_memory(model, monkeypatch, slabs, draft_token
     assert min(running[: len(running) // 2]) < 6 < max(running)  # a long text leaves few places
 
 
+@pytest.mark.parametrize("draft_tokens", [0, 3])
+def test_tokens_of_the_cache_are_refused_where_what_computes_with_them_has_no_memory(
+    model, monkeypatch, slabs, draft_tokens
+):
+    """The number in the error is enough for slabs, also while they are laid out anew, attention's memory and the draft model's."""
+    draft = build_decoder(layers=1, max_seq_len=LENGTH) if draft_tokens else None
+    policy = InferencePolicy(max_step_tokens=64, draft_tokens=draft_tokens, cache_tokens=6 * UNIT)
+    monkeypatch.setattr(room, "free_memory", lambda: 1000)
+    with pytest.raises(
+        ValueError, match=r"cache_tokens=1536 need \d+ bytes with what a step.*and 1000 are free"
+    ) as told:
+        Generator(model, policy=policy, draft=draft)
+    free = int(str(told.value).split()[2])
+    monkeypatch.setattr(room, "free_memory", lambda: free)
+    generator, scratch = Generator(model, policy=policy, draft=draft), 0
+    for prompt, sampling in LONG:
+        generator.submit(prompt, sampling=sampling)
+    drafts = generator._scheduler._draft_model
+    caches = [generator._cache] + ([] if drafts is None else [drafts._cache])
+    while generator.has_work:
+        generator.step()
+        own = sum(flat.nbytes for cache in caches for flat in cache.scratch._flat.values())
+        scratch = max(scratch, own)
+    assert generator._cache.nbytes < slabs["most"] and slabs["most"] + scratch <= free
+
+
 def test_what_could_never_fit_is_refused_with_both_numbers(model):
     generator = Generator(model, policy=InferencePolicy(cache_tokens=3 * UNIT))
     other = generator.submit([1, 2], sampling=SamplingParams(max_tokens=3))

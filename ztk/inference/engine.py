@@ -24,9 +24,10 @@ from ztk.inference.parallel import Leading, first_broken, follow
 from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
 from ztk.inference.probe import check_model, check_module, settle_products
 from ztk.inference.ranks import Ranks, computing, opening
+from ztk.inference.room import drafting_of
 from ztk.inference.sample import Drawn, NothingDrawn, draw, likeliest
 from ztk.inference.schedule import Sequence, Work, logprob_values
-from ztk.inference.sharing import draft_of, shared_memory
+from ztk.inference.sharing import drafts_of, open_draft, shared_memory
 from ztk.inference.steps import Span
 from ztk.runtime.comm import Comm
 
@@ -72,10 +73,13 @@ class Generator:
                 f"topology.tensor above 1 with {model.path}, which has full layers: name the model that was packed; each rank packs its part"
             )
         with opening(self._ranks):
+            follows = self._ranks is not None and self._ranks.comm.rank > 0
+            drafter = open_draft(draft, policy=chosen, follows=follows)
+            drafting = None if drafter is None else drafting_of(drafter)
             opened = (
-                from_packed(model, policy=chosen)
+                from_packed(model, policy=chosen, drafting=drafting)
                 if isinstance(model, Packed)
-                else from_module(model, policy=chosen, ranks=self._ranks)
+                else from_module(model, policy=chosen, ranks=self._ranks, drafting=drafting)
             )
             self._model, self.plan, self._streamed = opened.model, opened.plan, opened.streamed
             self._packed_bytes = opened.packed_bytes
@@ -84,7 +88,7 @@ class Generator:
             self._lone = check_model(self._model)
             settle_products(self._model, exact=self._lone)
             self.max_len = min(self.policy.max_model_len or self.description.max_len, self.description.max_len)
-            drafts = draft_of(draft, policy=self.policy, vocabulary=self.description.vocab_size, follows=self.follows)
+            drafts = drafts_of(drafter, policy=self.policy, vocabulary=self.description.vocab_size)
         with opening(self._ranks):  # all have come so far, and agree on its size
             self._cache, self._scheduler = shared_memory(
                 self._model,

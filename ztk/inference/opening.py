@@ -27,6 +27,7 @@ from ztk.inference.parts import Built, Values
 from ztk.inference.plan import (
     USUAL_SEQUENCES,
     USUAL_STEP_TOKENS,
+    Drafting,
     Rates,
     StreamPlan,
     first_buffers,
@@ -93,10 +94,14 @@ class Opened:
 
 
 def from_module(
-    model: nn.Module | TrainingEngine | UnreadModel, *, policy: InferencePolicy, ranks: Ranks | None = None
+    model: nn.Module | TrainingEngine | UnreadModel,
+    *,
+    policy: InferencePolicy,
+    ranks: Ranks | None = None,
+    drafting: Drafting | None = None,
 ) -> Opened:
     """The model over the weights of a module, or of a training engine, whose ranks all make the call; with `policy.offload` packed and
-    streamed. A module of transformers is compared with the engine. ranks: those that share the layers.
+    streamed. A module of transformers is compared with the engine. ranks: those that share the layers. drafting: counted in a plan.
 
     Raises:
         ValueError: a model that the engine does not compute, or does not compute so.
@@ -109,7 +114,9 @@ def from_module(
         module, state = model.module, _gathered(model)
     is_checked = isinstance(model, nn.Module) and not isinstance(model, Decoder)
     if not is_own_family(module):
-        return _from_own_modules(module, state=state, policy=policy, ranks=ranks, is_checked=is_checked)
+        return _from_own_modules(
+            module, state=state, policy=policy, ranks=ranks, drafting=drafting, is_checked=is_checked
+        )
     subject, placement = describe(module), placement_of(policy, module=module)
     if is_checked and (
         policy.weights != "stored" or policy.offload is not None or ranks is not None or placement is not None
@@ -122,7 +129,9 @@ def from_module(
             check_block_rows(blocks)
         return Opened(model=blocks, subject=subject)
     if policy.offload is not None:
-        return from_state(state, subject=subject, policy=policy, offload=policy.offload, ranks=ranks)
+        return _from_state(
+            state, subject=subject, policy=policy, offload=policy.offload, ranks=ranks, drafting=drafting
+        )
     built = _built(subject, state=state, kind=policy.weights, ranks=ranks)
     if is_checked and policy.weights == "stored" and ranks is None:
         check_module(built, module=module)
@@ -150,7 +159,13 @@ def reopened(
 
 
 def _from_own_modules(
-    module: nn.Module, *, state: Mapping[str, Tensor], policy: InferencePolicy, ranks: Ranks | None, is_checked: bool
+    module: nn.Module,
+    *,
+    state: Mapping[str, Tensor],
+    policy: InferencePolicy,
+    ranks: Ranks | None,
+    drafting: Drafting | None,
+    is_checked: bool,
 ) -> Opened:
     """A model of none of the engine's families, by its own modules."""
     kind, placement = getattr(module.config, "model_type", ""), placement_of(policy, module=module)
@@ -169,7 +184,9 @@ def _from_own_modules(
     if policy.offload is None:
         opened = _of_modules(_of_own_modules(module, state=state, kind=policy.weights, ranks=ranks))
     else:
-        opened = _streamed_modules(module, state=state, policy=policy, offload=policy.offload, ranks=ranks)
+        opened = _streamed_modules(
+            module, state=state, policy=policy, offload=policy.offload, ranks=ranks, drafting=drafting
+        )
     if is_checked and policy.weights == "stored":
         assert isinstance(opened.model, ModuleModel), "over slabs"
         check_module(opened.model, module=module, eager=True)
@@ -187,6 +204,7 @@ def _streamed_modules(
     policy: InferencePolicy,
     offload: OffloadPolicy,
     ranks: Ranks | None,
+    drafting: Drafting | None,
 ) -> Opened:
     """By its own modules, whose blocks' linear layers are read in every pass. The file has no name afterwards and ends with the model."""
     assert offload.nvme_path is not None, "the policy has a folder"
@@ -212,6 +230,7 @@ def _streamed_modules(
             policy=policy,
             offload=offload,
             ranks=ranks,
+            drafting=drafting,
             measured=measured,
         )
     finally:
@@ -270,8 +289,8 @@ def _gathered(engine: TrainingEngine) -> dict[str, Tensor]:
     return {name: value.detach().to("cpu", torch.float32, copy=True) for name, value in engine.zero.full_parameters()}
 
 
-def from_packed(packed: Packed, *, policy: InferencePolicy) -> Opened:
-    """The model of a packed folder; with `policy.offload` by a plan, which is measured here.
+def from_packed(packed: Packed, *, policy: InferencePolicy, drafting: Drafting | None = None) -> Opened:
+    """The model of a packed folder; with `policy.offload` by a plan, which is measured here and counts `drafting`.
 
     Raises:
         ValueError: `policy.weights` is another format, a cache of blocks, or not one sequence fits into memory.
@@ -291,16 +310,17 @@ def from_packed(packed: Packed, *, policy: InferencePolicy) -> Opened:
         weights.layers = ResidentLayers(packed.read_layer(number).layer for number in range(packed.description.layers))
         model = InferenceModel(subject, weights=weights)
         return Opened(model=model, subject=subject, packed_bytes=packed.weight_bytes)
-    return _streamed(packed, policy=policy, offload=policy.offload)
+    return _streamed(packed, policy=policy, offload=policy.offload, ranks=None, drafting=drafting)
 
 
-def from_state(
+def _from_state(
     state: Mapping[str, Tensor],
     *,
     subject: Subject,
     policy: InferencePolicy,
     offload: OffloadPolicy,
-    ranks: Ranks | None = None,
+    ranks: Ranks | None,
+    drafting: Drafting | None,
 ) -> Opened:
     """Packs parameters of any shape into `offload.nvme_path` and streams them, each of `ranks` its part. The files have no name afterwards
     and end with the model."""
@@ -308,7 +328,7 @@ def from_state(
     folder = Path(offload.nvme_path) / f"packed-{uuid.uuid4().hex}"
     try:
         packed = pack(folder, subject=subject, state=state, weights=policy.weights, cut=_cut(subject, ranks=ranks))
-        return _streamed(packed, policy=policy, offload=offload, ranks=ranks)
+        return _streamed(packed, policy=policy, offload=offload, ranks=ranks, drafting=drafting)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -322,7 +342,14 @@ def settled(policy: InferencePolicy, *, plan: StreamPlan | None) -> InferencePol
     )
 
 
-def _streamed(packed: Packed, *, policy: InferencePolicy, offload: OffloadPolicy, ranks: Ranks | None = None) -> Opened:
+def _streamed(
+    packed: Packed,
+    *,
+    policy: InferencePolicy,
+    offload: OffloadPolicy,
+    ranks: Ranks | None,
+    drafting: Drafting | None,
+) -> Opened:
     """Ranks that share the model make the same plan: of the largest part, the least memory and the slowest rank."""
     weights, subject = packed.read_rest()
 
@@ -339,6 +366,7 @@ def _streamed(packed: Packed, *, policy: InferencePolicy, offload: OffloadPolicy
         policy=policy,
         offload=offload,
         ranks=ranks,
+        drafting=drafting,
         measured=measured,
     )
     return Opened(model=models[0], subject=subject, plan=plan, streamed=layers, packed_bytes=packed.weight_bytes)
@@ -352,13 +380,16 @@ def _planned(
     policy: InferencePolicy,
     offload: OffloadPolicy,
     ranks: Ranks | None,
+    drafting: Drafting | None,
     measured: Callable[[StreamedLayers[Built], int], Rates],
 ) -> tuple[StreamedLayers[Built], StreamPlan]:
     """The file's layers as the plan has them. of: this rank's heads. fixed: bytes that stay in memory beside layers and threads. measured: the
     rates of a model over layers, for so many positions."""
     positions = min(policy.max_model_len or of.max_len, of.max_len)
     fixed += offload.threads * offload.block_bytes
-    sizes = sizes_of(of, items=file.items, layer_bytes=file.nbytes, fixed=fixed, positions=positions)
+    if drafting is not None and policy.memory_bytes is None:
+        drafting = replace(drafting, nbytes=0)  # what is free is counted beside it
+    sizes = sizes_of(of, items=file.items, layer_bytes=file.nbytes, fixed=fixed, positions=positions, drafting=drafting)
     budget = policy.memory_bytes or free_memory()
     if ranks is not None:
         share = budget if policy.memory_bytes else budget // ranks.comm.size

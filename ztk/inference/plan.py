@@ -120,20 +120,45 @@ class StreamPlan:
         )
 
 
-def sizes_of(description: Description, *, items: list[Item], layer_bytes: int, fixed: int, positions: int) -> Sizes:
-    """The bytes that a model takes for sequences of `positions` tokens. fixed: beside layers, cache and activations."""
-    of = description
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drafting:
+    """A draft model. nbytes: of its linear layers and head. working: bytes that a step of it computes with, of a prompt."""
+
+    description: Description
+    nbytes: int
+    working: int
+
+
+def sizes_of(
+    description: Description,
+    *,
+    items: list[Item],
+    layer_bytes: int,
+    fixed: int,
+    positions: int,
+    drafting: Drafting | None = None,
+) -> Sizes:
+    """The bytes that a model takes for sequences of `positions` tokens, with the draft model's. fixed: beside layers, cache and activations."""
+    of, drafted = description, 0
     outputs = {item.path: item.shape[0] for item in items}
     inner = max([count for path, count in outputs.items() if path.endswith("up")] or outputs.values())
     longest = rounded(positions)
+    if drafting is not None:
+        drafted = token_bytes(drafting.description)
+        fixed += drafting.nbytes + drafting.working + attention_bytes(drafting.description, positions=longest)
     return Sizes(
         layers=of.layers,
         layer=layer_bytes,
         fixed=fixed + attention_bytes(of, positions=longest),
-        sequence=2 * of.layers * of.kv_heads * of.head_dim * longest * 4,
+        sequence=(token_bytes(of) + drafted) * longest,
         row=row_bytes(of, inner=inner),
         logits=row_logits_bytes(of),
     )
+
+
+def token_bytes(of: Description) -> int:
+    """Of a position's keys and values, in fp32: in all slabs and one more, whose old and new memory exist together while it grows."""
+    return (2 * of.layers + 1) * of.kv_heads * of.head_dim * 4
 
 
 def attention_bytes(of: Description, *, positions: int) -> int:

@@ -8,16 +8,16 @@ All slots of a cache of slabs are equally long, the longest sequence's length ro
 bytes. `token`: keys and values of one position in every layer, and while slabs are laid out anew one slab more, whose old and new memory exist
 together; a draft model's as well. `shared`: what attention computes with, which follows the longest sequence and not their number. So a long
 sequence leaves fewer slots, and who finds none waits. Nothing is allocated beyond `nbytes`, and a sequence that is too long for a cache of its
-own is refused before it waits.
+own is refused before it waits. With `policy.cache_tokens` keys and values take that many tokens; when the model is opened they must fit into
+what is free, with all the rest.
 """
 
 from dataclasses import dataclass
 
 from ztk.inference.cache import rounded
-from ztk.inference.describe import Description
 from ztk.inference.draft import PROMPT_TOKENS, DraftModel
 from ztk.inference.over_slabs import OverSlabs
-from ztk.inference.plan import attention_bytes, free_memory, row_bytes, row_logits_bytes
+from ztk.inference.plan import Drafting, attention_bytes, free_memory, row_bytes, row_logits_bytes, token_bytes
 from ztk.inference.policy import InferencePolicy
 from ztk.inference.ranks import Ranks
 
@@ -61,21 +61,27 @@ def room_of(
     the call and get the least of theirs.
 
     Raises:
-        ValueError: it is not enough for the shortest sequence.
+        ValueError: it is not enough for the shortest sequence, or `policy.cache_tokens` are more than there is memory for.
     """
     of = model.description
+    token, shared = token_bytes(of), attention_bytes(of, positions=1)
+    working = _working(model, rows=policy.max_step_tokens or 0) + slots * row_logits_bytes(of)
+    if drafts is not None:
+        token += token_bytes(drafts.model.description)
+        shared += attention_bytes(drafts.model.description, positions=1)
+        working += _working(drafts.model, rows=PROMPT_TOKENS)
+    free = free_memory() if ranks is None else min(ranks.gather(free_memory() // ranks.comm.size))
+    room = Room(slots=slots, nbytes=max(0, free - working), token=token, shared=shared)
     if policy.cache_tokens is not None:
-        token = 2 * of.layers * of.kv_heads * of.head_dim * 4
-        room = Room(slots=slots, nbytes=policy.cache_tokens * token, token=token)
-    else:
-        token, shared = _token(of), attention_bytes(of, positions=1)
-        if drafts is not None:
-            token += _token(drafts.model.description)
-            shared += attention_bytes(drafts.model.description, positions=1)
-        working = _working(model, rows=policy.max_step_tokens or 0) + slots * row_logits_bytes(of)
-        working += 0 if drafts is None else _working(drafts.model, rows=PROMPT_TOKENS)
-        free = free_memory() if ranks is None else min(ranks.gather(free_memory() // ranks.comm.size))
-        room = Room(slots=slots, nbytes=max(0, free - working), token=token, shared=shared)
+        longest = min(policy.cache_tokens, rounded(min(policy.max_model_len or of.max_len, of.max_len)))
+        needed = policy.cache_tokens * token + longest * shared + working
+        if needed > free:
+            raise ValueError(
+                f"inference.cache_tokens={policy.cache_tokens} need {needed} bytes with what a step, attention over the longest sequence and "
+                f"a draft model compute with, and {free} are free: lower it, inference.max_model_len or inference.max_step_tokens"
+            )
+        own = 2 * of.layers * of.kv_heads * of.head_dim * 4
+        room = Room(slots=slots, nbytes=policy.cache_tokens * own, token=own)
     if not room.most(1):
         raise ValueError(
             f"the cache may take {room.nbytes} bytes, and the shortest sequence needs {room.needed(1)}: raise inference.cache_tokens, or free "
@@ -88,12 +94,13 @@ def room_of_drafts(drafts: DraftModel, *, slots: int) -> Room:
     """What a draft model's slabs may take beside a cache of blocks, which takes `block_opening._SHARE` of what is free."""
     of = drafts.model.description
     nbytes = int(_BESIDE_BLOCKS * free_memory())
-    return Room(slots=slots, nbytes=nbytes, token=_token(of), shared=attention_bytes(of, positions=1))
+    return Room(slots=slots, nbytes=nbytes, token=token_bytes(of), shared=attention_bytes(of, positions=1))
 
 
-def _token(of: Description) -> int:
-    """Bytes of a position in all slabs and one more."""
-    return (2 * of.layers + 1) * of.kv_heads * of.head_dim * 4
+def drafting_of(model: OverSlabs) -> Drafting:
+    """What a draft model takes beside streamed layers."""
+    nbytes = sum(product.nbytes for product in model.products())
+    return Drafting(description=model.description, nbytes=nbytes, working=_working(model, rows=PROMPT_TOKENS))
 
 
 def _working(model: OverSlabs, *, rows: int) -> int:

@@ -19,13 +19,13 @@ from ztk.inference.room import Room, room_of, room_of_drafts
 from ztk.inference.schedule import Scheduler
 
 
-def draft_of(
-    module: nn.Module | None, *, policy: InferencePolicy, vocabulary: int, follows: bool = False
-) -> DraftModel | None:
-    """The draft model, with weights of the same format. vocabulary: tokens of the model that answers. follows: this rank draws nothing.
+def open_draft(
+    module: nn.Module | None, *, policy: InferencePolicy, follows: bool
+) -> InferenceModel | ModuleModel | None:
+    """The draft model, with weights of the same format. follows: this rank draws nothing.
 
     Raises:
-        ValueError: `policy.draft_tokens` without a model or the other way round, another vocabulary, or a draft that is not computed so.
+        ValueError: `policy.draft_tokens` without a model or the other way round, or a draft that is not computed so.
     """
     count = policy.draft_tokens
     if (module is None) != (count == 0):
@@ -41,14 +41,23 @@ def draft_of(
     own = InferencePolicy(weights=policy.weights, cache="slabs", device="cpu")
     model = from_module(module, policy=own).model
     assert not isinstance(model, OverBlocks), "it has slabs"
+    settle_products(model, exact=check_model(model))
+    return model
+
+
+def drafts_of(
+    model: InferenceModel | ModuleModel | None, *, policy: InferencePolicy, vocabulary: int
+) -> DraftModel | None:
+    """Drafts of an opened model. vocabulary: tokens of the model that answers. Raises ValueError for another one."""
+    if model is None:
+        return None
     size = model.description.vocab_size
     if size != vocabulary:
         raise ValueError(
             f"the draft model has {size} tokens and the model {vocabulary}: use one with the same tokenizer"
         )
-    settle_products(model, exact=check_model(model))
     assert policy.max_sequences is not None, "the policy is settled"
-    return DraftModel(model, slots=policy.max_sequences, count=count)
+    return DraftModel(model, slots=policy.max_sequences, count=policy.draft_tokens)
 
 
 def shared_memory(
