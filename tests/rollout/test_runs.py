@@ -21,6 +21,8 @@ LAYOUTS = {
     "stage3": {"zero__stage": 3},
     "streamed": {"zero__stage": 3, "rollout__weights": RolloutWeightsName.streamed},
     "cpu": {"zero__stage": 3, "offload__optimizer": "cpu", "offload__parameters": "cpu"},
+    "selective": {"recompute__mode": "selective"},
+    "full": {"zero__stage": 3, "recompute__mode": "full"},
 }
 NVME = ("zero=stage3", "offload=nvme", f"offload.nvme_path={tempfile.gettempdir()}")
 
@@ -60,7 +62,13 @@ def plain(ranks, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("task", "world_size", "layout"),
-    [*[("grpo", 2, layout) for layout in LAYOUTS], ("grpo", 1, "stage3"), ("ppo", 2, "stage3"), ("ppo", 2, "nvme")],
+    [
+        *[("grpo", 2, layout) for layout in LAYOUTS],
+        ("grpo", 1, "stage3"),
+        ("ppo", 2, "stage3"),
+        ("ppo", 2, "nvme"),
+        ("ppo", 1, "selective"),
+    ],
 )
 def test_samples_and_losses_have_the_same_bits_in_every_layout(task, world_size, layout, plain, ranks, tmp_path):
     result, rows = plain(task, world_size)

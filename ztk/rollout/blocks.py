@@ -158,9 +158,10 @@ class _Group:
         return len(self.query_at) // (self._R * self._G)
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
-        """[S K, rows, X] times [S K, X, Y]. A row's bits are those of the engine's product."""
+        """[S K, rows, X] times [S K, X, Y], in memory of its own: selective recomputation keeps what `bmm` returns, and this is written over.
+        A row's bits are those of the engine's product."""
         if left.shape[1] <= self._most:
-            return torch.bmm(left, right)
+            return torch.bmm(left, right, out=left.new_empty(*left.shape[:2], right.shape[2]))
         return torch.cat([torch.bmm(part, right) for part in left.split(self._most, dim=1)], dim=1)
 
     def _scores(self, query: Tensor, *, key: Tensor) -> Iterator[tuple[_Block, Tensor]]:
