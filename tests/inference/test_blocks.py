@@ -10,6 +10,7 @@ from tests.inference.models import VOCABULARY, build, build_decoder
 from tests.inference.schedules import alone, run_schedule
 from ztk.inference import Generator, InferencePolicy, SamplingParams, block_opening, block_swap
 from ztk.inference.attention import BLOCK
+from ztk.inference.block_cache import BlockCache
 from ztk.inference.block_pool import BlockPool
 from ztk.inference.graphs import DecodeGraphs
 from ztk.inference.sample import DrawSteps, _cut, penalised
@@ -169,8 +170,6 @@ def test_answers_to_one_prompt_share_its_blocks():
 
 def test_a_scrambled_block_is_noticed(monkeypatch):
     """The same check fails when a block that comes back from main memory has one wrong number."""
-    from ztk.inference.block_cache import BlockCache
-
     model, restore = build_decoder(), BlockCache.restore
 
     def scrambled(self, copies, *, blocks):
@@ -308,6 +307,27 @@ def test_a_layer_that_is_not_finite_is_named_and_its_blocks_are_not_found_again(
     [[broken]] = generator.generate([list(range(70))], sampling=SamplingParams(max_tokens=2))
     assert broken.finish_reason == "error" and "after layer 1 of 2" in broken.error
     assert not generator._scheduler.pool.match(list(range(70)))
+
+
+def test_a_broken_sequence_is_located_in_its_own_blocks(monkeypatch):
+    """In pieces of a step, without a cache more; one that shares a prefix with it, inside a block, goes on as alone."""
+    model, good = build_decoder(), SamplingParams(max_tokens=40, temperature=0)
+    shared = [(7 * place + 3) % 90 for place in range(100)]
+    generator = Generator(model, policy=InferencePolicy(**BLOCKS, max_step_tokens=48))
+    [[alone]] = generator.generate([shared], sampling=good)
+    generator.forget_prefixes()
+    request = generator.submit(shared, sampling=good)
+    outputs = [output for _ in range(6) for output in generator.step()]
+    generator._model.weights.embedding[95] = float("nan")
+    made = []
+    monkeypatch.setattr(BlockCache, "__init__", lambda *given, **options: made.append(options))
+    bad = generator.submit([*shared[:90], *range(60), 95], sampling=good)
+    while generator.has_work:
+        outputs += generator.step()
+    assert generator.reused_tokens >= 90 and not made
+    [found] = [output for output in outputs if output.request_id == bad.id]
+    assert "first after layer 0 of 2" in found.error
+    assert [output.token for output in outputs if output.request_id == request.id] == alone.tokens
 
 
 @pytest.mark.parametrize(

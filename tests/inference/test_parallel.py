@@ -187,6 +187,24 @@ def test_weights_come_from_a_training_engine(ranks):
     assert before != after == fresh
 
 
+def broken_over_blocks(process: ztk.Process) -> list[str]:
+    """The error that names the layer."""
+    policy = InferencePolicy(cache="blocks", max_model_len=192, max_step_tokens=48)
+    generator = Generator(build_decoder(), policy=policy, comm=process.comm)
+    generator._model.weights.layers[1].out.weight[0, 0] = float("inf")
+    if generator.follows:
+        generator.follow()
+        return []
+    [[broken]] = generator.generate([PROMPTS[2]], sampling=GREEDY)
+    generator.close()
+    return [str(broken.error)]
+
+
+def test_a_broken_layer_is_named_over_blocks(ranks):
+    [error] = ranks(2).run(broken_over_blocks)[0]
+    assert "first after layer 1 of 2" in error
+
+
 def broken_and_long(process: ztk.Process) -> tuple[list[str], int]:
     """Errors that name the layer, and the steps of a message that is longer than one broadcast."""
     model = build_decoder(max_seq_len=8192)

@@ -72,11 +72,10 @@ class BlockModel(OverBlocks):
         x = self.forward(tokens, spans=spans, cache=cache)
         return self.logits(x[rows]) if rows else x.new_empty(0, self.description.vocab_size, dtype=torch.float32)
 
-    def first_broken(self, tokens: list[int], *, dtype: torch.dtype) -> int | None:
-        """The first layer whose output is not finite, of a sequence that is computed alone; None: all are. dtype: of keys and values."""
+    def own_broken(self, tokens: list[int], *, span: Span, cache: BlockCache) -> int | None:
+        """The first layer whose output is not finite, where every rank that shares the model makes the call; None: all are."""
         found: list[int] = []
-        scratch, span = self.scratch(len(tokens), dtype=dtype), Span(slot=0, start=0, length=len(tokens), row=0)
-        self.forward(torch.tensor(tokens), spans=[span], cache=scratch, broken=found)
+        self.forward(torch.tensor(tokens), spans=[span], cache=cache, broken=found)
         return found[0] if found else None
 
     def forward(

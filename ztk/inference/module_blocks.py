@@ -94,8 +94,3 @@ class ModuleBlockModel(OwnModules, OverBlocks):
             )
 
         return Attention(positions=step.positions, attend=attend)
-
-    def first_broken(self, tokens: list[int], *, dtype: torch.dtype) -> int | None:
-        """The first layer whose output is not finite, of a sequence that is computed alone; None: all are. dtype: of keys and values."""
-        span = Span(slot=0, start=0, length=len(tokens), row=0)
-        return self.own_broken(tokens, span=span, cache=self.scratch(len(tokens), dtype=dtype))

@@ -33,8 +33,19 @@ class OverBlocks(ABC):
         """As `step_logits`, where every rank that shares the model makes the call: tokens int64 [M]."""
 
     @abstractmethod
-    def first_broken(self, tokens: list[int], *, dtype: torch.dtype) -> int | None:
-        """The first layer whose output is not finite, of a sequence that is computed alone; None: all are. dtype: of keys and values."""
+    def own_broken(self, tokens: list[int], *, span: Span, cache: BlockCache) -> int | None:
+        """The first layer whose output is not finite, of rows of one sequence alone; None: all are. Every rank that shares the model makes the
+        call."""
+
+    def first_broken(self, tokens: list[int], *, cache: BlockCache, slot: int, rows: int) -> int | None:
+        """The first layer whose output is not finite, of a sequence that is computed once more, alone; None: all are. It takes no memory: keys
+        and values of the tokens that have been computed are written where they are, in blocks that it shares by the same numbers again. rows:
+        of a step at most."""
+        computed, found = tokens[: len(cache.tables[slot]) * BLOCK], []
+        for start in range(0, len(computed), rows):
+            part = computed[start : start + rows]
+            found.append(self.own_broken(part, span=Span(slot=slot, start=start, length=len(part), row=0), cache=cache))
+        return min((number for number in found if number is not None), default=None)
 
     def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: BlockCache, rows: list[int]) -> Tensor:
         """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows, on the device."""

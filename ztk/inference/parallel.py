@@ -47,7 +47,7 @@ class Leading:
         self._channel.send(_STEP, tokens.tolist(), log, _flat(spans), rows)
 
     def tell_to_locate(self, tokens: list[int], *, log: Sequence[int] = (), slot: int = 0, rows: int = 0) -> None:
-        """The others compute a sequence once more, alone: over slabs in its slot, so many rows at a time."""
+        """The others compute a sequence once more, alone, in its slot, so many rows at a time."""
         self._channel.send(_LOCATE, tokens, log, [slot, rows])
 
     def beat(self) -> None:
@@ -102,9 +102,10 @@ class LeadingBlockModel(Leading, BlockModel):
         self.tell_step(tokens, spans=spans, log=cache.take_log(spans), rows=rows)
         return self.own_logits(tokens, spans=spans, cache=cache, rows=rows)
 
-    def first_broken(self, tokens: list[int], *, dtype: torch.dtype) -> int | None:
-        self.tell_to_locate(tokens)
-        return super().first_broken(tokens, dtype=dtype)
+    def first_broken(self, tokens: list[int], *, cache: BlockCache, slot: int, rows: int) -> int | None:
+        assert isinstance(cache, RecordedBlocks), "new_cache has made it"
+        self.tell_to_locate(tokens, log=cache.take_log([]), slot=slot, rows=rows)
+        return super().first_broken(tokens, cache=cache, slot=slot, rows=rows)
 
 
 class LeadingModuleModel(LeadingOverSlabs, ModuleModel):
@@ -152,11 +153,11 @@ def first_broken(
     slot: int,
     rows: int,
 ) -> int | None:
-    """The first layer whose output is not finite, of a sequence that is computed once more, alone; None: all are. slot: over slabs, its own.
-    rows: over slabs, of a step at most."""
+    """The first layer whose output is not finite, of a sequence that is computed once more, alone; None: all are. slot: its own. rows: of a
+    step at most."""
     if isinstance(model, OverBlocks):
         assert isinstance(cache, BlockCache), "the model computes over blocks"
-        return model.first_broken(tokens, dtype=cache.dtype)
+        return model.first_broken(tokens, cache=cache, slot=slot, rows=rows)
     assert isinstance(cache, Cache), "the model computes over slabs"
     return model.first_broken(tokens, cache=cache, slot=slot, rows=rows)
 
