@@ -3,16 +3,22 @@ its options, on tiny local models and two ranks of this machine.
 
     python scripts/run_deepspeed_chat.py CHECKOUT/applications/DeepSpeed-Chat --work FOLDER [--only REGEX]
 
-Every run adds a line to FOLDER/cells.jsonl and a log; FOLDER/table.md has the last result of each: the last losses, or the first line of an
-error. Losses of one option must be equal over the stages that run it: exit code 1 if some differ, or if a run ends without losses and without
-the line of an error. transformers 5 has moved a name that the scripts import (`no_init_weights`), and TensorBoard may be missing: a folder on
-PYTHONPATH provides both to the processes it starts.
+Every run adds a line to FOLDER/cells.jsonl and a log; FOLDER/table.md has the last result of each: the last losses and a digest of the
+weights that the script has saved, or the first line of an error. Both must be equal over the stages that run an option: exit code 1 if
+some differ, or if a run ends without losses and without the line of an error. `align overflow` alone differs at stage 0, where DeepSpeed's
+loss scale has no hysteresis: stages 2 and 3 are compared, and all three at one hysteresis, which a wrapper around the scripts'
+`get_train_ds_config` sets. Step 3 has no warm-up of the rate, and losses in fp32, so that updates show in what it prints.
+
+transformers 5 has moved a name that the scripts import (`no_init_weights`), and TensorBoard may be missing: a folder on PYTHONPATH provides
+both, and that wrapper, to the processes it starts.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -47,9 +53,11 @@ OPTIONS = {  # by step: option -> its arguments
         "hybrid, lora": "--enable_hybrid_engine " + LORA.format("actor_"),
         "ema": "--enable_ema",
         "align overflow": "--align_overflow --dtype fp16",
-        "mixed-precision lora": "--enable_mixed_precision_lora " + LORA.format("actor_"),
+        "align overflow, hysteresis 1": "--align_overflow --dtype fp16",
+        "mixed-precision lora": "--enable_mixed_precision_lora --only_optimize_lora " + LORA.format("actor_"),
     },
 }
+OWN_AT_STAGE_0 = {"align overflow"}  # options whose losses are compared over the other stages
 COMPLETION = """
 import contextlib, os, sys, types
 if "RANK" in os.environ:
@@ -62,6 +70,14 @@ if "RANK" in os.environ:
         missing = types.ModuleType("torch.utils.tensorboard")
         missing.SummaryWriter = None
         sys.modules["torch.utils.tensorboard"] = missing
+    if "CHAT_HYSTERESIS" in os.environ:
+        import dschat.utils.ds_utils as ds_utils
+        made = ds_utils.get_train_ds_config
+        def with_hysteresis(*given, **named):
+            config = made(*given, **named)
+            config["fp16"]["hysteresis"] = int(os.environ["CHAT_HYSTERESIS"])
+            return config
+        ds_utils.get_train_ds_config = with_hysteresis
 """
 FOUND = {
     "sft": r"^ppl: .*, loss: (\S+)",
@@ -103,11 +119,11 @@ def write_table(work: Path) -> str:
     for step, options in OPTIONS.items():
         for option in options:
             row = [results.get(f"{step} {stage} {option}".strip(), "") for stage in STAGES]
-            losses = [result for result in row if result and not result.startswith("exit code")]
+            compared = row[option in OWN_AT_STAGE_0 :]
+            losses = [result for result in compared if result and not result.startswith("exit code")]
             failed = any(re.match(r"exit code (?!1: )|exit code 1: no error", result) for result in row)
-            agreement = (
-                "failed" if failed else "differ" if len(set(losses)) > 1 else "equal" if len(losses) > 1 else "-"
-            )
+            same = "equal" if compared == row else "equal at 2, 3"
+            agreement = "failed" if failed else "differ" if len(set(losses)) > 1 else same if len(losses) > 1 else "-"
             lines.append(f"| {step} | {option or '-'} | {' | '.join(row)} | {agreement} |\n")
     (work / "table.md").write_text("".join(lines))
     return "".join(lines)
@@ -122,6 +138,10 @@ def run(name: str, step: str, stage: int, words: str, *, work: Path, given: argp
     )
     path = os.pathsep.join([str(work / "completion"), str(ROOT), str(scripts)])
     environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    if hysteresis := re.search(r"hysteresis (\d+)", name):
+        environment |= {"CHAT_HYSTERESIS": hysteresis[1]}
+    saved = work / "out" / f"{step}{stage}"
+    shutil.rmtree(saved, ignore_errors=True)
     command = [sys.executable, "-m", "ztk.deepspeed", "--num_gpus", "2", "main.py"]
     arguments = f"{arguments_of(step, stage, work)} {words}".split()
     with log.open("w") as file:
@@ -148,7 +168,26 @@ def run(name: str, step: str, stage: int, words: str, *, work: Path, given: argp
         }
     found = re.findall(FOUND[step], text, flags=re.MULTILINE)
     losses = [found[-1]] if found and isinstance(found[-1], str) else found[-1] if found else ["exit code 0, no losses"]
-    return {"name": name, "result": ", ".join(losses), "seconds": spent}
+    return {"name": name, "result": f"{', '.join(losses)}; {digest_of(saved)}", "seconds": spent}
+
+
+def digest_of(folder: Path) -> str:
+    """Of every value in the files of weights that a script has saved: folders, names, dtypes and bits. Of tied values the first name counts,
+    since at stage 3 the scripts save no other."""
+    import torch
+    from safetensors.torch import load_file
+
+    digest = hashlib.sha256()
+    for file in sorted([*folder.rglob("*.bin"), *folder.rglob("*.safetensors")]):
+        is_pickled, names = file.suffix == ".bin", {}
+        values = torch.load(file, map_location="cpu", weights_only=True) if is_pickled else load_file(file)
+        for name, value in values.items():
+            names.setdefault(value.data_ptr(), name)
+        for name in sorted(names.values()):
+            value = values[name]
+            digest.update(f"{file.parent.relative_to(folder)} {name} {value.dtype} {list(value.shape)}".encode())
+            digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:8]
 
 
 def arguments_of(step: str, stage: int, work: Path) -> str:
@@ -160,8 +199,8 @@ def arguments_of(step: str, stage: int, work: Path) -> str:
         return (
             f"{common} --actor_model_name_or_path {work}/model --critic_model_name_or_path {work}/critic --actor_zero_stage {stage} "
             f"--critic_zero_stage {stage} --max_prompt_seq_len 32 --max_answer_seq_len 12 --per_device_generation_batch_size 2 "
-            "--per_device_training_batch_size 2 --actor_learning_rate 1e-3 --critic_learning_rate 1e-3 --enable_test_mode "
-            "--test_stop_step 4 --num_padding_at_beginning 0"
+            "--per_device_training_batch_size 2 --actor_learning_rate 1e-3 --critic_learning_rate 1e-3 --num_warmup_steps 0 "
+            "--compute_fp32_loss --enable_test_mode --test_stop_step 4 --num_padding_at_beginning 0"
         )
     model = f"--model_name_or_path {work}/model --zero_stage {stage} --learning_rate 1e-3 --max_seq_len 48"
     more = " --num_padding_at_beginning 0" if step == "reward" else ""
