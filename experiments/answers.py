@@ -20,9 +20,11 @@ LONGEST = 8  # tokens of an answer
 class Answers:
     """Of the built-in task, whose rewards are exact. With records of a file there is nothing to measure."""
 
-    def __init__(self, config: Config, *, engine: Engine, reference: Engine | BaseModel | None) -> None:
-        """reference: the engine that the divergence is measured to; None: it is not measured."""
-        self._config, self._engine, self._reference = config, engine, reference
+    def __init__(
+        self, config: Config, *, engine: Engine, reference: Engine | BaseModel | None, packs: bool = False
+    ) -> None:
+        """reference: the engine that the divergence is measured to; None: it is not measured. packs: see `experiments.packing`."""
+        self._config, self._engine, self._reference, self._packs = config, engine, reference, packs
         process, size = engine.process, config.train.micro_batch_size
         # In full micro-batches; what is over counts nowhere.
         per_rank = -(-PROMPTS // (process.world_size * size)) * size
@@ -55,6 +57,7 @@ class Answers:
             pad=PAD,
             temperature=temperature,
             seed=config.train.seed,
+            packs=self._packs,
         )
         requests = Requests(
             prompts=[prompt.tokens for prompt in prompts],

@@ -9,6 +9,7 @@ from experiments.alignment import Measured, evaluate_pairs, open_stream, resume,
 from experiments.answers import Answers
 from experiments.examples import ExampleStream, Step, lengths_of
 from experiments.models import Values, build, warm_start
+from experiments.packing import packs_examples
 from experiments.pretrain import build_reporter
 from experiments.ranks import started
 from experiments.reference import (
@@ -39,6 +40,7 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
     engine = build(config, process=process, values=first_values, lr_table=policies.learning_rates(config))
     start_from(config, engine=engine)
     reference = open_reference(config, engine=engine, stream=stream, first_values=first_values)
+    stream.packs = packs_examples(config, policy=engine, reference=reference.engine)
     past, loaded = resume(config, engine=engine, stream=stream)
     if loaded is None:
         reference.begin()
@@ -47,7 +49,7 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
     with build_reporter(config, engine=engine, past=past) as reporter:
         reporter.say(lengths_of(stream.examples))
         policy = policy_of(config)
-        answers = Answers(config, engine=engine, reference=reference.engine)
+        answers = Answers(config, engine=engine, reference=reference.engine, packs=stream.packs)
         forward = partial(losses_of, engine, policy=policy, reference=reference)
 
         def train_step(step: Step) -> Measured:

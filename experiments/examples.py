@@ -4,9 +4,10 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from experiments.lengths import histogram
 from experiments.prompts import PAD, STOP
@@ -16,6 +17,7 @@ from ztk.config import Config
 from ztk.data import Share, SubwordTokenizer
 from ztk.data.permutation import Permutation
 from ztk.report import RunFolder
+from ztk.rollout import Layout, has_cache, lay_out
 from ztk.runtime import Process
 
 HELD_OUT = 2**40  # number of the first built-in prompt to evaluate with
@@ -38,7 +40,7 @@ class MicroBatch:
 class Step:
     """This rank's micro-batches of a step, and over all ranks: its examples, its tokens, and the answer tokens of chats or chosen texts.
 
-    length: of every row. parts: micro-batches of all ranks.
+    length: of every row. parts: micro-batches of all ranks. packs: forwards take the texts without padding.
     """
 
     micro_batches: list[MicroBatch]
@@ -47,10 +49,20 @@ class Step:
     num_answer_tokens: int
     length: int
     parts: int
+    packs: bool
 
-    def rows(self, batch: MicroBatch, *, device: torch.device) -> Tensor:
-        """int64 [S, length]."""
-        return batch.sequences.rows(length=self.length, pad=PAD).to(device)
+    def layout(self, batch: MicroBatch, *, module: nn.Module, device: torch.device, shares: bool = False) -> Layout:
+        """The texts of a micro-batch for a forward of `module`. shares: a prompt of several texts is computed once, where the module can."""
+        sequences = batch.sequences
+        options: dict[str, Any] = {"lengths": sequences.lengths, "packs": self.packs, "device": device}
+        if has_cache(module):
+            options["module"] = module  # whose bits a pack keeps
+            options["prompt_lengths"] = self.mask(batch).int().argmax(1) if shares else None
+        return lay_out(sequences.rows(length=self.length, pad=PAD), **options)
+
+    def mask(self, batch: MicroBatch) -> Tensor:
+        """Whether a token counts: bool [S, length]."""
+        return batch.sequences.mask(length=self.length)
 
 
 class Examples:
@@ -158,11 +170,11 @@ class Examples:
 
 
 class ExampleStream:
-    """Steps of a run; see [Note: Global order] in `ztk.data.stream`."""
+    """Steps of a run; see [Note: Global order] in `ztk.data.stream`. packs: of the steps from now on."""
 
     def __init__(self, examples: Examples, *, config: Config, share: Share) -> None:
         """Rows have one length where the model's layers are divided, so that every part knows its shapes."""
-        self.examples, self.position = examples, 0
+        self.examples, self.position, self.packs = examples, 0, False
         self._share, self._seq_len = share, config.data.seq_len
         self._most_held_out = (config.train.eval_batches or 0) * share.global_batch
         degrees = config.topology
@@ -194,6 +206,7 @@ class ExampleStream:
             num_answer_tokens=sum(int(example.texts[0].answer.sum()) for example in examples),
             length=self._seq_len if self._fixed else min(self._seq_len, -(-longest // ROW_UNIT) * ROW_UNIT),
             parts=share.accumulation_steps * share.world_size,
+            packs=self.packs,
         )
 
     def held_out(self) -> Step | None:

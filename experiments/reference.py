@@ -12,12 +12,12 @@ from experiments.alignment import start_from
 from experiments.examples import ExampleStream, Step
 from experiments.models import Values, build
 from ztk import checkpoint
-from ztk.align import PairLogprobs, token_logprobs
+from ztk.align import PairLogprobs, answer_logprobs
 from ztk.config import Config
 from ztk.engine import Engine
 from ztk.nn.lora import adapters_off
 from ztk.report import RunFolder
-from ztk.rollout import large_answers, lay_out
+from ztk.rollout import answer_logits, large_answers
 from ztk.runtime import Process
 
 FOLDER = "reference"  # of a run: the checkpoint of its frozen reference
@@ -71,15 +71,14 @@ class Reference(Protocol):
 def pair_logprobs(engine: Engine | BaseModel, *, step: Step, index: int) -> PairLogprobs:
     """The log-probabilities that `engine` gives the answers of micro-batch number `index`."""
     batch, device = step.micro_batches[index], engine.process.device
-    sequences, rows = batch.sequences.to(device), step.rows(batch, device=device)
-    large = large_answers(engine, rows=len(rows), length=step.length)
+    layout, mask = step.layout(batch, module=engine.module, device=device, shares=True), step.mask(batch)
+    large = large_answers(engine, rows=len(mask), length=step.length)
+    sequences = batch.sequences.to(device)
     if large is not None:
-        mask = batch.sequences.mask(length=step.length)
-        layout = lay_out(rows, lengths=batch.sequences.lengths, packs=False, device=device)
-        found = large.logprobs(layout, mask=mask)
-        logprobs = sequences.pack(found.new_zeros(rows.numel()).index_copy(0, layout.places(mask), found).view_as(rows))
+        found, index = large.logprobs(layout, mask=mask), sequences.answer.nonzero().squeeze(1)
+        logprobs = found.new_zeros(len(sequences.tokens)).index_copy(0, index, found)
     else:
-        logprobs = token_logprobs(sequences.pack(engine(rows)), sequences=sequences)
+        logprobs = answer_logprobs(answer_logits(engine, layout=layout, mask=mask), sequences=sequences)
     return PairLogprobs.of(logprobs, sequences=sequences)
 
 

@@ -8,6 +8,7 @@ from experiments import policies
 from experiments.alignment import Measured, evaluate_pairs, open_stream, resume, start_from, train, train_pairs
 from experiments.examples import ExampleStream, Step, lengths_of
 from experiments.models import build
+from experiments.packing import packs_examples
 from experiments.pretrain import build_reporter
 from experiments.ranks import started
 from ztk.align import PairwisePolicy, pairwise_losses
@@ -27,6 +28,7 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
     stream = open_stream(config, process=process)
     engine = build(config, process=process, lr_table=policies.learning_rates(config), is_critic=True)
     start_from(config, engine=engine, body_only=True)
+    stream.packs = packs_examples(config, policy=engine)
     past, _ = resume(config, engine=engine, stream=stream)
     forward = partial(losses_of, engine, policy=policy_of(config))
     with build_reporter(config, engine=engine, past=past, parameters=engine.num_parameters) as reporter:
@@ -58,8 +60,9 @@ def policy_of(config: Config) -> PairwisePolicy:
 def losses_of(engine: Engine, step: Step, index: int, *, policy: PairwisePolicy) -> tuple[Tensor, dict[str, Tensor]]:
     """The part of the step's loss of a micro-batch, and sums over its pairs."""
     batch, device = step.micro_batches[index], engine.process.device
-    sequences = batch.sequences.to(device)
-    values = sequences.pack(engine(step.rows(batch, device=device)).squeeze(-1))
+    layout, sequences = step.layout(batch, module=engine.module, device=device, shares=True), batch.sequences
+    places = layout.places(sequences.is_token(length=step.length))
+    values, sequences = layout.forward(engine).flatten().index_select(0, places), sequences.to(device)
     found = pairwise_losses(values, sequences=sequences, policy=policy, margins=batch.margins.to(device))
     sums = {
         "accuracy": (found.chosen > found.rejected).sum(),

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from experiments.alignment import start_from
 from experiments.learned_reward import open_reward_model
 from experiments.models import Values, build
+from experiments.packing import pack_exactly_on_all_ranks
 from experiments.prompts import Prompts
 from experiments.reference import BaseModel
 from ztk.config import Config
@@ -22,7 +22,6 @@ from ztk.rollout import (
     RolloutWeights,
     SettledWeights,
     can_pack,
-    pack_exactly,
     settle_weights,
     use_cached_attention,
 )
@@ -121,10 +120,9 @@ def open_run(
 def open_packs(config: Config, *, actor: Engine, reference: Engine | BaseModel | None) -> bool:
     """Whether texts are packed: where that changes no bit on any rank, and without rollout.identity=exact of all models that take it. A
     collective call."""
-    modules = [engine.module for engine in (actor, reference) if isinstance(engine, Engine)]
-    process, is_exact = actor.process, config.rollout.identity == "exact"
-    own = torch.tensor([float(pack_exactly(*modules, device=process.device))], device=process.device)
-    packs = bool(process.comm.gather_scalars(own, label="packs").all())  # processors may differ
+    engines = [engine for engine in (actor, reference) if isinstance(engine, Engine)]
+    modules = [engine.module for engine in engines]
+    is_exact, packs = config.rollout.identity == "exact", pack_exactly_on_all_ranks(*engines)
     if config.rollout.engine == "generator" and is_exact and not packs:
         for module in modules:
             use_cached_attention(module)

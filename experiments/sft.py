@@ -4,6 +4,7 @@ from torch import Tensor
 
 from experiments.alignment import Measured, open_stream, resume, start_from, train
 from experiments.examples import ExampleStream, Step, lengths_of
+from experiments.packing import packs_examples
 from experiments.pretrain import build_engine, build_reporter
 from experiments.ranks import started
 from ztk.config import Config
@@ -23,6 +24,7 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
     stream = open_stream(config, process=process)
     engine = build_engine(config, process=process)
     start_from(config, engine=engine)
+    stream.packs = packs_examples(config, policy=engine)
     past, _ = resume(config, engine=engine, stream=stream)
     with build_reporter(config, engine=engine, past=past) as reporter:
         reporter.say(lengths_of(stream.examples))
@@ -60,10 +62,11 @@ def evaluate(engine: Engine, *, stream: ExampleStream) -> dict[str, float]:
 
 def micro_batches(step: Step, *, engine: Engine) -> list[MicroBatch]:
     """Tokens, targets, and the weight with which the mean over micro-batches and ranks is the mean over the step's answer tokens."""
-    device, batches = engine.process.device, []
+    batches = []
     for batch in step.micro_batches:
         counted = 0 if batch.is_filler else int(batch.sequences.answer.sum())
-        targets = batch.sequences.targets(length=step.length).to(device)
-        weight = counted * step.parts / step.num_answer_tokens
-        batches.append(MicroBatch(args=(step.rows(batch, device=device), targets), weight=weight))
+        layout = step.layout(batch, module=engine.module, device=engine.process.device)
+        documents = () if layout.documents is None else (layout.documents,)
+        args = (layout.tokens, layout.targets(step.mask(batch)), *documents)
+        batches.append(MicroBatch(args=args, weight=counted * step.parts / step.num_answer_tokens))
     return batches

@@ -3,6 +3,7 @@
     pip install trl
     python scripts/compare_trl.py               every case, 6 optimizer steps
     python scripts/compare_trl.py --steps 20    more
+    python scripts/compare_trl.py --speed       instead tokens per second of an optimizer step, of a larger model and longer texts
 
 Prints the largest difference of a step's loss per case. Exit code 1 if one exceeds 1e-5.
 """
@@ -13,10 +14,14 @@ import copy
 import functools
 import io
 import json
+import operator
+import random
 import re
+import statistics
 import sys
 import tempfile
-from dataclasses import asdict
+import time
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 
@@ -31,6 +36,7 @@ import trl
 
 from experiments import answers
 from experiments.alignment import open_stream
+from experiments.examples import ExampleStream, Step
 from experiments.models import build, full_values
 from experiments.prompts import PAD, STOP
 from ztk.checkpoint.llama import TO_LLAMA, llama_config
@@ -60,39 +66,133 @@ CASES = {
     "dpo, per token": ((*DPO, "dpo.length_normalised=true"), {"loss_type": ["sigmoid_norm"]}),
     "dpo and sft": ((*DPO[:-1], "dpo.sft_weight=0.5"), {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
 }
+# Of `--speed`: the sizes of `compare_trl_rollouts.py`, and texts whose lengths differ as those of chats do.
+SPEED = (
+    *("model.dim=256", "model.layers=2", "model.heads=4", "model.kv_heads=4", "model.hidden_dim=688", "data.seq_len=384"),
+    *("model.max_seq_len=384", "data.validation_fraction=0"),
+)  # fmt: skip
+SPEEDS = {
+    "sft": ("task=sft", "data=preferences", "train.global_batch_size=32", "train.micro_batch_size=32"),
+    "reward": ("task=reward", "data=preferences"),
+    "dpo": (*DPO, "data=preferences"),
+}
+RECORDS = 256
+LETTERS = "abcdefghij"
+
+
+@dataclass(kw_only=True)
+class Losses:
+    """Of every step. seconds: what it took; tokens: of its texts, without padding."""
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """The median of tokens per second, without the first step, which warms up, and the last, whose end ztk's stream does not see."""
+        return statistics.median(map(operator.truediv, self.tokens[1:-1], self.seconds[1:]))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=6)
-    steps = parser.parse_args().steps
+    parser.add_argument("--speed", action="store_true")
+    options = parser.parse_args()
     plot.plot_run, answers.PROMPTS = (lambda folder: None), 1
     transformers.logging.set_verbosity_error()
-    worst = 0.0
     process = Process.start(device="cpu")
-    print(f"TRL {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}, {steps} steps")
-    rows = []
+    print(f"TRL {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}")
+    if options.speed:
+        compare_speed(process, steps=options.steps)
+        return 0
+    return int(compare_losses(process, steps=options.steps) > TOLERANCE)
+
+
+def compare_losses(process: Process, *, steps: int) -> float:
+    """Prints a line per case; returns the largest difference."""
+    worst, rows = 0.0, []
     for name, (overrides, options) in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
             config = compose(
                 *overrides, *COMMON, f"train.steps={steps}", output_dir=folder, machine=Machine(gpus=0, cores=2)
             )
-            with contextlib.redirect_stdout(io.StringIO()):  # two programs' tables
-                theirs = run_trl(config, process=process, folder=folder, options=options)
-                import_module(config.task.module).run(copy.deepcopy(config), process=process)
-            written = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-        ours = [row["loss"] for row in written]
+            ours, theirs = (found.losses for found in run_both(config, process=process, folder=folder, options=options))
         difference = max(abs(own - their) for own, their in zip(ours, theirs, strict=True))
         worst = max(worst, difference)
         rows.append(
             f"{name:30} {difference:9.1e}   {ours[0]:8.5f} -> {ours[-1]:8.5f}   TRL {theirs[0]:8.5f} -> {theirs[-1]:8.5f}"
         )
     print("\n".join(["case                           largest difference of a step's loss", *rows]))
-    return int(worst > TOLERANCE)
+    return worst
 
 
-def run_trl(config: Config, *, process: Process, folder: str, options: dict) -> list[float]:
-    """The loss of every step of TRL's trainer, from the first parameters of the run that `config` describes."""
+def compare_speed(process: Process, *, steps: int) -> None:
+    """Prints tokens per second of both, without padding, and how many of the peer's computed tokens are padding."""
+    print("task       ztk      TRL   ratio   tokens of a text: mean, longest")
+    for name, overrides in SPEEDS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_records(Path(folder, "records.jsonl"))
+            choices = (*COMMON, *SPEED, *overrides, f"train.steps={steps}", f"data.path={path}")
+            config = compose(*choices, output_dir=folder, machine=Machine(gpus=0, cores=2))
+            lengths = [
+                count
+                for batch in open_stream(config, process=process).next_step().micro_batches
+                for count in batch.sequences.lengths.tolist()
+            ]
+            ours, theirs = run_both(config, process=process, folder=folder, options={})
+        ratio, mean = ours.rate / theirs.rate, statistics.mean(lengths)
+        print(f"{name:6} {ours.rate:8.0f} {theirs.rate:8.0f}   {ratio:5.2f}   {mean:8.1f}, {max(lengths)}", flush=True)
+
+
+def write_records(path: Path) -> Path:
+    """Prompts of 16 to 128 letters and answers of 8 to 192, pairs of one prompt."""
+    chance = random.Random(0)
+
+    def text(least: int, most: int) -> str:
+        return "".join(chance.choices(LETTERS, k=chance.randint(least, most)))
+
+    with path.open("w") as file:
+        for _ in range(RECORDS):
+            prompt, chosen, rejected = text(16, 128), text(8, 192), text(8, 192)
+            pair = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+            file.write(json.dumps(pair) + "\n")
+    return path
+
+
+def run_both(config: Config, *, process: Process, folder: str, options: dict) -> tuple[Losses, Losses]:
+    """ztk's run, and TRL's of the same texts."""
+    with contextlib.redirect_stdout(io.StringIO()):  # two programs' tables
+        theirs = run_trl(config, process=process, folder=folder, options=options)
+        ours = run_ztk(config, process=process)
+    written = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    ours.losses, theirs.tokens = [row["loss"] for row in written], ours.tokens
+    return ours, theirs
+
+
+def run_ztk(config: Config, *, process: Process) -> Losses:
+    """A step is from where its texts are there to where those of the next one are asked for."""
+    found, started, next_step = Losses(), [0.0], ExampleStream.next_step
+
+    def timed(stream: ExampleStream) -> Step:
+        now = time.perf_counter()
+        if found.tokens:
+            found.seconds.append(now - started[0])
+        step = next_step(stream)
+        found.tokens.append(step.num_tokens)
+        started[0] = time.perf_counter()
+        return step
+
+    ExampleStream.next_step = timed
+    try:
+        import_module(config.task.module).run(copy.deepcopy(config), process=process)
+    finally:
+        ExampleStream.next_step = next_step
+    return found
+
+
+def run_trl(config: Config, *, process: Process, folder: str, options: dict) -> Losses:
+    """TRL's trainer, from the first parameters of the run that `config` describes."""
     is_reward = config.task.name == "reward"
     engine = build(config, process=process, is_trained=False, is_critic=is_reward)
     values = full_values(engine)
@@ -101,13 +201,20 @@ def run_trl(config: Config, *, process: Process, folder: str, options: dict) -> 
     model = llama_of(values, shape=shape, is_reward=is_reward)
     kind = {"sft": trl.SFTTrainer, "reward": trl.RewardTrainer, "dpo": trl.DPOTrainer}[config.task.name]
     settings = {"sft": trl.SFTConfig, "reward": trl.RewardConfig, "dpo": trl.DPOConfig}[config.task.name]
-    losses: list[float] = []
+    record = Losses()
+
+    class Clock(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            self.started = time.perf_counter()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            record.seconds.append(time.perf_counter() - self.started)
 
     # pyrefly: ignore[invalid-inheritance]  # one of three classes with the same methods
     class Recording(kind):
         def compute_loss(self, *args, **kwargs):
             found = super().compute_loss(*args, **kwargs)
-            losses.append((found[0] if isinstance(found, tuple) else found).item())
+            record.losses.append((found[0] if isinstance(found, tuple) else found).item())
             return found
 
         def _get_train_sampler(self, *args, **kwargs):
@@ -141,10 +248,11 @@ def run_trl(config: Config, *, process: Process, folder: str, options: dict) -> 
         args=arguments,
         train_dataset=texts_of(config, process=process),
         processing_class=byte_tokenizer(),
+        callbacks=[Clock()],
         **extra,
     )
     trainer.train()
-    return losses
+    return record
 
 
 def texts_of(config: Config, *, process: Process) -> datasets.Dataset:

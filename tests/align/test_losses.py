@@ -51,7 +51,7 @@ def picked(sequences: Sequences, numbers: list[int]) -> Sequences:
 # Sequences
 
 
-def test_rows_targets_and_packing_agree():
+def test_rows_and_packed_tokens_agree():
     sequences = Sequences.of(
         [
             (torch.tensor([5, 6, 7]), torch.tensor([False, True, True])),
@@ -59,8 +59,7 @@ def test_rows_targets_and_packing_agree():
         ]
     )
     assert sequences.rows(length=4, pad=0).tolist() == [[5, 6, 7, 0], [8, 9, 0, 0]]
-    assert sequences.targets(length=4).tolist() == [[6, 7, -100, -100], [9, -100, -100, -100]]
-    assert sequences.pack(sequences.rows(length=4, pad=0)).tolist() == [5, 6, 7, 8, 9]
+    assert sequences.rows(length=4, pad=0)[sequences.is_token(length=4)].tolist() == [5, 6, 7, 8, 9]
     assert sequences.positions.tolist() == [0, 1, 2, 0, 1]
     assert (sequences.starts.tolist(), sequences.ends.tolist()) == ([0, 3], [2, 4])
     assert sequences.answer_lengths.tolist() == [2, 1]
@@ -80,15 +79,6 @@ def test_sequences_that_do_not_fit_are_refused(tokens, lengths, answer, says):
         Sequences(tokens=torch.tensor(tokens), lengths=torch.tensor(lengths), answer=torch.tensor(answer))
     with pytest.raises(ValueError, match="does not fit into a row of 3"):
         packed([4]).rows(length=3, pad=0)
-
-
-def test_targets_are_what_cross_entropy_takes():
-    """The loss of supervised fine-tuning through rows is minus the mean of the packed log-probabilities."""
-    sequences = packed()
-    rows = torch.randn(len(sequences), 8, 7, dtype=torch.float64)
-    over_rows = F.cross_entropy(rows.flatten(0, 1), sequences.targets(length=8).flatten(), ignore_index=-100)
-    logprobs = token_logprobs(sequences.pack(rows), sequences=sequences)
-    assert over_rows.item() == pytest.approx(-logprobs.sum().item() / int(sequences.answer.sum()), rel=1e-14)
 
 
 def test_log_probabilities_by_hand():

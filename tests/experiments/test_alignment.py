@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments import answers, policies
+from experiments import answers, packing, policies
 from experiments import dpo as dpo_program
 from experiments.alignment import open_stream
-from experiments.examples import Examples, ExampleStream
+from experiments.examples import Examples, ExampleStream, Step
 from experiments.models import full_values
 from experiments.reference import FrozenReference, PrecomputedReference
 from ztk.config import Config, Machine, compose
@@ -137,6 +137,52 @@ def test_fine_tuning_over_divided_models(topology, ranks, tmp_path):
     for name, (count, option) in layouts.items():
         ranks(count).run(play, configs=[config_of("sft", option, folder=tmp_path / name, ranks=count)])
     assert losses_of(tmp_path / topology) == pytest.approx(losses_of(tmp_path / "dp"), rel=1e-5)  # as above
+
+
+def computed(process: Process, *, config: Config, packs: bool) -> tuple[int, int]:
+    """Runs it; how many tokens the forwards of its steps computed, and how many their texts have."""
+    counts, layout, decide = [0, 0], Step.layout, packing.packs_examples
+    program = import_module(config.task.module)
+
+    def counted(step, batch, **options):
+        found = layout(step, batch, **options)
+        counts[0] += found.tokens.numel()
+        counts[1] += int(batch.sequences.lengths.sum())
+        return found
+
+    Step.layout, program.packs_examples = counted, decide if packs else lambda config, **engines: False
+    try:
+        play(process, configs=[config])
+    finally:
+        Step.layout, program.packs_examples = layout, decide
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_texts_are_packed_with_the_losses_of_padded_rows(task, ranks, tmp_path):
+    """Prompts of two pairs, prompts of one, answers of different lengths; a pair's prompt is computed once."""
+    prompts = ["ab" * 9, "c", "ab" * 9, "defg" * 5]
+    pairs = [
+        {"prompt": prompt, "chosen": "x" * (1 + 5 * number), "rejected": "yz" * (7 - number)}
+        for number, prompt in enumerate([*prompts, *prompts[:2]])
+    ]
+    file = written(tmp_path / "pairs.jsonl", *pairs)
+    given = ("data=preferences", f"data.path={file}", "data.validation_fraction=0", "data.seq_len=64", "train.steps=3")
+    given += ("train.global_batch_size=6", "train.micro_batch_size=6", "train.eval_every=0")
+    given += ("warm_start.steps=0",) if task == "dpo" else ()
+    found = {
+        packs: ranks(1).run(
+            computed, config=config_of(task, *given, folder=tmp_path / str(packs), ranks=1), packs=packs
+        )[0]
+        for packs in (True, False)
+    }
+    assert found[True][1] == found[False][1]  # texts
+    if task == "sft":
+        assert found[True][1] <= found[True][0] < found[True][1] + 3 * 32 < found[False][0]  # what fills a pack up
+    else:
+        assert found[True][0] < found[True][1] < found[False][0]
+    # fp32 sums in another order, as above
+    assert losses_of(tmp_path / "True") == pytest.approx(losses_of(tmp_path / "False"), rel=1e-5)
 
 
 # DPO's reference

@@ -93,6 +93,21 @@ def test_texts_that_continue_over_a_cache_have_the_bits_of_full_ones():
     assert torch.equal(computed, LENGTHS)
 
 
+@pytest.mark.parametrize("packs", [True, False])
+def test_targets_are_what_follows_where_it_counts(packs):
+    """-100 elsewhere: before other tokens, at a text's last one, at padding and at what fills a pack up."""
+    model, tokens = decoder(), texts()
+    assert pack_exactly(model, device=CPU)
+    mask = (torch.arange(72) < LENGTHS.unsqueeze(1)) & (torch.arange(72) % 3 > 0)
+    layout = lay_out(tokens, lengths=LENGTHS, packs=packs, device=CPU, module=model)
+    targets = layout.targets(mask)
+    assert targets.shape == layout.tokens.shape and int((targets >= 0).sum()) == int(mask.sum()) > 0
+    for row, length in enumerate(LENGTHS.tolist()):
+        own = targets.flatten()[int(layout.starts[row]) :][:length].tolist()
+        expected = torch.where(mask[row], tokens[row], -100)[1 : length + 1].tolist()
+        assert own[: length - 1] == expected[: length - 1] and own[length - 1] == -100
+
+
 def test_a_pack_has_the_gradient_of_rows():
     """Within float32's rounding: the same sums in another order."""
     rows, packed = decoder(), decoder()

@@ -6,7 +6,7 @@ from ztk.align.averages import token_weights
 from ztk.align.correction import importance_weights
 from ztk.align.dpo import DpoLosses, DpoPolicy, PairLogprobs, dpo_loss, dpo_losses
 from ztk.align.kl import divergence
-from ztk.align.logprobs import token_logprobs
+from ztk.align.logprobs import answer_logprobs, token_logprobs
 from ztk.align.pairwise import PairwiseLosses, PairwisePolicy, last_values, pairwise_losses
 from ztk.align.policy import PolicyLoss, TokenLoss, policy_loss
 from ztk.align.prompt_records import PromptRecord, Truncation, answer_end, fitted, read_prompts
@@ -36,6 +36,7 @@ __all__ = [
     "TokenLoss",
     "Truncation",
     "answer_end",
+    "answer_logprobs",
     "chat_prompt",
     "divergence",
     "dpo_loss",

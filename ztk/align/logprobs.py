@@ -12,8 +12,12 @@ def token_logprobs(logits: Tensor, *, sequences: Sequences) -> Tensor:
     Logits at a token predict the next one. float64 for float64 logits, else float32. Only rows that count are read: the backward keeps one
     copy of them.
     """
+    return answer_logprobs(logits.index_select(0, sequences.answer.nonzero().squeeze(1) - 1), sequences=sequences)
+
+
+def answer_logprobs(rows: Tensor, *, sequences: Sequences) -> Tensor:
+    """As `token_logprobs`, of the rows of logits alone that predict the N tokens that count: [N, V] -> [T]."""
     index = sequences.answer.nonzero().squeeze(1)
-    rows = logits.index_select(0, index - 1)
     rows = rows if rows.dtype == torch.float64 else rows.float()
     chosen = rows.gather(1, sequences.tokens[index].unsqueeze(1)).squeeze(1)
     found = chosen - rows.logsumexp(dim=1)

@@ -10,8 +10,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-IGNORED = -100  # a target that does not count, as in torch
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequences:
@@ -88,26 +86,17 @@ class Sequences:
         if (longest := int(self.lengths.max())) > length:
             raise ValueError(f"a sequence of {longest} tokens does not fit into a row of {length}")
         rows = self.tokens.new_full((len(self), length), pad)
-        rows[self._is_token(length=length)] = self.tokens
+        rows[self.is_token(length=length)] = self.tokens
         return rows
-
-    def targets(self, *, length: int) -> Tensor:
-        """What follows each token of `rows`, where it counts, else -100: int64 [S, length]."""
-        rows = self.tokens.new_full((len(self), length), IGNORED)
-        rows[self._is_token(length=length)] = torch.where(self.answer, self.tokens, IGNORED)
-        return torch.cat([rows[:, 1:], rows.new_full((len(self), 1), IGNORED)], dim=1)
 
     def mask(self, *, length: int) -> Tensor:
         """Whether a token of `rows` counts: bool [S, length]."""
         mask = self.answer.new_zeros(len(self), length)
-        mask[self._is_token(length=length)] = self.answer
+        mask[self.is_token(length=length)] = self.answer
         return mask
 
-    def pack(self, rows: Tensor) -> Tensor:
-        """Of values [S, length, ...], one per position of `rows`, those of tokens: [T, ...]."""
-        return rows[self._is_token(length=rows.shape[1])]
-
-    def _is_token(self, *, length: int) -> Tensor:
+    def is_token(self, *, length: int) -> Tensor:
+        """Whether a place of `rows` is a token, not padding: bool [S, length]."""
         return torch.arange(length, device=self.lengths.device) < self.lengths.unsqueeze(1)
 
 

@@ -8,7 +8,7 @@ from ztk.rollout.equality import Difference, RolloutMismatch, compare, first_lay
 from ztk.rollout.guards import GuardPolicy, Guards, RolloutStopped
 from ztk.rollout.head import Answers, answer_logits, large_answers
 from ztk.rollout.hybrid import Requests, RolloutPolicy, generate
-from ztk.rollout.layout import Layout, can_pack, lay_out, pack_exactly
+from ztk.rollout.layout import Layout, can_pack, has_cache, lay_out, pack_exactly
 from ztk.rollout.rewards import RewardError, RewardFunction, load_reward, score
 from ztk.rollout.states import states_away
 from ztk.rollout.weights import RolloutWeights, SettledWeights, rollout_weights, settle_weights
@@ -38,6 +38,7 @@ __all__ = [
     "compare",
     "first_layer",
     "generate",
+    "has_cache",
     "large_answers",
     "lay_out",
     "load_reward",

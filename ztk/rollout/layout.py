@@ -20,6 +20,7 @@ from ztk.kernels import is_cut_evenly
 from ztk.nn import Decoder, Documents
 from ztk.nn.attention import CausalAttention
 from ztk.nn.linear import Linear, linear
+from ztk.nn.loss import IGNORED
 from ztk.nn.moe import SparseMLP
 from ztk.rollout.attention import CachedAttention, use_cached_attention
 
@@ -60,6 +61,14 @@ class Layout:
         """As `places`, of the token before each token of `mask`, from which it is predicted; none of them is a text's first."""
         text, position = mask.nonzero().unbind(1)
         return self._place(text, position - 1).to(self.tokens.device)
+
+    def targets(self, mask: Tensor) -> Tensor:
+        """What follows each of the tokens where it is one of `mask`, bool [S, length] on the CPU, else -100: int64 [B, T] on the device. For
+        texts that share no tokens: what follows a shared one differs."""
+        assert self.borders is None, "every text has its own tokens"
+        targets, flat = torch.full_like(self.tokens, IGNORED), self.tokens.flatten()
+        targets.view(-1).index_copy_(0, self.before(mask), flat.index_select(0, self.places(mask)))
+        return targets
 
     def text(self, row: int, *, count: int) -> Tensor:
         """The places of the first `count` tokens of a text: int64 [count] on the CPU."""
