@@ -1,8 +1,10 @@
-"""TRL's trainers at stage 3, with adapters and without, beside the same trainers without DeepSpeed. Tolerances: see test_trainer."""
+"""TRL's trainers at stages 2 and 3, with adapters and without, beside the same trainers without DeepSpeed. Tolerances: see test_trainer."""
 
 import functools
+import os
 
 import pytest
+import torch
 
 from tests.hf import small
 
@@ -41,6 +43,21 @@ def dpo(source, **shared):
     return functools.partial(DPOTrainer, source, args=args, train_dataset=Dataset.from_dict(pairs))
 
 
+def reward(source, **shared):
+    from datasets import Dataset
+    from transformers import LlamaForSequenceClassification
+    from trl import RewardConfig, RewardTrainer
+
+    folder = f"{source}_with_score"  # a head that every run reads; drawn ones depend on who draws them
+    if not os.path.isdir(folder):
+        torch.manual_seed(2)
+        LlamaForSequenceClassification(small.llama_config(num_labels=1)).save_pretrained(folder)
+        small.tokenizer().save_pretrained(folder)
+    pairs = {"prompt": WORDS, "chosen": ["xyz"] * len(WORDS), "rejected": [word[::-1] for word in WORDS]}
+    args = RewardConfig(max_length=16, **options(**shared))
+    return functools.partial(RewardTrainer, folder, args=args, train_dataset=Dataset.from_dict(pairs))
+
+
 def grpo(source, **shared):
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -54,7 +71,8 @@ def train(*, trainer, source, folder, config=None, micro=MICRO, lora=False) -> l
     """Losses and norms of a script: the trainer loads the model by its name, and a reference model if it needs one."""
     from peft import LoraConfig
 
-    lora_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if lora else None
+    kind = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]} if trainer is reward else {"task_type": "CAUSAL_LM"}
+    lora_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **kind) if lora else None
     made = trainer(source, folder=folder, config=config, micro=micro)
     made = made(processing_class=small.tokenizer(), peft_config=lora_config)
     made.train()
@@ -63,13 +81,14 @@ def train(*, trainer, source, folder, config=None, micro=MICRO, lora=False) -> l
     return [float(entry[name]) for entry in log for name in ("loss", "grad_norm") if name in entry]
 
 
-@pytest.mark.parametrize("trainer", [sft, dpo])
+@pytest.mark.parametrize("trainer", [sft, reward, dpo])
 def test_losses_are_those_without_deepspeed(hf, model_folder, tmp_path, trainer):
     shared = {"trainer": trainer, "source": model_folder, "folder": str(tmp_path)}
     for lora in (False, True):
         expected = train(**shared, micro=2 * MICRO, lora=lora)
-        found = hf(train, **shared, config=small.ds_config(3), lora=lora)[0]
-        assert found == pytest.approx(expected, rel=1e-5) and len(found) == 2 * STEPS
+        for stage in (2, 3):
+            found = hf(train, **shared, config=small.ds_config(stage), lora=lora)[0]
+            assert found == pytest.approx(expected, rel=1e-5) and len(found) == 2 * STEPS
 
 
 def test_grpo_generates_and_learns_the_same_at_stages_2_and_3(hf, model_folder, tmp_path):

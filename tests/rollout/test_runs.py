@@ -171,15 +171,20 @@ def test_where_bits_may_differ_they_are_counted(identity, ranks, tmp_path):
     assert [row["rollout_differing"] for row in rows_of(tmp_path)] == [1] * 4
 
 
-def test_a_guard_saves_and_the_resumed_run_draws_the_same_rollout_again(plain, ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("step", "limit", "said"),
+    [
+        (3, {"rollout__stop_entropy_below": 100.0}, "the policy's entropy is"),
+        (1, {"kl__stop_above": -1.0}, "the KL divergence to the reference is 0.000"),  # at once
+    ],
+)
+def test_a_guard_saves_and_the_resumed_run_draws_the_same_rollout_again(step, limit, said, plain, ranks, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
-    config = config_of("grpo", folder=first, rollout__stop_entropy_below=100.0)
+    config = config_of("grpo", folder=first, **limit)
     (found,) = ranks(1).run(play, config=config, fails=True)
-    assert (
-        "RolloutStopped: step 3: the policy's entropy is" in found["error"] and "A checkpoint is in" in found["error"]
-    )
+    assert f"RolloutStopped: step {step}: {said}" in found["error"] and "A checkpoint is in" in found["error"]
     ranks(1).run(play, config=config_of("grpo", folder=second, checkpoint__resume=str(first)))
-    assert rows_of(second) == plain("grpo", 1)[1][2:]
+    assert rows_of(second) == plain("grpo", 1)[1][step - 1 :]
 
 
 def test_answers_without_a_reward_are_left_out(ranks, tmp_path):

@@ -12,6 +12,7 @@ from types import ModuleType
 
 COMPLETED = {  # their module -> ztk's, whose `complete(module)` changes it
     "accelerate.state": ("ztk.hf.ranks",),
+    "peft.utils.other": ("ztk.hf.copying",),
     "transformers.modeling_utils": ("ztk.hf.loading", "ztk.hf.resizing"),
     "transformers.training_args": ("ztk.hf.precision",),
     "trl.models.utils": ("ztk.hf.generation",),
