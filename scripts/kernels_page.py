@@ -319,51 +319,50 @@ it. Pointers stay.
 
 A kernel is launched by `ztk.kernels._jit`, which finds the compiled program by a tuple of what Triton's own C function says of the
 arguments. Launchers of small ops bind a kernel to its grid, numbers, constexprs and options in a function of the sizes alone, which keeps its
-results: of a call whose sizes are known only the tensors are looked at, their dtypes and addresses ([Note: What a repeated launch costs]). An
-op on a GPU that nobody looks at is its launcher (`ztk.kernels._direct`): torch's dispatcher is called where a mode, a trace, a transform, a
-profiler or autograd wants to see it. Where no gradients are recorded, norms, gated activations and `rope` leave `autograd.Function` out, too,
-and norms take tensors of any number of dimensions without views around them.
+results, and what memory the op's results take: of a call whose sizes are known only the tensors are looked at, their dtypes and addresses
+([Note: What a repeated launch costs]). An op on a GPU that nobody looks at is its launcher (`ztk.kernels._direct`): torch's dispatcher is
+called where a mode, a trace, a transform, a profiler or autograd wants to see it. Where no gradients are recorded, norms, gated activations
+and `rope` leave `autograd.Function` out, too, and norms take tensors of any number of dimensions without views around them.
 
 From Hopper on the kernels of a decoding step are launched while the kernel before them still runs ([Note: Programmatic dependent launch] in
 `ztk/kernels/_dependent_launch.py`), norms and routes of training with them. They wait before their first access to memory: the report below
 fails for one whose PTX or assembled code does not.
 
 `python scripts/bench_launch.py` prints the host's microseconds per op, with a stand-in for what the driver does. Triton 3.9.0, torch
-2.13.0, one core of a shared machine, the least of 30 rounds; launches are those of all the op's kernels. Before: commit 4c59ab7, with
-launches that look at every argument and grids and constexprs that are computed per call, beside other work on the machine:
+2.13.0, one core without other work, the least of 30 rounds, and of eight runs the median; launches are those of all the op's kernels. Before:
+commit 4c59ab7, with launches that look at every argument and grids and constexprs that are computed per call, beside other work:
 
 | op (kernels) | launches: Triton | `_jit` | op: before | now | of it: its results |
 | --- | ---: | ---: | ---: | ---: | ---: |
-| `swiglu` (1) | 6.7 | 2.2 | 5.8 | 4.6 | 1.0 |
-| `swiglu_backward` (1) | 7.5 | 2.6 | 7.3 | 5.6 | 1.8 |
-| `rms_norm` (1) | 8.4 | 2.6 | 9.8 | 5.9 | 1.4 |
-| `rms_norm` with residual (1) | 8.8 | 2.8 | 9.8 | 7.0 | 2.2 |
-| `rms_norm_backward` (2) | 16.2 | 4.9 | 14.7 | 9.3 | 1.9 |
-| `layer_norm` (1) | 9.3 | 3.0 | 17.1 | 7.5 | 1.8 |
-| `layer_norm_backward` (2) | 17.0 | 5.5 | 25.8 | 12.0 | 3.7 |
-| `rope` (1) | 10.1 | 2.5 | 20.4 | 5.9 | 1.1 |
-| `attention` (1) | 11.5 | 2.8 | 17.1 | 7.2 | 1.1 |
-| `attention_backward` (3) | 32.3 | 8.4 | 40.2 | 15.7 | 4.1 |
-| `cross_entropy` (1) | 8.9 | 2.6 | 13.1 | 6.1 | 0.9 |
-| `cross_entropy_backward` (1) | 8.3 | 2.7 | 10.9 | 5.5 | 0.9 |
-| `moe_combine` (1) | 7.5 | 2.4 | 9.3 | 4.9 | 0.5 |
-| `sum_of_squares` (2) | 12.8 | 4.1 | 9.0 | 6.2 | 0.9 |
-| `adamw` (1) | 8.3 | 2.8 | 8.2 | 4.5 | 0.1 |
-| `cast_copy` (1) | 6.9 | 2.2 | 6.9 | 3.7 | 0.1 |
-| `cache_rows` (1) | 10.8 | 3.2 | 11.8 | 6.4 | 0.5 |
-| `paged_attention` (1) | 12.2 | 3.0 | 14.6 | 6.5 | 0.6 |
-| `linear_rows` (1) | 11.7 | 2.8 | 20.3 | 6.4 | 0.6 |
-| `linear_rows`, few (1) | 9.8 | 2.6 | 18.0 | 5.8 | 0.5 |
-| `draw_rows` (2) | 17.5 | 5.1 | 22.7 | 10.6 | 1.8 |
+| `swiglu` (1) | 6.6 | 2.1 | 5.8 | 4.3 | 0.9 |
+| `swiglu_backward` (1) | 7.3 | 2.4 | 7.3 | 5.5 | 1.8 |
+| `rms_norm` (1) | 8.3 | 2.3 | 9.8 | 5.0 | 1.0 |
+| `rms_norm` with residual (1) | 8.6 | 2.7 | 9.8 | 5.7 | 1.4 |
+| `rms_norm_backward` (2) | 15.6 | 4.5 | 14.7 | 8.9 | 1.8 |
+| `layer_norm` (1) | 9.1 | 2.7 | 17.1 | 5.7 | 1.4 |
+| `layer_norm_backward` (2) | 16.8 | 5.1 | 25.8 | 11.5 | 3.6 |
+| `rope` (1) | 10.0 | 2.3 | 20.4 | 5.7 | 1.0 |
+| `attention` (1) | 11.0 | 2.5 | 17.1 | 5.8 | 1.0 |
+| `attention_backward` (3) | 32.0 | 7.8 | 40.2 | 14.9 | 3.7 |
+| `cross_entropy` (1) | 8.8 | 2.4 | 13.1 | 4.9 | 0.9 |
+| `cross_entropy_backward` (1) | 8.3 | 2.4 | 10.9 | 5.3 | 0.9 |
+| `moe_combine` (1) | 7.4 | 2.2 | 9.3 | 4.7 | 0.5 |
+| `sum_of_squares` (2) | 12.4 | 3.6 | 9.0 | 5.9 | 0.9 |
+| `adamw` (1) | 8.2 | 2.6 | 8.2 | 4.4 | 0.1 |
+| `cast_copy` (1) | 6.9 | 2.0 | 6.9 | 3.6 | 0.1 |
+| `cache_rows` (1) | 10.6 | 3.0 | 11.8 | 5.9 | 0.5 |
+| `paged_attention` (1) | 11.9 | 2.8 | 14.6 | 5.9 | 0.5 |
+| `linear_rows` (1) | 11.3 | 2.5 | 20.3 | 5.8 | 0.5 |
+| `linear_rows`, few (1) | 9.7 | 2.4 | 18.0 | 5.5 | 0.5 |
+| `draw_rows` (2) | 17.4 | 4.8 | 22.7 | 10.4 | 1.8 |
 
-The goal is 6 for an op of one kernel: nine of the sixteen are below, `cross_entropy` at 6.1. Of the others norms with a residual or two
-statistics pay for their results, and attention, `linear_rows` and the ops over a cache for a dozen sizes and tensors; the ops over a cache
-run in decoding steps, which graphs launch at no such cost. What is left of a launch is
-0.13 for each tensor, the questions to Triton whether somebody looks, 0.2, and the call that starts the program, 0.5; the way to the
-launcher is nine questions to torch, 0.4, and the types of the arguments, 1.1 in all; the look-up of the sizes takes 0.3 to 0.6; a result takes
-1.0 by `torch.empty`, 0.9 by `empty_like`, and 0.6 by the function that torch.compile's code calls (`_empty`). The first call with new
-sizes takes longer than before, `rms_norm` 16 in place of 10: it goes the way of all arguments, and keeps what it finds.
-`rms_norm(x, weight)` without gradients took 11.3 and takes 7.4, `swiglu(gate, up)` 7.9 and 6.5. The driver's own part, and what Triton's
+Each of these ops of one kernel takes less than 6, which was the goal; those of two and three kernels take 2.9 to 5.8 for each. What is left
+of a launch is 0.13 for each tensor, the questions to Triton whether somebody looks, 0.2, and the call that starts the program, 0.5; the way to
+the launcher is nine questions to torch, 0.4, and types of arguments, 1.0 to 1.3 in all; sizes, strides and dtypes are read once, 0.06 to
+0.15 each, and looked up in 0.1 to 0.3; a result takes 1.0 by `torch.empty`, 0.8 by `empty_like`, and 0.4 to 0.5 by the function that
+torch.compile's code calls, if its shape, strides and dtype are kept with the launch (`_empty`). The first call with new sizes takes longer,
+`rms_norm`'s launcher 13 in place of 4: it goes the way of all arguments, and keeps what it finds. `rms_norm(x, weight)` without gradients
+took 11.3 and takes 6.6, `swiglu(gate, up)` 7.9 and 6.5. The driver's own part, and what Triton's
 launcher asks it about every address, are in none of these numbers.
 
 ## Measured

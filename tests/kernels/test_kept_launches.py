@@ -1,9 +1,11 @@
-"""A launch that was kept is that of its sizes: grid, numbers, constexprs and options are those that a launcher computes anew."""
+"""A launch that was kept is that of its sizes: grid, numbers, constexprs, options and the memory of results are those that a launcher
+computes anew."""
 
 import functools
 import inspect
 import itertools
 import sys
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from ztk.kernels import ALL_OPS, _empty, rms_norm, rope
+from ztk.kernels import ALL_OPS, _empty, attention, rope
 from ztk.kernels._jit import Bound
 from ztk.kernels._library import LAUNCHERS
 from ztk.kernels._machine import MACHINES, assume
@@ -27,14 +29,16 @@ BOUND = (
 
 
 def launches(spec: OpSpec, *, anew: bool) -> list[tuple]:
-    """(what, grid, numbers, constexprs and options) of every kernel that the op launches for its shapes, variants and machines in turn.
+    """(what, grid, numbers, constexprs and options, tensors) of every kernel that the op launches for its shapes, variants and machines in
+    turn.
 
     anew: nothing is known from the calls before.
     """
     noted, known = [], kept_functions() if anew else []
 
     def note(bound: Bound, *tensors: object) -> None:
-        noted.append((what, bound.grid, bound.numbers, bound.prepared.named))
+        made = [None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+        noted.append((what, bound.grid, bound.numbers, bound.prepared.named, made))
 
     with (
         mock.patch.object(Bound, "launch", note),
@@ -78,7 +82,7 @@ def kept_functions() -> list[Any]:
 def test_a_kept_launch_is_that_of_its_sizes(name):
     computed = launches(SPECS[name], anew=True)
     assert computed and launches(SPECS[name], anew=False) == computed
-    assert len({repr(launch[1:]) for launch in computed}) > 2  # the cases differ
+    assert len({repr(launch[1:4]) for launch in computed}) > 2  # the cases differ
 
 
 def test_all_that_is_kept_is_found():
@@ -88,25 +92,60 @@ def test_all_that_is_kept_is_found():
     assert {"ztk.kernels.rms_norm", "ztk.kernels._glu"} <= found  # the latter's is in closures of launchers
 
 
-@pytest.mark.parametrize("place", [0, 1, 2, 3], ids=["machine", "rows", "columns", "eps"])
-def test_a_key_without_a_size_is_found(monkeypatch, place):
-    module, known = sys.modules[rms_norm.__module__], {}
-    complete = module._forward_for
-    computed = launches(SPECS["rms_norm"], anew=True)
+# What keeps the memory of results with a launch, and the values whose lack in a key is found. In all cases the others follow from these, or
+# are always the same; strides have tests of their own.
+KEYS = {
+    ("rms_norm", "_forward_for"): "target shape dtype",
+    ("layer_norm", "_forward_for"): "target shape dtype",
+    ("attention", "_forward_for"): "target tokens dtype T causal window",
+    ("cross_entropy", "_forward_for"): "target M V dtype",
+    ("cache_rows", "_kernel_for"): "M width dtype half",
+    ("paged_attention", "_kernels_for"): "target H dtype cache_dtype width",
+    ("linear_rows", "_rows_for"): "target M N K dtype kind",
+    ("linear_rows", "_few_for"): "M N K dtype",
+}
 
-    def of_other_sizes(*sizes) -> Bound:
-        return known.setdefault((*sizes[:place], *sizes[place + 1 :]), complete(*sizes))
 
-    monkeypatch.setattr(module, "_forward_for", of_other_sizes)
-    assert (launches(SPECS["rms_norm"], anew=False) == computed) == (place == 3)  # all cases have one eps
+@pytest.mark.parametrize(("name", "function"), KEYS)
+def test_a_key_without_one_of_its_values_is_found(monkeypatch, name, function):
+    module, computed = sys.modules[SPECS[name].op.__module__], launches(SPECS[name], anew=True)
+    complete, found = getattr(module, function), []
+    for place, value in enumerate(inspect.signature(complete).parameters):
+        monkeypatch.setattr(module, function, _without(complete, place=place))
+        try:
+            is_same = launches(SPECS[name], anew=False) == computed
+        except RuntimeError:  # a result of another shape, which autograd refuses
+            is_same = False
+        if not is_same:
+            found.append(value)
+    assert found == KEYS[name, function].split()
+
+
+def _without(complete: Callable, *, place: int) -> Callable:
+    """`complete`, which keeps its results by all values but the one at `place`."""
+    known: dict[tuple, object] = {}
+
+    def kept_badly(*values: object) -> object:
+        key = (*values[:place], *values[place + 1 :])
+        return known[key] if key in known else known.setdefault(key, complete(*values))
+
+    return kept_badly
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16])
 def test_short_results_are_those_of_torch(dtype):
     like = torch.zeros(3, dtype=torch.float16)
-    usual = _empty.empty_vector(5, dtype=dtype, like=like), _empty.empty_matrix(2, columns=5, dtype=dtype, like=like)
+
+    def made() -> list[torch.Tensor]:
+        shapes = (), (5,), (0,), (2, 5), (2, 0, 3), (4, 3, 1, 2)
+        by_memory = [_empty.maker(like)(*_empty.memory_of(*shape, dtype=dtype)) for shape in shapes]
+        assert [tensor.shape for tensor in by_memory] == list(shapes)
+        matrix = _empty.empty_matrix(2, columns=5, dtype=dtype, like=like)
+        return [_empty.empty_vector(5, dtype=dtype, like=like), matrix, *by_memory]
+
+    usual = made()
     with mock.patch.dict(_empty._FAST, {False: torch._C._dynamo.guards._empty_strided_cpu}):
-        fast = _empty.empty_vector(5, dtype=dtype, like=like), _empty.empty_matrix(2, columns=5, dtype=dtype, like=like)
+        fast = made()
         with torch.inference_mode():
             assert _empty.empty_vector(0, dtype=dtype, like=like).is_inference()
     for one, other in zip(usual, fast, strict=True):
@@ -126,3 +165,12 @@ def test_strides_are_sizes_too():
         for heads in (fused[:, :, :2], fused[:, :, :2].contiguous(), fused[:, :, :2].transpose(0, 1)[:2]):
             rope(heads, cos=table[: heads.shape[1]], sin=table[: heads.shape[1]])
     assert [numbers[:3] for numbers in noted] == [(384, 128, 16), (96, 32, 16), (128, 384, 16)]
+
+
+def test_the_strides_of_each_of_attentions_tensors_are_sizes():
+    fused, noted = torch.zeros(1, 3, 8, 16, device="meta"), []
+    parts = [fused[:, :, :2], fused[:, :, :2].contiguous()]
+    with mock.patch.object(Bound, "launch", lambda bound, *tensors: noted.append(bound.numbers)), _Launching():
+        for q, k, v in itertools.product(parts, repeat=3):
+            attention(q, k, v)
+    assert [numbers[:3] for numbers in noted] == list(itertools.product((128, 32), repeat=3))

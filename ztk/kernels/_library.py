@@ -116,7 +116,7 @@ def _short_way(op: Any, *, launch: Callable) -> Callable:
     def call(*args):
         if _watch is not None or not is_plain():
             return op(*args)
-        kinds = tuple(map(type, args))
+        kinds = (*map(type, args),)
         try:
             place = places[kinds]
         except KeyError:

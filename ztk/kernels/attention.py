@@ -31,7 +31,7 @@ from ztk.kernels._attention_tiles import (
     visible,
 )
 from ztk.kernels._dot import dot
-from ztk.kernels._empty import empty, empty_matrix
+from ztk.kernels._empty import Memory, maker, memory_of
 from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import Machine, machine
@@ -109,31 +109,32 @@ def _attention_fwd(
 
 @kept
 def _forward_for(
-    target: Machine, shape: torch.Size, H_kv: int, itemsize: int, q_stride: int, k_stride: int, v_stride: int,
-    num_sequences: int, T: int, causal: bool, window: int, scale: float,
-) -> Bound:  # fmt: skip
-    """shape: of the queries."""
-    tokens, H, D = shape
-    tiles = tiles_for(Part.forward, head_dim=D, itemsize=itemsize, architecture=target.architecture)
-    return bind(
-        _attention_fwd, q_stride, k_stride, v_stride, tokens, T, window, scale, grid=(cdiv(T, tiles.held) * num_sequences * H,),
-        H=H, GROUP=H // H_kv, D=D, BLOCK_D=max(16, next_power_of_2(D)), BLOCK_M=tiles.held, BLOCK_N=tiles.step,
-        CAUSAL=causal, HAS_WINDOW=window > 0, num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
+    target: Machine, tokens: int, H: int, D: int, dtype: torch.dtype, H_kv: int, q_stride: int, k_stride: int, v_stride: int,
+    num_packed: int | None, T: int, causal: bool, window: int, scale: float,
+) -> tuple[Bound, Memory, Memory]:  # fmt: skip
+    """With the memory of out and lse. num_packed: sequences; None: all of T tokens."""
+    tiles = tiles_for(Part.forward, head_dim=D, itemsize=dtype.itemsize, architecture=target.architecture)
+    num_sequences = (tokens // T if tokens else 0) if num_packed is None else num_packed
+    bound = bind(
+        _attention_fwd, q_stride, k_stride, v_stride, tokens, T, window, scale,
+        grid=(cdiv(T, tiles.held) * num_sequences * H,), H=H, GROUP=H // H_kv, D=D, BLOCK_D=max(16, next_power_of_2(D)),
+        BLOCK_M=tiles.held, BLOCK_N=tiles.step, CAUSAL=causal, HAS_WINDOW=window > 0, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
+    return bound, memory_of(tokens, H, D, dtype=dtype), memory_of(H, tokens, dtype=torch.float32)
 
 
 def _launch_fwd(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, T: int, causal: bool, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    tokens, H, D = q.shape
-    out = empty((tokens, H, D), dtype=q.dtype, like=q)
-    lse = empty_matrix(H, columns=tokens, dtype=torch.float32, like=q)
+    (tokens, H, D), num_packed = q.shape, None if cu_seqlens is None else cu_seqlens.numel() - 1
+    forward, like_q, per_row = _forward_for(
+        machine(q.device), tokens, H, D, q.dtype, k.shape[1], q.stride()[0], k.stride()[0], v.stride()[0], num_packed, T, causal, window,
+        scale,
+    )  # fmt: skip
+    make = maker(q)
+    out, lse = make(*like_q), make(*per_row)
     if tokens:
-        num_sequences = tokens // T if cu_seqlens is None else cu_seqlens.numel() - 1
-        forward = _forward_for(
-            machine(q.device), q.shape, k.shape[1], q.element_size(), q.stride(0), k.stride(0), v.stride(0), num_sequences, T,
-            causal, window, scale,
-        )  # fmt: skip
         forward.launch(q, k, v, out, lse, cu_seqlens)
     return out, lse
 

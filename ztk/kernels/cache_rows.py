@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
-from ztk.kernels._empty import empty
+from ztk.kernels._empty import Memory, maker, memory_of
 from ztk.kernels._fp8 import encode_fp8, to_fp8
 from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
@@ -71,11 +71,16 @@ def _cache_rows(
 
 
 @kept
-def _kernel_for(target: Machine, M: int, H: int, K: int, D: int, stride_block: int, half: int, eps: float) -> Bound:
-    return bind(
+def _kernel_for(
+    target: Machine, M: int, width: int, dtype: torch.dtype, K: int, D: int, stride_block: int, half: int, eps: float
+) -> tuple[Bound, Memory]:
+    """With the memory of the queries. width, dtype: of the rows; stride_block: of the keys."""
+    H = width // D - 2 * K
+    bound = bind(
         _cache_rows, stride_block, half, eps, grid=(M, H + 2 * K), H=H, K=K, D=D, BLOCK_D=next_power_of_2(D), num_warps=1,
         enable_fp_fusion=True, **dependent_launch(target),
     )  # fmt: skip
+    return bound, memory_of(M, H, D, dtype=dtype)
 
 
 def _launch(
@@ -83,11 +88,10 @@ def _launch(
     places: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None, eps: float,
 ) -> Tensor:  # fmt: skip
     (M, width), (_, K, _, D) = rows.shape, keys.shape
-    H = width // D - 2 * K
-    query = empty((M, H, D), dtype=rows.dtype, like=rows)
+    half = 0 if cos is None else cos.shape[1]
+    kernel, queries = _kernel_for(machine(rows.device), M, width, rows.dtype, K, D, keys.stride()[0], half, eps)
+    query = maker(rows)(*queries)
     if M:
-        half = 0 if cos is None else cos.shape[1]
-        kernel = _kernel_for(machine(rows.device), M, H, K, D, keys.stride(0), half, eps)
         kernel.launch(rows, query_norm, key_norm, cos, sin, positions, places, query, keys, values, scales)
     return query
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels import _cross_entropy_cpu
-from ztk.kernels._empty import empty_vector
+from ztk.kernels._empty import Memory, maker, memory_of
 from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._logit_tiles import LaunchConfig
@@ -179,13 +179,15 @@ def _scale_rows(x_ptr, scale_ptr, V, stride_s, BLOCK: tl.constexpr):
 
 @kept
 def _forward_for(
-    target: Machine, M: int, V: int, itemsize: int, ignore_index: int, z_loss: float, smoothing: float
-) -> Bound:
-    config = LaunchConfig.for_row(V, itemsize=itemsize, warp_size=target.warp_size, smoothing=smoothing != 0.0)
-    return bind(
+    target: Machine, M: int, V: int, dtype: torch.dtype, ignore_index: int, z_loss: float, smoothing: float
+) -> tuple[Bound, Memory]:
+    """With the memory of the loss and of lse."""
+    config = LaunchConfig.for_row(V, itemsize=dtype.itemsize, warp_size=target.warp_size, smoothing=smoothing != 0.0)
+    bound = bind(
         _cross_entropy_fwd, V, ignore_index, z_loss, smoothing, grid=(M,), HAS_SMOOTHING=smoothing != 0.0, CHUNKS=config.chunks,
         LANES=config.lanes, VECTOR=config.vector, num_warps=config.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
+    return bound, memory_of(M, dtype=torch.float32)
 
 
 @kept
@@ -220,10 +222,10 @@ def _launch_fwd_into(
     smoothing: float,
 ) -> tuple[Tensor, Tensor]:
     M, V = logits.shape
-    loss, lse = (empty_vector(M, dtype=torch.float32, like=logits) for _ in range(2))
+    forward, per_row = _forward_for(machine(logits.device), M, V, logits.dtype, ignore_index, z_loss, smoothing)
+    make = maker(logits)
+    loss, lse = make(*per_row), make(*per_row)
     if M:
-        itemsize = logits.element_size()
-        forward = _forward_for(machine(logits.device), M, V, itemsize, ignore_index, z_loss, smoothing)
         forward.launch(logits, target, weight, grad, loss, lse)
     return loss, lse
 

@@ -17,6 +17,7 @@ second time from cache, instead of being held across the reductions; rows above 
 Ba et al., Layer normalization, https://arxiv.org/abs/1607.06450
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
 from ztk.kernels._direct import is_plain
-from ztk.kernels._empty import empty_matrix, empty_vector
+from ztk.kernels._empty import Memory, empty_matrix, maker, memory_of
 from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import Machine, machine
@@ -169,23 +170,28 @@ def _reduce_partials(
 
 
 @kept
-def _forward_for(target: Machine, M: int, N: int, eps: float) -> Bound:
+def _forward_for(target: Machine, shape: torch.Size, dtype: torch.dtype, eps: float) -> tuple[Bound, Memory, Memory]:
+    """With the memory of out and of a statistic. shape, dtype: of x."""
+    M, N = math.prod(shape[:-1]), shape[-1]
     config = LaunchConfig.for_features(N, warp_size=target.warp_size)
-    return bind(
+    bound = bind(
         _layer_norm_fwd, M, N, eps, grid=(cdiv(M, config.block_m),), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         num_warps=config.num_warps, enable_fp_fusion=True, **dependent_launch(target),
     )  # fmt: skip
+    return bound, memory_of(*shape, dtype=dtype), memory_of(M, dtype=torch.float32)
 
 
 def _launch_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float) -> list[Tensor]:
-    M, N = rows_of(x)
-    if N > WIDE:
+    shape = x.shape
+    if shape[-1] > WIDE:
         out, summed, mean, rstd = wide_forward(x, residual=residual, weight=weight, bias=bias, eps=eps, centred=True)
     else:
-        out, summed = torch.empty_like(x), None if residual is None else torch.empty_like(x)
-        mean, rstd = (empty_vector(M, dtype=torch.float32, like=x) for _ in range(2))
-        if M:
-            _forward_for(machine(x.device), M, N, eps).launch(x, residual, weight, bias, out, summed, mean, rstd)
+        forward, like_x, per_row = _forward_for(machine(x.device), shape, x.dtype, eps)
+        make = maker(x)
+        out, mean, rstd = make(*like_x), make(*per_row), make(*per_row)
+        summed = None if residual is None else make(*like_x)
+        if x.numel():
+            forward.launch(x, residual, weight, bias, out, summed, mean, rstd)
     return [out, mean, rstd] if residual is None else [out, mean, rstd, summed]
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ztk.kernels._activation import ACTIVATIONS, activate, activate_cpu
 from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
-from ztk.kernels._empty import empty_matrix
+from ztk.kernels._empty import Memory, maker, memory_of
 from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import Machine, machine
@@ -115,27 +115,32 @@ def _linear_few(
 
 
 @kept
-def _few_for(target: Machine, M: int, N: int, K: int, kind: str, activation: str) -> Bound:
+def _few_for(
+    target: Machine, M: int, N: int, K: int, dtype: torch.dtype, kind: str, activation: str, wide: bool
+) -> tuple[Bound, Memory]:
+    """With the memory of the result. dtype: of x."""
     block_m = next_power_of_2(M)
     block_n = 32 // block_m
-    return bind(
+    bound = bind(
         _linear_few, M, N, K, grid=(cdiv(N, block_n),), FORMAT=kind, ACTIVATION=activation, BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_K=GROUP // 2 if kind == "int4" else FEW_COLUMNS, num_warps=4, enable_fp_fusion=True, **dependent_launch(target),
     )  # fmt: skip
+    return bound, memory_of(M, N, dtype=torch.float32 if wide else dtype)
 
 
 @kept
 def _rows_for(
-    target: Machine, M: int, N: int, K: int, kind: str, activation: str, itemsize: int, groups: int, stride_e: int, stride_s: int,
-    top_k: int,
-) -> Bound:  # fmt: skip
-    """groups: experts; 0: one product."""
-    config = LaunchConfig.for_weight(N, itemsize=itemsize, target=target)
-    return bind(
+    target: Machine, M: int, N: int, K: int, dtype: torch.dtype, kind: str, activation: str, wide: bool, groups: int, stride_e: int,
+    stride_s: int, top_k: int,
+) -> tuple[Bound, Memory]:  # fmt: skip
+    """The same. groups: experts; 0: one product."""
+    config = LaunchConfig.for_weight(N, itemsize=dtype.itemsize, target=target)
+    bound = bind(
         _linear_rows, M, N, K, stride_e, stride_s, grid=(cdiv(N, config.block_n), groups or cdiv(M, ROWS)), FORMAT=kind,
         ACTIVATION=activation, TOP_K=top_k, BLOCK_M=ROWS, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True, **dependent_launch(target),
     )  # fmt: skip
+    return bound, memory_of(M, N, dtype=torch.float32 if wide else dtype)
 
 
 def _launch(
@@ -143,19 +148,21 @@ def _launch(
     bias2: Tensor | None, residual: Tensor | None, offsets: Tensor | None, order: Tensor | None, top_k: int, activation: str,
     exact: bool, wide: bool,
 ) -> Tensor:  # fmt: skip
-    M, N = x.shape[0] if order is None else order.numel(), weight.shape[-2]
-    out = empty_matrix(M, columns=N, dtype=torch.float32 if wide else x.dtype, like=x)
-    if not M or not N:
-        return out
-    sizes = (machine(x.device), M, N, x.shape[1], format_of(weight, scales), activation)
-    tensors = (x, weight, scales, bias, weight2, scales2, bias2, residual, out)
+    M, K = x.shape
+    M = M if order is None else order.numel()
+    sizes = machine(x.device), M, weight.shape[-2], K, x.dtype, format_of(weight, scales), activation, wide
+    places = (order, offsets)
     if offsets is not None:
         strides = weight.stride(0), 0 if scales is None else scales.stride(0)
-        _rows_for(*sizes, x.element_size(), offsets.numel() - 1, *strides, top_k).launch(*tensors, order, offsets)
+        product, result = _rows_for(*sizes, offsets.numel() - 1, *strides, top_k)
     elif not exact and M <= FEW:
-        _few_for(*sizes).launch(*tensors)
+        product, result = _few_for(*sizes)
+        places = ()
     else:
-        _rows_for(*sizes, x.element_size(), 0, 0, 0, top_k).launch(*tensors, order, None)
+        product, result = _rows_for(*sizes, 0, 0, 0, top_k)
+    out = maker(x)(*result)
+    if out.numel():
+        product.launch(x, weight, scales, bias, weight2, scales2, bias2, residual, out, *places)
     return out
 
 

@@ -11,6 +11,8 @@ Keys that are not seen add exactly nothing. Bytes: 2 K D per key of each sequenc
 Flash-decoding: https://pytorch.org/blog/flash-decoding/; paged attention: Kwon et al., https://arxiv.org/abs/2309.06180
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
 from ztk.kernels._dot import dot
-from ztk.kernels._empty import empty, empty_matrix
+from ztk.kernels._empty import Memory, maker, memory_of
 from ztk.kernels._fp8 import decode_fp8, from_fp8, to_fp8
 from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
@@ -218,45 +220,64 @@ def _merge_segments(
     _store_rows(out_ptr, b_sum, b_acc, o_pos, first, row, start, stop, i_k, H, G, D, GROUP, BLOCK_D, factor)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Merge:
+    """The kernel that adds up segments, and the memory of what they leave."""
+
+    kernel: Bound
+    acc: Memory
+    stats: Memory
+
+
 @kept
 def _kernels_for(
-    target: Machine, num_tiles: int, H: int, K: int, D: int, segments: int, itemsize: int, is_fp8: bool, stride_block: int,
-    width: int, scale: float, window: int, softcap: float,
-) -> tuple[Bound, Bound]:  # fmt: skip
-    """Attention, and the kernel that merges its segments where there is more than one."""
+    target: Machine, rows: int, H: int, D: int, dtype: torch.dtype, K: int, cache_dtype: torch.dtype, stride_block: int, width: int,
+    num_tiles: int, scale: float, window: int, softcap: float, split: bool,
+) -> tuple[Bound, Memory, Merge | None]:  # fmt: skip
+    """Attention, the memory of its result, and what merges its segments where there is more than one.
+
+    dtype: of the queries; stride_block: of the keys; width: blocks of the longest sequence.
+    """
+    segments = cdiv(width * BLOCK, SEGMENT) if split else 1
     sizes = {"H": H, "G": H // K, "D": D, "GROUP": next_power_of_2(H // K), "BLOCK_D": max(16, next_power_of_2(D))}
     # The same warps in both forms, whose sums follow the layout; a fused multiply-add would round parts and all of them differently.
     options = {"num_warps": 8, "enable_fp_fusion": False, **dependent_launch(target)}
-    stages = 1 if itemsize == 4 or target.architecture is Architecture.cdna else 2
+    stages = 1 if dtype.itemsize == 4 or target.architecture is Architecture.cdna else 2
     attention = bind(
         _paged_attention, stride_block, width, scale, window, softcap, grid=(num_tiles, K, segments), **sizes, HAS_WINDOW=window > 0,
         HAS_CAP=softcap > 0, num_stages=stages, **options,
     )  # fmt: skip
-    factor = 256 if is_fp8 else 1
-    return attention, bind(_merge_segments, segments, grid=(num_tiles, K), **sizes, FACTOR=factor, **options)
+    out = memory_of(rows, H, D, dtype=dtype)
+    if segments == 1:
+        return attention, out, None
+    factor, parts_rows = 256 if cache_dtype == torch.uint8 else 1, num_tiles * K * segments * ROWS
+    merge = Merge(
+        kernel=bind(_merge_segments, segments, grid=(num_tiles, K), **sizes, FACTOR=factor, **options),
+        acc=memory_of(parts_rows, sizes["BLOCK_D"], dtype=torch.float32),
+        stats=memory_of(parts_rows, 2, dtype=torch.float32),
+    )
+    return attention, out, merge
 
 
 def _launch(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, slopes: Tensor | None, scales: Tensor | None,
     scale: float, window: int, softcap: float, split: bool,
 ) -> Tensor:  # fmt: skip
-    (rows, H, D), K, num_tiles = query.shape, keys.shape[1], tiles.shape[0]
-    out = empty((rows, H, D), dtype=query.dtype, like=query)
+    (rows, H, D), num_tiles = query.shape, tiles.shape[0]
+    parts, like_query, merge = _kernels_for(
+        machine(query.device), rows, H, D, query.dtype, keys.shape[1], keys.dtype, keys.stride()[0], tables.shape[1], num_tiles, scale, window,
+        softcap, split,
+    )  # fmt: skip
+    make = maker(query)
+    out = make(*like_query)
     if not rows or not num_tiles:
         return out
-    segments = cdiv(tables.shape[1] * BLOCK, SEGMENT) if split else 1
-    parts, merge = _kernels_for(
-        machine(query.device), num_tiles, H, K, D, segments, query.element_size(), keys.dtype == torch.uint8,
-        keys.stride(0), tables.shape[1], scale, window, softcap,
-    )  # fmt: skip
-    if segments == 1:
+    if merge is None:
         parts.launch(query, keys, values, tables, tiles, slopes, scales, out, None, None)
         return out
-    parts_rows = num_tiles * K * segments * ROWS
-    acc = empty_matrix(parts_rows, columns=max(16, next_power_of_2(D)), dtype=torch.float32, like=query)
-    stats = empty_matrix(parts_rows, columns=2, dtype=torch.float32, like=query)
+    acc, stats = make(*merge.acc), make(*merge.stats)
     parts.launch(query, keys, values, tables, tiles, slopes, scales, out, acc, stats)
-    merge.launch(acc, stats, tiles, scales, out)
+    merge.kernel.launch(acc, stats, tiles, scales, out)
     return out
 
 

@@ -13,6 +13,8 @@ programs' partial sums are added by a second kernel: no atomics. Rows above 1638
 Zhang and Sennrich, https://arxiv.org/abs/1910.07467
 """
 
+import math
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -20,7 +22,7 @@ from torch import Tensor
 from ztk.kernels._cpu import rows_per_piece, scaled_float32, scratch
 from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
 from ztk.kernels._direct import is_plain
-from ztk.kernels._empty import empty_matrix, empty_vector
+from ztk.kernels._empty import Memory, empty_matrix, maker, memory_of
 from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._machine import Machine, machine
@@ -104,23 +106,28 @@ def _rms_norm_bwd(
 
 
 @kept
-def _forward_for(target: Machine, M: int, N: int, eps: float) -> Bound:
+def _forward_for(target: Machine, shape: torch.Size, dtype: torch.dtype, eps: float) -> tuple[Bound, Memory, Memory]:
+    """With the memory of y and of rstd. shape, dtype: of x."""
+    M, N = math.prod(shape[:-1]), shape[-1]
     launch = row_launch(N, warp_size=target.warp_size)
-    return bind(
+    bound = bind(
         _rms_norm_fwd, M, N, eps, grid=(cdiv(M, launch.block_m),), BLOCK_M=launch.block_m, BLOCK_N=launch.block_n,
         num_warps=launch.num_warps, enable_fp_fusion=True, **dependent_launch(target),
     )  # fmt: skip
+    return bound, memory_of(*shape, dtype=dtype), memory_of(M, dtype=torch.float32)
 
 
 def _launch_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> list[Tensor]:
-    M, N = rows_of(x)
-    if N > WIDE:
+    shape = x.shape
+    if shape[-1] > WIDE:
         y, total, _, rstd = wide_forward(x, residual=residual, weight=weight, bias=None, eps=eps, centred=False)
     else:
-        y, rstd = torch.empty_like(x), empty_vector(M, dtype=torch.float32, like=x)
-        total = None if residual is None else torch.empty_like(x)
-        if M:
-            _forward_for(machine(x.device), M, N, eps).launch(x, residual, weight, total, y, rstd)
+        forward, like_x, per_row = _forward_for(machine(x.device), shape, x.dtype, eps)
+        make = maker(x)
+        y, rstd = make(*like_x), make(*per_row)
+        total = None if residual is None else make(*like_x)
+        if x.numel():
+            forward.launch(x, residual, weight, total, y, rstd)
     return [y, rstd] if residual is None else [y, rstd, total]
 
 
