@@ -24,7 +24,7 @@ SPECS = {spec.name: spec for spec in ALL_OPS}
 BOUND = (
     "swiglu", "geglu", "rms_norm", "layer_norm", "rope", "attention", "cross_entropy", "sum_of_squares", "cast_copy", "moe_combine",
     "cache_rows", "paged_attention", "linear_rows", "gated_rows", "draw_rows", "adamw", "adamw_bf16", "adamw_8bit", "adamw_stochastic", "lion",
-    "sgd",
+    "sgd", "moe_route", "router_losses", "select_rows",
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ before they add: a token's gradient then depends on where its slots are added up
 Tan et al., ScatterMoE, https://arxiv.org/abs/2403.08245
 """
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,6 +54,7 @@ class LaunchConfig:
     programs: int = 2
 
     @staticmethod
+    @functools.cache
     def for_product(*, itemsize: int, architecture: Architecture) -> "LaunchConfig":
         """16-bit: 64 accumulators per thread, and as many stages as shared memory holds (64 KiB on CDNA). On Ampere operands of the products
         are in registers too, so that one program fits."""

@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
-from ztk.kernels._jit import jit
+from ztk.kernels._empty import Memory, maker, memory_of
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._machine import machine
+from ztk.kernels._machine import Machine, machine
 from ztk.kernels._math import cast
 from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype
@@ -194,38 +195,70 @@ def _empty(logits: Tensor, top_k: int) -> tuple[Tensor, ...]:
     )
 
 
-def _launch_fwd(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, ...]:
-    (T, E), outputs = logits.shape, _empty(logits, top_k)
-    weights, experts, counts, offsets, order, position = outputs
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kernels:
+    """The kernels of a route, and the memory of `_empty`'s six tensors and of the counts between the kernels."""
+
+    choose: Bound
+    scan: Bound
+    place: Bound
+    outputs: tuple[Memory, ...]
+    counts: Memory
+
+
+@kept
+def _route_for(target: Machine, T: int, E: int, top_k: int, normalise: bool) -> _Kernels:
     block_t, block_e = _blocks(E)
     num_blocks = cdiv(T, block_t)
-    partial, before = torch.empty(2, num_blocks, E, dtype=torch.int32, device=logits.device)
     sizes = {"K": top_k, "BLOCK_T": block_t, "BLOCK_E": block_e}
-    options = {"num_warps": 4, "enable_fp_fusion": True, **dependent_launch(machine(logits.device))}
-    if not num_blocks:
+    options = {"num_warps": 4, "enable_fp_fusion": True, **dependent_launch(target)}
+    choose = {"BLOCK_K": next_power_of_2(top_k), "NORMALISE": normalise}
+    scan = {"BLOCK_B": SCAN_ROWS, "BLOCK_E": SCAN_EXPERTS}
+    integers = (T, top_k), (E,), (E + 1,), (T * top_k,), (T, top_k)
+    return _Kernels(
+        choose=bind(_moe_choose, T, E, grid=(num_blocks,), **sizes, **choose, **options),
+        scan=bind(_moe_scan, num_blocks, E, grid=(cdiv(E, SCAN_EXPERTS),), **scan, **options),
+        place=bind(_moe_place, T, E, grid=(num_blocks,), **sizes, **options),
+        outputs=(
+            memory_of(T, top_k, dtype=torch.float32),
+            *(memory_of(*shape, dtype=torch.int32) for shape in integers),
+        ),
+        counts=memory_of(num_blocks, E, dtype=torch.int32),
+    )
+
+
+def _launch_fwd(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, ...]:
+    T, E = logits.shape
+    route, make = _route_for(machine(logits.device), T, E, top_k, normalise), maker(logits)
+    weights, experts, counts, offsets, order, position = [make(*memory) for memory in route.outputs]
+    if T:
+        partial, before = make(*route.counts), make(*route.counts)
+        route.choose.launch(logits, weights, experts, partial)
+        route.scan.launch(partial, before, counts)
+        route.place.launch(experts, before, counts, offsets, order, position)
+    else:
         counts.zero_()
         offsets.zero_()
-        return outputs
-    _moe_choose[(num_blocks,)](
-        logits, weights, experts, partial, T, E, **sizes, BLOCK_K=next_power_of_2(top_k), NORMALISE=normalise, **options,
+    return weights, experts, counts, offsets, order, position
+
+
+@kept
+def _backward_for(T: int, E: int, dtype: torch.dtype, top_k: int, normalise: bool) -> tuple[Bound, Memory]:
+    """With the memory of the logits' gradient. dtype: of the logits."""
+    block_t, block_e = _blocks(E)
+    bound = bind(
+        _moe_route_bwd, T, E, grid=(cdiv(T, block_t),), K=top_k, BLOCK_T=block_t, BLOCK_E=block_e, NORMALISE=normalise, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
-    _moe_scan[(cdiv(E, SCAN_EXPERTS),)](
-        partial, before, counts, num_blocks, E, BLOCK_B=SCAN_ROWS, BLOCK_E=SCAN_EXPERTS, **options,
-    )  # fmt: skip
-    _moe_place[(num_blocks,)](
-        experts, before, counts, offsets, order, position, T, E, **sizes, **options
-    )  # fmt: skip
-    return outputs
+    return bound, memory_of(T, E, dtype=dtype)
 
 
 def _launch_bwd(d_weights: Tensor, weights: Tensor, experts: Tensor, logits: Tensor, normalise: bool) -> Tensor:
-    (T, E), d_logits = logits.shape, torch.empty_like(logits)
-    block_t, block_e = _blocks(E)
+    T, E = logits.shape
+    backward, like_logits = _backward_for(T, E, logits.dtype, weights.shape[1], normalise)
+    d_logits = maker(logits)(*like_logits)
     if T:
-        _moe_route_bwd[(cdiv(T, block_t),)](
-            d_weights, weights, experts, logits, d_logits, T, E, K=weights.shape[1], BLOCK_T=block_t, BLOCK_E=block_e,
-            NORMALISE=normalise, num_warps=4, enable_fp_fusion=True,
-        )  # fmt: skip
+        backward.launch(d_weights, weights, experts, logits, d_logits)
     return d_logits
 
 

@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ztk.kernels._jit import jit
+from ztk.kernels._empty import Memory, maker, memory_of
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype
@@ -90,26 +91,42 @@ def _tile(E: int) -> tuple[int, int]:
     return max(1, TILE // block_e), block_e
 
 
+@kept
+def _forward_for(T: int, E: int) -> tuple[Bound, Bound, Memory, Memory]:
+    """The statistics and their means, with the memory of losses and statistics."""
+    block_t, block_e = _tile(E)
+    statistics = bind(
+        _router_statistics, T, E, grid=(cdiv(T, block_t),), BLOCK_T=block_t, BLOCK_E=block_e, num_warps=NUM_WARPS, enable_fp_fusion=True
+    )  # fmt: skip
+    means = bind(_router_means, T, E, grid=(1,), BLOCK=SUMMED, num_warps=8, enable_fp_fusion=True)
+    return statistics, means, memory_of(2, dtype=torch.float32), memory_of(2, T, dtype=torch.float32)
+
+
 def _launch_fwd(logits: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     T, E = logits.shape
-    statistics = torch.empty((2, T), dtype=torch.float32, device=logits.device)
-    losses = torch.empty(2, dtype=torch.float32, device=logits.device)
-    block_t, block_e = _tile(E)
-    _router_statistics[(cdiv(T, block_t),)](
-        logits, counts, statistics, T, E, BLOCK_T=block_t, BLOCK_E=block_e, num_warps=NUM_WARPS, enable_fp_fusion=True
-    )
-    _router_means[(1,)](statistics, losses, T, E, BLOCK=SUMMED, num_warps=8, enable_fp_fusion=True)
+    per_token, means, two, two_rows = _forward_for(T, E)
+    make = maker(logits)
+    losses, statistics = make(*two), make(*two_rows)
+    per_token.launch(logits, counts, statistics)
+    means.launch(statistics, losses)
     return losses, statistics
+
+
+@kept
+def _backward_for(T: int, E: int, dtype: torch.dtype) -> tuple[Bound, Memory]:
+    """With the memory of the logits' gradient. dtype: of the logits."""
+    block_t, block_e = _tile(E)
+    bound = bind(
+        _router_losses_bwd, T, E, grid=(cdiv(T, block_t),), BLOCK_T=block_t, BLOCK_E=block_e, num_warps=NUM_WARPS, enable_fp_fusion=True
+    )  # fmt: skip
+    return bound, memory_of(T, E, dtype=dtype)
 
 
 def _launch_bwd(d_losses: Tensor, logits: Tensor, counts: Tensor, statistics: Tensor) -> Tensor:
     T, E = logits.shape
-    d_logits = torch.empty_like(logits)
-    block_t, block_e = _tile(E)
-    _router_losses_bwd[(cdiv(T, block_t),)](
-        d_losses, logits, counts, statistics, d_logits, T, E, BLOCK_T=block_t, BLOCK_E=block_e, num_warps=NUM_WARPS,
-        enable_fp_fusion=True,
-    )  # fmt: skip
+    backward, like_logits = _backward_for(T, E, logits.dtype)
+    d_logits = maker(logits)(*like_logits)
+    backward.launch(d_losses, logits, counts, statistics, d_logits)
     return d_logits
 
 

@@ -17,9 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
-from ztk.kernels._jit import jit
+from ztk.kernels._empty import Memory, maker, memory_of
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._machine import machine
+from ztk.kernels._machine import Machine, machine
+from ztk.kernels._sizes import next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec, Reach, tokens_as_numbers
 from ztk.kernels.draw_rows import exponential, noise
 
@@ -129,18 +131,27 @@ def _select_rows(
     tl.store(processed_ptr + i_m, tl.where(t == 0.0, 0.0, processed))
 
 
+@kept
+def _kernel_for(target: Machine, M: int, N: int) -> tuple[Bound, Memory, Memory]:
+    """With the memory of the tokens, and of their log-probabilities."""
+    block = min(BLOCK, next_power_of_2(N))
+    bound = bind(
+        _select_rows, N, grid=(M,), BLOCK=block, num_warps=max(1, NUM_WARPS * block // BLOCK), enable_fp_fusion=True,
+        **dependent_launch(target),
+    )  # fmt: skip
+    return bound, memory_of(M, dtype=torch.int64), memory_of(M, dtype=torch.float32)
+
+
 def _launch(
     logits: Tensor, scores: Tensor, temperature: Tensor, keys: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     M, N = logits.shape
-    outputs = _empty(logits)
+    select, integers, numbers = _kernel_for(machine(logits.device), M, N)
+    make = maker(logits)
+    tokens, logprobs, processed = make(*integers), make(*numbers), make(*numbers)
     if M:
-        block = min(BLOCK, triton.next_power_of_2(N))
-        _select_rows[(M,)](
-            logits, scores, temperature, keys, top_k, top_p, min_p, *outputs, N, BLOCK=block, num_warps=max(1, NUM_WARPS * block // BLOCK),
-            enable_fp_fusion=True, **dependent_launch(machine(logits.device)),
-        )  # fmt: skip
-    return outputs
+        select.launch(logits, scores, temperature, keys, top_k, top_p, min_p, tokens, logprobs, processed)
+    return tokens, logprobs, processed
 
 
 def _empty(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
