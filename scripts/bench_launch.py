@@ -22,9 +22,10 @@ from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
 
 from tests.kernels.stand_in import launching
-from ztk.kernels import _empty, _library
+from ztk.kernels import ALL_OPS, _empty, _library
 from ztk.kernels._jit import Bound, Prepared
 from ztk.kernels._library import LAUNCHERS, operator, set_backend
+from ztk.kernels._record import _tensors
 
 ROUNDS, CALLS = 30, 60
 
@@ -97,6 +98,33 @@ def cases() -> dict[str, tuple[str, tuple]]:
         "linear_rows, few": ("linear_rows", (x, square, *options, False, False)),
         "draw_rows (2 kernels)": ("draw_rows", (x, square, None, scalars, place, 0.0)),
     }
+
+
+def further_cases() -> dict[str, tuple[str, tuple]]:
+    """The same of all other ops, as their public functions call them for the first shape of their SPEC."""
+    known, found = {op for op, _ in cases().values()}, {}
+    for spec in ALL_OPS:
+        called: dict[str, tuple] = {}
+
+        def note(name: str, run: Callable, args: tuple, *, on_gpu: bool, called: dict[str, tuple] = called) -> object:
+            called.setdefault(name, args)
+            return run(*args)
+
+        shape = next(shape for shape in spec.small_shapes if 0 not in shape)
+        dtype = torch.bfloat16 if torch.bfloat16 in spec.dtypes else torch.float32
+        inputs = spec.make_inputs(shape, dtype=dtype, device="cpu")
+        for name in spec.differentiable:
+            if isinstance(inputs[name], torch.Tensor):
+                inputs[name].requires_grad_()
+        _library.set_watch(note)
+        outputs = [out for out in _tensors(spec.op(**inputs)) if out.requires_grad]
+        torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
+        _library.set_watch(None)
+        for op, args in called.items():
+            if op not in known:
+                known.add(op)
+                found[op] = op, tuple(arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args)
+    return found
 
 
 def microseconds(call: Callable[[], object]) -> float:
@@ -192,7 +220,7 @@ def main() -> None:
     print(f"Triton {triton.__version__}, torch {torch.__version__}; microseconds of the host")
     print(f"{'':34}{'launch: Triton':>15}{'ztk':>7}{'op: Triton':>12}{'dispatcher':>12}{'short':>7}{'allocation':>12}")
     with launching(lambda *_: None), mock.patch.object(_library, "interpreting", lambda: True):
-        for name, (op, args) in cases().items():
+        for name, (op, args) in (cases() | further_cases()).items():
             launch, short_launch, op_usual, op_dispatched, op_short, allocation = row(op, args)
             print(
                 f"{name:34}{launch:15.1f}{short_launch:7.1f}{op_usual:12.1f}{op_dispatched:12.1f}{op_short:7.1f}{allocation:12.1f}"
