@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.planner.chains import chains_of_last_steps
 from tests.planner.measure import SHAPE, Case, planned
-from ztk.optim import OptimizerPolicy
+from ztk.optim import FlatOptimizer, OptimizerPolicy
 from ztk.planner import plan
 from ztk.planner.trace import STEPS
 
@@ -60,16 +60,26 @@ class Updates(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_one_launch_updates_a_bucket_whatever_groups_it_has(stage, tmp_path):
-    """Of layers whose norms have no weight decay and lie between their matrices, and of what is outside of layers. At stage 0 a
-    rank updates all shards, each by one launch."""
-    case = Case(ranks=2, stage=stage, dtype="bf16")
-    policies = case.policies(str(tmp_path)) | {"optimizer": OptimizerPolicy(weight_decay=0.1)}
+def updates_of_a_bucket(ranks: int, *, stage: int, folder: str) -> float:
+    """In a step on rank 0, on average. Norms have no weight decay, so a bucket has two groups, one behind the other."""
+    case = Case(ranks=ranks, stage=stage, dtype="bf16")
+    policies = case.policies(folder) | {"optimizer": OptimizerPolicy(weight_decay=0.1)}
     tokens = torch.empty(4, 128, dtype=torch.int64, device="meta")
     with Updates() as updates:
-        plan(case.model, batch=(tokens, tokens), world_size=2, topology=case.topology, **policies)
-    assert updates.count == STEPS * (SHAPE["layers"] + 1)
+        plan(case.model, batch=(tokens, tokens), world_size=ranks, topology=case.topology, **policies)
+    return updates.count / STEPS / (SHAPE["layers"] + 1)
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 3), (2, 1), (2, 3)])
+def test_one_launch_updates_a_bucket_whatever_groups_it_has(ranks, stage, tmp_path):
+    """A single rank has both groups of every bucket, the first of two only one. At stage 0 a rank of several updates all shards, each by one
+    launch."""
+    assert updates_of_a_bucket(ranks, stage=stage, folder=str(tmp_path)) == 1
+
+
+def test_a_launch_per_group_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(FlatOptimizer, "joins_groups", False)
+    assert updates_of_a_bucket(1, stage=3, folder=str(tmp_path)) == 2
 
 
 def test_a_chain_is_seen(tmp_path, monkeypatch):
