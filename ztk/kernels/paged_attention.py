@@ -11,8 +11,6 @@ Keys that are not seen add exactly nothing. Bytes: 2 K D per key of each sequenc
 Flash-decoding: https://pytorch.org/blog/flash-decoding/; paged attention: Kwon et al., https://arxiv.org/abs/2309.06180
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -220,21 +218,12 @@ def _merge_segments(
     _store_rows(out_ptr, b_sum, b_acc, o_pos, first, row, start, stop, i_k, H, G, D, GROUP, BLOCK_D, factor)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Merge:
-    """The kernel that adds up segments, and the memory of what they leave."""
-
-    kernel: Bound
-    acc: Memory
-    stats: Memory
-
-
 @kept
 def _kernels_for(
     target: Machine, rows: int, H: int, D: int, dtype: torch.dtype, K: int, cache_dtype: torch.dtype, stride_block: int, width: int,
     num_tiles: int, scale: float, window: int, softcap: float, split: bool,
-) -> tuple[Bound, Memory, Merge | None]:  # fmt: skip
-    """Attention, the memory of its result, and what merges its segments where there is more than one.
+) -> tuple[Bound, Memory, tuple[Bound, Memory, Memory] | None]:  # fmt: skip
+    """Attention, the memory of its result, and, of more than one segment, the kernel that merges them and the memory of what they leave.
 
     dtype: of the queries; stride_block: of the keys; width: blocks of the longest sequence.
     """
@@ -251,12 +240,9 @@ def _kernels_for(
     if segments == 1:
         return attention, out, None
     factor, parts_rows = 256 if cache_dtype == torch.uint8 else 1, num_tiles * K * segments * ROWS
-    merge = Merge(
-        kernel=bind(_merge_segments, segments, grid=(num_tiles, K), **sizes, FACTOR=factor, **options),
-        acc=memory_of(parts_rows, sizes["BLOCK_D"], dtype=torch.float32),
-        stats=memory_of(parts_rows, 2, dtype=torch.float32),
-    )
-    return attention, out, merge
+    merge = bind(_merge_segments, segments, grid=(num_tiles, K), **sizes, FACTOR=factor, **options)
+    left = (memory_of(parts_rows, columns, dtype=torch.float32) for columns in (sizes["BLOCK_D"], 2))
+    return attention, out, (merge, *left)
 
 
 def _launch(
@@ -264,7 +250,7 @@ def _launch(
     scale: float, window: int, softcap: float, split: bool,
 ) -> Tensor:  # fmt: skip
     (rows, H, D), num_tiles = query.shape, tiles.shape[0]
-    parts, like_query, merge = _kernels_for(
+    parts, like_query, merging = _kernels_for(
         machine(query.device), rows, H, D, query.dtype, keys.shape[1], keys.dtype, keys.stride()[0], tables.shape[1], num_tiles, scale, window,
         softcap, split,
     )  # fmt: skip
@@ -272,12 +258,13 @@ def _launch(
     out = make(*like_query)
     if not rows or not num_tiles:
         return out
-    if merge is None:
+    if merging is None:
         parts.launch(query, keys, values, tables, tiles, slopes, scales, out, None, None)
         return out
-    acc, stats = make(*merge.acc), make(*merge.stats)
+    merge, per_part, per_row = merging
+    acc, stats = make(*per_part), make(*per_row)
     parts.launch(query, keys, values, tables, tiles, slopes, scales, out, acc, stats)
-    merge.kernel.launch(acc, stats, tiles, scales, out)
+    merge.launch(acc, stats, tiles, scales, out)
     return out
 
 
