@@ -26,7 +26,8 @@ def memory_of(*shape: int, dtype: torch.dtype) -> Memory:
 
 
 def maker(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    """`make(*memory)` is uninitialised, on the device of `like`, where launchers work on the current GPU."""
+    """`make(*memory)` is an uninitialised tensor of that shape and dtype on the device of `like`, of any shape and dtype, where launchers work
+    on the current GPU."""
     return _FAST[like.is_cuda] or functools.partial(_make_usually, device=like.device)
 
 
