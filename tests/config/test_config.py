@@ -145,6 +145,11 @@ def test_names_are_refused_all_at_once_with_what_was_meant():
         ("~zero", "write zero="),
         ("+train.steps=1", "write train.steps=1"),
         ("~train.steps", "cannot be removed"),
+        (
+            "reference=frozen",
+            "write its keys one by one, reference.KEY=value; did you mean kl.reference, dpo.reference",
+        ),
+        ("train=5", "write its keys one by one, train.KEY=value"),
         ("zero@foo=stage1", "write zero=stage1"),
         ("train.steps=1.5", "whole number"),
         ("model.tie_embeddings=perhaps", "true or false"),

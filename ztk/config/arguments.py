@@ -118,8 +118,9 @@ def _faults(override: str, *, options: dict[str, list[str]]) -> Iterator[str]:
         else:
             yield from _value_faults(key, value, hint=known[key])
     elif any(name.startswith(f"{key}.") for name in known):
-        if sign:
-            yield f"{override}: write its keys one by one, {key}.KEY=value"
+        if sign or (value and value[0] not in "{$"):
+            near = did_you_mean(near_keys(key, keys=known))
+            yield f"{override}: write its keys one by one, {key}.KEY=value{near}"
     else:
         plus = " and + cannot add one" if "+" in sign else ""
         yield f"{key}: there is no such key{plus}{did_you_mean(near_keys(key, keys=[*known, *options, DS_CONFIG]))}"
