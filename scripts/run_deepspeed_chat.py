@@ -102,13 +102,33 @@ def main() -> None:
             for stage in STAGES:
                 name = f"{step} {stage} {option}".strip()
                 if re.search(given.only, name):
-                    cell = run(name, step, stage, words, work=work, given=given)
-                    with (work / "cells.jsonl").open("a") as file:
-                        file.write(json.dumps(cell) + "\n")
+                    keep(run(name, step, stage, words, work=work, given=given), work=work)
                     write_table(work)
-                    print(*cell.values(), sep=" | ", flush=True)
-    table = write_table(work)
-    sys.exit(1 if "| differ |" in table or "| failed |" in table else 0)
+    sys.exit(code_of(write_table(work)))
+
+
+def keep(cell: dict[str, object], *, work: Path) -> None:
+    """Adds the result of a run to those of the folder, and prints it."""
+    with (work / "cells.jsonl").open("a") as file:
+        file.write(json.dumps(cell) + "\n")
+    print(*cell.values(), sep=" | ", flush=True)
+
+
+def code_of(table: str) -> int:
+    """The script's exit code: 1 if a row says that runs differ or failed."""
+    return int("| differ |" in table or "| failed |" in table)
+
+
+def agreement(row: list[str], *, first: int = 0) -> str:
+    """Whether the results of a row, one per stage, are equal from place `first` on. A run that ends with an error is refused there; one that
+    ends in another way has failed."""
+    compared = row[first:]
+    losses = [result for result in compared if result and not result.startswith("exit code")]
+    if any(re.match(r"exit code (?!1: )|exit code 1: no error", result) for result in row):
+        return "failed"
+    if len(set(losses)) > 1:
+        return "differ"
+    return "-" if len(losses) < 2 else "equal at 2, 3" if first else "equal"
 
 
 def write_table(work: Path) -> str:
@@ -119,12 +139,8 @@ def write_table(work: Path) -> str:
     for step, options in OPTIONS.items():
         for option in options:
             row = [results.get(f"{step} {stage} {option}".strip(), "") for stage in STAGES]
-            compared = row[option in OWN_AT_STAGE_0 :]
-            losses = [result for result in compared if result and not result.startswith("exit code")]
-            failed = any(re.match(r"exit code (?!1: )|exit code 1: no error", result) for result in row)
-            same = "equal" if compared == row else "equal at 2, 3"
-            agreement = "failed" if failed else "differ" if len(set(losses)) > 1 else same if len(losses) > 1 else "-"
-            lines.append(f"| {step} | {option or '-'} | {' | '.join(row)} | {agreement} |\n")
+            found = agreement(row, first=int(option in OWN_AT_STAGE_0))
+            lines.append(f"| {step} | {option or '-'} | {' | '.join(row)} | {found} |\n")
     (work / "table.md").write_text("".join(lines))
     return "".join(lines)
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.run_deepspeed_chat import digest_of
+from scripts.run_deepspeed_chat import agreement, code_of, digest_of, keep
 from tests.hf import small
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,13 +86,9 @@ def main() -> None:
         for option in options_of(step):
             for stage in STAGES:
                 if re.search(given.only, f"{step} {stage} {option}".strip()):
-                    cell = run(step, stage=stage, option=option, work=work, checkout=given.checkout.resolve())
-                    with (work / "cells.jsonl").open("a") as file:
-                        file.write(json.dumps(cell) + "\n")
+                    keep(run(step, stage=stage, option=option, work=work, checkout=given.checkout.resolve()), work=work)
                     write_table(work)
-                    print(*cell.values(), sep=" | ", flush=True)
-    table = write_table(work)
-    sys.exit(1 if "| differ |" in table or "| failed |" in table else 0)
+    sys.exit(code_of(write_table(work)))
 
 
 def options_of(step: str) -> dict[str, str]:
@@ -157,12 +153,7 @@ def write_table(work: Path) -> str:
     for step in STEPS:
         for option in options_of(step):
             row = [results.get((step, stage, option), "") for stage in STAGES]
-            values = [result for result in row if result and not result.startswith("exit code")]
-            failed = any(re.match(r"exit code (?!1: )|exit code 1: no error", result) for result in row)
-            agreement = (
-                "failed" if failed else "differ" if len(set(values)) > 1 else "equal" if len(values) > 1 else "-"
-            )
-            lines.append(f"| {step} | {option or '-'} | {' | '.join(row)} | {agreement} |\n")
+            lines.append(f"| {step} | {option or '-'} | {' | '.join(row)} | {agreement(row)} |\n")
     (work / "table.md").write_text("".join(lines))
     return "".join(lines)
 
