@@ -1,5 +1,6 @@
 """The machines that launchers choose tiles, threads and grids for."""
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,6 +71,13 @@ def _of_device(device: torch.device) -> Machine:
     major = torch.cuda.get_device_capability(index)[0]
     architecture = {9: Architecture.hopper, 10: Architecture.blackwell}.get(major, Architecture.ampere)
     # Drivers before CUDA 12.3 do not record such launches into graphs.
-    # pyrefly: ignore[missing-attribute]  # of builds with CUDA
-    early = architecture is not Architecture.ampere and torch._C._cuda_getDriverVersion() >= 12030
+    early = architecture is not Architecture.ampere and _driver_version() >= 12030
     return Machine(architecture=architecture, warp_size=32, processors=processors, dependent_launch=early)
+
+
+def _driver_version() -> int:
+    """CUDA's newest version that the driver knows, 1000 * major + 10 * minor; of the driver itself, because torch has no function for it."""
+    version = ctypes.c_int()
+    if (status := ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))) != 0:
+        raise RuntimeError(f"the GPU's driver does not say its version: cuDriverGetVersion returned {status}")
+    return version.value
