@@ -4,16 +4,21 @@ import contextlib
 import io
 import logging
 import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.ranks import RankFailed, RankPool
-from ztk.runtime import Process
+from ztk.runtime import MemoryLedger, Process
+from ztk.runtime.buffers import BufferPool
 from ztk.runtime.comm import Comm, CommMismatch, node
 from ztk.runtime.comm.gloo import GlooTransport
+from ztk.runtime.comm.transport import SeparateMemory
 from ztk.runtime.comm.watchdog import Watchdog
+from ztk.runtime.streams import use_api
 
 PATIENCE = 0.5
 
@@ -99,3 +104,76 @@ def test_over_shared_memory_the_barrier_itself_raises(ranks):
 
 def over_shared_memory(process: Process) -> None:
     process.comm.all_gather(torch.zeros(8), label=f"blocks.{process.rank}").wait()
+
+
+class Device(SeparateMemory):
+    """A transport as NCCL's, and the `StreamApi` of a GPU that is far behind the host. asked: how often a collective or an event was asked
+    whether it is over."""
+
+    blocking = checks_labels = False
+
+    def __init__(self) -> None:
+        self.asked, self.captures, self.is_behind = 0, False, True
+
+    def all_gather(self, full: torch.Tensor, *, label: str) -> SimpleNamespace:
+        """As torch's object: it has its tensors for as long as it lives, also when somebody has waited for it."""
+        return SimpleNamespace(tensors=[full], wait=lambda: None, is_completed=self.query)
+
+    def query(self) -> bool:
+        self.asked += 1
+        if self.captures:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return not self.is_behind
+
+    def current(self, device: torch.device) -> "Device":
+        return self
+
+    def record_event(self) -> "Device":
+        return self
+
+    def has_streams(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return self.captures
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    with use_api(found := Device()):
+        yield found
+
+
+@pytest.fixture
+def comm(device) -> Iterator[Comm]:
+    options = {"name": "alone", "rank": 0, "size": 2, "patience": PATIENCE, "ends_process": False}
+    found = Comm(device, rank=0, size=2, device=torch.device("cpu"), watchdog=Watchdog(dist.HashStore(), **options))
+    yield found
+    found._watchdog.close()
+
+
+def test_a_buffer_is_free_when_the_stream_has_waited_though_the_device_is_behind(comm, device):
+    pool = BufferPool(device=torch.device("cpu"), ledger=MemoryLedger(), category="gathered")
+    places = set()
+    for number in range(5):
+        buffer = pool.acquire(64, dtype=torch.float32)
+        places.add(buffer.data_ptr())
+        comm.all_gather(buffer, label=f"blocks.{number}").wait()
+        pool.release(buffer, may_be_viewed=True)
+    assert len(places) == 1
+    assert len(comm._watchdog._open) == 5  # all of them are watched until the device has come so far
+    device.is_behind = False
+    comm.all_gather(torch.zeros(2), label="last")
+    assert len(comm._watchdog._open) == 1
+
+
+def test_a_collective_of_a_graph_asks_no_event(comm, device):
+    comm.all_gather(torch.zeros(2), label="before").wait()
+    device.asked, device.captures = 0, True
+    for number in range(3):
+        comm.all_gather(torch.zeros(2), label=f"recorded {number}").wait()
+    time.sleep(PATIENCE)  # the thread looks four times in it
+    assert not device.asked
+    device.captures = False
+    comm.all_gather(torch.zeros(2), label="after")
+    assert device.asked and [entered.label.split()[1] for entered in comm._watchdog._open] == ["before", "after"]

@@ -6,6 +6,7 @@ threads. What arrives has the dtype of what was sent.
 """
 
 import ctypes
+import functools
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -18,11 +19,12 @@ from torch import Tensor
 
 from ztk.runtime.comm.counters import CommCounters
 from ztk.runtime.comm.transport import Transport
-from ztk.runtime.comm.watchdog import Watchdog
+from ztk.runtime.comm.watchdog import Entered, Watchdog
 from ztk.runtime.pending import Handle
 from ztk.runtime.planned import note_read
 from ztk.runtime.ranges import named
 from ztk.runtime.serial import SerialThread
+from ztk.runtime.streams import current_event, is_capturing
 
 
 class Work:
@@ -75,6 +77,29 @@ class Work:
             if self._watchdog.mismatch is not None:
                 raise self._watchdog.mismatch
         future.result()
+
+
+class _Watched:
+    """A collective on a device, of which the watchdog knows without what torch's object keeps.
+
+    NCCL's object has its tensors until it is dropped, also when the current stream has waited. Buffers count the references to their memory
+    to see whether somebody has a view, and the host is many collectives ahead of the device: all of their buffers would seem to be in use.
+    """
+
+    def __init__(self, work: Any, *, entered: Entered, watchdog: Watchdog, device: torch.device) -> None:
+        """work: what a transport that does not block has returned. entered: what `Watchdog.enter` has."""
+        self._work, self._device = work, device
+        self._leave = functools.partial(watchdog.leave, entered)
+        self._leave(is_over=work.is_completed)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._leave(
+            is_over=current_event(self._device).query
+        )  # behind the collective, because the current stream now is
 
 
 class Comm:
@@ -305,14 +330,20 @@ class Comm:
                 after.wait()
             if self.before is not None:
                 self.before(name)
-            entered = None if self._watchdog is None else self._watchdog.enter(name)
+            watchdog = self._watchdog
+            if watchdog is not None and is_capturing(tensor):
+                watchdog.pass_over()
+                watchdog = None
+            entered = None if watchdog is None else watchdog.enter(name)
             pending = (
                 self._run(run, name=name) if self.observe is None else self._run_observed(run, name=name, tensor=tensor)
             )
-            if entered is not None:
-                assert self._watchdog is not None
-                self._watchdog.leave(entered, work=pending)
-            return pending
+            if watchdog is None or entered is None:
+                return pending
+            if pending is not None:
+                return _Watched(pending, entered=entered, watchdog=watchdog, device=self.device)
+            watchdog.leave(entered)
+            return None
 
         if self._thread is None:
             if after is not None and not after.is_immediate:

@@ -13,8 +13,8 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
@@ -28,11 +28,13 @@ _REMEMBERED = 4096  # collectives: a GPU's host may run this far ahead of the de
 
 
 @dataclass(kw_only=True, slots=True)
-class _Entered:
+class Entered:
+    """A collective that a rank has begun. since: of `time.monotonic`."""
+
     number: int
     label: str
     since: float
-    work: Any = None  # of a transport that does not block: `is_completed()`
+    is_over: Callable[[], bool] | None = None  # of a transport that does not block, once it is under way
 
 
 class Watchdog:
@@ -45,9 +47,9 @@ class Watchdog:
         self.mismatch: CommMismatch | None = None
         self._store, self._name, self._rank, self._size, self._patience = store, name, rank, size, patience
         self._ends_process = ends_process
-        self._number = 0
+        self._number, self._records = 0, False
         self._labels: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
-        self._open: deque[_Entered] = deque()
+        self._open: deque[Entered] = deque()
         self._lock = threading.Lock()
         self._reported: set[tuple[int, int]] = set()  # (number, rank) already reported as late
         self._ended = threading.Event()
@@ -55,23 +57,28 @@ class Watchdog:
         end_with_process(self._thread, end=functools.partial(_end, self._thread, self._ended))
         self._thread.start()
 
-    def enter(self, label: str) -> _Entered:
+    def enter(self, label: str) -> Entered:
         """A collective begins."""
+        self._records = False
         with self._lock:
             self._forget_completed()
             self._number += 1
-            entered = _Entered(number=self._number, label=label, since=time.monotonic())
+            entered = Entered(number=self._number, label=label, since=time.monotonic())
             self._labels.append((entered.number, label))
             self._open.append(entered)
         return entered
 
-    def leave(self, entered: _Entered, *, work: object | None = None) -> None:
-        """Marks it as complete, or as running on the device until `work.is_completed()`."""
+    def leave(self, entered: Entered, *, is_over: Callable[[], bool] | None = None) -> None:
+        """Marks it as complete, or as running on the device until `is_over()`, which may be said again by something else."""
         with self._lock:
-            if work is None:
+            if is_over is None:
                 self._open.remove(entered)
             else:
-                entered.work = work
+                entered.is_over = is_over
+
+    def pass_over(self) -> None:
+        """A collective becomes part of a CUDA graph. Until the next `enter` no event is asked: that would end the recording."""
+        self._records = True
 
     def close(self) -> None:
         """Idempotent."""
@@ -100,11 +107,11 @@ class Watchdog:
                 return
 
     def _forget_completed(self) -> None:
-        """Drops completed works, which keep their tensors alive. The caller holds the lock."""
-        while self._open and self._open[0].work is not None and self._open[0].work.is_completed():
+        """The caller holds the lock."""
+        while not self._records and self._open and (is_over := self._open[0].is_over) is not None and is_over():
             self._open.popleft()
 
-    def _compare(self, own: _Entered) -> None:
+    def _compare(self, own: Entered) -> None:
         late = []
         for rank in range(self._size):
             if rank == self._rank or not self._store.check([self._key(rank)]):
