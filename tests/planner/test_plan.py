@@ -1,5 +1,6 @@
 """A plan's bytes are those of the counters of real ranks, and of the ZeRO paper."""
 
+import gc
 import json
 
 import pytest
@@ -81,6 +82,18 @@ class Answers(OneLoss):
 def small_plan(model: type[nn.Module] = OneLoss, **choices) -> ztk.Plan:
     batch = (torch.empty(1, 64, dtype=torch.bfloat16),)
     return ztk.plan(lambda: model(64, layers=2), batch=batch, world_size=choices.pop("world_size", 2), **choices)
+
+
+@pytest.mark.parametrize(
+    "case", [Case(ranks=2, stage=0), Case(ranks=4, stage=3, tensor=2, recompute="full")], ids=lambda case: str(case)
+)
+def test_a_plan_keeps_no_model(tmp_path, case):
+    """Of many plans of one process, a search's for example, each would make the next one slower."""
+    gc.collect()
+    before = {id(module) for module in gc.get_objects() if isinstance(module, nn.Linear)}
+    planned(case, folder=str(tmp_path))
+    gc.collect()
+    assert {id(module) for module in gc.get_objects() if isinstance(module, nn.Linear)} <= before
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -21,13 +21,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ztk.offload.engine import Transfer
 from ztk.offload.nvme import NvmeStore
 from ztk.offload.planned import PlannedIo
 from ztk.offload.pool import AlignedPool, Lease
-from ztk.planner.tracker import is_work, written
+from ztk.planner.tracker import is_work, tensors_in, written
 from ztk.runtime.comm.planned import PlannedTransport
 from ztk.runtime.io import Direction
 from ztk.runtime.planned import is_host_memory
@@ -150,9 +149,9 @@ class StreamModel(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor) and value.is_meta]
+        given = [value for value in tensors_in(*args, *kwargs.values()) if value.is_meta]
         out = func(*args, **kwargs)
-        results = [value for value in tree_leaves(out) if isinstance(value, Tensor) and value.is_meta]
+        results = [value for value in tensors_in(out) if value.is_meta]
         if func.is_view or not (given or results):
             return out
         changed = written(func, args=args) + [value for value in (kwargs.get("out"),) if isinstance(value, Tensor)]
@@ -281,7 +280,8 @@ class StreamModel(TorchDispatchMode):
 
 def _join(clock: Clock, other: Clock) -> None:
     for name, tick in other.items():
-        clock[name] = max(clock.get(name, 0), tick)
+        if clock.get(name, 0) < tick:
+            clock[name] = tick
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
@@ -365,6 +365,7 @@ def modelled() -> Iterator[StreamModel]:
             stack.enter_context(mock.patch.object(PlannedTransport, name, function))
         for patch in _threads_of(model):
             stack.enter_context(patch)
+        stack.callback(model._results.clear)  # or they keep storages, whose finalizers keep the model
         stack.enter_context(use_api(model))
         stack.enter_context(model)
         yield model

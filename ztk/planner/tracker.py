@@ -6,6 +6,7 @@ planned tensors and on real ones, so a plan's count is checked against a real ru
 """
 
 import bisect
+import functools
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ztk.kernels import op_names
 from ztk.planner.attention import FLOPS
@@ -79,8 +79,9 @@ class StepTracker(TorchDispatchMode):
             self._hooks.callback(handle.remove)
 
     def unwatch(self) -> None:
-        """Takes the hooks off."""
+        """Takes the hooks off, and lets the model go: finalizers of its storages keep this object."""
         self._hooks.close()
+        self._names = {}
 
     def leave_out(self, tensor: Tensor) -> None:
         """The storage of `tensor`, of any shape, is not the device's: its bytes do not count."""
@@ -97,22 +98,21 @@ class StepTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = RESULTS.get(func, func)(*args, **kwargs)
-        results = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
+        results = tensors_in(out)
         for tensor in results:
             self._see(tensor)
         count = FLOPS.get(func) or flop_registry.get(func._overloadpacket)
         flops = count(*args, **kwargs, out_val=out) if count is not None else 0
         self.flops += flops
         if self._computed is not None and is_work(func):
-            self._report(
-                func, flops=flops, tensors=(*tree_leaves((args, kwargs)), *(results or written(func, args=args)))
-            )
+            used = [*tensors_in(*args, *kwargs.values()), *(results or written(func, args=args))]
+            self._report(func, flops=flops, tensors=used)
         return out
 
-    def _report(self, func: torch._ops.OpOverload, *, flops: int, tensors: tuple) -> None:
+    def _report(self, func: torch._ops.OpOverload, *, flops: int, tensors: list[Tensor]) -> None:
         """Tells `computed` what an operation reads and writes."""
         moved = {True: 0, False: 0}  # in memory of the host: bytes
-        used = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.device.type == self._device]
+        used = [tensor for tensor in tensors if tensor.device.type == self._device]
         for tensor in used:
             moved[is_host_memory(tensor.untyped_storage())] += tensor.nbytes
         assert self._computed is not None
@@ -188,6 +188,18 @@ def _kind(func: torch._ops.OpOverload, *, flops: int) -> str:
     return own if own in op_names() else ELEMENTWISE
 
 
+def tensors_in(*values: object) -> list[Tensor]:
+    """The tensors, of any shapes, among an operation's arguments or results and in their lists: an operation has no deeper ones."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found.extend(element for element in value if isinstance(element, Tensor))
+    return found
+
+
+@functools.cache
 def is_work(func: torch._ops.OpOverload) -> bool:
     """The operation reads and writes memory: it makes no view and no tensor without values."""
     return not func.is_view and func._overloadpacket not in _WITHOUT_WORK
@@ -195,9 +207,10 @@ def is_work(func: torch._ops.OpOverload) -> bool:
 
 def written(func: torch._ops.OpOverload, *, args: tuple) -> list[Tensor]:
     """The tensors, of any shapes, that an operation without results writes: it reads them, too."""
-    pairs = zip(func._schema.arguments, args, strict=False)
-    return [
-        value
-        for argument, value in pairs
-        if isinstance(value, Tensor) and argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    return [args[place] for place in _places_written(func) if place < len(args) and isinstance(args[place], Tensor)]
+
+
+@functools.cache
+def _places_written(func: torch._ops.OpOverload) -> tuple[int, ...]:
+    aliases = enumerate(argument.alias_info for argument in func._schema.arguments)
+    return tuple(place for place, alias in aliases if alias is not None and alias.is_write)

@@ -63,10 +63,10 @@ def gathered_last(x: Tensor, *, comm: Comm, sizes: tuple[int, ...], label: str) 
 
 
 def copy_in(x: Tensor, *, comm: Comm, label: str) -> Tensor:
-    """The input of column-parallel layers: x, of any shape, as it is; the gradient is summed over the ranks."""
+    """The input of column-parallel layers: x, of any shape, in the same memory; the gradient is summed over the ranks."""
     return through(
         x,
-        forward=lambda x: x.view_as(x),
+        forward=lambda x: x.detach(),  # a view of x would keep x itself, and `TensorAxis` would never forget either
         backward=lambda d_out: summed(d_out, comm=comm, label=f"gradient of {label}"),
     )
 
