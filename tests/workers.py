@@ -10,6 +10,7 @@ from tests.quick import is_quick
 
 # From about 30 seconds on, longest first.
 LONGEST = (
+    "tests/planner/test_combinations.py",
     "tests/kernels/test_aot.py",
     "tests/cli/test_sweep.py",
     "tests/test_examples.py",
@@ -20,7 +21,6 @@ LONGEST = (
     "tests/experiments/test_alignment.py",
     "tests/experiments/test_faults.py",
     "tests/kernels/test_ops.py",
-    "tests/planner/test_combinations.py",
     "tests/config/test_config.py",
     "tests/experiments/test_text.py",
     "tests/cli/test_run.py",

@@ -65,6 +65,7 @@ class Case:
     schedule: str = "1f1b"
     virtual_stages: int = 1
     tied: bool = False
+    layers: int = SHAPE["layers"]  # of the native decoder
     experts: int = 0  # of every second block
     expert: int = 1  # ranks over which they are spread
     accumulation: int = 1
@@ -111,7 +112,7 @@ class Case:
 
     def model(self) -> Decoder:
         experts = {"experts": self.experts, "experts_every": 2, "expert_hidden_dim": 64} if self.experts else {}
-        return Decoder(DecoderConfig(**SHAPE | experts, tie_embeddings=self.tied))
+        return Decoder(DecoderConfig(**SHAPE | experts | {"layers": self.layers}, tie_embeddings=self.tied))
 
     def __str__(self) -> str:
         named = {name: getattr(self, name) for name in self.__dataclass_fields__}
