@@ -9,9 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.planner.chains import chains_of_last_steps
 from tests.planner.measure import SHAPE, Case, planned
-from ztk.optim import FlatOptimizer, OptimizerPolicy
+from ztk.optim import OptimizerPolicy
 from ztk.planner import plan
 from ztk.planner.trace import STEPS
+from ztk.sharded_optim.piece_update import PieceUpdate
 
 CASES = (
     Case(ranks=2, stage=3, dtype="fp32"),
@@ -49,37 +50,53 @@ def test_a_step_has_no_eager_chain_of_more_than_two(case, tmp_path):
     assert not unexplained, "\n".join(unexplained)
 
 
+UPDATES = {
+    "adamw": {},
+    "lion": {"optimizer": "lion"},
+    "sgd": {"optimizer": "sgd"},
+    "adamw_bf16": {"states": "bf16", "master": "fp32"},
+    "adamw_stochastic": {"states": "bf16", "master": "stochastic"},
+    "adamw_8bit": {"states": "8bit", "master": "stochastic"},
+}
+
+
 class Updates(TorchDispatchMode):
-    """Counts the optimizer's launches."""
+    """Counts the launches of an optimizer's op."""
 
     sees_everything = True
-    count = 0
+
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.op, self.count = op, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.name() == "ztk::adamw"
+        self.count += func.name() == f"ztk::{self.op}"
         return func(*args, **(kwargs or {}))
 
 
-def updates_of_a_bucket(ranks: int, *, stage: int, folder: str) -> float:
+def updates_of_a_bucket(op: str, *, ranks: int, stage: int, folder: str) -> float:
     """In a step on rank 0, on average. Norms have no weight decay, so a bucket has two groups, one behind the other."""
-    case = Case(ranks=ranks, stage=stage, dtype="bf16")
-    policies = case.policies(folder) | {"optimizer": OptimizerPolicy(weight_decay=0.1)}
+    case = Case(ranks=ranks, stage=stage, dtype="bf16", **UPDATES[op])
+    policy = OptimizerPolicy(name=case.optimizer, states=case.states, weight_decay=0.1)
+    policies = case.policies(folder) | {"optimizer": policy}
     tokens = torch.empty(4, 128, dtype=torch.int64, device="meta")
-    with Updates() as updates:
+    with Updates(op) as updates:
         plan(case.model, batch=(tokens, tokens), world_size=ranks, topology=case.topology, **policies)
     return updates.count / STEPS / (SHAPE["layers"] + 1)
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 3), (2, 1), (2, 3)])
-def test_one_launch_updates_a_bucket_whatever_groups_it_has(ranks, stage, tmp_path):
-    """A single rank has both groups of every bucket, the first of two only one. At stage 0 a rank of several updates all shards, each by one
-    launch."""
-    assert updates_of_a_bucket(ranks, stage=stage, folder=str(tmp_path)) == 1
+@pytest.mark.parametrize("op", UPDATES)
+def test_one_launch_updates_a_bucket_whatever_groups_it_has(op, ranks, stage, tmp_path):
+    """A single rank has both groups of every bucket, the first of two only one, and where positions count several parts of it. At stage 0 a
+    rank of several updates all shards, each by one launch."""
+    assert updates_of_a_bucket(op, ranks=ranks, stage=stage, folder=str(tmp_path)) == 1
 
 
-def test_a_launch_per_group_is_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr(FlatOptimizer, "joins_groups", False)
-    assert updates_of_a_bucket(1, stage=3, folder=str(tmp_path)) == 2
+@pytest.mark.parametrize("op", UPDATES)
+def test_a_launch_per_segment_is_seen(op, tmp_path, monkeypatch):
+    monkeypatch.setattr(PieceUpdate, "_is_one_launch", lambda *_, **__: False)
+    assert updates_of_a_bucket(op, ranks=1, stage=3, folder=str(tmp_path)) >= 2
 
 
 def test_a_chain_is_seen(tmp_path, monkeypatch):

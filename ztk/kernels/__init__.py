@@ -47,9 +47,9 @@ from ztk.kernels._control import (
     State,
 )
 from ztk.kernels._cpu import is_cut_evenly
-from ztk.kernels._flat import tiles_of
 from ztk.kernels._library import Backend, behind_step, get_backend, op_names, operator, set_backend
 from ztk.kernels._spec import AotCase, OpSpec
+from ztk.kernels._tiles import UpdatePart, tiles_of
 from ztk.kernels._times import Ceilings, KernelTime, KernelTimes
 from ztk.kernels._weight_formats import quantise_weight
 from ztk.kernels.adamw import adamw
@@ -145,6 +145,7 @@ __all__ = [
     "Setting",
     "Slots",
     "State",
+    "UpdatePart",
     "activate_cpu",
     "adamw",
     "adamw_8bit",

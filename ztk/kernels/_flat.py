@@ -6,7 +6,8 @@ shared memory (5 to 23 barriers in an elementwise kernel), fewer leave vector lo
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,12 +16,19 @@ from torch import Tensor
 from ztk.kernels._control import CONTROL_COLUMNS, Control
 from ztk.kernels._jit import Bound, bind, kept
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._machine import machine
 from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase, OpSpec
+from ztk.kernels._tiles import (
+    ALIGNMENT,
+    NUM_WARPS,
+    TILE_PER_THREAD,
+    UpdatePart,
+    check_tiles,
+    each_tile,
+    threads,
+    tiles_of,
+)
 
-ALIGNMENT = 16  # elements: a partition consists of 64-byte units of float32
-NUM_WARPS = 4
 PER_THREAD = 4  # elements
 FLOAT32 = (torch.float32,)
 BFLOAT16 = (torch.bfloat16,)
@@ -30,8 +38,17 @@ AOT_ELEMENTS = 1 << 22
 Expected = dict[str, tuple[Tensor | None, tuple[torch.dtype, ...]]]
 
 
-def check_flat(op: str, *, tensors: Expected, control: Tensor, groups: Expected | None = None, group: int = 1) -> None:
-    """Raise ValueError unless all are contiguous, of their dtypes and on one device, with a control row float32 [16].
+def check_flat(
+    op: str,
+    *,
+    tensors: Expected,
+    control: Tensor,
+    tiles: Tensor | None,
+    groups: Expected | None = None,
+    group: int = 1,
+) -> None:
+    """Raise ValueError unless all are contiguous, of their dtypes and on one device, with a control row float32 [16], or with `tiles` rows of
+    them.
 
     tensors: name -> (tensor [n] or None, its dtypes), the first being the parameters; n a multiple of 16. groups: the same
     for tensors [ceil(n / group)].
@@ -53,22 +70,25 @@ def check_flat(op: str, *, tensors: Expected, control: Tensor, groups: Expected 
             )
         if tensor.device != param.device:
             raise ValueError(f"{op}: {name} is on {tensor.device} and {first} on {param.device}; move one of them")
-    if control.shape != (CONTROL_COLUMNS,) or control.dtype != torch.float32:
-        raise ValueError(
-            f"{op}: control is {tuple(control.shape)} {control.dtype}; pass one row float32 [{CONTROL_COLUMNS}]"
-        )
+    if tiles is not None:
+        check_tiles(op, tiles=tiles)
+    if (
+        control.shape[-1:] != (CONTROL_COLUMNS,)
+        or control.dim() != (1 if tiles is None else 2)
+        or control.dtype != torch.float32
+    ):
+        wanted = f"one row float32 [{CONTROL_COLUMNS}]" if tiles is None else f"rows float32 [rows, {CONTROL_COLUMNS}]"
+        raise ValueError(f"{op}: control is {tuple(control.shape)} {control.dtype}; pass {wanted}")
 
 
 def flat_launches(kernel: Any, *names: str) -> Callable[..., Bound]:
     """Of a kernel of tensors, their number of elements and further numbers: sizes, those numbers, and the constexprs of these names -> a
-    launch of so many programs."""
+    launch of so many programs, of which a tile has `per_tile`."""
 
     @kept
-    def bound(N: int, block: int, programs: int, numbers: tuple[int, ...], *constexprs: object) -> Bound:
-        named = dict(zip(names, constexprs, strict=True))
-        return bind(
-            kernel, N, *numbers, grid=(programs,), **named, BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True
-        )
+    def bound(N: int, block: int, programs: int, per_tile: int, numbers: tuple[int, ...], *constexprs: object) -> Bound:
+        sizes = dict(zip(names, constexprs, strict=True)) | {"PROGRAMS": per_tile, "BLOCK": block}
+        return bind(kernel, N, *numbers, grid=(programs,), **sizes, num_warps=NUM_WARPS, enable_fp_fusion=True)
 
     return bound
 
@@ -76,52 +96,37 @@ def flat_launches(kernel: Any, *names: str) -> Callable[..., Bound]:
 def launch_flat(
     launches: Callable[..., Bound],
     *tensors: Tensor | None,
+    tiles: Tensor | None,
     numbers: tuple[int, ...] = (),
     per_thread: int = PER_THREAD,
     constexprs: tuple = (),
 ) -> None:
-    """Launch of `flat_launches` over the elements of the first tensor, in tiles of BLOCK elements."""
+    """Launch of `flat_launches` over the elements of the first tensor, in blocks of BLOCK elements, or over those of `tiles`, int64 [tiles, 4],
+    which the kernel takes behind the tensors."""
     first = tensors[0]
     assert first is not None
-    if N := first.numel():
-        block = per_thread * machine(first.device).warp_size * NUM_WARPS
-        launches(N, block, cdiv(N, block), numbers, *constexprs).launch(*tensors)
+    N, block, per_tile = first.numel(), per_thread * threads(first.device), TILE_PER_THREAD // per_thread
+    assert per_tile or tiles is None, "a tile has a program at least"
+    if programs := cdiv(N, block) if tiles is None else tiles.shape[0] * per_tile:
+        launches(N, block, programs, per_tile, numbers, *constexprs).launch(*tensors, tiles)
 
 
-def tiles_of(segments: Sequence[tuple[int, int, int]], *, device: torch.device) -> Tensor:
-    """int32 [tiles, 3] on `device`: first element, end and row of the control table of every program of one launch over many segments.
-
-    segments: (start, stop, row), multiples of 16 below 2^31 but for the row. To be made once: it comes from the host.
-    """
-    block = PER_THREAD * machine(device).warp_size * NUM_WARPS
-    tiles = [
-        (first, min(first + block, stop), row) for start, stop, row in segments for first in range(start, stop, block)
-    ]
-    assert all(first % ALIGNMENT == 0 and stop % ALIGNMENT == 0 for first, stop, _ in tiles), "segments are padded"
-    if device.type == "meta":
-        return torch.empty((len(tiles), 3), dtype=torch.int32, device=device)
-    return torch.tensor(tiles, dtype=torch.int32).reshape(-1, 3).to(device)
-
-
-def launch_tiles(launches: Callable[..., Bound], *tensors: Tensor | None, constexprs: tuple = ()) -> None:
-    """The same with a program for each of the last tensor's tiles, int32 [tiles, 3]."""
-    first, tiles = tensors[0], tensors[-1]
-    assert first is not None and tiles is not None
-    if programs := tiles.shape[0]:
-        block = PER_THREAD * machine(first.device).warp_size * NUM_WARPS
-        launches(first.numel(), block, programs, (), *constexprs).launch(*tensors)
-
-
-def register_update(schema: str, *, launch: Callable, update: Callable) -> Callable:
-    """Register an optimizer op. `update` works on CPU tensors, with `control` as a list, or as a list of rows; a skipped step does not reach
-    it."""
-    place = list(inspect.signature(update).parameters).index("control")
+def register_update(schema: str, *, launch: Callable, update: Callable, group: int = 1) -> Callable:
+    """Register an optimizer op, whose last argument is `tiles`. `update` takes the others, works on CPU tensors, with `control` as a list, and
+    updates the elements of one tile where there are tiles; a skipped step does not reach it. group: as of `check_flat`."""
+    names = list(inspect.signature(update).parameters)
+    place = names.index("control")
 
     def cpu(*args):
-        control = args[place].tolist()
-        row = control if args[place].dim() == 1 else control[0]
-        if not row[Control.skip]:
-            update(*args[:place], control, *args[place + 1 :])
+        *args, tiles = args
+        args[place] = control = args[place].tolist()
+        if (control if tiles is None else control[0])[Control.skip]:
+            return
+        if tiles is None:
+            update(*args)
+            return
+        for part in each_tile(tiles, group=group, **dict(zip(names, args, strict=True))):
+            update(**part)
 
     return register(schema, triton=launch, cpu=cpu, fake=lambda *_: None)
 
@@ -176,10 +181,11 @@ def make_flat_inputs(
     with_out: bool | None = None,
     skip: bool = False,
     eps: float = 1e-8,
+    segments: bool = False,
     **options: object,
 ) -> dict[str, object]:
     """Random inputs of an optimizer op: each state made from random normal [n], `grad` of dtype, a control row, and an `out`
-    [n] of a 16-bit dtype where `with_out` (None: the op has none)."""
+    [n] of a 16-bit dtype where `with_out` (None: the op has none). segments: `segment_inputs` beside them."""
     (n,) = shape
     inputs = {name: make(torch.randn(n, device=device)) for name, make in states.items()}
     inputs |= {
@@ -189,7 +195,20 @@ def make_flat_inputs(
     if with_out is not None:
         half = torch.bfloat16 if dtype == torch.float32 else dtype
         inputs["out"] = torch.zeros(n, dtype=half, device=device) if with_out else None
-    return inputs | options
+    return inputs | options | (segment_inputs(n, control=inputs["control"]) if segments else {})
+
+
+def segment_inputs(n: int, *, control: Tensor) -> dict[str, Tensor]:
+    """`tiles` of three segments of [0, n), at positions far from each other, and the two rows of `control`: the given one float32 [16], and one
+    without weight decay."""
+    cuts = (0, n // 96 * 32, n // 48 * 32, n)
+    parts = [
+        UpdatePart(start=start, stop=stop, row=place % 2, position=(place << 60) + 32 * start)
+        for place, (start, stop) in enumerate(itertools.pairwise(cuts))
+    ]
+    plain = control.clone()
+    plain[Control.lr], plain[Control.weight_decay] = 0.1, 0.0
+    return {"tiles": tiles_of(parts, device=control.device), "control": torch.stack([control, plain])}
 
 
 def flat_spec(

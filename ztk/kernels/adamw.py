@@ -12,52 +12,42 @@ scalar. See [Note: Four per thread] in `_flat`.
 Kingma and Ba, https://arxiv.org/abs/1412.6980; Loshchilov and Hutter, https://arxiv.org/abs/1711.05101
 """
 
-import itertools
+import functools
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._adam import update, update_cpu, updated
-from ztk.kernels._control import CONTROL_COLUMNS, SKIP
+from ztk.kernels._control import SKIP
 from ztk.kernels._flat import (
     FLOAT32,
     GRAD_DTYPES,
     check_flat,
-    control_row,
     dispatch,
     flat_case,
     flat_launches,
     flat_spec,
     launch_flat,
-    launch_tiles,
     make_flat_inputs,
     register_update,
-    tiles_of,
     write_unless_skipped,
 )
 from ztk.kernels._jit import jit
 from ztk.kernels._math import cast
 from ztk.kernels._spec import compute_dtype
-
-_COLUMNS = tl.constexpr(CONTROL_COLUMNS)
+from ztk.kernels._tiles import each_tile, part_of
 
 
 @jit
 def _adamw(
     master_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, control_ptr, out_ptr, tiles_ptr, N,
-    DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
+    DECOUPLED: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the module docstring's update"""
     if tl.load(control_ptr + SKIP) == 0.0:
-        start = tl.program_id(0).to(tl.int64) * BLOCK
-        stop = N
-        if tiles_ptr is not None:
-            p_tile = tiles_ptr + tl.program_id(0).to(tl.int64) * 3
-            start = tl.multiple_of(tl.load(p_tile).to(tl.int64), 16)
-            stop = tl.multiple_of(tl.load(p_tile + 1), 16)
-            control_ptr += tl.load(p_tile + 2) * _COLUMNS
-        o_n = start + tl.arange(0, BLOCK)
+        first, stop, control_ptr, _ = part_of(tiles_ptr, control_ptr, N, 0, PROGRAMS, BLOCK)
+        o_n = first + tl.arange(0, BLOCK)
         m_n = o_n < stop
         b_p = tl.load(master_ptr + o_n, mask=m_n, other=0.0)
         b_g = tl.load(grad_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
@@ -84,8 +74,7 @@ def _launch(
     decoupled: bool,
     tiles: Tensor | None,
 ) -> None:
-    launch = launch_flat if tiles is None else launch_tiles
-    launch(_launches, master, grad, exp_avg, exp_avg_sq, control, out, tiles, constexprs=(decoupled,))
+    launch_flat(_launches, master, grad, exp_avg, exp_avg_sq, control, out, tiles=tiles, constexprs=(decoupled,))
 
 
 def _cpu(
@@ -96,15 +85,8 @@ def _cpu(
     control: list,
     out: Tensor | None,
     decoupled: bool,
-    tiles: Tensor | None,
 ) -> None:
-    if tiles is None:
-        update_cpu(master, grad, exp_avg, exp_avg_sq, control=control, out=out, decoupled=decoupled)
-        return
-    for start, stop, row in tiles.tolist():
-        cut, narrow = slice(start, stop), None if out is None else out[start:stop]
-        rows = (x[cut] for x in (master, grad, exp_avg, exp_avg_sq))
-        update_cpu(*rows, control=control[row], out=narrow, decoupled=decoupled)
+    update_cpu(master, grad, exp_avg, exp_avg_sq, control=control, out=out, decoupled=decoupled)
 
 
 _op = register_update(
@@ -146,10 +128,8 @@ def adamw(
         ValueError: a tensor of another shape, dtype or device, or not contiguous.
     """
     states = {"exp_avg": (exp_avg, FLOAT32), "exp_avg_sq": (exp_avg_sq, FLOAT32), "out": (out, GRAD_DTYPES)}
-    row = control if tiles is None else control[0]
-    check_flat("adamw", tensors={"master": (master, FLOAT32), "grad": (grad, GRAD_DTYPES)} | states, control=row)
-    if tiles is not None and (tiles.dtype != torch.int32 or tiles.dim() != 2 or tiles.shape[1] != 3):
-        raise ValueError(f"adamw: tiles {tuple(tiles.shape)} {tiles.dtype} are not of tiles_of: int32 [tiles, 3]")
+    tensors = {"master": (master, FLOAT32), "grad": (grad, GRAD_DTYPES)} | states
+    check_flat("adamw", tensors=tensors, control=control, tiles=tiles)
     dispatch(
         _op, reference=adamw_reference, master=master, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, control=control,
         out=out, decoupled=decoupled, tiles=tiles,
@@ -169,10 +149,9 @@ def adamw_reference(
 ) -> None:
     """The same update, one plain operation at a time."""
     if tiles is not None:
-        for start, stop, row in tiles.tolist():
-            parts = {"grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "out": out}
-            cut = {name: None if part is None else part[start:stop] for name, part in parts.items()}
-            adamw_reference(master[start:stop], control=control[row], decoupled=decoupled, **cut)
+        states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "out": out}
+        for part in each_tile(tiles, master=master, grad=grad, **states, control=control, decoupled=decoupled):
+            adamw_reference(**part)
         return
     c = control.to(compute_dtype(master))
     p, m, v = updated(master, g=grad.to(c.dtype), m=exp_avg, v=exp_avg_sq, control=c, decoupled=decoupled)
@@ -182,23 +161,7 @@ def adamw_reference(
 _STATES = {"master": torch.clone, "exp_avg": lambda x: x * 0.1, "exp_avg_sq": lambda x: x.square() * 0.01}
 
 
-def _make_inputs(
-    shape: tuple[int, ...],
-    *,
-    dtype: torch.dtype,
-    device: str,
-    with_out: bool = True,
-    segments: bool = False,
-    **options: object,
-) -> dict[str, object]:
-    inputs = make_flat_inputs(shape, dtype=dtype, device=device, states=_STATES, with_out=with_out, **options)
-    if segments:
-        n = shape[0]
-        cuts = (0, n // 48 * 16, n // 24 * 16, n)
-        rows = [(start, stop, row % 2) for row, (start, stop) in enumerate(itertools.pairwise(cuts))]
-        inputs["tiles"] = tiles_of(rows, device=torch.device(device))
-        inputs["control"] = torch.stack([inputs["control"], control_row(lr=0.1, weight_decay=0.0, device=device)])
-    return inputs
+_make_inputs = functools.partial(make_flat_inputs, states=_STATES, with_out=True)
 
 
 SPEC = flat_spec(

@@ -38,10 +38,12 @@ from ztk.kernels._flat import (
     flat_spec,
     launch_flat,
     register_update,
+    segment_inputs,
 )
 from ztk.kernels._jit import jit
 from ztk.kernels._rounding import random_bits, random_bits_cpu, random_bits_like
 from ztk.kernels._sizes import cdiv
+from ztk.kernels._tiles import each_tile, part_of
 
 GROUP = 32
 SMALLEST_NORMAL = 2.0**-126  # of float32; a constant below it would be float64, and make the kernel compute in it
@@ -76,16 +78,17 @@ def _inverse(b_scale):
 
 @jit(do_not_specialize=["seed", "start"])
 def _adamw_8bit(
-    param_ptr, low_ptr, grad_ptr, code_m_ptr, code_v_ptr, scale_m_ptr, scale_v_ptr, control_ptr, N, seed, start,
-    BLOCK: tl.constexpr,
+    param_ptr, low_ptr, grad_ptr, code_m_ptr, code_v_ptr, scale_m_ptr, scale_v_ptr, control_ptr, tiles_ptr, N, seed, start,
+    PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the AdamW update between decoding and encoding of the state"""
     BLOCK_G: tl.constexpr = BLOCK // _GROUP
     if tl.load(control_ptr + SKIP) == 0.0:
-        o_g = tl.program_id(0).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
-        m_g = o_g * _GROUP < N
+        first, stop, control_ptr, shift = part_of(tiles_ptr, control_ptr, N, start, PROGRAMS, BLOCK)
+        o_g = first // _GROUP + tl.arange(0, BLOCK_G)
+        m_g = o_g * _GROUP < stop
         o_n = o_g[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]  # [BLOCK_G, GROUP]
-        m_n = o_n < N
+        m_n = o_n < stop
         b_high = tl.load(param_ptr + o_n, mask=m_n, other=0).to(tl.int32)
         b_low = tl.load(low_ptr + o_n, mask=m_n, other=0).to(tl.int32)
         b_p = ((b_high << 16) + (b_low << 8)).to(tl.float32, bitcast=True)
@@ -95,7 +98,7 @@ def _adamw_8bit(
         b_v = b_v * (_load_scale(scale_v_ptr + o_g, m_g) * (1.0 / 255.0))[:, None]
         b_g = tl.load(grad_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
         b_p, b_m, b_v = update(control_ptr, b_p, b_g, b_m, b_v * b_v, True)
-        b_random = random_bits(start + o_n, tl.load(control_ptr + STEP), seed).to(tl.int32, bitcast=True)
+        b_random = random_bits(shift + o_n, tl.load(control_ptr + STEP), seed).to(tl.int32, bitcast=True)
 
         b_bits = (b_p.to(tl.int32, bitcast=True) + (b_random & 0xFF)) & -256
         b_high = (b_bits + 0x8000) >> 16
@@ -122,10 +125,12 @@ def _adamw_8bit(
 _launches = flat_launches(_adamw_8bit)
 
 
-def _launch(param, low, grad, code_m, code_v, scale_m, scale_v, control, seed: int, start: int) -> None:
+def _launch(
+    param, low, grad, code_m, code_v, scale_m, scale_v, control, seed: int, start: int, tiles: Tensor | None
+) -> None:
     launch_flat(
         _launches, param.view(torch.int16), low, grad, code_m, code_v, scale_m.view(torch.int16),
-        scale_v.view(torch.int16), control, numbers=(seed, start), per_thread=8,
+        scale_v.view(torch.int16), control, tiles=tiles, numbers=(seed, start), per_thread=8,
     )  # fmt: skip
 
 
@@ -194,9 +199,10 @@ def _cpu(param, low, grad, code_m, code_v, scale_m, scale_v, control: list, seed
 
 _op = register_update(
     "adamw_8bit(Tensor(a!) param, Tensor(b!) low, Tensor grad, Tensor(c!) code_m, Tensor(d!) code_v, "
-    "Tensor(e!) scale_m, Tensor(f!) scale_v, Tensor control, int seed, int start) -> ()",
+    "Tensor(e!) scale_m, Tensor(f!) scale_v, Tensor control, int seed, int start, Tensor? tiles) -> ()",
     launch=_launch,
     update=_cpu,
+    group=GROUP,
 )
 
 
@@ -212,6 +218,7 @@ def adamw_8bit(
     control: Tensor,
     seed: int = 0,
     start: int = 0,
+    tiles: Tensor | None = None,
 ) -> None:
     """One AdamW step in place on a split master and 8-bit moments; zero-filled state is that before the first step.
 
@@ -229,6 +236,8 @@ def adamw_8bit(
         seed: of the random bits.
         start: a multiple of 32, the index of element 0 in the unpartitioned buffer: with it and `seed`, the result does not
             depend on how the buffer was cut.
+        tiles: of `tiles_of` for this n, where parts have hyperparameters of their own, and positions in the place of `start`: one launch
+            for all. `control` is then float32 [rows, 16], of which the tiles name theirs; elements of no tile stay as they are.
 
     Raises:
         ValueError: a tensor of another shape, dtype or device, or not contiguous; another `start`.
@@ -238,12 +247,12 @@ def adamw_8bit(
         "code_m": (code_m, (torch.int8,)), "code_v": (code_v, (torch.uint8,)),
     }  # fmt: skip
     groups = {"scale_m": (scale_m, BFLOAT16), "scale_v": (scale_v, BFLOAT16)}
-    check_flat("adamw_8bit", tensors=tensors, control=control, groups=groups, group=GROUP)
+    check_flat("adamw_8bit", tensors=tensors, control=control, tiles=tiles, groups=groups, group=GROUP)
     if start % GROUP:
         raise ValueError(f"adamw_8bit: start={start} must be a multiple of {GROUP}; cut the buffer there")
     dispatch(
         _op, reference=adamw_8bit_reference, param=param, low=low, grad=grad, code_m=code_m, code_v=code_v,
-        scale_m=scale_m, scale_v=scale_v, control=control, seed=seed, start=start,
+        scale_m=scale_m, scale_v=scale_v, control=control, seed=seed, start=start, tiles=tiles,
     )  # fmt: skip
 
 
@@ -259,8 +268,15 @@ def adamw_8bit_reference(
     control: Tensor,
     seed: int = 0,
     start: int = 0,
+    tiles: Tensor | None = None,
 ) -> None:
     """Decode, update, encode, without pieces."""
+    if tiles is not None:
+        state = {"low": low, "code_m": code_m, "code_v": code_v, "scale_m": scale_m, "scale_v": scale_v}
+        named = {"param": param, "grad": grad, **state, "seed": seed, "start": start}
+        for part in each_tile(tiles, group=GROUP, control=control, **named):
+            adamw_8bit_reference(**part)
+        return
     if control[Control.skip]:
         return
     p = decode_master(param, low=low)
@@ -272,16 +288,16 @@ def adamw_8bit_reference(
 
 def _decoded(
     *, param: Tensor, low: Tensor, grad: Tensor, code_m: Tensor, code_v: Tensor, scale_m: Tensor, scale_v: Tensor,
-    control: Tensor, seed: int, start: int, run=adamw_8bit,
+    control: Tensor, seed: int, start: int, tiles: Tensor | None = None, run=adamw_8bit,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(master, exp_avg, exp_avg_sq) after the step: the form in which two implementations are compared."""
     state = {"low": low, "code_m": code_m, "code_v": code_v, "scale_m": scale_m, "scale_v": scale_v}
-    run(param, grad=grad, control=control, seed=seed, start=start, **state)
+    run(param, grad=grad, control=control, seed=seed, start=start, tiles=tiles, **state)
     m, v = decode_moments(code_m=code_m, code_v=code_v, scale_m=scale_m, scale_v=scale_v)
     return decode_master(param, low=low), m, v
 
 
-def _make_inputs(shape, *, dtype, device, skip=False, start=0, fresh=False) -> dict[str, object]:
+def _make_inputs(shape, *, dtype, device, skip=False, start=0, fresh=False, segments=False) -> dict[str, object]:
     (n,) = shape
     g = cdiv(n, GROUP)
     master = torch.randn(n)
@@ -302,7 +318,9 @@ def _make_inputs(shape, *, dtype, device, skip=False, start=0, fresh=False) -> d
         _write(*(state[name] for name in names), p=master, m=m, v=v, random=random)
     state["grad"] = torch.randn(n).to(dtype)
     inputs = {name: tensor.to(device) for name, tensor in state.items()}
-    return inputs | {"control": control_row(skip=skip, device=device), "seed": 7, "start": start}
+    control = control_row(skip=skip, device=device)
+    inputs |= {"control": control, "seed": 7, "start": start}
+    return inputs | (segment_inputs(n, control=control) if segments else {})
 
 
 SPEC = flat_spec(
@@ -311,7 +329,7 @@ SPEC = flat_spec(
     reference=functools.partial(_decoded, run=adamw_8bit_reference),
     make_inputs=_make_inputs,
     small_shapes=((16,), (528,), (4128,), (0,)),
-    variants=({}, {"start": (1 << 32) - 32}, {"skip": True}, {"fresh": True}),
+    variants=({}, {"start": (1 << 32) - 32}, {"skip": True}, {"fresh": True}, {"segments": True}),
     traffic=lambda itemsize: 10.25 + itemsize,
     flops=40,
     # A last-bit difference before rounding may turn one code in 250 by one step, 2/127 of its value.
@@ -319,5 +337,13 @@ SPEC = flat_spec(
     aot=(
         # The scales of a group go through shared memory: two maxima over 32 elements of four threads.
         flat_case(_adamw_8bit, min_programs=6, max_barriers=None, max_instructions_per_element=104),
+        flat_case(
+            _adamw_8bit,
+            inputs={"segments": True},
+            variant="three segments",
+            min_programs=6,
+            max_barriers=None,
+            max_instructions_per_element=104,
+        ),
     ),
 )

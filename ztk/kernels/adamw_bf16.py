@@ -33,23 +33,25 @@ from ztk.kernels._jit import jit
 from ztk.kernels._math import cast
 from ztk.kernels._rounding import random_bits, random_bits_like, round_stochastic_bf16, round_stochastic_bf16_cpu
 from ztk.kernels._spec import compute_dtype
+from ztk.kernels._tiles import each_tile, part_of
 
 
 @jit(do_not_specialize=["seed", "start"])
 def _adamw_bf16(
-    master_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, control_ptr, out_ptr, N, seed, start,
-    BLOCK: tl.constexpr,
+    master_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, control_ptr, out_ptr, tiles_ptr, N, seed, start,
+    PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the AdamW update, moments rounded on store"""
     if tl.load(control_ptr + SKIP) == 0.0:
-        o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        m_n = o_n < N
+        first, stop, control_ptr, shift = part_of(tiles_ptr, control_ptr, N, start, PROGRAMS, BLOCK)
+        o_n = first + tl.arange(0, BLOCK)
+        m_n = o_n < stop
         b_p = tl.load(master_ptr + o_n, mask=m_n, other=0.0)
         b_g = tl.load(grad_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
         b_m = tl.load(exp_avg_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
         b_v = tl.load(exp_avg_sq_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
         b_p, b_m, b_v = update(control_ptr, b_p, b_g, b_m, b_v, True)
-        b_random = random_bits(start + o_n, tl.load(control_ptr + STEP), seed)
+        b_random = random_bits(shift + o_n, tl.load(control_ptr + STEP), seed)
         tl.store(master_ptr + o_n, b_p, mask=m_n)
         tl.store(exp_avg_ptr + o_n, cast(b_m, exp_avg_ptr.dtype.element_ty), mask=m_n)
         tl.store(exp_avg_sq_ptr + o_n, round_stochastic_bf16(b_v, b_random), mask=m_n)
@@ -69,8 +71,9 @@ def _launch(
     out: Tensor | None,
     seed: int,
     start: int,
+    tiles: Tensor | None,
 ) -> None:
-    launch_flat(_launches, master, grad, exp_avg, exp_avg_sq, control, out, numbers=(seed, start))
+    launch_flat(_launches, master, grad, exp_avg, exp_avg_sq, control, out, tiles=tiles, numbers=(seed, start))
 
 
 def _cpu(
@@ -96,7 +99,7 @@ def _cpu(
 
 _op = register_update(
     "adamw_bf16(Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor control, "
-    "Tensor(d!)? out, int seed, int start) -> ()",
+    "Tensor(d!)? out, int seed, int start, Tensor? tiles) -> ()",
     launch=_launch,
     update=_cpu,
 )
@@ -112,6 +115,7 @@ def adamw_bf16(
     out: Tensor | None = None,
     seed: int = 0,
     start: int = 0,
+    tiles: Tensor | None = None,
 ) -> None:
     """One AdamW step in place with bfloat16 moments. With control.skip nothing is written.
 
@@ -125,17 +129,18 @@ def adamw_bf16(
         seed: of the random bits.
         start: index of element 0 in the unpartitioned buffer: with it and `seed`, the result does not depend on how the
             buffer was cut.
+        tiles: of `tiles_of` for this n, where parts have hyperparameters of their own, and positions in the place of `start`: one launch
+            for all. `control` is then float32 [rows, 16], of which the tiles name theirs; elements of no tile stay as they are.
 
     Raises:
         ValueError: a tensor of another shape, dtype or device, or not contiguous.
     """
     states = {"exp_avg": (exp_avg, BFLOAT16), "exp_avg_sq": (exp_avg_sq, BFLOAT16), "out": (out, GRAD_DTYPES)}
-    check_flat(
-        "adamw_bf16", tensors={"master": (master, FLOAT32), "grad": (grad, GRAD_DTYPES)} | states, control=control
-    )
+    tensors = {"master": (master, FLOAT32), "grad": (grad, GRAD_DTYPES)} | states
+    check_flat("adamw_bf16", tensors=tensors, control=control, tiles=tiles)
     dispatch(
         _op, reference=adamw_bf16_reference, master=master, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq,
-        control=control, out=out, seed=seed, start=start,
+        control=control, out=out, seed=seed, start=start, tiles=tiles,
     )  # fmt: skip
 
 
@@ -149,8 +154,14 @@ def adamw_bf16_reference(
     out: Tensor | None = None,
     seed: int = 0,
     start: int = 0,
+    tiles: Tensor | None = None,
 ) -> None:
     """The same update, one plain operation at a time; float64 moments are not rounded."""
+    if tiles is not None:
+        states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "out": out}
+        for part in each_tile(tiles, master=master, grad=grad, **states, control=control, seed=seed, start=start):
+            adamw_bf16_reference(**part)
+        return
     c = control.to(compute_dtype(master))
     p, m, v = updated(master, g=grad.to(c.dtype), m=exp_avg.to(c.dtype), v=exp_avg_sq.to(c.dtype), control=c)
     if exp_avg_sq.dtype == torch.bfloat16:
@@ -176,8 +187,11 @@ SPEC = flat_spec(
     reference=adamw_bf16_reference,
     make_inputs=_make_inputs,
     mutated=("master", "exp_avg", "exp_avg_sq", "out"),
-    variants=({}, {"with_out": False, "start": (1 << 32) - 16}, {"skip": True}),
+    variants=({}, {"with_out": False, "start": (1 << 32) - 16}, {"skip": True}, {"segments": True}),
     traffic=lambda itemsize: 16 + 2 * itemsize,
     flops=15,
-    aot=(flat_case(_adamw_bf16, max_instructions_per_element=80),),
+    aot=(
+        flat_case(_adamw_bf16, max_instructions_per_element=80),
+        flat_case(_adamw_bf16, inputs={"segments": True}, variant="three segments", max_instructions_per_element=80),
+    ),
 )

@@ -34,23 +34,25 @@ from ztk.kernels._jit import jit
 from ztk.kernels._math import cast
 from ztk.kernels._rounding import random_bits, random_bits_like, round_stochastic_bf16, round_stochastic_bf16_cpu
 from ztk.kernels._spec import compute_dtype
+from ztk.kernels._tiles import each_tile, part_of
 
 
 @jit(do_not_specialize=["seed", "start"])
 def _adamw_stochastic(
-    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, control_ptr, N, seed, start,
-    BLOCK: tl.constexpr,
+    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, control_ptr, tiles_ptr, N, seed, start,
+    PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the AdamW update, parameters and second moments rounded stochastically"""
     if tl.load(control_ptr + SKIP) == 0.0:
-        o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        m_n = o_n < N
+        first, stop, control_ptr, shift = part_of(tiles_ptr, control_ptr, N, start, PROGRAMS, BLOCK)
+        o_n = first + tl.arange(0, BLOCK)
+        m_n = o_n < stop
         b_p = tl.load(param_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
         b_g = tl.load(grad_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
         b_m = tl.load(exp_avg_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
         b_v = tl.load(exp_avg_sq_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
         b_p, b_m, b_v = update(control_ptr, b_p, b_g, b_m, b_v, True)
-        b_random = random_bits(start + o_n, tl.load(control_ptr + STEP), seed)
+        b_random = random_bits(shift + o_n, tl.load(control_ptr + STEP), seed)
         tl.store(param_ptr + o_n, round_stochastic_bf16(b_p, b_random), mask=m_n)
         tl.store(exp_avg_ptr + o_n, cast(b_m, exp_avg_ptr.dtype.element_ty), mask=m_n)
         tl.store(exp_avg_sq_ptr + o_n, round_stochastic_bf16(b_v, b_random >> 16), mask=m_n)
@@ -60,10 +62,19 @@ _launches = flat_launches(_adamw_stochastic)
 
 
 def _launch(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, control: Tensor, seed: int, start: int
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    control: Tensor,
+    seed: int,
+    start: int,
+    tiles: Tensor | None,
 ) -> None:
     per_thread = 8 if grad.element_size() == 2 else 4
-    launch_flat(_launches, param, grad, exp_avg, exp_avg_sq, control, numbers=(seed, start), per_thread=per_thread)
+    launch_flat(
+        _launches, param, grad, exp_avg, exp_avg_sq, control, tiles=tiles, numbers=(seed, start), per_thread=per_thread
+    )
 
 
 def _cpu(
@@ -81,7 +92,7 @@ def _cpu(
 
 _op = register_update(
     "adamw_stochastic(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor control, "
-    "int seed, int start) -> ()",
+    "int seed, int start, Tensor? tiles) -> ()",
     launch=_launch,
     update=_cpu,
 )
@@ -96,6 +107,7 @@ def adamw_stochastic(
     control: Tensor,
     seed: int = 0,
     start: int = 0,
+    tiles: Tensor | None = None,
 ) -> None:
     """One AdamW step in place on bfloat16 parameters without a master copy. With control.skip nothing is written.
 
@@ -108,16 +120,18 @@ def adamw_stochastic(
         seed: of the random bits.
         start: index of element 0 in the unpartitioned buffer: with it and `seed`, the result does not depend on how the
             buffer was cut.
+        tiles: of `tiles_of` for this n, where parts have hyperparameters of their own, and positions in the place of `start`: one launch
+            for all. `control` is then float32 [rows, 16], of which the tiles name theirs; elements of no tile stay as they are.
 
     Raises:
         ValueError: a tensor of another shape, dtype or device, or not contiguous.
     """
     states = {"exp_avg": (exp_avg, BFLOAT16), "exp_avg_sq": (exp_avg_sq, BFLOAT16)}
     tensors = {"param": (param, BFLOAT16), "grad": (grad, GRAD_DTYPES)} | states
-    check_flat("adamw_stochastic", tensors=tensors, control=control)
+    check_flat("adamw_stochastic", tensors=tensors, control=control, tiles=tiles)
     dispatch(
         _op, reference=adamw_stochastic_reference, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq,
-        control=control, seed=seed, start=start,
+        control=control, seed=seed, start=start, tiles=tiles,
     )  # fmt: skip
 
 
@@ -130,8 +144,14 @@ def adamw_stochastic_reference(
     control: Tensor,
     seed: int = 0,
     start: int = 0,
+    tiles: Tensor | None = None,
 ) -> None:
     """The same update, one plain operation at a time; float64 tensors are not rounded."""
+    if tiles is not None:
+        states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        for part in each_tile(tiles, param=param, grad=grad, **states, control=control, seed=seed, start=start):
+            adamw_stochastic_reference(**part)
+        return
     c = control.to(compute_dtype(param))
     p, m, v = updated(param.to(c.dtype), g=grad.to(c.dtype), m=exp_avg.to(c.dtype), v=exp_avg_sq.to(c.dtype), control=c)
     if param.dtype == torch.bfloat16:
@@ -157,11 +177,18 @@ SPEC = flat_spec(
     reference=adamw_stochastic_reference,
     make_inputs=_make_inputs,
     mutated=("param", "exp_avg", "exp_avg_sq"),
-    variants=({}, {"start": (1 << 32) - 16}, {"skip": True}),
+    variants=({}, {"start": (1 << 32) - 16}, {"skip": True}, {"segments": True}),
     traffic=lambda itemsize: 12 + itemsize,
     flops=15,
     aot=(
         flat_case(_adamw_stochastic, min_programs=8, max_instructions_per_element=72),
+        flat_case(
+            _adamw_stochastic,
+            inputs={"segments": True},
+            variant="three segments",
+            min_programs=8,
+            max_instructions_per_element=72,
+        ),
         flat_case(
             _adamw_stochastic,
             dtype=torch.float32,

@@ -34,14 +34,18 @@ from ztk.kernels._flat import (
 from ztk.kernels._jit import jit
 from ztk.kernels._math import cast
 from ztk.kernels._spec import compute_dtype
+from ztk.kernels._tiles import each_tile, part_of
 
 
 @jit
-def _lion(master_ptr, grad_ptr, exp_avg_ptr, control_ptr, out_ptr, N, BLOCK: tl.constexpr):
+def _lion(
+    master_ptr, grad_ptr, exp_avg_ptr, control_ptr, out_ptr, tiles_ptr, N, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """One tile of the module docstring's update"""
     if tl.load(control_ptr + SKIP) == 0.0:
-        o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        m_n = o_n < N
+        first, stop, control_ptr, _ = part_of(tiles_ptr, control_ptr, N, 0, PROGRAMS, BLOCK)
+        o_n = first + tl.arange(0, BLOCK)
+        m_n = o_n < stop
         coefficient = tl.load(control_ptr + COEFFICIENT)
         lr = tl.load(control_ptr + LR)
         beta1 = tl.load(control_ptr + BETA1)
@@ -65,8 +69,10 @@ def _lion(master_ptr, grad_ptr, exp_avg_ptr, control_ptr, out_ptr, N, BLOCK: tl.
 _launches = flat_launches(_lion)
 
 
-def _launch(master: Tensor, grad: Tensor, exp_avg: Tensor, control: Tensor, out: Tensor | None) -> None:
-    launch_flat(_launches, master, grad, exp_avg, control, out)
+def _launch(
+    master: Tensor, grad: Tensor, exp_avg: Tensor, control: Tensor, out: Tensor | None, tiles: Tensor | None
+) -> None:
+    launch_flat(_launches, master, grad, exp_avg, control, out, tiles=tiles)
 
 
 def _cpu(master: Tensor, grad: Tensor, exp_avg: Tensor, control: list, out: Tensor | None) -> None:
@@ -90,13 +96,21 @@ def _cpu(master: Tensor, grad: Tensor, exp_avg: Tensor, control: list, out: Tens
 
 
 _op = register_update(
-    "lion(Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor control, Tensor(c!)? out) -> ()",
+    "lion(Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor control, Tensor(c!)? out, Tensor? tiles) -> ()",
     launch=_launch,
     update=_cpu,
 )
 
 
-def lion(master: Tensor, *, grad: Tensor, exp_avg: Tensor, control: Tensor, out: Tensor | None = None) -> None:
+def lion(
+    master: Tensor,
+    *,
+    grad: Tensor,
+    exp_avg: Tensor,
+    control: Tensor,
+    out: Tensor | None = None,
+    tiles: Tensor | None = None,
+) -> None:
     """One Lion step in place.
 
     Skipping and the independence of an element from its place are those of `adamw`.
@@ -107,19 +121,33 @@ def lion(master: Tensor, *, grad: Tensor, exp_avg: Tensor, control: Tensor, out:
         grad: float32, bfloat16 or float16 [n].
         control: one row float32 [16] of `step_control`.
         out: optional 16-bit [n] that receives the rounded master.
+        tiles: of `tiles_of` for this n, where parts have hyperparameters of their own: one launch for all. `control` is then float32
+            [rows, 16], of which the tiles name theirs; elements of no tile stay as they are.
 
     Raises:
         ValueError: a tensor of another shape, dtype or device, or not contiguous.
     """
     tensors = {"master": (master, FLOAT32), "grad": (grad, GRAD_DTYPES), "exp_avg": (exp_avg, FLOAT32)}
-    check_flat("lion", tensors=tensors | {"out": (out, GRAD_DTYPES)}, control=control)
-    dispatch(_op, reference=lion_reference, master=master, grad=grad, exp_avg=exp_avg, control=control, out=out)
+    check_flat("lion", tensors=tensors | {"out": (out, GRAD_DTYPES)}, control=control, tiles=tiles)
+    dispatch(
+        _op, reference=lion_reference, master=master, grad=grad, exp_avg=exp_avg, control=control, out=out, tiles=tiles
+    )
 
 
 def lion_reference(
-    master: Tensor, *, grad: Tensor, exp_avg: Tensor, control: Tensor, out: Tensor | None = None
+    master: Tensor,
+    *,
+    grad: Tensor,
+    exp_avg: Tensor,
+    control: Tensor,
+    out: Tensor | None = None,
+    tiles: Tensor | None = None,
 ) -> None:
     """The same update, one plain operation at a time."""
+    if tiles is not None:
+        for part in each_tile(tiles, master=master, grad=grad, exp_avg=exp_avg, out=out, control=control):
+            lion_reference(**part)
+        return
     c = control.to(compute_dtype(master))
     g = grad.to(c.dtype) * c[Control.grad_coefficient]
     sign = (c[Control.beta1] * exp_avg + (1 - c[Control.beta1]) * g).sign()
@@ -139,8 +167,11 @@ SPEC = flat_spec(
     make_inputs=_make_inputs,
     mutated=("master", "exp_avg", "out"),
     bench_shapes=((1 << 28,),),
-    variants=({}, {"with_out": False}, {"skip": True}),
+    variants=({}, {"with_out": False}, {"skip": True}, {"segments": True}),
     traffic=lambda itemsize: 16 + 2 * itemsize,
     flops=8,
-    aot=(flat_case(_lion, max_instructions_per_element=40),),
+    aot=(
+        flat_case(_lion, max_instructions_per_element=40),
+        flat_case(_lion, inputs={"segments": True}, variant="three segments", max_instructions_per_element=40),
+    ),
 )

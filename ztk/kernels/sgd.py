@@ -31,16 +31,19 @@ from ztk.kernels._flat import (
 from ztk.kernels._jit import jit
 from ztk.kernels._math import cast
 from ztk.kernels._spec import compute_dtype
+from ztk.kernels._tiles import each_tile, part_of
 
 
 @jit
 def _sgd(
-    master_ptr, grad_ptr, momentum_ptr, control_ptr, out_ptr, N, NESTEROV: tl.constexpr, BLOCK: tl.constexpr
+    master_ptr, grad_ptr, momentum_ptr, control_ptr, out_ptr, tiles_ptr, N,
+    NESTEROV: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the module docstring's update"""
     if tl.load(control_ptr + SKIP) == 0.0:
-        o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        m_n = o_n < N
+        first, stop, control_ptr, _ = part_of(tiles_ptr, control_ptr, N, 0, PROGRAMS, BLOCK)
+        o_n = first + tl.arange(0, BLOCK)
+        m_n = o_n < stop
         coefficient = tl.load(control_ptr + COEFFICIENT)
         lr = tl.load(control_ptr + LR)
         weight_decay = tl.load(control_ptr + WEIGHT_DECAY)
@@ -65,9 +68,15 @@ _launches = flat_launches(_sgd, "NESTEROV")
 
 
 def _launch(
-    master: Tensor, grad: Tensor, momentum_buffer: Tensor | None, control: Tensor, out: Tensor | None, nesterov: bool
+    master: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor | None,
+    control: Tensor,
+    out: Tensor | None,
+    nesterov: bool,
+    tiles: Tensor | None,
 ) -> None:
-    launch_flat(_launches, master, grad, momentum_buffer, control, out, constexprs=(nesterov,))
+    launch_flat(_launches, master, grad, momentum_buffer, control, out, tiles=tiles, constexprs=(nesterov,))
 
 
 def _cpu(
@@ -97,7 +106,8 @@ def _cpu(
 
 
 _op = register_update(
-    "sgd(Tensor(a!) master, Tensor grad, Tensor(b!)? momentum_buffer, Tensor control, Tensor(c!)? out, bool nesterov) -> ()",
+    "sgd(Tensor(a!) master, Tensor grad, Tensor(b!)? momentum_buffer, Tensor control, Tensor(c!)? out, bool nesterov, "
+    "Tensor? tiles) -> ()",
     launch=_launch,
     update=_cpu,
 )
@@ -111,6 +121,7 @@ def sgd(
     control: Tensor,
     out: Tensor | None = None,
     nesterov: bool = False,
+    tiles: Tensor | None = None,
 ) -> None:
     """One SGD step in place, with momentum when `momentum_buffer` is given.
 
@@ -123,17 +134,19 @@ def sgd(
         control: one row float32 [16] of `step_control`.
         out: optional 16-bit [n] that receives the rounded master.
         nesterov: step along g + momentum * momentum_buffer.
+        tiles: of `tiles_of` for this n, where parts have hyperparameters of their own: one launch for all. `control` is then float32
+            [rows, 16], of which the tiles name theirs; elements of no tile stay as they are.
 
     Raises:
         ValueError: a tensor of another shape, dtype or device, or not contiguous; `nesterov` without a buffer.
     """
     tensors = {"master": (master, FLOAT32), "grad": (grad, GRAD_DTYPES), "momentum_buffer": (momentum_buffer, FLOAT32)}
-    check_flat("sgd", tensors=tensors | {"out": (out, GRAD_DTYPES)}, control=control)
+    check_flat("sgd", tensors=tensors | {"out": (out, GRAD_DTYPES)}, control=control, tiles=tiles)
     if nesterov and momentum_buffer is None:
         raise ValueError("sgd: nesterov=True needs a momentum_buffer; pass one, or nesterov=False")
     dispatch(
         _op, reference=sgd_reference, master=master, grad=grad, momentum_buffer=momentum_buffer, control=control, out=out,
-        nesterov=nesterov,
+        nesterov=nesterov, tiles=tiles,
     )  # fmt: skip
 
 
@@ -145,8 +158,14 @@ def sgd_reference(
     control: Tensor,
     out: Tensor | None = None,
     nesterov: bool = False,
+    tiles: Tensor | None = None,
 ) -> None:
     """The same update, one plain operation at a time."""
+    if tiles is not None:
+        named = {"master": master, "grad": grad, "momentum_buffer": momentum_buffer, "out": out, "nesterov": nesterov}
+        for part in each_tile(tiles, **named, control=control):
+            sgd_reference(**part)
+        return
     c = control.to(compute_dtype(master))
     step = buffer = grad.to(c.dtype) * c[Control.grad_coefficient] + c[Control.weight_decay] * master
     if momentum_buffer is not None:
@@ -171,8 +190,11 @@ SPEC = flat_spec(
     make_inputs=_make_inputs,
     mutated=("master", "momentum_buffer", "out"),
     bench_shapes=((1 << 28,),),
-    variants=({}, {"momentum": False}, {"nesterov": True, "with_out": False}, {"skip": True}),
+    variants=({}, {"momentum": False}, {"nesterov": True, "with_out": False}, {"skip": True}, {"segments": True}),
     traffic=lambda itemsize: 16 + 2 * itemsize,
     flops=6,
-    aot=(flat_case(_sgd, max_instructions_per_element=40),),
+    aot=(
+        flat_case(_sgd, max_instructions_per_element=40),
+        flat_case(_sgd, inputs={"segments": True}, variant="three segments", max_instructions_per_element=40),
+    ),
 )

@@ -40,11 +40,6 @@ class FlatOptimizer:
         """Of the states as a checkpoint has them."""
         return self.format.names
 
-    @property
-    def joins_groups(self) -> bool:
-        """One call of `step` can update parts with rows of their own."""
-        return self.kernel is kernels.adamw and not self.is_wide
-
     def step(
         self,
         master: Tensor,
@@ -62,7 +57,7 @@ class FlatOptimizer:
         of the control table, written by `ztk.kernels.step_control`, which says whether to skip, the factor on the gradient and the
         hyperparameters; position: of the first element in the model;
         out: 16-bit [n] that receives the cast master. A skipped step changes no value.
-        tiles: of `ztk.kernels.tiles_of`: which row of `control`, then [groups, 16], is whose; only where `joins_groups`.
+        tiles: of `ztk.kernels.tiles_of`: which row of `control`, then [groups, 16], is whose, and which positions; None: one row for all.
         """
         options = (
             self.options

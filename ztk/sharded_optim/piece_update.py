@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ztk.buckets.layout import Fragment
 from ztk.buckets.piece import Piece
-from ztk.kernels import tiles_of
+from ztk.kernels import UpdatePart, tiles_of
 from ztk.optim import FlatOptimizer, GroupTable, TorchStep
 from ztk.optim.muon import step_along
 from ztk.runtime.planned import is_host_memory
@@ -16,8 +16,7 @@ from ztk.sharded_optim.norms import TrustRatios
 
 
 class PieceUpdate:
-    """Runs the fused update over pieces: on a device one launch for all parameter groups of a piece where the kernel has it, else one call
-    for each."""
+    """Runs the fused update over pieces: on a device one launch for all segments of a piece but Muon's matrices, on a CPU one call for each."""
 
     def __init__(
         self, optimizer: FlatOptimizer, *, groups: GroupTable, missed: MissedUpdates, norms: TrustRatios | None
@@ -88,14 +87,18 @@ class PieceUpdate:
     def _is_one_launch(self, piece: Piece, *, master: Tensor) -> bool:
         """On the CPU a call costs little, and its kernel is torch's."""
         segments = piece.segments
-        joins = len(segments) > 1 and self._optimizer.joins_groups and _is_on_device(master)
-        return joins and not any(self._scales[cut.group] for cut in segments)
+        return len(segments) > 1 and _is_on_device(master) and not any(self._scales[cut.group] for cut in segments)
 
     def _tiles_of(self, piece: Piece, *, master: Tensor) -> Tensor:
         """Made once: from the host's numbers."""
         if piece not in self._tiles:
-            cuts = [(cut.start - piece.start, cut.stop - piece.start, cut.group) for cut in piece.segments]
-            self._tiles[piece] = tiles_of(cuts, device=master.device)
+            parts = [
+                UpdatePart(
+                    start=cut.start - piece.start, stop=cut.stop - piece.start, row=cut.group, position=cut.position
+                )
+                for cut in piece.segments
+            ]
+            self._tiles[piece] = tiles_of(parts, device=master.device)
         return self._tiles[piece]
 
     def _cut(self, rows: dict[str, Tensor], *, place: slice, piece: Piece) -> tuple[Tensor, ...]:
