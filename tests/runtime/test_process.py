@@ -6,9 +6,11 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from tests.ranks import forkserver
 from ztk.launch import ExternalRank
-from ztk.runtime import Process, rendezvous
+from ztk.runtime import Process, Topology, rendezvous
 
 
 @pytest.mark.parametrize(
@@ -96,3 +98,32 @@ def test_ranks_that_srun_started_agree_over_such_a_store(monkeypatch):
     rank = ExternalRank(rank=0, world_size=1, local_world_size=1, starter="srun")
     agreement = rank.agree("text", timeout_seconds=20, open_store=rendezvous.open_store)
     assert agreement.text == "text" and _listening(port) == {"0100007F"}
+
+
+def _joined_for_gpus_alone(rank: int, store: str, answers) -> None:
+    """A script that has joined with a backend that knows no memory of the host, as nccl alone."""
+    dist.init_process_group("cuda:gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    process = Process.start(device="cpu", timeout_seconds=30)
+    arranged = process.arrange(Topology(pipeline=2))
+    numbers = [comm.gather_numbers([rank], label="ranks") for comm in (process.comm, arranged.mesh.comm("pp"))]
+    answers.put((rank, numbers))
+    arranged.stop()
+
+
+def test_a_script_may_have_joined_for_gpus_alone(tmp_path):
+    context = forkserver()
+    answers = context.Queue()
+    ranks = [
+        context.Process(target=_joined_for_gpus_alone, args=(rank, str(tmp_path / "store"), answers))
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        found = dict(answers.get(timeout=60) for _ in ranks)
+    finally:
+        for rank in ranks:
+            rank.terminate()
+            rank.join()
+    assert found == dict.fromkeys(range(2), [[[0.0], [1.0]]] * 2)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ztk.runtime.comm import Comm, connect, connect_groups
+from ztk.runtime.comm.connect import backend_of
 from ztk.runtime.comm.transport import SingleRankTransport
 from ztk.runtime.mesh import AXES, Mesh, Topology
 from ztk.runtime.rendezvous import open_store
@@ -138,7 +139,6 @@ def _choose_device(device: str, *, local_rank: int) -> torch.device:
 
 
 def _join(*, rank: int, world: int, local_world: int, device: torch.device, timeout: datetime.timedelta) -> None:
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if path := os.environ.get("ZTK_STORE"):
         store = dist.FileStore(path, world)
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -162,4 +162,4 @@ def _join(*, rank: int, world: int, local_world: int, device: torch.device, time
         store = dist.HashStore()
     else:
         raise ValueError(f"WORLD_SIZE={world} without ZTK_STORE or MASTER_ADDR: start ranks by run.py or torchrun")
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(backend_of(device), store=store, rank=rank, world_size=world, timeout=timeout)

@@ -18,11 +18,15 @@ PATIENCE_SECONDS = 60.0  # the watchdog compares labels when a collective takes 
 _connected = itertools.count()  # the same number on all ranks: they connect in the same order
 
 
+def backend_of(device: torch.device) -> str:
+    """What torch.distributed moves tensors of ranks on `device` with, and those in their main memory."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
 def connect(*, device: torch.device, one_node: bool, timeout_seconds: float) -> Comm:
     """Connects all ranks of the running process group. A collective call: every rank makes it."""
-    group, number = dist.group.WORLD, next(_connected)
+    group, number = _of_all_ranks(device, timeout_seconds=timeout_seconds), next(_connected)
     transport = _transport(group, device=device, one_node=one_node, timeout_seconds=timeout_seconds)
-    assert group is not None
     return _comm(
         transport,
         ranks=range(group.size()),
@@ -31,6 +35,17 @@ def connect(*, device: torch.device, one_node: bool, timeout_seconds: float) -> 
         timeout_seconds=timeout_seconds,
         number=number,
     )
+
+
+def _of_all_ranks(device: torch.device, *, timeout_seconds: float) -> dist.ProcessGroup:
+    """The running process group. If a script has joined with nccl alone, another one of the same ranks: the shapes of a pipeline's batches and
+    background checkpoints go by the host."""
+    group = dist.group.WORLD
+    assert group is not None, "this process has joined"
+    if group.size() > 1 and torch.device("cpu") not in group._device_types:
+        group = dist.new_group(backend=backend_of(device), timeout=datetime.timedelta(seconds=timeout_seconds))
+        assert isinstance(group, dist.ProcessGroup), "of all ranks"
+    return group
 
 
 def connect_groups(
@@ -42,7 +57,8 @@ def connect_groups(
     own = next(group for group in groups if rank in group)
     if len(own) == 1:  # then all are: the groups have equal sizes
         return Comm(SingleRankTransport(), rank=0, size=1, device=device)
-    made = {tuple(ranks): dist.new_group(list(ranks), timeout=timeout) for ranks in groups}
+    backend = backend_of(device)  # whatever a script has joined with
+    made = {tuple(ranks): dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in groups}
     one_node = len({member // local_world_size for member in own}) == 1
     transport = _transport(made[tuple(own)], device=device, one_node=one_node, timeout_seconds=timeout_seconds)
     if isinstance(transport, SharedMemoryTransport):
