@@ -11,14 +11,17 @@ small shapes on the CPU and writes nothing.
 """
 
 import argparse
+import contextlib
 import datetime
+import faulthandler
 import json
 import math
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,7 @@ DRAWN_ON_CPU = (
     "adamw_stochastic",
 )  # the references' random bits: 43 s a call of 1e9 elements
 SLOWEST_SECONDS = 20.0  # that one measurement may take
+GRACE_SECONDS = 45.0  # behind the deadline, after which a process that hangs in a kernel or a compiler is ended
 GATE_ULPS = 4  # times the spec's tolerance: tensor cores sum in another order than the reference
 
 
@@ -81,6 +85,41 @@ class OutOfTime(RuntimeError):
     """A measurement that would take too long."""
 
 
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises OutOfTime inside when they are over, in a gate or a compiler, too. What does not return to Python then ends with the process,
+    GRACE_SECONDS later, which says where it was."""
+
+    def end(signum: int, frame: object) -> None:
+        raise OutOfTime("the deadline has passed")
+
+    before = signal.signal(signal.SIGALRM, end)
+    faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, exit=True)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again, where a finalizer has swallowed the first
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
+        signal.signal(signal.SIGALRM, before)
+
+
+@dataclass(kw_only=True, slots=True)
+class Results:
+    """Rows, written one by one, so that whatever ends the process keeps what was measured. file: None: nothing is written."""
+
+    limits: Limits
+    file: Path | None
+    rows: list[Row] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        if self.file is not None:
+            document = {"limits": asdict(self.limits), "rows": [asdict(row) for row in self.rows]}
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.write_text(json.dumps(document, indent=1) + "\n")
+
+
 class Clock:
     """Quantiles of a function's time in milliseconds: CUDA events with a cold second-level cache, or the CPU's clock."""
 
@@ -89,7 +128,7 @@ class Clock:
         self.device, self.deadline = device, deadline
 
     def __call__(self, function: Callable[[], object]) -> tuple[float, float, float]:
-        """Raises OutOfTime when a call takes longer than a peer is worth, or the deadline has passed."""
+        """Raises OutOfTime when a call takes longer than a peer is worth, or less time is left than it takes."""
         if self.device == "cuda":
             self._warm(function)
             return tuple(triton.testing.do_bench(function, warmup=25, rep=100, quantiles=list(QUANTILES)))
@@ -104,8 +143,6 @@ class Clock:
         """Compiles, and measures one call by the host's clock: `do_bench` makes eleven at least."""
         seconds = math.inf
         for _ in range(2):
-            if time.monotonic() > self.deadline:
-                raise OutOfTime("the deadline has passed")
             start = time.monotonic()
             function()
             torch.cuda.synchronize()
@@ -194,12 +231,13 @@ def call(function: Callable, spec: OpSpec, inputs: dict, *, backward: bool) -> C
     return lambda: torch.autograd.grad(outputs(), leaves, d_outs, allow_unused=True)
 
 
-def bench_op(spec: OpSpec, *, clock: Clock, limits: Limits, peers: dict, stamp: dict, deadline: float) -> list[Row]:
+def bench_op(spec: OpSpec, *, clock: Clock, results: Results, peers: dict, stamp: dict) -> None:
+    """Adds the op's rows to `results`. Raises OutOfTime."""
     dtype = torch.bfloat16 if torch.bfloat16 in spec.dtypes else spec.dtypes[0]
     problem = gate(spec, dtype=dtype, device=clock.device)
     if problem:
         print(f"  NOT TIMED, wrong: {problem}")
-        return []
+        return
     providers = {"ztk": spec.op}
     eager = spec.eager or spec.reference  # the reference is plain torch too
     if clock.device == "cpu" or spec.name not in DRAWN_ON_CPU:
@@ -207,30 +245,28 @@ def bench_op(spec: OpSpec, *, clock: Clock, limits: Limits, peers: dict, stamp: 
     if clock.device == "cuda" and spec.name not in DRAWN_ON_CPU:
         providers["torch.compile"] = torch.compile(eager)
     providers |= peers.get(spec.name, {})
-    rows = []
     for shape in spec.bench_shapes if clock.device == "cuda" else spec.small_shapes[1:2]:
         for backward in (False, True) if spec.differentiable else (False,):
             mine = None
             for name, function in providers.items():
-                if time.monotonic() > deadline:
-                    print("  out of time; the rest is not measured")
-                    return rows
                 row = bench_one(spec, name, function, shape=shape, dtype=dtype, backward=backward, clock=clock,
-                                limits=limits, mine=mine, stamp=stamp)  # fmt: skip
+                                limits=results.limits, mine=mine, stamp=stamp)  # fmt: skip
                 if row is None:
                     continue
                 mine = row if name == "ztk" else mine
-                rows.append(row)
+                results.add(row)
                 print(f"  {name:42s} {'x'.join(map(str, shape)):24s} {row.direction:17s} {row.p50:9.3f} ms "
                       f"{row.share:6.1%} of {row.limit}" + (f"  ztk is {row.speedup:.2f}x" if row.speedup else ""))  # fmt: skip
-    return rows
 
 
 def bench_one(
     spec: OpSpec, name: str, function: Callable, *, shape: tuple[int, ...], dtype: torch.dtype, backward: bool,
     clock: Clock, limits: Limits, mine: Row | None, stamp: dict,
 ) -> Row | None:  # fmt: skip
-    """A row, or None when this provider cannot run here (a peer out of memory, or not built for the machine)."""
+    """A row, or None when this provider cannot run here (a peer out of memory, or not built for the machine), or takes too long.
+
+    Raises OutOfTime when the deadline has passed, and what ztk's own op raises.
+    """
     itemsize = torch.finfo(dtype).bits // 8
     floor_bytes, flops = spec.num_bytes(shape, itemsize), spec.num_flops(shape)
     if backward:
@@ -245,6 +281,8 @@ def bench_one(
             inputs = {k: v.detach() if isinstance(v, Tensor) else v for k, v in inputs.items()}
         p20, p50, p80 = clock(call(function, spec, inputs, backward=backward))
     except Exception as error:
+        if time.monotonic() > clock.deadline:
+            raise OutOfTime("the deadline has passed") from error
         if name == "ztk" and not isinstance(error, OutOfTime):
             raise
         print(f"  {name}: not available ({type(error).__name__}: {str(error).splitlines()[0][:90]})")
@@ -277,8 +315,7 @@ def main() -> int:
         kernels_page.write()
         return 0
 
-    deadline = time.monotonic() + 60 * options.minutes
-    clock = Clock(device, deadline=deadline)
+    clock = Clock(device, deadline=time.monotonic() + 60 * options.minutes)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     stamp = {
         "gpu": torch.cuda.get_device_name() if device == "cuda" else "cpu",
@@ -287,26 +324,30 @@ def main() -> int:
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
-    limits = measure_limits(clock)
-    print(f"{stamp['gpu']}: copy {limits.copy_gb_per_s:.0f} GB/s, matmul {limits.matmul_tflop_per_s:.1f} TFLOP/s")
-    peers, rows = all_peers(), []
-    path = ROOT / "experiments" / "results" / stamp["gpu"].replace(" ", "-").lower()
-    for spec in sorted(ALL_OPS, key=lambda spec: FIRST.index(spec.name) if spec.name in FIRST else len(FIRST)):
-        if options.ops in spec.name and time.monotonic() < deadline:
-            print(spec.name)
-            rows += bench_op(spec, clock=clock, limits=limits, peers=peers, stamp=stamp, deadline=deadline)
-            if device == "cuda":  # after every op, so that a crash keeps what was measured
-                path.mkdir(parents=True, exist_ok=True)
-                file = path / f"kernels-{stamp['date']}-{stamp['commit']}.json"
-                document = {"limits": asdict(limits), "rows": [asdict(row) for row in rows]}
-                file.write_text(json.dumps(document, indent=1) + "\n")
-    if device == "cuda":
+    folder = ROOT / "experiments" / "results" / stamp["gpu"].replace(" ", "-").lower()
+    name = f"kernels-{stamp['date']}-{stamp['commit']}"
+    results = None
+    try:
+        with time_limit(60 * options.minutes):
+            limits = measure_limits(clock)
+            print(
+                f"{stamp['gpu']}: copy {limits.copy_gb_per_s:.0f} GB/s, matmul {limits.matmul_tflop_per_s:.1f} TFLOP/s"
+            )
+            results = Results(limits=limits, file=folder / f"{name}.json" if device == "cuda" else None)
+            peers = all_peers()
+            for spec in sorted(ALL_OPS, key=lambda spec: FIRST.index(spec.name) if spec.name in FIRST else len(FIRST)):
+                if options.ops in spec.name:
+                    print(spec.name)
+                    bench_op(spec, clock=clock, results=results, peers=peers, stamp=stamp)
+    except OutOfTime as error:
+        print(f"  {error}; the rest is not measured")
+    if results is not None and results.file is not None:
         record = Record(title=f"share of the limit, {stamp['gpu']}", column="share", line=1.0)
-        own = [asdict(row) for row in rows if row.provider == "ztk"]
+        own = [asdict(row) for row in results.rows if row.provider == "ztk"]
         labels = [f"{row['op']} {'x'.join(map(str, row['shape'][:4]))} {row['direction']}" for row in own]
-        record.write(own, folder=path, name=f"kernels-{stamp['date']}-{stamp['commit']}", labels=labels)
+        record.write(own, folder=folder, name=name, labels=labels)
         kernels_page.write()
-        print(f"{len(rows)} rows in {path.relative_to(ROOT)}; docs/kernels.md written")
+        print(f"{len(results.rows)} rows in {folder.relative_to(ROOT)}; docs/kernels.md written")
     return 0
 
 

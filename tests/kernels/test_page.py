@@ -113,3 +113,19 @@ def test_rows_become_a_picture_and_a_run(tmp_path, monkeypatch):
     assert path.read_bytes().startswith(b"\x89PNG") and "adamw" in path.with_suffix(".svg").read_text()
     (run,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     assert run.stat().st_size > 0
+
+
+def test_the_benchmark_ends_at_its_deadline_and_keeps_its_rows(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    bench = importlib.import_module("bench_kernels")
+    limits = bench.Limits(copy_gb_per_s=1.0, matmul_tflop_per_s=1.0)
+    results = bench.Results(limits=limits, file=tmp_path / "rows.json")
+    numbers = dict.fromkeys(("p20", "p50", "p80", "gb_per_s", "tflop_per_s", "share"), 1.0)
+    names = dict.fromkeys(
+        ("op", "dtype", "direction", "provider", "limit", "gpu", "date", "commit", "torch", "triton"), "x"
+    )
+    with pytest.raises(bench.OutOfTime), bench.time_limit(0.05):
+        results.add(bench.Row(shape=(1,), floor_bytes=1, floor_flops=1, speedup=None, **numbers, **names))
+        while True:
+            pass
+    assert len(json.loads(results.file.read_text())["rows"]) == 1
