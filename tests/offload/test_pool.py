@@ -1,8 +1,10 @@
 """The pool's memory: ranges by size first, buffers for what does not fit, nothing given out twice."""
 
 import random
+from pathlib import Path
 
 import pytest
+import torch
 
 from ztk.offload.pool import AlignedPool, AlignedRegion, Lease
 from ztk.policies.offload import PAGE_BYTES
@@ -70,3 +72,39 @@ def test_memory_is_never_given_out_twice(pool):
 
 def number_of(lease: Lease) -> int:
     return lease.start // PAGE % 251
+
+
+class Driver:
+    """CUDA's functions for page-locked memory. locked: at which addresses; mapped: whether memory was there when it was unlocked."""
+
+    def __init__(self) -> None:
+        self.locked: list[int] = []
+        self.mapped: list[bool] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.locked.append(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.locked.remove(address)
+        spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+        self.mapped.append(any(int(start, 16) <= address < int(stop, 16) for start, stop in spans))
+        return 0
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_memory_is_unlocked_before_it_goes(closes, monkeypatch):
+    """Also of a store that was dropped: the driver refuses to lock what it takes for locked."""
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    region = AlignedRegion(nbytes=5000, pin=True)
+    view = region.bytes[10:]
+    assert driver.locked == [region.bytes.data_ptr()]
+    if closes:
+        region.close()
+        region.close()
+        assert not driver.locked
+    del region
+    assert bool(driver.locked) == (not closes)  # a tensor still views it
+    del view
+    assert not driver.locked and driver.mapped == [True]

@@ -23,7 +23,9 @@ class PlannedRegion(AlignedRegion):
 
     def __init__(self, *, nbytes: int) -> None:
         self.bytes: Tensor = host_bytes(nbytes)
-        self._pinned = False
+
+    def close(self) -> None:
+        """Nothing is locked."""
 
 
 class PlannedHostStore(HostStore):

@@ -1,6 +1,7 @@
 """Page-aligned host memory: O_DIRECT reads into it, and a GPU copies from it without a second copy."""
 
 import bisect
+import contextlib
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,23 +22,40 @@ class AlignedRegion:
 
     def __init__(self, *, nbytes: int, pin: bool) -> None:
         size = max(PAGE_BYTES, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        self._aligned = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive as long as any view lives
-        self.bytes = self._aligned[:nbytes]  # uint8 [nbytes]
-        self._pinned = False
+        self._memory = _Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        aligned = torch.frombuffer(self._memory, dtype=torch.uint8)  # keeps the mapping alive as long as any view lives
+        self.bytes = aligned[:nbytes]  # uint8 [nbytes]
         if pin:
-            # pyrefly: ignore[missing-attribute]  # None is without a GPU
-            _cuda_check(torch.cuda.cudart().cudaHostRegister(self._aligned.data_ptr(), size, 0), "page-locking", size)
-            self._pinned = True
+            self._memory.lock(address=aligned.data_ptr())
 
     def close(self) -> None:
         """Unlocks the pages; they are freed with the last tensor that views them."""
-        if self._pinned:
-            size = self._aligned.numel()
+        self._memory.unlock()
+
+
+class _Mapping(mmap.mmap):
+    """Memory that is unlocked before it goes, also if nobody closes its region. Of memory that has gone the driver would keep the pages, and it
+    would refuse to lock what is mapped next at the same address."""
+
+    _locked: int | None = None  # the address
+
+    def lock(self, *, address: int) -> None:
+        """Page-locks all of it. address: its own."""
+        # pyrefly: ignore[missing-attribute]  # None is without a GPU
+        _cuda_check(torch.cuda.cudart().cudaHostRegister(address, len(self), 0), "page-locking", len(self))
+        self._locked = address
+
+    def unlock(self) -> None:
+        """Idempotent."""
+        address, self._locked = self._locked, None
+        if address is not None:
             # pyrefly: ignore[missing-attribute]  # None is without a GPU
-            _cuda_check(torch.cuda.cudart().cudaHostUnregister(self._aligned.data_ptr()), "unlocking", size)
-            self._pinned = False
+            _cuda_check(torch.cuda.cudart().cudaHostUnregister(address), "unlocking", len(self))
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the driver may have ended before the interpreter
+            self.unlock()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
