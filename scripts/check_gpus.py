@@ -87,7 +87,9 @@ def items(part: str, *, shared: bool) -> list[str]:
         case "overlap":
             return [f"overlap {contender}" for contender in ("ztk1", "ztk3", "ztk3+cpu")]
         case "speed":
-            return [f"speed {contender}" for contender in ("ztk0", "ztk1", "ztk3", *(() if shared else ("fsdp2",)))]
+            return [
+                f"speed {contender}" for contender in ("ztk0", "ztk1", "ztk3", *(() if shared else ("fsdp2", "ddp")))
+            ]
     raise AssertionError(part)
 
 

@@ -149,14 +149,14 @@ def memory(process: Process, *, stage: int, tier: str) -> dict:
     on_gpu = process.device.type == "cuda"
     config, seq_len = (MEDIUM, 256) if on_gpu else (TINY, 64)
     synchronize(process.device)
-    before = torch.cuda.memory_allocated() if on_gpu else 0
+    before = allocated_bytes() if on_gpu else 0
     with tempfile.TemporaryDirectory(dir=".") as folder:
         engine = build(config, process=process, precision="bf16", stage=stage, tier=tier, folder=folder)
         stream = batches(config, micro_batch=4, seq_len=seq_len, device=process.device)
         for _ in range(2):
             train_step(engine, *next(stream))
         synchronize(process.device)
-        allocated = torch.cuda.memory_allocated() - before if on_gpu else None
+        allocated = allocated_bytes() - before if on_gpu else None
     held = engine.memory.by_category(Tier.device)
     state = {category: held.get(category, 0) for category in ("parameters", "gradients", "optimizer")}
     numel, offloaded = engine.num_parameters, tier != "none"
@@ -172,6 +172,13 @@ def memory(process: Process, *, stage: int, tier: str) -> dict:
         "formula": formula,
         "agrees": (allocated is None or abs(allocated - ledger) < slack) and abs(sum(state.values()) - formula) < slack,
     }
+
+
+def allocated_bytes() -> int:
+    """What tensors have of the GPU's memory. cuBLAS takes its workspace from the same allocator and keeps it, up to 32 MiB for each thread that
+    multiplies, of which autograd has one of its own: more than the slack."""
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
 
 
 # speed
@@ -268,15 +275,16 @@ def contender_step(contender: str, *, config: DecoderConfig, process: Process) -
     if name == "plain":
         kernels.set_backend("auto" if option == "kernels" else "reference")
         return plain(config, device=process.device)
-    if name == "fsdp2":
+    if name in ("fsdp2", "ddp"):
         with torch.device("meta"):
             model = Decoder(config)
         engine = parallelize_peer(
             model,
-            kind="fsdp2",
+            kind=name,
             process=process,
             optimizer=OPTIMIZER,
-            precision=PrecisionPolicy.named("bf16"),  # as ztk's: gradients are reduced in bf16
+            # As ztk's: gradients are reduced in bf16, by DDP only if it is told so, and by its hook only with NCCL.
+            precision=PrecisionPolicy.named("bf16", reduce_dtype="bf16" if process.device.type == "cuda" else None),
             initial_values=partial(initial_values, model, seed=SEED),
         )
     else:
