@@ -11,6 +11,8 @@ from ztk.runtime.comm.transport import SeparateMemory
 class NcclTransport(SeparateMemory):
     """Calls return at once; `wait()` on what they return orders the current stream behind them.
 
+    The group moves tensors of the host too, by gloo (`connect.backend_of`): there `wait()` makes the host wait.
+
     An all-reduce of gradients is done as reduce-scatter and all-gather over the same slices as the sharded stages use, so that the order of
     summation is the same at every stage. `all_sum`, for activations of tensor parallelism, is NCCL's own.
     """
@@ -28,6 +30,12 @@ class NcclTransport(SeparateMemory):
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> dist.Work:
         return dist.reduce_scatter_tensor(out, full, group=self._group, async_op=True)
+
+    def all_reduce(self, full: Tensor, *, own: Tensor, label: str) -> dist.Work:
+        scattered = self.reduce_scatter(full, out=own, label=label)
+        if not full.is_cuda:
+            scattered.wait()  # gloo's calls have no stream that keeps their order, and write the result in their `wait`
+        return self.all_gather(full, label=label)
 
     def all_sum(self, full: Tensor, *, own: Tensor, label: str) -> dist.Work | None:
         """As `all_reduce`, `full` [size * n] and `own` [n] of any dtype, in an order of the transport's choice."""

@@ -52,7 +52,7 @@ class SeparateMemory:
     all_gather: Callable
 
     def all_reduce(self, full: Tensor, *, own: Tensor, label: str):
-        self.reduce_scatter(full, out=own, label=label)  # a GPU stream keeps the order of the two
+        self.reduce_scatter(full, out=own, label=label)  # complete on return: those of NCCL are not, see there
         return self.all_gather(full, label=label)
 
     def all_sum(self, full: Tensor, *, own: Tensor, label: str):
