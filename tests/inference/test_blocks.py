@@ -2,6 +2,7 @@
 
 import random
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from ztk.inference import Generator, InferencePolicy, SamplingParams, block_open
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache
 from ztk.inference.block_pool import BlockPool
-from ztk.inference.graphs import DecodeGraphs
+from ztk.inference.graphs import CudaCapture, DecodeGraphs
 from ztk.inference.sample import DrawSteps, _cut, penalised
 from ztk.kernels import set_backend
 from ztk.offload import OffloadPolicy
@@ -251,6 +252,15 @@ def test_decoding_by_graphs_changes_no_bit():
     assert [own[0].tokens for own in found] == [own[0].tokens for own in expected]
     assert [own[0].logprobs.tolist() for own in found] == [own[0].logprobs.tolist() for own in expected]
     assert generator._graphs.captured == 4  # for 3 rows, 2 rows, and 1 row over one block and over two
+
+
+def test_a_capture_is_not_ended_by_what_other_threads_ask(monkeypatch):
+    """Without a GPU: what torch is told. The mode is one of the thread; in torch's default an event that a watchdog asks ends the capture."""
+    told = mock.create_autospec(torch.cuda.graph)  # with torch's signature
+    for name, value in (("graph", told), ("CUDAGraph", mock.Mock()), ("graph_pool_handle", lambda: (0, 1))):
+        monkeypatch.setattr(torch.cuda, name, value)
+    CudaCapture()(lambda: torch.zeros(1))
+    assert told.call_args.kwargs == {"pool": (0, 1), "capture_error_mode": "thread_local"}
 
 
 def test_formats_of_weights_and_cache_lose_little():

@@ -50,7 +50,9 @@ class CudaCapture:
         """As `Capture`, any shape. The first run is outside of the graph: kernels are compiled in it."""
         compute()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # By default a call of any thread that is unsafe in a capture ends this one. Threads that capture nothing ask events and copy
+        # meanwhile: the watchdogs of collectives, ours and NCCL's, and stores in main memory.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             results = compute()
         return graph, results
 
