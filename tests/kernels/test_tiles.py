@@ -6,10 +6,11 @@ import torch
 from tests.kernels.test_adamw_variants import STEPS as NARROW
 from ztk.kernels import UpdatePart, adamw, lion, set_backend, sgd, tiles_of
 from ztk.kernels._flat import control_row
+from ztk.kernels._machine import INTERPRETER
 from ztk.kernels._tiles import TILE_PER_THREAD, threads
 
 CPU = torch.device("cpu")
-TILE = TILE_PER_THREAD * threads(CPU)
+TILE = TILE_PER_THREAD * threads(INTERPRETER)
 N = 3 * TILE + 128
 PARTS = (  # of several tiles, of less than one, to the last element but the padding; and between the last two are elements of none
     UpdatePart(start=0, stop=TILE + 96, row=1, position=(1 << 62) - 64),

@@ -16,6 +16,7 @@ from torch import Tensor
 from ztk.kernels._control import CONTROL_COLUMNS, Control
 from ztk.kernels._jit import Bound, bind, kept
 from ztk.kernels._library import register, use_reference
+from ztk.kernels._machine import Machine, machine
 from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase, OpSpec
 from ztk.kernels._tiles import (
@@ -82,11 +83,16 @@ def check_flat(
 
 
 def flat_launches(kernel: Any, *names: str) -> Callable[..., Bound]:
-    """Of a kernel of tensors, their number of elements and further numbers: sizes, those numbers, and the constexprs of these names -> a
-    launch of so many programs, of which a tile has `per_tile`."""
+    """Of a kernel of tensors, their number of elements and further numbers: the machine, sizes, those numbers, and the constexprs of these
+    names -> its launch, of so many tiles, or over all elements where `tiles` is None."""
 
     @kept
-    def bound(N: int, block: int, programs: int, per_tile: int, numbers: tuple[int, ...], *constexprs: object) -> Bound:
+    def bound(
+        target: Machine, N: int, tiles: int | None, per_thread: int, numbers: tuple[int, ...], *constexprs: object
+    ) -> Bound:
+        block, per_tile = per_thread * threads(target), TILE_PER_THREAD // per_thread
+        assert per_tile or tiles is None, "a tile has a program at least"
+        programs = cdiv(N, block) if tiles is None else tiles * per_tile
         sizes = dict(zip(names, constexprs, strict=True)) | {"PROGRAMS": per_tile, "BLOCK": block}
         return bind(kernel, N, *numbers, grid=(programs,), **sizes, num_warps=NUM_WARPS, enable_fp_fusion=True)
 
@@ -105,10 +111,9 @@ def launch_flat(
     which the kernel takes behind the tensors."""
     first = tensors[0]
     assert first is not None
-    N, block, per_tile = first.numel(), per_thread * threads(first.device), TILE_PER_THREAD // per_thread
-    assert per_tile or tiles is None, "a tile has a program at least"
-    if programs := cdiv(N, block) if tiles is None else tiles.shape[0] * per_tile:
-        launches(N, block, programs, per_tile, numbers, *constexprs).launch(*tensors, tiles)
+    N, count = first.numel(), None if tiles is None else tiles.shape[0]
+    if N and count != 0:
+        launches(machine(first.device), N, count, per_thread, numbers, *constexprs).launch(*tensors, tiles)
 
 
 def register_update(schema: str, *, launch: Callable, update: Callable, group: int = 1) -> Callable:

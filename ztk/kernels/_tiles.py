@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._control import CONTROL_COLUMNS
-from ztk.kernels._machine import machine
+from ztk.kernels._machine import Machine, machine
 from ztk.kernels._sizes import cdiv
 
 ALIGNMENT = 16  # elements: a partition consists of 64-byte units of float32
@@ -43,7 +43,7 @@ class UpdatePart:
 def tiles_of(parts: Sequence[UpdatePart], *, device: torch.device) -> Tensor:
     """int64 [tiles, 4] on `device`: first element, end, row, and position less index, of every tile of these parts. To be made once: it comes
     from the host."""
-    size = TILE_PER_THREAD * threads(device)
+    size = TILE_PER_THREAD * threads(machine(device))
     tiles = [
         (first, min(first + size, part.stop), part.row, part.position - part.start)
         for part in parts
@@ -63,9 +63,9 @@ def check_tiles(op: str, *, tiles: Tensor) -> None:
         )
 
 
-def threads(device: torch.device) -> int:
+def threads(target: Machine) -> int:
     """Of a program."""
-    return machine(device).warp_size * NUM_WARPS
+    return target.warp_size * NUM_WARPS
 
 
 @triton.jit

@@ -89,20 +89,23 @@ def _adamw_8bit(
         m_g = o_g * _GROUP < stop
         o_n = o_g[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]  # [BLOCK_G, GROUP]
         m_n = o_n < stop
-        b_high = tl.load(param_ptr + o_n, mask=m_n, other=0).to(tl.int32)
+        high_ptr = param_ptr.to(tl.pointer_type(tl.int16))
+        p_scale_m = scale_m_ptr.to(tl.pointer_type(tl.int16)) + o_g
+        p_scale_v = scale_v_ptr.to(tl.pointer_type(tl.int16)) + o_g
+        b_high = tl.load(high_ptr + o_n, mask=m_n, other=0).to(tl.int32)
         b_low = tl.load(low_ptr + o_n, mask=m_n, other=0).to(tl.int32)
         b_p = ((b_high << 16) + (b_low << 8)).to(tl.float32, bitcast=True)
         b_m = tl.load(code_m_ptr + o_n, mask=m_n, other=0).to(tl.float32)
-        b_m = b_m * tl.abs(b_m) * (_load_scale(scale_m_ptr + o_g, m_g) * (1.0 / 16129.0))[:, None]
+        b_m = b_m * tl.abs(b_m) * (_load_scale(p_scale_m, m_g) * (1.0 / 16129.0))[:, None]
         b_v = tl.load(code_v_ptr + o_n, mask=m_n, other=0).to(tl.float32)
-        b_v = b_v * (_load_scale(scale_v_ptr + o_g, m_g) * (1.0 / 255.0))[:, None]
+        b_v = b_v * (_load_scale(p_scale_v, m_g) * (1.0 / 255.0))[:, None]
         b_g = tl.load(grad_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
         b_p, b_m, b_v = update(control_ptr, b_p, b_g, b_m, b_v * b_v, True)
         b_random = random_bits(shift + o_n, tl.load(control_ptr + STEP), seed).to(tl.int32, bitcast=True)
 
         b_bits = (b_p.to(tl.int32, bitcast=True) + (b_random & 0xFF)) & -256
         b_high = (b_bits + 0x8000) >> 16
-        tl.store(param_ptr + o_n, b_high.to(tl.int16), mask=m_n)
+        tl.store(high_ptr + o_n, b_high.to(tl.int16), mask=m_n)
         tl.store(low_ptr + o_n, ((b_bits - (b_high << 16)) >> 8).to(tl.int8), mask=m_n)
 
         b_size = tl.abs(b_m)
@@ -111,7 +114,7 @@ def _adamw_8bit(
         b_code = tl.floor(b_code + ((b_random >> 8) & 0xFF).to(tl.float32) * (1.0 / 256.0))
         b_code = tl.minimum(b_code, 127.0)
         tl.store(code_m_ptr + o_n, tl.where(b_m < 0.0, -b_code, b_code).to(tl.int8), mask=m_n)
-        _store_scale(scale_m_ptr + o_g, b_scale, m_g)
+        _store_scale(p_scale_m, b_scale, m_g)
 
         b_root = tl.sqrt(b_v)
         b_scale = _round_up_bf16(tl.max(b_root, axis=1))
@@ -119,7 +122,7 @@ def _adamw_8bit(
         b_code = tl.floor(b_code + ((b_random >> 16) & 0xFF).to(tl.float32) * (1.0 / 256.0))
         b_code = tl.minimum(tl.maximum(b_code, tl.where(b_v > 0.0, 1.0, 0.0)), 255.0)
         tl.store(code_v_ptr + o_n, b_code.to(tl.uint8), mask=m_n)
-        _store_scale(scale_v_ptr + o_g, b_scale, m_g)
+        _store_scale(p_scale_v, b_scale, m_g)
 
 
 _launches = flat_launches(_adamw_8bit)
@@ -129,8 +132,7 @@ def _launch(
     param, low, grad, code_m, code_v, scale_m, scale_v, control, seed: int, start: int, tiles: Tensor | None
 ) -> None:
     launch_flat(
-        _launches, param.view(torch.int16), low, grad, code_m, code_v, scale_m.view(torch.int16),
-        scale_v.view(torch.int16), control, tiles=tiles, numbers=(seed, start), per_thread=8,
+        _launches, param, low, grad, code_m, code_v, scale_m, scale_v, control, tiles=tiles, numbers=(seed, start), per_thread=8,
     )  # fmt: skip
 
 

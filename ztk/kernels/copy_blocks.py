@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels._dependent_launch import dependent_launch, wait_for_kernels
-from ztk.kernels._jit import jit
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._machine import machine
+from ztk.kernels._machine import Machine, machine
 from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase, OpSpec
 
@@ -31,19 +31,19 @@ def _copy_blocks(store_ptr, pairs_ptr, N, BLOCK: tl.constexpr, PDL: tl.constexpr
     tl.store(store_ptr + target * N + o_n, tl.load(store_ptr + source * N + o_n, mask=m_n), mask=m_n)
 
 
+@kept
+def _kernel_for(target: Machine, N: int, itemsize: int, pairs: int) -> Bound:
+    block = PER_THREAD // itemsize * target.warp_size * NUM_WARPS
+    return bind(
+        _copy_blocks, N, grid=(cdiv(N, block), pairs), BLOCK=block, num_warps=NUM_WARPS, enable_fp_fusion=True,
+        **dependent_launch(target),
+    )  # fmt: skip
+
+
 def _launch(store: Tensor, pairs: Tensor) -> None:
-    if pairs.numel() and store.numel():
-        N = store.shape[1]
-        block = PER_THREAD // store.element_size() * machine(store.device).warp_size * NUM_WARPS
-        _copy_blocks[(cdiv(N, block), len(pairs))](
-            store,
-            pairs,
-            N,
-            BLOCK=block,
-            num_warps=NUM_WARPS,
-            enable_fp_fusion=True,
-            **dependent_launch(machine(store.device)),
-        )
+    (blocks, N), count = store.shape, pairs.shape[0]
+    if count and blocks and N:
+        _kernel_for(machine(store.device), N, store.element_size(), count).launch(store, pairs)
 
 
 def _cpu(store: Tensor, pairs: Tensor) -> None:

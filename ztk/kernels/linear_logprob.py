@@ -33,7 +33,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def _launch(logits: Tensor, target: Tensor) -> Tensor:
-    return -_launch_fwd(logits, target, *_PLAIN)[0]
+    return _launch_fwd(logits, target, *_PLAIN)[0].neg_()
 
 
 def _launch_backward(logits: Tensor, target: Tensor, d_logprob: Tensor) -> Tensor:

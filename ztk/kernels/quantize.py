@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._jit import jit
+from ztk.kernels._empty import Memory, maker, memory_of
+from ztk.kernels._jit import Bound, LaunchedKernel, bind, jit, kept
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._machine import machine
+from ztk.kernels._machine import Machine, machine
 from ztk.kernels._math import cast
 from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase, OpSpec, compute_dtype
@@ -160,50 +161,72 @@ def quantized_bytes(numel: int, *, bits: int = 8, group: int = 256) -> int:
     return cdiv(size, ALIGN) * ALIGN
 
 
-def _grid(values: Tensor, *, bits: int, group: int) -> tuple[int, int]:
-    """(programs, groups per program): of each part a thread holds 16 bytes of words or of `values`, whichever are fewer"""
-    per_thread = 16 // max(values.element_size(), WORD_BITS // 8)
-    block_g = max(1, per_thread * machine(values.device).warp_size * NUM_WARPS * WORD_BITS // (group * bits))
-    return cdiv(cdiv(values.shape[-1], group), block_g), block_g
+def _bound(
+    kernel: LaunchedKernel, *numbers: float, target: Machine, rows: int, N: int, bits: int, group: int, itemsize: int
+) -> Bound:
+    """itemsize: of the values, [rows, N]; rows 0: the grid has one dimension. numbers: behind those that all three kernels have.
+
+    Of each part a thread holds 16 bytes of words or of values, whichever are fewer.
+    """
+    per_thread = 16 // max(itemsize, WORD_BITS // 8)
+    block_g = max(1, per_thread * target.warp_size * NUM_WARPS * WORD_BITS // (group * bits))
+    num_groups = cdiv(N, group)
+    programs = cdiv(num_groups, block_g)
+    sizes = num_groups, quantized_bytes(N, bits=bits, group=group), _code_bytes(N, bits=bits, group=group)
+    return bind(
+        kernel, N, *sizes, *numbers, grid=(programs, rows) if rows else (programs,), BITS=bits, GROUP=group,
+        BLOCK_G=block_g, num_warps=NUM_WARPS, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@kept
+def _quantize_for(target: Machine, W: int, N: int, itemsize: int, bits: int, group: int) -> tuple[Bound, Memory]:
+    """With the memory of the packed rows."""
+    bound = _bound(_quantize_fwd, target=target, rows=W, N=N, bits=bits, group=group, itemsize=itemsize)
+    return bound, memory_of(W, quantized_bytes(N, bits=bits, group=group), dtype=torch.int8)
 
 
 def _launch_quantize(x: Tensor, bits: int, group: int) -> Tensor:
     W, N = x.shape
-    packed = torch.empty(W, quantized_bytes(N, bits=bits, group=group), dtype=torch.int8, device=x.device)
-    if x.numel():
-        programs, block_g = _grid(x, bits=bits, group=group)
-        _quantize_fwd[(programs, W)](
-            x, packed.view(torch.int16), packed.view(torch.float32), N, cdiv(N, group), packed.shape[1],
-            _code_bytes(N, bits=bits, group=group), BITS=bits, GROUP=group, BLOCK_G=block_g, num_warps=NUM_WARPS,
-            enable_fp_fusion=True,
-        )  # fmt: skip
+    bound, rows = _quantize_for(machine(x.device), W, N, x.element_size(), bits, group)
+    packed = maker(x)(*rows)
+    if W and N:
+        bound.launch(x, packed.view(torch.int16), packed.view(torch.float32))
     return packed
+
+
+@kept
+def _dequantize_for(target: Machine, W: int, N: int, bits: int, group: int, dtype: torch.dtype) -> tuple[Bound, Memory]:
+    """With the memory of the values."""
+    bound = _bound(_dequantize_fwd, target=target, rows=W, N=N, bits=bits, group=group, itemsize=dtype.itemsize)
+    return bound, memory_of(W, N, dtype=dtype)
 
 
 def _launch_dequantize(packed: Tensor, numel: int, bits: int, group: int, dtype: torch.dtype) -> Tensor:
     W = packed.shape[0]
-    out = torch.empty(W, numel, dtype=dtype, device=packed.device)
-    if out.numel():
-        programs, block_g = _grid(out, bits=bits, group=group)
-        _dequantize_fwd[(programs, W)](
-            packed.view(torch.int16), packed.view(torch.float32), out, numel, cdiv(numel, group), packed.shape[1],
-            _code_bytes(numel, bits=bits, group=group), BITS=bits, GROUP=group, BLOCK_G=block_g, num_warps=NUM_WARPS,
-            enable_fp_fusion=True,
-        )  # fmt: skip
+    bound, values = _dequantize_for(machine(packed.device), W, numel, bits, group, dtype)
+    out = maker(packed)(*values)
+    if W and numel:
+        bound.launch(packed.view(torch.int16), packed.view(torch.float32), out)
     return out
+
+
+@kept
+def _reduce_for(
+    target: Machine, W: int, N: int, bits: int, group: int, dtype: torch.dtype, factor: float
+) -> tuple[Bound, Memory]:
+    """With the memory of the sum."""
+    sizes = {"N": N, "bits": bits, "group": group, "itemsize": dtype.itemsize}
+    return _bound(_dequantize_reduce_fwd, W, factor, target=target, rows=0, **sizes), memory_of(N, dtype=dtype)
 
 
 def _launch_dequantize_reduce(
     packed: Tensor, numel: int, bits: int, group: int, dtype: torch.dtype, factor: float
 ) -> Tensor:
-    out = torch.empty(numel, dtype=dtype, device=packed.device)
-    if out.numel():
-        programs, block_g = _grid(out, bits=bits, group=group)
-        _dequantize_reduce_fwd[(programs,)](
-            packed.view(torch.int16), packed.view(torch.float32), out, numel, cdiv(numel, group), packed.shape[1],
-            _code_bytes(numel, bits=bits, group=group), packed.shape[0], factor,
-            BITS=bits, GROUP=group, BLOCK_G=block_g, num_warps=NUM_WARPS, enable_fp_fusion=True,
-        )  # fmt: skip
+    bound, values = _reduce_for(machine(packed.device), packed.shape[0], numel, bits, group, dtype, factor)
+    out = maker(packed)(*values)
+    if numel:
+        bound.launch(packed.view(torch.int16), packed.view(torch.float32), out)
     return out
 
 

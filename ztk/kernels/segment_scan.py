@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels._jit import jit
+from ztk.kernels._empty import empty_vector
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._spec import AotCase, OpSpec, Reach
 
@@ -49,13 +50,16 @@ def _segment_scan(reward_ptr, value_ptr, start_ptr, out_ptr, gamma, decay, BLOCK
         carry = tl.sum(tl.where(o_n == 0, b_out, 0.0), axis=0)
 
 
+@kept
+def _kernel_for(segments: int, gamma: float, decay: float) -> Bound:
+    return bind(_segment_scan, gamma, decay, grid=(segments,), BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True)
+
+
 def _launch(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float, decay: float) -> Tensor:
-    out = torch.empty_like(rewards)
-    segments = starts.numel() - 1
-    if segments and rewards.numel():
-        _segment_scan[(segments,)](
-            rewards, values, starts, out, gamma, decay, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True
-        )
+    tokens, segments = rewards.numel(), starts.numel() - 1
+    out = empty_vector(tokens, dtype=rewards.dtype, like=rewards)
+    if segments and tokens:
+        _kernel_for(segments, gamma, decay).launch(rewards, values, starts, out)
     return out
 
 

@@ -19,10 +19,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ztk.kernels._jit import jit
+from ztk.kernels._empty import Memory, maker, memory_of
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._logit_tiles import LaunchConfig
-from ztk.kernels._machine import machine
+from ztk.kernels._machine import Machine, machine
 from ztk.kernels._math import cast
 from ztk.kernels._sizes import cdiv
 from ztk.kernels._spec import AotCase, OpSpec, Reach, compute_dtype
@@ -112,27 +113,54 @@ def _sharded_backward(
         tl.store(p_x + o_n, tl.zeros([BLOCK], dtype=dtype), mask=m_n)
 
 
+@kept
+def _statistics_for(
+    target: Machine, M: int, V: int, itemsize: int, first: int, ignore_index: int
+) -> tuple[Bound, Memory]:
+    """With the memory of the statistics."""
+    config = LaunchConfig.for_row(V, itemsize=itemsize, warp_size=target.warp_size)
+    bound = bind(
+        _sharded_statistics, M, V, first, ignore_index, grid=(M,), CHUNKS=config.chunks, LANES=config.lanes,
+        VECTOR=config.vector, num_warps=config.num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
+    return bound, memory_of(2, M, dtype=torch.float32)
+
+
 def _launch_statistics(logits: Tensor, target: Tensor, first: int, ignore_index: int) -> Tensor:
     M, V = logits.shape
-    statistics = torch.empty((2, M), dtype=torch.float32, device=logits.device)
+    bound, two_rows = _statistics_for(machine(logits.device), M, V, logits.element_size(), first, ignore_index)
+    statistics = maker(logits)(*two_rows)
     if M:
-        config = LaunchConfig.for_row(V, itemsize=logits.element_size(), warp_size=machine(logits.device).warp_size)
-        _sharded_statistics[(M,)](
-            logits, target, statistics, M, V, first, ignore_index, CHUNKS=config.chunks, LANES=config.lanes,
-            VECTOR=config.vector, num_warps=config.num_warps, enable_fp_fusion=True,
-        )  # fmt: skip
+        bound.launch(logits, target, statistics)
     return statistics
 
 
+@kept
+def _join_for(M: int, ranks: int, ignore_index: int, z_loss: float) -> tuple[Bound, Memory, Memory]:
+    """With the memory of lse, and of the mean and the weight of a row."""
+    bound = bind(
+        _sharded_join, M, ranks, ignore_index, z_loss, grid=(1,), BLOCK=JOINED_ROWS, num_warps=8, enable_fp_fusion=True
+    )
+    return bound, memory_of(M, dtype=torch.float32), memory_of(2, dtype=torch.float32)
+
+
 def _launch_join(statistics: Tensor, target: Tensor, ignore_index: int, z_loss: float) -> tuple[Tensor, Tensor]:
-    M = target.shape[0]
-    lse = torch.empty(M, dtype=torch.float32, device=target.device)
-    mean = torch.empty(2, dtype=torch.float32, device=target.device)
-    _sharded_join[(1,)](
-        statistics, target, lse, mean, M, statistics.shape[0], ignore_index, z_loss, BLOCK=JOINED_ROWS,
-        num_warps=8, enable_fp_fusion=True,
-    )  # fmt: skip
+    bound, per_row, two = _join_for(target.shape[0], statistics.shape[0], ignore_index, z_loss)
+    make = maker(target)
+    lse, mean = make(*per_row), make(*two)
+    bound.launch(statistics, target, lse, mean)
     return lse, mean
+
+
+@kept
+def _backward_for(
+    target: Machine, M: int, V: int, itemsize: int, first: int, ignore_index: int, z_loss: float
+) -> Bound:
+    config = LaunchConfig.for_row(V, itemsize=itemsize, warp_size=target.warp_size)
+    return bind(
+        _sharded_backward, V, first, ignore_index, z_loss, grid=(M, cdiv(V, config.block)), BLOCK=config.block,
+        num_warps=config.num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def _launch_backward(
@@ -147,11 +175,9 @@ def _launch_backward(
 ) -> None:
     M, V = logits.shape
     if M and V:
-        config = LaunchConfig.for_row(V, itemsize=logits.element_size(), warp_size=machine(logits.device).warp_size)
-        _sharded_backward[(M, cdiv(V, config.block))](
-            logits, target, lse, d_loss, mean, V, first, ignore_index, z_loss, BLOCK=config.block,
-            num_warps=config.num_warps, enable_fp_fusion=True,
-        )  # fmt: skip
+        options = (first, ignore_index, z_loss)
+        bound = _backward_for(machine(logits.device), M, V, logits.element_size(), *options)
+        bound.launch(logits, target, lse, d_loss, mean)
 
 
 def _columns(target: Tensor, *, first: int, columns: int, ignore_index: int) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from ztk.kernels._control import (
     Setting,
     State,
 )
-from ztk.kernels._jit import jit
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
 from ztk.kernels._sizes import next_power_of_2
 from ztk.kernels._spec import AotCase, OpSpec
@@ -144,12 +144,13 @@ def _step_control(
     tl.store(state_ptr + _GRAD_NORM, norm.to(tl.float32))
 
 
+@kept
+def _kernel_for(G: int, table_size: int) -> Bound:
+    return bind(_step_control, G, table_size, grid=(1,), BLOCK_G=next_power_of_2(G), num_warps=1, enable_fp_fusion=True)
+
+
 def _launch(state: Tensor, sumsq: Tensor, hyper: Tensor, lr_table: Tensor, control: Tensor, settings: Tensor) -> None:
-    G = hyper.shape[0]
-    _step_control[(1,)](
-        state, sumsq, hyper, lr_table, control, settings, G, lr_table.numel(),
-        BLOCK_G=next_power_of_2(G), num_warps=1, enable_fp_fusion=True,
-    )  # fmt: skip
+    _kernel_for(hyper.shape[0], lr_table.numel()).launch(state, sumsq, hyper, lr_table, control, settings)
 
 
 def step_control_reference(
