@@ -11,16 +11,13 @@ small shapes on the CPU and writes nothing.
 """
 
 import argparse
-import contextlib
 import datetime
-import faulthandler
 import json
 import math
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +29,8 @@ from kernel_peers import all_peers
 from torch import Tensor
 
 from scripts.kernel_records import Record
+from scripts.results import folder_of
+from scripts.time_limit import OutOfTime, time_limit
 from ztk.kernels import ALL_OPS, OpSpec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,7 +42,6 @@ DRAWN_ON_CPU = (
     "adamw_stochastic",
 )  # the references' random bits: 43 s a call of 1e9 elements
 SLOWEST_SECONDS = 20.0  # that one measurement may take
-GRACE_SECONDS = 45.0  # behind the deadline, after which a process that hangs in a kernel or a compiler is ended
 GATE_ULPS = 4  # times the spec's tolerance: tensor cores sum in another order than the reference
 
 
@@ -79,29 +77,6 @@ class Limits:
 
     copy_gb_per_s: float
     matmul_tflop_per_s: float
-
-
-class OutOfTime(RuntimeError):
-    """A measurement that would take too long."""
-
-
-@contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raises OutOfTime inside when they are over, in a gate or a compiler, too. What does not return to Python then ends with the process,
-    GRACE_SECONDS later, which says where it was."""
-
-    def end(signum: int, frame: object) -> None:
-        raise OutOfTime("the deadline has passed")
-
-    before = signal.signal(signal.SIGALRM, end)
-    faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, exit=True)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again, where a finalizer has swallowed the first
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        faulthandler.cancel_dump_traceback_later()
-        signal.signal(signal.SIGALRM, before)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -324,7 +299,7 @@ def main() -> int:
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
-    folder = ROOT / "experiments" / "results" / stamp["gpu"].replace(" ", "-").lower()
+    folder = folder_of(stamp["gpu"])
     name = f"kernels-{stamp['date']}-{stamp['commit']}"
     results = None
     try:

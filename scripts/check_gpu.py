@@ -7,7 +7,8 @@ identity: stages 0 to 3 on the device, in main memory and on disk train to the s
     on the host agrees within rounding. In a world of one, NCCL's collectives give the CPU's results.
 memory: model state by the CUDA allocator's own counters, beside the ledger and the formula of the ZeRO paper.
 job: the main job, `python run.py`, and whether its held-out loss is below the text's byte-bigram entropy.
-overlap: from a trace, how much of the copies of `stage3 offload=cpu` is hidden, and the step beside the longest of computing and copying.
+overlap: from a trace, how much of the copies of `offload=cpu` is hidden, and the step beside the longest of computing and copying; at stage 3
+    it may take 10 % more.
 speed: tokens/s and model FLOP utilisation of a model of 1B parameters in bf16 beside plain PyTorch and FSDP2.
 kernels: `scripts/bench_kernels.py` with the time that is left.
 
@@ -32,11 +33,15 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.results import folder_of
+from scripts.time_limit import GRACE_SECONDS
 from ztk.kernels._spec import TARGETS
 from ztk.launch import allocator_settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 JUDGED_STEPS = 100
+OVERLAP_GOAL = 1.10  # the step of `stage3 offload=cpu` over the longest of computing and copying
+IMPORT_SECONDS = 20.0  # before the benchmark of kernels counts its own minutes
 TIERS = ("none", "cpu", "nvme")
 PRECISIONS = ("fp32", "bf16", "fp16")
 CONTENDERS = ("plain", "plain+kernels", "fsdp2", "ztk0", "ztk3", "ztk2+cpu")
@@ -106,7 +111,7 @@ def items(part: str) -> list[str]:
 def run(item: str, *, deadline: float, dry: bool) -> dict:
     """The item's answer, or {"error": ...}. Of most items it is the last line that their process prints."""
     left = deadline - time.monotonic()
-    if left < 15:
+    if left < (IMPORT_SECONDS + 2 * GRACE_SECONDS if item == "kernels" else 15):
         return {"error": "no time left, raise --seconds"}
     with tempfile.TemporaryDirectory() as folder:
         command = command_of(item, folder=folder, left=left, dry=dry)
@@ -134,7 +139,8 @@ def run(item: str, *, deadline: float, dry: bool) -> dict:
 def command_of(item: str, *, folder: str, left: float, dry: bool) -> list[str]:
     """left: seconds that an item may take at most."""
     if item == "kernels":
-        minutes = max(0.1, (left - 15) / 60)
+        # Behind its minutes it writes rows, picture and page, or is ended where it hangs.
+        minutes = (left - IMPORT_SECONDS - GRACE_SECONDS) / 60
         options = ["--dry-run", "--ops", "cross_entropy"] if dry else []
         return [
             sys.executable,
@@ -160,6 +166,17 @@ def job_failures(rows: dict[str, dict]) -> list[str]:
     if row is None or row["steps"] < JUDGED_STEPS or row["validation_loss"] < row["bigram_entropy"]:
         return []
     return [f"job: held-out loss {row['validation_loss']:.4f}, the byte-bigram entropy is {row['bigram_entropy']:.4f}"]
+
+
+def overlap_failures(rows: dict[str, dict]) -> list[str]:
+    """Of stage 3. A dry run has no trace of a GPU."""
+    row = rows.get("overlap ztk3+cpu")
+    if row is None or row["of_longest"] is None or row["of_longest"] <= OVERLAP_GOAL:
+        return []
+    times = ", ".join(f"{key} {1e3 * row[key]:.1f}" for key in ("step", "compute", "to_device", "from_device", "wire"))
+    return [
+        f"overlap ztk3+cpu: a step takes {row['of_longest']:.2f} of its longest part, goal {OVERLAP_GOAL} (ms: {times})"
+    ]
 
 
 def no_failures(rows: dict[str, dict]) -> list[str]:
@@ -227,7 +244,7 @@ def speed_table(rows: dict[str, dict]) -> Table:
 def overlap_table(rows: dict[str, dict]) -> Table:
     made = Table(title="ms of a step, from a trace")
     keys = ("step", "compute", "to_device", "from_device", "wire")
-    for heading in ("", *keys, "hidden", "step / longest (goal 1.10)"):
+    for heading in ("", *keys, "hidden", f"step / longest (goal of stage 3: {OVERLAP_GOAL:.2f})"):
         made.add_column(heading, justify="right")
     for item, row in rows.items():
         hidden = "-" if row["hidden"] is None else f"{row['hidden']:.1%}"
@@ -256,7 +273,7 @@ def kernels_table(rows: dict[str, dict]) -> Table:
 
 
 def write(report: dict[str, object]) -> None:
-    folder = REPOSITORY / "experiments" / "results" / str(report["gpu"]).lower().replace(" ", "_")
+    folder = folder_of(str(report["gpu"]))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "check_gpu.json").write_text(json.dumps(report, indent=1) + "\n")
 
@@ -272,7 +289,7 @@ TABLES = {
     "kernels": kernels_table,
 }  # fmt: skip
 FAILURES = {
-    "identity": identity_failures, "memory": memory_failures, "job": job_failures, "overlap": no_failures,
+    "identity": identity_failures, "memory": memory_failures, "job": job_failures, "overlap": overlap_failures,
     "speed": no_failures, "kernels": no_failures,
 }  # fmt: skip
 

@@ -28,6 +28,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.results import folder_of
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 RANK = str(Path(__file__).with_name("gpus_rank.py"))
 PARTS = ("identity", "volume", "overlap", "speed")
@@ -69,7 +73,7 @@ def main() -> int:
         console.print(table(part, rows=good))
         failures += CHECKS[part](good)
         if not dry:
-            folder = REPOSITORY / "experiments" / "results" / name.lower().replace(" ", "_")
+            folder = folder_of(name)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "check_gpus.json").write_text(json.dumps(report, indent=1) + "\n")
     for failure in failures:

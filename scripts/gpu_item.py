@@ -267,7 +267,10 @@ def overlap(process: Process, *, contender: str) -> dict:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    return asdict(overlap_of(events, seconds=seconds, steps=TRACED))
+    found = overlap_of(events, seconds=seconds, steps=TRACED)
+    if device.type == "cuda" and found.of_longest is None:
+        raise RuntimeError("the trace has no work of the GPU: nothing to judge; is its profiler (CUPTI) allowed here?")
+    return asdict(found)
 
 
 def contender_step(contender: str, *, config: DecoderConfig, process: Process) -> Callable[[Tensor, Tensor], Tensor]:

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.kernel_callers import HOT_PATHS, callers
 from scripts.kernel_records import Record
+from scripts.results import RESULTS
 from ztk.kernels import ALL_OPS
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "experiments" / "results"
 AOT_FOLDER = RESULTS / "aot"  # a file per version of Triton
 PAGE = ROOT / "docs" / "kernels.md"
 COPY_GB_PER_S, MATMUL_TFLOP_PER_S = 4300, 790  # ceilings measured on one H200, for floors in milliseconds

@@ -1,9 +1,12 @@
 """The items of the checks on GPUs, with small models on a CPU: what runs first on a GPU is not its code."""
 
+import json
+
 import pytest
 import torch
 
-from scripts import check_gpus, gpu_item, gpus_rank
+from scripts import check_gpu, check_gpus, gpu_item, gpus_rank, results
+from scripts.time_limit import GRACE_SECONDS
 
 
 def test_items_of_several_ranks(ranks):
@@ -35,3 +38,31 @@ def test_the_workspace_of_products_is_no_memory_of_the_model(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: held.pop("workspace"), raising=False)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: sum(held.values()))
     assert gpu_item.allocated_bytes() == 1000
+
+
+def test_the_step_of_stage_3_is_judged_beside_its_longest_part():
+    """10 % above the longest of computing and copying; stage 2 is shown beside it, and a dry run has no ratio."""
+    row = {"step": 0.12, "compute": 0.1, "to_device": 0.05, "from_device": 0.02, "wire": 0.0}
+    for item, ratio, count in (("ztk3", 1.2, 1), ("ztk3", 1.1, 0), ("ztk3", None, 0), ("ztk2", 1.2, 0)):
+        found = check_gpu.FAILURES["overlap"]({f"overlap {item}+cpu": row | {"of_longest": ratio}})
+        assert len(found) == count
+        assert all(text in failure for failure in found for text in ("1.20", "1.1", "step 120.0", "compute 100.0"))
+
+
+def test_the_benchmark_of_kernels_has_time_to_write():
+    """What hangs is ended GRACE_SECONDS behind its minutes, all of it inside the time that is left."""
+    command = check_gpu.command_of("kernels", folder="", left=300.0, dry=False)
+    minutes = float(command[command.index("--minutes") + 1])
+    assert 200 < 60 * minutes <= 300 - GRACE_SECONDS - 15
+    late = check_gpu.run("kernels", deadline=check_gpu.time.monotonic() + 60, dry=False)
+    assert late == {"error": "no time left, raise --seconds"}
+
+
+def test_one_folder_per_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    check_gpu.write({"gpu": "NVIDIA H200"})
+    assert json.loads((tmp_path / "nvidia-h200" / "check_gpu.json").read_text()) == {"gpu": "NVIDIA H200"}
+    assert results.folder_of("NVIDIA RTX PRO 6000 (MIG 1g/24gb)").name == "nvidia-rtx-pro-6000-mig-1g-24gb"
+    of_a_cpu = {"bench_engine.py", "compare_deepspeed.py"}
+    scripts = results.Path(results.__file__).parent.glob("*.py")
+    assert {path.name for path in scripts if '"results"' in path.read_text()} == {"results.py"} | of_a_cpu
