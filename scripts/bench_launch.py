@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import triton
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
 
@@ -25,6 +26,7 @@ from tests.kernels.stand_in import launching
 from ztk.kernels import ALL_OPS, _empty, _library
 from ztk.kernels._jit import Bound, Prepared
 from ztk.kernels._library import LAUNCHERS, operator, set_backend
+from ztk.kernels._machine import MACHINES, assume
 from ztk.kernels._record import _tensors
 
 ROUNDS, CALLS = 30, 60
@@ -140,17 +142,17 @@ def usual(prepared: Prepared, grid: tuple[int, ...], *args: object) -> object:
     return JITFunction.run(prepared.kernel, *args, grid=grid, warmup=False, **prepared.named)
 
 
-def usual_bound(bound: Bound, *tensors: object) -> object:
+def usual_bound(bound: Bound, *tensors: Tensor | None, count: int | None = None) -> object:
     """The same of a kernel with its sizes."""
-    return usual(bound.prepared, bound.grid, *tensors, *bound.numbers)
+    return usual(bound.prepared, bound.grid, *bound.arguments(tensors, count=count))
 
 
 def launches_of(call: Callable[[], object]) -> list[tuple]:
-    """(kernel, what its launch is called with) of what `call` launches."""
+    """(kernel, what its launch is called with, and by name) of what `call` launches."""
     noted: list[tuple] = []
 
-    def note(*given: object) -> None:
-        noted.append(given)
+    def note(kernel: object, *given: object, **named: object) -> None:
+        noted.append((kernel, given, named))
 
     with mock.patch.object(Prepared, "launch", note), mock.patch.object(Bound, "launch", note):
         call()
@@ -186,8 +188,8 @@ def row(op: str, args: tuple) -> list[float]:
     launches, allocations = launches_of(lambda: launcher(*args)), allocations_of(lambda: launcher(*args))
 
     def launch() -> None:
-        for kernel, *given in launches:
-            kernel.launch(*given)
+        for kernel, given, named in launches:
+            kernel.launch(*given, **named)
 
     def allocate() -> None:
         for function, given, named in allocations:
@@ -219,7 +221,11 @@ def main() -> None:
     set_backend("triton")
     print(f"Triton {triton.__version__}, torch {torch.__version__}; microseconds of the host")
     print(f"{'':34}{'launch: Triton':>15}{'ztk':>7}{'op: Triton':>12}{'dispatcher':>12}{'short':>7}{'allocation':>12}")
-    with launching(lambda *_: None), mock.patch.object(_library, "interpreting", lambda: True):
+    with (
+        assume(MACHINES["sm_90"]),  # as the stand-in
+        launching(lambda *_: None),
+        mock.patch.object(_library, "interpreting", lambda: True),
+    ):
         for name, (op, args) in (cases() | further_cases()).items():
             launch, short_launch, op_usual, op_dispatched, op_short, allocation = row(op, args)
             print(

@@ -316,21 +316,31 @@ square of T.
 
 So five products could win on one GPU, for short sequences, if all traffic hides, and lose elsewhere: seven stay.
 
-Weights of experts could come by descriptors (`tl.make_tensor_descriptor`, one of [experts, rows, columns] per program) in place of pointers; a
-tile's rows of x are gathered, so they cannot. Compiled for both (Triton 3.9, bfloat16, tiles of 128 x 128 x 64, 8 warps, 3 stages, 128
-registers at most; counted, not measured):
+On Hopper 16-bit weights of experts come by descriptors, from which the copy engine (TMA) loads blocks of one expert, if their rows are
+multiples of 16 bytes; a tile's rows of x are gathered, so they come by pointers. The host makes the descriptors, or the kernel would
+(`tl.make_tensor_descriptor`). Compiled for each way (Triton 3.9.0, bfloat16, tiles of 128 x 128 x 64, 8 warps, 3 stages, on sm_90 128 registers
+at most; three numbers: `x @ w`, `d_out @ w^T`, and the gradient that a pair of weights has in common; counted, not measured):
 
-| | sm_90: pointers | descriptors | sm_100: pointers | descriptors |
-| --- | ---: | ---: | ---: | ---: |
-| registers, `x @ w` and `d_out @ w^T` | 120, 109 | 124, 124 | 126, 112 | 128, 128 |
-| spilled bytes | 0 | 0 | 0 | 16 |
-| instructions of a warp per step of 64 | 141, 122 | 107, 107 | 147, 128 | 197, 194 |
-| cycles that issue takes, 8 warps on 4 schedulers | 282 | 214 | 294 | 394 |
-| cycles that the products take | 512 | 512 | 256 | 256 |
+| | sm_90: pointers | the host's | the kernel's | sm_100: pointers | the host's |
+| --- | ---: | ---: | ---: | ---: | ---: |
+| registers | 123, 123, 122 | 113, 115, 109 | 128, 128, 128 | 140, 120, 136 | 137, 145, 138 |
+| spilled bytes | 0 | 0 | 24, 24, 32 | 0 | 0 |
+| programs that fit | 2 | 2 | 2 | 1, 2, 1 | 1 |
+| instructions of a warp per step of 64 | 141, 122, 149 | 115, 116, 138 | 136, 137, 165 | 154, 130, 149 | 132, 129, 138 |
+| barriers per step | 2 | 4 | 4 | 3 | 5 |
+| cycles that issue takes, 8 warps on 4 schedulers | 282, 244, 298 | 230, 232, 276 | 272, 274, 330 | 308, 260, 298 | 264, 258, 276 |
+| cycles that the products take | 512 | 512 | 512 | 256 | 256 |
 
-A step has one barrier more with descriptors. On Hopper the products take longer than issue either way; on Blackwell descriptors cost a third
-more of what binds there. Every program would write its descriptor to memory that Triton asks an allocator of the process for, and wait for
-it. Pointers stay.
+With Triton 3.6.0 on sm_90: 128, 128 and 128 registers and 132, 112 and 143 instructions with pointers, 128, 128 and 124 registers and 106, 106
+and 130 instructions with the host's descriptors. On Blackwell the second program of a processor is lost for `d_out @ w^T`, and there are two
+barriers more where issue is what binds: pointers stay there. A kernel's descriptors take a buffer that the process has to provide at each
+launch (1.1 us of the host for `torch.empty` and the look at Triton's allocator, which each thread has its own of), and each program writes its
+own and waits for it. Of the host's, Triton's launcher makes one per weight and launch, 1.4 us with 3.9.0 and 2.0 with 3.6.0, and the driver
+fills it in, which refuses what it cannot describe. A loop for each weight of a pair would take 115 instructions in place of 138, and 116
+registers, but fill its pipeline twice per tile; one loop chooses the descriptor in each step.
+
+Rows of no multiple of 16 bytes take pointers, one program per processor and up to 255 registers: with 128, as before, they spilled 266 times or
+more, and now 6 to 80 times.
 
 A kernel is launched by `ztk.kernels._jit`, which finds the compiled program by a tuple of what Triton's own C function says of the
 arguments. Launchers of small ops bind a kernel to its grid, numbers, constexprs and options in a function of the sizes alone, which keeps its
@@ -395,8 +405,10 @@ took 11.3 and takes 6.6, `swiglu(gate, up)` 7.9 and 6.5. The driver's own part, 
 launcher asks it about every address, are in none of these numbers.
 
 The script prints the other ops, too. Routes take 11 for three kernels, where they took 32 before their launches were kept, losses of the router
-5.6 for two (14), and chosen rows 5.9 (16). Above 6 are products of experts, whose launches are not kept, 18 and 11: their rows change from step
-to step where experts are divided over ranks. `quantize` and its inverses look at the packed rows as words and as scales, 0.7 for each view.
+5.6 for two (14), and chosen rows 5.9 (16). Products of experts take 6.2 (18.9), the common gradient of a pair 6.8 (20.0) and a weight's
+gradient 5.1 (10.5), with 0.8 for a descriptor and 0.6 for the second; by pointers 5.6, 6.0 and 5.1. Where experts are divided over ranks the
+number of rows changes from step to step: it is no part of what is kept but its bits, from which the grid follows, and a new number takes 6.7.
+`quantize` and its inverses look at the packed rows as words and as scales, 0.7 for each view.
 
 ## Measured
 

@@ -1,4 +1,4 @@
-"""Plant 61 mistakes into copies of the kernels and report how many the tests' checks let live: `python scripts/plant_mistakes.py`.
+"""Plant 67 mistakes into copies of the kernels and report how many the tests' checks let live: `python scripts/plant_mistakes.py`.
 
 Each is a small edit of the kinds that code reviews miss: a mask, an offset, a term, a carry from one round of a loop to the
 next, the width of a reduction, a dtype, two programs on one row. The checks are those of tests/kernels: every shape, variant
@@ -49,7 +49,7 @@ def _mistakes() -> tuple[Mistake, ...]:
         ("mask", "rms_norm", "rms_norm.py", "m_n = o_n < N\n", "m_n = o_n < N - 1\n", 0),
         ("mask", "cross_entropy", "cross_entropy.py", "return o_n, o_n < V", "return o_n, o_n < V - 1", 0),
         ("mask", "attention", "_attention_tiles.py", "o_n > o_m - window", "o_n >= o_m - window", 0),
-        ("mask", "grouped_matmul", "grouped_gemm.py", "m_k = i_k + o_k < D", "m_k = i_k + o_k < D - 1", 1),
+        ("mask", "grouped_matmul", "_grouped_tiles.py", "m_k = i_k + o_k < D", "m_k = i_k + o_k < D - 1", 1),
         ("mask", "moe_route", "moe_routing.py", "(i_b + o_b < num_blocks)", "(i_b + o_b < num_blocks - 1)", 0),
         ("offset", "rope", "rope.py", "p_out[:, None] + HALF + o_half", "p_out[:, None] + o_half", 0),
         ("offset", "cross_entropy", "cross_entropy.py", "tail - BLOCK - first", "tail - first - LANES", 0),
@@ -65,7 +65,13 @@ def _mistakes() -> tuple[Mistake, ...]:
         ("carry", "cross_entropy", "cross_entropy.py", "b_sum * tl.exp2(b_shift - b_new)", "b_sum", 0),
         ("carry", "attention", "attention.py", "b_acc * b_shrink[:, None]", "b_acc", 0),
         ("carry", "sum_of_squares", "sum_of_squares.py", "start += num_programs.to(tl.int64) * BLOCK", "start += BLOCK", 0),
-        ("carry", "grouped_matmul", "grouped_gemm.py", "tl.cast(i_k, tl.int64) * stride_d", "tl.cast(i_k, tl.int64)", 1),
+        ("carry", "grouped_matmul", "_grouped_tiles.py", "tl.cast(i_k, tl.int64) * stride_d", "tl.cast(i_k, tl.int64)", 0),
+        ("offset", "grouped_matmul", "_grouped_tiles.py", "[i_e, i_k, i_n]", "[tl.maximum(i_e, 1), i_k, i_n]", 0),
+        ("offset", "grouped_matmul", "_grouped_tiles.py", "[i_e, i_n, i_k]", "[tl.maximum(i_e, 1), i_n, i_k]", 0),
+        ("term", "grouped_matmul", "_grouped_tiles.py", ".reshape([BLOCK_N, BLOCK_K]))", ".reshape([BLOCK_K, BLOCK_N]), 0, 1)", 0),
+        ("mask", "grouped_matmul", "grouped_gemm.py", "Layout(shape=shape,", "Layout(shape=(shape[0], shape[1], shape[2] - 1),", 0),
+        ("mask", "grouped_matmul", "grouped_gemm.py", "Layout(shape=shape,", "Layout(shape=(shape[0] - 1, *shape[1:]),", 0),
+        ("term", "grouped_matmul_pair", "_grouped_tiles.py", "w = weight2", "w = weight", 0),
         ("reduction width", "rms_norm", "_rows.py", "range(0, P, ROWS)", "range(0, ROWS, ROWS)", 0),
         ("reduction width", "layer_norm", "layer_norm.py", "range(0, num_partials, BLOCK_P)", "range(0, BLOCK_P, BLOCK_P)", 0),
         ("reduction width", "sum_of_squares", "sum_of_squares.py", "mask=o_p < P", "mask=o_p < P // 2 + 1", 0),
@@ -141,7 +147,7 @@ def survives(mistake: Mistake, *, folder: Path) -> bool:
                         check_against_reference(spec, shape, variant, dtype)
                 if dtype == spec.interpreted_dtypes[0]:
                     for reach in spec.reach:
-                        check_reach(spec, reach, assume=machine.assume)
+                        check_reach(spec, reach, machine=machine)
             if (name := mistake.op.removeprefix("adamw_")) in test_adamw_variants.STEPS:
                 op, make = getattr(package, mistake.op), test_adamw_variants.STEPS[name][1]
                 test_adamw_variants.check_bits_of_the_cpu(op, make, set_backend=package.set_backend)

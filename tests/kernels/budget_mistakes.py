@@ -54,6 +54,13 @@ def small_grouped_tiles() -> str:
         return broken("grouped_matmul", kernel="_grouped_fwd")
 
 
+def experts_by_pointers() -> str:
+    """Where descriptors can describe their weights."""
+    grouped_gemm._product_for.cache_clear()
+    with mock.patch.object(grouped_gemm, "can_describe", lambda *_, **__: False):
+        return broken("grouped_matmul", kernel="_grouped_fwd")
+
+
 def two_more_exponentials_per_logit(folder: Path) -> str:
     """In the loop of the sum."""
     old, new = (
@@ -106,6 +113,7 @@ def main() -> None:
             "32 elements per thread": thirty_two_per_thread(),
             "attention with one stage": attention_with_one_stage(),
             "grouped 128x64x32, one stage": small_grouped_tiles(),
+            "grouped by pointers": experts_by_pointers(),
             "two more exponentials per logit": two_more_exponentials_per_logit(Path(folder)),
             **early_kernels(Path(folder)),
         }

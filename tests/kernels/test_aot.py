@@ -135,6 +135,7 @@ def test_slower_launches_break_their_budgets(planted):
         "32 elements per thread": "barriers >",
         "attention with one stage": "B of shared memory <",
         "grouped 128x64x32, one stage": "B of shared memory <",
+        "grouped by pointers": "no loads by descriptors",
         "two more exponentials per logit": "instructions per element in loops >",
         "no wait": "ld.global",
         "a store before the wait": "st.global",

@@ -25,21 +25,21 @@ BOUND = (
     "swiglu", "geglu", "rms_norm", "layer_norm", "rope", "attention", "cross_entropy", "sum_of_squares", "cast_copy", "moe_combine",
     "cache_rows", "paged_attention", "linear_rows", "gated_rows", "draw_rows", "adamw", "adamw_bf16", "adamw_8bit", "adamw_stochastic", "lion",
     "sgd", "moe_route", "router_losses", "select_rows", "quantize", "dequantize", "dequantize_reduce", "sharded_cross_entropy", "segment_scan",
-    "copy_blocks", "step_control", "linear_logprob",
+    "copy_blocks", "step_control", "linear_logprob", "grouped_matmul", "grouped_matmul_pair",
 )  # fmt: skip
 
 
 def launches(spec: OpSpec, *, anew: bool) -> list[tuple]:
-    """(what, grid, numbers, constexprs and options, tensors) of every kernel that the op launches for its shapes, variants and machines in
-    turn.
+    """(what, grid, numbers, constexprs and options, layouts, count, tensors) of every kernel that the op launches for its shapes, variants
+    and machines in turn.
 
     anew: nothing is known from the calls before.
     """
     noted, known = [], kept_functions() if anew else []
 
-    def note(bound: Bound, *tensors: object) -> None:
+    def note(bound: Bound, *tensors: object, count: int | None = None) -> None:
         made = [None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
-        noted.append((what, bound.grid, bound.numbers, bound.prepared.named, made))
+        noted.append((what, bound.grid, bound.numbers, bound.prepared.named, bound.layouts, count, made))
 
     with (
         mock.patch.object(Bound, "launch", note),
@@ -89,7 +89,7 @@ def kept_functions() -> list[Any]:
 def test_a_kept_launch_is_that_of_its_sizes(name):
     computed = launches(SPECS[name], anew=True)
     assert computed and launches(SPECS[name], anew=False) == computed
-    assert len({repr(launch[1:4]) for launch in computed}) > 2  # the cases differ
+    assert len({repr(launch[1:6]) for launch in computed}) > 2  # the cases differ
 
 
 def test_all_that_is_kept_is_found():
@@ -115,6 +115,8 @@ KEYS = {
     ("sharded_cross_entropy", "_join_for"): "M z_loss",
     ("linear_rows", "_rows_for"): "target M N K dtype kind",
     ("linear_rows", "_few_for"): "M N K dtype",
+    ("grouped_matmul", "_product_for"): "target bits shape dtype top_k transposed",
+    ("grouped_matmul", "_weight_gradient_for"): "target E N top_k",
 }
 
 

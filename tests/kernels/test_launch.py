@@ -9,8 +9,10 @@ import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels.stand_in import launching
+from ztk.kernels._descriptors import Layout
 from ztk.kernels._jit import LaunchedKernel, Prepared, bind, jit
 
 
@@ -73,6 +75,40 @@ def test_every_bound_call_starts_what_triton_would_start():
             assert (*given[:6], *given[9:]) == (*wanted[:6], *wanted[9:])
             assert all(x is y for x, y in zip(given[9:], wanted[9:], strict=True))
     assert sum(len(bound._programs) for bound in bounds) > 500
+
+
+def test_a_bound_call_with_a_count_starts_what_triton_would_start():
+    kernel, draw, started = _kernel(do_not_specialize=["N"]), random.Random(0), []
+    bound = bind(kernel, 3, 0.5, grid=(3,), FLAG=True, num_warps=4)
+    with launching(lambda program, *args: started.append((program, args))) as driver:
+        for _ in range(1000):
+            driver.device, tensors = draw.randrange(2), (draw.choice(_POINTERS), draw.choice(_POINTERS))
+            count = draw.choice([0, 1, 15, 16, 2**31 - 1, 2**31, 2**40])
+            bound.launch(*tensors, count=count)
+            JITFunction.run(kernel, *tensors, count, 3, 0.5, grid=(3,), warmup=False, FLAG=True, num_warps=4)
+            (short, given), (usual, wanted) = started[-2:]
+            assert short is usual
+            assert (*given[:6], *given[9:]) == (*wanted[:6], *wanted[9:])
+    assert 20 < len(bound._programs) < 60
+
+
+def test_a_bound_call_hands_over_what_triton_would_make_of_a_descriptor():
+    kernel, draw, started = _kernel(), random.Random(0), []
+    layouts = {0: Layout(shape=(4, 16), strides=(16, 1), block=(1, 8), dtype=torch.bfloat16)}
+    bound = bind(kernel, 16, 3, 0.5, grid=(3,), layouts=layouts, FLAG=True, num_warps=4)
+    described = [_BYTES[offset : offset + 128].view(torch.bfloat16).view(4, 16) for offset in (0, 16, 512)]
+    others = [tensor for tensor in _POINTERS if tensor is None or tensor.data_ptr() % 16 == 0 or tensor is _POINTERS[2]]
+    with launching(lambda program, *args: started.append((program, args))) as driver:
+        for _ in range(300):
+            driver.device, x, y = draw.randrange(2), draw.choice(described), draw.choice(others)
+            bound.launch(x, y)
+            descriptor = TensorDescriptor(x, shape=[4, 16], strides=[16, 1], block_shape=[1, 8])
+            JITFunction.run(kernel, descriptor, y, 16, 3, 0.5, grid=(3,), warmup=False, FLAG=True, num_warps=4)
+            (short, given), (usual, wanted) = started[-2:]
+            assert short is usual and "tensordesc" in short.key and given[:6] == wanted[:6]
+            assert vars(given[9]) == vars(descriptor) and given[9].base is x
+            assert all(one is other for one, other in zip(given[10:], wanted[10:], strict=True))
+    assert 4 < len(bound._programs) < 20
 
 
 def test_a_bound_call_that_is_known_looks_at_tensors_only():

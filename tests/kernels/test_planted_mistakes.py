@@ -14,7 +14,6 @@ from ztk.kernels import (
     _library,
     attention,
     cross_entropy,
-    grouped_matmul_pair,
     rms_norm,
     rope,
     set_backend,
@@ -40,12 +39,6 @@ MISTAKES = [
     ),
     pytest.param(
         attention, "i_n >= last_full", "i_n > last_full", (1, 35, 2, 24), id="attention: diagonal block not masked"
-    ),
-    pytest.param(
-        grouped_matmul_pair, "x_ptr, x2_ptr)", "x_ptr, x_ptr)", (21, 3, 17, 33), id="grouped pair: one gradient twice"
-    ),
-    pytest.param(
-        grouped_matmul_pair, "range(0, 2 * num_k)", "range(0, num_k)", (21, 3, 17, 33), id="grouped pair: not added"
     ),
 ]
 
@@ -103,6 +96,12 @@ IN_PARTS = [
         "attention", "attention_backward.py", "i_key + BLOCK_N + window - 1", "i_key + BLOCK_N + window - 2", (1, 100, 1, 16),
         id="window of dK and dV off by one",
     ),
+    pytest.param("grouped_matmul_pair", "_grouped_tiles.py", "p_x = x2_ptr", "p_x = x_ptr", {}, id="grouped pair: one gradient twice"),
+    pytest.param("grouped_matmul_pair", "_grouped_tiles.py", "range(0, 2 * num_k)", "range(0, num_k)", {}, id="grouped pair: not added"),
+    pytest.param(
+        "grouped_matmul_pair", "_grouped_tiles.py", "w = weight2", "w = weight", (200, 3, 150, 200), id="grouped pair: one descriptor twice"
+    ),
+    pytest.param("grouped_matmul", "_grouped_tiles.py", "[i_e, i_k, i_n]", "[0, i_k, i_n]", (200, 3, 150, 200), id="descriptor: expert"),
 ]  # fmt: skip
 
 
@@ -125,4 +124,4 @@ def test_mistake_in_a_part_is_caught(op, file, old, new, where, tmp_path, poison
             check_against_reference(spec, spec.small_shapes[1], variant, torch.float32)
         for reach in spec.reach:
             if reach.shape == where:
-                check_reach(spec, reach, assume=machine.assume)
+                check_reach(spec, reach, machine=machine)

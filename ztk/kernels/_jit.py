@@ -18,7 +18,7 @@ that is named above go to `Prepared`.
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import triton
@@ -27,12 +27,15 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction, native_specialize_impl
 
+from ztk.kernels._descriptors import ALIGNMENT, Layout
+
 _EXACT = frozenset(
     {bool, int, str, type(None), triton.language.dtype}
 )  # of constexprs and options: equal ones are the same
 _REST = ((), (1, 1), (1,), ())  # of a grid's three axes, by the number of those that are given
 _NO_HOOKS = (None, None, None)  # what is told to them, and the two
-ALIGNMENT = 16  # bytes, of which Triton's programs for aligned addresses take the address to be a multiple
+_WIDE = 1 << 31  # numbers from here on have 64 bits
+_NO_LAYOUTS: Mapping[int, Layout] = {}
 KEPT = 1024  # sizes of a kernel's launches; of more the ones that were not used for longest are computed again
 
 # Of a function of a launch's sizes, machine and other values that returns it. By position, because names would double the time of a
@@ -122,19 +125,23 @@ class Bound:
     launch costs].
     """
 
-    def __init__(self, prepared: Prepared, *, grid: tuple[int, ...], numbers: tuple[float, ...]) -> None:
+    def __init__(
+        self, prepared: Prepared, *, grid: tuple[int, ...], numbers: tuple[float, ...], layouts: Mapping[int, Layout]
+    ) -> None:
         """As of `bind`."""
-        self.prepared, self.grid, self.numbers = prepared, grid, numbers
+        self.prepared, self.grid, self.numbers, self.layouts = prepared, grid, numbers, layouts
         self._axes = *grid, *_REST[len(grid)]
+        self._describe = [(place, layout.describe_aligned) for place, layout in layouts.items()]
         # Device and dtypes, of aligned tensors, what starts the program, and what it is started with before and behind the tensors. One or
         # two as a rule: to compare a key takes 0.05 us, to look it up by its hash 0.15.
         self._programs: list[tuple[list, Callable, tuple, tuple]] = []
 
-    def launch(self, *tensors: Tensor | None) -> None:
-        """tensors: the kernel's first arguments, of any dtype."""
+    def launch(self, *tensors: Tensor | None, count: int | None = None) -> None:
+        """tensors: the kernel's first arguments, of any dtype. count: a number behind them that changes from launch to launch and that the
+        kernel does not specialise."""
         prepared = self.prepared
         if not prepared.is_short or prepared.kernel.pre_run_hooks or _is_observed():
-            prepared.launch(self.grid, *tensors, *self.numbers)
+            prepared.launch(self.grid, *self.arguments(tensors, count=count))
             return
         active = driver.active
         device = active.get_current_device()
@@ -145,29 +152,57 @@ class Bound:
             else:
                 key.append(tensor.dtype)
                 addresses |= tensor.data_ptr()
-        is_aligned = not addresses % ALIGNMENT
-        if is_aligned:
+        is_usual = not addresses % ALIGNMENT and (count is None or count < _WIDE)
+        if is_usual:
             for known, start, of_program, behind in self._programs:
                 if known == key:
-                    start(*self._axes, active.get_current_stream(device), *of_program, *tensors, *behind)
+                    handed = tensors if count is None else (*tensors, count)
+                    if self.layouts:
+                        handed = self._described(handed)
+                    start(*self._axes, active.get_current_stream(device), *of_program, *handed, *behind)
                     return
-        program = prepared.launch(self.grid, *tensors, *self.numbers)
-        if is_aligned:
-            self._keep(program, key=key)
+        program = prepared.launch(self.grid, *self.arguments(tensors, count=count))
+        if is_usual:
+            self._keep(program, key=key, has_count=count is not None)
 
-    def _keep(self, program: Any, *, key: list) -> None:
+    def arguments(self, tensors: Sequence[Tensor | None], *, count: int | None) -> list[Any]:
+        """The kernel's but for constexprs: tensors, of any shape, or descriptors of those that have a layout, and numbers. Its own are those of
+        `launch`.
+
+        Raises AssertionError for a tensor with a layout whose address is not a multiple of 16.
+        """
+        arguments: list[Any] = [*tensors, *(() if count is None else (count,)), *self.numbers]
+        for place, layout in self.layouts.items():
+            if (tensor := tensors[place]) is not None:
+                arguments[place] = layout.describe(tensor)
+        return arguments
+
+    def _described(self, arguments: Sequence[Any]) -> list[Any]:
+        """With descriptors, all addresses being such multiples."""
+        described = list(arguments)
+        for place, describe in self._describe:
+            if (tensor := arguments[place]) is not None:
+                described[place] = describe(tensor)
+        return described
+
+    def _keep(self, program: Any, *, key: list, has_count: bool) -> None:
         """For tensors of this key."""
         prepared, (device, *dtypes) = self.prepared, key
-        num_args, target = len(dtypes) + len(self.numbers), prepared.kernel.device_caches[device][2]
+        num_args, target = len(dtypes) + has_count + len(self.numbers), prepared.kernel.device_caches[device][2]
         if target.backend == "cuda" and num_args == prepared.kernel.num_runtime and _is_compiled(program):
             behind = (*self.numbers, *prepared.constexprs)
             self._programs.append((key, program.run, (program.function, program.packed_metadata, *_NO_HOOKS), behind))
 
 
-def bind(kernel: Any, *numbers: float, grid: tuple[int, ...], **named: Any) -> Bound:
-    """`kernel`, as `jit` makes it, with `numbers`, its arguments behind the tensors, its grid, its constexprs and options."""
+def bind(
+    kernel: Any, *numbers: float, grid: tuple[int, ...], layouts: Mapping[int, Layout] = _NO_LAYOUTS, **named: Any
+) -> Bound:
+    """`kernel`, as `jit` makes it, with `numbers`, its arguments behind the tensors, its grid, its constexprs and options.
+
+    layouts: of tensors that it gets as descriptors, by place.
+    """
     prepared = kernel.prepared(**named) if isinstance(kernel, LaunchedKernel) else Prepared(kernel, **named)
-    return Bound(prepared, grid=grid, numbers=numbers)
+    return Bound(prepared, grid=grid, numbers=numbers, layouts=layouts)
 
 
 def _is_compiled(program: Any) -> bool:

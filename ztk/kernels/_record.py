@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ztk.kernels._jit import ALIGNMENT, Bound, Prepared
 from ztk.kernels._library import LAUNCHERS, NAMESPACE
@@ -65,8 +66,8 @@ def launches(spec: OpSpec, *, case: AotCase, target: str) -> list[Launch]:
     def launch_prepared(prepared, grid, *args):
         launch(prepared.kernel, grid, *args, **prepared.named)
 
-    def launch_bound(bound, *tensors):
-        launch_prepared(bound.prepared, bound.grid, *tensors, *bound.numbers)
+    def launch_bound(bound, *tensors, count=None):
+        launch_prepared(bound.prepared, bound.grid, *bound.arguments(tensors, count=count))
 
     with (
         assume(MACHINES[target]),
@@ -132,6 +133,8 @@ def _kind(value: object, *, fixed: bool) -> str:
     """The type that Triton's runtime gives a value: None and an integer of one are compiled in."""
     if isinstance(value, Tensor):
         return _POINTERS[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_POINTERS[value.base.dtype][1:]}{value.block_shape}>"
     if isinstance(value, bool):
         return "u1"
     if isinstance(value, float):

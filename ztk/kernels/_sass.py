@@ -50,6 +50,7 @@ class Anatomy:
     barriers: int
     matrix_instructions: int
     instructions: int
+    tensor_loads: int = 0  # of blocks, by descriptors
     loops: tuple[Loop, ...] = ()
 
 
@@ -114,6 +115,7 @@ def dissect_sass(sass: str, *, arch: str, registers: int, stack_bytes: int, shar
         barriers=sum(bool(re.match(r"BAR\.(SYNC|RED|ARV)", i)) for i in instructions),
         matrix_instructions=len(re.findall(MATRIX_INSTRUCTION[arch], "\n".join(instructions))),
         instructions=len(instructions),
+        tensor_loads=tma_loads,
         loops=_loops(lines),
     )
 

@@ -42,6 +42,7 @@ class AotCase:
     vector_reason: str = ""  # why either width is below 16
     max_barriers: int | None = None  # 0 for elementwise kernels: no shared memory round trip
     matrix_instructions: bool = False  # the target's own: HMMA, HGMMA, UTCxMMA, v_mfma
+    tensor_loads: bool = False  # loads blocks by descriptors: UTMALDG
     min_shared_bytes: int = 0  # what the pipeline's stages take (Hopper): fewer stages or smaller tiles hold less
     elements: int | None = None  # of the full launch; turns instructions into a figure per element
     max_instructions_per_element: float | None = None

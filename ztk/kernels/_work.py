@@ -115,7 +115,7 @@ _PRODUCTS: dict[str, Callable[[tuple, object], Callable[[], int]]] = {
     "attention": lambda args, result: _attention_flops(args[0], rest=args[3:], per_pair=4),
     "attention_backward": lambda args, result: _attention_flops(args[1], rest=args[6:], per_pair=10),
     "grouped_matmul": lambda args, result: _grouped_flops(
-        args[2], per_slot=2 * sum(math.prod(weight.shape[1:]) for weight in args[1])
+        args[4], per_slot=2 * sum(math.prod(weight.shape[1:]) for weight in (args[1], args[3]) if weight is not None)
     ),
     "grouped_matmul_weight": lambda args, result: _grouped_flops(
         args[2], per_slot=2 * args[0].shape[1] * args[1].shape[1]

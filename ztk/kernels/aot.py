@@ -61,6 +61,7 @@ class AotRow:
     widest_store: int = 0
     barriers: int = 0
     matrix_instructions: int = 0
+    tensor_loads: int = 0  # of blocks, by descriptors
     instructions: int = 0
     instructions_per_element: float | None = None
     loop_instructions: float | None = None  # per element, summed over the loops
@@ -138,6 +139,7 @@ def _judged(case: AotCase, *, spec: OpSpec, arch: str, compiled: Compiled, sass:
         "widest_store": max(anatomy.store_bytes, default=0),
         "barriers": anatomy.barriers,
         "matrix_instructions": anatomy.matrix_instructions,
+        "tensor_loads": anatomy.tensor_loads,
         "instructions": anatomy.instructions,
         "instructions_per_element": _per_element(case, anatomy=anatomy, launch=launch, arch=arch),
         "loop_instructions": _per_element_in_loops(case, anatomy=anatomy),
@@ -197,6 +199,8 @@ def _broken_budgets(case: AotCase, *, row: AotRow) -> Iterable[str]:
         yield f"{row.barriers} barriers > {case.max_barriers}"
     if case.matrix_instructions and not row.matrix_instructions:
         yield "no matrix instructions"
+    if case.tensor_loads and not row.tensor_loads:
+        yield "no loads by descriptors"
     limit = case.max_instructions_per_element
     if row.arch.startswith("sm_") and limit is not None and (row.instructions_per_element or math.inf) > limit:
         yield f"{row.instructions_per_element} instructions per element > {limit}"

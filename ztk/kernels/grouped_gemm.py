@@ -6,6 +6,9 @@ The gather happens in the load of the product, so no padded or permuted copy of 
 stay on the machine: each makes the map from tiles to experts from the offsets on the device, once, and takes every n-th tile; then
 they write zeros behind the last slot. No synchronisation with the host.
 
+On Hopper the copy engine loads a weight's tiles by a descriptor of [E, D, N] (`_descriptors`), where the layout has one: a block of one
+expert, [1, BLOCK_K, BLOCK_N], has zeros beyond that expert's rows and columns. Gathered rows of x come by pointers.
+
 Backward, without atomics:
     d_slots  = d_out @ weight^T (the same kernel, strides exchanged),  d_x[t] = sum over choices of d_slots[position[t, j]]
     d_weight[e] = sum over its slots of x^T d_out: one program per tile walks the expert's slots in order
@@ -18,92 +21,43 @@ before they add: a token's gradient then depends on where its slots are added up
 Tan et al., ScatterMoE, https://arxiv.org/abs/2403.08245
 """
 
-import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ztk.kernels._descriptors import ALIGNMENT, Layout, can_describe
 from ztk.kernels._dot import dot
-from ztk.kernels._jit import jit
+from ztk.kernels._empty import Memory, empty_matrix, maker, memory_of
+from ztk.kernels._grouped_launch import LaunchConfig
+from ztk.kernels._grouped_tiles import sum_of_products
+from ztk.kernels._jit import Bound, bind, jit, kept
 from ztk.kernels._library import register, use_reference
-from ztk.kernels._machine import MACHINES, Architecture, machine
+from ztk.kernels._machine import MACHINES, Architecture, Machine, machine
 from ztk.kernels._math import cast
 from ztk.kernels._rows import register_limit
 from ztk.kernels._sizes import cdiv, next_power_of_2
 from ztk.kernels._spec import FLOAT_DTYPES, AotCase, OpSpec, Reach, compute_dtype
 from ztk.kernels.moe_combine import combine, random_routing
 
+WEIGHTS = (1, 3)  # their places among the tensors of `_grouped_fwd`
 REGISTERS = 256  # per thread, of a program of eight warps that is alone on a processor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchConfig:
-    """Tile, reduction step, warps and pipeline stages. programs: that stay on a processor: of two, one computes while the other one stores its
-    tile and loads the first steps of its next."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    programs: int = 2
-
-    @staticmethod
-    @functools.cache
-    def for_product(*, itemsize: int, architecture: Architecture) -> "LaunchConfig":
-        """16-bit: 64 accumulators per thread, and as many stages as shared memory holds (64 KiB on CDNA). On Ampere operands of the products
-        are in registers too, so that one program fits."""
-        if itemsize == 4:
-            return LaunchConfig(block_m=32, block_n=64, block_k=32, num_warps=4, num_stages=1)
-        if architecture is Architecture.cdna:
-            return LaunchConfig(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=2)
-        programs = 1 if architecture is Architecture.ampere else 2
-        return LaunchConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3, programs=programs)
-
-
-@triton.jit
-def _sum_of_products(x_ptr, weight_ptr, x2_ptr, weight2_ptr, o_x, o_w, m_s, m_n, D, stride_d, BLOCK_M: tl.constexpr,
-             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """x @ weight over D columns, plus x2 @ weight2; o_x, o_w: offsets of the first BLOCK_K of them
-
-    Of a pair one loop walks both: a loop each would keep the addresses of both in registers.
-    """
-    o_k = tl.arange(0, BLOCK_K)
-    b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    if x2_ptr is not None:
-        num_k = tl.cdiv(D, BLOCK_K)
-        for i in range(0, 2 * num_k):
-            i_k = (i % num_k) * BLOCK_K
-            p_x = tl.where(i < num_k, x_ptr, x2_ptr) + i_k
-            p_w = tl.where(i < num_k, weight_ptr, weight2_ptr) + tl.cast(i_k, tl.int64) * stride_d
-            m_k = i_k + o_k < D
-            b_x = tl.load(p_x + o_x, mask=m_s[:, None] & m_k[None, :], other=0.0)
-            b_w = tl.load(p_w + o_w, mask=m_k[:, None] & m_n[None, :], other=0.0)
-            b_acc = dot(b_x, b_w, b_acc)
-    else:
-        for i_k in range(0, D, BLOCK_K):
-            p_x = x_ptr + i_k
-            p_w = weight_ptr + tl.cast(i_k, tl.int64) * stride_d
-            m_k = i_k + o_k < D
-            b_x = tl.load(p_x + o_x, mask=m_s[:, None] & m_k[None, :], other=0.0)
-            b_w = tl.load(p_w + o_w, mask=m_k[:, None] & m_n[None, :], other=0.0)
-            b_acc = dot(b_x, b_w, b_acc)
-    return b_acc
-
-
-@jit
+@jit(do_not_specialize=["S"])
 def _grouped_fwd(
-    x_ptr, weight_ptr, x2_ptr, weight2_ptr, out_ptr, order_ptr, offsets_ptr, S, N, D,
+    x_ptr, weight, x2_ptr, weight2, out_ptr, order_ptr, offsets_ptr, S, N, D,
     stride_x, stride_e, stride_d, stride_n,
     E: tl.constexpr, BLOCK_E: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DESCRIBED: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """out[s] = x[order[s] // TOP_K] @ weight[e], tile after tile of slots of one expert; plus x2 @ weight2, of the same layout"""
+    """out[s] = x[order[s] // TOP_K] @ weight[e], tile after tile of slots of one expert; plus x2 @ weight2, of the same layout
+
+    weight: a pointer; DESCRIBED: a descriptor of blocks [1, BLOCK_K, BLOCK_N], of the weight as stored: TRANSPOSED, [1, BLOCK_N, BLOCK_K].
+    """
     o_e = tl.arange(0, BLOCK_E)
     b_first = tl.load(offsets_ptr + o_e, mask=o_e < E, other=0)
     b_size = tl.load(offsets_ptr + o_e + 1, mask=o_e < E, other=0) - b_first
@@ -119,16 +73,17 @@ def _grouped_fwd(
         i_skip = tl.max(tl.where(b_end <= i_tile, b_end, 0), axis=0)
         o_s = tl.load(offsets_ptr + i_e) + (i_tile - i_skip) * BLOCK_M + o_m
         m_s = o_s < tl.load(offsets_ptr + i_e + 1)
-        o_n = (i_p % num_n).to(tl.int32) * BLOCK_N + tl.arange(0, BLOCK_N)
+        i_n = (i_p % num_n).to(tl.int32) * BLOCK_N
+        o_n = i_n + tl.arange(0, BLOCK_N)
         m_n = o_n < N
         b_row = o_s
         if order_ptr is not None:
             b_row = tl.load(order_ptr + o_s, mask=m_s, other=0) // TOP_K
         o_x = b_row.to(tl.int64)[:, None] * stride_x + o_k[None, :]
         o_w = i_e.to(tl.int64) * stride_e + o_k[:, None] * stride_d + o_n[None, :] * stride_n
-        b_acc = _sum_of_products(
-            x_ptr, weight_ptr, x2_ptr, weight2_ptr, o_x, o_w, m_s, m_n, D, stride_d, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        b_acc = sum_of_products(
+            x_ptr, weight, x2_ptr, weight2, o_x, o_w, i_e, i_n, m_s, m_n, D, stride_d, BLOCK_M, BLOCK_N, BLOCK_K, DESCRIBED, TRANSPOSED
+        )  # fmt: skip
         p_out = out_ptr + o_s.to(tl.int64)[:, None] * N + o_n[None, :]
         tl.store(p_out, cast(b_acc, out_ptr.dtype.element_ty), mask=m_s[:, None] & m_n[None, :])
     last = tl.load(offsets_ptr + E)  # behind the last slot is nothing to compute
@@ -172,45 +127,71 @@ def _grouped_bwd_weight(
     tl.store(p_d_weight, cast(b_acc, d_weight_ptr.dtype.element_ty), mask=m_d[:, None] & m_n[None, :])
 
 
-def _launch_fwd(
-    xs: list[Tensor], weights: list[Tensor], offsets: Tensor, order: Tensor | None, top_k: int, transposed: bool
-) -> Tensor:
-    """xs[0] @ weights[0], plus xs[1] @ weights[1] if there are two of each."""
-    (x, x2), (weight, weight2) = ((*pair, None)[:2] for pair in (xs, weights))
-    E, D, N = weight.shape if not transposed else (weight.shape[0], weight.shape[2], weight.shape[1])
-    S = x.shape[0] if order is None else order.numel()
-    out = torch.empty(S, N, dtype=x.dtype, device=x.device)
-    stride_e, *rest = weight.stride()
+@kept
+def _product_for(
+    target: Machine, bits: int, shape: tuple[int, int, int], strides: tuple[int, int, int], strides_x: tuple[int, int],
+    dtype: torch.dtype, top_k: int, transposed: bool, is_aligned: bool,
+) -> Bound:  # fmt: skip
+    """bits: of S, which changes from step to step where experts are divided over ranks. shape, strides: of the weight as stored. is_aligned:
+    its address is a multiple of 16, and the second weight's."""
+    E, D, N = shape if not transposed else (shape[0], shape[2], shape[1])
+    stride_e, *rest = strides
     stride_d, stride_n = rest[::-1] if transposed else rest
+    config = LaunchConfig.for_product(itemsize=dtype.itemsize, architecture=target.architecture)
+    tiles = (cdiv(1 << bits, config.block_m) + E) * cdiv(N, config.block_n)  # at most
+    layouts, programs, limit = {}, config.programs, {}
+    if target.architecture is Architecture.hopper:
+        if dtype.itemsize == 2 and is_aligned and can_describe(shape, strides=strides, dtype=dtype):
+            tile = (config.block_n, config.block_k) if transposed else (config.block_k, config.block_n)
+            layouts = dict.fromkeys(WEIGHTS, Layout(shape=shape, strides=strides, block=(1, *tile), dtype=dtype))
+        # Rows that Triton cannot load by 16 bytes take an address per element or two: with 128 registers hundreds would be spilled.
+        programs = config.programs if dtype.itemsize == 4 or (layouts and not (D % 16 or N % 16)) else 1
+        limit = register_limit(REGISTERS // programs, num_warps=config.num_warps, target=target)
+    return bind(
+        _grouped_fwd, N, D, strides_x[0], stride_e, stride_d, stride_n, grid=(min(tiles, programs * target.processors),),
+        layouts=layouts, E=E, BLOCK_E=next_power_of_2(E), TOP_K=top_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k, DESCRIBED=bool(layouts), TRANSPOSED=transposed, num_warps=config.num_warps,
+        num_stages=config.num_stages, enable_fp_fusion=True, **limit,
+    )  # fmt: skip
+
+
+def _launch_fwd(
+    x: Tensor, weight: Tensor, x2: Tensor | None, weight2: Tensor | None, offsets: Tensor, order: Tensor | None, top_k: int,
+    transposed: bool,
+) -> Tensor:  # fmt: skip
+    """x @ weight, plus x2 @ weight2 if there are two of each, x2 and weight2 with the strides of the first."""
+    address = weight.data_ptr() if weight2 is None else weight.data_ptr() | weight2.data_ptr()
+    S, shape = x.shape[0] if order is None else order.numel(), weight.shape
+    out = empty_matrix(S, columns=shape[1 if transposed else 2], dtype=x.dtype, like=x)
     if out.numel():
-        chip = machine(x.device)
-        config = LaunchConfig.for_product(itemsize=x.element_size(), architecture=chip.architecture)
-        tiles = (cdiv(S, config.block_m) + E) * cdiv(N, config.block_n)  # at most
-        limit = {}
-        if chip.architecture is Architecture.hopper and config.programs == 2:
-            limit = register_limit(REGISTERS // 2, num_warps=config.num_warps, target=chip)
-        _grouped_fwd[(min(tiles, config.programs * chip.processors),)](
-            x, weight, x2, weight2, out, order, offsets, S, N, D, x.stride(0), stride_e, stride_d, stride_n,
-            E=E, BLOCK_E=next_power_of_2(E), TOP_K=top_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k, num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True,
-            **limit,
-        )  # fmt: skip
+        _product_for(
+            machine(x.device), S.bit_length(), shape, weight.stride(), x.stride(), x.dtype, top_k, transposed, not address % ALIGNMENT
+        ).launch(x, weight, x2, weight2, out, order, offsets, count=S)  # fmt: skip
     return out
+
+
+@kept
+def _weight_gradient_for(
+    target: Machine, E: int, D: int, N: int, stride_x: int, x_dtype: torch.dtype, dtype: torch.dtype, top_k: int
+) -> tuple[Bound, Memory]:
+    config = LaunchConfig.for_product(itemsize=x_dtype.itemsize, architecture=target.architecture)
+    bound = bind(
+        _grouped_bwd_weight, N, D, stride_x, grid=(cdiv(D, config.block_m) * cdiv(N, config.block_n), E), TOP_K=top_k,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps,
+        num_stages=config.num_stages, enable_fp_fusion=True,
+    )  # fmt: skip
+    return bound, memory_of(E, D, N, dtype=dtype)
 
 
 def _launch_bwd_weight(
     x: Tensor, d_out: Tensor, offsets: Tensor, order: Tensor | None, top_k: int, dtype: torch.dtype
 ) -> Tensor:
-    E, D, N = offsets.numel() - 1, x.shape[1], d_out.shape[1]
-    d_weight = torch.empty(E, D, N, dtype=dtype, device=x.device)
+    product, result = _weight_gradient_for(
+        machine(x.device), offsets.numel() - 1, x.shape[1], d_out.shape[1], x.stride(0), x.dtype, dtype, top_k
+    )
+    d_weight = maker(x)(*result)
     if d_weight.numel():
-        config = LaunchConfig.for_product(itemsize=x.element_size(), architecture=machine(x.device).architecture)
-        tiles = cdiv(D, config.block_m) * cdiv(N, config.block_n)
-        _grouped_bwd_weight[(tiles, E)](
-            x, d_out, d_weight, order, offsets, N, D, x.stride(0), TOP_K=top_k, BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n, BLOCK_K=config.block_k, num_warps=config.num_warps, num_stages=config.num_stages,
-            enable_fp_fusion=True,
-        )  # fmt: skip
+        product.launch(x, d_out, d_weight, order, offsets)
     return d_weight
 
 
@@ -225,11 +206,12 @@ def _rows(x: Tensor, *, order: Tensor | None, top_k: int, slots: slice) -> Tenso
 
 
 def _cpu_fwd(
-    xs: list[Tensor], weights: list[Tensor], offsets: Tensor, order: Tensor | None, top_k: int, transposed: bool
-) -> Tensor:
-    x, weight = xs[0], weights[0]
-    if len(xs) > 1:  # one longer sum, because `addmm` would round the first to 16 bit before it adds the second
-        x, weight = torch.cat(xs, dim=1), torch.cat(weights, dim=2 if transposed else 1)
+    x: Tensor, weight: Tensor, x2: Tensor | None, weight2: Tensor | None, offsets: Tensor, order: Tensor | None, top_k: int,
+    transposed: bool,
+) -> Tensor:  # fmt: skip
+    if x2 is not None and weight2 is not None:
+        # One longer sum, because `addmm` would round the first to 16 bit before it adds the second.
+        x, weight = torch.cat((x, x2), dim=1), torch.cat((weight, weight2), dim=2 if transposed else 1)
     weight = weight.mT if transposed else weight
     out = torch.empty(x.shape[0] if order is None else order.numel(), weight.shape[2], dtype=x.dtype)
     out[int(offsets[-1]) :] = 0
@@ -248,11 +230,11 @@ def _cpu_bwd_weight(
 
 
 _product = register(
-    "grouped_matmul(Tensor[] xs, Tensor[] weights, Tensor offsets, Tensor? order, int top_k, bool transposed) -> Tensor",
+    "grouped_matmul(Tensor x, Tensor weight, Tensor? x2, Tensor? weight2, Tensor offsets, Tensor? order, int top_k, bool transposed) -> Tensor",
     triton=_launch_fwd,
     cpu=_cpu_fwd,
-    fake=lambda xs, weights, offsets, order, top_k, transposed: xs[0].new_empty(
-        xs[0].shape[0] if order is None else order.numel(), weights[0].shape[1 if transposed else 2]
+    fake=lambda x, weight, x2, weight2, offsets, order, top_k, transposed: x.new_empty(
+        x.shape[0] if order is None else order.numel(), weight.shape[1 if transposed else 2]
     ),
 )
 _weight_gradient = register(
@@ -266,9 +248,9 @@ _weight_gradient = register(
 
 
 @register_flop_formula(torch.ops.ztk.grouped_matmul)
-def _count_products(xs, weights, offsets, order, top_k, transposed, *, out_shape, **kwargs) -> int:
+def _count_products(x, weight, x2, weight2, *args, out_shape, **kwargs) -> int:
     """For torch's FLOP counter: every row with the weights of its expert, whichever that is."""
-    return sum(2 * out_shape[0] * weight[1] * weight[2] for weight in weights)
+    return (1 if weight2 is None else 2) * 2 * out_shape[0] * weight[1] * weight[2]
 
 
 @register_flop_formula(torch.ops.ztk.grouped_matmul_weight)
@@ -283,7 +265,7 @@ class _GroupedMatmul(torch.autograd.Function):
     def forward(ctx, x, offsets, order, position, *weights):
         ctx.save_for_backward(x, offsets, order, position, *weights)
         ctx.top_k = 1 if position is None else position.shape[1]
-        return tuple(_product([x], [weight], offsets, order, ctx.top_k, False) for weight in weights)
+        return tuple(_product(x, weight, None, None, offsets, order, ctx.top_k, False) for weight in weights)
 
     @staticmethod
     def backward(ctx, *d_outs):
@@ -291,7 +273,8 @@ class _GroupedMatmul(torch.autograd.Function):
         d_outs = [d_out.contiguous() for d_out in d_outs]
         d_x = None
         if ctx.needs_input_grad[0]:
-            d_x = _product(d_outs, weights, offsets, None, 1, True)
+            (d_out, d_out2), (weight, weight2) = ((*pair, None)[:2] for pair in (d_outs, weights))
+            d_x = _product(d_out, weight, d_out2, weight2, offsets, None, 1, True)
             d_x = d_x if position is None else combine(d_x, None, position)
         d_weights = [
             _weight_gradient(x, d_out, offsets, order, ctx.top_k, weight.dtype) if needed else None
@@ -404,6 +387,14 @@ def _make_pair_inputs(shape, *, dtype, device, gather=True) -> dict[str, object]
 _PIPELINE_BYTES = 3 * 2 * 128 * 64 * 2
 
 
+# Rows of the weights that are no multiples of 16 bytes.
+_WITHOUT_DESCRIPTORS = {
+    "shape": (4096, 128, 2048, 764), "tensor_loads": False, "min_shared_bytes": 0, "max_stack_bytes": 160,
+    "stack_reason": "an address per element or two of the weight", "vector_load_bytes": 4, "vector_store_bytes": 2,
+    "vector_reason": "rows are no multiples of 16 bytes",
+}  # fmt: skip
+
+
 def _product_aot(*, pair: bool) -> tuple[AotCase, ...]:
     """The product, and the gradients of its x and its weight; of a pair, the gradient that both weights have in common."""
     cases = []
@@ -414,10 +405,13 @@ def _product_aot(*, pair: bool) -> tuple[AotCase, ...]:
             "min_shared_bytes": _PIPELINE_BYTES, "vector_store_bytes": 8 if cdna else 16,
             "vector_reason": "mfma leaves four neighbours to a lane" if cdna else "",
         }  # fmt: skip
-        forward = options | {"kernel": _grouped_fwd, "resident": True}
+        described = chip.architecture is Architecture.hopper
+        forward = options | {"kernel": _grouped_fwd, "resident": True, "tensor_loads": described}
+        pointers = forward | _WITHOUT_DESCRIPTORS
         if pair:
-            both = {"variant": "d_out @ w^T, twice", "where": {"order_ptr": None}, "min_programs": 2}
-            cases.append(AotCase(**forward, **both))
+            both = {"variant": "d_out @ w^T, twice", "where": {"order_ptr": None}}
+            cases.append(AotCase(**forward, **both, min_programs=2))
+            cases += [AotCase(**pointers, **both)] if described else []
             continue
         cases += (
             AotCase(**forward, variant="x @ w", where={"TOP_K": 2}, min_programs=2),
@@ -431,6 +425,11 @@ def _product_aot(*, pair: bool) -> tuple[AotCase, ...]:
                 min_programs=2,
             ),
         )
+        if described:
+            cases += [
+                AotCase(**pointers, variant="x @ w", where={"TOP_K": 2}),
+                AotCase(**pointers, variant="d_out @ w^T", where={"TOP_K": 1}),
+            ]
     return tuple(cases)
 
 
@@ -444,6 +443,7 @@ SPEC = OpSpec(
     small_shapes=((1, 1, 16, 8), (21, 3, 17, 33), (70, 5, 40, 24), (70, 4, 17, 70)),
     reach=(  # past tiles of 128 x 128 x 64 in slots, columns, and steps of either sum
         Reach(shape=(200, 3, 150, 200), dtype=torch.float16),
+        Reach(shape=(200, 3, 150, 203), dtype=torch.float16),  # without descriptors
         Reach(shape=(200, 3, 150, 200), dtype=torch.float16, target="gfx942", inputs={"gather": False}),
     ),
     bench_shapes=((32768, 128, 2048, 768), (16384, 32, 6144, 2048)),
