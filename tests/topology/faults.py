@@ -1,6 +1,6 @@
 """Mistakes that a layout could make and train well with all the same: the matrix must see them."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from unittest.mock import patch
 
 import torch
@@ -10,7 +10,7 @@ from tests.topology import matrix
 from ztk.buckets.gradient import BucketGradient
 from ztk.engine import Engine
 from ztk.runtime import Process
-from ztk.tensor import collectives
+from ztk.tensor import collectives, entering
 
 
 def follow_with_fault(process: Process, *, fault: str, layout: str, **where) -> matrix.Walk:
@@ -45,7 +45,11 @@ def _activations_in_8_bits(process: Process) -> AbstractContextManager:
     def rounded(x: Tensor, **options) -> Tensor:
         return summed(x.to(torch.float8_e4m3fn).to(x.dtype), **options)
 
-    return patch.object(collectives, "summed", rounded)
+    stack = ExitStack()
+    for module in (collectives, entering):
+        stack.enter_context(patch.object(module, "summed", rounded))
+        stack.enter_context(patch.object(module, "start_summing", lambda x, **options: None))  # all sums are `summed`
+    return stack
 
 
 FAULTS = {

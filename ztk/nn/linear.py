@@ -23,6 +23,7 @@ from torch.overrides import has_torch_function
 from torch.utils.flop_counter import register_flop_formula
 
 from ztk.runtime.gradient_places import place_offered
+from ztk.runtime.input_gradients import Taker, taker_of
 
 
 class Linear(nn.Linear):
@@ -137,6 +138,7 @@ class _LinearByOneDNN(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # A tensor that is not read must not be kept, and ZeRO must not gather it in the backward.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        ctx.take = taker_of(x)
         return _product(x, weight, bias)
 
     @staticmethod
@@ -145,7 +147,7 @@ class _LinearByOneDNN(torch.autograd.Function):
         again = torch.is_grad_enabled()  # this backward will be differentiated, and oneDNN's product has no gradient
         d_x = d_weight = d_bias = None
         if ctx.needs_input_grad[0]:
-            d_x = d_out @ weight if again else _product(d_out, weight.t())
+            d_x = d_out @ weight if again else _handed_over(ctx.take, _product(d_out, weight.t()))
         if ctx.needs_input_grad[1]:
             d_weight = _rows(d_out).t() @ _rows(x) if again else weight_gradient(d_out, x=x)
         if ctx.needs_input_grad[2]:
@@ -159,23 +161,29 @@ class _LinearIntoPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-        ctx.place = place_offered(weight)
+        ctx.place, ctx.take = place_offered(weight), taker_of(x)
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         rows = _rows(d_out)
+        again = torch.is_grad_enabled()  # this backward will be differentiated
         d_x = d_weight = d_bias = None
         if ctx.needs_input_grad[0]:
             d_x = (rows @ weight).view(*d_out.shape[:-1], weight.shape[1])
+            d_x = d_x if again else _handed_over(ctx.take, d_x)
         if ctx.needs_input_grad[1]:
-            again = torch.is_grad_enabled()  # this backward will be differentiated
             place = None if again else ctx.place()
             d_weight = rows.t() @ _rows(x) if place is None else torch.mm(rows.t(), _rows(x), out=place)
         if ctx.needs_input_grad[2]:
             d_bias = rows.sum(0)
         return d_x, d_weight, d_bias
+
+
+def _handed_over(take: Taker | None, d_x: Tensor) -> Tensor | None:
+    """The gradient of the input, [..., in], or what its taker returns in its place."""
+    return d_x if take is None else take(d_x)
 
 
 def _rows(x: Tensor) -> Tensor:

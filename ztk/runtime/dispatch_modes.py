@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 
@@ -27,3 +28,11 @@ def without_dispatch_modes(function: Callable) -> Callable:
             return function(*args, **kwargs)
 
     return hidden
+
+
+def keeps_results() -> bool:
+    """Selective recomputation, ztk's or the user's, keeps results of operations now: they must stay as they are."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    kinds = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
+    return any(isinstance(mode, kinds) for mode in _get_current_dispatch_mode_stack())

@@ -1,12 +1,10 @@
 """Differentiable collectives along the tensor-parallel axis.
 
-The forward of each is the backward of another: Megatron's f and g (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053), and their
-sequence-parallel forms (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198). "Own part" is this rank's part.
+Megatron's g (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053), its sequence-parallel form (Korthikanti et al. 2022,
+https://arxiv.org/abs/2205.05198), and those along the last dimension; f, its adjoint, is `ztk.tensor.entering`. "Own part" is this rank's part.
 
                 forward                     backward
-    copy_in     identity                    all-reduce
     sum_out     all-reduce                  identity
-    gather_in   all-gather along dim 1      reduce-scatter along dim 1
     scatter_out reduce-scatter along dim 1  all-gather along dim 1
     split_last  own part of the last dim    all-gather along the last dim
     gather_last all-gather along the last   own part of the last dim
@@ -14,11 +12,47 @@ sequence-parallel forms (Korthikanti et al. 2022, https://arxiv.org/abs/2205.051
 Results have the dtype of x.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from ztk.runtime import Comm
+from ztk.runtime.comm.comm import Work
 from ztk.runtime.differentiable import through
+from ztk.runtime.dispatch_modes import keeps_results
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Started:
+    """A collective under way, and where its result will be."""
+
+    work: Work
+    out: Tensor
+
+    def result(self) -> Tensor:
+        """Waits for it. Of any shape."""
+        self.work.wait()
+        return self.out
+
+
+def start_summing(x: Tensor, *, comm: Comm, label: str) -> Started | None:
+    """Begins to sum `x`, of any shape, over the ranks in its own memory; None if that cannot be: it is not contiguous, does not
+    divide, or is kept by selective recomputation."""
+    if x.numel() % comm.size or not x.is_contiguous() or keeps_results():
+        return None
+    x = x.detach()
+    torch.autograd.graph.increment_version(x)  # whoever has saved it says so
+    return Started(work=comm.all_reduce(x.view(-1), label=label, in_shard_order=False), out=x)
+
+
+def start_scattering(x: Tensor, *, comm: Comm, label: str, dim: int = 1) -> Started:
+    """Begins `scattered`: x [.., n, ..] -> [.., n / ranks, ..]."""
+    x, part = x.detach(), x.shape[dim] // comm.size
+    is_in_order = x.is_contiguous() and all(size == 1 for size in x.shape[:dim])  # parts lie one behind the other
+    parts = x if is_in_order else torch.stack(x.chunk(comm.size, dim=dim))
+    out = x.new_empty(*x.shape[:dim], part, *x.shape[dim + 1 :])
+    return Started(work=comm.reduce_scatter(parts.view(-1), out=out.view(-1), label=label), out=out)
 
 
 def summed(x: Tensor, *, comm: Comm, label: str) -> Tensor:
@@ -26,12 +60,11 @@ def summed(x: Tensor, *, comm: Comm, label: str) -> Tensor:
 
     The result is no view, as models that add to it in place need.
     """
-    numel = -(-x.numel() // comm.size) * comm.size
-    if numel == x.numel():
+    if not x.numel() % comm.size:
         out = x.detach().clone(memory_format=torch.contiguous_format)
         comm.all_reduce(out.view(-1), label=label, in_shard_order=False).wait()
         return out
-    flat = x.new_zeros(numel)
+    flat = x.new_zeros(-(-x.numel() // comm.size) * comm.size)
     flat[: x.numel()].copy_(x.detach().reshape(-1))
     comm.all_reduce(flat, label=label, in_shard_order=False).wait()
     return flat[: x.numel()].view(x.shape).clone()
@@ -42,15 +75,14 @@ def gathered(x: Tensor, *, comm: Comm, label: str, dim: int = 1) -> Tensor:
     parts = x.new_empty(comm.size, *x.shape)
     parts[comm.rank].copy_(x.detach())
     comm.all_gather(parts.view(-1), label=label).wait()
+    if all(size == 1 for size in x.shape[:dim]):  # they lie one behind the other already
+        return parts.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])
     return torch.cat(list(parts), dim=dim)
 
 
 def scattered(x: Tensor, *, comm: Comm, label: str, dim: int = 1) -> Tensor:
     """x [.., n, ..] -> [.., n / ranks, ..]: this rank's part along `dim` of the sum over the ranks."""
-    parts = torch.stack(x.detach().chunk(comm.size, dim=dim))
-    out = torch.empty_like(parts[0])
-    comm.reduce_scatter(parts.view(-1), out=out.view(-1), label=label).wait()
-    return out
+    return start_scattering(x, comm=comm, label=label, dim=dim).result()
 
 
 def gathered_last(x: Tensor, *, comm: Comm, sizes: tuple[int, ...], label: str) -> Tensor:
@@ -62,27 +94,17 @@ def gathered_last(x: Tensor, *, comm: Comm, sizes: tuple[int, ...], label: str) 
     return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], dim=-1)
 
 
-def copy_in(x: Tensor, *, comm: Comm, label: str) -> Tensor:
-    """The input of column-parallel layers: x, of any shape, in the same memory; the gradient is summed over the ranks."""
-    return through(
-        x,
-        forward=lambda x: x.detach(),  # a view of x would keep x itself, and `TensorAxis` would never forget either
-        backward=lambda d_out: summed(d_out, comm=comm, label=f"gradient of {label}"),
-    )
+def sum_out(x: Tensor, *, comm: Comm, label: str, in_place: bool = False) -> Tensor:
+    """Partial results of row-parallel layers -> their sum over the ranks, in x's shape.
 
+    in_place: `x` is a product that neither autograd nor anybody else needs: its memory takes the sum.
+    """
 
-def sum_out(x: Tensor, *, comm: Comm, label: str) -> Tensor:
-    """Partial results of row-parallel layers -> their sum over the ranks, in x's shape."""
-    return through(x, forward=lambda x: summed(x, comm=comm, label=label), backward=lambda d_out: d_out)
+    def total(x: Tensor) -> Tensor:
+        started = start_summing(x, comm=comm, label=label) if in_place else None
+        return summed(x, comm=comm, label=label) if started is None else started.result()
 
-
-def gather_in(x: Tensor, *, comm: Comm, label: str) -> Tensor:
-    """[B, T / n, ...] of every rank -> [B, T, ...]."""
-    return through(
-        x,
-        forward=lambda x: gathered(x, comm=comm, label=label),
-        backward=lambda d_out: scattered(d_out, comm=comm, label=f"gradient of {label}"),
-    )
+    return through(x, forward=total, backward=lambda d_out: d_out)
 
 
 def scatter_out(x: Tensor, *, comm: Comm, label: str) -> Tensor:

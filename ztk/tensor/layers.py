@@ -9,6 +9,7 @@ block nothing else would keep it alive. Recomputed activations are new tensors w
 import functools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +17,25 @@ from torch import Tensor, nn
 
 from ztk.nn.linear import Linear, linear
 from ztk.runtime import Comm
-from ztk.runtime.own_forward import replace_forward
-from ztk.tensor.collectives import copy_in, gather_in, gather_last, scatter_out, split_last, sum_out
+from ztk.runtime.own_forward import has_own_forward, replace_forward
+from ztk.tensor.collectives import gather_last, scatter_out, split_last, sum_out
 from ztk.tensor.derived import is_conv1d
+from ztk.tensor.entering import Entrance, copying, gathering
 
 _NO_COPY = (
     "this module holds one rank's part of its weights (tensor parallelism), and a copy would have no part in the sums over the ranks: copy or "
     "average the model before it is cut; ztk.checkpoint.full_state_dict(engine) has the full weights"
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shared:
+    """What has entered last. source: from which activation. with_grad: with autograd."""
+
+    source: weakref.ref
+    entrance: Entrance
+    entered: Tensor
+    with_grad: bool
 
 
 class TensorAxis:
@@ -34,7 +46,7 @@ class TensorAxis:
 
     def __init__(self, comm: Comm, *, sequence: bool = False) -> None:
         self.comm, self.sequence = comm, sequence
-        self._shared: tuple[weakref.ref, Tensor, bool] | None = None
+        self._shared: _Shared | None = None
         self._cut = False  # whether this pass cuts the sequence
 
     def begin(self, length: int) -> None:
@@ -46,23 +58,35 @@ class TensorAxis:
                 "topology.sequence_parallel=true needs; change one of them"
             )
 
-    def enter(self, x: Tensor, *, label: str) -> Tensor:
-        """x [..., C] -> [..., C]; of a cut sequence [B, T / ranks, C] -> [B, T, C]. See [Note: Shared inputs]."""
-        if self._shared is not None:
-            source, entered, with_grad = self._shared
-            if source() is x and with_grad == torch.is_grad_enabled():
-                return entered
-        entered = (gather_in if self._cut else copy_in)(x, comm=self.comm, label=label)
-        self._shared = weakref.ref(x, self._forget), entered, torch.is_grad_enabled()
-        return entered
+    def enter(self, x: Tensor, *, label: str, alone: bool = False) -> Tensor:
+        """x [..., C] -> [..., C]; of a cut sequence [B, T / ranks, C] -> [B, T, C]. See [Note: Shared inputs].
+
+        alone: the result goes into one product of `ztk.nn.linear` and nowhere else, so its gradient may be summed before autograd has it.
+        """
+        shared = self._shared
+        if shared is None or shared.source() is not x or shared.with_grad != torch.is_grad_enabled():
+            entrance = Entrance((gathering if self._cut else copying)(self.comm, label=label))
+            shared = self._shared = _Shared(
+                source=weakref.ref(x, self._forget),
+                entrance=entrance,
+                entered=entrance.open(x),
+                with_grad=torch.is_grad_enabled(),
+            )
+        shared.entrance.add_user(is_product=alone)
+        return shared.entered
 
     def _forget(self, source: weakref.ref) -> None:
-        if self._shared is not None and self._shared[0] is source:
+        if self._shared is not None and self._shared.source is source:
             self._shared = None
 
-    def leave(self, x: Tensor, *, label: str) -> Tensor:
-        """Partial results [..., C] -> their sum over the ranks, or with a cut sequence this rank's part of it, [B, T / ranks, C]."""
-        return (scatter_out if self._cut else sum_out)(x, comm=self.comm, label=label)
+    def leave(self, x: Tensor, *, label: str, in_place: bool = False) -> Tensor:
+        """Partial results [..., C] -> their sum over the ranks, or with a cut sequence this rank's part of it, [B, T / ranks, C].
+
+        in_place: nobody else needs `x`.
+        """
+        if self._cut:
+            return scatter_out(x, comm=self.comm, label=label)
+        return sum_out(x, comm=self.comm, label=label, in_place=in_place)
 
 
 def cut_column(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
@@ -70,11 +94,11 @@ def cut_column(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
 
     A Conv1D of GPT-2 is a linear layer whose weight is [in, out].
     """
-    original = module.forward
+    original, alone = module.forward, _is_one_product(module)
 
     @functools.wraps(original)
     def forward(x: Tensor, *args, **kwargs) -> Tensor:
-        return original(axis.enter(x, label=name), *args, **kwargs)
+        return original(axis.enter(x, label=name, alone=alone), *args, **kwargs)
 
     replace_forward(module, by=forward, refusal=_NO_COPY)
     _set_size(module, name="out_features", dim=0)
@@ -105,15 +129,16 @@ def cut_row(module: nn.Module, *, axis: TensorAxis, name: str) -> None:
             "the bias goes; use a linear layer, or leave this module out of the plan"
         )
     original, adapter = module.forward, getattr(module, "adapter", None)  # of ztk.nn.lora
+    alone = _is_one_product(module)
 
     @functools.wraps(original)
     def forward(x: Tensor, *args, **kwargs) -> Tensor:
         if plain is None or module.bias is None:
-            return axis.leave(original(x, *args, **kwargs), label=name)
+            return axis.leave(original(x, *args, **kwargs), label=name, in_place=alone)
         local = plain(x)
         if adapter is not None:
             local = adapter(local, x=x)
-        return axis.leave(local, label=name) + module.bias
+        return axis.leave(local, label=name, in_place=alone) + module.bias
 
     replace_forward(module, by=forward, refusal=_NO_COPY)
     _set_size(module, name="in_features", dim=1)
@@ -149,12 +174,18 @@ def cut_vocabulary(module: nn.Embedding, *, axis: TensorAxis, name: str, words: 
         axis.begin(tokens.shape[1] if tokens.dim() > 1 else 1)
         here = (tokens >= words.start) & (tokens < words.stop)
         local = torch.where(here, tokens - words.start, 0)
-        return axis.leave(original(local) * here.unsqueeze(-1), label=name)
+        return axis.leave(original(local) * here.unsqueeze(-1), label=name, in_place=True)
 
     replace_forward(module, by=forward, refusal=_NO_COPY)
     if module.padding_idx is not None:  # its row gets no gradient, on the rank that has it
         module.padding_idx = module.padding_idx - words.start if module.padding_idx in words else None
     _set_size(module, name="num_embeddings", dim=0)
+
+
+def _is_one_product(module: nn.Module) -> bool:
+    """Its forward is a linear layer's, with nothing beside it that reads the input or keeps the result."""
+    is_linear = type(module).forward in (Linear.forward, nn.Linear.forward)
+    return is_linear and not has_own_forward(module) and getattr(module, "adapter", None) is None
 
 
 def _plain_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
