@@ -7,7 +7,7 @@ earlier one. So are the use of memory on one stream and its return to the alloca
 allocation, unless `keep_for` has told the allocator.
 
 The model runs a plan: its tensors have storages and no values, and a dispatch mode sees every operation on them. Storages of
-`ztk.runtime.planned.host_bytes` are host memory.
+`ztk.runtime.planned.host_bytes` are host memory, which no collective may move: NCCL cannot.
 """
 
 import contextlib
@@ -329,6 +329,8 @@ def modelled() -> Iterator[StreamModel]:
 
     def collective(transport: PlannedTransport, kind: str, *, reads: list[Tensor], writes: list[Tensor]) -> _Sent:
         wire = wires.setdefault(id(transport), model._named("wire"))
+        if any(tensor.is_meta and model._is_host(tensor) for tensor in (*reads, *writes)):
+            model._report(f"{wire.name}: {kind} moves memory of the host, which is not NCCL's to move")
         wire.wait_event(model.current(torch.device("meta")).record_event())
         model.launch(wire, what=kind, reads=reads, writes=writes)
         return _Sent(wire.record_event(), model=model, tensors=[*reads, *writes])

@@ -18,7 +18,9 @@ from ztk.recompute.inputs import InputStore
 from ztk.runtime import MemoryLedger, streams
 from ztk.runtime import store as device_store
 from ztk.runtime.comm.comm import Work
+from ztk.runtime.comm.planned import PlannedComm
 from ztk.runtime.pending import Handle
+from ztk.runtime.planned import host_bytes
 from ztk.runtime.streams import Copy
 from ztk.zero.shards import ReducedShards
 
@@ -180,3 +182,16 @@ def test_a_race_is_described(left_out, race):
     with modelled() as model, patch:
         _use_a_slot()
     assert any(race in line for line in model.races) if race else not model.races
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "broadcast", "send"])
+def test_a_collective_of_host_memory_is_told(kind):
+    """NCCL moves what is on a device. A number with a value on the host goes by gloo, as in a run, and may."""
+    where = {"broadcast": {"source": 0}, "send": {"to": 1}}.get(kind, {})
+    with modelled() as model:
+        collective = getattr(PlannedComm(rank=0, size=2), kind)
+        for values in (torch.empty(8, device="meta"), torch.ones(8)):
+            collective(values, label="a", **where).wait()
+        assert not model.races
+        collective(host_bytes(8), label="b", **where).wait()
+    assert model.races and all("moves memory of the host" in line for line in model.races)
