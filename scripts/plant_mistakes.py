@@ -1,9 +1,10 @@
-"""Plant 67 mistakes into copies of the kernels and report how many the tests' checks let live: `python scripts/plant_mistakes.py`.
+"""Plant 80 mistakes into copies of the kernels and report how many the tests' checks let live: `python scripts/plant_mistakes.py`.
 
 Each is a small edit of the kinds that code reviews miss: a mask, an offset, a term, a carry from one round of a loop to the
 next, the width of a reduction, a dtype, two programs on one row. The checks are those of tests/kernels: every shape, variant
-and `reach` of the op against its reference, on the interpreter. The exit code is 1 when a mistake survives. `--only TEXT` runs
-the mistakes whose line contains TEXT; `--known-good` first runs the same checks on an unchanged copy.
+and `reach` of the op against its reference, on the interpreter; first each op of an unchanged copy passes one of them. The exit
+code is 1 when a mistake survives. `--only TEXT` runs the mistakes whose line contains TEXT; `--known-good` first runs all of the
+checks on unchanged copies, which tests/kernels/test_ops.py does with the source itself.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import tempfile
 import time
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -113,6 +115,19 @@ def _mistakes() -> tuple[Mistake, ...]:
         ("term", "select_rows", "select_rows.py", "mass < top_p * full", "mass < top_p", 0),
         ("term", "select_rows", "select_rows.py", "warm * tl.log(min_p)", "tl.log(min_p)", 0),
         ("carry", "select_rows", "select_rows.py", "b_best = tl.maximum(b_best, b_score)", "b_best = b_score", 0),
+        ("mask", "swiglu", "swiglu.py", "m_n = o_n < N\n", "m_n = o_n < N - 1\n", 0),
+        ("term", "swiglu", "swiglu.py", "(1.0 + b_gate * (1.0 - b_sigmoid))", "1.0", 0),
+        ("term", "rms_norm", "rms_norm.py", " - b_hat * b_mean[:, None]", "", 0),
+        ("two on one row", "rms_norm", "rms_norm.py", "first += num_programs * BLOCK_M", "first += BLOCK_M", 0),
+        ("term", "rope", "rope.py", "b_sin = -b_sin", "b_sin = b_sin", 0),
+        ("offset", "rope", "rope.py", "(o_token % T) * stride_t", "(o_token % H) * stride_t", 0),
+        ("term", "cross_entropy", "cross_entropy.py", " - weight * (1.0 - smoothing)", "", 0),
+        ("mask", "attention", "attention.py", "i_n >= last_full", "i_n > last_full", 0),
+        ("offset", "attention", "attention_backward.py", "i_key + BLOCK_N + window - 1", "i_key + BLOCK_N + window - 2", 0),
+        ("term", "adamw", "_adam.py", "1.0 - lr * weight_decay", "1.0", 0),
+        ("term", "adamw", "_adam.py", "beta2) * b_g * b_g", "beta2) * b_g", 0),
+        ("offset", "grouped_matmul_pair", "_grouped_tiles.py", "p_x = x2_ptr", "p_x = x_ptr", 0),
+        ("carry", "grouped_matmul_pair", "_grouped_tiles.py", "range(0, 2 * num_k)", "range(0, num_k)", 0),
     )  # fmt: skip
     return tuple(Mistake(kind=k, op=o, file=f, old=a, new=b, nth=n) for k, o, f, a, b, n in rows)
 
@@ -158,6 +173,17 @@ def survives(mistake: Mistake, *, folder: Path) -> bool:
     return True
 
 
+def check_unchanged(ops: set[str], *, folder: Path) -> None:
+    """Raises AssertionError if an op of a copy without a mistake fails a small shape: then its mistakes would be caught for nothing."""
+    with planted(folder, file="_adam.py", old="beta2", new="beta2") as package:
+        patch = poisoned()
+        try:
+            for spec in map(partial(spec_of, package), sorted(ops)):
+                check_against_reference(spec, spec.small_shapes[1], spec.variants[0], spec.interpreted_dtypes[0])
+        finally:
+            patch.undo()
+
+
 def outcome(mistake: Mistake) -> str:
     """SURVIVES, caught, or crashes, which is caught, too: a store without its mask can end the process. In a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
@@ -187,6 +213,8 @@ def main() -> int:
     speed_up_interpreter()
     chosen = [mistake for mistake in MISTAKES if options.only in str(mistake)]
     wrong = []
+    with tempfile.TemporaryDirectory() as folder:
+        check_unchanged({mistake.op for mistake in chosen}, folder=Path(folder))
     if options.known_good:
         unchanged = {m.op: Mistake(kind="none", op=m.op, file=m.file, old=m.old, new=m.old) for m in chosen}
         wrong += [f"fails unchanged: {m.op}" for m in unchanged.values() if outcome(m) != "SURVIVES"]

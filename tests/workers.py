@@ -21,6 +21,7 @@ LONGEST = (
     "tests/experiments/test_alignment.py",
     "tests/experiments/test_faults.py",
     "tests/kernels/test_ops.py",
+    "tests/kernels/test_planted_mistakes.py",
     "tests/config/test_config.py",
     "tests/experiments/test_text.py",
     "tests/cli/test_run.py",
@@ -40,7 +41,6 @@ LONGEST = (
     "tests/cli/test_wheel.py",
     "tests/cli/test_calls.py",
     "tests/notebooks/test_notebooks.py",
-    "tests/kernels/test_planted_mistakes.py",
 )
 
 

@@ -4,6 +4,7 @@ The tests of wrong kernels and `scripts/plant_mistakes.py` run the generic check
 """
 
 import importlib
+import importlib.util
 import itertools
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 import ztk.kernels
+from ztk.kernels import _library
 
 SOURCE = Path(ztk.kernels.__file__).parent
 _numbers = itertools.count()
@@ -49,3 +53,20 @@ def planted(
 def spec_of(package: ModuleType, op: str) -> Any:
     """The package's OpSpec of that name."""
     return next(spec for spec in package.ALL_OPS if spec.name == op)
+
+
+def load_copy(function, *, old: str, new: str, tmp_path, monkeypatch):
+    """The op's module with one piece of source replaced, registering its ops under another namespace."""
+    original = sys.modules[function.__module__]
+    source = open(original.__file__).read()
+    assert old in source, f"the source no longer says {old!r}"
+    path = tmp_path / "planted.py"
+    namespace = f"planted_copy_{next(_numbers)}"  # FLOPs are registered once per namespace
+    path.write_text(source.replace(old, new).replace("torch.ops.ztk.", f"torch.ops.{namespace}."))
+    monkeypatch.setattr(_library, "LIBRARY", torch.library.Library(namespace, "DEF"))
+    monkeypatch.setattr(_library, "NAMESPACE", namespace)
+    monkeypatch.setattr(_library, "LAUNCHERS", {})  # or the ops' own would launch the copy's kernels from here on
+    spec = importlib.util.spec_from_file_location("planted", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.large import BEYOND, behind, run_last_programs
-from tests.kernels.test_planted_mistakes import load_copy
+from tests.kernels.planting import load_copy
 from ztk.kernels import (
     adamw,
     adamw_8bit,
