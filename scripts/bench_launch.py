@@ -46,6 +46,7 @@ def cases() -> dict[str, tuple[str, tuple]]:
     tables, tiles = torch.zeros(8, 2, dtype=torch.int32), torch.zeros(8, 5, dtype=torch.int32)
     cached = (queries, blocks[:, 0], blocks[:, 1], tables, tiles, None, None, 0.1, 0, 0.0)
     square = torch.zeros(1024, 1024, dtype=torch.bfloat16)
+    expert, experts = torch.zeros(4, 64, 1024, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.int32)
     options = (*(None for _ in range(8)), 1, "none")
     return {
         "swiglu": ("swiglu", (x, x)),
@@ -76,6 +77,8 @@ def cases() -> dict[str, tuple[str, tuple]]:
         "cross_entropy": ("cross_entropy", (x, targets, -100, 0.0, 0.0)),
         "cross_entropy backward": ("cross_entropy_backward", (x, targets, scalars, scalars, -100, 0.0, 0.0)),
         "moe_combine": ("moe_combine", (x, torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.int32))),
+        "grouped_matmul": ("grouped_matmul", (x, expert.mT.contiguous(), None, None, experts, None, 1, False)),
+        "grouped_matmul, gradient of a pair": ("grouped_matmul", (x, expert, x, expert, experts, None, 1, True)),
         "sum_of_squares (2 kernels)": ("sum_of_squares", (flat[0],)),
         "adamw": ("adamw", (*flat, control, x.view(-1)[:4096], True, None)),
         "cast_copy": ("cast_copy", (flat[0], x.view(-1)[:4096], None)),

@@ -405,9 +405,9 @@ took 11.3 and takes 6.6, `swiglu(gate, up)` 7.9 and 6.5. The driver's own part, 
 launcher asks it about every address, are in none of these numbers.
 
 The script prints the other ops, too. Routes take 11 for three kernels, where they took 32 before their launches were kept, losses of the router
-5.6 for two (14), and chosen rows 5.9 (16). Products of experts take 6.2 (18.9), the common gradient of a pair 6.8 (20.0) and a weight's
-gradient 5.1 (10.5), with 0.8 for a descriptor and 0.6 for the second; by pointers 5.6, 6.0 and 5.1. Where experts are divided over ranks the
-number of rows changes from step to step: it is no part of what is kept but its bits, from which the grid follows, and a new number takes 6.7.
+5.6 for two (14), and chosen rows 5.9 (16). Products of experts take 6.0 (18.9), the common gradient of a pair 6.6 (20.0) and a weight's
+gradient 5.2 (10.5), with 0.4 for a descriptor; by pointers 5.6 and 5.9. Where experts are divided over ranks the number
+of rows changes from step to step: it is no part of what is kept but its bits, from which the grid follows, and a new number takes 6.5.
 `quantize` and its inverses look at the packed rows as words and as scales, 0.7 for each view.
 
 ## Measured

@@ -156,9 +156,10 @@ class Bound:
         if is_usual:
             for known, start, of_program, behind in self._programs:
                 if known == key:
-                    handed = tensors if count is None else (*tensors, count)
-                    if self.layouts:
-                        handed = self._described(handed)
+                    handed = list(tensors) if count is None else [*tensors, count]
+                    for place, describe in self._describe:
+                        if (tensor := handed[place]) is not None:
+                            handed[place] = describe(tensor)
                     start(*self._axes, active.get_current_stream(device), *of_program, *handed, *behind)
                     return
         program = prepared.launch(self.grid, *self.arguments(tensors, count=count))
@@ -176,14 +177,6 @@ class Bound:
             if (tensor := tensors[place]) is not None:
                 arguments[place] = layout.describe(tensor)
         return arguments
-
-    def _described(self, arguments: Sequence[Any]) -> list[Any]:
-        """With descriptors, all addresses being such multiples."""
-        described = list(arguments)
-        for place, describe in self._describe:
-            if (tensor := arguments[place]) is not None:
-                described[place] = describe(tensor)
-        return described
 
     def _keep(self, program: Any, *, key: list, has_count: bool) -> None:
         """For tensors of this key."""

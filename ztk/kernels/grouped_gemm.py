@@ -162,8 +162,9 @@ def _launch_fwd(
     """x @ weight, plus x2 @ weight2 if there are two of each, x2 and weight2 with the strides of the first."""
     address = weight.data_ptr() if weight2 is None else weight.data_ptr() | weight2.data_ptr()
     S, shape = x.shape[0] if order is None else order.numel(), weight.shape
-    out = empty_matrix(S, columns=shape[1 if transposed else 2], dtype=x.dtype, like=x)
-    if out.numel():
+    columns = shape[1 if transposed else 2]
+    out = empty_matrix(S, columns=columns, dtype=x.dtype, like=x)
+    if S and columns:
         _product_for(
             machine(x.device), S.bit_length(), shape, weight.stride(), x.stride(), x.dtype, top_k, transposed, not address % ALIGNMENT
         ).launch(x, weight, x2, weight2, out, order, offsets, count=S)  # fmt: skip
