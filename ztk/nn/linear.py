@@ -69,9 +69,9 @@ def linear(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if _is_for_onednn(x, weight):
         if not torch.is_grad_enabled() and forward_ad._current_level < 0:  # apply takes longer than a small product
             return _product(x, weight, bias)
-        return _LinearByOneDNN.apply(x, weight, bias)
+        return _LinearByOneDNN.apply(x, weight, bias, _taker(x))
     if _has_place(x, weight):
-        return _LinearIntoPlace.apply(x, weight, bias)
+        return _LinearIntoPlace.apply(x, weight, bias, _taker(x))
     return F.linear(x, weight, bias)
 
 
@@ -135,14 +135,14 @@ class _LinearByOneDNN(torch.autograd.Function):
     """See [Note: Matrix products on CPU]. Saves x and the weight only if the backward reads them, and never their float32 copies."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, take: Taker | None = None) -> Tensor:
         # A tensor that is not read must not be kept, and ZeRO must not gather it in the backward.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-        ctx.take = taker_of(x)
+        ctx.take = take
         return _product(x, weight, bias)
 
     @staticmethod
-    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         again = torch.is_grad_enabled()  # this backward will be differentiated, and oneDNN's product has no gradient
         d_x = d_weight = d_bias = None
@@ -152,20 +152,20 @@ class _LinearByOneDNN(torch.autograd.Function):
             d_weight = _rows(d_out).t() @ _rows(x) if again else weight_gradient(d_out, x=x)
         if ctx.needs_input_grad[2]:
             d_bias = _rows(d_out).sum(0)
-        return d_x, d_weight, d_bias
+        return d_x, d_weight, d_bias, None
 
 
 class _LinearIntoPlace(torch.autograd.Function):
     """The products of `F.linear`, the gradient of the weight into its place in a bucket if there is one (`ztk.runtime.gradient_places`)."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, take: Taker | None = None) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-        ctx.place, ctx.take = place_offered(weight), taker_of(x)
+        ctx.place, ctx.take = place_offered(weight), take
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         rows = _rows(d_out)
         again = torch.is_grad_enabled()  # this backward will be differentiated
@@ -178,7 +178,12 @@ class _LinearIntoPlace(torch.autograd.Function):
             d_weight = rows.t() @ _rows(x) if place is None else torch.mm(rows.t(), _rows(x), out=place)
         if ctx.needs_input_grad[2]:
             d_bias = rows.sum(0)
-        return d_x, d_weight, d_bias
+        return d_x, d_weight, d_bias, None
+
+
+def _taker(x: Tensor) -> Taker | None:
+    """Who takes the gradient of `x`, of any shape. A compiled product has nobody: who sums it waits for autograd."""
+    return None if torch.compiler.is_compiling() else taker_of(x)
 
 
 def _handed_over(take: Taker | None, d_x: Tensor) -> Tensor | None:
