@@ -1,5 +1,7 @@
 """`pytest -m quick`: a broad part of the tests in under 2 minutes on 2 cores; `pytest --quick-first` runs it before the others.
 
+Tests marked `slow` are left out; `pytest -m slow` runs them alone, `pytest --slow` with the others.
+
 Chosen are tests that need no ranks, or few steps on two, and together touch every package.
 """
 
@@ -68,12 +70,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick-first", action="store_true", help="run the quick tests first, and the others only if they pass"
     )
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if is_quick(item.nodeid):
             item.add_marker("quick")
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if slow and not config.getoption("--slow") and "slow" not in config.getoption("markexpr"):
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in set(slow)]
     if config.getoption("--quick-first"):
         items.sort(key=lambda item: not is_quick(item.nodeid))
 

@@ -41,9 +41,20 @@ def test_the_others_run_only_if_the_quick_ones_pass(tmp_path):
     assert lines_of(tmp_path) == ["test_b.py::test_quick FAILED"]
 
 
-def lines_of(folder: Path) -> list[str]:
+def test_slow_tests_run_on_request(tmp_path):
+    (tmp_path / "test_a.py").write_text(
+        "import pytest\n@pytest.mark.slow\ndef test_slow(): pass\ndef test_other(): pass\n"
+    )
+    (tmp_path / "conftest.py").write_text("from tests.quick import pytest_addoption, pytest_collection_modifyitems\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: of this test\n")
+    assert lines_of(tmp_path) == ["test_a.py::test_other PASSED"]
+    assert lines_of(tmp_path, "--slow") == ["test_a.py::test_slow PASSED", "test_a.py::test_other PASSED"]
+    assert lines_of(tmp_path, "-m", "slow") == ["test_a.py::test_slow PASSED"]
+
+
+def lines_of(folder: Path, *options: str) -> list[str]:
     """Test and outcome, in the order in which they ran."""
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--quick-first"]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *(options or ["--quick-first"])]
     done = subprocess.run(
         command, cwd=folder, env=os.environ | {"PYTHONPATH": str(CHECKOUT)}, capture_output=True, text=True
     )

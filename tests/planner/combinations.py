@@ -38,6 +38,18 @@ def every() -> list[Row]:
     return [*itertools.product(LAYOUTS, STAGES, TIERS, DTYPES, MODES)]
 
 
+def sample() -> list[Row]:
+    """Nine of the 27 triples of tier, precision and recompute mode for each layout and stage: every pair of the three is there.
+
+    Rows of an orthogonal array (a Latin square), shifted from one layout and stage to the next, so that all triples occur.
+    """
+    rows = []
+    for shift, (layout, stage) in enumerate(itertools.product(LAYOUTS, STAGES)):
+        for i, j in itertools.product(range(3), range(3)):
+            rows.append((layout, stage, TIERS[i], DTYPES[j], MODES[(i + j + shift) % 3]))
+    return rows
+
+
 def case_of(row: Row) -> Case:
     """The run of a row, of two layers where two are enough. At stage 3 parameters are offloaded with the states."""
     layout, stage, tier, dtype, recompute = row
