@@ -231,32 +231,6 @@ def test_docstrings_give_shapes():
     assert_kept(lambda path: shapeless(parsed(path), shared=shared_texts()), files=FILES)
 
 
-# A docstring names a dtype, or how one follows from another; or it speaks of tokens, which are int64, or of tensors of any shape, whose dtype
-# is any, too. A module speaks for its functions where it has the word "dtype".
-DTYPE = re.compile(
-    r"\b(fp(8|16|32|64)|bf16|float(16|32|64)?s?|u?int(8|16|32|64)|bools?|boolean|complex|dtypes?|integers?|(16|8|4|32)[- ]bits?"
-    r"|any shapes?|tokens?)\b",
-    re.IGNORECASE,
-)
-DTYPES_OF_ALL = re.compile(r"\bdtypes?\b", re.IGNORECASE)
-
-
-def typeless(tree: ast.Module, *, shared: dict[str, str]) -> Iterator[str]:
-    """Public functions over tensors for which no docstring gives a dtype. NAME_reference has the dtypes of NAME."""
-    if DTYPES_OF_ALL.search(ast.get_docstring(tree) or ""):
-        return
-    references = {node.name + "_reference": node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    for function, owner in public_functions(tree):
-        documented = references.get(function.name, function)
-        own = sources(documented, owner=owner, shared=shared)
-        if takes_tensors(function) and not any(DTYPE.search(text) for text in own):
-            yield f"{function.lineno}: {function.name} takes or returns a tensor: say its dtype, or what it follows from"
-
-
-def test_docstrings_give_dtypes():
-    assert_kept(lambda path: typeless(parsed(path), shared=shared_texts()), files=FILES)
-
-
 # Arguments that are a time or a size, and so need a unit.
 QUANTITY = re.compile(r"timeout|interval|delay|duration|latency|bandwidth|capacity|budget|deadline|memory|size")
 UNIT = re.compile(
@@ -471,11 +445,6 @@ def test_the_rules_on_docstrings_find_planted_mistakes():
     assert not faults(
         shapeless, text="class A(Wire):\n    def send(self, x: Tensor): ...", shared=moves.replace("(Protocol)", "")
     )
-    row = "def f(x: Tensor):\n    '''Half of x [N].'''"
-    assert faults(typeless, text=row)
-    for dtype in ("x [N], fp32.", "x [N], in its dtype.", "tokens [N].", "x, of any shape."):
-        assert not faults(typeless, text=row.replace("x [N].", dtype))
-    assert not faults(typeless, text="'''Results have the dtype of x.'''\n" + row)
     wait = "def f(x, *, timeout: float):\n    '''Waits ten seconds. timeout: then it fails.'''"
     assert faults(unitless, text=wait)
     assert not faults(unitless, text=wait.replace("timeout: then", "timeout: seconds; then"))
