@@ -1,11 +1,8 @@
 """verify, show, export and import: exported and imported values have the same bits."""
 
 import json
-import os
-import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -222,22 +219,3 @@ def test_unknown_sources_are_refused(tmp_path):
             import_checkpoint(tmp_path / name, to=tmp_path / "in")
     with pytest.raises(CheckpointError):
         resolve(tmp_path / "in")
-
-
-class Evil:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, witness: Path) -> None:
-        self.witness = witness
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.witness),)
-
-
-def test_code_in_torch_distributed_metadata_is_not_run(tmp_path):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "witness")))
-    (tmp_path / "in" / "__0_0.distcp").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="mkdir does not belong into such a file"):
-        import_checkpoint(tmp_path / "in", to=tmp_path / "out")
-    assert not (tmp_path / "witness").exists()

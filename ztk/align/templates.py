@@ -66,7 +66,9 @@ class ChatTemplate:
                 "data.chat_template=roles"
             ) from None
         try:
-            inner = library.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, use_fast=True)
+            inner = library.AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, use_fast=True, trust_remote_code=False
+            )
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ChatTemplateError(

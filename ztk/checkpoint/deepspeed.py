@@ -34,6 +34,14 @@ class DeepSpeedSource:
             CheckpointError: the checkpoint is incomplete or of an unknown kind.
         """
         self._path = _step_folder(path)
+        try:
+            self._read()
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{self._path} is not laid out as DeepSpeed writes checkpoints ({type(error).__name__}: {error})"
+            ) from error
+
+    def _read(self) -> None:
         models = [_load(file) for file in _files(self._path, suffix="_model_states.pt")]
         optims = [_load(file)["optimizer_state_dict"] for file in _files(self._path, suffix="_optim_states.pt")]
         self._model, first = models[0], optims[0]
@@ -217,7 +225,7 @@ class _SafePickle:
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            storage = module == "torch" and name.endswith("Storage")
+            storage = module == "torch" and name.endswith("Storage") and "." not in name
             dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
             if storage or dtype or (module, name) in _ALLOWED:
                 return super().find_class(module, name)
@@ -226,6 +234,14 @@ class _SafePickle:
 
 def _load(file: Path) -> dict:
     try:
-        return torch.load(file, map_location="cpu", mmap=True, weights_only=False, pickle_module=_SafePickle)
+        # torch.load would pass a TorchScript archive to torch.jit.load, which runs the archive's __setstate__.
+        if "constants.pkl" in torch._C.PyTorchFileReader(str(file)).get_all_records():
+            raise CheckpointError("it is a TorchScript archive, which contains code and is not read")
+        loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=False, pickle_module=_SafePickle)
     except Exception as error:  # zip, pickle and value errors all mean the same here
         raise CheckpointError(f"{file} is damaged or not a file of torch.save: {error}") from error
+    if not isinstance(loaded, dict):
+        raise CheckpointError(
+            f"{file} holds a {type(loaded).__name__.lstrip('_')} instead of a dict, as DeepSpeed writes it"
+        )
+    return loaded

@@ -9,8 +9,10 @@ import pickle
 import re
 import struct
 from collections.abc import Iterator
+from dataclasses import is_dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -91,6 +93,30 @@ class SafetensorsSource(_Weights):
                 start += len(data)
 
 
+def load_plain(path: Path) -> Any:
+    """The tensors, containers and plain values in a file of `torch.save`, on the CPU and memory-mapped. Code in the file does not run.
+
+    Raises:
+        CheckpointError: the file cannot be read, or contains anything else.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # zip, pickle and value errors: all mean the same here
+        raise CheckpointError(
+            f"{path} is not a file of torch.save that contains only tensors and plain values: {reason_of(error)}"
+        ) from error
+
+
+def reason_of(error: Exception) -> str:
+    """Why `torch.load(weights_only=True)` or torch.distributed.checkpoint refused a file, without torch's advice to run its code."""
+    text = str(error)
+    if "TorchScript archives" in text:
+        return "it is a TorchScript archive, which contains code and is not read"
+    if named := re.search(r"GLOBAL (\S+)", text):
+        return f"it names {named[1]}, which is code and is not run"
+    return "it cannot be unpickled" if "weights_only" in text else text
+
+
 class StateDictSource(_Weights):
     """Weights in a file of `torch.save`: a state_dict, or a dict with one under "model" or "state_dict".
 
@@ -100,10 +126,7 @@ class StateDictSource(_Weights):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        try:
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # zip, pickle and value errors: all mean the same here
-            raise CheckpointError(f"{path} is not a file of torch.save that contains only tensors: {error}") from error
+        loaded = load_plain(path)
         for key in ("model", "state_dict"):
             if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
                 loaded = loaded[key]
@@ -149,11 +172,14 @@ class TorchDistributedSource(_Weights):
         self._keys = {key: value for key, value in self._keys.items() if key[0] != "step"}
 
     def _load(self, key: str) -> Tensor:
-        from torch.distributed.checkpoint import load
+        from torch.distributed.checkpoint import CheckpointException, load
 
         meta = self._tensors[key]
         state = {key: torch.empty(meta.size, dtype=meta.properties.dtype)}
-        load(state, storage_reader=_safe_reader(self._path), no_dist=True)
+        try:
+            load(state, storage_reader=_safe_reader(self._path), planner=_tensor_planner(), no_dist=True)
+        except CheckpointException as error:  # no Exception, but a BaseException of the library around all others
+            raise CheckpointError(f"{key} in {self._path} cannot be read: {reason_of(error)}") from error
         return state[key]
 
     def shapes(self) -> dict[Key, tuple[int, ...]]:
@@ -181,7 +207,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         if module in _METADATA_MODULES and "." not in name:
             found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:
+            is_record = isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum))
+            if is_record and found.__module__ == module:
                 return found
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _METADATA_NAMES:
@@ -205,3 +232,14 @@ def _safe_reader(path: Path):
             return metadata
 
     return Reader(path)
+
+
+def _tensor_planner():
+    """A `DefaultLoadPlanner` that reads tensors alone: it would unpickle any other entry without a limit."""
+    from torch.distributed.checkpoint import DefaultLoadPlanner
+
+    class Planner(DefaultLoadPlanner):
+        def load_bytes(self, read_item, value) -> None:
+            raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor and is not read")
+
+    return Planner()

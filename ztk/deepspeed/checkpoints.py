@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ztk import checkpoint
 from ztk.checkpoint.errors import Agreement, CheckpointError, SaveFailed
 from ztk.checkpoint.full import is_cut, persistent_buffers
+from ztk.checkpoint.sources import reason_of
 from ztk.deepspeed import zero_to_fp32
 from ztk.deepspeed.claimed_tags import claim_latest, claim_tag
 from ztk.deepspeed.log import logger
@@ -268,4 +269,4 @@ def _decode(text: str) -> dict:
     try:
         return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True, map_location="cpu")
     except Exception as error:
-        raise CheckpointError(f"the client state of the checkpoint is damaged: {error}") from error
+        raise CheckpointError(f"the client state of the checkpoint is damaged: {reason_of(error)}") from error

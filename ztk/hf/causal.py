@@ -102,7 +102,7 @@ def folder_causal(path: str) -> nn.Module:
     config = read_config(path)
     try:
         return transformers_module().AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=torch.float32, local_files_only=True
+            path, config=config, dtype=torch.float32, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         raise ValueError(
@@ -114,7 +114,7 @@ def read_config(path: str) -> Any:
     """transformers' configuration of the folder `path`. Raises ValueError if there is none that it knows."""
     transformers = transformers_module()
     try:
-        return transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
@@ -126,7 +126,7 @@ def read_config(path: str) -> Any:
 def _build(transformers: ModuleType, config: Any) -> Any:
     try:
         with parameters_on_meta():
-            return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except ValueError as error:
         raise ValueError(
             f"model.path: {str(error).splitlines()[0]}; name a folder with a causal language model"

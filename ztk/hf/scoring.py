@@ -59,7 +59,9 @@ def open_scoring(
 def _build(transformers: Any, config: Any, *, path: str) -> Any:
     try:
         with parameters_on_meta():
-            model = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+            model = transformers.AutoModelForSequenceClassification.from_config(
+                config, dtype=torch.float32, trust_remote_code=False
+            )
     except ValueError as error:
         raise ValueError(
             f"model.path={path}: {str(error).splitlines()[0]}; name a decoder of a family that has one, such as Llama, Qwen or GPT-2"

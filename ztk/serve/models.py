@@ -179,7 +179,9 @@ def _tokenizer_of(run: Path, *, name: str | None) -> SubwordTokenizer | None:
 def folder_module(folder: Path) -> nn.Module:
     """The model of transformers in `folder`, fp32 on the CPU. Raises ValueError where transformers is not installed."""
     transformers = _transformers(folder)
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    ).eval()
 
 
 def _transformers(folder: Path) -> Any:
@@ -191,8 +193,8 @@ def _transformers(folder: Path) -> Any:
 
 def _of_transformers(folder: Path, *, name: str, module: nn.Module | Packed | UnreadModel) -> Opened:
     transformers = _transformers(folder)
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not isinstance(module, nn.Module) and not (folder / "generation_config.json").is_file():
         named = transformers.GenerationConfig.from_model_config(config).eos_token_id
     elif not isinstance(module, nn.Module):

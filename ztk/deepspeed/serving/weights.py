@@ -14,6 +14,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from ztk.checkpoint.errors import CheckpointError
+from ztk.checkpoint.sources import load_plain
 from ztk.deepspeed.config import read_source
 from ztk.deepspeed.zero_to_fp32 import LazyTensor, get_fp32_state_dict_from_zero_checkpoint
 
@@ -105,7 +107,10 @@ def _read(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
-    state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    try:
+        state = load_plain(file)
+    except CheckpointError as error:
+        raise ValueError(f"checkpoint: {error}") from error
     for wrapper in ("module", "model"):  # DeepSpeed's and Megatron's files hold more than weights
         if isinstance(state.get(wrapper), dict):
             return state[wrapper]

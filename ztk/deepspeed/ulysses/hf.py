@@ -130,7 +130,9 @@ class UlyssesSPAttentionHF(nn.Module):
             raise ValueError("seq_length is missing: give it, or seq_length_is_variable=True")
         library: Any = importlib.import_module("transformers")
         functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
-        config = getattr(model_name_or_path, "config", None) or library.AutoConfig.from_pretrained(model_name_or_path)
+        config = getattr(model_name_or_path, "config", None) or library.AutoConfig.from_pretrained(
+            model_name_or_path, trust_remote_code=False
+        )
         own = getattr(config, "_attn_implementation", None)
         known = [name for name in functions.valid_keys() if "eager" not in name]
         if core_attn_implementation not in known:
