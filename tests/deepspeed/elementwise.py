@@ -207,7 +207,24 @@ def differing_nesterov(model: Dots) -> torch.optim.Optimizer:
     )  # fmt: skip
 
 
-MAKERS = {"differing nesterov": differing_nesterov}
+class Scaled(torch.optim.SGD):
+    """Decay in the gradient, in place, and a factor that parameters have as an attribute."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.add_(p, alpha=0.5).mul_(getattr(p, "lr_scale", 1.0))
+        return super().step(closure)
+
+
+def scaled(model: Dots) -> Scaled:
+    for block in model.blocks[1:]:
+        block.weight.lr_scale = 0.25
+    return Scaled(model.parameters(), lr=0.1, momentum=0.5)
+
+
+MAKERS = {"differing nesterov": differing_nesterov, "scaled": scaled}
 
 
 def halving(optimizer: torch.optim.Optimizer):

@@ -105,9 +105,79 @@ class Global(torch.optim.SGD):
                 p.sub_(p.grad / norm, alpha=group["lr"])
 
 
+class CentredInPlace(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.dim() > 1:
+                    p.grad.sub_(p.grad.mean(-1, keepdim=True))
+        return super().step(closure)
+
+
+class ClippingLarge(torch.optim.SGD):
+    """Only gradients of a norm that those of a trial's first step do not have."""
+
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 2000.0)
+        return super().step(closure)
+
+
+class Excluding(torch.optim.SGD):
+    """By identity, in several ways: `how` gives an object that `is_excluded` reads."""
+
+    def __init__(self, params, how):
+        params = list(params)
+        super().__init__(params, lr=0.1)
+        self.excluded = how(params)
+        self.unread = params
+
+    def is_excluded(self, p):
+        return p in self.excluded
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if not self.is_excluded(p):
+                    p.sub_(p.grad, alpha=group["lr"])
+
+
+class ExcludingByNumber(Excluding):
+    def is_excluded(self, p):
+        return id(p) in self.excluded
+
+
+class ByPlace(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p, scale in zip(group["params"], group["scales"], strict=False):
+                p.sub_(p.grad, alpha=group["lr"] * scale)
+
+
+class Marking(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.velocity = p.grad + getattr(p, "velocity", 0)
+                p.sub_(p.velocity, alpha=group["lr"])
+
+
+class Masked(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.mask * p.grad, alpha=group["lr"])
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (CentredInPlace, "or on the shape"),
+        (ClippingLarge, "not elementwise"),
+        (Marking, "sets the attribute velocity of a parameter"),
         (Trust, "not elementwise: the weights depend on the other elements"),
         (Noisy, "random numbers"),
         (Centred, "or on the shape"),
@@ -130,6 +200,56 @@ def test_what_shards_cannot_run_is_refused_with_the_reason(make, words):
     parameter = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(ValueError, match=f"optimizer={make.__name__}: .*{words}"):
         TorchStep(make([parameter]), parameters={"a": parameter})
+
+
+def test_one_that_recognises_parameters_by_identity_is_refused():
+    """In an attribute, a closure, a model that it keeps, an option of its group. What its step does not read is no fault."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    parameters = dict(model.named_parameters())
+    numbers = {id(model[0].bias)}
+
+    class Closed(Excluding):
+        def is_excluded(self, p):
+            return id(p) in numbers
+
+    makers = {
+        "self.excluded": lambda: Excluding(model.parameters(), lambda params: {params[1]}),
+        "self.excluded.": lambda: ExcludingByNumber(model.parameters(), lambda params: {id(params[1]): "bias"}),
+        "numbers": lambda: Closed(model.parameters(), lambda params: ()),
+        "self.excluded..": lambda: ExcludingByNumber(model.parameters(), lambda params: [model]),
+        "the group's frozen": lambda: Marking([{"params": model.parameters(), "frozen": {model[0].bias}}]),
+    }
+    for what, make in makers.items():
+        with pytest.raises(ValueError, match=rf"reads {what.rstrip('.')}, which holds parameters .*p.no_decay = True"):
+            TorchStep(make(), parameters=parameters)
+    TorchStep(Excluding(model.parameters(), lambda params: ()), parameters=parameters)
+
+
+def test_one_that_recognises_parameters_by_place_or_by_tensors_is_refused():
+    parameters = {f"{number}": nn.Parameter(torch.ones(4)) for number in range(7)}
+    for scales, is_equal in (([1.0] * 7, True), ([1.0] * 6 + [2.0], False)):
+        optimizer = ByPlace([{"params": list(parameters.values()), "scales": scales}])
+        if is_equal:
+            TorchStep(optimizer, parameters=parameters)
+        else:
+            with pytest.raises(ValueError, match="by their place in the group"):
+                TorchStep(optimizer, parameters=parameters)
+    for parameter in parameters.values():
+        parameter.mask = torch.ones(4)
+    with pytest.raises(ValueError, match="the attribute mask of a parameter is a tensor"):
+        TorchStep(Masked(parameters.values()), parameters=parameters)
+
+
+def test_one_that_sends_in_its_step_is_refused():
+    class Averaging(torch.optim.SGD):
+        def step(self, closure=None):
+            if torch.distributed.is_available():
+                torch.distributed.all_reduce(self.param_groups[0]["params"][0].grad)
+            return super().step(closure)
+
+    parameter = nn.Parameter(torch.ones(4))
+    with pytest.raises(ValueError, match=r"calls all_reduce\(\) of torch.distributed"):
+        TorchStep(Averaging([parameter]), parameters={"a": parameter})
 
 
 def test_one_that_has_made_steps_or_lacks_a_parameter_is_refused():

@@ -2,12 +2,14 @@
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+
+_OF_ENGINE = ("_ztk_", "_data_was_read", "ds_")  # how the attributes begin that engines set on parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,15 +49,72 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
+    """The attributes that a script has set on a parameter (`p.lr_scale = 0.1`), for the ranges of it that a step updates.
+
+    A tensor of several elements becomes an object that raises a TypeError wherever a step uses it: which of its elements belong to a range is
+    unknown.
+    """
+    return {
+        name: _Uncut(name) if _has_elements(value) else value
+        for name, value in vars(parameter).items()
+        if not name.startswith(_OF_ENGINE)
+    }
+
+
+def stand_in(value: Tensor, *, attributes: Mapping[str, Any]) -> nn.Parameter:
+    """A parameter over the memory of `value` [n] that a step may take for the one that has `attributes`."""
+    made = nn.Parameter(value)
+    vars(made).update(attributes)
+    return made
+
+
+class _Uncut:
+    """An attribute of a parameter that a range of it cannot have."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        next(item for item in (*args, *(kwargs or {}).values()) if isinstance(item, cls))._refuse()
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise TypeError(
+            f"the attribute {self._name} of a parameter is a tensor, and a step over a range of a parameter cannot cut it: keep it in "
+            "state[parameter]"
+        )
+
+    __getitem__ = __iter__ = __bool__ = __len__ = __float__ = __call__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+
+
+def _has_elements(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_elements, value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(map(_has_elements, value))
+    return isinstance(value, nn.Module) or (isinstance(value, Tensor) and value.numel() > 1)
+
+
 def step_alone(
-    optimizer: torch.optim.Optimizer, *, groups: list[dict[str, Any]], states: dict[nn.Parameter, dict[str, Any]]
+    optimizer: torch.optim.Optimizer,
+    *,
+    groups: list[dict[str, Any]],
+    states: dict[nn.Parameter, dict[str, Any]],
+    cls: type | None = None,
 ) -> dict[str, Any]:
     """Calls the step of the optimizer's class over `groups`, and returns the attributes of the object that it was called on.
 
     groups: as `param_groups`, their parameters with gradients. states: as `state`; both are changed in place. `optimizer` is not changed,
-    except by a class that changes an object behind an attribute, and its hooks are not called.
+    except by a class that changes an object behind an attribute, and its hooks are not called. cls: of the object; None: the optimizer's.
     """
-    alone = object.__new__(type(optimizer))
+    alone = object.__new__(cls or type(optimizer))
     alone.__dict__.update(optimizer.__dict__)
     alone.__dict__.pop("step", None)  # a scheduler wraps the method of the object, to see that it was called
     alone._optimizer_step_pre_hooks, alone._optimizer_step_post_hooks = OrderedDict(), OrderedDict()

@@ -3,23 +3,30 @@
 A rank holds a range of a parameter, flat, and its shard is updated in pieces. So an optimizer may run over shards if it does to every element
 what it would do to that element in a full parameter, in its shape, beside others. Three steps over parameters of one, two and four
 dimensions are compared bit by bit with three steps over flat ranges of them, each range with an object of its own: norms (LAMB), matrices
-(Muon, Shampoo), factored moments (Adafactor) and random numbers show. One parameter has 23,040 elements and sides above 128, because some
-classes treat large parameters otherwise: 8-bit states begin at 4,096 elements (bitsandbytes, torchao), factored moments of some at sides of
-128. What begins above that shows only if it changes a state, in the first step: see `TorchStep`.
+(Muon, Shampoo), factored moments (Adafactor) and random numbers show. A class may treat each parameter in its own way, by an attribute that
+the script has set on it: the parameters of the trial, and all ranges later, have the attributes of the script's. One that recognises
+parameters in another way (by identity, by their place in the group) is refused: ranges are other objects, and a piece has some of them.
+
+One parameter has 23,040 elements and sides above 128, because some classes treat large parameters otherwise: 8-bit states begin at 4,096
+elements (bitsandbytes, torchao), factored moments of some at sides of 128. What begins above that shows only if it changes a state, in the
+first step: see `TorchStep`.
 """
 
+import copy
 import inspect
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ztk.optim.alone import fill, options_of, step_alone
+from ztk.optim.alone import attributes_of, fill, options_of, stand_in, step_alone
+from ztk.optim.reads import Reads
 
-STEPS = 3
+GRADIENTS = (1.0, 1e-3, 1e4)  # how large those of each step are: clipping begins somewhere
 # Shape -> elements of a range of it, multiples of 64: torch's vector loops do not round their remainders as their bodies.
 CUTS: dict[tuple[int, ...], int] = {(320,): 64, (8, 32): 128, (2, 2, 4, 16): 192, (160, 144): 2560}
 SHAPES = tuple(CUTS)
@@ -52,13 +59,20 @@ class Kept:
     group_values: tuple[frozenset[str], ...]
 
 
-def probe(optimizer: torch.optim.Optimizer, *, initial: Mapping[int, dict[str, Any]], device: torch.device) -> Kept:
+def probe(
+    optimizer: torch.optim.Optimizer,
+    *,
+    initial: Mapping[int, dict[str, Any]],
+    device: torch.device,
+    model: Iterable[nn.Parameter] = (),
+) -> Kept:
     """What `optimizer` keeps, with the options of its parameter groups as they are.
 
     initial: by number of the group, the states that a parameter has before its first step, see `initial_state`. device: where it will run.
+    model: further parameters that a step must not look for, besides those of its groups.
 
     Raises ValueError, with the reason, for an optimizer that cannot run over shards: one that needs a closure, wraps another one, raises in
-    its step, is not elementwise, or keeps what neither a shard nor a checkpoint can hold.
+    its step, is not elementwise, recognises parameters by identity or place, or keeps what neither a shard nor a checkpoint can hold.
     """
     name = type(optimizer).__name__
     reason = _unfit(optimizer)
@@ -66,14 +80,22 @@ def probe(optimizer: torch.optim.Optimizer, *, initial: Mapping[int, dict[str, A
         raise ValueError(f"optimizer={name}: {reason}; {_OFFERED}")
     rows: dict[str, torch.dtype] = {}
     scalars, on_device, group_values = set(), set(), []
+    own = {id(p): p for group in optimizer.param_groups for p in group["params"]} | {id(p): p for p in model}
     for number, group in enumerate(optimizer.param_groups):
+        likes = [attributes_of(p) for p in group["params"] if p.requires_grad] or [{}]
         found = _Found(rows=rows, scalars=scalars, on_device=on_device, initial=initial.get(number, {}))
+        reads = Reads(own.values(), of=type(optimizer))
         try:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                group_values.append(_probe_group(optimizer, options=options_of(group), device=device, found=found))
+                subject = _Subject(optimizer, options=options_of(group), initial=found.initial, device=device)
+                group_values.append(_probe_group(subject, likes=likes, found=found, reads=reads))
+                if len(likes) > 1 and not _is_torchs(optimizer):
+                    _check_places(subject, likes=likes)
         except Unfit as error:
             raise ValueError(f"optimizer={name}: {error}; {_OFFERED}") from None
         except Exception as error:
+            if reason := reads.fault():  # why it raises: it has found none of its parameters
+                raise ValueError(f"optimizer={name}: {reason}; {_OFFERED}") from error
             raise ValueError(
                 f"optimizer={name}: its step raises {type(error).__name__} ({error}) on flat fp32 parameters with gradients and without a "
                 f"closure, which is what a rank holds of a sharded model; {_OFFERED}"
@@ -107,18 +129,46 @@ def _unfit(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Its whole step is torch's."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """The optimizer under trial, with the options of one group and the states of a new parameter of it."""
+
+    optimizer: torch.optim.Optimizer
+    options: dict[str, Any]
+    initial: Mapping[str, Any]
+    device: torch.device
+
+    def run(self, values: Sequence[Tensor], *, likes: Sequence[Mapping[str, Any]]) -> "_Run":
+        """likes: the attributes of each."""
+        return _Run(self, values=values, likes=likes)
+
+
 def _probe_group(
-    optimizer: torch.optim.Optimizer, *, options: dict[str, Any], device: torch.device, found: _Found
+    subject: _Subject, *, likes: Sequence[Mapping[str, Any]], found: _Found, reads: Reads
 ) -> frozenset[str]:
-    """Adds the states of one group to `found`; returns which of the group's values a step changes. Raises Unfit."""
+    """Adds the states of one group to `found`; returns which of the group's values a step changes. Raises Unfit.
+
+    likes: the attributes of the group's parameters, of which the parameters of the trial have as many different ones as there is room for.
+    """
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator) for shape in SHAPES]
-    gradients = [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(STEPS)]
-    attributes = _fingerprint(vars(optimizer))
-    full = _Run(optimizer, options=options, values=[value.to(device) for value in values], initial=found.initial)
+    gradients = [[size * torch.randn(shape, generator=generator) for shape in SHAPES] for size in GRADIENTS]
+    likes = _different(likes, count=len(SHAPES))
+    if not _is_torchs(subject.optimizer) and (reason := _held(subject.options, reads=reads)):
+        raise Unfit(reason)
+    attributes = _fingerprint(vars(subject.optimizer))
+    full = subject.run(values, likes=likes)
     changed: dict[str, Any] = {}
     for row in gradients:
-        changed = full.step([gradient.to(device) for gradient in row])
+        with reads.watch(skip=_is_torchs(subject.optimizer)) as cls:
+            changed = full.step(row, cls=cls)
+    if reason := reads.fault():
+        raise Unfit(reason)
     if differing := [key for key, value in _fingerprint(changed).items() if attributes.get(key) != value]:
         raise Unfit(
             f"its step changes its attribute {differing[0]}, which is not sharded or saved: keep it in state[parameter] or in the group"
@@ -129,13 +179,14 @@ def _probe_group(
         cut = CUTS[tuple(value.shape)]
         for start in range(0, value.numel(), cut):
             place = slice(start, start + cut)
-            values_of_part = [value.view(-1)[place].clone().to(device)]
-            part = _Run(optimizer, options=options, values=values_of_part, initial=found.initial)
+            part = subject.run([value.view(-1)[place]], likes=[likes[index]])
             for row in gradients:
-                part.step([row[index].view(-1)[place].clone().to(device)])
+                part.step([row[index].view(-1)[place]])
             _compare(part, full=full, index=index, place=place, found=found)
     changed_values = {
-        key: value for key, value in full.group.items() if key != "params" and not _same(value, options.get(key))
+        key: value
+        for key, value in full.group.items()
+        if key != "params" and not _same(value, subject.options.get(key))
     }
     for key, value in changed_values.items():
         if not _is_scalar(value):
@@ -145,31 +196,75 @@ def _probe_group(
     return frozenset(changed_values)
 
 
+def _held(options: Mapping[str, Any], *, reads: Reads) -> str | None:
+    """A step is given the options of its group whether it reads them or not."""
+    return next((reads.words(f"the group's {key}") for key, value in options.items() if reads.holds(value)), None)
+
+
+def _different(likes: Sequence[Mapping[str, Any]], *, count: int) -> list[Mapping[str, Any]]:
+    """`count` of them, as many different ones as there are."""
+    kinds = {tuple(_fingerprint(own).items()): own for own in likes}
+    return [own for own, _ in zip(itertools.cycle(kinds.values()), range(count), strict=False)]
+
+
+def _check_places(subject: _Subject, *, likes: Sequence[Mapping[str, Any]]) -> None:
+    """As many parameters as the group has, in order, and the same in two halves and backwards: a piece has some of them, in its own order.
+    Raises Unfit where that shows."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(64, generator=generator) for _ in likes]
+    gradients = [torch.randn(64, generator=generator) for _ in likes]
+    full = subject.run(values, likes=likes)
+    full.step(gradients)
+    for order in (range(0, len(likes), 2)[::-1], range(1, len(likes), 2)[::-1]):
+        part = subject.run([values[index] for index in order], likes=[likes[index] for index in order])
+        part.step([gradients[index] for index in order])
+        for index, own in zip(order, part.parameters, strict=True):
+            if not torch.equal(_bits(own), _bits(full.parameters[index])):
+                raise Unfit(
+                    "its step treats parameters by their place in the group, or by the others in it, and a rank holds some of them at a time: "
+                    "mark parameters by an attribute (p.lr_scale = 0.1), or give them a parameter group of their own"
+                )
+
+
 class _Run:
     """Parameters, their states and their group, stepped by a class."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        options: Mapping[str, Any],
-        values: list[Tensor],
-        initial: Mapping[str, Any],
-    ) -> None:
-        self.parameters = [nn.Parameter(value.clone()) for value in values]
-        self.group = {**options_of(options), "params": self.parameters}
+    def __init__(self, subject: _Subject, *, values: Sequence[Tensor], likes: Sequence[Mapping[str, Any]]) -> None:
+        self._optimizer, self._device, initial = subject.optimizer, subject.device, subject.initial
+        self.parameters = [
+            stand_in(value.to(self._device, copy=True), attributes=_copied(own))
+            for value, own in zip(values, likes, strict=True)
+        ]
+        self.group = {**options_of(subject.options), "params": self.parameters}
         self.states: dict[nn.Parameter, dict[str, Any]] = (
             {parameter: fill(initial, parameter=parameter) for parameter in self.parameters} if initial else {}
         )
-        self._optimizer = optimizer
 
-    def step(self, gradients: list[Tensor]) -> dict[str, Any]:
+    def step(self, gradients: list[Tensor], *, cls: type | None = None) -> dict[str, Any]:
+        """Over copies of `gradients`, which a class may change in place."""
+        attributes = [_fingerprint(vars(parameter)) for parameter in self.parameters]
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
-        attributes = step_alone(self._optimizer, groups=[self.group], states=self.states)
-        for parameter in self.parameters:
+            parameter.grad = gradient.to(self._device, copy=True)
+        of_optimizer = step_alone(self._optimizer, groups=[self.group], states=self.states, cls=cls)
+        for parameter, before in zip(self.parameters, attributes, strict=True):
             self.states.setdefault(parameter, {})
-        return attributes
+            after = _fingerprint(vars(parameter))
+            if changed := [key for key in after.keys() | before.keys() if after.get(key) != before.get(key)]:
+                raise Unfit(
+                    f"its step sets the attribute {changed[0]} of a parameter, which is not sharded or saved: keep it in state[parameter]"
+                )
+        return of_optimizer
+
+
+def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """So that a trial changes nothing that the script has."""
+    made = {}
+    for name, value in attributes.items():
+        try:
+            made[name] = copy.deepcopy(value)
+        except Exception:  # what cannot be copied is shared
+            made[name] = value
+    return made
 
 
 def _sort(states: list[dict[str, Any]], *, parameters: list[nn.Parameter], found: _Found) -> None:

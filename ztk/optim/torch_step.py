@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk.kernels import Control
-from ztk.optim.alone import fill, initial_state, options_of, step_alone
+from ztk.optim.alone import attributes_of, fill, initial_state, options_of, stand_in, step_alone
 from ztk.optim.probe import Kept, probe
 from ztk.optim.states import StateFormat
 
@@ -63,7 +63,8 @@ class TorchStep:
             )
         self._initial = _initial_states(optimizer, name_of=name_of)
         of_groups = {self._group_of[name]: state for name, state in self._initial.items()}
-        self._kept: Kept = probe(optimizer, initial=of_groups, device=torch.device(device))
+        self._kept: Kept = probe(optimizer, initial=of_groups, device=torch.device(device), model=parameters.values())
+        self._parameters, self._attributes = dict(parameters), {}
         optimizer.state.clear()  # full tensors, which nothing uses
         self.state_names = tuple(self._kept.rows)
         self.format = StateFormat.float32(self.state_names)
@@ -75,12 +76,13 @@ class TorchStep:
         self._values_after: dict[int, dict[str, Any]] = {}
 
     def begin_step(self) -> None:
-        """Takes the options of the groups as they are now. Between steps, in the thread that trains."""
+        """Takes the options of the groups and the attributes of parameters as they are now. Between steps, in the thread that trains."""
         self._before |= self._after
         self._after = {}
         self._values_before |= self._values_after
         self._values_after = {}
         self._groups = [options_of(group) for group in self._optimizer.param_groups]
+        self._attributes = {name: attributes_of(parameter) for name, parameter in self._parameters.items()}
 
     def step(
         self, master: Tensor, *, grad: Tensor, rows: Mapping[str, Tensor], control: Tensor, places: Mapping[str, slice]
@@ -96,7 +98,7 @@ class TorchStep:
         states: dict[nn.Parameter, dict[str, Any]] = {}
         of_name: dict[str, nn.Parameter] = {}
         for name, place in places.items():
-            parameter = nn.Parameter(master[place])
+            parameter = stand_in(master[place], attributes=self._attributes[name])
             parameter.grad = grad[place].to(torch.float32) * control[Control.grad_coefficient]
             number = self._group_of[name]
             group = groups.setdefault(
