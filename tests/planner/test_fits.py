@@ -108,6 +108,35 @@ def test_the_busiest_lane_is_a_bound_and_is_named():
     time = lanes.read(disk_read=2_000_000_000, disk_write=2_000_000_000)
     assert time.busy == pytest.approx({"compute": 1.0, "wire": 0.0, "pcie": 0.003, "host": 0.004, "disk": 6.0})
     assert time.seconds == pytest.approx(6.0) and time.limit == "disk"
+    assert time.parts == pytest.approx({"compute": 1.0, "host": 0.004, "disk": 4.996})
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_waits_for_the_update_in_main_memory(stage):
+    """The bits of a step do not change, so only the next forward up to a bucket's first use can hide the update of that bucket."""
+    slow = {"hardware": replace(HARDWARE, host_bandwidth=1e4), "offload": ztk.OffloadPolicy(optimizer="cpu")}
+    fast = slow | {"hardware": replace(HARDWARE, host_bandwidth=1e15)}
+    slow, fast = (small_plan(zero=ztk.ZeroPolicy(stage=stage), **choices).time for choices in (slow, fast))
+    host = slow.busy["host"]
+    assert host > 1 and fast.waits.get("host", 0.0) < 0.01
+    assert slow.seconds - fast.seconds > 0.9 * host and slow.waits["host"] > 0.9 * host
+    assert sum(slow.parts.values()) == pytest.approx(slow.seconds)
+
+
+def test_an_update_behind_the_forward_is_waited_for_where_its_parameters_are_used():
+    lanes = Lanes(HARDWARE)
+    lanes.restart()
+    work(lanes, device_bytes=1_000_000_000, host_bytes=1_000_000_000, copies=True, to_host=True)  # a gradient
+    with lanes.behind():
+        work(lanes, host_bytes=2_000_000_000)
+        work(lanes, device_bytes=500_000_000, host_bytes=500_000_000, copies=True)
+        moment = lanes.updated()
+    assert lanes.now == 0.0 and moment == pytest.approx(1 + 2 + 0.5)
+    work(lanes, flops=3_000_000_000)
+    lanes.wait_until(moment, lane="host")
+    time = lanes.read(disk_read=0, disk_write=0)
+    assert time.seconds == pytest.approx(3.5) and time.waits == pytest.approx({"host": 0.5})
+    assert time.busy["pcie"] == pytest.approx(1.0)  # the link carries both directions at one time
 
 
 CURVES = {

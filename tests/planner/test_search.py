@@ -115,6 +115,58 @@ def test_what_is_dropped_and_what_is_planned_is_everything():
     assert f"{result.layouts:,} layouts, 12 planned" in "\n".join(result.lines())
 
 
+def test_a_search_recommends_no_offload_where_all_fits_without(tmp_path):
+    """The update in main memory takes a tenth of a step, and gains nothing."""
+    words = (
+        "task=plan",
+        "hardware=h100",
+        "model=7b",
+        "model.layers=4",
+        "launch.ranks=8",
+        "data=synthetic",
+        "data.seq_len=4096",
+    )
+    words += ("train.micro_batch_size=1", "train.global_batch_size=16", "zero=stage3", "recompute=full")
+    config = compose(*words, output_dir=tmp_path, machine=CPU)
+    work, given = program.workload(config), dict(word.split("=") for word in words)
+    for stage in (1, 3):
+        kept, offloaded = (replace(USUAL, stage=stage, offload=tier) for tier in ("none", "cpu"))
+        assert rough_seconds(kept, work=work) < rough_seconds(offloaded, work=work)
+        kept, offloaded = (
+            make_plan(
+                compose(
+                    *program.searched(config, given=given, overrides=one.overrides), output_dir=tmp_path, machine=CPU
+                )
+            )
+            for one in (kept, offloaded)
+        )
+        assert kept.time.seconds < offloaded.time.seconds
+
+
+def test_a_search_says_what_offload_costs_where_nothing_fits_without():
+    replan, _ = planner(lambda overrides: "offload=cpu" in overrides)
+
+    def priced(overrides: tuple[str, ...]) -> Plan | str:
+        plan = replan(overrides)
+        trace = plan.classes[0]
+        time = replace(
+            trace.time, seconds=5.0 + len(overrides), busy={"compute": 4.0}, waiting=1.0, waits={"host": 1.0}
+        )
+        return replace(plan, classes=(replace(trace, time=time),))
+
+    small = replace(
+        WORK, hardware=replace(HARDWARE, capacity_bytes=3_500)
+    )  # 4,000 of state remain on a device at stage 3
+    result = search(priced, work=small, traced=8, say=lambda line: None)
+    text = "\n".join(result.lines())
+    assert result.resident == 4_000 and result.found[0].layout.offload == "cpu"
+    assert "no layout without offload fits: its state takes at least 4 kB of a device that has 3.5 kB" in text
+    assert "offload=cpu costs 1 s of the 8 s of a step (host 1 s)" in text
+    rows = result.rows()
+    assert rows[0]["slower_because"] == "" and rows[0]["offload_seconds"] == 1.0
+    assert "the second takes " in text and all(row["slower_because"] for row in rows[1:] if row["fits"])
+
+
 def test_too_much_state_is_never_planned():
     small = replace(WORK, hardware=replace(HARDWARE, capacity_bytes=7_000))  # the state at stage 0 takes 16,000
     replan, asked = planner(lambda overrides: True)

@@ -1,14 +1,18 @@
-"""A step's seconds on a simple timeline: what computes, what is sent, what passes between host and device, host and disk.
+"""A step's seconds on a timeline of lanes: computing, the wire, the host's update, copies over PCIe, the disk.
 
-Operations run one after the other at the hardware's rates; collectives are sent in the order of their issue, and the step waits for them
-where the engine waits. The other lanes only add up what they move, because the engine overlaps them with the rest. So the step takes as long
-as computing and waiting, or as the busiest lane if that takes longer: a lower bound at the hardware's rates.
+Operations run one after the other at the hardware's rates. Collectives are sent in the order of their issue, and the step waits for them
+where the engine waits. An update in main memory starts when its gradients and states have arrived, and it keeps the host: the step waits for
+it, unless it runs in the thread behind the forward (stage 3). Then each bucket has the moment at which its update has ended and its
+parameters are on the device, and the first gather of the bucket waits for that moment. Copies in one direction of the PCIe link follow one
+another, and so do reads from the disk. No lane can work for longer than the step, so the busiest lane is a bound.
 
 On a CPU, whose hardware has curves, the same cores compute, reduce and update: all but the disk adds up. There the host's own work counts,
 too: what Python does for a gradient, for a request to the disk, and for an operation that a dispatch mode intercepts.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,6 +21,7 @@ from ztk.policies.hardware import Hardware
 from ztk.runtime.comm.planned import Moved
 
 LANES = ("compute", "wire", "host", "pcie", "disk")
+TO_DEVICE, TO_HOST = _COPIES = ("to device", "to host")  # directions of the PCIe link, which works in both at one time
 # Kinds of operations, beside ztk's own by their names.
 PRODUCT, ATTENTION, TORCH_ATTENTION, ELEMENTWISE = "product", "attention", "torch_attention", "elementwise"
 GROUPED_PRODUCT = "grouped_product"  # torch's product of groups of rows, each with a matrix of its own
@@ -35,16 +40,26 @@ _LIKE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """seconds: of a step. busy: seconds of work by lane. waiting: of `seconds`, those in which computing waited for the wire."""
+    """seconds: of a step. busy: seconds of work by lane. waits: seconds in which computing waited, by the lane that it waited for; waiting:
+    their sum. A pipeline also waits in its bubble, which only `waiting` counts."""
 
     seconds: float
     busy: dict[str, float]
     waiting: float
+    waits: dict[str, float] = field(default_factory=dict)
 
     @property
     def limit(self) -> str:
         """The lane that works the longest."""
         return max(self.busy, key=lambda lane: self.busy[lane])
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The step's seconds: computing, then waiting by lane; `bubble` of a pipeline. A lane that is busy for longer has the rest."""
+        parts = {"compute": self.busy["compute"], **self.waits}
+        parts["bubble"] = max(0.0, self.waiting - sum(self.waits.values()))
+        parts[self.limit] = parts.get(self.limit, 0.0) + max(0.0, self.seconds - sum(parts.values()))
+        return {lane: seconds for lane, seconds in parts.items() if seconds}
 
 
 class Lanes:
@@ -52,8 +67,14 @@ class Lanes:
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
-        self._now = self._wire_free = self._start = self._waiting = 0.0
-        self._busy = dict.fromkeys(LANES, 0.0)
+        self._now = self._wire_free = self._start = 0.0
+        self._main, self._thread = (
+            _Thread(),
+            _Thread(),
+        )  # the one that trains, and the one that updates behind the forward
+        self._is_behind = False
+        self._busy = dict.fromkeys((*LANES, *_COPIES), 0.0)
+        self._waits: dict[str, float] = {}
         self.transfer = 0.0  # the longest message of this step to a neighbour in a pipeline, in seconds
 
     @property
@@ -61,23 +82,39 @@ class Lanes:
         """Seconds since the start of this clock."""
         return self._now
 
+    @property
+    def loaded(self) -> float:
+        """When the last copy to the device that was started has ended."""
+        return self._current.copied[TO_DEVICE]
+
     def restart(self) -> None:
         """A step begins."""
-        self._start, self._waiting, self.transfer = self._now, 0.0, 0.0
-        self._busy = dict.fromkeys(LANES, 0.0)
+        self._start, self.transfer = self._now, 0.0
+        self._waits = {}
+        self._busy = dict.fromkeys((*LANES, *_COPIES), 0.0)
 
     def read(self, *, disk_read: int, disk_write: int) -> StepTime:
         """The step since `restart`, in which so many bytes came from the disk and went there."""
         hardware = self._hardware
-        self._busy["disk"] = disk_read / hardware.disk_read_bandwidth + disk_write / hardware.disk_write_bandwidth
-        seconds = max(self._now - self._start, *self._busy.values())
-        return StepTime(seconds=seconds, busy=dict(self._busy), waiting=self._waiting)
+        busy = {lane: self._busy[lane] for lane in LANES}
+        busy["pcie"] = max(self._busy[way] for way in _COPIES)
+        busy["disk"] = disk_read / hardware.disk_read_bandwidth + disk_write / hardware.disk_write_bandwidth
+        seconds = max(self._now - self._start, *busy.values())
+        return StepTime(seconds=seconds, busy=busy, waiting=sum(self._waits.values()), waits=dict(self._waits))
 
     def compute(
-        self, *, kind: str, flops: int, device_bytes: int, host_bytes: int, dtype: torch.dtype, copies: bool
+        self,
+        *,
+        kind: str,
+        flops: int,
+        device_bytes: int,
+        host_bytes: int,
+        dtype: torch.dtype,
+        copies: bool,
+        to_host: bool = False,
     ) -> None:
         """One operation. kind: what takes its time. copies: it does nothing else. With memory of the host it runs there, or is a copy
-        between host and device."""
+        between host and device. to_host: in which direction."""
         hardware = self._hardware
         if hardware.curves is not None:
             nbytes = device_bytes + host_bytes
@@ -93,9 +130,61 @@ class Lanes:
                 ),
             )
             return
-        self._busy["pcie"] += device_bytes / hardware.pcie_bandwidth
+        if device_bytes:
+            self._copy(TO_HOST if to_host else TO_DEVICE, seconds=device_bytes / hardware.pcie_bandwidth)
         if not (copies and device_bytes):
-            self._busy["host"] += host_bytes / hardware.host_bandwidth
+            self._update(host_bytes / hardware.host_bandwidth)
+
+    # In memory of the host
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """Inside, the host works in a thread of its own: the clock does not run for it. It starts when the gradients have arrived."""
+        thread = self._thread
+        thread.now, self._is_behind = max(self._now, self._main.copied[TO_HOST], thread.now), True
+        try:
+            yield
+        finally:
+            self._is_behind = False
+
+    def _copy(self, way: str, *, seconds: float) -> None:
+        """A copy over the link, which nobody waits for yet. What is copied to the device has been read or computed before."""
+        thread = self._current
+        ready = max(self._moment, thread.read) if way == TO_DEVICE else self._moment
+        thread.copied[way] = max(ready, thread.copied[way]) + seconds
+        self._busy[way] += seconds
+
+    def _update(self, seconds: float) -> None:
+        """Work in main memory, of what was read and copied to there before. The thread that does it does nothing else."""
+        thread, started = self._current, self._moment
+        waits = {
+            "pcie": thread.copied[TO_HOST] - started,
+            "disk": thread.read - max(started, thread.copied[TO_HOST]),
+            "host": seconds,
+        }
+        self._busy["host"] += seconds
+        if self._is_behind:
+            thread.now = max(started, thread.copied[TO_HOST], thread.read) + seconds
+            return
+        for lane, waited in waits.items():
+            self.wait_until(self._now + max(0.0, waited), lane=lane)
+
+    def disk_reads(self, nbytes: int) -> None:
+        """A request to the disk for so many bytes."""
+        thread = self._current
+        thread.read = max(self._moment, thread.read) + nbytes / self._hardware.disk_read_bandwidth
+
+    def updated(self) -> float:
+        """When what the host has updated so far is where the next forward uses it."""
+        return max(self._moment, self.loaded)
+
+    @property
+    def _current(self) -> "_Thread":
+        return self._thread if self._is_behind else self._main
+
+    @property
+    def _moment(self) -> float:
+        return self._thread.now if self._is_behind else self._now
 
     def host_work(self, kind: str, *, amount: int = 1, dtype: torch.dtype = torch.float32) -> None:
         """Work of the host that no operation shows, of GRADIENT, REQUEST (amount: bytes) or INTERCEPTED: the cores of a CPU do nothing else
@@ -150,16 +239,27 @@ class Lanes:
             if hardware.curves:
                 self._take("wire", seconds=seconds)
                 return _Sent(self, ends=self._now)
-            self._wire_free = max(self._now, self._wire_free) + seconds
+            ready = max(self._now, self.loaded) if kind == "all_gather" else self._now  # parameters come from the host
+            self._wire_free = max(ready, self._wire_free) + seconds
             self._busy["wire"] += seconds
             return _Sent(self, ends=self._wire_free)
 
         return moved
 
-    def wait_until(self, moment: float) -> None:
-        """Computing goes on when the clock shows `moment`."""
-        self._waiting += max(0.0, moment - self._now)
-        self._now = max(self._now, moment)
+    def wait_until(self, moment: float, *, lane: str = "wire") -> None:
+        """Computing goes on when the clock shows `moment`. lane: which it waits for."""
+        if moment > self._now:
+            self._waits[lane] = self._waits.get(lane, 0.0) + moment - self._now
+            self._now = moment
+
+
+class _Thread:
+    """What one thread of the host has started. now: its own clock, if it is not the one that trains. copied: by direction, when the last
+    copy has ended; read: when the last request to the disk has."""
+
+    def __init__(self) -> None:
+        self.now = self.read = 0.0
+        self.copied = dict.fromkeys(_COPIES, 0.0)
 
 
 class _Sent:

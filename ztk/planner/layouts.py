@@ -157,7 +157,11 @@ def rough_seconds(layout: Layout, *, work: Workload) -> float:
         disk = disk / hardware.disk_read_bandwidth + disk / hardware.disk_write_bandwidth
     if layout.offload == "none":
         compute += shard * (2 * work.optimizer_bytes + work.gradient_bytes) / hardware.memory_bandwidth
-    return max(compute + _exposed(layout, work=work), _wire_of_data(layout, work=work), pcie, host, disk)
+    hidden = (
+        compute / forwards / 3 if layout.stage == 3 else 0.0
+    )  # behind the first forward; else the step waits for the update
+    waited = max(0.0, host - hidden)
+    return max(compute + _exposed(layout, work=work) + waited, _wire_of_data(layout, work=work), pcie, disk)
 
 
 def _wire_of_data(layout: Layout, *, work: Workload) -> float:

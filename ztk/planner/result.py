@@ -90,6 +90,7 @@ class Plan:
                 "seconds.waiting": self.time.waiting,
             }
             values |= {f"seconds.{lane}": seconds for lane, seconds in self.time.busy.items()}
+            values |= {f"seconds.waiting.{lane}": seconds for lane, seconds in self.time.waits.items()}
         for axis, kinds in self.wire.items():
             values |= {f"comm.{axis}.{kind}_bytes": nbytes for kind, nbytes in kinds.items()}
         return values
@@ -130,6 +131,8 @@ class Plan:
             busy = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.time.busy.items() if seconds)
             source, limit = self.hardware.source, self.time.limit
             yield f"  a step takes {self.step_words}, at the rates {source}; {limit} limits it ({busy})"
+            if waits := ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.time.waits.items()):
+                yield f"  of it computing waits for: {waits}"
             yield f"  {self.answer}"
 
     @property

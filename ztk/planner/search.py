@@ -9,6 +9,10 @@ from typing import Any
 from ztk.planner.layouts import DEGREES, Layout, Workload, activation_bytes, legal, rough_seconds, state_bytes
 from ztk.planner.result import Plan, size
 
+OFFLOADED = ("host", "pcie", "disk")  # lanes that only offloading uses
+_TOO_LARGE = "the state alone is more than a device has"
+_NOUNS = {"host": "host's update", "pcie": "copies between host and device"}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
@@ -24,6 +28,21 @@ class Found:
         assert self.plan.time is not None
         return self.plan.time.seconds
 
+    @property
+    def offload_seconds(self) -> float:
+        """Of a step: waiting for the host's update, for copies between host and device, and for the disk."""
+        assert self.plan.time is not None
+        return sum(self.plan.time.parts.get(lane, 0.0) for lane in OFFLOADED)
+
+    def slower_because(self, best: "Found") -> str:
+        """Why a step takes longer than that of `best`: the part of it that grew the most."""
+        assert self.plan.time is not None and best.plan.time is not None
+        own, other = self.plan.time.parts, best.plan.time.parts
+        more = {lane: own.get(lane, 0.0) - other.get(lane, 0.0) for lane in (*own, *other)}
+        lane = max(more, key=lambda lane: more[lane])
+        verb = "computes" if lane == "compute" else f"waits for the {_NOUNS.get(lane, lane)}"
+        return f"{verb} {more[lane]:.3g} s longer" if more[lane] > 0 else "as fast"
+
     def row(self) -> dict[str, Any]:
         """Flat keys and plain numbers."""
         plan, time = self.plan, self.plan.time
@@ -33,6 +52,7 @@ class Found:
             "fits": plan.fits,
             "step_seconds": time.seconds,
             "limit": time.limit,
+            "offload_seconds": self.offload_seconds,
             "margin_bytes": plan.margin_bytes,
             "peak_memory.device_bytes": plan.peak_bytes["device"],
             "peak_memory.host_bytes": plan.peak_bytes["host"],
@@ -49,16 +69,24 @@ class Search:
     """found: those that fit, the fastest first, then those that do not, the nearest first. layouts: how many there are.
 
     dropped: how many of them were not planned, by reason. The counts and `found` add up to `layouts`.
+    usable, resident: bytes that tensors may take on a device, and the fewest that any layout without offloading keeps there between steps.
     """
 
     found: tuple[Found, ...]
     layouts: int
     dropped: dict[str, int]
+    usable: float
+    resident: float
 
     def rows(self) -> list[dict[str, Any]]:
-        """One per planned layout, with its rank among those that fit; for JSON, CSV and frames."""
+        """One per planned layout, with its rank among those that fit and why it is slower than the first; for JSON, CSV and frames."""
         fitting = iter(range(1, len(self.found) + 1))
-        return [{"rank": next(fitting) if found.plan.fits else None} | found.row() for found in self.found]
+        rows = []
+        for found in self.found:
+            rank = next(fitting) if found.plan.fits else None
+            why = found.slower_because(self.found[0]) if rank is not None and rank > 1 else ""
+            rows.append({"rank": rank} | found.row() | {"slower_because": why})
+        return rows
 
     def lines(self) -> Iterator[str]:
         """The table, for a terminal."""
@@ -71,10 +99,34 @@ class Search:
                 size(row[key]) for key in ("peak_memory.device_bytes", "margin_bytes", "peak_memory.host_bytes")
             )
             yield f"  {rank:>4}  {row['step_seconds']:>9.3g}  {row['limit']:<8}{device:>9}{margin:>10}{host:>9}  {row['overrides']}"
-        if not any(found.plan.fits for found in self.found):
-            yield "  none of them fits: use more ranks, smaller micro-batches or a smaller model"
+        yield from self._reasons()
         for reason, count in self.dropped.items():
             yield f"  dropped {count:,}: {reason}"
+
+    def _reasons(self) -> Iterator[str]:
+        """Why the first layout is the first."""
+        fitting = [found for found in self.found if found.plan.fits]
+        if not fitting:
+            yield "  none of them fits: use more ranks, smaller micro-batches or a smaller model"
+            return
+        first, *others = fitting
+        if others:
+            slower = others[0].seconds / first.seconds - 1
+            yield f"  the second takes {slower:.1%} longer: {others[0].slower_because(first)}"
+        if all(found.layout.offload != "none" for found in fitting):
+            yield f"  {self._without_offload()}"
+            cost, parts = first.offload_seconds, first.plan.time.parts if first.plan.time else {}
+            words = ", ".join(f"{lane} {parts[lane]:.3g} s" for lane in OFFLOADED if lane in parts)
+            share = f"{cost:.3g} s of the {first.seconds:.3g} s of a step" + (f" ({words})" if words else "")
+            yield f"  offload={first.layout.offload} costs {share}"
+
+    def _without_offload(self) -> str:
+        if self.resident > self.usable:
+            return (
+                f"no layout without offload fits: its state takes at least {size(self.resident)} of a device that has "
+                f"{size(self.usable)}; use more ranks or pay for the offload"
+            )
+        return "none of the planned layouts without offload fits; raise plan.traced to plan more of them"
 
 
 def search(
@@ -91,11 +143,13 @@ def search(
     layouts, dropped = legal(work)
     total, usable = len(layouts) + sum(dropped.values()), work.hardware.usable_bytes
     drops = Counter[str](dropped)
-    waiting = []
+    waiting, resident = [], math.inf
     for layout in layouts:
         state = state_bytes(layout, work=work)
+        if layout.offload == "none":
+            resident = min(resident, state)
         if state > usable:
-            drops["the state alone is more than a device has"] += 1
+            drops[_TOO_LARGE] += 1
             continue
         rough = rough_seconds(layout, work=work)
         fits = state + activation_bytes(layout, work=work) <= usable
@@ -118,8 +172,15 @@ def search(
         found.append(Found(layout=layout, plan=plan, rough=rough))
         if not plan.fits:
             misfits.append(layout)
-    found.sort(key=lambda one: (not one.plan.fits, one.seconds if one.plan.fits else -(one.plan.margin_bytes or 0)))
-    return Search(found=tuple(found), layouts=total, dropped=dict(drops))
+    found.sort(key=_order)
+    return Search(found=tuple(found), layouts=total, dropped=dict(drops), usable=usable, resident=resident)
+
+
+def _order(one: Found) -> tuple:
+    """The fastest first, among equals the simpler; then those that do not fit, the nearest first."""
+    if one.plan.fits:
+        return False, float(f"{one.seconds:.3g}"), _simplicity(one.layout), one.seconds
+    return True, -(one.plan.margin_bytes or 0)
 
 
 def _simplicity(layout: Layout) -> tuple[int, ...]:

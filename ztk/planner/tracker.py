@@ -118,8 +118,9 @@ class StepTracker(TorchDispatchMode):
         assert self._computed is not None
         if used:
             copies = func is torch.ops.aten.copy_.default
+            to_host = is_host_memory(used[0].untyped_storage())
             if copies:  # its result is its first argument
-                moved[is_host_memory(used[0].untyped_storage())] -= used[0].nbytes
+                moved[to_host] -= used[0].nbytes
             dtype = used[0 if func in FLOPS else -1].dtype  # attention returns its log-sum-exp last, in fp32
             self._computed(
                 kind=_kind(func, flops=flops),
@@ -128,6 +129,7 @@ class StepTracker(TorchDispatchMode):
                 host_bytes=moved[True],
                 dtype=dtype,
                 copies=copies,
+                to_host=copies and to_host,
             )
 
     def _see(self, tensor: Tensor) -> None:
