@@ -80,7 +80,15 @@ def test_retries_of_a_job_are_counted(tmp_path):
 
 
 def test_repeats_are_interleaved_and_two_commands_exclude_each_other(tmp_path):
-    line = (*FAKE, "-m", "zero=stage0,stage1", "launch.ranks=1", "sweep.repeats=2", "hydra.sweep.dir=D")
+    line = (
+        *FAKE,
+        "-m",
+        "zero=stage0,stage1",
+        "launch.ranks=1",
+        "sweep.repeats=2",
+        "sweep.repeat_with=same_seed",
+        "hydra.sweep.dir=D",
+    )
     command = [sys.executable, str(CHECKOUT / "run.py"), *line, "train.steps=2"]
     hangs = environment({"rank": 0, "step": 1, "how": "hang"})
     with subprocess.Popen(command, cwd=tmp_path, env=hangs, stdout=subprocess.DEVNULL) as sweep:

@@ -124,6 +124,21 @@ def test_keys_of_a_sweep_that_cannot_act_are_refused(words, reason):
         read_line([word for word in words if word not in flags], flags=flags)
 
 
+@pytest.mark.parametrize(
+    "words, varied",
+    [
+        (["sweep.repeats=2"], "seeds"),
+        (["sweep.repeats=2", "train.seed=3"], "same_seed"),
+        (["sweep.repeats=2", "sweep.repeat_with=same_seed"], "same_seed"),
+        ([], "same_seed"),
+    ],
+)
+def test_repeats_change_the_seed_unless_told(words, varied):
+    """Losses of one seed have intervals of no width."""
+    found = read_line(words, flags=["-m"])
+    assert found.options.varied(found.words).value == varied
+
+
 def record_of(*jobs: SweepJob) -> SweepRecord:
     common = {"command": "run.py -m zero=stage0,stage1", "commit": "abc", "repeats": 1, "repeat_with": "same_seed"}
     return SweepRecord(

@@ -9,7 +9,7 @@ import pytest
 
 import ztk
 from ztk.report.__main__ import main
-from ztk.report.compare import compare
+from ztk.report.compare import compare, render
 from ztk.report.statistics import _student, median_interval, ratio_interval
 from ztk.report.sweep import SweepJob, SweepRecord
 
@@ -97,6 +97,39 @@ def test_equal_digests_are_identical_and_few_pairs_show_nothing(tmp_path):
     assert found["precision=fp16", "tokens_per_second"] == "equal"
 
 
+def test_counted_bytes_are_compared_exactly_with_one_pair(tmp_path):
+    """No repeat changes what is counted, so a ratio of 1.125 is one."""
+    speed = {"tokens_per_second": 100.0}
+    arms = {f"zero=stage{stage}": [speed | {"peak_memory.device_bytes": 9 - stage}] for stage in (0, 1)}
+    *_, speed, peak = compare(
+        [str(make_sweep(tmp_path, arms=arms))], metrics=["tokens_per_second", "peak_memory.device_bytes"]
+    )
+    assert peak.result == "11.11% less, counted"
+    (row,) = [line for line in render([peak]).splitlines() if "stage1" in line]
+    assert row.count("| counted |") == 2
+    varied = [{"peak_memory.allocator_bytes": nbytes} for nbytes in (100, 101, 99)]
+    arms = {"zero=stage0": varied, "zero=stage1": varied[1:] + varied[:1]}
+    (_, one) = compare([str(make_sweep(tmp_path / "varied", arms=arms))], metrics=["peak_memory.allocator_bytes"])
+    assert one.result == "no difference shown, fewer than 6 pairs"
+
+
+def test_losses_that_are_compared_are_those_of_the_validation_set(tmp_path):
+    summaries = [{"final_loss": 2.0 + number, "validation_loss": 3.0, "tokens_per_second": 1.0} for number in range(2)]
+    arms = {"zero=stage0": summaries, "zero=stage1": summaries}
+    found = compare([str(make_sweep(tmp_path / "held_out", arms=arms))])
+    assert {one.metric for one in found} == {"validation_loss", "tokens_per_second"}
+    arms = {name: [{"final_loss": 2.0}] for name in arms}
+    found = compare([str(make_sweep(tmp_path / "synthetic", arms=arms))])
+    assert {one.metric for one in found} == {"final_loss"} and "final_loss (last batch)" in render(found)
+
+
+def test_few_measurements_have_no_interval_of_95_percent():
+    """The smallest and the largest of n enclose the median in all but 2 of 2^n cases: 75 % for 3, 93.75 % for 5, 96.9 % for 6."""
+    three, six = median_interval([1.0, 2.0, 3.0]), median_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    assert numpy.isnan([three.low, three.high]).all() and three.ends == "none (n = 3, all in 1 to 3)"
+    assert six.low < six.median < six.high and " to " in six.ends
+
+
 def test_repeats_that_failed_leave_pairs_of_the_same_number(tmp_path):
     """A machine whose speed doubles with every repeat: pairs of other numbers would show a ratio of 2."""
     done = [
@@ -181,6 +214,10 @@ def test_frames_have_types_options_and_every_job(tmp_path):
         )
     found = ztk.load(folder)
     runs = found.runs
+    assert list(runs.columns[:9]) == [
+        *("run", "status", "arm", "repeat", "zero", "model.layers"),
+        *("tokens_per_second", "peak_memory.device_bytes", "peak_memory.host_bytes"),
+    ]
     assert list(runs["status"]) == ["done", "done", "pending"]
     assert runs["model.layers"].dtype == "int64" and list(runs["model.layers"]) == [5, 10, 7]
     assert runs["optimizer.lr"].dtype == "float64" and runs["optimizer.lr"][0] == 1e-3

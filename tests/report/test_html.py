@@ -127,7 +127,7 @@ def test_columns_are_the_settings_that_differ_and_the_metrics(data):
     columns = {column["key"]: column for column in data["columns"]}
     assert list(columns) == [
         *("run", "status", "arm", "repeat"),
-        *("zero", "zero.stage", "data.path"),
+        *("zero", "data.path", "zero.stage"),
         *("tokens_per_second", "final_loss", "peak_memory.device_bytes"),
     ]
     assert columns["zero"]["named"] and not columns["zero.stage"]["named"]
@@ -141,7 +141,7 @@ def test_arms_have_medians_of_their_finished_runs(data):
     arms = {arm["name"]: arm for arm in data["arms"]}
     assert list(arms) == ["zero=stage0", "zero=stage3", f"zero=stage0 data.path={HOSTILE}", "zero=stage1"]
     n, median, low, high = arms["zero=stage0"]["metrics"]["tokens_per_second"]
-    assert (n, median) == (3, 110.0) and 100.0 <= low < 110.0 < high <= 120.0
+    assert (n, median, low, high) == (3, 110.0, None, None)  # of 3 runs there is no interval of 95 %
     assert arms["zero=stage1"]["metrics"] == {} and arms["zero=stage1"]["runs"] == 3
 
 

@@ -99,7 +99,9 @@ class JobSweeper(Sweeper):
                 ]
             )
         if old is not None and options.resume is not None and configuration.only_resume(options):
-            options = replace(options, repeats=old.repeats, repeat_with=RepeatWith(old.repeat_with))
+            options = replace(options, repeats=old.repeats)
+        if old is not None and options.repeat_with is None:
+            options = replace(options, repeat_with=RepeatWith(old.repeat_with))
         grid = {
             str(override.get_key_element()): [str(value) for value in override.sweep_string_iterator()]
             for override in overrides
@@ -112,7 +114,7 @@ class JobSweeper(Sweeper):
             words=request.words,
             grid=grid,
             repeats=options.repeats,
-            repeat_with=options.repeat_with.value,
+            repeat_with=options.varied(request.words).value,
             commit=read_commit(),
             jobs=self._jobs(_combinations(overrides), options=options, swept=swept, folder=folder),
         )
@@ -133,9 +135,10 @@ class JobSweeper(Sweeper):
     ) -> tuple[SweepJob, ...]:
         """Every combination once, then all again for each repeat. Of jobs with one resolved configuration the first stays."""
         found: dict[str, SweepJob] = {}
+        varied = options.varied(self.request.words)
         for repeat in range(options.repeats):
             for combination in combinations:
-                added = (f"train.seed={repeat}",) if options.repeat_with is RepeatWith.seeds else ()
+                added = (f"train.seed={repeat}",) if varied is RepeatWith.seeds else ()
                 name = self._hash([*combination, *added], swept=swept, folder=folder)
                 job = name_job(name, overrides=tuple(combination), options=added, repeat=repeat)
                 first = found.setdefault(job.folder, job)

@@ -1,5 +1,6 @@
 """Keys of a sweep, which is several runs: `sweep.KEY=VALUE` on the command line. No run has them in its configuration."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -38,10 +39,18 @@ class SweepConfig:
     )
     repeats: int = key("runs of every job, interleaved: all jobs once, then all again", default=1)
     quick: bool = key("every job has train.quick=true: no evaluation, no sample of text and no picture", default=False)
-    repeat_with: RepeatWith = key(
-        "same_seed: repeats are equal, for speed; seeds: repeats have train.seed 0, 1, 2, .., for losses",
-        default=RepeatWith.same_seed,
+    repeat_with: RepeatWith | None = key(
+        "seeds: repeats have train.seed 0, 1, 2, ..; same_seed: repeats are equal, for speed alone; null: seeds, or same_seed where the "
+        "command line sets train.seed",
+        default=None,
     )
+
+    def varied(self, words: Sequence[str]) -> RepeatWith:
+        """`repeat_with`, or what null means for a command line of `words`."""
+        if self.repeat_with is not None:
+            return self.repeat_with
+        is_told = any(word.lstrip("+").startswith("train.seed=") for word in words)
+        return RepeatWith.same_seed if is_told or self.repeats == 1 else RepeatWith.seeds
 
 
 SWEEP_RANGES = {"sweep.retries": Range(low=0, high=1000), "sweep.repeats": COUNT}

@@ -40,11 +40,12 @@ def _compare(words: list[str]) -> int:
     parser.add_argument(
         "--baseline", help="overrides of the arm to compare with, as in 'zero=stage0' (default: the first)"
     )
-    parser.add_argument("--metrics", default=",".join(METRICS), help="keys of summary.json (default: %(default)s)")
+    usual = f"default: {','.join(METRICS)}; final_loss where no run has a validation loss"
+    parser.add_argument("--metrics", help=f"keys of summary.json ({usual})")
     parser.add_argument("--format", default="markdown", choices=[form.value for form in TableFormat])
     given = parser.parse_args(words)
     try:
-        found = compare(given.folders, baseline=given.baseline, metrics=given.metrics.split(","))
+        found = compare(given.folders, baseline=given.baseline, metrics=given.metrics and given.metrics.split(","))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,7 +12,14 @@ from ztk.report.history import Runs, load
 from ztk.report.statistics import FEWEST, Interval, median_interval, ratio_interval
 from ztk.report.status import Status
 
-METRICS = ("tokens_per_second", "step_seconds_median", "final_loss", "peak_memory.device_bytes")
+METRICS = ("tokens_per_second", "step_seconds_median", "validation_loss", "peak_memory.device_bytes")
+_TRAINING_LOSS = "final_loss"  # of the last batch alone: compared where no run has a validation loss
+_COUNTED = (
+    "flops",
+    "steps",
+    "tokens",
+    "parameters",
+)  # and bytes: the same in every repeat, so no statistics are needed
 _LOSSES = ("first_loss", "final_loss", "validation_loss")
 _COLUMNS = ("arm", "metric", "n", "median", "95 % interval", "ratio", "95 % interval of the ratio", "result")
 
@@ -47,13 +53,16 @@ class Comparison:
 
 
 def compare(
-    folders: Sequence[str], *, baseline: str | None = None, metrics: Sequence[str] = METRICS
+    folders: Sequence[str], *, baseline: str | None = None, metrics: Sequence[str] | None = None
 ) -> list[Comparison]:
     """Every arm of the folders beside its baseline.
 
     One folder: its arms beside the first, or beside the one whose overrides contain the words of `baseline`. Several folders: the arms of
     the later ones beside those of the first with the same overrides, or beside its only arm. Repeat i of an arm and repeat i of its
-    baseline are a pair.
+    baseline are a pair. metrics: keys of `summary.json`; None: `METRICS`, with the last training loss if no run has a validation loss.
+
+    Counted quantities (bytes, operations) are compared exactly if all pairs have one ratio. Measured ones differ if the 95 % interval of
+    the ratios does not contain 1, which takes `FEWEST` pairs or more.
 
     Raises:
         ValueError: a folder has no finished run, no run has one of the metrics, `baseline` names no arm or several, or an arm has no
@@ -61,8 +70,13 @@ def compare(
     """
     arms = [list(_arms(load(folder), folder=folder, named=len(folders) > 1)) for folder in folders]
     runs = [arm.runs for group in arms for arm in group]
+    if metrics is None:
+        has_held_out = any(_values(one, metric="validation_loss") for one in runs)
+        metrics = [_TRAINING_LOSS if name == "validation_loss" and not has_held_out else name for name in METRICS]
     if unknown := [
-        name for name in metrics if name not in METRICS and not any(_values(one, metric=name) for one in runs)
+        name
+        for name in metrics
+        if name not in (*METRICS, _TRAINING_LOSS) and not any(_values(one, metric=name) for one in runs)
     ]:
         raise ValueError(f"--metrics {','.join(unknown)}: no finished run has it in its summary.json")
     first = arms[0]
@@ -78,6 +92,8 @@ def compare(
 def render(comparisons: Sequence[Comparison], *, form: TableFormat = TableFormat.markdown) -> str:
     """The comparisons as one table."""
     rows = [[_text(cell) for cell in _cells(found)] for found in comparisons]
+    if form is not TableFormat.csv:
+        rows = [[f"{cell} (last batch)" if cell == _TRAINING_LOSS else cell for cell in row] for row in rows]
     if form is TableFormat.csv:
         file = io.StringIO()
         csv.writer(file, lineterminator="\n").writerows([_COLUMNS, *rows])
@@ -161,9 +177,15 @@ def _result(own: pandas.DataFrame, *, base: pandas.DataFrame, metric: str, ratio
         return "identical"
     if equal:
         return "equal"
+    if _is_counted(metric) and ratio.smallest == ratio.largest:
+        return f"{abs(ratio.median - 1):.2%} {'more' if ratio.median > 1 else 'less'}, counted"
     if ratio.excludes_one:
         return f"{abs(ratio.median - 1):.1%} {'more' if ratio.median > 1 else 'less'}"
     return "no difference shown" if ratio.n >= FEWEST else f"no difference shown, fewer than {FEWEST} pairs"
+
+
+def _is_counted(metric: str) -> bool:
+    return metric in _COUNTED or metric.endswith("_bytes")
 
 
 def _identical(own: pandas.DataFrame, *, base: pandas.DataFrame) -> bool:
@@ -174,13 +196,14 @@ def _identical(own: pandas.DataFrame, *, base: pandas.DataFrame) -> bool:
 
 
 def _cells(found: Comparison) -> Iterator[object]:
-    yield from (found.arm, found.metric, found.value.n, found.value.median, _ends(found.value))
-    yield from (("", "") if found.ratio is None else (found.ratio.median, _ends(found.ratio)))
+    is_exact = _is_counted(found.metric) and found.value.smallest == found.value.largest
+    yield from (found.arm, found.metric, found.value.n, found.value.median, "counted" if is_exact else found.value.ends)
+    if found.ratio is None:
+        yield from ("", "")
+    else:
+        is_one = found.ratio.smallest == found.ratio.largest and is_exact
+        yield from (found.ratio.median, "counted" if is_one else found.ratio.ends)
     yield found.result
-
-
-def _ends(interval: Interval) -> str:
-    return "" if math.isnan(interval.low) else f"{interval.low:.5g} to {interval.high:.5g}"
 
 
 def _text(cell: object) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,14 +20,31 @@ LARGER_IS_BETTER = ("tokens_per_second", "reward_after")
 _WORDS = {"true": True, "false": False, "null": None}
 _TIER_BYTES = ("memory.", "peak_memory.")
 _FROM_ENVIRONMENT = ("commit", "device_name", "host")
+_FIRST = ("run", "status", "arm", "repeat", "error")
+_RESULTS = (  # which a person looks for first
+    *(
+        "validation_loss",
+        "perplexity",
+        "final_loss",
+        "reward_after",
+        "tokens_per_second",
+        "tokens_per_second_per_gpu",
+        "mfu",
+        "hfu",
+    ),
+    *("step_seconds_median", "peak_memory.device_bytes", "peak_memory.allocator_bytes", "peak_memory.host_bytes"),
+    *("peak_memory.nvme_bytes", "steps", "tokens"),
+)
+_DETAILS = ("memory.", "peak_memory.", "comm.", "io.", "seconds.")
 
 
 class Runs(NamedTuple):
     """`runs` has one row per run, `history` one per logged step and run. Values have types: numbers sort as numbers.
 
-    Columns of `runs`: `run`, `status`, `arm` (the overrides without what differs between repeats, and the keys in which runs with the same
-    overrides differ nevertheless, as after a default has changed), `repeat`; the option of every group
-    (`zero`); every key of the resolved configuration (`optimizer.lr`); the summary; `commit`, `device_name`, `host`.
+    Columns of `runs`, in this order: `run`, `status`, `arm` (the overrides without what differs between repeats, and the keys in which runs
+    with the same overrides differ nevertheless, as after a default has changed), `repeat`; the keys of the command lines; losses, speed and
+    peaks; the rest of the summary; `commit`, `device_name`, `host`; the option of every group (`zero`) and every key of the
+    resolved configuration (`optimizer.lr`); bytes and seconds in detail.
     """
 
     runs: pandas.DataFrame
@@ -89,15 +106,32 @@ def load(path: str | os.PathLike) -> Runs:
     if not folders:
         raise ValueError(f"{root} contains no run ({SUMMARY}, {METRICS} or {SWEEP}, at any depth)")
     runs, history, settings = [], [], []
+    given, reported = set(), set()  # keys of command lines and of summaries
     for folder in folders:
         run, job, values = str(folder.relative_to(root)), jobs.get(folder), _configuration(folder)
         runs.append({"run": run} | _describe(folder, job=job, values=values))
         history += [{"run": run} | row for row in read_rows(folder)]
         settings.append(_settings(values, job=job))
+        given |= _overrides(folder, job=job).keys()
+        reported |= read_summary(folder).keys()
     _part_arms(runs, settings=settings)
     frame = _frame(_with_unused_tiers(runs))
+    frame = frame[sorted(frame, key=lambda key: _place(key, given=given, reported=reported))]
     frame.attrs["folder"] = str(root)
     return Runs(runs=frame, history=pandas.DataFrame(history))
+
+
+def _place(key: str, *, given: Container[str], reported: Container[str]) -> tuple[int, int]:
+    """Where a person looks for a column; columns of one group stay in their order."""
+    if key in _FIRST:
+        return 0, _FIRST.index(key)
+    if key in given:
+        return 1, 0
+    if key in _RESULTS:
+        return 2, _RESULTS.index(key)
+    if key.startswith(_DETAILS):
+        return 6, 0
+    return (3 if key in reported else 4 if key in _FROM_ENVIRONMENT else 5), 0
 
 
 def _jobs(root: Path) -> Iterator[tuple[Path, SweepJob]]:

@@ -14,12 +14,25 @@ _DRAWS = 10_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """Median of n measurements and the ends of its 95 % interval; NaN where n is 1, None of n at all."""
+    """Median of n measurements, its 95 % interval and the smallest and the largest of them.
+
+    low, high: ends of the 95 % interval; NaN for fewer than `FEWEST` measurements, whose smallest and largest enclose the median in less
+    than 95 % of all cases.
+    """
 
     median: float
     low: float
     high: float
     n: int
+    smallest: float
+    largest: float
+
+    @property
+    def ends(self) -> str:
+        """The 95 % interval in words; for fewer than `FEWEST` measurements, how many there are and what they span."""
+        if self.n >= FEWEST:
+            return f"{self.low:.5g} to {self.high:.5g}"
+        return f"none (n = {self.n}" + (f", all in {self.smallest:.5g} to {self.largest:.5g})" if self.n > 1 else ")")
 
     @property
     def excludes_one(self) -> bool:
@@ -43,13 +56,14 @@ def median_interval(values: Sequence[float]) -> Interval:
             f"values={list(values)}: one finite number or more is needed; leave out runs without the metric"
         )
     median, n = float(numpy.median(found)), len(found)
-    if n == 1:
-        return Interval(median=median, low=math.nan, high=math.nan, n=1)
+    span = {"smallest": float(found.min()), "largest": float(found.max())}
+    if n < FEWEST:
+        return Interval(median=median, low=math.nan, high=math.nan, n=n, **span)
     picked = numpy.random.default_rng(0).integers(0, n, (_DRAWS, n))
     medians = numpy.median(found[picked], axis=1)
     tail = statistics.NormalDist().cdf(-math.sqrt(n / (n - 1)) * _student((1 + CONFIDENCE) / 2, degrees=n - 1))
     low, high = numpy.quantile(medians, [tail, 1 - tail])
-    return Interval(median=median, low=float(low), high=float(high), n=n)
+    return Interval(median=median, low=float(low), high=float(high), n=n, **span)
 
 
 def ratio_interval(values: Sequence[float], *, baseline: Sequence[float]) -> Interval:

@@ -5,7 +5,7 @@ function layout(more) {
   const { xaxis, yaxis, ...others } = more;
   return { paper_bgcolor: themed("paper"), plot_bgcolor: themed("paper"), font: { color: themed("ink"), size: 12 }, height: 380,
     margin: { l: 56, r: 16, t: 12, b: 48 }, hoverlabel: { align: "left", namelength: 60 },
-    legend: { orientation: "h", y: -0.2, traceorder: "normal" }, xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis }, ...others };
+    showlegend: false, xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis }, ...others };
 }
 
 function plot(panel, traces, more, note) {
@@ -13,6 +13,12 @@ function plot(panel, traces, more, note) {
   document.querySelector(`#${panel} > .note`).textContent = note;
   if (!traces.length) { Plotly.purge(box); box.replaceChildren(); return; }
   Plotly.react(box, traces, layout(more), { responsive: true, displaylogo: false, displayModeBar: innerWidth < 600 ? false : "hover", modeBarButtonsToRemove: ["lasso2d", "select2d"] });
+}
+
+// Below the chart and not inside it: plotly draws a legend of many rows over the axis of a narrow page.
+function legend(panel, arms) {
+  const box = document.querySelector(`#${panel} .legend`);
+  box.replaceChildren(...(arms.length <= LEGEND ? arms.map((arm) => make("span", {}, swatch(arm), report.arms[arm].name)) : []));
 }
 
 const armsOf = (runs) => [...new Set(runs.map((run) => armOf[run]))];
@@ -28,17 +34,18 @@ listeners.push((runs) => {
     const hue = colour(curve.arm);
     const name = quoted(report.arms[curve.arm].name);
     if (curve.low) {
-      const band = { x: curve.step, mode: "lines", line: { width: 0, color: hue }, hoverinfo: "skip", showlegend: false };
+      const band = { x: curve.step, mode: "lines", line: { width: 0, color: hue }, hoverinfo: "skip" };
       traces.push({ ...band, y: curve.low }, { ...band, y: curve.high, fill: "tonexty", fillcolor: `${hue}33` });
     }
     traces.push({ x: curve.step, y: curve.median, name, mode: curve.step.length > 1 ? "lines" : "markers",
-      line: { color: hue, dash: dash(curve.arm)[0], width: 2 }, showlegend: curves.length <= LEGEND });
+      line: { color: hue, dash: dash(curve.arm)[0], width: 2 } });
   }
   const every = Math.max(1, ...curves.map((curve) => curve.every));
   const repeats = curves.some((curve) => curve.low) ? "; lines are medians, bands span the smallest and the largest of an arm's repeats" : "";
   const thinned = every > 1 ? `; of long runs every ${every}th logged step or more is drawn` : "";
   const note = curves.length ? `${curves.length} arms${repeats}${thinned}. Colours are those of the table; equal curves cover each other.` : "No shown run has logged a step.";
   plot("panel-losses", traces, { xaxis: { title: { text: "step" } }, yaxis: { title: { text: quoted(chosen.curve || "") }, type: chosen.log ? "log" : "linear" } }, note);
+  legend("panel-losses", curves.map((curve) => curve.arm));
 });
 
 // The arms that no other shown arm beats in both metrics, as Runs.pareto of ztk/report/history.py has them.
@@ -63,14 +70,15 @@ listeners.push((runs) => {
   const form = (key) => (places.has(key) && report.columns[places.get(key)].form === "bytes" ? { tickformat: ".3s", ticksuffix: "B" } : {});
   const best = front(points).sort((one, two) => one.x - two.x);
   const traces = points.length ? [
-    { x: best.map((point) => point.x), y: best.map((point) => point.y), mode: "lines", name: "front", hoverinfo: "skip", line: { color: themed("faint"), dash: "dot", width: 1.5 }, showlegend: false },
-    ...points.map((point) => ({ x: [point.x], y: [point.y], mode: "markers", name: quoted(report.arms[point.arm].name), showlegend: points.length <= LEGEND,
+    { x: best.map((point) => point.x), y: best.map((point) => point.y), mode: "lines", name: "front", hoverinfo: "skip", line: { color: themed("faint"), dash: "dot", width: 1.5 } },
+    ...points.map((point) => ({ x: [point.x], y: [point.y], mode: "markers", name: quoted(report.arms[point.arm].name),
       error_x: { ...spread([point], "x"), color: colour(point.arm) }, error_y: { ...spread([point], "y"), color: colour(point.arm) },
       text: [`n = ${point.n}${best.includes(point) ? ", on the front" : ""}`],
       marker: { color: colour(point.arm), size: 11, symbol: best.includes(point) ? "circle" : "circle-open", line: { color: colour(point.arm), width: 2 } } })),
   ] : [];
-  const note = points.length ? `Medians of the finished runs of ${points.length} arms with 95 % intervals; no other shown arm beats the ${best.length} filled ones in both.` : "No shown run has finished with both metrics.";
+  const note = points.length ? `Medians of the finished runs of ${points.length} arms, with 95 % intervals from 6 runs on; no other shown arm beats the ${best.length} filled ones in both.` : "No shown run has finished with both metrics.";
   plot("panel-pareto", traces, { xaxis: { title: { text: title(chosen.x) }, ...form(chosen.x) }, yaxis: { title: { text: title(chosen.y) }, ...form(chosen.y) } }, note);
+  legend("panel-pareto", points.map((point) => point.arm));
 });
 
 function buildCharts() {
@@ -79,7 +87,7 @@ function buildCharts() {
   losses.append(make("label", {}, make("input", { type: "checkbox", onchange: (event) => { chosen.log = event.target.checked; update(); } }), "logarithmic"));
   const keys = metrics.map((column) => column.key);
   chosen.x = ["peak_memory.allocator_bytes", "peak_memory.device_bytes"].find((key) => keys.includes(key)) || keys[0];
-  chosen.y = ["tokens_per_second", "final_loss"].find((key) => keys.includes(key)) || keys[keys.length - 1];
+  chosen.y = ["tokens_per_second", "validation_loss", "final_loss"].find((key) => keys.includes(key)) || keys[keys.length - 1];
   const axes = document.querySelector("#panel-pareto .controls");
   for (const axis of ["x", "y"]) {
     if (keys.length) axes.append(select(axis, metrics.map((column) => [column.key, column.label]), chosen[axis], (value) => { chosen[axis] = value; update(); }));
