@@ -246,12 +246,12 @@ def test_decoding_by_graphs_changes_no_bit():
     ]
     expected = Generator(model, policy=policy).generate(PROMPTS, sampling=sampling)
     generator = Generator(model, policy=policy)
-    assert generator._graphs is None  # on a CPU
-    generator._graphs = DecodeGraphs(generator._model, cache=generator._cache, capture=Replayed.capture)
+    assert generator._stepper.graphs is None  # on a CPU
+    generator._stepper.graphs = DecodeGraphs(generator._model, cache=generator._cache, capture=Replayed.capture)
     found = generator.generate(PROMPTS, sampling=sampling)
     assert [own[0].tokens for own in found] == [own[0].tokens for own in expected]
     assert [own[0].logprobs.tolist() for own in found] == [own[0].logprobs.tolist() for own in expected]
-    assert generator._graphs.captured == 4  # for 3 rows, 2 rows, and 1 row over one block and over two
+    assert generator._stepper.graphs.captured == 4  # for 3 rows, 2 rows, and 1 row over one block and over two
 
 
 def test_a_capture_is_not_ended_by_what_other_threads_ask(monkeypatch):

@@ -181,8 +181,8 @@ def test_a_draft_model_that_is_near_saves_steps_and_changes_no_token(model, temp
             parameter.mul_(1 + 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
     for draft in (near, far):
         generator, count = Generator(model, policy=InferencePolicy(draft_tokens=4), draft=draft), itertools.count(1)
-        step = generator.step
-        generator.step = lambda step=step, count=count: steps.append(next(count)) or step()
+        step = generator._advance
+        generator._advance = lambda step=step, count=count: steps.append(next(count)) or step()
         found = generator.generate([PROMPT, PROMPT[:2]], sampling=sampling)
         for one, other in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
             assert one.tokens == other.tokens and torch.equal(one.logprobs, other.logprobs)

@@ -67,6 +67,16 @@ class BlockScheduler(Scheduler):
         super().forget()
         self.pool.forget()
 
+    def reset(self) -> None:
+        """As `Scheduler.reset`. All blocks are free."""
+        for copies in self._saved.values():
+            self._blocks.drop(copies)
+        self._saved.clear()
+        super().reset()
+        for slot, _ in enumerate(self._blocks.tables):
+            self._blocks.tables[slot] = []
+        self.pool = BlockPool(self._blocks.blocks, tables=self._blocks.tables)
+
     def _admit(self) -> None:
         for sequence in list(self.waiting):
             if not self._free:

@@ -4,7 +4,10 @@ Parameters have the dtype that the trainer computes in.
 """
 
 import itertools
+import operator
+import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -14,21 +17,19 @@ from torch import Tensor, nn
 from ztk.inference.block_cache import BlockCache
 from ztk.inference.block_opening import find_scales
 from ztk.inference.block_schedule import BlockScheduler
-from ztk.inference.graphs import DecodeGraphs, graphs_of
-from ztk.inference.lines import is_finite, lines_of
+from ztk.inference.graphs import graphs_of
 from ztk.inference.model import InferenceModel
 from ztk.inference.opening import TrainingEngine, UnreadModel, from_module, from_packed, reopened, settled
 from ztk.inference.over_blocks import OverBlocks
 from ztk.inference.packed import Packed
-from ztk.inference.parallel import Leading, first_broken, follow
+from ztk.inference.parallel import Leading, follow
 from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
 from ztk.inference.probe import check_model, check_module, settle_products
 from ztk.inference.ranks import Ranks, computing, opening
 from ztk.inference.room import drafting_of
-from ztk.inference.sample import Drawn, NothingDrawn, draw, likeliest
-from ztk.inference.schedule import Sequence, Work, logprob_values
+from ztk.inference.schedule import Sequence, logprob_values
 from ztk.inference.sharing import drafts_of, open_draft, shared_memory
-from ztk.inference.steps import Span
+from ztk.inference.stepping import Stepper
 from ztk.runtime.comm import Comm
 
 
@@ -51,6 +52,8 @@ class Generator:
     calls it), a folder of packed weights, or one whose parameters are read one by one. Its linear layers are copied in the
     processor's own layout, so that what a training script changes later needs `load`; embeddings and norms in fp32 are shared. A
     sequence's tokens and log-probabilities depend on the sequence, the weights and the seed alone.
+
+    All calls may be made from several threads and in turns: a step computes the sequences of all callers, and each caller gets its own.
 
     Raises:
         ValueError: a model that the engine does not compute or that its ranks cannot divide, or a processor whose products differ by the
@@ -98,9 +101,20 @@ class Generator:
                 drafts=drafts,
                 ranks=self._ranks,
             )
-        self._graphs: DecodeGraphs | None = graphs_of(self._model, cache=self._cache)
-        self._sequences: dict[int, list[Sequence]] = {}  # by request
+        self._stepper = Stepper(
+            self._model,
+            cache=self._cache,
+            scheduler=self._scheduler,
+            graphs=graphs_of(self._model, cache=self._cache),
+            ranks=self._ranks,
+            rows=self.policy.max_step_tokens or 0,
+        )
         self._ids = itertools.count()
+        self._lock = threading.RLock()
+        self._is_stepping = False
+        self._inboxes: dict[int, deque[Output] | None] = {}  # by request; None: its sequences are enough
+        self._unclaimed: list[Output] = []  # of requests without an inbox, for the next call of `step`
+        self._cancelled: deque[int] = deque()  # requests that end before the next step
         self._closed = False
         self.opening_seconds = (
             time.perf_counter() - started
@@ -121,10 +135,7 @@ class Generator:
             raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: pass one, or one per prompt")
         for prompt, one in zip(prompts, each, strict=True):
             self._check(prompt, limit=one.max_tokens, biased=one.logit_bias)
-        answers = [
-            self._enqueue(prompt, sampling=one, limit=one.max_tokens) for prompt, one in zip(prompts, each, strict=True)
-        ]
-        self._finish(answers)
+        answers = self._finished(prompts, sampling=each, limits=[one.max_tokens for one in each])
         return [[sequence.completion() for sequence in sequences] for sequences in answers]
 
     def score(self, sequences: list[list[int]]) -> list[Tensor]:
@@ -154,8 +165,8 @@ class Generator:
         sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True, logprobs=top)
         for sequence in sequences:
             self._check(sequence, limit=0)
-        computed = [self._enqueue(sequence, sampling=sampling, limit=0)[0] for sequence in sequences]
-        self._finish([computed])
+        each, limits = [sampling] * len(sequences), [0] * len(sequences)
+        computed = [one for [one] in self._finished(sequences, sampling=each, limits=limits)]
         for number, sequence in enumerate(computed):
             if sequence.error is not None:
                 raise FloatingPointError(f"sequence {number}: {sequence.error}")
@@ -163,12 +174,23 @@ class Generator:
 
     def stream(self, prompt: list[int], *, sampling: SamplingParams | None = None) -> Iterator[Output]:
         """The tokens of one request as they are drawn. A caller who stops listening cancels the request."""
-        request = self.submit(prompt, sampling=sampling or SamplingParams())
+        chosen, inbox = sampling or SamplingParams(), deque[Output]()
+        self.check(prompt, sampling=chosen)
+        with self._lock:
+            number = self._enqueue(prompt, sampling=chosen, limit=chosen.max_tokens)[0].request_id
+            self._inboxes[number] = inbox
         try:
-            while request.id in self._sequences:
-                yield from (output for output in self.step() if output.request_id == request.id)
+            is_open = True
+            while is_open:
+                with self._lock:
+                    if not inbox and self.is_open(number):
+                        self._advance()
+                    is_open = self.is_open(number)
+                self._end_cancelled()
+                while inbox:
+                    yield inbox.popleft()
         finally:
-            self.cancel(request.id)
+            self.cancel(number)
 
     # Continuous batching
 
@@ -179,7 +201,8 @@ class Generator:
             ValueError: an empty prompt, a token outside the vocabulary, or more tokens than the model takes.
         """
         self.check(prompt, sampling=sampling)
-        first = self._enqueue(prompt, sampling=sampling, limit=sampling.max_tokens)[0]
+        with self._lock:
+            first = self._enqueue(prompt, sampling=sampling, limit=sampling.max_tokens)[0]
         return Request(id=first.request_id, prompt=list(prompt), sampling=sampling)
 
     def check(self, prompt: list[int], *, sampling: SamplingParams) -> None:
@@ -188,12 +211,17 @@ class Generator:
 
     @property
     def has_work(self) -> bool:
-        """A request is not answered yet."""
-        return bool(self._scheduler.running or self._scheduler.waiting)
+        """A request is not answered yet, or an output was not returned yet."""
+        return bool(self._unclaimed or self._scheduler.running or self._scheduler.waiting)
 
     def is_open(self, request_id: int) -> bool:
         """The request has answers that have not ended."""
-        return request_id in self._sequences
+        return request_id in self._stepper.sequences
+
+    @property
+    def is_lost(self) -> bool:
+        """A step has failed so that no other can be computed: a rank or the device is gone."""
+        return self._stepper.lost
 
     @property
     def preempted(self) -> int:
@@ -205,31 +233,27 @@ class Generator:
         """Tokens of prompts so far whose keys and values were another sequence's."""
         return self._scheduler.reused_tokens
 
-    @torch.inference_mode()
     def step(self) -> list[Output]:
-        """Computes one step of all sequences that have room in it, and returns the tokens drawn."""
-        works = self._scheduler.plan()
-        if not works:
-            return []
-        tokens, spans = [], []
-        for work in works:
-            spans.append(Span(slot=work.sequence.slot, start=work.start, length=len(work.tokens), row=len(tokens)))
-            tokens += work.tokens
-        needed = [self._rows_with_logits(work) for work in works]
-        step = {"spans": spans, "cache": self._cache, "graphs": self._graphs}
-        with computing(self._ranks):
-            lines = lines_of(tokens, model=self._model, works=works, needed=needed, **step)
-        return [
-            output
-            for work, own, part in zip(works, needed, lines, strict=True)
-            for output in self._take(work, rows=own, lines=part)
-        ]
+        """Computes one step of all sequences that have room in it, and returns the tokens drawn for requests of `submit`.
+
+        A sequence whose own computation fails ends with an error, others go on: [Note: Whose error it is] in ztk/inference/stepping.py.
+        """
+        with self._lock:
+            self._advance()
+            found, self._unclaimed = self._unclaimed, []
+        self._end_cancelled()
+        return found
 
     def cancel(self, request_id: int) -> None:
-        """Ends a request and frees its slots. Unknown and ended ones are ignored."""
-        for sequence in self._sequences.pop(request_id, []):
-            if sequence.finish_reason is None:
-                self._scheduler.finish(sequence, reason="cancelled")
+        """Ends a request and frees its slots; at the end of the step that another thread computes. Unknown and ended ones are ignored."""
+        self._cancelled.append(request_id)
+        self._end_cancelled()
+
+    def reset(self) -> None:
+        """Ends all requests, and forgets the keys and values of earlier ones. After an error of `step`, the next one can be computed."""
+        with self._lock:
+            self._stepper.reset()
+            self._unclaimed.clear()
 
     def load(self, engine: TrainingEngine) -> None:
         """Takes the weights of a training engine of the same model, at any stage, without a disk. Every rank of the engine calls it.
@@ -238,16 +262,17 @@ class Generator:
             RuntimeError: requests are not answered yet, or layers are streamed.
             ValueError: the engine lacks a parameter of this model.
         """
-        with opening(self._ranks):  # the first rank alone has requests
-            self._check_idle()
-        with opening(self._ranks):
-            self._model = reopened(
-                engine, model=self._model, subject=self._subject, policy=self.policy, ranks=self._ranks
-            )
-        settle_products(self._model, exact=self._lone)
-        find_scales(self._model, cache=self._cache)
-        self._graphs = graphs_of(self._model, cache=self._cache)
-        self._scheduler.forget()
+        with self._lock:
+            with opening(self._ranks):  # the first rank alone has requests
+                self._check_idle()
+            with opening(self._ranks):
+                self._model = reopened(
+                    engine, model=self._model, subject=self._subject, policy=self.policy, ranks=self._ranks
+                )
+            settle_products(self._model, exact=self._lone)
+            find_scales(self._model, cache=self._cache)
+            self._stepper.model, self._stepper.graphs = self._model, graphs_of(self._model, cache=self._cache)
+            self._scheduler.forget()
 
     def compare_with(self, module: nn.Module) -> None:
         """Raises ValueError where `module`, the causal language model of transformers that the weights are of, computes other logits."""
@@ -318,11 +343,13 @@ class Generator:
     def beat(self) -> None:
         """On the first rank, where nothing is computed for a while: says so to the others. Else nothing. Raises PeerLost if one is gone."""
         if isinstance(self._model, Leading):
-            self._model.beat()
+            with self._lock:
+                self._model.beat()
 
     def forget_prefixes(self) -> None:
         """Later prompts are computed from their first token."""
-        self._scheduler.forget()
+        with self._lock:
+            self._scheduler.forget()
 
     # Parts
 
@@ -336,6 +363,9 @@ class Generator:
     def _check(self, prompt: list[int], *, limit: int, biased: Iterable[int] = ()) -> None:
         if not prompt:
             raise ValueError("the prompt is empty: begin with the model's first token, or a newline")
+        for kind in {*map(type, prompt), *map(type, biased)} - {int}:
+            if issubclass(kind, bool) or not hasattr(kind, "__index__"):
+                raise ValueError(f"a token is a {kind.__name__}: tokens are integers")
         odd = next((token for token in (*prompt, *biased) if not 0 <= token < self.description.vocab_size), None)
         if odd is not None:
             raise ValueError(f"token {odd} is outside the vocabulary of {self.description.vocab_size}")
@@ -353,119 +383,68 @@ class Generator:
                 request_id=number,
                 sample=sample,
                 sampling=sampling,
-                tokens=list(prompt),
+                tokens=list(map(operator.index, prompt)),
                 prompt_length=len(prompt),
                 limit=limit,
             )
             for sample in range(sampling.n)
         ]
-        self._sequences[number] = sequences
+        self._stepper.sequences[number] = sequences
         self._scheduler.waiting.extend(sequences)
         return sequences
 
-    def _finish(self, answers: list[list[Sequence]]) -> None:
-        """Steps until all have ended. If a step fails, none of them stays in the queue."""
+    def _finished(
+        self, prompts: list[list[int]], *, sampling: list[SamplingParams], limits: list[int]
+    ) -> list[list[Sequence]]:
+        """The sequences of each prompt, when all have ended. If a step fails, none of them stays in the queue."""
+        with self._lock:
+            answers = [
+                self._enqueue(prompt, sampling=one, limit=limit)
+                for prompt, one, limit in zip(prompts, sampling, limits, strict=True)
+            ]
+            numbers = [sequences[0].request_id for sequences in answers]
+            self._inboxes.update(dict.fromkeys(numbers))
         everything = [sequence for sequences in answers for sequence in sequences]
         try:
             while any(sequence.finish_reason is None for sequence in everything):
-                self.step()
+                with self._lock:
+                    if any(sequence.finish_reason is None for sequence in everything):
+                        self._advance()
+                self._end_cancelled()
         finally:
-            for sequence in everything:
-                self.cancel(sequence.request_id)
+            for number in numbers:
+                self.cancel(number)
+        for sequence in everything:
+            if sequence.cause is not None:
+                raise sequence.cause
+        return answers
 
-    def _rows_with_logits(self, work: Work) -> list[int]:
-        """Rows of the work whose next token is drawn or scored."""
-        sequence, stop = work.sequence, work.start + len(work.tokens)
-        if work.drafts:
-            return list(range(len(work.tokens)))
-        if sequence.sampling.prompt_logprobs and work.start < sequence.prompt_length:
-            return list(range(len(work.tokens)))
-        return [len(work.tokens) - 1] if stop == len(sequence.tokens) else []
+    @torch.inference_mode()
+    def _advance(self) -> None:
+        """One step, whose outputs go to those who asked for them. The caller has the lock."""
+        if self._is_stepping:
+            raise RuntimeError("a step has begun in this thread: sampling.token_mask must not call the generator")
+        self._end_cancelled()
+        self._is_stepping = True
+        try:
+            outputs = self._stepper.step()
+        finally:
+            self._is_stepping = False
+        for output in outputs:
+            inbox = self._inboxes.get(output.request_id, self._unclaimed)
+            if inbox is not None:
+                inbox.append(output)
 
-    def _take(self, work: Work, *, rows: list[int], lines: "Tensor | list[Drawn]") -> Iterator[Output]:
-        """Draws from the rows of one work: each draft counts while it is the token that is drawn."""
-        sequence = work.sequence
-        if not is_finite(lines):
-            yield self._broken(sequence)
-            return
-        self._scheduler.advance(
-            sequence, computed=min(work.start + len(work.tokens) - work.drafts, len(sequence.tokens))
-        )
-        for row, line in zip(rows, lines, strict=True):
-            position = work.start + row
-            if isinstance(line, Tensor) and position + 1 < sequence.prompt_length:
-                raw = torch.log_softmax(line.double(), -1)
-                top = likeliest(raw, count=sequence.sampling.logprobs) if sequence.sampling.logprobs else {}
-                sequence.prompt_logprobs.append(PromptLogprob(float(raw[sequence.tokens[position + 1]]), top))
-                continue
-            if sequence.limit == 0:
-                self._scheduler.finish(sequence, reason="length")
-                self._forget_if_done(sequence.request_id)
-                return
-            is_first = len(sequence.tokens) == sequence.prompt_length
+    def _end_cancelled(self) -> None:
+        """Ends the requests of `_cancelled`, unless a step is being computed: whoever computes it calls this afterwards."""
+        while self._cancelled and self._lock.acquire(blocking=False):
             try:
-                drawn = line if isinstance(line, Drawn) else self._draw(line, sequence=sequence)
-            except NothingDrawn as error:
-                yield self._failed(sequence, error=str(error))
-                return
-            sequence.tokens.append(drawn.token)
-            sequence.logprobs.append(drawn.logprob)
-            sequence.processed.append(drawn.processed_logprob)
-            if drawn.top is not None:
-                sequence.tops.append(drawn.top)
-            reason = self._reason_to_stop(sequence)
-            if reason is not None:
-                self._scheduler.finish(sequence, reason=reason)
-            yield Output(
-                request_id=sequence.request_id,
-                sample=sequence.sample,
-                token=drawn.token,
-                logprob=drawn.logprob,
-                processed_logprob=drawn.processed_logprob,
-                finish_reason=reason,
-                top_logprobs=drawn.top,
-                prompt_logprobs=sequence.prompt_logprobs if is_first and sequence.sampling.prompt_logprobs else None,
-            )
-            if reason is not None or row + 1 >= len(work.tokens) or work.tokens[row + 1] != drawn.token:
-                break
-            self._scheduler.advance(sequence, computed=position + 2)  # the draft's keys are those of this token
-        if sequence.finish_reason is not None:
-            self._forget_if_done(sequence.request_id)
-
-    @staticmethod
-    def _draw(line: Tensor, *, sequence: Sequence) -> Drawn:
-        prompt, answer = sequence.tokens[: sequence.prompt_length], sequence.answer
-        return draw(line, sampling=sequence.sampling, prompt=prompt, answer=answer, sample=sequence.sample)
-
-    def _reason_to_stop(self, sequence: Sequence) -> str | None:
-        if sequence.tokens[-1] in sequence.sampling.stop_token_ids:
-            return "stop"
-        return "length" if len(sequence.tokens) - sequence.prompt_length >= sequence.limit else None
-
-    def _broken(self, sequence: Sequence) -> Output:
-        """Ends a sequence whose logits are not finite. The layer is found by computing it once more, alone."""
-        with computing(self._ranks):
-            place = {"slot": sequence.slot, "rows": self.policy.max_step_tokens}
-            found = first_broken(sequence.tokens, model=self._model, cache=self._cache, **place)
-        where = "in the head" if found is None else f"after layer {found} of {self.description.layers}"
-        text = f"the logits are not finite, first {where}: check the weights (NaN or inf in them, or an overflow of the stored dtype)"
-        return self._failed(sequence, error=text)
-
-    def _failed(self, sequence: Sequence, *, error: str) -> Output:
-        """Ends a sequence alone."""
-        self._scheduler.finish(sequence, reason="error", error=error)
-        self._forget_if_done(sequence.request_id)
-        return Output(
-            request_id=sequence.request_id,
-            sample=sequence.sample,
-            token=None,
-            logprob=float("nan"),
-            processed_logprob=float("nan"),
-            finish_reason="error",
-            error=error,
-        )
-
-    def _forget_if_done(self, number: int) -> None:
-        """Requests are dropped when all answers have ended; who waits for them has their sequences."""
-        if all(sequence.finish_reason is not None for sequence in self._sequences.get(number, [])):
-            self._sequences.pop(number, None)
+                if self._is_stepping:
+                    return
+                ended = {self._cancelled.popleft() for _ in range(len(self._cancelled))}
+                for number in ended:
+                    self._inboxes.pop(number, None)
+                    self._stepper.cancel(number)
+                self._unclaimed = [output for output in self._unclaimed if output.request_id not in ended]
+            finally:
+                self._lock.release()

@@ -14,6 +14,7 @@ from ztk.inference.graphs import DecodeGraphs
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel
 from ztk.inference.over_blocks import OverBlocks
+from ztk.inference.ranks import Ranks, computing
 from ztk.inference.sample import Drawn, DrawSteps, draw_plain, draws_plainly, draws_together, noise_key, selects
 from ztk.inference.schedule import Sequence, Work
 from ztk.inference.steps import Span
@@ -30,6 +31,7 @@ def lines_of(
     spans: list[Span],
     cache: Cache | BlockCache,
     graphs: DecodeGraphs | None,
+    ranks: Ranks | None,
 ) -> list[Tensor | list[Drawn]]:
     """Computes a step. For each work, whose rows `needed` draw or are scored: logits fp32 [rows, V] on the CPU, or what was drawn.
 
@@ -39,7 +41,8 @@ def lines_of(
     if not isinstance(model, OverBlocks):
         assert isinstance(cache, Cache), "the model computes over slabs"
         flat = [row for own in rows for row in own]
-        logits = model.step_logits(torch.tensor(tokens), spans=spans, cache=cache, rows=flat)
+        with computing(ranks):
+            logits = model.step_logits(torch.tensor(tokens), spans=spans, cache=cache, rows=flat)
         return _drawn_together(logits, works=works, counts=[len(own) for own in rows])
     assert isinstance(cache, BlockCache), "the model computes over blocks"
     kinds = [_kind(work, rows=own) for work, own in zip(works, rows, strict=True)]
@@ -51,7 +54,8 @@ def lines_of(
     drawing = model if isinstance(model, BlockModel) and model.ranks is None else None
     if drawing is None:
         flat = [row for own in rows for row in own]
-        x = model.step_logits(torch.tensor(tokens), spans=spans, cache=cache, rows=flat)
+        with computing(ranks):
+            x = model.step_logits(torch.tensor(tokens), spans=spans, cache=cache, rows=flat)
         rows = _split(range(len(flat)), counts=[len(own) for own in rows])
     else:
         x = drawing.forward(torch.tensor(tokens), spans=spans, cache=cache)

@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """Sums and joins among the ranks that share a model. comm: theirs."""
+    """Sums and joins among the ranks that share a model. comm: theirs. hung_up: this rank has closed it, see `computing`."""
 
     def __init__(self, comm: Comm) -> None:
-        self.comm, self.cut = comm, Cut(rank=comm.rank, size=comm.size)
+        self.comm, self.cut, self.hung_up = comm, Cut(rank=comm.rank, size=comm.size), False
 
     def sum(self, partial: Tensor) -> Tensor:
         """Of all ranks' partial [M, C], in their order and its dtype."""
@@ -98,5 +98,6 @@ def computing(ranks: Ranks | None) -> Iterator[None]:
         yield
     except BaseException:
         if ranks is not None:
+            ranks.hung_up = True
             ranks.comm.close()
         raise

@@ -18,7 +18,8 @@ _WORTH_WAITING = 64  # tokens of a prefix that another sequence is computing rig
 class Sequence:
     """One answer of one request. tokens: prompt and answer. computed: how many of them have keys and values in the slot.
 
-    limit: answer tokens at most. logprobs, processed, tops: of the answer's tokens; prompt_logprobs: of the prompt's.
+    limit: answer tokens at most. logprobs, processed, tops: of the answer's tokens; prompt_logprobs: of the prompt's. cause: an exception that
+    ended it.
     """
 
     request_id: int
@@ -35,6 +36,7 @@ class Sequence:
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
+    cause: Exception | None = None
 
     @property
     def longest(self) -> int:
@@ -143,6 +145,16 @@ class Scheduler:
     def forget(self) -> None:
         """No prefix is reused: the weights have changed."""
         self._contents = [[] for _ in self._contents]
+
+    def reset(self) -> None:
+        """Without any sequence, and with the memory of none."""
+        slots = self._policy.max_sequences
+        self.waiting.clear()
+        self.running.clear()
+        for kept in (self._cache, self._draft_model):
+            if isinstance(kept, Cache | DraftModel):
+                kept.arrange(slots=slots, positions=0)
+        self._contents, self._free = [[] for _ in range(slots)], deque(range(slots))
 
     def _admit(self) -> None:
         for sequence in list(self.waiting):

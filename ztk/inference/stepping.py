@@ -1,0 +1,232 @@
+"""One step of all sequences: planned, computed, drawn. An error ends the sequence that it belongs to.
+
+[Note: Whose error it is]
+Nothing of a step counts before its logits are there: keys and values that a failed step has written lie at the places where the next attempt
+writes them again. So after an error in the products or draws of several sequences, each is computed once more, alone, and those that fail
+alone end with the error. Exactness makes the others' tokens the same. An error while one sequence takes its token is its own.
+Nothing can be computed any more after an error of a device, or where another rank waits for a product that this one has not made: those
+errors are raised, and `lost` is true. An error in `Scheduler.plan` belongs to no sequence: it is raised, and `reset` ends all of them.
+"""
+
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ztk.inference.block_cache import BlockCache
+from ztk.inference.cache import Cache
+from ztk.inference.graphs import DecodeGraphs
+from ztk.inference.lines import is_finite, lines_of
+from ztk.inference.model import InferenceModel
+from ztk.inference.module_model import ModuleModel
+from ztk.inference.over_blocks import OverBlocks
+from ztk.inference.parallel import first_broken
+from ztk.inference.policy import Output, PromptLogprob
+from ztk.inference.ranks import Ranks, computing
+from ztk.inference.sample import Drawn, NothingDrawn, draw, likeliest
+from ztk.inference.schedule import Scheduler, Sequence, Work
+from ztk.inference.steps import Span
+from ztk.runtime.comm import CommMismatch, PeerLost
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class Stepper:
+    """Computes the sequences of `scheduler`. sequences: of each open request. model, graphs: `Generator.load` replaces them.
+
+    rows: tokens of a step at most.
+    """
+
+    def __init__(
+        self,
+        model: InferenceModel | ModuleModel | OverBlocks,
+        *,
+        cache: Cache | BlockCache,
+        scheduler: Scheduler,
+        graphs: DecodeGraphs | None,
+        ranks: Ranks | None,
+        rows: int,
+    ) -> None:
+        self.model, self.graphs, self.sequences = model, graphs, dict[int, list[Sequence]]()
+        self._cache, self._scheduler, self._ranks, self._rows = cache, scheduler, ranks, rows
+        self.lost = False
+
+    def step(self) -> list[Output]:
+        """Computes one step and returns the tokens drawn, and the errors of sequences that have ended by one.
+
+        Raises:
+            PeerLost: a rank that shares the model is gone.
+        """
+        works = self._scheduler.plan()
+        if not works:
+            return []
+        needed = [self._rows_with_logits(work) for work in works]
+        try:
+            lines = self._lines(works, needed=needed)
+        except Exception as error:
+            self._raise_if_lost(error)
+            return self._one_by_one(works, needed=needed, error=error)
+        return [
+            output
+            for work, own, part in zip(works, needed, lines, strict=True)
+            for output in self._taken(work, rows=own, lines=part)
+        ]
+
+    def cancel(self, number: int) -> None:
+        """Ends a request. Unknown and ended ones are ignored."""
+        for sequence in self.sequences.pop(number, []):
+            if sequence.finish_reason is None:
+                self._scheduler.finish(sequence, reason="cancelled")
+
+    def reset(self) -> None:
+        """Ends all requests, and forgets the keys and values of ended ones, too."""
+        for sequence in (one for sequences in self.sequences.values() for one in sequences):
+            sequence.finish_reason = sequence.finish_reason or "cancelled"
+        self.sequences.clear()
+        self._scheduler.reset()
+
+    # Parts
+
+    def _lines(self, works: list[Work], *, needed: list[list[int]]) -> list[Tensor | list[Drawn]]:
+        tokens, spans = [], []
+        for work in works:
+            spans.append(Span(slot=work.sequence.slot, start=work.start, length=len(work.tokens), row=len(tokens)))
+            tokens += work.tokens
+        step = {"spans": spans, "cache": self._cache, "graphs": self.graphs, "ranks": self._ranks}
+        return lines_of(tokens, model=self.model, works=works, needed=needed, **step)
+
+    def _raise_if_lost(self, error: Exception) -> None:
+        """Raises `error` where nothing can be computed after it."""
+        hung_up = self._ranks is not None and self._ranks.hung_up
+        if hung_up or isinstance(error, PeerLost | CommMismatch | torch.AcceleratorError):
+            self.lost = True
+            raise error
+
+    def _one_by_one(self, works: list[Work], *, needed: list[list[int]], error: Exception) -> list[Output]:
+        """The step again, each sequence alone: see [Note: Whose error it is]."""
+        if len(works) == 1:
+            return [self._ended_by(error, sequence=works[0].sequence)]
+        outputs: list[Output] = []
+        for work, rows in zip(works, needed, strict=True):
+            try:
+                [lines] = self._lines([work], needed=[rows])
+            except Exception as own:  # noqa: BLE001
+                self._raise_if_lost(own)
+                outputs.append(self._ended_by(own, sequence=work.sequence))
+            else:
+                outputs += self._taken(work, rows=rows, lines=lines)
+        return outputs
+
+    def _taken(self, work: Work, *, rows: list[int], lines: Tensor | list[Drawn]) -> list[Output]:
+        outputs: list[Output] = []
+        try:
+            outputs.extend(self._take(work, rows=rows, lines=lines))
+        except Exception as error:  # noqa: BLE001
+            self._raise_if_lost(error)
+            if work.sequence.finish_reason is None:
+                outputs.append(self._ended_by(error, sequence=work.sequence))
+        return outputs
+
+    def _rows_with_logits(self, work: Work) -> list[int]:
+        """Rows of the work whose next token is drawn or scored."""
+        sequence, stop = work.sequence, work.start + len(work.tokens)
+        if work.drafts:
+            return list(range(len(work.tokens)))
+        if sequence.sampling.prompt_logprobs and work.start < sequence.prompt_length:
+            return list(range(len(work.tokens)))
+        return [len(work.tokens) - 1] if stop == len(sequence.tokens) else []
+
+    def _take(self, work: Work, *, rows: list[int], lines: "Tensor | list[Drawn]") -> Iterator[Output]:
+        """Draws from the rows of one work: each draft counts while it is the token that is drawn."""
+        sequence = work.sequence
+        if not is_finite(lines):
+            yield self._broken(sequence)
+            return
+        self._scheduler.advance(
+            sequence, computed=min(work.start + len(work.tokens) - work.drafts, len(sequence.tokens))
+        )
+        for row, line in zip(rows, lines, strict=True):
+            position = work.start + row
+            if isinstance(line, Tensor) and position + 1 < sequence.prompt_length:
+                raw = torch.log_softmax(line.double(), -1)
+                top = likeliest(raw, count=sequence.sampling.logprobs) if sequence.sampling.logprobs else {}
+                sequence.prompt_logprobs.append(PromptLogprob(float(raw[sequence.tokens[position + 1]]), top))
+                continue
+            if sequence.limit == 0:
+                self._scheduler.finish(sequence, reason="length")
+                self._forget_if_done(sequence.request_id)
+                return
+            is_first = len(sequence.tokens) == sequence.prompt_length
+            try:
+                drawn = line if isinstance(line, Drawn) else self._draw(line, sequence=sequence)
+            except NothingDrawn as error:
+                yield self._failed(sequence, error=str(error))
+                return
+            sequence.tokens.append(drawn.token)
+            sequence.logprobs.append(drawn.logprob)
+            sequence.processed.append(drawn.processed_logprob)
+            if drawn.top is not None:
+                sequence.tops.append(drawn.top)
+            reason = self._reason_to_stop(sequence)
+            if reason is not None:
+                self._scheduler.finish(sequence, reason=reason)
+            yield Output(
+                request_id=sequence.request_id,
+                sample=sequence.sample,
+                token=drawn.token,
+                logprob=drawn.logprob,
+                processed_logprob=drawn.processed_logprob,
+                finish_reason=reason,
+                top_logprobs=drawn.top,
+                prompt_logprobs=sequence.prompt_logprobs if is_first and sequence.sampling.prompt_logprobs else None,
+            )
+            if reason is not None or row + 1 >= len(work.tokens) or work.tokens[row + 1] != drawn.token:
+                break
+            self._scheduler.advance(sequence, computed=position + 2)  # the draft's keys are those of this token
+        if sequence.finish_reason is not None:
+            self._forget_if_done(sequence.request_id)
+
+    @staticmethod
+    def _draw(line: Tensor, *, sequence: Sequence) -> Drawn:
+        prompt, answer = sequence.tokens[: sequence.prompt_length], sequence.answer
+        return draw(line, sampling=sequence.sampling, prompt=prompt, answer=answer, sample=sequence.sample)
+
+    def _reason_to_stop(self, sequence: Sequence) -> str | None:
+        if sequence.tokens[-1] in sequence.sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(sequence.tokens) - sequence.prompt_length >= sequence.limit else None
+
+    def _broken(self, sequence: Sequence) -> Output:
+        """Ends a sequence whose logits are not finite. The layer is found by computing it once more, alone."""
+        with computing(self._ranks):
+            place = {"slot": sequence.slot, "rows": self._rows}
+            found = first_broken(sequence.tokens, model=self.model, cache=self._cache, **place)
+        where = "in the head" if found is None else f"after layer {found} of {self.model.description.layers}"
+        text = f"the logits are not finite, first {where}: check the weights (NaN or inf in them, or an overflow of the stored dtype)"
+        return self._failed(sequence, error=text)
+
+    def _ended_by(self, error: Exception, *, sequence: Sequence) -> Output:
+        """Ends a sequence by an error that nobody has foreseen."""
+        _LOGGER.error("request %d ends by an error in its step", sequence.request_id, exc_info=error)
+        sequence.cause = error
+        return self._failed(sequence, error=f"its step failed: {type(error).__name__}: {error}")
+
+    def _failed(self, sequence: Sequence, *, error: str) -> Output:
+        """Ends a sequence alone."""
+        self._scheduler.finish(sequence, reason="error", error=error)
+        self._forget_if_done(sequence.request_id)
+        return Output(
+            request_id=sequence.request_id,
+            sample=sequence.sample,
+            token=None,
+            logprob=float("nan"),
+            processed_logprob=float("nan"),
+            finish_reason="error",
+            error=error,
+        )
+
+    def _forget_if_done(self, number: int) -> None:
+        """Requests are dropped when all answers have ended; who waits for them has their sequences."""
+        if all(sequence.finish_reason is not None for sequence in self.sequences.get(number, [])):
+            self.sequences.pop(number, None)
