@@ -1,11 +1,11 @@
 """What `task=eval` reads: held-out documents, and questions with choices. A bad line ends it before a model is loaded."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ztk.data.documents import Fault, read_documents
+from ztk.data.lines import parse_line
 
 _EXAMPLE = '{"question": "text", "choices": ["one", "two"], "answer": 0}'
 _DATA_KEYS = {"data.path=": "eval.path=", "data.field=": "eval.field=", ", or use data.on_error=skip": ""}
@@ -50,7 +50,7 @@ def read_questions(path: str) -> list[Question]:
         if not line.strip():
             continue
         try:
-            found.append(_question(json.loads(line.decode()), number=number))
+            found.append(_question(parse_line(line), number=number))
         except ValueError as error:
             raise ValueError(f"eval.choices={path}, line {number}: {error}; a line is {_EXAMPLE}") from None
     if not found:

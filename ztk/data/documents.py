@@ -8,13 +8,13 @@ import functools
 import gzip
 import importlib
 import io
-import json
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ztk.data.lines import parse_line
 from ztk.policies.text import COMPRESSED, LINES
 
 PIECE_BYTES = 1 << 22  # a longer text file is read in pieces, cut behind a line
@@ -108,12 +108,9 @@ def _of_lines(path: Path, *, field: str) -> Iterator[Document | Fault]:
                 continue
             place = f"data.path={path}, line {number}"
             try:
-                record = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                yield Fault(text=_not_utf8(path, line=number, error=error))
-                continue
+                record = parse_line(line)
             except ValueError as error:
-                yield Fault(text=f"{place}: not JSON ({error}); fix the line, {_SKIP}")
+                yield Fault(text=f"{place}: {error}; fix the line, {_SKIP}")
                 continue
             if not isinstance(record, dict):
                 yield Fault(text=f'{place}: must be a JSON object, such as {{"{field}": "..."}}; fix the line, {_SKIP}')
@@ -126,7 +123,7 @@ def _of_lines(path: Path, *, field: str) -> Iterator[Document | Fault]:
                 kind = type(record[field]).__name__
                 yield Fault(text=f"{place}: field {field!r} is no text but {kind}; use data.field=NAME, {_SKIP}")
             else:
-                yield from _checked(record[field], place=place)
+                yield Document(text=record[field])
 
 
 def _of_parquet(path: Path, *, field: str) -> Iterator[Document | Fault]:
@@ -201,7 +198,7 @@ def _of_columns(
 
 
 def _checked(text: str, *, place: str) -> Iterator[Document | Fault]:
-    """JSON can write half of a surrogate pair, which no UTF-8 has."""
+    """Half of a surrogate pair is no UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,0 +1,29 @@
+"""Lines of JSON files, and the faults that a line can have."""
+
+import json
+from typing import Any
+
+
+def parse_line(line: bytes) -> Any:
+    """The JSON value of one line. Split files at line feeds alone: other line ends, such as U+2028, may stand inside a JSON string.
+
+    Raises:
+        ValueError: the line is not UTF-8, not JSON, nested too deeply, or has half of a surrogate pair, which no UTF-8 text has.
+    """
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"is not UTF-8 (byte 0x{line[error.start]:02x}: {error.reason}); convert the file, as by iconv -t UTF-8"
+        ) from None
+    try:
+        value = json.loads(text)
+        if "\\u" in text:  # only an escape can write half of a pair
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+    except UnicodeEncodeError as error:
+        raise ValueError(f"is not UTF-8 ({error.reason}: half of a surrogate pair)") from None
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from None
+    return value
