@@ -60,10 +60,18 @@ class Prompts:
             self.tokenizer.save(folder)
 
     def answer_of(self, samples: Samples, *, row: int) -> str:
-        """The text of an answer, without its end."""
+        """The text of an answer, without its end and special tokens."""
         first = int(samples.prompt_lengths[row])
         last = first + int(samples.answer_lengths[row]) - int(samples.finished[row])
         return self.tokenizer.decode(samples.tokens[row, first:last])
+
+    def drawn(self, samples: Samples, *, row: int) -> str:
+        """The text of an answer as it was drawn: with its end and special tokens; of bytes without the end."""
+        if isinstance(self.tokenizer, ByteTokenizer):
+            return self.answer_of(samples, row=row)
+        first = int(samples.prompt_lengths[row])
+        tokens = samples.tokens[row, first : first + int(samples.answer_lengths[row])]
+        return self.tokenizer.decode(tokens, shows_special=True)
 
     def describe(self) -> str:
         """How many prompts there are, their lengths in tokens, and how many are cut."""

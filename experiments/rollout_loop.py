@@ -158,7 +158,7 @@ class Texts:
             record = {
                 "step": step,
                 "prompt": run.prompts[int(samples.prompts[row])].text,
-                "answer": run.prompts.answer_of(samples, row=row),
+                "answer": run.prompts.drawn(samples, row=row),
                 "reward": float(samples.rewards[row]) if samples.included[row] else None,
                 "length": int(samples.answer_lengths[row]),
                 "kl": None if kl is None else float(kl[row]),

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from ztk.align import RecordFormat, read_examples
-from ztk.data import SubwordTokenizer
+from ztk.align import RecordFormat, read_examples, read_prompts
+from ztk.data import ByteTokenizer, SubwordTokenizer
 
 
 def read(tmp_path, *records, kind="preferences", seq_len=200, stop=10):
@@ -122,3 +122,29 @@ def test_a_tokenizer_ends_answers_with_its_end_token(tmp_path):
     assert tokenizer.decode(first.tokens) == "<|user|>\n2+2?\n<|assistant|>\nfo\nur"
     assert second.tokens.tolist().count(tokenizer.end) == 2  # also behind an answer that is not learnt
     assert second.tokens[second.answer].tolist() == [*tokenizer.encode("c").tolist(), tokenizer.end]
+
+
+@pytest.mark.parametrize("kind", ["chat", "prompts"])
+def test_lines_end_at_line_feeds_and_bad_ones_are_named_together(tmp_path, kind):
+    """Half of a surrogate pair, JSON that is too deep and bytes that are no UTF-8 are faults of their lines, in all files at once."""
+
+    def read(*paths):
+        if kind == "prompts":
+            return read_prompts([str(path) for path in paths], tokenizer=ByteTokenizer())
+        return read_examples([str(path) for path in paths], record_format=RecordFormat.chat, seq_len=99, stop=10)
+
+    good, bad, other = (tmp_path / f"{name}.jsonl" for name in ("good", "bad", "other"))
+    good.write_text('{"prompt": "a\u2028b\u0085c", "answer": "d"}\n', encoding="utf-8")
+    (record,) = read(good)
+    tokens = record.tokens if kind == "prompts" else record.texts[0].tokens.tolist()
+    assert bytes(tokens).decode().startswith("a\u2028b\u0085c")
+    bad.write_bytes(
+        b'{"prompt": "\\ud83d", "answer": "d"}\n' + b"[" * 100_000 + b'\n{"prompt": "\xff", "answer": "d"}\n'
+    )
+    other.write_text('{"prompt": 1}\n')
+    with pytest.raises(ValueError) as caught:
+        read(bad, good, other)
+    expected = ("line 1: is not UTF-8 (surrogates", "line 2: its JSON is nested too", "line 3: is not UTF-8 (byte 0xff")
+    lines = str(caught.value).split("\n")
+    assert [f"data.path={bad}, {said}" in line for said, line in zip(expected, lines, strict=False)] == [True] * 3
+    assert len(lines) == 4 and lines[3].startswith(f"data.path={other}, line 1: ")

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from tests.align.chats import CHAT, PLAIN, save_tokenizer, train_tokenizer
-from ztk.align import ChatTemplate, ChatTemplateError, RecordFormat, chat_prompt, read_examples
+from ztk.align import (
+    ChatTemplate,
+    ChatTemplateError,
+    RecordFormat,
+    answer_end,
+    chat_prompt,
+    read_examples,
+    read_prompts,
+)
 from ztk.config import ConfigError, Machine, compose
 from ztk.data import SubwordTokenizer
 
@@ -52,9 +60,9 @@ def test_tokens_are_those_of_transformers_and_answers_alone_count(trained, folde
     assert text.tokens.tolist() == expected
     learnt = trained.decode(text.tokens[text.answer])
     assert learnt == "it is 4<|im_end|>\n6<|im_end|>\n"
-    assert ChatTemplate.open(path).end == trained.eos_token_id
+    assert ChatTemplate.open(path).end == trained.eos_token
     asked = trained.apply_chat_template(CHAT[:4], tokenize=True, add_generation_prompt=True, return_dict=False)
-    assert chat_prompt(CHAT[:4], tokenizer=SubwordTokenizer.open(path), by_template=True) == asked
+    assert chat_prompt(CHAT[:4], tokenizer=SubwordTokenizer.open(path), by_template=True).tokens == asked
 
 
 def test_pairs_share_a_prompt_of_messages(trained, folder, tmp_path):
@@ -99,3 +107,40 @@ def test_a_folder_without_a_template_is_refused_with_what_to_do(folder, tmp_path
     assert not ChatTemplate.has(path)
     with pytest.raises(ChatTemplateError, match='put "chat_template" into its tokenizer_config.json'):
         ChatTemplate.open(path)
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_an_answer_ends_where_its_template_ends_it(folder, tmp_path, is_special):
+    """At the first token behind the content that was added to the vocabulary: not at eos, and special or not."""
+    path = folder(
+        PLAIN.replace("<|im_end|>", "<|end|>") + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    )
+    main = json.loads((path / "tokenizer.json").read_text())
+    entry = next(token for token in main["added_tokens"] if token["content"] == "<|im_end|>")
+    main["added_tokens"].append(entry | {"id": 270, "content": "<|end|>", "special": is_special})
+    (path / "tokenizer.json").write_text(json.dumps(main))
+    ChatTemplate.open.cache_clear()
+    assert ChatTemplate.open(path).end == "<|end|>"
+    tokenizer = SubwordTokenizer.open(path)
+    prompts = read_prompts([written(tmp_path, {"messages": CHAT[:4]})], tokenizer=tokenizer, by_template=True)
+    assert answer_end(prompts, tokenizer=tokenizer, by_template=True) == 270 != tokenizer.end
+
+
+def test_a_template_without_an_end_is_refused(folder, tmp_path):
+    path = folder("{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}")
+    file, tokenizer = written(tmp_path, {"messages": CHAT[:3]}, {"messages": CHAT[:3]}), SubwordTokenizer.open(path)
+    with pytest.raises(ChatTemplateError, match="writes no token behind an assistant's message"):
+        read(file, folder=path)
+    file = written(tmp_path, {"messages": CHAT[:4]})
+    prompts = read_prompts([file], tokenizer=tokenizer, by_template=True)
+    with pytest.raises(ChatTemplateError, match=r"put eos_token there.*data\.chat_template=roles"):
+        answer_end(prompts, tokenizer=tokenizer, by_template=True)
+
+
+def test_the_end_behind_a_generation_block_is_learnt(trained, folder, tmp_path):
+    early = MARKED.replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %}{{ '\\n' }}<|im_end|>\n")
+    (example,) = read(written(tmp_path, {"messages": CHAT}), folder=folder(early))
+    assert trained.decode(example.texts[0].tokens[example.texts[0].answer]) == "it is 4\n<|im_end|>6\n<|im_end|>"
+    apart = MARKED.replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %} over<|im_end|>\n")
+    with pytest.raises(ValueError, match=r"leaves '<\|im_end\|>' out of {% generation %}"):
+        read(written(tmp_path, {"messages": CHAT}), folder=folder(apart))

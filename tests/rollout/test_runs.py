@@ -257,7 +257,7 @@ def test_prompts_of_a_file(ranks, tmp_path):
         ('{"prompt": "abcdefg"}\n', "use data.seq_len=13"),
         ('{"prompt": "a"}\n{"text": "a"}\n', 'line 2: must be an object with a text "prompt"'),
         ("abc\n", "line 1: not JSON"),
-        ("", "no prompts"),
+        ("", "there are no records"),
     ):
         file.write_text(text)
         with pytest.raises(ValueError, match=said):

@@ -1,6 +1,8 @@
 """Where rollouts begin: the weights of another run, the rewards of a trained model, prompts of files as texts and as messages."""
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from ztk import checkpoint
 from ztk.align import ChatTemplate, Truncation, fitted, read_prompts
 from ztk.config import ConfigError, Machine, compose
 from ztk.config.rollout_schema import StageName
-from ztk.data import ByteTokenizer
+from ztk.data import ByteTokenizer, SubwordTokenizer
 from ztk.rollout import Samples
 from ztk.runtime import Process
 
@@ -125,8 +127,14 @@ def test_messages_are_written_as_sft_learns_them(tmp_path):
 
     by_template = prompts(f"data.tokenizer={path}", "data.seq_len=64")
     template = ChatTemplate.open(path)
-    assert by_template[0].tokens == by_template[1].tokens == template.prompt(CHAT)
-    assert by_template.stop == template.end and "be short" in by_template[0].text
+    tokenizer, asked = SubwordTokenizer.open(path), template.prompt(CHAT)
+    assert by_template[0].tokens == by_template[1].tokens == tokenizer.read(asked).tokens
+    assert by_template.stop == tokenizer.token_of("<|im_end|>") and by_template[0].text == asked
+    drawn = torch.tensor([[5, *tokenizer.read("four").tokens, by_template.stop]])
+    samples: Any = SimpleNamespace(
+        tokens=drawn, prompt_lengths=[1], answer_lengths=[drawn.shape[1] - 1], finished=[True]
+    )
+    assert by_template.answer_of(samples, row=0) == "four" and by_template.drawn(samples, row=0) == "four<|im_end|>"
     roles = prompts("data.seq_len=64")
     assert bytes(roles[0].tokens).decode() == "<|system|>\nbe short\n<|user|>\n2 + 2 ?\n<|assistant|>\n"
     with pytest.raises(ValueError, match="use data.seq_len=59, shorter prompts, or data.truncate_prompts=left"):

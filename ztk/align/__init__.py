@@ -10,7 +10,7 @@ from ztk.align.logprobs import answer_logprobs, token_logprobs
 from ztk.align.pairwise import PairwiseLosses, PairwisePolicy, last_values, pairwise_losses
 from ztk.align.policy import PolicyLoss, TokenLoss, policy_loss
 from ztk.align.prompt_records import PromptRecord, Truncation, answer_end, fitted, read_prompts
-from ztk.align.records import ANSWER_END, Example, RecordFormat, Text, chat_prompt, read_examples
+from ztk.align.records import ANSWER_END, Example, RecordFormat, Text, chat_prompt, read_examples, text_prompt
 from ztk.align.sequences import Packing, Sequences, segment_sums
 from ztk.align.templates import ChatTemplate, ChatTemplateError
 from ztk.align.tilt import Frontier
@@ -52,6 +52,7 @@ __all__ = [
     "read_examples",
     "read_prompts",
     "segment_sums",
+    "text_prompt",
     "token_logprobs",
     "token_weights",
     "value_loss",

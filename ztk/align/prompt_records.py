@@ -1,15 +1,14 @@
 """Prompts that a policy answers: lines of JSON, read and tokenised before the first rollout."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
-import torch
-
-from ztk.align.records import ANSWER_END, chat_prompt, files_of
-from ztk.align.templates import ChatTemplate, ChatTemplateError
+from ztk.align.lines import read_records
+from ztk.align.records import ANSWER_END, chat_prompt, text_prompt
+from ztk.align.templates import ChatTemplate
 from ztk.data import ByteTokenizer, SubwordTokenizer
 
 Tokenizer = ByteTokenizer | SubwordTokenizer
@@ -24,7 +23,8 @@ class Truncation(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptRecord:
-    """tokens: what the policy continues. text: the same as text. record: the line, for the reward. is_chat: it has messages."""
+    """tokens: what the policy continues. text: the same as text, special tokens included. record: the line, for the reward. is_chat: it has
+    messages."""
 
     tokens: list[int]
     text: str
@@ -39,23 +39,10 @@ def read_prompts(paths: Sequence[str], *, tokenizer: Tokenizer, by_template: boo
     `task=sft` learns them; otherwise as lines <|role|>.
 
     Raises:
-        ValueError: a line that is no prompt, with file, line and fix; no prompts.
+        ValueError: lines that are no prompts, each with file, line and fix; no prompts.
         ChatTemplateError: messages, and no template that can be used.
     """
-    records = []
-    for path in files_of(paths):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            if not line.strip():
-                continue
-            try:
-                records.append(_record(line, tokenizer=tokenizer, by_template=by_template))
-            except ChatTemplateError:
-                raise  # one fault, not one per line
-            except ValueError as error:
-                raise ValueError(f"data.path={path}, line {number}: {error}") from None
-    if not records:
-        raise ValueError(f'data.path={paths}: no prompts; every line must be an object with a "prompt" or "messages"')
-    return records
+    return read_records(paths, make=partial(_record, tokenizer=tokenizer, by_template=by_template))
 
 
 def answer_end(records: Sequence[PromptRecord], *, tokenizer: Tokenizer, by_template: bool = False) -> int:
@@ -73,8 +60,7 @@ def answer_end(records: Sequence[PromptRecord], *, tokenizer: Tokenizer, by_temp
             "data.path: some prompts are texts and some are messages, whose answers end in different ways by the chat template: write all of "
             "them as messages, or use data.chat_template=roles"
         )
-    end = ChatTemplate.open(tokenizer.folder).end
-    return tokenizer.end if end is None else end
+    return tokenizer.token_of(ChatTemplate.open(tokenizer.folder).required_end())
 
 
 def fitted(records: Sequence[PromptRecord], *, most: int, seq_len: int, cut: Truncation | None) -> list[PromptRecord]:
@@ -101,21 +87,18 @@ def fitted(records: Sequence[PromptRecord], *, most: int, seq_len: int, cut: Tru
     return [replace(record, tokens=record.tokens[part]) for record in records]
 
 
-def _record(line: str, *, tokenizer: Tokenizer, by_template: bool) -> PromptRecord:
+def _record(record: Mapping[str, Any], *, tokenizer: Tokenizer, by_template: bool) -> PromptRecord:
     """Raises ValueError without the place."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error})") from None
-    prompt = record.get("prompt", record.get("messages")) if isinstance(record, dict) else None
+    prompt = record.get("prompt", record.get("messages"))
     if isinstance(prompt, str) and prompt:
-        return PromptRecord(tokens=tokenizer.encode(prompt).tolist(), text=prompt, record=record)
+        found = text_prompt(prompt, tokenizer=tokenizer)
+        return PromptRecord(tokens=found.tokens, text=found.text, record=record)
     if not isinstance(prompt, list):
         raise ValueError('must be an object with a text "prompt", or with "messages"')
     if prompt and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant":
         raise ValueError("the last message is an assistant's, and that is what the policy is to write: leave it out")
     if isinstance(tokenizer, ByteTokenizer):
-        tokens = chat_prompt(prompt, stop=ANSWER_END)
+        found = chat_prompt(prompt, stop=ANSWER_END)
     else:
-        tokens = chat_prompt(prompt, tokenizer=tokenizer, by_template=by_template)
-    return PromptRecord(tokens=tokens, text=tokenizer.decode(torch.tensor(tokens)), record=record, is_chat=True)
+        found = chat_prompt(prompt, tokenizer=tokenizer, by_template=by_template)
+    return PromptRecord(tokens=found.tokens, text=found.text, record=record, is_chat=True)

@@ -4,27 +4,31 @@ A preference is {"prompt": ..., "chosen": ..., "rejected": ...}, with "margin" i
 [{"role": ..., "content": ...}, ...]}, or {"prompt": ..., "answer": ...}. A prompt is a text, or messages. Text is UTF-8 bytes, and an answer
 ends with the stop byte; or the tokens of a tokenizer, and an answer ends with its end token, or as the tokenizer's chat template ends it. So a
 policy learns to end.
+
+[Note: One text]
+The parts of a record are joined and tokenised once, as transformers and TRL do it: with the tokens that the tokenizer puts before a text, such
+as <s>, unless a chat template wrote the text, which writes them itself. Which tokens are learnt follows from characters: a token is part of an
+answer if one of its characters is. So a token across the border of prompt and answer is learnt: of "hello wor" and "ld you" these are the
+tokens "world" and "you". A text's first token is never learnt, because nothing predicts it. A prompt that is to be answered is tokenised in
+the same way, without the tokens that the tokenizer puts after a text: the answer comes there.
 """
 
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from glob import glob
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ztk.align.templates import ChatTemplate, ChatTemplateError
+from ztk.align.lines import read_records
+from ztk.align.templates import ChatTemplate
 from ztk.data import ByteTokenizer, SubwordTokenizer
 
 ANSWER_END = ord("\n")  # ends an answer, unless data.stop says otherwise
 ROLES = ("system", "user", "assistant")
-_MAX_FAULTS = 10
 
 
 class RecordFormat(StrEnum):
@@ -36,7 +40,7 @@ class RecordFormat(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
-    """A text. ends: the end token follows, which is to be learnt if the text is."""
+    """A text. ends: the end of an answer follows, which is to be learnt if the text is."""
 
     text: str
     is_answer: bool = False
@@ -45,28 +49,24 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Encoding:
-    """end: ends an answer. reserved: a byte that no answer may contain; None: all may be there. template: of messages; None: `_rendered`."""
+    """end: the text that ends an answer. reserved: a byte that no answer may contain; None: all may be there. template: of messages; None:
+    `_rendered`."""
 
-    encode: Callable[[str], list[int]]
-    end: int
+    tokenizer: ByteTokenizer | SubwordTokenizer
+    end: str
     reserved: int | None
     dtype: torch.dtype
     template: Callable[[], ChatTemplate] | None = None
 
     @staticmethod
-    def of_bytes(stop: int) -> "_Encoding":
+    def of(*, stop: int | None, tokenizer: SubwordTokenizer | None, by_template: bool) -> "_Encoding":
+        if tokenizer is None:
+            assert stop is not None, "answers have an end"
+            return _Encoding(tokenizer=ByteTokenizer(), end=chr(stop), reserved=stop, dtype=torch.uint8)
+        assert stop is None, "answers have one end"
+        template = partial(ChatTemplate.open, tokenizer.folder) if by_template else None
         return _Encoding(
-            encode=lambda text: ByteTokenizer().encode(text).tolist(), end=stop, reserved=stop, dtype=torch.uint8
-        )
-
-    @staticmethod
-    def of_tokenizer(tokenizer: SubwordTokenizer, *, by_template: bool) -> "_Encoding":
-        return _Encoding(
-            encode=lambda text: tokenizer.encode(text).tolist(),
-            end=tokenizer.end,
-            reserved=None,
-            dtype=torch.int32,
-            template=partial(ChatTemplate.open, tokenizer.folder) if by_template else None,
+            tokenizer=tokenizer, end=tokenizer.end_text, reserved=None, dtype=torch.int32, template=template
         )
 
 
@@ -84,17 +84,46 @@ class Text:
     def of(parts: Sequence[tuple[str, bool]], *, stop: int) -> "Text":
         """From (text, whether it is an answer), in order, as bytes; `stop` ends every answer."""
         named = [_Part(text=text, is_answer=is_answer, ends=is_answer) for text, is_answer in parts]
-        return _text(named, encoding=_Encoding.of_bytes(stop))
+        return _text(named, encoding=_Encoding.of(stop=stop, tokenizer=None, by_template=False))
 
 
 def _text(parts: Sequence[_Part], *, encoding: _Encoding) -> Text:
-    """The parts are tokenised one by one, so that no token is half an answer."""
-    tokens, answer = [], []
-    for part in parts:
-        found = encoding.encode(part.text) + [encoding.end] * part.ends
-        tokens += found
-        answer += [part.is_answer] * len(found)
-    return Text(tokens=torch.tensor(tokens, dtype=encoding.dtype), answer=torch.tensor(answer, dtype=torch.bool))
+    """The parts as one text, tokenised once: see [Note: One text]."""
+    after = encoding.tokenizer.after
+    ends_itself = after[:1] == (encoding.tokenizer.end,)  # the tokenizer ends every text as an answer ends
+    text, answers = "", []
+    for number, part in enumerate(parts, start=1):
+        first = len(text)
+        text += part.text
+        if part.ends and encoding.reserved is None:
+            text = text.removesuffix(encoding.end)  # an answer that has its end keeps it, as in TRL
+        if part.ends and not (ends_itself and number == len(parts)):
+            text += encoding.end
+        if part.is_answer:
+            answers.append((first, len(text)))
+    return _tokenised(text, answers=answers, encoding=encoding)
+
+
+def _tokenised(
+    text: str, *, answers: Sequence[tuple[int, int]], encoding: _Encoding, is_rendered: bool = False
+) -> Text:
+    """answers: places in `text`. is_rendered: a chat template wrote the text with all special tokens."""
+    found = encoding.tokenizer.read(text)
+    tokens, learnt = list(found.tokens), [_overlaps(span, answers) for span in found.spans]
+    if not is_rendered:
+        begin, after = encoding.tokenizer.begin, encoding.tokenizer.after
+        tokens = [*begin, *tokens, *after]
+        ends = bool(answers) and answers[-1][1] == len(text)
+        learnt = [*[False] * len(begin), *learnt, *[ends] * len(after)]
+    if learnt:
+        learnt[0] = False
+    return Text(tokens=torch.tensor(tokens, dtype=encoding.dtype), answer=torch.tensor(learnt, dtype=torch.bool))
+
+
+def _overlaps(span: tuple[int, int], answers: Sequence[tuple[int, int]]) -> bool:
+    """Whether a token has a character of an answer. One without characters belongs to those behind it."""
+    first, last = span[0], max(span[1], span[0] + 1)
+    return any(first < stop and start < last for start, stop in answers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,65 +151,12 @@ def read_examples(
         ValueError: lines that are no such record or do not fit, each with file, line and fix; no records.
         ChatTemplateError: messages, and no template that can be used.
     """
-    encoding = _encoding(stop=stop, tokenizer=tokenizer, by_template=by_template)
-    examples: list[Example] = []
-    faults: list[str] = []
-    for file in files_of(paths):
-        for number, line in enumerate(_lines(file), start=1):
-            if not line.strip():
-                continue
-            try:
-                examples.append(_example(line, record_format=record_format, seq_len=seq_len, encoding=encoding))
-            except ChatTemplateError:
-                raise  # one fault, not one per line
-            except ValueError as error:
-                faults.append(f"data.path={file}, line {number}: {error}")
-            if len(faults) == _MAX_FAULTS:
-                raise ValueError("\n".join([*faults, "later lines were not read"]))
-    if faults:
-        raise ValueError("\n".join(faults))
-    if not examples:
-        raise ValueError(f"data.path={', '.join(paths)}: there are no records; every line must be a JSON object")
-    return examples
+    encoding = _Encoding.of(stop=stop, tokenizer=tokenizer, by_template=by_template)
+    return read_records(paths, make=partial(_example, record_format=record_format, seq_len=seq_len, encoding=encoding))
 
 
-def _encoding(*, stop: int | None, tokenizer: SubwordTokenizer | None, by_template: bool) -> _Encoding:
-    if tokenizer is not None:
-        assert stop is None, "answers have one end"
-        return _Encoding.of_tokenizer(tokenizer, by_template=by_template)
-    assert stop is not None, "answers have an end"
-    return _Encoding.of_bytes(stop)
-
-
-def files_of(paths: Sequence[str]) -> list[Path]:
-    """The files that `paths` name. Raises ValueError if an entry names none."""
-    files: list[Path] = []
-    for entry in paths:
-        path = Path(entry).expanduser()
-        found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path] if path.is_file() else []
-        found = found or [Path(name) for name in sorted(glob(str(path), recursive=True)) if Path(name).is_file()]
-        if not found:
-            raise ValueError(f"data.path={entry}: no such file, and no *.jsonl in it: name others")
-        files += found
-    return files
-
-
-def _lines(file: Path) -> Iterator[str]:
-    try:
-        with file.open(encoding="utf-8") as lines:
-            yield from lines
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"data.path={file}: cannot be read as UTF-8 text ({error}); name others") from None
-
-
-def _example(line: str, *, record_format: RecordFormat, seq_len: int, encoding: _Encoding) -> Example:
+def _example(record: Mapping[str, Any], *, record_format: RecordFormat, seq_len: int, encoding: _Encoding) -> Example:
     """Raises ValueError without the place."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error})") from None
-    if not isinstance(record, dict):
-        raise ValueError("must be a JSON object, such as {...}")
     make = _chat if record_format is RecordFormat.chat else _preference
     example = make(record, encoding=encoding)
     if (longest := max(len(text) for text in example.texts)) > seq_len:
@@ -194,7 +170,7 @@ def _chat(record: Mapping[str, Any], *, encoding: _Encoding) -> Example:
     if "messages" in record:
         messages = record["messages"]
         if encoding.template is not None:
-            text = _by_template(_checked(messages), template=encoding.template(), last_only=False)
+            text = _by_template(_checked(messages), encoding=encoding, last_only=False)
         else:
             text = _text(_rendered(messages, encoding=encoding), encoding=encoding)
         if not bool(text.answer.any()):
@@ -221,14 +197,15 @@ def _answered(record: Mapping[str, Any], *, answer: str, encoding: _Encoding) ->
     messages = record.get("prompt")
     if isinstance(messages, list) and encoding.template is not None:
         chat = [*_checked(messages), {"role": "assistant", "content": answer}]
-        return _by_template(chat, template=encoding.template(), last_only=True)
+        return _by_template(chat, encoding=encoding, last_only=True)
     prompt = _prompt(record, encoding=encoding)
     return _text([*prompt, _Part(text=answer, is_answer=True, ends=True)], encoding=encoding)
 
 
-def _by_template(messages: list[dict], *, template: ChatTemplate, last_only: bool) -> Text:
-    found = template.learnt(messages, last_only=last_only)
-    return Text(tokens=torch.tensor(found.tokens, dtype=torch.int32), answer=torch.tensor(found.is_answer))
+def _by_template(messages: list[dict], *, encoding: _Encoding, last_only: bool) -> Text:
+    assert encoding.template is not None
+    found = encoding.template().learnt(messages, last_only=last_only)
+    return _tokenised(found.text, answers=found.answers, encoding=encoding, is_rendered=True)
 
 
 def _checked(messages: Any) -> list[dict]:
@@ -260,21 +237,37 @@ def _answer(record: Mapping[str, Any], *, key: str, encoding: _Encoding) -> str:
     return _without_stop(text, key=key, encoding=encoding)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """A text that a model is to answer, as it sees it: with its special tokens."""
+
+    tokens: list[int]
+    text: str
+
+
+def text_prompt(text: str, *, tokenizer: ByteTokenizer | SubwordTokenizer) -> Prompt:
+    """A prompt of one text. See [Note: One text]."""
+    return Prompt(tokens=[*tokenizer.begin, *tokenizer.read(text).tokens], text=text)
+
+
 def chat_prompt(
     messages: Sequence[Mapping[str, str]],
     *,
     stop: int | None = None,
     tokenizer: SubwordTokenizer | None = None,
     by_template: bool = False,
-) -> list[int]:
-    """The tokens of a conversation up to where the next answer begins, as `task=sft` learns them. The options are those of `read_examples`.
+) -> Prompt:
+    """A conversation up to where the next answer begins, as `task=sft` learns it. The options are those of `read_examples`.
 
     Raises ValueError for messages that are none, and ChatTemplateError.
     """
-    encoding = _encoding(stop=stop, tokenizer=tokenizer, by_template=by_template)
+    encoding = _Encoding.of(stop=stop, tokenizer=tokenizer, by_template=by_template)
     if encoding.template is not None:
-        return encoding.template().prompt(_checked(list(messages)))
-    return _text(_prompt({"prompt": list(messages)}, encoding=encoding), encoding=encoding).tokens.tolist()
+        text = encoding.template().prompt(_checked(list(messages)))
+        return Prompt(tokens=encoding.tokenizer.read(text).tokens, text=text)
+    parts = _prompt({"prompt": list(messages)}, encoding=encoding)
+    text = "".join(part.text + encoding.end * part.ends for part in parts)
+    return text_prompt(text, tokenizer=encoding.tokenizer)
 
 
 def _rendered(messages: Any, *, encoding: _Encoding) -> list[_Part]:

@@ -1,17 +1,23 @@
-"""Chats by the template of a tokenizer: `chat_template` in tokenizer_config.json, or chat_template.jinja, rendered by transformers.
+r"""Chats by the template of a tokenizer: `chat_template` in tokenizer_config.json, or chat_template.jinja, rendered by transformers.
 
 [Note: What an assistant wrote]
-A template that marks answers by {% generation %} says itself which text is an assistant's. For the others, an answer is what the template
-adds for its message to the conversation before it, as it is shown to a model that is to answer (add_generation_prompt): the content and what
-ends it, such as <|im_end|>. That needs a template that writes a conversation as a beginning of every longer one. Templates that do not (some
-drop earlier reasoning) are refused where it happens, because a policy would learn tokens that it never sees when it answers.
+A template that marks answers by {% generation %} decides itself which text is an assistant's. For the others, an answer is the text that the
+template adds for its message to the conversation before it, as it is shown to a model that is to answer (add_generation_prompt): the content
+and the token that ends it, such as <|im_end|>. That needs a template that writes a conversation as a beginning of every longer one. Templates
+that do not (some drop earlier reasoning) are refused where it happens, because a policy would learn tokens that it never sees when it answers.
+
+[Note: The end of an answer]
+A policy that never learns to end is cut at every answer. The end is the first token after the content that was added to the vocabulary,
+whether or not the tokenizer calls it special: <|end|> in "text<|end|>\n<|endoftext|>". Where {% generation %} closes in front of it, it is
+learnt, too. A template that writes no such token is refused.
 """
 
+import contextlib
 import functools
 import importlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +25,7 @@ from typing import Any
 # What an expression of a template may raise beside jinja2's own errors.
 _OF_EXPRESSIONS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE = "5f3a9c71"  # a content that no template writes by itself
 Message = Mapping[str, Any]
 
 
@@ -28,15 +35,15 @@ class ChatTemplateError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendered:
-    """tokens of a conversation; is_answer: an assistant wrote it, as long as `tokens`."""
+    """A conversation as text. answers: where an assistant wrote it, as characters (first, behind the last)."""
 
-    tokens: list[int]
-    is_answer: list[bool]
+    text: str
+    answers: list[tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """The template of a folder. inner: transformers' tokenizer of the folder."""
+    """The template of a folder. inner: transformers' tokenizer of the folder, which renders and does not tokenise here."""
 
     folder: Path
     inner: Any
@@ -82,38 +89,72 @@ class ChatTemplate:
         return ChatTemplate(folder=folder, inner=inner)
 
     @functools.cached_property
-    def end(self) -> int | None:
-        """The special token that ends an answer; None: the template writes none."""
-        found = self.learnt([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], last_only=True)
-        special = set(self.inner.all_special_ids)
-        ends = [token for token, own in zip(found.tokens, found.is_answer, strict=True) if own and token in special]
-        return ends[-1] if ends else None
+    def end(self) -> str | None:
+        """The token that ends an answer, as it is written; None: the template writes none. See [Note: The end of an answer]."""
+        try:
+            return self._end_after([{"role": "user", "content": "a"}])
+        except ValueError:  # it takes other conversations than this one
+            return None
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a conversation and of what begins the next answer. Raises ValueError for messages that the template refuses."""
-        return self._tokens(self._text(messages, asks=True))
+    def required_end(self) -> str:
+        """As `end`. Raises ChatTemplateError if the template writes none."""
+        if self.end is None:
+            raise ChatTemplateError(
+                f"data.tokenizer={self.folder}: its chat template writes no token behind an assistant's message, so answers would never end: "
+                "put eos_token there, as in {{ message['content'] }}{{ eos_token }}, or use data.chat_template=roles"
+            )
+        return self.end
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """A conversation and the beginning of the next answer. Raises ValueError for messages that the template refuses."""
+        return self._text(messages, asks=True)
 
     def learnt(self, messages: Sequence[Message], *, last_only: bool = False) -> Rendered:
         """A conversation with its answers; last_only: the last message alone is one. See [Note: What an assistant wrote].
 
-        Raises ValueError for messages that the template refuses, and for a template that does not write a conversation as the beginning of a
-        longer one.
+        Raises:
+            ValueError: messages that the template refuses, or a conversation that it does not write as the beginning of a longer one.
+            ChatTemplateError: the template writes no token that ends an answer.
         """
-        if not last_only and isinstance(self.inner.chat_template, str) and _GENERATION.search(self.inner.chat_template):
-            return self._marked(messages)
-        text = self._text(messages)
         numbers = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
+        if not numbers:
+            return Rendered(text=self._text(messages), answers=[])
+        end = self.end or self._end_after(messages[: numbers[-1]]) or self.required_end()
+        if not last_only and isinstance(self.inner.chat_template, str) and _GENERATION.search(self.inner.chat_template):
+            return self._marked(messages, end=end)
+        text = self._text(messages)
         spans = [self._span(messages, number=number, text=text) for number in (numbers[-1:] if last_only else numbers)]
-        found = self.inner(text, add_special_tokens=False, return_offsets_mapping=True)
-        is_answer = [
-            any(start < end and first <= start and end <= stop for first, stop in spans)
-            for start, end in found["offset_mapping"]
-        ]
-        return Rendered(tokens=list(found["input_ids"]), is_answer=is_answer)
+        return Rendered(text=text, answers=spans)
 
-    def _marked(self, messages: Sequence[Message]) -> Rendered:
-        found = self._applied(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        return Rendered(tokens=list(found["input_ids"]), is_answer=[bool(flag) for flag in found["assistant_masks"]])
+    def _end_after(self, messages: Sequence[Message]) -> str | None:
+        """The token behind the content of an answer to `messages`."""
+        text = self._text([*messages, {"role": "assistant", "content": _PROBE}])
+        rest = text[text.rfind(_PROBE) + len(_PROBE) :] if _PROBE in text else ""
+        # Tokens of white space, which some tokenizers have added, are text.
+        tokens = (token for token in {*self.inner.get_added_vocab(), *self.inner.all_special_tokens} if token.strip())
+        found = [(place, -len(token), token) for token in tokens if (place := rest.find(token)) >= 0]
+        return min(found)[2] if found else None
+
+    def _marked(self, messages: Sequence[Message], *, end: str) -> Rendered:
+        render: Any = importlib.import_module("transformers.utils.chat_template_utils").render_jinja_template
+        with self._refusing():
+            [text], [marks] = render(
+                conversations=[list(messages)],
+                chat_template=self.inner.chat_template,
+                return_assistant_tokens_mask=True,
+                **self.inner.special_tokens_map,
+            )
+        borders = [first for first, _ in marks[1:]] + [len(text)]
+        answers = [
+            (first, _with_end(text, first=first, last=last, border=border, end=end))
+            for (first, last), border in zip(marks, borders, strict=True)
+        ]
+        if not any(end in text[first:last] for first, last in answers):
+            raise ValueError(
+                f"the chat template of {self.folder} leaves {end!r} out of {{% generation %}}, so the end of an answer would not be learnt: "
+                "move {% endgeneration %} behind it"
+            )
+        return Rendered(text=text, answers=answers)
 
     def _span(self, messages: Sequence[Message], *, number: int, text: str) -> tuple[int, int]:
         """Where the answer of message `number` begins and ends in the text of the conversation."""
@@ -127,14 +168,21 @@ class ChatTemplate:
         return len(before), len(after)
 
     def _text(self, messages: Sequence[Message], *, asks: bool = False) -> str:
-        return self._applied(messages, tokenize=False, add_generation_prompt=asks)
+        with self._refusing():
+            return self.inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asks)
 
-    def _applied(self, messages: Sequence[Message], **options: Any) -> Any:
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
         errors = (importlib.import_module("jinja2").TemplateError, *_OF_EXPRESSIONS)
         try:
-            return self.inner.apply_chat_template(list(messages), **options)
+            yield
         except errors as error:
             raise ValueError(f"the chat template of {self.folder} refuses the messages: {error}") from None
 
-    def _tokens(self, text: str) -> list[int]:
-        return list(self.inner(text, add_special_tokens=False)["input_ids"])
+
+def _with_end(text: str, *, first: int, last: int, border: int, end: str) -> int:
+    """Where a marked answer ends: behind the end token, if white space alone lies between. border: where the next answer begins."""
+    if end in text[first:last]:
+        return last
+    between, found, _ = text[last:border].partition(end)
+    return last + len(between) + len(end) if found and not between.strip() else last

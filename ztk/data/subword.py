@@ -1,8 +1,14 @@
 """Tokenizers of the tokenizers library: read from a folder as transformers writes it, or trained on the text of a run.
 
 The library is the extra `data`, imported here and not with ztk.
+
+[Note: Documents and texts]
+A tokenizer reads two kinds of text. A document of `data.path` is a source to learn from: text that spells a special token is read as its
+letters, so that no document can end another. A text is the prompt or the answer of a record, a question, or a request: `read` gives the tokens
+that transformers gives, special tokens included. Both begin with the tokens that the tokenizer puts in front of every text, such as <s>.
 """
 
+import functools
 import hashlib
 import importlib
 import json
@@ -15,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ztk.data.tokenizer import Reading
 from ztk.policies.text import SMALLEST_VOCABULARY
 
 END_TEXT = "<|endoftext|>"
@@ -24,9 +31,10 @@ _COPIED = (_MAIN, _SETTINGS, "special_tokens_map.json", "chat_template.jinja")
 
 @dataclass(frozen=True, kw_only=True)
 class SubwordTokenizer:
-    """A tokenizer with the interface of `ByteTokenizer`. Special tokens in a text are read as its letters, not as the tokens.
+    """A tokenizer with the interface of `ByteTokenizer`. See [Note: Documents and texts].
 
-    vocab_size: the largest token and 1. end: the token that ends a document. digest: of the tokenizer's file and its end token.
+    vocab_size: the largest token and 1. end: the token that ends a document. begin, after: tokens that the tokenizer puts before and after
+    every text. digest: of the tokenizer's file, its end token and `begin`.
     """
 
     folder: Path
@@ -34,6 +42,8 @@ class SubwordTokenizer:
     end: int
     digest: str
     inner: Any
+    begin: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
 
     @staticmethod
     def open(folder: str | Path) -> "SubwordTokenizer":
@@ -69,8 +79,18 @@ class SubwordTokenizer:
             )
         digest = hashlib.blake2b(path.read_bytes(), digest_size=16)
         digest.update(f"\nend {end}".encode())
-        size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
-        return SubwordTokenizer(folder=folder, vocab_size=size, end=end, digest=digest.hexdigest(), inner=inner)
+        begin, after = _around(inner)
+        if begin:
+            digest.update(f"\nbegin {begin}".encode())
+        return SubwordTokenizer(
+            folder=folder,
+            vocab_size=max(inner.get_vocab(with_added_tokens=True).values()) + 1,
+            end=end,
+            digest=digest.hexdigest(),
+            inner=inner,
+            begin=begin,
+            after=after,
+        )
 
     @staticmethod
     def train(texts: Iterable[str], *, vocab_size: int, folder: str | Path) -> "SubwordTokenizer":
@@ -112,16 +132,52 @@ class SubwordTokenizer:
         return SubwordTokenizer.open(folder)
 
     def encode(self, text: str) -> Tensor:
-        """The tokens of `text` without special ones, int64 [num_tokens]."""
+        """The tokens of a document or a piece of one, int64 [num_tokens], without `begin`."""
         return torch.tensor(self.inner.encode(text, add_special_tokens=False).ids, dtype=torch.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, by all cores that the library may use."""
+        """The tokens of each document, without `begin`, by all cores that the library may use."""
         return [found.ids for found in self.inner.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    def decode(self, tokens: Tensor) -> str:
-        """The text of `tokens` [num_tokens] without special ones; broken characters and tokens that have no text become U+FFFD."""
-        return self.inner.decode(tokens.flatten().tolist(), skip_special_tokens=True)
+    def read(self, text: str) -> Reading:
+        """The tokens of a text that transformers gives, without `begin` and `after`, and where in the text each one lies."""
+        found = self._reader.encode(text, add_special_tokens=False)
+        return Reading(tokens=found.ids, spans=found.offsets)
+
+    @functools.cached_property
+    def end_text(self) -> str:
+        """How `end` is written."""
+        return self.inner.id_to_token(self.end)
+
+    def token_of(self, text: str) -> int:
+        """The token that is written as `text`. Raises ValueError if there is none."""
+        if (token := self._reader.token_to_id(text)) is None:
+            raise ValueError(
+                f"data.tokenizer={self.folder}: {text!r} is not in the vocabulary of {_MAIN}; save the tokenizer again"
+            )
+        return token
+
+    @functools.cached_property
+    def special(self) -> dict[int, str]:
+        """The special tokens, which `decode` leaves out, with their texts."""
+        return {
+            token: added.content for token, added in self._reader.get_added_tokens_decoder().items() if added.special
+        }
+
+    @functools.cached_property
+    def _reader(self) -> Any:
+        """`inner` as transformers sets it up."""
+        library = importlib.import_module("tokenizers")
+        reader = library.Tokenizer.from_str(self.inner.to_str())
+        reader.encode_special_tokens = bool(_settings(self.folder).get("split_special_tokens"))
+        reader.post_processor = None  # it trims spaces off the places of tokens
+        reader.add_special_tokens(_added_by_settings(self.folder, known=self.inner, library=library))
+        return reader
+
+    def decode(self, tokens: Tensor, *, shows_special: bool = False) -> str:
+        """The text of `tokens` [num_tokens]; broken characters and tokens that have no text become U+FFFD. shows_special: with special
+        tokens."""
+        return self._reader.decode(tokens.flatten().tolist(), skip_special_tokens=not shows_special)
 
     def save(self, folder: str | Path) -> None:
         """Copies the tokenizer's files."""
@@ -132,21 +188,55 @@ class SubwordTokenizer:
                 shutil.copyfile(self.folder / name, folder / name)
 
 
-def _end_text(folder: Path) -> str | None:
-    """The end token as it is written."""
-    for name in (_SETTINGS, "special_tokens_map.json"):
+def _around(inner: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that the tokenizer puts before and after every text."""
+    found = inner.encode("a")
+    is_text = [number for number, added in enumerate(found.special_tokens_mask) if not added]
+    first, last = (is_text[0], is_text[-1] + 1) if is_text else (len(found.ids), len(found.ids))
+    return tuple(found.ids[:first]), tuple(found.ids[last:])
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """The contents of tokenizer_config.json over those of special_tokens_map.json. Raises ValueError for a file that is no JSON object."""
+    found: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", _SETTINGS):
         path = folder / name
         if not path.is_file():
             continue
         try:
-            named = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-        except (ValueError, AttributeError) as error:
+            found |= json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, TypeError) as error:
             raise ValueError(f"data.tokenizer={folder}: {name} is no JSON object ({error}); save it again") from None
-        if isinstance(named, dict):
-            named = named.get("content")
-        if isinstance(named, str):
-            return named
-    return None
+    return found
+
+
+def _end_text(folder: Path) -> str | None:
+    """The end token as it is written."""
+    return _written(_settings(folder).get("eos_token"))
+
+
+def _written(token: Any) -> str | None:
+    """A token of tokenizer_config.json, which is a text or an object with the text in `content`."""
+    found = token.get("content") if isinstance(token, dict) else token
+    return found if isinstance(found, str) else None
+
+
+def _added_by_settings(folder: Path, *, known: Any, library: Any) -> list[Any]:
+    """Tokens of the vocabulary that tokenizer_config.json makes special, as transformers does. One outside the vocabulary is left out: the
+    model has no embedding for it."""
+    settings = _settings(folder)
+    named = [value for name, value in settings.items() if name.endswith("_token")]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        named += settings[name] if isinstance(settings.get(name), list) else []
+    decoder = settings.get("added_tokens_decoder")
+    if isinstance(decoder, dict):
+        named += [entry for entry in decoder.values() if isinstance(entry, dict) and entry.get("special")]
+    texts = dict.fromkeys(text for entry in named if (text := _written(entry)))
+    return [
+        library.AddedToken(text, special=True, normalized=False)
+        for text in texts
+        if known.token_to_id(text) is not None
+    ]
 
 
 def _library(needed_by: str) -> Any:

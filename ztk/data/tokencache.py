@@ -55,6 +55,11 @@ class DocumentTokenizer(Protocol):
         ...
 
     @property
+    def begin(self) -> tuple[int, ...]:
+        """The tokens that begin a document."""
+        ...
+
+    @property
     def digest(self) -> str:
         """Names the tokenizer."""
         ...
@@ -329,6 +334,8 @@ class _Builder:
         for (side, piece), tokens in zip(self._texts, encoded, strict=True):
             if piece.is_first and self._side is not None:
                 self._write(self._side, tokens=[self._tokenizer.end])
+            if piece.is_first:
+                self._write(side, tokens=self._tokenizer.begin)
             self._write(side, tokens=tokens)
             self._side = side
         self._unnoted += self._characters

@@ -1,9 +1,18 @@
 """Bytes as tokens."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """The tokens of a text. spans: where each one lies in the text, as characters (first, behind the last)."""
+
+    tokens: list[int]
+    spans: list[tuple[int, int]]
 
 
 class ByteTokenizer:
@@ -15,10 +24,17 @@ class ByteTokenizer:
     vocab_size = 256
     end = 0
     digest = "bytes"
+    begin = after = ()
 
     def encode(self, text: str) -> Tensor:
         """The bytes of `text`, int64 [num_bytes]."""
         return torch.tensor(list(text.encode()), dtype=torch.int64)
+
+    def read(self, text: str) -> Reading:
+        """The bytes of `text`, and the character that each one belongs to."""
+        sizes = [len(character.encode()) for character in text]
+        spans = [(place, place + 1) for place, size in enumerate(sizes) for _ in range(size)]
+        return Reading(tokens=list(text.encode()), spans=spans)
 
     def encode_batch(self, texts: Sequence[str]) -> list[bytes]:
         """The bytes of each text."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ztk import checkpoint
-from ztk.align import ANSWER_END, ChatTemplate, chat_prompt
+from ztk.align import ANSWER_END, ChatTemplate, chat_prompt, text_prompt
 from ztk.config import Config
 from ztk.config import load as load_config
 from ztk.config.schema import DataName
@@ -26,7 +26,8 @@ class Tokenizer(Protocol):
     """Text to tokens and back."""
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of `text`, with those that the tokenizer puts around a text."""
+        """The tokens of `text` after those that the tokenizer puts before a text. Those that it puts after one are left out: the answer comes
+        there."""
         ...
 
     def encode_text(self, text: str) -> list[int]:
@@ -131,7 +132,8 @@ def _of_run(recorded: Path, *, name: str, config: Config, module: nn.Module | Pa
     by_template = config.data.chat_template == "tokenizer"
     ends = {stop if tokenizer is None else tokenizer.end}
     if tokenizer is not None and by_template and ChatTemplate.has(tokenizer.folder):
-        ends.add(ChatTemplate.open(tokenizer.folder).end)
+        end = ChatTemplate.open(tokenizer.folder).end
+        ends.add(None if end is None else tokenizer.token_of(end))
     return Opened(
         name=name,
         module=module,
@@ -140,6 +142,7 @@ def _of_run(recorded: Path, *, name: str, config: Config, module: nn.Module | Pa
         else _Subword(tokenizer, has_chats=has_chats, by_template=by_template),
         ends=tuple(sorted(ends - {None})),
         vocabulary=min(config.model.vocab_size, (tokenizer or ByteTokenizer).vocab_size),
+        begin=() if tokenizer is None else tokenizer.begin,
         first=_first_of(config) if tokenizer is None else tokenizer.end,
         unknown=None if tokenizer is None else _unknown_of(tokenizer),
     )
@@ -246,7 +249,7 @@ class _Bytes:
             raise ValueError(
                 "the model reads bytes and has no chat template: send the text to /v1/completions, or train it on chats with task=sft"
             )
-        return chat_prompt(messages, stop=self._chat_stop)
+        return chat_prompt(messages, stop=self._chat_stop).tokens
 
 
 class _Subword:
@@ -257,9 +260,10 @@ class _Subword:
         self._tokenizer, self._has_chats, self._by_template = tokenizer, has_chats, by_template
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).tolist()
+        return text_prompt(text, tokenizer=self._tokenizer).tokens
 
-    encode_text = encode
+    def encode_text(self, text: str) -> list[int]:
+        return self._tokenizer.read(text).tokens
 
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(torch.tensor(tokens, dtype=torch.int64))
@@ -269,17 +273,17 @@ class _Subword:
             raise ValueError(
                 "the model was trained on text and has no chat template: send the text to /v1/completions, or train it on chats with task=sft"
             )
-        return chat_prompt(messages, tokenizer=self._tokenizer, by_template=self._by_template)
+        return chat_prompt(messages, tokenizer=self._tokenizer, by_template=self._by_template).tokens
 
 
 class _Pretrained:
     """A tokenizer of transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._begin = tokenizer, _begin_of(tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text))
+        return [*self._begin, *self.encode_text(text)]
 
     def encode_text(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
