@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.examples import Examples, ExampleStream, Step
-from experiments.pretrain import load_past, open_saver
+from experiments.pretrain import is_saved, load_past, open_interrupts, open_saver
 from experiments.ranks import seed_dropout
 from experiments.streams import share_of
 from ztk import checkpoint
@@ -98,26 +98,32 @@ def train(
 ) -> None:
     """Optimizer steps up to `train.steps`, with evaluations and checkpoints between them.
 
-    state: what a checkpoint holds beside the position of the stream.
+    state: what a checkpoint holds beside the position of the stream. Raises Interrupted after the step in which a signal arrived; that step
+    is saved, unless the run saves nothing.
     """
     settings = config.train
-    with open_saver(config, engine=engine) as saver:
+    with open_interrupts(config, process=engine.process) as interrupts, open_saver(config, engine=engine) as saver:
         for number in range(engine.global_steps + 1, settings.steps + 1):
             step = stream.next_step()
             seed_dropout(config, process=engine.process, step=number)
             found = train_step(step)
-            saves = saver is not None and number % config.checkpoint.every == 0
+            interrupted = interrupts.are_pending()
+            saves = saver is not None and (interrupted or is_saved(config, step=number))
             is_due = bool(settings.eval_every) and number % settings.eval_every == 0 and number < settings.steps
             has_row = saves or is_due or number % settings.log_every == 0 or number in (1, settings.steps)
             measured = means(found.sums, step=step, engine=engine) if has_row else {}
-            if is_due:
+            if is_due and not interrupted:
                 with reporter.aside():
                     measured |= evaluate()
+                interrupted = interrupts.are_pending()
+                saves = saves or (saver is not None and interrupted)
             reporter.step(loss=found.loss, tokens=step.num_tokens, metrics=engine.read_metrics, row=saves, **measured)
             if saves:
                 with reporter.aside():
                     assert saver is not None
                     saver.save(data_state=stream.state_dict() | dict(state()), extra=reporter.past())
+            if interrupted:
+                interrupts.stop()
 
 
 def means(sums: Mapping[str, Tensor], *, step: Step, engine: Engine) -> dict[str, float]:

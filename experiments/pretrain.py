@@ -29,6 +29,7 @@ from ztk.parallel import parallelize
 from ztk.pipeline import MicroBatch
 from ztk.report import Gauges, Reporter, RunFolder
 from ztk.runtime import Process
+from ztk.runtime.interrupts import Interrupts
 from ztk.runtime.part import InitialValues
 
 SAMPLE_BYTES = 160
@@ -168,29 +169,35 @@ def train(
 ) -> str:
     """Runs optimizer steps up to `train.steps`, with validation and checkpoints between them; returns what ended it.
 
-    A run that a limit ends has a checkpoint of its last step, if it has any.
+    Raises Interrupted after the step in which a signal arrived; that step is saved, unless the run saves nothing.
     """
     train, over, reached = config.train, False, False
     tokens = stream.share.global_batch * config.data.seq_len
-    with open_saver(config, engine=engine) as saver:
+    with open_interrupts(config, process=engine.process) as interrupts, open_saver(config, engine=engine) as saver:
+
+        def module_metrics() -> dict[str, Any]:
+            stalled = {"checkpoint.stall_seconds": saver.stall_seconds} if saver and config.checkpoint.every else {}
+            return stalled | dict(engine.read_module_metrics())
+
         for step in range(engine.global_steps + 1, train.steps + 1):
             seed_dropout(config, process=engine.process, step=step)
             loss = train_step(engine, stream=stream)
-            over = limits.is_over()
-            measured = {} if saver is None else {"checkpoint.stall_seconds": saver.stall_seconds}
-            saves = saver is not None and (over or step % config.checkpoint.every == 0)
+            interrupted, over = interrupts.are_pending(), limits.is_over()
+            measured = {}
+            saves = saver is not None and is_saved(config, step=step, ends=over)
             is_due = train.eval_every and step % train.eval_every == 0 and step < train.steps
-            if held_out and (is_due or (saves and config.checkpoint.keep_best)):
+            if held_out and not interrupted and (is_due or (saves and config.checkpoint.keep_best)):
                 with reporter.aside(), evaluated_weights(config, engine=engine):
                     measured["validation_loss"] = evaluate(engine, batches=held_out)
+                interrupted = interrupts.are_pending()
             reached = limits.is_reached(measured.get("validation_loss"))
-            saves = saves or (saver is not None and reached)
+            saves = saver is not None and (saves or interrupted or is_saved(config, step=step, ends=reached))
             reporter.step(
                 loss=loss,
                 tokens=tokens,
                 metrics=engine.read_metrics,
-                module_metrics=engine.read_module_metrics,
-                row=saves or over,
+                module_metrics=module_metrics,
+                row=saves or over or interrupted,
                 **measured,
             )
             if saves:
@@ -202,6 +209,8 @@ def train(
                         extra=reporter.past(),
                         metric=measured["validation_loss"] if judged else None,
                     )
+            if interrupted:
+                interrupts.stop()
             if over or reached:
                 break
     return limits.reason(over=over, reached=reached)
@@ -311,19 +320,30 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
+def is_saved(config: Config, *, step: int, ends: bool = False) -> bool:
+    """Whether the configuration asks for a checkpoint of `step`. ends: something other than `train.steps` ends the run after it."""
+    every, last = config.checkpoint.every, config.checkpoint.last
+    return bool((every and (ends or step % every == 0)) or (last and (ends or step == config.train.steps)))
+
+
+def open_interrupts(config: Config, *, process: Process) -> Interrupts:
+    """Where the run saves nothing, a signal ends it at once."""
+    return Interrupts(process, is_active=config.checkpoint.saves)
+
+
 def open_saver(config: Config, *, engine: Engine) -> AbstractContextManager[checkpoint.Saver | None]:
-    """Writes below the run folder, every `checkpoint.every` steps; its end waits for what is still being written."""
-    if not config.checkpoint.every:
+    """Writes below the run folder the steps that `is_saved` names; its end waits for a background save."""
+    if not config.checkpoint.saves:
         return nullcontext()
     return checkpoint.Saver(
         engine,
         folder=RunFolder(config.output_dir).checkpoints,
         retention=checkpoint.Retention(
-            keep=config.checkpoint.keep,
-            keep_every=config.checkpoint.keep_every,
+            keep=config.checkpoint.keep or 2,
+            keep_every=config.checkpoint.keep_every or 0,
             keep_best=bool(config.checkpoint.keep_best),
         ),
-        asynchronous=config.checkpoint.asynchronous,
+        asynchronous=bool(config.checkpoint.asynchronous),
         trained_only=policies.trained_only(config),
     )
 

@@ -118,7 +118,7 @@ class FrozenReference:
         }
         self.engine: Engine = build(config, process=process, **options)
         start_from(config, engine=self.engine)
-        saves = config.checkpoint.every and not self._is_saved_elsewhere
+        saves = config.checkpoint.saves and not self._is_saved_elsewhere
         self._folder = RunFolder(config.output_dir).path / FOLDER if saves else None
 
     def begin(self) -> None:

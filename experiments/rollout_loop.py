@@ -12,7 +12,7 @@ from experiments import policies
 from experiments.least_divergence import frontier_of
 from experiments.models import warm_start
 from experiments.policy_update import Update
-from experiments.pretrain import build_reporter
+from experiments.pretrain import build_reporter, is_saved, open_interrupts
 from experiments.prompts import Prompts
 from experiments.ranks import seed_dropout, started
 from experiments.rollout_run import Run, open_run
@@ -91,10 +91,13 @@ def described(ends: dict[str, float], *, divergence: dict[str, float]) -> str:
 
 
 def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> None:
-    """Optimizer steps up to `train.steps`; a rollout whenever the buffer is used up."""
+    """Optimizer steps up to `train.steps`; a rollout whenever the buffer is used up.
+
+    Raises Interrupted after the step in which a signal arrived; that step is saved, unless the run saves nothing.
+    """
     config, engine = run.config, run.actor
     texts = Texts(run, first_step=engine.global_steps)
-    with Savers(run) as savers:
+    with open_interrupts(config, process=run.process) as interrupts, Savers(run) as savers:
         for step in range(engine.global_steps + 1, config.train.steps + 1):
             if run.buffer.is_used_up:
                 roll_out(run, reporter=reporter, texts=texts, savers=savers, fill=fill)
@@ -102,7 +105,8 @@ def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> 
             updated = update(run)
             run.buffer.position += 1
             run.metrics |= {"entropy": updated.entropy}
-            saves = bool(config.checkpoint.every) and step % config.checkpoint.every == 0
+            interrupted = interrupts.are_pending()
+            saves = interrupted or is_saved(config, step=step)
             reporter.step(
                 loss=updated.loss,
                 tokens=updated.tokens,
@@ -114,6 +118,8 @@ def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> 
             if saves:
                 with reporter.aside():
                     savers.save(extra=reporter.past())
+            if interrupted:
+                interrupts.stop()
 
 
 def roll_out(run: Run, *, reporter: Reporter, texts: "Texts", savers: "Savers", fill: Fill) -> None:
@@ -201,7 +207,7 @@ class Savers:
         if self._policy is None:
             run, config = self._run, self._run.config
             trained_only = policies.trained_only(config)
-            keep, keep_every = config.checkpoint.keep or 1, config.checkpoint.keep_every or 0
+            keep, keep_every = config.checkpoint.keep or 2, config.checkpoint.keep_every or 0
             # One more of the others: a save that ends between theirs and the policy's leaves the policy's last one complete.
             spare = checkpoint.Retention(keep=keep + 1, keep_every=keep_every)
             self._others = [

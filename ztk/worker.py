@@ -8,10 +8,12 @@ import importlib
 import importlib.util
 import logging
 import os
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from ztk.config import Config, load
 from ztk.launch import RankFailure, failure_of, log_path, memory_path, write_failure
@@ -27,8 +29,8 @@ def main() -> None:
     """
     try:
         failure = run_task(load(sys.argv[1]), rank=int(os.environ["RANK"]))
-    except KeyboardInterrupt:
-        leave(130)
+    except KeyboardInterrupt as error:
+        leave(interrupt_code(error))
     else:
         if failure is not None:
             leave(1)
@@ -88,7 +90,13 @@ def show_messages() -> None:
         logger.setLevel(logging.INFO)
 
 
-def leave(code: int) -> None:
+def interrupt_code(error: KeyboardInterrupt) -> int:
+    """128 + the signal that this rank received; 0 if it ended because another rank did."""
+    number = getattr(error, "number", signal.SIGINT)  # of ztk.runtime.interrupts.Interrupted
+    return 0 if number is None else 128 + number
+
+
+def leave(code: int) -> NoReturn:
     """Ends the process at once, what was printed kept."""
     sys.stdout.flush()
     sys.stderr.flush()

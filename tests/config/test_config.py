@@ -232,7 +232,7 @@ def test_whole_numbers_may_be_written_as_powers_of_ten():
         (("ema.decay=0.9", "ema.every=21", "train.steps=20"), "use ema.every=1"),
         (("train.max_seconds=0",), "above 0"),
         (("train.until_loss=2", "train.eval_every=0", "train.steps=40"), "use train.eval_every=4"),
-        (("train.steps=20", "checkpoint.every=21"), "use checkpoint.every=20"),
+        (("train.steps=20", "checkpoint=none", "checkpoint.every=21"), "use checkpoint.every=20"),
         (("train.steps=20", "scheduler.warmup_steps=20"), "use scheduler.warmup_steps=2"),
         (("data.validation_fraction=0",), "use train.eval_every=0"),
         (("checkpoint.resume=/no/such/run",), "no such folder"),

@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.config.test_config import composed, faults
-from ztk.config import compose, from_yaml, reads_documents, text_policy, to_yaml
+from ztk.config import compose, from_yaml, reads_documents, save, text_policy, to_yaml
 from ztk.config.text import prepare_text
 from ztk.data import SubwordTokenizer, open_tokens
 
@@ -99,7 +99,7 @@ def test_a_mixture_has_a_weight_for_each_entry(lines):
 def test_bytes_do_not_go_on_from_tokens(tmp_path, tokenizer):
     run = tmp_path / "run"
     SubwordTokenizer.open(tokenizer).save(run / "tokenizer")
-    (run / "config.yaml").write_text("")
+    save(composed(), path=run / "config.yaml")
     (run / "checkpoints" / "step-3").mkdir(parents=True)
     for path in (run, run / "checkpoints" / "step-3"):
         [fault] = faults(f"checkpoint.resume={path}")

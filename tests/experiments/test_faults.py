@@ -130,7 +130,7 @@ def test_an_offload_folder_that_cannot_be_written_is_named_with_its_fix(tmp_path
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=lambda how: how.name)
-def test_an_interrupt_leaves_no_process_and_a_record(tmp_path, how):
+def test_an_interrupt_saves_the_step_and_names_the_line_that_resumes(tmp_path, how):
     environment = os.environ | {"FAULT": json.dumps({"rank": -1}), "PYTHONPATH": str(CHECKOUT)}
     running = subprocess.Popen(
         [sys.executable, str(CHECKOUT / "run.py"), *words_of(*NVME, "train.steps=100000", fault={"rank": -1})],
@@ -145,8 +145,13 @@ def test_an_interrupt_leaves_no_process_and_a_record(tmp_path, how):
         time.sleep(0.1)
     running.send_signal(how)
     start = time.monotonic()
-    running.communicate(timeout=60)
+    printed = running.communicate(timeout=60)[1].decode()
     assert time.monotonic() - start < 7
     assert running.returncode == (130 if how == signal.SIGINT else 143)
     assert_all_stopped(folder_of(tmp_path))
-    assert summary_of(tmp_path)["status"] == "failed"
+    assert summary_of(tmp_path)["status"] == "interrupted"
+    folder = folder_of(tmp_path)
+    last, place = max(rows(tmp_path)), folder.relative_to(tmp_path)
+    assert (folder / "checkpoints" / f"step-{last:06d}" / "manifest.json").exists()
+    assert f"the checkpoint of step {last} is in" in printed
+    assert f"run.py --config-dir {CHECKOUT}/tests/tasks checkpoint.resume={place} hydra.run.dir={place}" in printed

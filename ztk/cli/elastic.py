@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ztk import config as configuration
+from ztk.cli.interrupted import saving_notice
 from ztk.config import Config
 from ztk.launch import RankError, Start, run_ranks, start_process, worker_command
 from ztk.report.folder import SUMMARY, write_json
@@ -34,6 +36,8 @@ def run_until_done(config: Config, *, say: Callable[..., None], start: Start = s
                 output_dir=folder,
                 places=places[:started],
                 drain_seconds=config.serve.drain_seconds or 0.0,  # only task=serve has any
+                save_seconds=config.checkpoint.grace_seconds or 0.0,  # only tasks that train and save have any
+                on_signal=partial(say, saving_notice(config)),
                 start=start,
             )
             break

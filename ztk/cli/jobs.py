@@ -28,7 +28,7 @@ class Outcome(IntEnum):
     interrupted = 130
 
 
-_CODES = {Status.done: Outcome.done, Status.refused: Outcome.refused}
+_CODES = {Status.done: Outcome.done, Status.refused: Outcome.refused, Status.interrupted: Outcome.interrupted}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

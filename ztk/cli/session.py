@@ -5,6 +5,7 @@ import math
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,13 +18,14 @@ from omegaconf import DictConfig
 from ztk import config as configuration
 from ztk.cli.elastic import run_until_done
 from ztk.cli.help import requested_help
+from ztk.cli.interrupted import sweep_line, way_on
 from ztk.cli.jobs import Job, Outcome, exit_code, jobs_of, print_jobs
 from ztk.cli.out_of_memory import print_plan
 from ztk.cli.planned_jobs import JobPlan
 from ztk.cli.recorded import check_job
 from ztk.cli.resumed import is_finished
 from ztk.cli.sweep_line import SweepLine, read_line
-from ztk.cli.sweeper import INTERRUPTED, SweepRequest, register
+from ztk.cli.sweeper import SweepRequest, register
 from ztk.config import Config, ConfigError, Machine
 from ztk.launch import (
     ExternalRank,
@@ -38,7 +40,7 @@ from ztk.launch import (
 )
 from ztk.report.folder import OPTIONS, PACKED, write_failed_summary, write_json
 from ztk.report.heartbeat import Heartbeat
-from ztk.report.status import Status
+from ztk.report.status import INTERRUPTED, Status
 from ztk.report.sweep import SweepRecord
 from ztk.report.text_progress import shown_progress
 
@@ -55,6 +57,7 @@ class Session:
         self._jobs: list[Job] = []
         self._sweeping = False
         self._listing = False
+        self._flags: list[str] = []  # that also count for a command that goes on with this one's run
         self._sweep: tuple[Path, SweepRecord, Mapping[str, JobPlan]] | None = None
         self._external = ExternalRank.of_environment()
         self._forker: Forker | None = None
@@ -81,9 +84,16 @@ class Session:
             if self._jobs:
                 raise
             return self._refuse(ConfigError([f"the run folder cannot be made ({error}): use hydra.run.dir=FOLDER"]))
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit) as error:
+            if isinstance(error, SystemExit) and not _is_signal(error.code):
+                raise  # Hydra's
             self._print_jobs()
-            self._say("interrupted")
+            if self._sweep is not None and not self._listing:
+                self._say(f"interrupted; this continues the sweep:\n  {sweep_line(self._sweep[0], flags=self._flags)}")
+            elif not self._jobs:
+                self._say("interrupted")
+            if isinstance(error, SystemExit):
+                raise
             return Outcome.interrupted
         finally:
             self._close_forker()
@@ -109,6 +119,9 @@ class Session:
             if self._sweeping:
                 check_job(config, folder=folder)
             status = self._run_or_skip(config, folder=folder, overrides=overrides, options=options)
+        except (KeyboardInterrupt, SystemExit):
+            status = Status.interrupted
+            raise
         except ConfigError as error:
             self._say(str(error))
             status = Status.refused
@@ -152,7 +165,9 @@ class Session:
             except ValueError as error:
                 raise ConfigError([str(error)]) from None
         flags, overrides = configuration.split_flags(arguments)
-        folders = [configuration.conf_dir(), *configuration.extra_folders(flags)]
+        extra = configuration.extra_folders(flags)
+        folders = [configuration.conf_dir(), *extra]
+        self._flags = [word for folder in extra for word in ("--config-dir", folder)]
         if len(exclusive := [flag for flag in flags if flag.partition("=")[0] in _EXCLUSIVE]) > 1:
             jobs = "; sweep.list=true shows the jobs of a sweep" if {"-m", "--multirun"} & set(exclusive) else ""
             raise ConfigError([f"{' and '.join(exclusive)} exclude each other: choose one{jobs}"])
@@ -161,7 +176,10 @@ class Session:
         expanded = configuration.expand_ds_config(renamed.words, machine=self._machine())
         self._say(*renamed.notes, *(f"ds_config: {note}" for note in expanded.notes))
         sweep = sweep or any(word.startswith("sweep.resume=") for word in expanded.words)
-        words = configuration.parse_arguments(expanded.words, folders=folders, sweep=sweep)
+        resumed = configuration.take_run_words(expanded.words, has_ranks=self._external is not None)
+        if resumed.taken:
+            self._say(f"options of the run that continues: {shlex.join(resumed.taken)}")
+        words = configuration.parse_arguments(resumed.words, folders=folders, sweep=sweep)
         line = read_line(words, flags=flags)
         sys.argv[1:] = line.flags + line.words
         if line.options is not None:
@@ -202,6 +220,10 @@ class Session:
         try:
             run_until_done(config, say=self._say, start=self._starter(config))
         except RankError as error:
+            if error.failure.interrupted:
+                write_failed_summary(folder, error=INTERRUPTED, status=Status.interrupted)
+                self._say(str(error), *way_on(config, flags=self._flags))
+                return Status.interrupted
             write_failed_summary(folder, error=str(error))
             if error.failure.kind not in _SELF_EXPLAINING:
                 print(error.failure.trace, end="", file=sys.stderr)
@@ -209,7 +231,9 @@ class Session:
             print_plan(folder, rank=error.failure.rank)
             return Status.failed
         except (KeyboardInterrupt, SystemExit):
-            write_failed_summary(folder, error=INTERRUPTED)
+            write_failed_summary(folder, error=INTERRUPTED, status=Status.interrupted)
+            if not self._sweeping:
+                self._say(*way_on(config, flags=self._flags))
             raise
         finally:
             _remove_if_empty(folder / "nvme")  # offload files have no name: nothing is left in their folder
@@ -235,7 +259,7 @@ class Session:
 
     def _be_rank(self, config: Config, *, beat: Heartbeat | None = None) -> Status:
         """Runs this process as a rank of another launcher. A rank that fails writes the summary, with the first cause known by then."""
-        from ztk.worker import leave, run_task
+        from ztk.worker import interrupt_code, leave, run_task
 
         os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)  # before torch is imported
         assert self._external is not None, "the machine's launcher started this process"
@@ -249,7 +273,14 @@ class Session:
         )
         config = configuration.from_yaml(agreement.text)
         forget_failure(config.output_dir, rank=self._external.rank)  # of the start before this one
-        failure = run_task(config, rank=self._external.rank)
+        try:
+            failure = run_task(config, rank=self._external.rank)
+        except KeyboardInterrupt as error:
+            if beat is not None:  # rank 0
+                write_failed_summary(config.output_dir, error=INTERRUPTED, status=Status.interrupted)
+                self._say(*way_on(config, flags=self._flags, starter=self._external.starter))
+                beat.end()
+            leave(interrupt_code(error))
         if failure is None:
             return Status.done
         failures = [read_failure(config.output_dir, rank=rank) for rank in range(self._external.world_size)]
@@ -285,6 +316,11 @@ class Session:
 
             print_jobs(jobs, console=Console() if sys.stdout.isatty() else Console(width=160))
         return jobs
+
+
+def _is_signal(code: object) -> bool:
+    """Whether an exit code is that of a command that SIGTERM or SIGHUP ended."""
+    return code in (128 + signal.SIGTERM, 128 + signal.SIGHUP)
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -21,10 +21,8 @@ from ztk.cli.recorded import continue_sweep, name_job
 from ztk.config import Config, ConfigError, Machine, RepeatWith, SweepConfig
 from ztk.report.commit import read_commit
 from ztk.report.folder import write_failed_summary, write_json
-from ztk.report.status import Status, read_status, read_summary
+from ztk.report.status import Status, read_status
 from ztk.report.sweep import SweepBusy, SweepJob, SweepRecord, lock_sweep, read_sweep
-
-INTERRUPTED = "interrupted"  # the error of a run that Ctrl-C or a signal has ended
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,7 +247,7 @@ class JobSweeper(Sweeper):
             return 0
         if state is Status.done:
             return 0
-        if state is Status.failed and not _was_interrupted(folder):
+        if state is Status.failed:
             return int(resumes) if retries is None else retries
         return 1 + (retries or 0)
 
@@ -289,7 +287,3 @@ def _other_commit(record: SweepRecord) -> str | None:
 
 def _has_failed(folder: Path, *, job: SweepJob) -> bool:
     return read_status(folder / job.folder) in (Status.failed, Status.dead)
-
-
-def _was_interrupted(folder: Path) -> bool:
-    return read_summary(folder).get("error") == INTERRUPTED

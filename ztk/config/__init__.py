@@ -9,6 +9,7 @@ from ztk.config.identity import check_resumed, differences, hash_of, job_hash
 from ztk.config.machine import Machine
 from ztk.config.reference import GroupReference, KeyReference, build_reference, find_reference
 from ztk.config.renamed import rename_keys
+from ztk.config.resumed import take_run_words
 from ztk.config.rules import ConfigError
 from ztk.config.schema import Config
 from ztk.config.sweep import SweepWords, only_resume, take_sweep_keys
@@ -47,6 +48,7 @@ __all__ = [
     "rename_keys",
     "save",
     "split_flags",
+    "take_run_words",
     "take_sweep_keys",
     "text_policy",
     "to_config",

@@ -36,7 +36,7 @@ def round_faults(config: Config, *, given: frozenset[str]) -> Iterator[str]:
     if ranks == 1 or config.topology.schedule is not PipelineSchedule("interleaved") or infers(config):
         return
     batch, count = train.global_batch_size, train.accumulation_steps
-    if "train.global_batch_size" not in given and config.checkpoint.resume != AUTO:
+    if "train.global_batch_size" not in given and config.checkpoint.resume is None:
         yield from interleaved_faults(num_ranks=ranks, num_micro_batches=count, virtual_stages=None)
         return
     if count % ranks == 0:
@@ -68,6 +68,12 @@ def on_fewer_ranks(config: Config, *, lost: int) -> Config | None:
     )
     settle_batch(smaller, recorded=None)
     return smaller
+
+
+def run_record(path: str | Path) -> Path | None:
+    """The configuration of the run that `checkpoint.resume=path` continues; path: a run folder, its `checkpoints`, or one checkpoint."""
+    given = Path(path).expanduser()
+    return next((found for place in (given, given.parent, given.parent.parent) if (found := record_of(place))), None)
 
 
 def record_of(folder: str | Path) -> Path | None:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ztk.config.arguments import OVERLAY_MARK, parse_arguments
-from ztk.config.batch import AUTO, record_of, round_faults, settle_batch
+from ztk.config.batch import AUTO, forwards_of, record_of, round_faults, run_record, settle_batch
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.effects import (
     ANSWERING,
@@ -71,8 +71,11 @@ def conf_dir() -> str:
 
 def compose(*overrides: str, output_dir: str | os.PathLike, machine: Machine | None = None) -> Config:
     """The run that `python run.py OVERRIDES...` would start, without starting it. Raises ConfigError."""
+    from ztk.config.resumed import take_run_words  # here: it loads configurations as this file does
+
     machine = machine or Machine.here()
     words = expand_ds_config(rename_keys(overrides).words, machine=machine).words
+    words = take_run_words(words, has_ranks=bool(machine.started_ranks)).words
     arguments = parse_arguments(words, folders=[conf_dir()])
     if several := [word for word in arguments if word.startswith(f"{SWEEP}.")]:
         raise ConfigError([f"{word}: is for a sweep, and this is one run; leave it out" for word in several])
@@ -216,8 +219,7 @@ def _settle(config: Config, *, machine: Machine) -> None:
     settle_parameter_tier(config)
     null_inactive_keys(config, machine=machine)
     _settle_launch(config, machine=machine)
-    record = record_of(config.output_dir) if config.checkpoint.resume == AUTO else None
-    settle_batch(config, recorded=load(record) if record else None)
+    settle_batch(config, recorded=_continued(config))
     _settle_paths(config)
     config.train.z_loss = config.train.z_loss or None
     config.ema.decay = config.ema.decay or None
@@ -232,6 +234,31 @@ def _settle(config: Config, *, machine: Machine) -> None:
     if scheduler.name is SchedulerName.range_test:
         scheduler.step_size = scheduler.step_size or max(1, steps // 10)
     null_inactive_keys(config, machine=machine)  # a settled number may leave another key without effect
+
+
+def _continued(config: Config) -> Config | None:
+    """The run whose global batch this one keeps. Raises ConfigError for `train.accumulation_steps` that would change it."""
+    checkpoint = config.checkpoint
+    if checkpoint.resume is None:
+        return None
+    if checkpoint.resume == AUTO:
+        record = record_of(config.output_dir)
+        return load(record) if record else None
+    record, steps = run_record(checkpoint.resume), config.train.accumulation_steps
+    if record is None or (checkpoint.allow_changes and steps is not None):
+        return None
+    recorded = load(record)
+    batch, replicas = recorded.train.global_batch_size, replicas_of(config.topology, ranks=config.launch.ranks)
+    if batch is not None and steps is not None:
+        needed = forwards_of(batch, replicas=replicas, size=config.train.micro_batch_size)
+        if needed != steps:
+            raise ConfigError(
+                [
+                    f"train.accumulation_steps={steps}: the run of checkpoint.resume takes train.global_batch_size={batch} sequences per step, "
+                    f"which is train.accumulation_steps={needed} here; leave it out, or use checkpoint.allow_changes=true"
+                ]
+            )
+    return recorded
 
 
 def _settle_launch(config: Config, *, machine: Machine) -> None:

@@ -36,7 +36,10 @@ _SHARED = tuple(
     for name in ("max_sequences", "max_step_tokens", "cache", "cache_tokens", "cache_dtype", "exact")
 )
 _MODEL = "task=generate, task=serve or task=eval"
-NOTHING = {"train.eval_every": 0}  # values that ask for what happens anyway where the key has no effect
+NOTHING = {
+    "train.eval_every": 0,
+    "checkpoint.last": False,
+}  # values that ask for what happens anyway where the key has no effect
 CEILINGS = ("memory_bandwidth", "bf16_rate", "fp16_rate", "fp32_rate")  # what floors of kernels are counted with
 
 
@@ -101,6 +104,10 @@ def _infers(config: Config, machine: Machine) -> bool:
 def _prompted(config: Config, machine: Machine) -> bool:
     """Whether the task answers prompts."""
     return config.task.name in DRAWING
+
+
+def _trains(config: Config) -> bool:
+    return config.task.name not in (*ANSWERING, "plan")
 
 
 def _is(task: str) -> Callable[[Config, Machine], bool]:
@@ -268,6 +275,17 @@ EFFECTS = (
     ),
     *OPTIMIZER_EFFECTS,
     *SCHEDULER_EFFECTS,
+    Effect(
+        keys=("checkpoint.last",),
+        when=lambda c, m: _trains(c) and c.zero.engine is ZeroEngine.ztk,
+        only="tasks that train, such as task=pretrain, and zero=stage0 to stage3",
+        required=False,
+    ),
+    Effect(
+        keys=("checkpoint.grace_seconds",),
+        when=lambda c, m: _trains(c) and c.checkpoint.saves,
+        only="tasks that train, such as task=pretrain, and checkpoint=last or checkpoint=periodic",
+    ),
     Effect(
         keys=keys_of("checkpoint", "keep", "keep_every", "asynchronous"),
         when=lambda c, m: c.checkpoint.every != 0,

@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from ztk.config.batch import AUTO, record_of
+from ztk.config.batch import AUTO, record_of, run_record
 from ztk.config.compose import load
 from ztk.config.keys import flatten, written
 from ztk.config.rules import ConfigError
@@ -60,6 +60,13 @@ def check_resumed(config: Config) -> None:
     if record is None or config.checkpoint.allow_changes:
         return
     old, new = load(record), config
+    if old.task.name != new.task.name:
+        raise ConfigError(
+            [
+                f"task={new.task.name}: the checkpoint's run has task={old.task.name} ({record}), and checkpoint.resume continues it. Leave "
+                f"task={new.task.name} out, or start from the run's weights with warm_start.path in place of checkpoint.resume"
+            ]
+        )
     before, after = dict(_values(old)), dict(_values(new))
     if _warmup_follows_steps(old) and _warmup_follows_steps(new):
         before["scheduler.warmup_steps"] = after["scheduler.warmup_steps"]
@@ -85,9 +92,7 @@ def _record_of_resumed(config: Config) -> Path | None:
     if given == AUTO:
         own = Path(config.output_dir)
         return record_of(own) if any((own / "checkpoints").glob("*")) else None
-    path = Path(given)
-    places = (path, path.parent, path.parent.parent)  # a run folder, its `checkpoints`, a step folder
-    return next((found for place in places if (found := record_of(place)) is not None), None)
+    return run_record(given)
 
 
 def _values(config: Config) -> Iterator[tuple[str, Any]]:

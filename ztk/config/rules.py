@@ -119,6 +119,7 @@ RANGES = {
     "train.z_loss": NOT_NEGATIVE,
     **_of("ema", ranges=ema.RANGES),
     "checkpoint.every": COUNT_OR_ZERO,
+    "checkpoint.grace_seconds": Range(low=0, high=86_400, above=True),  # a day
     "checkpoint.keep": COUNT,
     "checkpoint.keep_every": COUNT_OR_ZERO,
     "logger.every": COUNT,
@@ -345,7 +346,7 @@ def _training(config: Config, machine: Machine) -> Iterator[str]:
             f"checkpoint.keep_every={checkpoint.keep_every} is not a multiple of checkpoint.every={checkpoint.every}, which makes the "
             f"checkpoints: use checkpoint.keep_every={-(-checkpoint.keep_every // checkpoint.every) * checkpoint.every}"
         )
-    if checkpoint.every > train.steps:
+    if checkpoint.every > train.steps and not checkpoint.last:
         yield (
             f"checkpoint.every={checkpoint.every} would never come with train.steps={train.steps}: "
             f"use checkpoint.every={train.steps}, or checkpoint.every=0"

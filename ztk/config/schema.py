@@ -380,6 +380,11 @@ class CheckpointConfig:
     """Saving and resuming."""
 
     every: int = key("steps between checkpoints; 0: none")
+    last: bool | None = key("the last step is saved, whatever ends the run", default=True)
+    grace_seconds: float | None = key(
+        "after Ctrl-C or SIGTERM the step that runs has so long to end and to be saved; a second signal ends the run at once",
+        default=30.0,
+    )
     keep: int | None = key("how many of the newest are kept", default=None)
     keep_every: int | None = key("beside them those of every so many steps are kept; 0: none", default=None)
     keep_best: bool | None = key(
@@ -394,6 +399,11 @@ class CheckpointConfig:
         "continue although keys that change numbers, such as optimizer.lr, differ from those of the checkpoint's run",
         default=None,
     )
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run writes checkpoints."""
+        return bool(self.every or self.last)
 
 
 @dataclass(kw_only=True)

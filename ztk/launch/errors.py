@@ -41,6 +41,11 @@ class RankFailure:
         """A signal ended the rank; the other ranks may be started again."""
         return not self.kind and self.code > 128 and not self.secondary
 
+    @property
+    def interrupted(self) -> bool:
+        """SIGINT or SIGTERM ended the rank, by its own handler or without one."""
+        return self.killed and self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.kind}: {self.message}" if self.kind else f"rank {self.rank} {self.message}"
 
@@ -100,6 +105,8 @@ def failure_of_exit(returncode: int, *, rank: int, noticed: float) -> RankFailur
         name = signal.Signals(-returncode).name
         hints = {"SIGKILL": " (out of memory? see dmesg)", "SIGBUS": " (is /dev/shm full?)"}
         message = f"was killed by {name}{hints.get(name, '')}"
+    elif returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM):  # it has saved its step first
+        message = f"was ended by {signal.Signals(returncode - 128).name}"
     else:
         message = f"ended with exit code {returncode}"
     # An abort is how a communication library reacts to a lost peer.

@@ -25,6 +25,7 @@ from typing import IO, Protocol
 from ztk.launch.errors import RankFailure, failure_of_exit
 
 _POLL_SECONDS = 0.05
+_REPEAT_SECONDS = 0.5  # within it a signal is the same one again: a terminal and a wrapper may both pass on a Ctrl-C
 _LAST_WORDS_SECONDS = 0.7  # for the peers of a failed rank to write their errors
 _GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL
 _GRACE_AFTER_FAILURE_SECONDS = 1.5  # the same for peers of a failed rank: one that hangs may be in any call
@@ -70,6 +71,10 @@ def _silent(rank: int) -> None:
     return None
 
 
+def _nothing() -> None:
+    return None
+
+
 def start_process(child: Child, *, log: IO | None) -> subprocess.Popen:
     """Starts the command of one child. log: where its output goes, None: to the terminal."""
     return subprocess.Popen(
@@ -109,12 +114,16 @@ def run_children(
     *,
     failure_of: Callable[[int], RankFailure | None] = _silent,
     drain_seconds: float = 0.0,
+    save_seconds: float = 0.0,
+    on_signal: Callable[[], None] = _nothing,
     start: Start = start_process,
 ) -> list[RankFailure]:
     """Runs all children and returns when they have ended. Returns what failed, in order of rank; nothing if all ended well.
 
     failure_of: returns the failure that a rank has written about itself, or None. drain_seconds: after a signal, children that serve have so
-    long to end by themselves; if SIGTERM ends them well, that is no failure. start: starts one child, its output to the open file.
+    long to end by themselves; if SIGTERM ends them well, that is no failure. save_seconds: after a signal, children that train have so long
+    to end their step and save it; 0: they save nothing. on_signal: called before that wait. start: starts one child, its output to the open
+    file. A second signal ends all children at once.
     Raises KeyboardInterrupt after SIGINT, SystemExit(128 + signal) after SIGTERM and SIGHUP. In every case all have ended before.
     """
     processes: list[Started] = []
@@ -124,9 +133,12 @@ def run_children(
                 log = None if child.log is None else logs.enter_context(open(child.log, "w"))
                 processes.append(start(child, log=log))
             failures = _watch(processes, children=children, received=received, failure_of=failure_of)
+            if received and save_seconds:
+                on_signal()
+                _let_save(processes, received=received, seconds=save_seconds)
         finally:
             grace = _GRACE_SECONDS + drain_seconds if received else _GRACE_AFTER_FAILURE_SECONDS
-            _stop(processes, received=received, grace_seconds=grace)
+            _stop(processes, received=received, grace_seconds=grace, saves=bool(save_seconds))
     drained = bool(drain_seconds) and all(process.returncode == 0 for process in processes)
     if received and not (received[0] == signal.SIGTERM and drained):
         raise KeyboardInterrupt if received[0] == signal.SIGINT else SystemExit(128 + received[0])
@@ -137,8 +149,17 @@ def run_children(
 def _signals() -> Iterator[list[int]]:
     """Collects SIGINT, SIGTERM and SIGHUP instead of acting on them."""
     received: list[int] = []
+    newest = -_REPEAT_SECONDS
+
+    def receive(number: int, frame: object) -> None:
+        nonlocal newest
+        now = time.monotonic()
+        if not received or now - newest >= _REPEAT_SECONDS:
+            received.append(number)
+            newest = now
+
     kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {kind: signal.signal(kind, lambda number, frame: received.append(number)) for kind in kinds}
+    before = {kind: signal.signal(kind, receive) for kind in kinds}
     try:
         yield received
     finally:
@@ -175,14 +196,36 @@ def _watch(
     return failures
 
 
-def _stop(processes: list[Started], *, received: list[int], grace_seconds: float) -> None:
-    """SIGTERM, then SIGKILL, to every child's process group unless all ended well; a second Ctrl-C skips the grace."""
+def _let_save(processes: list[Started], *, received: list[int], seconds: float) -> None:
+    """SIGTERM to every child alone: what it has started, such as a tracker, is still needed. Returns when all have ended, when one has failed
+    and so the others wait in vain, after `seconds`, or after another signal."""
+    for process in processes:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and len(received) < 2:
+        codes = [process.poll() for process in processes]
+        if None not in codes:
+            return
+        if any(code is not None and (code < 0 or code == 1) for code in codes):
+            end = min(end, time.monotonic() + _LAST_WORDS_SECONDS)
+        time.sleep(_POLL_SECONDS)
+
+
+def _stop(processes: list[Started], *, received: list[int], grace_seconds: float, saves: bool) -> None:
+    """SIGTERM, then SIGKILL, to every child's process group unless all ended well; a second Ctrl-C skips the grace.
+
+    saves: SIGTERM alone would let a child finish its step first, for which its peers may be gone.
+    """
     if all(process.poll() == 0 for process in processes):
         return
     for kind, seconds in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, _KILL_SECONDS)):
         for process in processes:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, kind)  # also what an ended child has left in its group
+                if saves and process.poll() is None:
+                    os.kill(process.pid, signal.SIGHUP)  # has no handler there
         end = time.monotonic() + seconds
         while time.monotonic() < end and any(process.poll() is None for process in processes) and len(received) < 2:
             time.sleep(_POLL_SECONDS)

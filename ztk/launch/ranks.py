@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ztk.launch.errors import RankError, first_cause, forget_failure, log_path, read_failure
@@ -19,11 +19,14 @@ def run_ranks(
     output_dir: str | os.PathLike,
     places: Sequence[int] | None = None,
     drain_seconds: float = 0.0,
+    save_seconds: float = 0.0,
+    on_signal: Callable[[], None] | None = None,
     start: Start = start_process,
 ) -> None:
     """Runs `command` once per rank and returns when all have ended well.
 
-    places: `LOCAL_RANK`, and so the GPU, of each rank; default: the rank's number. drain_seconds, start: see `run_children`.
+    places: `LOCAL_RANK`, and so the GPU, of each rank; default: the rank's number. drain_seconds, save_seconds, on_signal, start: see
+    `run_children`.
 
     Environment of a rank: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `ZTK_STORE` (path of the file store),
     `OMP_NUM_THREADS`, and `allocator_settings`. Rank 0 has the terminal, the others write `ranks/rank{r}.log` in `output_dir`.
@@ -55,6 +58,8 @@ def run_ranks(
             children,
             failure_of=lambda rank: read_failure(output_dir, rank=rank),
             drain_seconds=drain_seconds,
+            save_seconds=save_seconds,
+            on_signal=on_signal or (lambda: None),
             start=start,
         )
     finally:

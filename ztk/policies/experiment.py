@@ -5,6 +5,7 @@ from typing import Any
 # Where things are, who is told, what is timed, what starts the ranks and where they go on: no part of the experiment.
 _ASIDE = (
     *("output_dir", "offload.nvme_path", "checkpoint.resume", "checkpoint.allow_changes"),
+    *("checkpoint.last", "checkpoint.grace_seconds"),
     *("kernels.log_every", "train.profile"),
 )
 _ASIDE_SECTIONS = ("logger", "launch")

@@ -18,7 +18,7 @@ from ztk.report.kernels import KernelLog, KernelPolicy
 from ztk.report.profile import StepProfiler
 from ztk.report.progress import LiveProgress, PlainProgress
 from ztk.report.rows import RowBuilder, StepMetrics
-from ztk.report.status import read_summary
+from ztk.report.status import INTERRUPTED, Status, read_summary
 from ztk.report.summary import rank_report, rank_totals, summarise
 from ztk.report.tables import describe_end, print_tables
 from ztk.report.tracker import TrackerPolicy, WandbTracker
@@ -122,16 +122,13 @@ class Reporter:
         self._kernels.close()
         self._profiler.close()
         if self._rank == 0 and self._folder is not None:  # not after `finish`
-            said = (
-                "interrupted"
-                if isinstance(error, KeyboardInterrupt)
-                else f"{kind.__name__}: {error}"
-                if kind
-                else "not finished"
-            )
-            self._close(self._summary(status="failed", error=said), failed=True)
+            status = Status.interrupted if isinstance(error, KeyboardInterrupt) else Status.failed
+            said = f"{kind.__name__}: {error}" if kind else "not finished"
+            if status is Status.interrupted:
+                said = INTERRUPTED
+            self._close(self._summary(status=status.value, error=said), failed=True)
             if self._finished is None:
-                write_failed_summary(self._policy.folder, error=said)
+                write_failed_summary(self._policy.folder, error=said, status=status)
 
     def step(
         self,

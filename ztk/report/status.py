@@ -9,6 +9,7 @@ from typing import Any
 from ztk.report.folder import METRICS, SUMMARY
 from ztk.report.heartbeat import HEARTBEAT, is_alive, read_heartbeat
 
+INTERRUPTED = "interrupted"  # the error of a run that Ctrl-C or a signal has ended
 _FOREIGN = "{}: is not the summary of a run of ztk; take it out of the folder, or name another folder"
 
 
@@ -20,6 +21,7 @@ class Status(StrEnum):
     dead = "dead"  # started, and its process is gone without a summary
     done = "done"
     failed = "failed"
+    interrupted = "interrupted"  # by Ctrl-C or SIGTERM
     refused = "refused"  # its configuration
     does_not_fit = "does_not_fit"  # was not started: the planner says that a device lacks memory
 
@@ -43,7 +45,9 @@ def read_status(folder: str | os.PathLike) -> Status:
     if summary:
         if summary.get("status") not in list(Status):
             raise ValueError(_FOREIGN.format(path / SUMMARY))
-        return Status(summary["status"])
+        status = Status(summary["status"])
+        # Earlier versions recorded an interrupt as a failure.
+        return Status.interrupted if status is Status.failed and summary.get("error") == INTERRUPTED else status
     started = any((path / name).exists() for name in (METRICS, HEARTBEAT, "config.yaml"))
     return Status.dead if started else Status.pending
 

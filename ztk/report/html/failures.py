@@ -10,7 +10,7 @@ from ztk.report.status import Status, read_summary
 
 LETTERS = 4_000  # of a log
 BUDGET = 300_000  # letters of all logs
-_FAILED = (Status.failed.value, Status.refused.value, Status.dead.value)
+_FAILED = (Status.failed.value, Status.interrupted.value, Status.refused.value, Status.dead.value)
 _CHUNK = 64_000  # bytes that are read
 
 

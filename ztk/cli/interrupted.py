@@ -1,0 +1,90 @@
+"""What a command prints about a run that Ctrl-C or SIGTERM has ended: what is saved, and the line that goes on."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ztk.config import Config
+from ztk.launch import read_failure
+from ztk.report.status import read_summary
+
+
+def saving_notice(config: Config) -> str:
+    """Shown when the signal arrives; empty where the run saves nothing."""
+    if config.checkpoint.grace_seconds is None:
+        return ""
+    return (
+        f"interrupted: the step that runs ends and is saved, within checkpoint.grace_seconds={config.checkpoint.grace_seconds:g}; a second "
+        "Ctrl-C ends the run at once"
+    )
+
+
+def way_on(config: Config, *, flags: Sequence[str] = (), starter: str | None = None) -> list[str]:
+    """Lines about an interrupted run: its newest checkpoint and the command that continues it in its folder.
+
+    flags: of the command line, such as `--config-dir`. starter: the launcher that started the ranks, None: `run.py` itself.
+    """
+    folder = Path(config.output_dir)
+    if config.checkpoint.grace_seconds is None:  # the run trains nothing, or saves nothing
+        unsaved = config.checkpoint.last is False and not config.checkpoint.every
+        return ["interrupted; with checkpoint=none nothing is saved"] if unsaved else ["interrupted"]
+    failures = [read_failure(folder, rank=rank) for rank in range(config.launch.ranks)]
+    causes = [f"interrupted, and then {failure}" for failure in failures if failure and not failure.secondary]
+    newest, made = newest_step(folder), read_summary(folder).get("steps", 0)
+    if newest is None:
+        lost = f": the {made} steps are lost" if made else " before the first step ended"
+        line = [f"interrupted{lost}; no checkpoint is in {folder}"]
+    else:
+        lost = f"; the {made - newest} steps after it are lost" if made > newest else ""
+        line = [f"interrupted; the checkpoint of step {newest} is in {folder}{lost}. This continues the run:"]
+        line += [f"  {resume_line(folder, flags=flags, starter=starter)}"]
+    return causes[:1] + line
+
+
+def newest_step(folder: Path) -> int | None:
+    """The step of the run's latest checkpoint, from its name: importing the reader of checkpoints would take a second."""
+    try:
+        name = (folder / "checkpoints" / "latest").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    number = name.removeprefix("step-").partition(".")[0]
+    return int(number) if number.isdecimal() and (folder / "checkpoints" / name).is_dir() else None
+
+
+def resume_line(folder: Path, *, flags: Sequence[str] = (), starter: str | None = None) -> str:
+    """The command that continues the run of `folder` in the same folder, for a shell in the current directory."""
+    path = _shown(folder)
+    words = [*flags, f"checkpoint.resume={_value(path)}", f"hydra.run.dir={_value(path)}"]
+    started = {None: "", "torchrun": "torchrun ... ", "srun": "srun ... "}[starter]
+    return f"{started}{_program(started=bool(starter))} {shlex.join(words)}"
+
+
+def sweep_line(folder: Path, *, flags: Sequence[str] = ()) -> str:
+    """The command that goes on with the sweep of `folder`."""
+    return f"{_program()} {shlex.join([*flags, f'sweep.resume={_value(_shown(folder))}'])}"
+
+
+def _program(*, started: bool = False) -> str:
+    """How this command was started."""
+    program = Path(sys.argv[0])
+    if program.name == "__main__.py":
+        return "python -m ztk"
+    if program.suffix == ".py":
+        return shlex.quote(sys.argv[0]) if started else f"python {shlex.quote(sys.argv[0])}"
+    return program.name
+
+
+def _shown(folder: Path) -> Path:
+    """Relative to the current directory where it is below it."""
+    here = Path.cwd()
+    return folder.relative_to(here) if folder.is_relative_to(here) and folder != here else folder
+
+
+def _value(path: Path) -> str:
+    """As a value in Hydra's grammar: plain if it has only characters that need no quotes there."""
+    text = str(path)
+    if all(letter.isalnum() or letter in "/._-" for letter in text):
+        return text
+    escaped = text.replace("'", "\\'")
+    return f"'{escaped}'"

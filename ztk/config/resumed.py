@@ -1,0 +1,81 @@
+"""`checkpoint.resume=RUN` continues with the options of RUN: the command line needs to name only what differs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ztk.config.batch import AUTO, run_record
+from ztk.config.compose import load
+from ztk.config.keys import read
+from ztk.config.renamed import rename_keys
+
+_RESUME = "checkpoint.resume="
+# Relative to the directory that the run was started in.
+_PATHS = (
+    *("data.path", "data.tokenizer", "model.path", "warm_start.path", "reward.path", "reward.function"),
+    "offload.nvme_path",
+)
+# What another command decides for itself. The global batch of the run's configuration gives the accumulation steps on any number of ranks.
+_LEFT = ("checkpoint.allow_changes", "checkpoint.resume", "train.accumulation_steps", "sweep")
+_OF_RANKS = ("launch.ranks", "launch.elastic", "launch.min_ranks")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed:
+    """words: the command line's, after those of the run. taken: those of the run."""
+
+    words: list[str]
+    taken: tuple[str, ...] = ()
+
+
+def take_run_words(words: Sequence[str], *, has_ranks: bool = False) -> Resumed:
+    """Adds the options that the run of `checkpoint.resume=RUN` was started with.
+
+    Words of the command line replace the run's; an option of a group (`offload=none`) also replaces the run's keys of that group. `auto`
+    continues the folder's own run, whose command line is repeated, and adds nothing. has_ranks: another launcher has started the ranks.
+    """
+    record = _record(words)
+    if record is None or not (path := record.with_name("overrides.json")).is_file():
+        return Resumed(words=list(words))
+    try:
+        recorded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return Resumed(words=list(words))
+    given = {_key(word) for word in words}
+    config = load(record)
+    left = (*_LEFT, *(_OF_RANKS if has_ranks else ()))
+    taken = []
+    for sign_and_key, value in recorded.items():
+        key = _key(sign_and_key)
+        if key in given or key.partition(".")[0] in given or key in left or key.startswith("sweep."):
+            continue
+        absolute = read(config, key=key) if key in _PATHS else None
+        text = value if absolute is None or value == "train" else _written(absolute)
+        taken.append(f"{sign_and_key}={text}" if value or not sign_and_key.startswith("~") else sign_and_key)
+    taken = rename_keys(taken).words
+    return Resumed(words=[*taken, *words], taken=tuple(taken))
+
+
+def _record(words: Sequence[str]) -> Path | None:
+    """`config.yaml` of the run that the words name, if they name one."""
+    values = [word.removeprefix(_RESUME) for word in words if word.startswith(_RESUME)]
+    if not values or values[-1] in ("", "null", AUTO):
+        return None
+    value = values[-1]
+    if value[0] in "'\"" and value[-1] == value[0]:
+        value = value[1:-1].replace(f"\\{value[0]}", value[0])
+    return run_record(value)
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
+def _written(value: Any) -> str:
+    """A path or a list of paths in Hydra's grammar."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    escaped = str(value).replace("'", "\\'")
+    return f"'{escaped}'"
