@@ -14,10 +14,13 @@ from torch import nn
 
 from experiments import policies
 from experiments.layouts import find_layouts
+from experiments.own import own_data
 from experiments.pretrain import build_model
+from experiments.streams import model_call
 from ztk import kernels
-from ztk.config import Config, ConfigError, compose
+from ztk.config import Config, ConfigError, compose, is_own
 from ztk.config.schema import ModelInit
+from ztk.data import Batch, Share
 from ztk.planner import Fix, Plan, fixes, plan
 from ztk.planner.result import size as written
 from ztk.policies.hardware import Hardware
@@ -63,14 +66,12 @@ def try_plan(config: Config, *, hardware: Hardware | None = None) -> Plan | str:
 
 def make_plan(config: Config, *, hardware: Hardware | None = None) -> Plan:
     """The plan of the run that `config` describes. hardware: None: that of `config`. Raises ValueError as `ztk.plan` does."""
-    shape = (config.train.micro_batch_size, config.data.seq_len)
-    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
     return plan(
         lambda: build_planned(config),
-        batch=(tokens, tokens),
+        batch=planned_batch(config),
         world_size=config.launch.ranks,
         topology=policies.topology(config),
-        optimizer=policies.optimizer_policy(config),
+        optimizer=policies.planned_policy(config),
         precision=policies.precision_policy(config),
         zero=policies.zero_policy(config),
         offload=policies.offload_policy(config),
@@ -81,6 +82,17 @@ def make_plan(config: Config, *, hardware: Hardware | None = None) -> Plan:
         accumulation_steps=config.train.accumulation_steps,
         hardware=hardware or policies.hardware(config),
     )
+
+
+def planned_batch(config: Config) -> tuple:
+    """The arguments of the model for one micro-batch."""
+    if is_own(config, section="data"):
+        share = Share(micro_batch=config.train.micro_batch_size)
+        batch = own_data(config, share=share)[0].next_batch()
+    else:
+        tokens = torch.empty(config.train.micro_batch_size, config.data.seq_len, dtype=torch.int64)
+        batch = Batch(tokens=tokens, targets=tokens)
+    return model_call(batch, takes_batches=is_own(config, section="model"), device=torch.device("cpu")).args
 
 
 def build_planned(config: Config) -> nn.Module:

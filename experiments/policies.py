@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ztk.config import Config
+from experiments.own import own_learning_rates, own_optimizer, planned_optimizer
+from ztk.config import Config, is_own
 from ztk.config.hugging_face import is_hugging_face
 from ztk.config.precision_schema import LossScaleConfig, PrecisionConfig
 from ztk.config.rollout_schema import StrategyConfig
@@ -60,8 +61,23 @@ def optimizer_policy(config: Config) -> OptimizerPolicy:
     return OptimizerPolicy(**values, rounding_seed=config.train.seed)
 
 
+def optimizer_of(config: Config, *, model: nn.Module) -> dict[str, Any]:
+    """The arguments of `parallelize` that say how `model` is updated."""
+    if is_own(config, section="optimizer"):
+        policy, optimizer = own_optimizer(config, model=model)
+        return {"optimizer": policy, "torch_optimizer": optimizer}
+    return {"optimizer": optimizer_policy(config)}
+
+
+def planned_policy(config: Config) -> OptimizerPolicy:
+    """The optimizer that a plan counts."""
+    return planned_optimizer(config) if is_own(config, section="optimizer") else optimizer_policy(config)
+
+
 def learning_rates(config: Config) -> Tensor:
     """Float32 [train.steps] of multipliers."""
+    if is_own(config, section="scheduler"):
+        return own_learning_rates(config)
     return lr_table(SchedulePolicy(**_given(config.scheduler)), steps=config.train.steps)
 
 

@@ -15,15 +15,16 @@ from torch import Tensor, nn
 
 from experiments import policies
 from experiments.limits import Limits
+from experiments.own import add_loss, own_logits, own_model
 from experiments.ranks import seed_dropout, started
-from experiments.streams import Corpus, held_out_sequences, on_device, open_corpus, open_held_out, open_stream
+from experiments.streams import Corpus, held_out_sequences, model_call, open_corpus, open_data
 from ztk import checkpoint
-from ztk.config import Config
+from ztk.config import Config, is_own
 from ztk.config.schema import Evaluated
 from ztk.data import Batch, ByteTokenizer, Stream, TokenCorpus
 from ztk.engine import Engine
 from ztk.hf.causal import open_causal
-from ztk.nn import Decoder, Documents, initial_values, sample_text, sample_tokens
+from ztk.nn import Decoder, initial_values, sample_tokens
 from ztk.nn.lora import LoraPolicy, adapter_values, add_adapters
 from ztk.parallel import parallelize
 from ztk.pipeline import MicroBatch
@@ -47,8 +48,7 @@ def main(config: Config) -> None:
 def run(config: Config, *, process: Process) -> None:
     """Builds, trains and evaluates."""
     corpus = open_corpus(config, process=process)
-    stream = open_stream(config, corpus=corpus, process=process)
-    held_out = open_held_out(config, corpus=corpus, process=process)
+    stream, held_out = open_data(config, corpus=corpus, process=process)
     engine = build_engine(config, process=process)
     past = resume(config, engine=engine, stream=stream)
     limits = Limits(config.train, engine=engine)
@@ -75,7 +75,7 @@ def build_engine(config: Config, *, process: Process) -> Engine:
     model, first_values = build_model(config)
     common = {
         "process": process,
-        "optimizer": policies.optimizer_policy(config),
+        **policies.optimizer_of(config, model=model),
         "lr_table": policies.learning_rates(config),
         "precision": policies.precision_policy(config),
         "recompute": policies.recompute_policy(config),
@@ -92,17 +92,28 @@ def build_engine(config: Config, *, process: Process) -> Engine:
         offload=policies.offload_policy(config),
         tensor=policies.tensor_policy(config),
         pipeline=policies.pipeline_policy(config),
-        sample_batch=sample_batch(config, device=process.device),
+        sample_batch=None if is_own(config, section="data") else sample_batch(config, device=process.device),
         ema=policies.ema_policy(config),
         **common,
     )
 
 
-def build_model(config: Config, *, has_adapters: bool = True) -> tuple[nn.Module, InitialValues]:
-    """ztk's own decoder or a model of transformers, without memory, and the values that its parameters start with.
+def build_model(config: Config, *, has_adapters: bool = True) -> tuple[nn.Module, InitialValues | None]:
+    """ztk's decoder or a model of transformers, without memory, and the values that its parameters start with; or the user's model, whose
+    parameters have their first values (None).
 
     has_adapters: False: without those of `lora`.
     """
+    if is_own(config, section="model"):
+        model, values = own_model(config), None
+        model.takes_batches = True
+    else:
+        model, values = _named_model(config, has_adapters=has_adapters)
+    add_loss(config, model=model)
+    return model, values
+
+
+def _named_model(config: Config, *, has_adapters: bool) -> tuple[nn.Module, InitialValues]:
     given = config.model
     lora = policies.lora_policy(config) if has_adapters else None
     if given.path is not None and given.init is not None:
@@ -172,7 +183,7 @@ def train(
     Raises Interrupted after the step in which a signal arrived; that step is saved, unless the run saves nothing.
     """
     train, over, reached = config.train, False, False
-    tokens = stream.share.global_batch * config.data.seq_len
+    tokens = config.train.global_batch_size * (config.data.seq_len or 1)
     with open_interrupts(config, process=engine.process) as interrupts, open_saver(config, engine=engine) as saver:
 
         def module_metrics() -> dict[str, Any]:
@@ -219,12 +230,12 @@ def train(
 def train_step(engine: Engine, *, stream: Stream) -> Tensor:
     """One optimizer step; returns this replica's mean loss over its micro-batches, on the device."""
     batches = (stream.next_batch() for _ in range(engine.accumulation_steps))
-    return engine.train_batch(micro_batch(batch, device=engine.process.device) for batch in batches)
+    return engine.train_batch(micro_batch(batch, engine=engine) for batch in batches)
 
 
 def evaluate(engine: Engine, *, batches: Sequence[Batch]) -> float:
     """The mean loss over all replicas' batches, the same number on every rank."""
-    loss = engine.eval_batch(micro_batch(batch, device=engine.process.device) for batch in batches)
+    loss = engine.eval_batch(micro_batch(batch, engine=engine) for batch in batches)
     return engine.comm.gather_scalars(loss.double().view(1), label="validation loss").mean().item()
 
 
@@ -233,11 +244,9 @@ def evaluated_weights(config: Config, *, engine: Engine) -> AbstractContextManag
     return engine.averaged() if config.train.evaluate is Evaluated.ema else nullcontext()
 
 
-def micro_batch(batch: Batch, *, device: torch.device) -> MicroBatch:
-    placed = on_device(batch, device=device)
-    documents = () if batch.positions is None else (Documents.at(batch.positions).to(device),)
-    args = (placed.tokens, placed.targets, *documents)
-    return MicroBatch(args=args, weight=batch.weight, token_weight=batch.token_weight)
+def micro_batch(batch: Any, *, engine: Engine) -> MicroBatch:
+    """The call of the engine's model for a batch of the stream."""
+    return model_call(batch, takes_batches=getattr(engine.module, "takes_batches", False), device=engine.process.device)
 
 
 def finish(
@@ -251,27 +260,29 @@ def finish(
 ) -> None:
     """The last validation, a text sample, the summary. Synthetic tokens have neither a text nor anything to learn, and `train.quick` asks
     for neither."""
-    if corpus is None or config.train.quick:
+    if config.train.quick or (corpus is None and not held_out):
         reporter.finish(ended_by=ended_by)
+        return
+    if corpus is None:
+        loss = evaluate(engine, batches=held_out)
+        reporter.finish(validation_loss=loss, ended_by=ended_by)
+        reporter.say(f"held-out loss {loss:.4f}")
         return
     if isinstance(corpus, TokenCorpus):
         finish_tokens(config, engine=engine, corpus=corpus, held_out=held_out, reporter=reporter, ended_by=ended_by)
         return
     entropy = corpus.bigram_entropy()
     measured = {"validation_loss": evaluate(engine, batches=held_out)} if held_out else {}
-    with engine.evaluating():
-        prompt = ByteTokenizer().decode(corpus.validation[:PROMPT_BYTES].long())
-        text = sample_text(
-            engine,
-            prompt=prompt,
-            num_bytes=SAMPLE_BYTES,
-            max_seq_len=config.data.seq_len,
-            device=engine.process.device,
-            seed=config.train.seed,
-        )
-    text = printable(text)
+    text = draw_text(
+        config,
+        engine=engine,
+        prompt=corpus.validation[:PROMPT_BYTES],
+        num_tokens=SAMPLE_BYTES,
+        tokenizer=ByteTokenizer(),
+    )
     reporter.finish(**measured, bigram_entropy=entropy, sample=text, ended_by=ended_by)
-    reporter.say(f"a sample, from {PROMPT_BYTES} held-out bytes on:\n{text}\n")
+    if text is not None:
+        reporter.say(f"a sample, from {PROMPT_BYTES} held-out bytes on:\n{text}\n")
     if held_out:
         comparison = "below" if measured["validation_loss"] < entropy else "not below"
         reporter.say(
@@ -295,24 +306,34 @@ def finish_tokens(
         loss = evaluate(engine, batches=held_out)
         size = corpus.bytes_per_token(seq_len=config.data.seq_len, num_sequences=held_out_sequences(config))
         measured |= {"validation_loss": loss, "validation_bits_per_byte": loss / math.log(2) / size}
-    with engine.evaluating():
-        part = corpus.parts[0]
-        tokens = sample_tokens(
-            engine,
-            prompt=(part.held_out if len(part.held_out) else part.train)[:PROMPT_TOKENS].long(),
-            num_tokens=SAMPLE_TOKENS,
-            vocab_size=corpus.tokenizer.vocab_size,
-            max_seq_len=config.data.seq_len,
-            device=engine.process.device,
-            seed=config.train.seed,
-        )
-    text = printable(corpus.tokenizer.decode(tokens))
+    part = corpus.parts[0]
+    prompt = (part.held_out if len(part.held_out) else part.train)[:PROMPT_TOKENS]
+    text = draw_text(config, engine=engine, prompt=prompt, num_tokens=SAMPLE_TOKENS, tokenizer=corpus.tokenizer)
     reporter.finish(**measured, sample=text, ended_by=ended_by)
-    reporter.say(f"a sample, from {PROMPT_TOKENS} tokens on:\n{text}\n")
+    if text is not None:
+        reporter.say(f"a sample, from {PROMPT_TOKENS} tokens on:\n{text}\n")
     if held_out:
         reporter.say(
             f"held-out loss {measured['validation_loss']:.4f} nats per token, {measured['validation_bits_per_byte']:.4f} bits per byte"
         )
+
+
+def draw_text(config: Config, *, engine: Engine, prompt: Tensor, num_tokens: int, tokenizer: Any) -> str | None:
+    """A text that the model continues; None: of an own model that gives no logits. prompt: tokens [T]. A collective call."""
+    logits_of = engine if not is_own(config, section="model") else own_logits(engine, vocab_size=tokenizer.vocab_size)
+    if logits_of is None:
+        return None
+    with engine.evaluating():
+        tokens = sample_tokens(
+            logits_of,
+            prompt=prompt.long(),
+            num_tokens=num_tokens,
+            vocab_size=tokenizer.vocab_size,
+            max_seq_len=config.data.seq_len,
+            device=engine.process.device,
+            seed=config.train.seed,
+        )
+    return printable(tokenizer.decode(tokens))
 
 
 def printable(text: str) -> str:
@@ -348,9 +369,12 @@ def open_saver(config: Config, *, engine: Engine) -> AbstractContextManager[chec
     )
 
 
-def parameter_count(model: Any) -> int:
-    """Parameters of the full model."""
-    return model.config.parameter_count() if isinstance(model, Decoder) else model.full_parameter_count
+def parameter_count(model: Any) -> int | None:
+    """Parameters of the full model; None: it has no `full_parameter_count`."""
+    if isinstance(model, Decoder):
+        return model.config.parameter_count()
+    counted = getattr(model, "full_parameter_count", None)
+    return None if counted is None else int(counted() if callable(counted) else counted)
 
 
 def build_reporter(
@@ -375,7 +399,7 @@ def build_reporter(
             device=process.device,
         ),
         gather=partial(engine.comm.gather_scalars, label="report"),
-        parameters=parameter_count(engine.module) if parameters is None else parameters,
+        parameters=parameters or parameter_count(engine.module) or engine.num_parameters,
         module=engine.module,
         **past,
     )

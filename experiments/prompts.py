@@ -7,7 +7,7 @@ import torch
 from experiments.lengths import histogram
 from experiments.tasks import TASKS, Prompt, Task, name_of
 from ztk.align import ANSWER_END, PromptRecord, Truncation, answer_end, fitted, read_prompts
-from ztk.config import Config
+from ztk.config import Config, call_later, is_own
 from ztk.data import ByteTokenizer, SubwordTokenizer
 from ztk.rollout import Samples, load_reward, score
 from ztk.rollout.rewards import RewardFunction
@@ -28,7 +28,9 @@ class Prompts:
         self.stop = answer_end(self._records or [], tokenizer=self.tokenizer, by_template=by_template)
         self._task: Task | None = None if config.rollout.task is None else TASKS[name_of(config)]
         self._reward: RewardFunction | None = None if self._task is None else self._task.score
-        if config.reward.function is not None:
+        if is_own(config, section="reward"):
+            self._reward = call_later(config.own["reward"])
+        elif config.reward.function is not None:
             self._reward = load_reward(config.reward.function)
 
     def _read(self, config: Config) -> list[PromptRecord]:

@@ -1,13 +1,17 @@
 """From the checked configuration to a rank's batches."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
-from ztk.config import Config, reads_documents, text_policy
+from experiments.own import own_data
+from ztk.config import Config, is_own, reads_documents, text_policy
 from ztk.data import (
     Batch,
     ByteCorpus,
+    ItemBatch,
     Share,
     Stream,
     SubwordTokenizer,
@@ -15,8 +19,11 @@ from ztk.data import (
     TokenCorpus,
     TokenStream,
     held_out_batches,
+    held_out_items,
     open_tokens,
 )
+from ztk.nn import Documents
+from ztk.pipeline import MicroBatch
 from ztk.report import RunFolder
 from ztk.runtime import Process
 
@@ -28,7 +35,7 @@ def open_corpus(config: Config, *, process: Process) -> Corpus | None:
 
     Raises ValueError if machines have different texts under the same names.
     """
-    if config.data.name == "synthetic":
+    if is_own(config, section="data") or config.data.name == "synthetic":
         return None
     corpus = _opened(config)
     if process.rank == 0 and isinstance(corpus, TokenCorpus) and isinstance(corpus.tokenizer, SubwordTokenizer):
@@ -46,6 +53,19 @@ def _opened(config: Config) -> Corpus:
     if reads_documents(config):
         return open_tokens(text_policy(config))
     return ByteCorpus.open(config.data.path, validation_fraction=config.data.validation_fraction)
+
+
+def open_data(config: Config, *, corpus: Corpus | None, process: Process) -> tuple[Any, list[Any]]:
+    """The stream of training batches, and this rank's part of `train.eval_batches` global batches to validate on."""
+    if not is_own(config, section="data"):
+        return open_stream(config, corpus=corpus, process=process), open_held_out(
+            config, corpus=corpus, process=process
+        )
+    share = share_of(config, process=process)
+    stream, held_out = own_data(config, share=share)
+    if held_out is None or not config.train.eval_batches:
+        return stream, []
+    return stream, list(held_out_items(held_out, share=share, num_items=held_out_sequences(config)))
 
 
 def open_stream(config: Config, *, corpus: Corpus | None, process: Process) -> Stream:
@@ -83,6 +103,31 @@ def share_of(config: Config, *, process: Process) -> Share:
         rank=process.mesh.replica,
         world_size=process.mesh.replicas,
     )
+
+
+def model_call(batch: Any, *, takes_batches: bool, device: torch.device) -> MicroBatch:
+    """The call of a model for a batch of the stream. takes_batches: an own model takes the batch as its only argument; ztk's and
+    transformers' models take tokens, targets and documents."""
+    if isinstance(batch, Batch):
+        placed = on_device(batch, device=device)
+        documents = () if batch.positions is None else (Documents.at(batch.positions).to(device),)
+        args = (placed.tokens, placed.targets, *documents)
+        return MicroBatch(args=(args,) if takes_batches else args, weight=batch.weight, token_weight=batch.token_weight)
+    items, weight = (batch.items, batch.weight) if isinstance(batch, ItemBatch) else (batch, 1.0)
+    items = tree_on_device(items, device=device)
+    spread = not takes_batches and isinstance(items, tuple | list)
+    return MicroBatch(args=tuple(items) if spread else (items,), weight=weight)
+
+
+def tree_on_device(items: Any, *, device: torch.device) -> Any:
+    """Tensors anywhere in nested containers, copied as `on_device` copies."""
+    if device.type == "cpu":
+        return items
+
+    def placed(leaf: Any) -> Any:
+        return leaf.pin_memory().to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+    return tree_map(placed, items)
 
 
 def on_device(batch: Batch, *, device: torch.device) -> Batch:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from ztk.config import Config, load
+from ztk.config import Config, instantiate, load
 from ztk.launch import RankFailure, failure_of, log_path, memory_path, write_failure
 from ztk.launch.tee import log_to
 from ztk.report.folder import write_json
@@ -46,7 +46,11 @@ def run_task(config: Config, *, rank: int) -> RankFailure | None:
         import torch
 
         torch.set_num_threads(config.launch.threads)
-        import_task(config.task.module).main(config)
+        if "task" in config.own:
+            import_task("experiments")
+            instantiate(config.own["task"], config)
+        else:
+            import_task(config.task.module).main(config)
     except Exception as error:
         failure = failure_of(error, rank=rank)
         write_failure(failure, output_dir=config.output_dir)

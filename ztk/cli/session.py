@@ -168,6 +168,7 @@ class Session:
         extra = configuration.extra_folders(flags)
         folders = [configuration.conf_dir(), *extra]
         self._flags = [word for folder in extra for word in ("--config-dir", folder)]
+        _find_modules(extra)
         if len(exclusive := [flag for flag in flags if flag.partition("=")[0] in _EXCLUSIVE]) > 1:
             jobs = "; sweep.list=true shows the jobs of a sweep" if {"-m", "--multirun"} & set(exclusive) else ""
             raise ConfigError([f"{' and '.join(exclusive)} exclude each other: choose one{jobs}"])
@@ -321,6 +322,15 @@ class Session:
 def _is_signal(code: object) -> bool:
     """Whether an exit code is that of a command that SIGTERM or SIGHUP ended."""
     return code in (128 + signal.SIGTERM, 128 + signal.SIGHUP)
+
+
+def _find_modules(folders: list[str]) -> None:
+    """Modules of the user's are found here and by the ranks: next to the folders of `--config-dir`, and in this folder."""
+    own = [os.path.dirname(os.path.abspath(folder)) for folder in folders]
+    sys.path[:0] = own
+    sys.path.append(os.getcwd())
+    known = filter(None, [os.environ.get("PYTHONPATH")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([*own, *known, os.getcwd()])
 
 
 def _remove_if_empty(folder: Path) -> None:

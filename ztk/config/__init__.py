@@ -7,6 +7,7 @@ from ztk.config.ds_config import expand_ds_config
 from ztk.config.hardware import hardware_values
 from ztk.config.identity import check_resumed, differences, hash_of, job_hash
 from ztk.config.machine import Machine
+from ztk.config.own import call_later, callback_nodes, find, instantiate, is_own
 from ztk.config.reference import GroupReference, KeyReference, build_reference, find_reference
 from ztk.config.renamed import rename_keys
 from ztk.config.resumed import take_run_words
@@ -27,16 +28,21 @@ __all__ = [
     "SweepConfig",
     "SweepWords",
     "build_reference",
+    "call_later",
+    "callback_nodes",
     "check_resumed",
     "compose",
     "conf_dir",
     "differences",
     "expand_ds_config",
     "extra_folders",
+    "find",
     "find_reference",
     "from_yaml",
     "hardware_values",
     "hash_of",
+    "instantiate",
+    "is_own",
     "job_hash",
     "load",
     "on_fewer_ranks",

@@ -12,10 +12,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ztk.config.ds_config import KEY as DS_CONFIG
 from ztk.config.keys import expected, holds_int, holds_number, line_types, section_of
+from ztk.config.own import FREE, OBJECTS, TARGET
 from ztk.config.rules import ConfigError
 from ztk.config.suggest import near_keys, near_options
 from ztk.policies.suggest import did_you_mean
 
+_REPLACED = (
+    "model",
+    "data",
+    "optimizer",
+    "scheduler",
+)  # an own object takes the place of the option that config.yaml chooses
 OVERLAY_MARK = "# @package _global_"  # in a file whose option sets keys of several groups
 # Hydra's flags that are followed by a value.
 _WITH_VALUE = {
@@ -78,31 +85,60 @@ def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = F
     For keys that are integers, 5e8 becomes 500000000. folders: where the option files are. sweep: whether a key may have several values.
     """
     options = options_of(folders)
+    own = _own_sections(overrides, folders=folders)
     accepted, faults = [], []
     sweep = sweep or any(override.startswith(("sweep=", "hydra.mode=")) for override in overrides)
     for override in overrides:
-        found = list(_faults(override, options=options))
+        found = list(_faults(override, options=options, own=own))
         if not found and not sweep and _is_sweep(override):
             found = [
                 f"{override}: several values are a sweep, add -m; a list is written [a,b], a text with a comma 'a,b'"
             ]
         faults += found
         if not found:
-            accepted.append(_whole_numbers(override))
+            accepted.append(override if _bare(override).partition(".")[0] in own else _whole_numbers(override))
     if faults:
         raise ConfigError(faults)
-    return accepted
+    named = [_bare(word) for word in accepted]
+    replaced = [section for section in _REPLACED if f"{section}.{TARGET}" in named and section not in named]
+    return [f"{section}=own" for section in replaced] + accepted
 
 
-def _faults(override: str, *, options: dict[str, list[str]]) -> Iterator[str]:
+def _bare(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
+
+
+def _own_sections(overrides: list[str], *, folders: list[str]) -> frozenset[str]:
+    """Sections that take any key: the user's, and those whose object is the user's by this line or by option files of the user's."""
+    theirs, found = options_of(folders[1:]), {*FREE}
+    for name, value in ((_bare(word), word.partition("=")[2]) for word in overrides):
+        section = name.partition(".")[0]
+        if name in ("experiment", "sweep") and theirs:
+            found |= {*OBJECTS}  # which its file may set
+        elif name.endswith(f".{TARGET}"):
+            found.add(section)
+        elif name in OBJECTS and {option.strip() for option in value.split(",")} & {*theirs.get(name, ())}:
+            found.add(name)
+    return frozenset(found & {*FREE, *OBJECTS})
+
+
+def _faults(override: str, *, options: dict[str, list[str]], own: frozenset[str]) -> Iterator[str]:
     match = _OVERRIDE.fullmatch(override)
-    known = line_types()
     if match is None:
         yield f"{override}: an option is written key=value; --help lists all"
         return
     sign, key, value = match["sign"] or "", match["key"], match["value"]
     if key == "hydra" or key.startswith(("hydra.", "hydra/")):
         return
+    if "." in key and key.partition(".")[0] in own and (value is not None or sign == "~"):
+        yield from _free_faults(override, sign=sign, key=key)
+    else:
+        yield from _known_faults(override, match=match, options=options)
+
+
+def _known_faults(override: str, *, match: re.Match, options: dict[str, list[str]]) -> Iterator[str]:
+    sign, key, value = match["sign"] or "", match["key"], match["value"]
+    known = line_types()
     if value is None and sign != "~":
         near = did_you_mean(_completed(override, options=options, keys=known))
         yield f"{override}: an option is written key=value{near}"
@@ -126,6 +162,19 @@ def _faults(override: str, *, options: dict[str, list[str]]) -> Iterator[str]:
         yield f"{key}: there is no such key{plus}{did_you_mean(near_keys(key, keys=[*known, *options, DS_CONFIG]))}"
 
 
+def _free_faults(override: str, *, sign: str, key: str) -> Iterator[str]:
+    value = override.partition("=")[2]
+    if sign == "~":
+        yield f"{override}: a key cannot be removed; set it, or leave it out"
+    elif not all(re.fullmatch(r"\w+", part) for part in key.split(".")):
+        yield f"{override}: {key} is no key: names of letters, digits and _ with dots between them"
+    else:
+        try:
+            OverridesParser.create().parse_override(override)
+        except HydraException:
+            yield f"{key}={value}: not readable; put quotes around it, as in '{key}=\"{value}\"'"
+
+
 def _group_faults(
     sign: str, group: str, value: str | None, *, package: str | None, options: dict[str, list[str]]
 ) -> Iterator[str]:
@@ -134,7 +183,7 @@ def _group_faults(
     if sign:
         yield f"{sign}{group}: every run has one option of this group; write {group}=OPTION"
         return
-    if value in ("null", "") and group in ("experiment", "sweep"):
+    if value in ("null", "") and group in ("experiment", "sweep", *FREE):
         return
     assert value is not None
     for word in value.split(","):

@@ -3,7 +3,9 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra import compose as hydra_compose
@@ -11,7 +13,7 @@ from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from ztk.config.arguments import OVERLAY_MARK, parse_arguments
 from ztk.config.batch import AUTO, forwards_of, record_of, round_faults, run_record, settle_batch
@@ -28,18 +30,21 @@ from ztk.config.effects import (
 from ztk.config.ema_schema import Evaluated
 from ztk.config.evaluating import choose_engine, take_evaluated
 from ztk.config.hugging_face import take_sizes
-from ztk.config.keys import SWEEP, as_paths, data_paths, flatten, leaf_types
+from ztk.config.keys import SWEEP, as_paths, data_paths, flatten, leaf_types, section_of
 from ztk.config.machine import Machine
+from ztk.config.own import OBJECTS, USER, is_own, nameless, nodes_of, take_objects, take_user, written_user
 from ztk.config.planning import PLAN, take_measured
 from ztk.config.renamed import hint_of, rename_keys, rename_recorded
 from ztk.config.rollout import ROLLOUT_TASKS
 from ztk.config.rules import ConfigError, check
 from ztk.config.scheduler_schema import SchedulerName
 from ztk.config.schema import Config, DataName
+from ztk.config.suggest import near_keys
 from ztk.config.text import BYTES, TRAIN
 from ztk.config.text_rules import follow_tokenizer
 from ztk.config.topology import replicas_of, settled_ranks
 from ztk.policies.schedule import wsd_steps
+from ztk.policies.suggest import did_you_mean
 from ztk.policies.tier import Tier
 
 _OVERLAYS = (
@@ -48,7 +53,19 @@ _OVERLAYS = (
     "weights.",
 )  # groups whose options set keys of others, in the order of conf/config.yaml
 
-ConfigStore.instance().store(name="ztk_schema", node=Config)
+
+def _composed_schema() -> DictConfig:
+    """The types that Hydra checks. Groups whose object may be the user's take any key here; `_typed` checks those of ztk's objects."""
+    nodes = {
+        field.name: OmegaConf.structured(section_of(f"{field.name}."))
+        for field in fields(Config)
+        if field.name not in (*OBJECTS, "output_dir", "own", USER)
+    }
+    free = {name: OmegaConf.create({}, flags={"struct": False}) for name in (*OBJECTS, USER)}
+    return OmegaConf.create({**nodes, **free, "output_dir": "???"})
+
+
+ConfigStore.instance().store(name="ztk_schema", node=_composed_schema())
 # Hydra's own sweeper with another class, which `ztk.cli` registers.
 SWEEPER = "hydra_plugins.ztk.JobSweeper"
 ConfigStore.instance().store(
@@ -69,20 +86,27 @@ def conf_dir() -> str:
     raise FileNotFoundError(f"conf/config.yaml is neither in {package} nor beside it: reinstall ztk")
 
 
-def compose(*overrides: str, output_dir: str | os.PathLike, machine: Machine | None = None) -> Config:
-    """The run that `python run.py OVERRIDES...` would start, without starting it. Raises ConfigError."""
+def compose(
+    *overrides: str, output_dir: str | os.PathLike, machine: Machine | None = None, folders: Sequence[str] = ()
+) -> Config:
+    """The run that `python run.py OVERRIDES...` would start, without starting it. folders: those of `--config-dir`. Raises ConfigError."""
     from ztk.config.resumed import take_run_words  # here: it loads configurations as this file does
 
     machine = machine or Machine.here()
     words = expand_ds_config(rename_keys(overrides).words, machine=machine).words
     words = take_run_words(words, has_ranks=bool(machine.started_ranks)).words
-    arguments = parse_arguments(words, folders=[conf_dir()])
+    arguments = parse_arguments(words, folders=[conf_dir(), *folders])
+    places = ",".join(f"'file://{Path(folder).absolute()}'" for folder in folders)
     if several := [word for word in arguments if word.startswith(f"{SWEEP}.")]:
         raise ConfigError([f"{word}: is for a sweep, and this is one run; leave it out" for word in several])
     folder = str(Path(output_dir).absolute())
     try:
         with initialize_config_dir(conf_dir(), version_base="1.3"):
-            choices = hydra_compose("config", overrides=[*arguments, f"output_dir={folder}"], return_hydra_config=True)
+            choices = hydra_compose(
+                "config",
+                overrides=[*arguments, f"output_dir={folder}", *([f"hydra.searchpath=[{places}]"] if folders else [])],
+                return_hydra_config=True,
+            )
     except HydraException as error:
         raise refusal(error) from None
     with open_dict(choices):
@@ -110,9 +134,13 @@ def to_config(
     choices: what Hydra composed. overrides: the command line's `key=value`. options: the chosen option of every group.
     Raises ConfigError with all faults.
     """
+    if faults := take_user(choices):
+        raise ConfigError(faults)
+    choices, own, user = _without_objects(choices)
     if faults := [*take_sizes(choices), *take_measured(choices)]:
         raise ConfigError(faults)
     config = _typed(choices)
+    config.own, config.user = own, user
     given = _given(config, overrides=overrides, options=options)
     if (
         config.data.path is not None
@@ -120,7 +148,11 @@ def to_config(
         and not _chosen("data", overrides=overrides)
     ):
         config.data.name = DataName.files  # a path says enough
-    if config.task.name not in ANSWERING and (faults := follow_tokenizer(config, given=given)):
+    if (
+        not is_own(config, section="model")
+        and config.task.name not in ANSWERING
+        and (faults := follow_tokenizer(config, given=given))
+    ):
         raise ConfigError(faults)
     if (algorithm := options.get("algorithm")) and config.task.name not in ROLLOUT_TASKS:
         raise ConfigError(
@@ -147,12 +179,19 @@ def to_config(
 
 def save(config: Config, *, path: str | os.PathLike) -> None:
     """Writes `config.yaml`."""
-    OmegaConf.save(OmegaConf.structured(config), path)
+    Path(path).write_text(to_yaml(config), encoding="utf-8")
 
 
 def to_yaml(config: Config) -> str:
     """What `save` writes, as a text."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    values = OmegaConf.structured(replace(config, user={}, own={}))
+    with open_dict(values):
+        for section in ("own", *config.own):
+            values.pop(section, None)
+        values.user = written_user(config.user)
+        if not values.user:
+            values.pop(USER)
+    return OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.create(OmegaConf.to_container(values)), nodes_of(config)))
 
 
 def load(path: str | os.PathLike) -> Config:
@@ -161,21 +200,50 @@ def load(path: str | os.PathLike) -> Config:
 
 
 def from_yaml(text: str) -> Config:
-    """Reads what `to_yaml` returned."""
-    recorded = rename_recorded(OmegaConf.to_container(OmegaConf.create(text)))
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), recorded))
+    """Reads what `to_yaml` returned. Raises ConfigError for values that `user._schema_` refuses."""
+    choices = OmegaConf.create(text)
+    if faults := take_user(choices):
+        raise ConfigError(faults)
+    choices, own, user = _without_objects(choices)
+    recorded = rename_recorded(OmegaConf.to_container(choices))
+    config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), recorded))
+    config.own, config.user = own, user
+    return config
+
+
+def _without_objects(choices: DictConfig) -> tuple[DictConfig, dict[str, Any], Any]:
+    """A resolved configuration of ztk's keys alone; the nodes of the user's objects; the group `user`."""
+    try:
+        OmegaConf.resolve(choices)
+        with open_dict(choices):
+            user = choices.pop(USER, OmegaConf.create({}))
+        values = OmegaConf.to_container(choices, resolve=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError([f"{error.full_key}: has no value; choose an option of its group or set it"]) from None
+    except InterpolationKeyError as error:
+        text = str(error).splitlines()[0]
+        key = text.partition("'")[2].partition("'")[0]
+        raise ConfigError([f"{text}; add {key}=VALUE"]) from None
+    except OmegaConfBaseException as error:
+        raise ConfigError([str(error).splitlines()[0]]) from None
+    if faults := nameless(values):
+        raise ConfigError(faults)
+    own = take_objects(values)
+    typed = OmegaConf.get_type(user) is not dict
+    return OmegaConf.create(values), own, OmegaConf.to_object(user) if typed else user
 
 
 def _typed(choices: DictConfig) -> Config:
     known = leaf_types()
     try:
-        OmegaConf.resolve(choices)
         values = OmegaConf.to_container(choices, resolve=True)
         unknown = [
             key for key, _ in flatten(values) if key not in known and not any(key.startswith(f"{k}.") for k in known)
         ]
         if unknown:
-            raise ConfigError([f"{key}: there is no such key" for key in unknown])
+            raise ConfigError(
+                [f"{key}: there is no such key{did_you_mean(near_keys(key, keys=known))}" for key in unknown]
+            )
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), choices))
     except MissingMandatoryValue as error:
         raise ConfigError([f"{error.full_key}: has no value; choose an option of its group or set it"]) from None

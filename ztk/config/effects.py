@@ -16,6 +16,7 @@ from ztk.config.inference_schema import CacheKind, SamplingConfig
 from ztk.config.keys import read, write, written
 from ztk.config.machine import Machine
 from ztk.config.optimizer_effects import OPTIMIZER_EFFECTS
+from ztk.config.own import is_own, is_own_key
 from ztk.config.precision_schema import DType
 from ztk.config.scheduler_effects import SCHEDULER_EFFECTS
 from ztk.config.schema import (
@@ -55,6 +56,11 @@ def others_offload(config: Config, *, tier: Tier) -> bool:
 
 def _on_nvme(config: Config, machine: Machine) -> bool:
     return offloads(config, tier=Tier.nvme)
+
+
+def _validates(config: Config) -> bool:
+    """Whether held-out data can be evaluated; own data hold some out if they have a method `held_out`."""
+    return config.data.name in (DataName.stdlib, DataName.files) or is_own(config, section="data")
 
 
 def times_kernels(config: Config) -> bool:
@@ -236,8 +242,8 @@ EFFECTS = (
     *DATA_EFFECTS,
     Effect(
         keys=("train.eval_every", "train.eval_batches"),
-        when=lambda c, m: (c.data.name in (DataName.stdlib, DataName.files) or reads_records(c)) and not c.train.quick,
-        only="data=stdlib, files, chat or preferences, and without train.quick",
+        when=lambda c, m: (_validates(c) or reads_records(c)) and not c.train.quick,
+        only="data=stdlib, files, chat, preferences or own data, and without train.quick",
     ),
     Effect(keys=("train.quick",), when=lambda c, m: c.task.name == "pretrain", only="task=pretrain", required=False),
     Effect(
@@ -245,10 +251,8 @@ EFFECTS = (
     ),
     Effect(
         keys=("train.until_loss",),
-        when=lambda c, m: (
-            c.task.name == "pretrain" and c.data.name in (DataName.stdlib, DataName.files) and not c.train.quick
-        ),
-        only="task=pretrain with data=stdlib or data=files, and without train.quick",
+        when=lambda c, m: c.task.name == "pretrain" and _validates(c) and not c.train.quick,
+        only="task=pretrain with data=stdlib, data=files or own data, and without train.quick",
         required=False,
     ),
     Effect(
@@ -261,10 +265,8 @@ EFFECTS = (
     Effect(keys=("ema.offload",), when=lambda c, m: bool(c.ema.decay), only="ema.decay above 0", required=False),
     Effect(
         keys=("train.evaluate",),
-        when=lambda c, m: (
-            c.task.name == "pretrain" and c.data.name in (DataName.stdlib, DataName.files) and not c.train.quick
-        ),
-        only="task=pretrain with data=stdlib or data=files, and without train.quick",
+        when=lambda c, m: c.task.name == "pretrain" and _validates(c) and not c.train.quick,
+        only="task=pretrain with data=stdlib, data=files or own data, and without train.quick",
         required=False,
     ),
     Effect(
@@ -293,8 +295,8 @@ EFFECTS = (
     ),
     Effect(
         keys=("checkpoint.keep_best",),
-        when=lambda c, m: c.checkpoint.every != 0 and c.data.name in (DataName.stdlib, DataName.files),
-        only="checkpoint.every above 0 and data=stdlib or data=files",
+        when=lambda c, m: c.checkpoint.every != 0 and _validates(c),
+        only="checkpoint.every above 0 and data=stdlib, data=files or own data",
     ),
     Effect(
         keys=("checkpoint.allow_changes",),
@@ -397,6 +399,8 @@ def effect_faults(config: Config, *, given: frozenset[str], machine: Machine) ->
     for effect in EFFECTS:
         acts = effect.when(config, machine)
         for key in effect.keys:
+            if is_own_key(config, key=key):
+                continue
             value = read(config, key=key)
             if not acts and key in given and value is not None and value != NOTHING.get(key):
                 faults.append(f"{key}={written(value)} has no effect here, only with {effect.only}: leave it out")

@@ -27,7 +27,7 @@ def is_hugging_face(model: ModelConfig) -> bool:
 def take_sizes(choices: DictConfig) -> list[str]:
     """Fills the sizes of `model=hf` in a composed configuration from its folder. Returns one line per fault."""
     model = choices.model
-    if model.name != NAME:
+    if model.get("name") != NAME:
         return []
     given = [name for name in _SIZES if not OmegaConf.is_missing(model, name)]
     if given:

@@ -3,11 +3,12 @@
 import functools
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+from ztk.config.own import USER, nodes_of, written_user
 from ztk.config.schema import Config
 from ztk.config.sweep_schema import SweepConfig
 
@@ -20,6 +21,8 @@ def leaf_types(section: type = Config, *, prefix: str = "") -> dict[str, Any]:
     found = {}
     hints = typing.get_type_hints(section)
     for name, hint in hints.items():
+        if section is Config and name in ("user", "own"):
+            continue  # no keys of ztk's
         if is_dataclass(hint):
             found |= leaf_types(hint, prefix=f"{prefix}{name}.")
         else:
@@ -43,13 +46,18 @@ def section_of(key: str) -> type:
 
 
 def flatten(values: Any, *, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Key and value of everything below a dataclass or a mapping of mappings."""
-    if is_dataclass(values):
+    """Key and value of everything below a dataclass or a mapping of mappings. Of a `Config`, objects of the user's have the keys of their
+    nodes."""
+    if isinstance(values, Config):
+        nodes = nodes_of(values) | {USER: written_user(values.user)}
+        sections = {field.name: getattr(values, field.name) for field in fields(values) if field.name != "own"}
+        pairs = list((sections | nodes).items())
+    elif is_dataclass(values):
         pairs = [(field.name, getattr(values, field.name)) for field in fields(values)]
     else:
         pairs = list(values.items())
     for name, value in pairs:
-        if is_dataclass(value) or isinstance(value, dict):
+        if is_dataclass(value) or isinstance(value, Mapping):
             yield from flatten(value, prefix=f"{prefix}{name}.")
         else:
             yield prefix + name, value

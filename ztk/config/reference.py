@@ -11,6 +11,7 @@ import yaml
 from ztk.config.arguments import OVERLAY_MARK, options_of
 from ztk.config.effects import EFFECTS
 from ztk.config.keys import expected, flatten, line_types, section_of, written
+from ztk.config.own import FREE
 from ztk.config.rules import ConfigError, range_of
 from ztk.config.schema import Config
 from ztk.config.suggest import near_keys
@@ -56,10 +57,10 @@ def build_reference(folders: Sequence[str]) -> dict[str, GroupReference]:
     root = yaml.safe_load(Path(folders[0], "config.yaml").read_text(encoding="utf-8"))
     usual = {group: option for entry in root["defaults"] if isinstance(entry, dict) for group, option in entry.items()}
     options = options_of(list(folders))
-    names = [field.name for field in fields(Config) if field.name != "output_dir"]
+    names = [field.name for field in fields(Config) if field.name not in ("output_dir", "own", *FREE)]
     found = {}
     overlays = _overlays(options, folders=folders)
-    for group in [*names, *_SETS]:
+    for group in [*names, *FREE, *_SETS]:
         files = {option: _option_file(group, option=option, folders=folders) for option in options.get(group, [])}
         values = {
             option: dict(flatten(_values(path), prefix=f"{group}."))
@@ -72,7 +73,7 @@ def build_reference(folders: Sequence[str]) -> dict[str, GroupReference]:
         keys = [key for key in line_types() if key.startswith(f"{group}.")]
         found[group] = GroupReference(
             name=group,
-            meaning=_SETS.get(group) or _summary(section_of(f"{group}.").__doc__),
+            meaning=(FREE | _SETS).get(group) or _summary(section_of(f"{group}.").__doc__),
             options={option: _first_comment(path) for option, path in files.items()},
             usual=usual.get(group),
             keys=tuple(_key_reference(key, values=values, usual=usual.get(group) or "") for key in keys),
@@ -158,4 +159,4 @@ def _first_comment(path: Path) -> str:
 
 
 def _summary(docstring: str | None) -> str:
-    return (docstring or "").partition("\n\n")[0]
+    return " ".join((docstring or "").partition("\n\n")[0].split())

@@ -8,6 +8,7 @@ from ztk.config.adapters import starts_adapted
 from ztk.config.effects import device_of
 from ztk.config.hugging_face import dropouts_of, family_of, is_hugging_face
 from ztk.config.machine import Machine
+from ztk.config.own import is_own
 from ztk.config.rollout_schema import (
     TASK_LENGTHS,
     AdvantageScale,
@@ -150,11 +151,16 @@ def _data_faults(config: Config) -> Iterator[str]:
         yield f"model.vocab_size={config.model.vocab_size}: prompts and answers are bytes, and others could be drawn: use {fix}"
     if rollout.task is None and data.path is None:
         yield "rollout.task=null: there are no prompts; use rollout.task=sorting, or data.path=FILE.jsonl with reward.function"
-    if rollout.task is None and config.reward.function is None and config.reward.path is None:
+    has_reward = (
+        is_own(config, section="reward") or config.reward.function is not None or config.reward.path is not None
+    )
+    if rollout.task is None and not has_reward:
         yield (
             "reward.function=null: prompts of data.path have no reward of their own; use reward.function=mine.py:score, or reward.path=RUN, "
             "the folder of a run of task=reward"
         )
+    if is_own(config, section="reward") and config.reward.function is not None:
+        yield f"reward.function={config.reward.function}: reward._target_ names a reward, too; leave one of them out"
     yield from _reward_faults(config.reward.function)
     yield from _first_weights_faults(config)
     if rollout.task is not None and rollout.max_tokens:

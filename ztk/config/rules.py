@@ -17,6 +17,7 @@ from ztk.config.kernels import kernel_faults
 from ztk.config.keys import data_paths, read, written
 from ztk.config.machine import Machine
 from ztk.config.optimizer_schema import OptimizerName
+from ztk.config.own import is_own_key, own_faults
 from ztk.config.plan_schema import PLAN_RANGES
 from ztk.config.planning import PLAN, planning_faults
 from ztk.config.precision_schema import DType, LossScaleConfig
@@ -157,6 +158,7 @@ def check(config: Config, *, given: frozenset[str], machine: Machine) -> None:
     faults = list(_range_faults(config)) + effect_faults(config, given=given, machine=machine)
     faults += topology_faults(config, given=given, machine=machine)
     faults += answering_faults(config, given=given, machine=machine)
+    faults += own_faults(config)
     faults += [fault for rule in _RULES for fault in rule(config, machine=machine)]
     if faults:
         raise ConfigError(list(dict.fromkeys(faults)))
@@ -164,7 +166,7 @@ def check(config: Config, *, given: frozenset[str], machine: Machine) -> None:
 
 def _range_faults(config: Config) -> Iterator[str]:
     for key, allowed in RANGES.items():
-        value = read(config, key=key)
+        value = None if is_own_key(config, key=key) else read(config, key=key)
         if value is not None and (reason := allowed.fault(value)):
             yield f"{key}={shown(written(value))}: {reason}"
     yield from optimizer.beta_faults(config.optimizer.betas)

@@ -438,7 +438,11 @@ class LaunchConfig:
 
 @dataclass(kw_only=True)
 class Config:
-    """One run. `output_dir` is its run folder, absolute."""
+    """One run. `output_dir` is its run folder, absolute.
+
+    user: the user's own keys, by attribute or item: a mapping, or a dataclass of the user's. own: section -> the node of an object of the
+    user's, see `ztk.config.own`.
+    """
 
     task: TaskConfig
     zero: ZeroConfig
@@ -473,4 +477,6 @@ class Config:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
+    user: Any = field(default_factory=dict)
+    own: Any = field(default_factory=dict)
     output_dir: str

@@ -1,6 +1,7 @@
 """Token streams with resumable state: bytes of real text, documents as tokens, or synthetic tokens for benchmarks."""
 
 from ztk.data.corpus import ByteCorpus
+from ztk.data.items import ItemBatch, ItemStream, held_out_items
 from ztk.data.stream import Batch, Share, Stream, SyntheticStream, TokenStream, held_out_batches
 from ztk.data.subword import SubwordTokenizer
 from ztk.data.tokencache import ReadPolicy
@@ -11,6 +12,8 @@ __all__ = [
     "Batch",
     "ByteCorpus",
     "ByteTokenizer",
+    "ItemBatch",
+    "ItemStream",
     "ReadPolicy",
     "Share",
     "Stream",
@@ -20,5 +23,6 @@ __all__ = [
     "TokenCorpus",
     "TokenStream",
     "held_out_batches",
+    "held_out_items",
     "open_tokens",
 ]

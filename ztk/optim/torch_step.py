@@ -43,11 +43,13 @@ class TorchStep:
         *,
         parameters: Mapping[str, nn.Parameter],
         device: torch.device | str = "cpu",
+        lr_table: Tensor | None = None,
     ) -> None:
-        """parameters: what is trained, by name. device: where the step runs. The optimizer's groups are read at every step, its states are
-        emptied.
+        """parameters: the trained parameters, by name. device: where the step runs. The optimizer's groups are read at every step, its states
+        are emptied. lr_table: fp32 [steps], multiplies every group's `lr`, one value per update; the last one stays.
 
-        Raises ValueError for an optimizer that cannot run over shards (see `probe`), lacks a parameter or has made steps.
+        Raises ValueError for an optimizer that cannot run over shards (see `probe`), lacks a parameter or has made steps, and for one that
+        changes `lr` itself or has none, together with an lr_table.
         """
         name_of = {id(parameter): name for name, parameter in parameters.items()}
         self._optimizer = optimizer
@@ -65,6 +67,14 @@ class TorchStep:
         of_groups = {self._group_of[name]: state for name, state in self._initial.items()}
         self._kept: Kept = probe(optimizer, initial=of_groups, device=torch.device(device), model=parameters.values())
         self._parameters, self._attributes = dict(parameters), {}
+        for number, group in enumerate(optimizer.param_groups if lr_table is not None else ()):
+            if "lr" not in group or "lr" in self._kept.group_values[number]:
+                why = "its step changes lr by itself" if "lr" in group else "its parameter groups have no lr"
+                raise ValueError(
+                    f"optimizer={type(optimizer).__name__}: {why}, and lr_table would change it: leave the schedule out"
+                )
+        self._lr_table = lr_table
+        self._multiplier: float | None = None  # of the step under way; None: not read yet
         optimizer.state.clear()  # full tensors, which nothing uses
         self.state_names = tuple(self._kept.rows)
         self.format = StateFormat.float32(self.state_names)
@@ -83,6 +93,7 @@ class TorchStep:
         self._values_after = {}
         self._groups = [options_of(group) for group in self._optimizer.param_groups]
         self._attributes = {name: attributes_of(parameter) for name, parameter in self._parameters.items()}
+        self._multiplier = None
 
     def step(
         self, master: Tensor, *, grad: Tensor, rows: Mapping[str, Tensor], control: Tensor, places: Mapping[str, slice]
@@ -94,6 +105,7 @@ class TorchStep:
 
         Raises RuntimeError for a state of another kind than before.
         """
+        self._follow_schedule(control)
         groups: dict[int, dict[str, Any]] = {}
         states: dict[nn.Parameter, dict[str, Any]] = {}
         of_name: dict[str, nn.Parameter] = {}
@@ -118,6 +130,15 @@ class TorchStep:
         for number, group in groups.items():
             changed = self._kept.group_values[number]
             self._values_after[number] = {key: group[key] for key in changed if key in group}
+
+    def _follow_schedule(self, control: Tensor) -> None:
+        """Multiplies the groups' rates, once per step."""
+        if self._lr_table is None or self._multiplier is not None:
+            return
+        update = min(int(control[Control.step]), len(self._lr_table)) - 1
+        self._multiplier = float(self._lr_table[update])
+        for group in self._groups:
+            group["lr"] = group["lr"] * self._multiplier
 
     # For checkpoints
 

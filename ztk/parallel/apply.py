@@ -155,12 +155,8 @@ def _step_of(
             "precision.bf16_master=true (bf16.bf16_master_weights_and_grads of a ds_config) has no update with a torch optimizer, which "
             "steps float32 weights: use ztk's adamw, adam, lion or sgd, or leave it out"
         )
-    if lr_table is not None:
-        raise ValueError(
-            "lr_table: has no effect on a torch optimizer, whose rates are in its param_groups: leave it out"
-        )
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return TorchStep(given, parameters=trained, device=device)
+    return TorchStep(given, parameters=trained, device=device, lr_table=lr_table)
 
 
 def apply_fast_products(plan: Plan, *, fast_linear: bool) -> None:

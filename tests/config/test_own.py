@@ -1,0 +1,112 @@
+"""Keys and objects of the user's: composed, hashed, recorded, and refused before ranks start."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ztk.config import Config, ConfigError, compose, differences, from_yaml, job_hash, to_yaml
+
+RESEARCH = Path(__file__).parents[2] / "examples" / "research"
+
+MINE = """
+from dataclasses import dataclass
+
+@dataclass
+class Options:
+    width: int = 32
+    alpha: float = 0.5
+
+class Model:
+    def __init__(self, *, width, dim=0): ...
+
+thing = 3
+
+def halve(step, every=1): return 0.5
+
+def main(config, greeting="hello"): ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path, monkeypatch):
+    (tmp_path / "own_mine.py").write_text(MINE)
+    (tmp_path / "own_broken.py").write_text("import json\n\nimport no_such_module\n")
+    for folder in (tmp_path, RESEARCH):
+        monkeypatch.syspath_prepend(str(folder))
+    yield
+    for name in ("own_mine", "own_broken", "conv_lm", "vit", "optimizers"):
+        sys.modules.pop(name, None)
+
+
+def composed(*words: str) -> Config:
+    return compose(*words, output_dir="/tmp/own", folders=[str(RESEARCH / "conf")])
+
+
+def test_objects_and_keys_of_the_users_are_recorded_as_they_are_written():
+    config = composed(
+        "experiment=conv", "user.width=64", "user.deep.er=[1,2]", "zero=stage3", "offload=nvme", "optimizer.beta=0.5"
+    )
+    assert config.own["model"] == {"_target_": "conv_lm.ConvLM", "kernel": 5, "width": 64}
+    assert config.own["optimizer"]["beta"] == 0.5 and config.user.deep.er == [1, 2]
+    text = to_yaml(config)
+    again = from_yaml(text)
+    assert to_yaml(again) == text and job_hash(again) == job_hash(config) and again.own == config.own
+    for key in ("_target_: conv_lm.ConvLM", "kernel: 5", "width: 64", "smoothing: 0.1"):
+        assert key in text
+    assert "own:" not in text and "heads" not in text  # no section of ztk's model
+
+
+@pytest.mark.parametrize("word", ["user.width=65", "model.kernel=3", "loss.smoothing=0", "user.new=1"])
+def test_every_own_key_is_part_of_the_experiment(word):
+    before, now = composed("experiment=conv"), composed("experiment=conv", word)
+    assert job_hash(before) != job_hash(now)
+    assert word.partition("=")[0] in differences(before, now=now)
+
+
+def test_a_schema_types_the_users_keys_before_others_refer_to_them():
+    config = composed("model=conv", "user._schema_=own_mine.Options", "user.alpha=1")
+    assert config.own["model"]["width"] == 32 and config.user.alpha == 1.0 and type(config.user).__name__ == "Options"
+    again = from_yaml(to_yaml(config))
+    assert again.user == config.user
+    for word, said in (("user.alpha=x", "user.alpha: Value 'x'"), ("user.beta=1", "'beta' not in 'Options'")):
+        with pytest.raises(ConfigError, match=said):
+            composed("user._schema_=own_mine.Options", word)
+
+
+def test_an_object_on_the_command_line_takes_the_place_of_the_usual_option():
+    config = composed(
+        "model._target_=own_mine.Model", "model.width=3", "scheduler._target_=own_mine.halve", "scheduler.every=2"
+    )
+    assert config.own["model"] == {"_target_": "own_mine.Model", "width": 3}
+    assert config.own["scheduler"] == {"_target_": "own_mine.halve", "every": 2}
+    config = composed("task._target_=own_mine.main", "task.greeting=hi")
+    assert config.own["task"] == {"_target_": "own_mine.main", "greeting": "hi"} and config.task.name == "pretrain"
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (
+            ["model._target_=own_mine.Mdoel"],
+            "model._target_=own_mine.Mdoel: AttributeError: module 'own_mine' has no attribute 'Mdoel'",
+        ),
+        (["model._target_=no_such.Model"], "ModuleNotFoundError: No module named 'no_such'"),
+        (["model._target_=own_broken.Model"], r"No module named 'no_such_module' \(.*own_broken.py, line 3\)"),
+        (["loss._target_=own_mine.thing"], "is a int, which cannot be called"),
+        (["model=conv", "user.width=3", "model.kernle=3"], "unexpected keyword argument 'kernle'; it takes"),
+        (["model._target_=own_mine.Model"], "missing a required argument: 'width'"),
+        (["model=own"], "model=own names no object: use model._target_=MODULE.NAME"),
+        (["model=conv"], "Interpolation key 'user.width' not found; add user.width=VALUE"),
+        (["optimizer=normed"], "optimizer=Normed: it is not elementwise"),
+        (["optimizer=sign", "zero=ddp"], "zero=ddp runs torch's AdamW"),
+        (["task=sft", "data=chat", "loss=smooth"], "loss: an own one has no effect with task=sft"),
+        (["model.dmi=3"], "model.dmi: there is no such key; did you mean model.dim"),
+        (["loss.smoothing=3"], "loss: names no object: use loss._target_=MODULE.NAME"),
+        (["user.a b=3"], "user.a b is no key"),
+        (["reward._target_=own_mine.halve"], "reward: an own one has no effect with task=pretrain"),
+    ],
+)
+def test_faults_are_said_before_ranks_start(words, said):
+    with pytest.raises(ConfigError, match=said):
+        composed(*words)

@@ -1,0 +1,72 @@
+"""Research from outside: `examples/research` through the command line, with sweeps, resumes, plans and text of own models."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.commands import run_command
+from ztk.report.status import read_summary
+
+RESEARCH = Path(__file__).parents[2] / "examples" / "research"
+OWN = ("--config-dir", str(RESEARCH / "conf"))
+SMALL = ("logger=disabled", "train.steps=3", "train.micro_batch_size=2", "train.eval_batches=1", "data.seq_len=16")
+BARS = (
+    *SMALL[:-1],
+    "scheduler=constant",
+    "scheduler.warmup_steps=0",
+    "model=vit",
+    "data=bars",
+    "precision=fp32",
+    "launch.threads=1",
+)
+
+
+def run(folder: Path, *words: str) -> dict:
+    done = run_command(*OWN, *words, f"hydra.run.dir={folder}", cwd=folder.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_summary(folder) | {"printed": done.stdout}
+
+
+def test_an_own_key_is_swept_and_reported(tmp_path):
+    words = (
+        *SMALL[:3],
+        "train.quick=true",
+        "data.seq_len=16",
+        "experiment=conv",
+        "user.width=8,12",
+        "zero=stage0,stage3",
+        "launch.ranks=2",
+    )
+    done = run_command("-m", *OWN, *words, f"hydra.sweep.dir={tmp_path / 'sweep'}", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    from ztk.report import load
+
+    runs, _ = load(tmp_path / "sweep")
+    assert set(runs["user.width"]) == {8, 12} and set(runs["model._target_"]) == {"conv_lm.ConvLM"}
+    digests = runs.groupby("user.width")["loss_digest"].nunique()
+    assert (digests == 1).all() and runs["loss_digest"].nunique() == 2  # stages agree, widths do not
+    assert "user.width=12 zero=stage3" in done.stdout
+
+
+def test_images_resume_at_another_layout_with_the_same_numbers(tmp_path):
+    whole = run(tmp_path / "whole", *BARS, "launch.ranks=1", "train.accumulation_steps=2")
+    run(
+        tmp_path / "part", *BARS, "launch.ranks=2", "zero=stage3", "offload=nvme", "checkpoint.every=2", "train.steps=2"
+    )
+    rest = ("zero=stage1", "launch.ranks=1", "train.accumulation_steps=2", f"checkpoint.resume={tmp_path / 'part'}")
+    resumed = run(tmp_path / "rest", *BARS, *rest)
+    assert whole["validation_loss"] == pytest.approx(resumed["validation_loss"], rel=1e-5)
+    assert whole["parameters"] > 10_000
+
+
+def test_a_plan_of_an_own_model_counts_its_parameters(tmp_path):
+    planned = run(tmp_path / "plan", "task=plan", "experiment=conv", "zero=stage3", "launch.ranks=4", "user.width=8")
+    made = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert made["parameters"] == 256 * 8 + 2 * (5 * 8 * 8 + 8) + 8 * 256 + 256
+    assert "per step" in planned["printed"]
+
+
+def test_the_optimizer_that_is_not_elementwise_is_refused(tmp_path):
+    done = run_command(*OWN, *SMALL, "optimizer=normed", cwd=tmp_path)
+    assert done.returncode == 2 and "optimizer=Normed: it is not elementwise" in done.stderr

@@ -1,0 +1,250 @@
+"""Objects and keys of the user's: nodes with a `_target_`, as Hydra has them, and the group `user`.
+
+A section with a `_target_` holds the arguments of one object, and none of ztk's keys but those in `KEPT`. Its node is in `Config.own`; the
+typed section then has the neutral values of `_NEUTRAL`, which no rule objects to.
+"""
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from typing import Any, get_args, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from ztk.config.rollout_schema import RewardConfig
+from ztk.config.schema import Config
+
+TARGET, SCHEMA, USER, CALLBACKS = "_target_", "_schema_", "user", "callbacks"
+# Groups without keys of ztk's.
+FREE = {
+    USER: "Your own keys: any name, nested as you like. user._schema_=MODULE.CLASS, a dataclass, gives them types and defaults.",
+    "loss": "An own loss: loss._target_=MODULE.NAME, a function or class that takes the model's outputs and the batch's targets.",
+}
+_ENDLESS = 1 << 30
+# Values of a section whose object is the user's.
+_NEUTRAL: dict[str, dict[str, Any]] = {
+    "model": {"vocab_size": 256, "dim": 0, "layers": _ENDLESS, "heads": 0, "kv_heads": 0, "max_seq_len": _ENDLESS},
+    "data": {"name": "synthetic", "seq_len": 0},
+    "optimizer": {"name": "adamw", "lr": 0.0, "weight_decay": 0.0, "clip_grad_norm": 0.0},
+    "scheduler": {"name": "constant", "warmup_steps": 0},
+    "reward": {},
+    "task": {"name": "pretrain", "module": "experiments.pretrain"},
+}
+# Keys of ztk's that act together with an own object.
+KEPT = {
+    "optimizer": ("clip_grad_norm", "skip_unused"),
+    "reward": tuple(vars(RewardConfig())),
+    "task": ("name", "module"),
+}
+_READ = {"model": ("vocab_size",), "data": ("seq_len",), "optimizer": ("lr",)}  # what ztk reads from the node as well
+OBJECTS = (*_NEUTRAL, "loss")  # sections that may be objects
+# Arguments that ztk passes in front of the node's.
+_PASSED = {"optimizer": 1, "task": 1}
+_TASKS = {
+    "model": ("pretrain", "plan"),
+    "data": ("pretrain", "plan"),
+    "loss": ("pretrain", "plan"),
+    "reward": ("grpo", "ppo"),
+}
+
+
+def is_own(config: Config, *, section: str) -> bool:
+    """Whether the object of this section is the user's."""
+    return section in config.own
+
+
+def is_own_key(config: Config, *, key: str) -> bool:
+    """Whether `key` belongs to an object of the user's, not to ztk."""
+    section, _, name = key.partition(".")
+    return section in config.own and name not in KEPT.get(section, ())
+
+
+def take_user(choices: DictConfig) -> list[str]:
+    """Types the group `user` by its `_schema_`, defaults included, before other groups refer to it. Returns one line per fault."""
+    user = choices.get(USER)
+    name = None if user is None else user.get(SCHEMA)
+    if name is None:
+        return []
+    try:
+        schema = find(name)
+    except Exception as error:
+        return [_not_found(f"{USER}.{SCHEMA}", name=name, error=error)]
+    if not is_dataclass(schema):
+        return [f"{USER}.{SCHEMA}={name}: is no dataclass: name one, with a type and a default for every key"]
+    own = {key: user._get_node(key) for key in user if key != SCHEMA}
+    try:
+        typed = OmegaConf.merge(OmegaConf.structured(schema), own)
+    except OmegaConfBaseException as error:
+        return [f"{USER}.{error.full_key or error.key}: {str(error).splitlines()[0]} ({USER}.{SCHEMA}={name})"]
+    with open_dict(choices):
+        choices[USER] = typed
+    return []
+
+
+def nameless(values: Mapping[str, Any]) -> list[str]:
+    """One line per section of a configuration whose option leaves the object to the command line, which does not name it."""
+    nodes = {section: values.get(section) for section in OBJECTS}
+    return [
+        f"{section}=own names no object: use {section}.{TARGET}=MODULE.NAME"
+        for section, node in nodes.items()
+        if isinstance(node, Mapping) and node.get(TARGET) == "???"
+    ]
+
+
+def take_objects(values: dict[str, Any]) -> dict[str, Any]:
+    """Takes the nodes with a `_target_` out of a configuration and leaves neutral sections. values: resolved, plain; changed in place."""
+    own = {}
+    for section in OBJECTS:
+        node = values.get(section)
+        if section in FREE:
+            values.pop(section, None)
+            if node:
+                own[section] = node
+        elif isinstance(node, Mapping) and TARGET in node:
+            kept = {key: value for key, value in node.items() if key in KEPT.get(section, ()) and value is not None}
+            own[section] = {key: value for key, value in node.items() if key not in KEPT.get(section, ())}
+            read = {key: node[key] for key in _READ.get(section, ()) if isinstance(node.get(key), int | float)}
+            named = {"name": str(node[TARGET])} if section == "model" else {}
+            unset = {
+                key: None
+                for key, hint in get_type_hints(get_type_hints(Config)[section]).items()
+                if type(None) in get_args(hint)
+            }
+            values[section] = unset | _NEUTRAL[section] | named | kept | read
+    return own
+
+
+def written_user(user: Any) -> dict[str, Any]:
+    """The group `user` as `take_user` reads it back."""
+    values: Any = OmegaConf.to_container(OmegaConf.structured(user) if is_dataclass(user) else OmegaConf.create(user))
+    return {SCHEMA: f"{type(user).__module__}.{type(user).__qualname__}", **values} if is_dataclass(user) else values
+
+
+def nodes_of(config: Config) -> dict[str, Any]:
+    """Section -> its keys as the command line has them, of all that is the user's; `KEPT` included."""
+    found: dict[str, Any] = {}
+    for section, node in config.own.items():
+        kept = {} if section in FREE else {key: getattr(getattr(config, section), key) for key in KEPT.get(section, ())}
+        found[section] = node | {key: value for key, value in kept.items() if value is not None}
+    return found
+
+
+def own_faults(config: Config) -> Iterator[str]:
+    """One line per object that this run does not use, that cannot be imported, or that does not take its keys."""
+    for section, tasks in _TASKS.items():
+        if section in config.own and config.task.name not in tasks:
+            yield f"{section}: an own one has no effect with task={config.task.name}, only with task={' or '.join(tasks)}: leave it out"
+    if "optimizer" in config.own and config.zero.engine.value != "ztk":
+        yield f"optimizer.{TARGET}: zero={config.zero.engine.value} runs torch's AdamW; use zero=stage0 to stage3"
+    for section, node in config.own.items():
+        if section == CALLBACKS:
+            for name, entry in callback_nodes(node).items():
+                yield from _node_faults(f"{CALLBACKS}.{name}" if name else CALLBACKS, node=entry)
+        else:
+            yield from _node_faults(section, node=node)
+
+
+def callback_nodes(node: Any) -> dict[str, Any]:
+    """`callbacks` as name -> node: one object, named objects, or a list of them."""
+    if isinstance(node, Mapping):
+        return {"": node} if TARGET in node else dict(node)
+    return {str(number): entry for number, entry in enumerate(node)}
+
+
+def _node_faults(section: str, *, node: Any) -> Iterator[str]:
+    if not isinstance(node, Mapping) or TARGET not in node:
+        yield f"{section}: names no object: use {section}.{TARGET}=MODULE.NAME"
+        return
+    target = node[TARGET]
+    try:
+        found = find(target)
+    except Exception as error:
+        yield _not_found(f"{section}.{TARGET}", name=target, error=error)
+        return
+    if not callable(found):
+        yield f"{section}.{TARGET}={target}: is a {type(found).__name__}, which cannot be called: name a class or a function"
+        return
+    faults = list(_argument_faults(section, node=node, found=found))
+    for key, inner in node.items():
+        if isinstance(inner, Mapping) and TARGET in inner:
+            faults += _node_faults(f"{section}.{key}", node=inner)
+    yield from faults or (_optimizer_faults(node, target=target) if section == "optimizer" else ())
+
+
+def _argument_faults(section: str, *, node: Mapping[str, Any], found: Any) -> Iterator[str]:
+    """Of keys that the object does not take, and of a class some that it needs."""
+    keys = {key: value for key, value in node.items() if not (key.startswith("_") and key.endswith("_"))}
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):
+        return  # of C
+    complete = inspect.isclass(found) and not node.get("_partial_") and "_args_" not in node and section != "scheduler"
+    passed = {"share": None} if section == "data" and "share" in signature.parameters else {}
+    try:
+        positional = [None] * _PASSED.get(section, 0)
+        (signature.bind if complete else signature.bind_partial)(*positional, **(keys | passed))
+    except TypeError as error:
+        taken = ", ".join(name for name in signature.parameters if name != "self")
+        yield f"{section}.{TARGET}={node[TARGET]}: {error}; it takes ({taken})"
+
+
+def _optimizer_faults(node: Mapping[str, Any], *, target: str) -> Iterator[str]:
+    """Of an optimizer that cannot run over shards."""
+    import torch  # here: the command line takes torch only for objects that need it
+
+    from ztk.optim import TorchStep
+
+    try:
+        parameter = torch.nn.Parameter(torch.zeros(4))
+        made = instantiate(node, [parameter])
+        if not isinstance(made, torch.optim.Optimizer):
+            yield f"optimizer.{TARGET}={target}: is no torch.optim.Optimizer but a {type(made).__name__}"
+            return
+        TorchStep(made, parameters={"parameter": parameter})
+    except ValueError as error:
+        yield str(error)
+    except Exception as error:
+        yield f"optimizer.{TARGET}={target}: {type(error).__name__}: {error}"
+
+
+def _not_found(key: str, *, name: Any, error: Exception) -> str:
+    place, trace = "", error.__traceback__
+    while trace is not None:  # the last line outside of the import system
+        if not trace.tb_frame.f_code.co_filename.startswith("<") and trace.tb_frame.f_code.co_filename != __file__:
+            place = f" ({trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    fix = "" if place else "; name MODULE.NAME, from the folder of this command, that above --config-dir, or installed"
+    return f"{key}={name}: {type(error).__name__}: {error}{place}{fix}"
+
+
+def find(path: Any) -> Any:
+    """The object of a dotted path. Raises ModuleNotFoundError for a module that does not exist, AttributeError for a name that its module
+    lacks, and otherwise the error of the import."""
+    parts = str(path).split(".")
+    for count in range(len(parts), 0, -1):
+        name = ".".join(parts[:count])
+        try:
+            exists = all(parts) and importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:
+            exists = False  # below something that is no package, or whose own import fails, which the next turn raises
+        if exists:
+            found = importlib.import_module(name)
+            for part in parts[count:]:
+                found = getattr(found, part)
+            return found
+    raise ModuleNotFoundError(f"No module named {parts[0]!r}")
+
+
+def instantiate(node: Mapping[str, Any], *passed: Any, **more: Any) -> Any:
+    """The object of a node, as `hydra.utils.instantiate` makes it. passed, more: arguments besides the node's keys."""
+    from hydra.utils import instantiate as hydra_instantiate
+
+    return hydra_instantiate(dict(node), *passed, _convert_="all", **more)
+
+
+def call_later(node: Mapping[str, Any]) -> Any:
+    """What is called once per use: an object of a class, or a function that keeps the node's keys."""
+    return instantiate(node if inspect.isclass(find(node[TARGET])) else {**node, "_partial_": True})

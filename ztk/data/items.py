@@ -1,0 +1,100 @@
+"""Streams over datasets of torch: any items, in the global order of `ztk.data.stream`."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import IterableDataset, default_collate
+
+from ztk.data.permutation import Permutation
+from ztk.data.stream import Share, Stream
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ItemBatch:
+    """One micro-batch of one rank, on CPU. items: the collated items. weight: of its mean loss, see `Batch`."""
+
+    items: Any
+    weight: float = 1.0
+
+
+class ItemStream(Stream):
+    """The items of a `torch.utils.data.Dataset`, endless, in a new order in every epoch; of an `IterableDataset` in its own order.
+
+    Items are collated by the dataset's method `collate`, if it has one, else by torch's `default_collate`. An IterableDataset is read by every
+    rank, which keeps its own items; a resumed run reads and drops the items before its position.
+    """
+
+    def __init__(self, dataset: Any, *, share: Share, seed: int) -> None:
+        """Raises ValueError for a dataset without items."""
+        super().__init__(share, seq_len=0)
+        self._dataset, self._seed = dataset, seed
+        self._collate: Callable[[list[Any]], Any] = getattr(dataset, "collate", default_collate)
+        self._is_iterable = isinstance(dataset, IterableDataset)
+        self._count = 0 if self._is_iterable else len(dataset)
+        if not self._is_iterable and not self._count:
+            raise ValueError(f"data: {type(dataset).__name__} has no items")
+        self._epoch, self._order = -1, None
+        self._iterator: Iterator[Any] = iter(())
+        self._next = 0  # position of the iterator's next item
+
+    def next_batch(self) -> ItemBatch:
+        """The next micro-batch of this rank."""
+        share, step = self.share, self._micro_step
+        numbers = share.sequences(step)
+        items = [self.sequence(self._position + number) for number in numbers or [numbers.start]]
+        self._micro_step += 1
+        if self._micro_step == share.accumulation_steps:
+            self._position += share.global_batch
+            self._micro_step = 0
+        return ItemBatch(items=self._collate(items), weight=share.weight(step))
+
+    def sequence(self, position: int) -> Any:
+        """The item at a global position."""
+        if self._is_iterable:
+            return self._read(position)
+        epoch, index = divmod(position, self._count)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, Permutation(self._count, seed=(self._seed, "data", epoch))
+        assert self._order is not None
+        return self._dataset[self._order[index]]
+
+    def identity(self) -> dict[str, object]:
+        return {"seed": self._seed, "num_items": self._count}
+
+    def _read(self, position: int) -> Any:
+        """Reads up to a position. An item is read once: positions of one rank ascend, but for micro-batches without an item."""
+        if position < self._next - 1:
+            self._iterator, self._next = iter(()), 0
+        if position == self._next - 1:
+            return self._last
+        while self._next <= position:
+            item = next(self._iterator, _END)
+            if item is _END:
+                self._iterator = iter(self._dataset)
+                item = next(self._iterator, _END)
+                if item is _END:
+                    raise ValueError(f"data: {type(self._dataset).__name__} has no items")
+            self._last, self._next = item, self._next + 1
+        return self._last
+
+
+_END = object()
+
+
+def held_out_items(dataset: Any, *, share: Share, num_items: int) -> Iterator[ItemBatch]:
+    """This rank's micro-batches of the first `num_items` items, or of all if there are fewer; always the same ones. Weights as those of
+    `held_out_batches`. Only the ranks and the micro-batch size of `share` are read."""
+    items: Iterable[Any] = (
+        dataset if isinstance(dataset, IterableDataset) else map(dataset.__getitem__, range(len(dataset)))
+    )
+    found = list(itertools.islice(items, num_items))
+    if not found:
+        return
+    own = Share.of_total(len(found), micro_batch=share.micro_batch, rank=share.rank, world_size=share.world_size)
+    collate = getattr(dataset, "collate", default_collate)
+    for step in range(own.accumulation_steps):
+        numbers = own.sequences(step)
+        picked = [found[min(number, len(found) - 1)] for number in numbers or [numbers.start]]
+        yield ItemBatch(items=collate(picked), weight=own.weight(step))
