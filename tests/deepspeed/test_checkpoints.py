@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
+import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
 
 SCHEDULE = {"type": "WarmupDecayLR", "params": {"total_num_steps": 30, "warmup_num_steps": 3, "warmup_max_lr": 1e-2}}
@@ -47,6 +49,39 @@ def test_the_16_bit_model_is_a_plain_state_dict(saved):
 def test_a_folder_without_latest_loads_nothing(ranks, tmp_path):
     found = ranks(2).run(scripts.resume, folder=str(tmp_path), stage=1, scheduler=SCHEDULE)[0]
     assert found == {"path": None, "client": {}}
+
+
+def loaded_before_the_backward(process, *, folder: str, stage: int) -> dict[str, str]:
+    """What the backward of a forward from before each change of the weights says."""
+    said = {}
+    for change in ("load_checkpoint", "safe_set_full_fp32_param"):
+        engine, *_ = deepspeed.initialize(model=scripts.build(), config=scripts.config(stage=stage))
+        scripts.loop(process, engine, steps=1)
+        engine.save_checkpoint(f"{folder}/{stage}{change}")
+        scripts.loop(process, engine, steps=1)
+        x, y = (part.chunk(process.world_size)[process.rank] for part in scripts.data(0))
+        loss = nn.functional.cross_entropy(engine(x), y)
+        if change == "load_checkpoint":
+            engine.load_checkpoint(f"{folder}/{stage}{change}")
+        else:
+            deepspeed.utils.safe_set_full_fp32_param(engine.module.fc2.weight, torch.ones(10, 32))
+        try:
+            engine.backward(loss)
+            said[change] = "trained"
+        except RuntimeError as error:
+            said[change] = str(error)
+        engine.engine.discard_gradients()
+        scripts.loop(process, engine, steps=1)  # a forward from after it trains
+        engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_load_between_forward_and_backward_is_an_error_as_in_plain_pytorch(ranks, stage, tmp_path):
+    for said in ranks(2).run(loaded_before_the_backward, folder=str(tmp_path), stage=stage):
+        assert "needed for gradient computation has been modified" in said["load_checkpoint"]
+        if stage < 3:  # stage 3 reads the new values, as inside GatheredParameters
+            assert "needed for gradient computation has been modified" in said["safe_set_full_fp32_param"]
 
 
 def test_what_is_refused(ranks, tmp_path):

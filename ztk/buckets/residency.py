@@ -13,7 +13,7 @@ from ztk.buckets.layout import BucketLayout
 from ztk.buckets.piece import Piece
 from ztk.buckets.units import BucketTraits
 from ztk.parameters.awaited import arrived, await_value
-from ztk.parameters.partitioned import same_bits
+from ztk.parameters.bits import same_bits
 from ztk.parameters.released import is_released, placeholder, release, restore
 from ztk.runtime import Tier
 from ztk.runtime.buffers import BufferPool, references

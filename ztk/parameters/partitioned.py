@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ztk.parameters.bits import same_bits
 from ztk.parameters.released import placeholder, release, restore
 from ztk.runtime import Comm
 from ztk.runtime.store import Slot, Store
@@ -230,10 +231,3 @@ def give_back(parameter: nn.Parameter) -> None:
 def is_taken(parameter: nn.Parameter) -> bool:
     """`parameter` is an engine's."""
     return parameter in _taken
-
-
-def same_bits(first: Tensor, *, second: Tensor) -> bool:
-    """Whether two tensors of one size, flat, have the same dtype and the same bits, NaN included."""
-    return first.dtype == second.dtype and torch.equal(
-        first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8)
-    )

@@ -27,17 +27,24 @@ class _Watched:
 
     @property
     def data(self) -> Tensor:
-        self._data_was_read = True
         # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
-        value = torch.Tensor.data.__get__(self)
-        # pyrefly: ignore[bad-argument-type]  # mixed into nn.Parameter
-        _returned[self] = [*_alive(self), weakref.ref(value)]
-        return value
+        return self._note(torch.Tensor.data.__get__(self))
 
     @data.setter
     def data(self, value: Tensor) -> None:
         # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
         torch.Tensor.data.__set__(self, value)
+
+    def detach(self) -> Tensor:
+        """As Tensor's. What is written through a numpy array of it leaves no trace, so it counts as a read of `.data`."""
+        # pyrefly: ignore[bad-argument-type]  # mixed into nn.Parameter
+        return self._note(Tensor.detach(self))
+
+    def _note(self, value: Tensor) -> Tensor:
+        self._data_was_read = True
+        # pyrefly: ignore[bad-argument-type]  # mixed into nn.Parameter
+        _returned[self] = [*_alive(self), weakref.ref(value)]
+        return value
 
     def register_post_accumulate_grad_hook(self, hook: Callable) -> RemovableHandle:
         # pyrefly: ignore[bad-argument-type]  # mixed into nn.Parameter
@@ -55,10 +62,18 @@ def watch(parameter: nn.Parameter) -> None:
         change_class(parameter, make=_watched)
 
 
-def take_data_mark(parameter: nn.Parameter) -> bool:
-    """Whether `.data` was read since the last call, or a script still has what it returned, or a view of that: it may have written there."""
+def is_watched(parameter: Tensor) -> bool:
+    """`parameter`, of any shape, is or was an engine's."""
+    return isinstance(parameter, _Watched)
+
+
+def take_data_mark(parameter: nn.Parameter, *, is_viewed: Callable[[], bool]) -> bool:
+    """Whether `.data` was read since the last call, or a script still has what it returned, or a view of that: it may have written there.
+
+    is_viewed: something else than parameters refers to their memory, as a numpy array does.
+    """
     was_read = parameter.__dict__.pop("_data_was_read", False)
-    if was_read and _alive(parameter):
+    if was_read and (_alive(parameter) or is_viewed()):
         parameter.__dict__["_data_was_read"] = True
     return was_read
 

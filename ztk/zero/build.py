@@ -19,6 +19,7 @@ from ztk.buckets.piece import Piece, cut_shard
 from ztk.buckets.units import BucketPlan, BucketTraits, UnitPlan, plan_buckets, plan_units
 from ztk.optim import FlatOptimizer
 from ztk.parameters.aliases import check_aliases
+from ztk.parameters.held import HeldMemory
 from ztk.parameters.partitioned import PartitionedParameter, partitioned_of, take
 from ztk.parameters.released import placeholder, release
 from ztk.parameters.watched import watch
@@ -33,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 class Builder:
-    """Builds the buckets of one model. buckets: in order of definition. units: those that use them, the root last."""
+    """Builds the buckets of one model. buckets: in order of definition. units: those that use them, the root last. held: memory that the
+    parameters had before and a script still has."""
 
     def __init__(self, model: nn.Module, *, context: ZeroContext, initial_values: InitialValues | None) -> None:
         """Takes over all parameters of `model` and frees their memory, bucket by bucket. A collective call.
@@ -52,6 +54,7 @@ class Builder:
         _check_dtypes(model)
         plans = plan_units(model)
         self._positions = _positions(plans, model=model, context=context)
+        self.held = HeldMemory(model)
         values = self._take_values(model)
         self.buckets = [bucket for plan in plans for bucket in self._unit_buckets(plan, model=model)]
         for bucket in self.buckets:
@@ -60,6 +63,7 @@ class Builder:
             for parameter in bucket.parameters:
                 take(parameter)
                 watch(parameter)
+        self.held.start(warns=context.mesh.world.rank == 0)
         owner = {placement.name: bucket for bucket in self.buckets for placement in bucket.layout.placements}
         self.units = list(_units(plans, owner=owner))
 

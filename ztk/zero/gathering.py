@@ -1,6 +1,7 @@
 """Stage 3: when buckets are gathered and released. Parameters are full while they are used, and only then."""
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ class Gathering:
     def __init__(self, units: list[Unit], *, context: ZeroContext) -> None:
         self.units, self.open_units = units, 0
         self.changes = 0  # how often parameters changed: a graph from before cannot run backward any more
+        self.mark_updated: weakref.WeakMethod | None = None  # of `ParameterWrites`, see `full_parameters_change`
         self._policy, self._clock, self._pool = context.policy, context.clock, context.gathered
         self._buckets = list(dict.fromkeys(bucket for unit in units for bucket in unit.buckets))
         self._prefetched_elements = self._policy.prefetch_bucket_size
@@ -100,6 +102,13 @@ class Gathering:
         """The parameters take other values: views from before read as NaN, and graphs from before cannot run backward."""
         self.changes += 1
         self._pool.invalidate_views()
+        self.full_parameters_change()
+
+    def full_parameters_change(self, bucket: Bucket | None = None, *, names: Container[str] | None = None) -> None:
+        """The same for parameters that are never sharded: all trained ones, or those of `bucket` called `names`."""
+        mark_updated = None if self.mark_updated is None else self.mark_updated()
+        if mark_updated is not None:
+            mark_updated(bucket, names=names)
 
     # Keep unsharded
 

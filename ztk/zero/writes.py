@@ -4,12 +4,12 @@ A bucket whose parameters are full on every rank keeps them as views of its buff
 give them other memory (`p.data = x`). The optimizer reads master weights, which are elsewhere in 16 bit and where states are offloaded, so
 such values must reach them. Writes in place raise a parameter's version, other memory has another address, and the class of an engine's
 parameters notes that `.data` was read: these three are asked, about half a microsecond per parameter and step; values are compared only
-where one of them says so.
+where one of them changed. `agreement` compares them between ranks then.
 
 Sharded parameters (stage 3) are checked when they are released: what was written into them while they were gathered would be lost.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from ztk.parameters.released import restore
 from ztk.parameters.watched import part_from, take_data_mark
 from ztk.runtime.planned import place_of
 from ztk.sharded_optim.piece_states import PieceStates
+from ztk.zero.agreement import WriteAgreement
 
 
 class ParameterWrites:
@@ -31,6 +32,7 @@ class ParameterWrites:
     ) -> None:
         """finish_update: returns when the last optimizer step and its writes have ended."""
         self._buckets, self._states, self._finish_update = buckets, PieceStates(context), finish_update
+        self.agreement = WriteAgreement(buckets, model=model, context=context)
         names = {parameter: placement.name for _, parameter, placement in _places(buckets)}
         self._slots = [
             (module, key, parameter, names[parameter])
@@ -59,17 +61,25 @@ class ParameterWrites:
                 if bucket.full is not None and not bucket.traits.shards_parameters and bucket.residency.is_shown:
                     changed = dict(self._changed(bucket))
                     if changed:
+                        self.agreement.note(changed)
                         self._refresh(bucket, changed=changed)
 
-    def mark_updated(self) -> None:
-        """After an optimizer step: the backward of a graph from before it raises, as after torch's own optimizers. Kernels raise no version.
+    def mark_updated(self, bucket: Bucket | None = None, *, names: Container[str] | None = None) -> None:
+        """After the engine gave trained parameters other values: the backward of a graph from before raises, as after torch's own optimizers.
 
-        Where parameters are sharded, `ModelHooks` compares instead.
+        Kernels raise no version. Where parameters are sharded, `ModelHooks` compares instead. bucket: the only one that changed. names: of its
+        parameters that changed.
         """
-        for bucket in self._buckets:
-            if bucket.traits.trainable and not bucket.traits.shards_parameters:
-                torch.autograd.graph.increment_version(bucket.parameters)
-                self._versions[bucket] = [parameter._version for parameter in bucket.parameters]
+        with torch._C.DisableTorchFunctionSubclass():  # versions may be read before values are there
+            for changed in self._buckets if bucket is None else (bucket,):
+                if changed.traits.trainable and not changed.traits.shards_parameters:
+                    parameters, versions = changed.parameters, self._versions[changed]
+                    if names is not None:
+                        places = changed.layout.placements
+                        parameters = [p for p, place in zip(parameters, places, strict=True) if place.name in names]
+                    torch.autograd.graph.increment_version(parameters)
+                    versions[:] = [parameter._version for parameter in changed.parameters]
+            self.agreement.forget(names)
 
     def check_structure(self) -> None:
         """Raises RuntimeError if a step would not train what requires a gradient, or values were lost."""
@@ -125,8 +135,12 @@ class ParameterWrites:
         """(name, whether it was written for certain and its `.data` not only read)."""
         assert bucket.full is not None
         (storage, first), size, versions = place_of(bucket.full), bucket.full.element_size(), self._versions[bucket]
+
+        def is_viewed() -> bool:
+            return bucket.residency.is_viewed
+
         for index, (parameter, place) in enumerate(zip(bucket.parameters, bucket.layout.placements, strict=True)):
-            version, is_marked = parameter._version, take_data_mark(parameter)
+            version, is_marked = parameter._version, take_data_mark(parameter, is_viewed=is_viewed)
             is_moved = place_of(parameter) != (storage, first + place.offset * size) and place.numel > 0
             is_written = is_moved or version != versions[index]
             if is_moved:

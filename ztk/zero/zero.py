@@ -115,6 +115,8 @@ class Zero:
             built.buckets, model=model, context=context, finish_update=self._update.finish_running
         )
         self._update.take_over = weakref.WeakMethod(self._writes.take_over)
+        self.gathering.mark_updated = weakref.WeakMethod(self._writes.mark_updated)
+        self._held = built.held
         self._model = model
         if policy.overlap_gather:
             _check_seen(model)
@@ -123,7 +125,7 @@ class Zero:
         self._copies = SharedGradients(self._trained, context=context)
         self._piece_states = PieceStates(context)
         self.state = ModelState(built.buckets, context=context, update=self._update, gathering=self.gathering)
-        self.named_state = NamedState(context, update=self._update, reduction=self.reduction)
+        self.named_state = NamedState(context, update=self._update, reduction=self.reduction, gathering=self.gathering)
         self.offloader = StateOffloader(
             built.buckets,
             context=context,
@@ -151,15 +153,25 @@ class Zero:
     def sum_of_squares(self) -> Tensor:
         """float64 [1]: of all ranks' gradients, scaled and summed as they are; the same bits at every stage and on every rank.
 
-        Raises RuntimeError if no backward was reduced since the last step. A collective call.
+        Raises RuntimeError if no backward was reduced since the last step, and on every rank if the ranks wrote different values into a
+        parameter. A collective call.
         """
-        self._writes.take_over()
-        self._writes.check_structure()
+        agreement, error = self._writes.agreement, None
+        try:
+            self._writes.take_over()
+            self._writes.check_structure()
+            self._held.check()
+        except (RuntimeError, ValueError) as found:
+            if not agreement.tells_errors:
+                raise
+            error = found
         self.reduction.finish_step()
         self._copies.add_up()
         counted = [bucket.gradient.squares for bucket in self._trained if bucket.traits.counted]
         partial = torch.cat(counted or [torch.zeros(1, dtype=torch.float64, device=self._comm.device)]).sum().view(1)
-        return self._comm.gather_scalars(partial, label="gradient norm").sum().view(1)
+        everyones = self._comm.gather_scalars(agreement.signed(partial, error=error), label="gradient norm")
+        agreement.check(everyones)
+        return everyones.abs().sum().view(1)
 
     def update(self, control: Tensor, *, step: int) -> None:
         """The optimizer step, after `step_control` has written `control`, fp32 [groups, 16]. A collective call.
@@ -175,8 +187,6 @@ class Zero:
             skipped |= self.reduction.unused_names()
         averages = self._ema is not None and step % self._ema.every == 0
         self._update.run(control, skipped=skipped, averages=averages)
-        with torch._C.DisableTorchFunctionSubclass():  # versions may be read before values are there
-            self._writes.mark_updated()
         self.gathering.parameters_change()
         self.reduction.forget()
 

@@ -48,8 +48,8 @@ class AveragedWeights:
 
     def _exchange(self) -> None:
         self._gathering.reshard_before_change()
+        self._update.finish()  # takes over writes of a script, which the change would hide
         self._gathering.parameters_change()
-        self._update.finish()
         for bucket in self._buckets:
             for piece in bucket.pieces:
                 self._states.exchange_average(bucket, piece=piece)

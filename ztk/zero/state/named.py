@@ -15,6 +15,7 @@ from ztk.buckets.piece import Piece
 from ztk.kernels import sum_of_squares
 from ztk.sharded_optim.piece_states import FROZEN, GRADIENT, MASTER, PieceStates
 from ztk.sharded_optim.update import ShardUpdate
+from ztk.zero.gathering import Gathering
 from ztk.zero.reduction import GradientReduction
 
 WEIGHTS = (MASTER, FROZEN)
@@ -23,8 +24,11 @@ WEIGHTS = (MASTER, FROZEN)
 class NamedState:
     """Reads and changes the state of single parameters."""
 
-    def __init__(self, context: ZeroContext, *, update: ShardUpdate, reduction: GradientReduction) -> None:
-        self._states, self._update, self._reduction = PieceStates(context), update, reduction
+    def __init__(
+        self, context: ZeroContext, *, update: ShardUpdate, reduction: GradientReduction, gathering: Gathering
+    ) -> None:
+        self._states, self._update = PieceStates(context), update
+        self._reduction, self._gathering = reduction, gathering
 
     def has_gradient(self, bucket: Bucket) -> bool:
         """The gradients of `bucket` are reduced, and a step is due."""
@@ -95,6 +99,7 @@ class NamedState:
                     with self._states.changing(piece) as rows:
                         _copy_fragments(flat, piece=piece, out=rows[kind])
         if kind in WEIGHTS:
+            self._gathering.full_parameters_change(bucket, names=flat)
             bucket.share_parameters()
 
     def _write_weights(self, bucket: Bucket, *, piece: Piece, flat: dict[str, Tensor]) -> None:

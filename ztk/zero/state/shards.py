@@ -104,8 +104,8 @@ class ModelState:
         """
         before = self._states.num_rounded
         self._gathering.reshard_before_change()
+        self._update.finish()  # takes over writes of a script, which the change would hide
         self._gathering.parameters_change()
-        self._update.finish()
         for bucket in self._buckets:
             if all(placement.name in keep for placement in bucket.layout.placements):
                 continue
