@@ -81,6 +81,7 @@ def test_other_ways_to_use_init(ranks):
         assert equal(found["module"], found["expected"]) and equal(found["nested"], found["expected"])
         assert found["half"] and found["clean"]
         assert found["dtype"] is torch.bfloat16 and found["copy"] == "ZeroParameter"
+        assert "GatheredParameters" in found["refused copy"] and found["same copy"]
 
 
 def test_pinned_parameters_stay_unsharded_through_passes(ranks):

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
 from ztk.parameters.partitioned import partitioned_of
+from ztk.parameters.released import is_released
 from ztk.runtime import Process
 
 WIDTH, WORDS = 16, 20
@@ -77,7 +78,7 @@ def build(process: Process, *, seed_of_rank: int = 0, **init) -> dict:
     return {
         "partitioned": all(partitioned_of(parameter) is not None for parameter in parameters.values()),
         "bytes": sum(parameter.untyped_storage().nbytes() for parameter in parameters.values()),
-        "nan": all(parameter.isnan().all() for parameter in parameters.values()),
+        "nan": all(is_released(parameter) for parameter in parameters.values()),
         "ids": [parameter.ds_id for parameter in parameters.values()],
         "status": some.ds_status.name,
         "shape": tuple(some.ds_shape),
@@ -189,8 +190,17 @@ def other_ways(process: Process) -> dict:
         pass
     with deepspeed.zero.Init(dtype=torch.bfloat16):
         small = nn.Linear(8, 8)
-    copied = copy.deepcopy(small)
+    try:
+        copy.deepcopy(small)
+        said = "copied"
+    except RuntimeError as error:
+        said = str(error)
+    with deepspeed.zero.GatheredParameters(list(small.parameters())):
+        copied = copy.deepcopy(small)
+        is_same = torch.equal(copied.weight, small.weight)
     return {
+        "refused copy": said,
+        "same copy": is_same and torch.equal(copied.weight, copied.weight.detach().clone()),
         "expected": expected,
         "module": values(module),
         "nested": values(nested),

@@ -2,13 +2,15 @@
 
 Its values are on other ranks, in main memory or on a disk, so what a script writes into it would be lost. Its memory therefore refuses
 writes, and while it is released its class turns that refusal into an error that says what to do. Reading stays possible, for a log on one
-rank, and is said once. What keeps or uses the NaN is an error: a write of it into another tensor (averages of weights, target networks), the
-backward of a loss that read it, and a copy of an entry of a state dict, whose reader wants to keep the weights. `torch.save` of such an entry
-writes what no program can load, warns, and lets the next step raise, unless the script gathers parameters before it: DeepSpeed-Chat saves the
-module on rank 0 at every stage, and the full one after it.
+rank, and warns once. Four uses of the NaN are errors: a write of it into another tensor (averages of weights, target networks), the backward
+of a loss that read it, a bool or an integer computed from it (comparisons, masks, argmax) or floats that hide it (`nan_to_num`), and a copy,
+also of an entry of a state dict, whose reader wants to keep the weights. `torch.save` of such an entry writes a file that no program can load,
+warns, and lets the next step raise, unless the script gathers parameters before it: DeepSpeed-Chat saves the module on rank 0 at every stage,
+and the full one after it.
 A placeholder has the dtype of its parameter.
 """
 
+import copy
 import functools
 import sys
 import warnings
@@ -38,6 +40,11 @@ _WITHOUT_VALUES = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new"),
 }
+# Functions whose bools and integers are of the tensor, not of its values.
+_WITHOUT_READING = {"is_same_size", "is_set_to", "result_type", "broadcast_tensors", "size", "__len__"}
+# Functions that give numbers of Python from a tensor's values; "float()" calls `__float__`, "if" `__bool__`.
+_DECISIONS = {"__bool__", "__int__", "__index__", "__contains__", "is_nonzero", "equal", "allclose"}
+_NUMBERS = {"__float__", "__complex__", "item", "tolist", "numpy", "__array__", "__dlpack__"}
 # `module.to()` makes them and throws them away.
 _CONVERSIONS = {"to", "half", "bfloat16", "float", "double", "cpu", "cuda"}
 _IN_STATE_DICT = nn.Module._save_to_state_dict.__code__
@@ -100,14 +107,17 @@ class _Guard:
                 if not any(refusal in str(error) for refusal in _REFUSALS):
                     raise
                 raise RuntimeError(_message(_first_guarded(args, kwargs))) from error
+            _refuse_values(function, args=args, kwargs=kwargs, result=result)
             is_view = type(result) is Tensor and any(
                 _share(result, value) for value in args if isinstance(value, _Guard)
             )
             if not is_view:
                 _note_reading(function, args=args, kwargs=kwargs, result=result)
-            if is_view and function is Tensor.detach and sys._getframe(1).f_code is _IN_STATE_DICT:
+            if is_view and function is Tensor.detach and _is_for_state_dict():
                 return result.as_subclass(_Entry)
-            return result.as_subclass(_View) if is_view else result
+            if is_view and not all(isinstance(value, _Computed) for value in args if isinstance(value, _Guard)):
+                return result.as_subclass(_View)
+            return _computed(result, source=_first_guarded(args, kwargs), name=getattr(function, "__name__", ""))
 
 
 # pyrefly: ignore[inconsistent-inheritance]  # the guard comes first
@@ -120,6 +130,20 @@ class _View(_Guard, Tensor):
             warnings.warn(_SAVED.format(shape=tuple(self.shape)), stacklevel=2)
             _saved.append(tuple(self.shape))
         return saved_outside_of_gathered_parameters, (tuple(self.shape),)
+
+
+# pyrefly: ignore[inconsistent-inheritance]  # the guard comes first
+class _Computed(_Guard, Tensor):
+    """Floats computed from a released parameter: NaN, which may be logged and from which no decision may be made."""
+
+    _source_shape: tuple[int, ...] = ()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.as_subclass(Tensor), spec)
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        """Raises RuntimeError: a file would keep NaN."""
+        raise RuntimeError(_was_read(self, what="a file would have NaN"))
 
 
 class _Entry(_View):
@@ -175,11 +199,16 @@ class _Released(_Guard):
     _gathered_class: type
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        """Raises RuntimeError: a copy has no values."""
         # pyrefly: ignore[missing-attribute]  # mixed into a Tensor
-        copied = super().__deepcopy__(memo)
-        if isinstance(copied, _Released):  # a copy is nobody's: it may be written
-            copied.__class__ = copied._gathered_class
-        return copied
+        self.data  # noqa: B018  # while a model is built under zero.Init, this makes the parameter full
+        if isinstance(self, _Released):
+            raise RuntimeError(_not_copied(self))
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        """Raises RuntimeError: a file would have no values."""
+        raise RuntimeError(_not_copied(self))
 
 
 @functools.cache
@@ -244,8 +273,56 @@ def _note_reading(function: Any, *, args: tuple, kwargs: dict, result: Any) -> N
             made.register_hook(functools.partial(_refuse, message=_was_read(guarded, what="the loss has it as NaN")))
 
 
+def _refuse_values(function: Any, *, args: tuple, kwargs: dict, result: Any) -> None:
+    """Raises RuntimeError if `result` does not show that a released parameter has no values: a bool, an integer, an element as a number of
+    Python, or floats without a NaN (`nan_to_num`, `nansum`, `norm(p, 0)`)."""
+    name = getattr(function, "__name__", "")
+    if name in _WITHOUT_VALUES or name in _WITHOUT_READING:
+        return
+    guarded = _first_guarded(args, kwargs)
+    if guarded is None or guarded.numel() == 0:
+        return
+    is_hidden = name in _DECISIONS or (name in _NUMBERS and not isinstance(guarded, _Computed))
+    for made in result if isinstance(result, list | tuple) else (result,):
+        if isinstance(made, Tensor) and not isinstance(made, _Guard) and made.numel() and not _is_part(made, guarded):
+            is_hidden |= not (made.is_floating_point() or made.is_complex()) or not _has_nan(made)
+    if is_hidden:
+        raise RuntimeError(_was_read(guarded, what=f"the result of {name} would not be that of the weights"))
+
+
+def _computed(result: Any, *, source: Tensor | None, name: str) -> Any:
+    """`result` whose floats remember that they are computed from `source`, a released parameter or computed from one."""
+    if source is None or name in _WITHOUT_VALUES:
+        return result
+    if isinstance(result, list | tuple) and not isinstance(result, torch.Size):
+        return type(result)([_computed(made, source=source, name=name) for made in result])
+    if type(result) is not Tensor or not result.is_floating_point() or source.numel() == 0:
+        return result
+    made = result.as_subclass(_Computed)
+    made._source_shape = _shape_of(source)
+    return made
+
+
+def _shape_of(tensor: Tensor) -> tuple[int, ...]:
+    return tensor._source_shape if isinstance(tensor, _Computed) else tuple(tensor.shape)
+
+
+def _is_part(made: Tensor, guarded: Tensor) -> bool:
+    return made.layout is torch.strided and not made.is_meta and _share(made, guarded)
+
+
+def _has_nan(values: Tensor) -> bool:
+    return values.is_meta or not values.is_floating_point() or bool(values.detach().isnan().any())
+
+
 def _refuse(gradient: Tensor, *, message: str) -> None:
     raise RuntimeError(message)
+
+
+def _is_for_state_dict() -> bool:
+    """`Module.state_dict` detaches the parameter, perhaps through the `detach` of its class."""
+    frame = sys._getframe(2)
+    return _IN_STATE_DICT in (frame.f_code, frame.f_back and frame.f_back.f_code)
 
 
 def _share(view: Tensor, tensor: Tensor) -> bool:
@@ -254,7 +331,15 @@ def _share(view: Tensor, tensor: Tensor) -> bool:
 
 
 def _named(tensor: Tensor | None) -> str:
-    return "a released parameter" if tensor is None else f"a released parameter of shape {tuple(tensor.shape)}"
+    return "a released parameter" if tensor is None else f"a released parameter of shape {_shape_of(tensor)}"
+
+
+def _not_copied(tensor: Any) -> str:
+    return (
+        f"{_named(tensor)} cannot be copied or pickled: its values are not on this rank (built inside zero.Init, or zero stage 3). Do it "
+        "inside deepspeed.zero.GatheredParameters(list(model.parameters())) on every rank, where it is full; or build the second model "
+        "inside zero.Init, too, and load the same weights"
+    )
 
 
 def _kept(tensor: Tensor | None) -> str:

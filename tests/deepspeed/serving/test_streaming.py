@@ -1,6 +1,7 @@
 """ZeRO-Inference: parameters that are stored elsewhere change nothing."""
 
 import gc
+import math
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def stream(process: Process, *, options: dict) -> dict:
         "answer": small.answer(engine, own),
         "text": small.greedy(engine.module, own, new=4 + 5 * process.rank),
         "again": small.greedy(engine, own, new=3),
-        "sharded": bool(torch.isnan(model.model.layers[0].mlp.up_proj.weight).all()),
+        "sharded": math.isnan(model.model.layers[0].mlp.up_proj.weight.norm()),
         "notes": engine.notes,
     }
     engine.destroy()
