@@ -438,10 +438,8 @@ class LaunchConfig:
 
 @dataclass(kw_only=True)
 class Config:
-    """One run. `output_dir` is its run folder, absolute.
-
-    user: the user's own keys, by attribute or item: a mapping, or a dataclass of the user's. own: section -> the node of an object of the
-    user's, see `ztk.config.own`.
+    """One run. `output_dir` is its run folder, absolute. user: the user's own keys, by attribute or item: a mapping, or a dataclass.
+    own: section -> the node of an object of the user's, see `ztk.config.own`.
     """
 
     task: TaskConfig
