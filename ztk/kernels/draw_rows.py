@@ -161,7 +161,7 @@ def _empty(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def noise(keys: Tensor, *, tokens: int) -> Tensor:
     """log E(v), float32 [M, tokens]."""
-    index = torch.arange(tokens, dtype=torch.int32)
+    index = torch.arange(tokens, dtype=torch.int32, device=keys.device)
     rows = []
     for key in keys.tolist():
         low, high = (torch.tensor((part + 2**31) % 2**32 - 2**31, dtype=torch.int32) for part in (key, key >> 32))

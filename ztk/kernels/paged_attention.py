@@ -394,7 +394,7 @@ def _reference(query, keys, values, tables, tiles, slopes, scales, scale, window
             scores = torch.einsum("hd,jhd->hj", query[row + position - first].to(dtype), k) * scale
             scores = torch.tanh(scores / softcap) * softcap if softcap else scores
             if slopes is not None:
-                scores = scores + slopes.to(dtype)[:, None] * torch.arange(low, position + 1)
+                scores = scores + slopes.to(dtype)[:, None] * torch.arange(low, position + 1, device=out.device)
             out[row + position - first] = torch.einsum("hj,jhd->hd", scores.softmax(-1), v).to(query.dtype)
     return out
 
