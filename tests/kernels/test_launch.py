@@ -77,6 +77,13 @@ def test_every_bound_call_starts_what_triton_would_start():
     assert sum(len(bound._programs) for bound in bounds) > 500
 
 
+@pytest.mark.parametrize("grid", [(2**31,), (2**16, 2**15), (1, 2**16), (1, 1, 2**16)])
+def test_a_grid_outside_of_cudas_limits_is_refused(grid):
+    with pytest.raises(ValueError, match="outside of CUDA's limits"):
+        bind(_kernel(), 4, 4, 0.5, grid=grid)
+    bind(_kernel(), 4, 4, 0.5, grid=(2**31 - 1,))
+
+
 def test_a_bound_call_with_a_count_starts_what_triton_would_start():
     kernel, draw, started = _kernel(do_not_specialize=["N"]), random.Random(0), []
     bound = bind(kernel, 3, 0.5, grid=(3,), FLAG=True, num_warps=4)

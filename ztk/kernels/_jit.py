@@ -18,6 +18,7 @@ that is named above go to `Prepared`.
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
@@ -32,6 +33,7 @@ from ztk.kernels._descriptors import ALIGNMENT, Layout
 _EXACT = frozenset(
     {bool, int, str, type(None), triton.language.dtype}
 )  # of constexprs and options: equal ones are the same
+MOST_PROGRAMS, MOST_PROGRAMS_ACROSS = 2**31, 2**16 - 1  # of a launch; along its second and third axis
 _REST = ((), (1, 1), (1,), ())  # of a grid's three axes, by the number of those that are given
 _NO_HOOKS = (None, None, None)  # what is told to them, and the two
 _WIDE = 1 << 31  # numbers from here on have 64 bits
@@ -192,8 +194,13 @@ def bind(
 ) -> Bound:
     """`kernel`, as `jit` makes it, with `numbers`, its arguments behind the tensors, its grid, its constexprs and options.
 
-    layouts: of tensors that it gets as descriptors, by place.
+    layouts: of tensors that it gets as descriptors, by place. Raises ValueError for a grid outside of CUDA's limits: Triton's launcher skips a
+    launch of more than 2^31 programs without an error.
     """
+    if math.prod(grid) >= MOST_PROGRAMS or max(grid[1:], default=1) > MOST_PROGRAMS_ACROSS:
+        raise ValueError(
+            f"{kernel.__name__}: a launch of {' x '.join(map(str, grid))} programs is outside of CUDA's limits; use smaller tensors"
+        )
     prepared = kernel.prepared(**named) if isinstance(kernel, LaunchedKernel) else Prepared(kernel, **named)
     return Bound(prepared, grid=grid, numbers=numbers, layouts=layouts)
 
