@@ -282,6 +282,16 @@ def test_formats_of_weights_and_cache_lose_little():
     assert 0 < worst["fp8 cache"] < 0.1
 
 
+def test_rows_of_other_bits_are_reported_and_answered(monkeypatch, caplog):
+    model, sampling = build_decoder(), SamplingParams(max_tokens=4, temperature=0)
+    wanted = answers(model, sampling=sampling, **BLOCKS)
+    assert not caplog.records
+    monkeypatch.setattr(block_opening.torch, "equal", lambda *args: False)
+    found = answers(model, sampling=sampling, **BLOCKS)
+    assert [own[0].tokens for own in found] == [own[0].tokens for own in wanted]
+    assert "an answer depends on the sequences of its batch, as with inference.exact=false" in caplog.text
+
+
 def test_weights_of_the_model_are_loaded_again():
     model = build_decoder()
     generator = Generator(model, policy=InferencePolicy(**BLOCKS))

@@ -8,6 +8,8 @@ as large, and one 1,800 times smaller than the largest still has three bits behi
 and scales follow from the weights alone, so answers are as exact as without.
 """
 
+import logging
+
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +26,8 @@ from ztk.inference.policy import InferencePolicy
 from ztk.inference.probe import random_rows, random_tokens
 from ztk.inference.steps import Span
 from ztk.policies.inference import cache_faults, cache_of
+
+_log = logging.getLogger(__name__)
 
 _SHARE = 0.8  # of the free memory that the cache may take
 _SCALED = 256  # tokens of the text that scales are found by
@@ -104,10 +108,9 @@ def find_scales(model: OverSlabs | OverBlocks, *, cache: Cache | BlockCache) -> 
 
 @torch.inference_mode()
 def check_block_rows(model: OverBlocks) -> None:
-    """Computes one text in one piece, and in pieces of other numbers of rows: the bits must be the same.
+    """Computes one text in one piece, and in pieces of other numbers of rows, and compares the bits.
 
-    Raises:
-        ValueError: they differ; then answers would depend on what is computed beside them.
+    Logs a warning where they differ: the model still answers, as with `exact=False`, but an answer then depends on the sequences of its batch.
     """
     of: Description = model.description
     length = min(sum(_PIECES), of.max_len)
@@ -124,8 +127,10 @@ def check_block_rows(model: OverBlocks) -> None:
         if not count:
             return
         if not torch.equal(logits(start, count=count, cache=cache), full[start : start + count]):
-            raise ValueError(
-                f"steps of {count} and {length} rows differ on this processor, so answers would depend on each other: use another "
-                "build of torch or triton, or inference.exact=false"
+            _log.warning(
+                "steps of %d and %d rows differ on this device: an answer depends on the sequences of its batch, as with inference.exact=false",
+                count,
+                length,
             )
+            return
         start += count
