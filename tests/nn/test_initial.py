@@ -33,6 +33,12 @@ def test_random_slices_equal_the_full_parameter(model):
             assert torch.equal(initial_values(model, name=name, start=start, stop=stop, seed=0), values[start:stop])
 
 
+def test_threads_draw_the_same_values(monkeypatch):
+    one = initial._normal(5, stop=40 * initial._CHUNK, parts=(0, "x"))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(initial._normal(5, stop=40 * initial._CHUNK, parts=(0, "x")), one)
+
+
 def test_statistics(model):
     std = math.sqrt(2 / (5 * CONFIG.dim))
     for name, parameter in model.named_parameters():

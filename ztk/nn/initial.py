@@ -6,6 +6,7 @@ every way of cutting it.
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from ztk.nn.norm import RMSNorm
 from ztk.runtime.seed import generator
 
 _CHUNK = 1 << 15
+_CHUNKS_PER_THREAD = 16
 
 
 def initial_values(model: Decoder, *, name: str, start: int, stop: int, seed: int) -> Tensor:
@@ -61,10 +63,19 @@ def _standard_deviation(model: Decoder, *, name: str) -> float:
 def _normal(start: int, *, stop: int, parts: tuple[object, ...]) -> Tensor:
     """Elements [start, stop) of the endless sequence of standard normal numbers for the seed `parts`."""
     values = torch.empty(stop - start, device="cpu")
-    for chunk in range(start // _CHUNK, -(-stop // _CHUNK)):
-        drawn = torch.randn(
-            _CHUNK, generator=generator(*parts, chunk), device="cpu"
-        )  # always all of it: a shorter draw has other values
+
+    def draw(chunk: int) -> None:
+        # Always a full chunk: a shorter draw has other values.
+        drawn = torch.randn(_CHUNK, generator=generator(*parts, chunk), device="cpu")
         first, last = max(start, chunk * _CHUNK), min(stop, (chunk + 1) * _CHUNK)
         values[first - start : last - start] = drawn[first - chunk * _CHUNK : last - chunk * _CHUNK]
+
+    chunks = range(start // _CHUNK, -(-stop // _CHUNK))
+    threads = min(torch.get_num_threads(), len(chunks) // _CHUNKS_PER_THREAD)
+    if threads > 1:  # torch draws without the interpreter's lock
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(draw, chunks))
+    else:
+        for chunk in chunks:
+            draw(chunk)
     return values
