@@ -119,7 +119,7 @@ class Staging:
         }
         if not fits:
             self._values = {}  # freed before the new ones are allocated
-            pin = torch.cuda.is_available()
+            pin = torch.cuda.is_initialized()
             self._values = {spec.key: torch.empty(spec.shape, dtype=spec.dtype, pin_memory=pin) for spec in specs}
         self._filled = dict.fromkeys(self._values, 0)
 

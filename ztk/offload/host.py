@@ -43,7 +43,7 @@ class HostStore:
     tier = Tier.host
 
     def __init__(self, policy: OffloadPolicy, *, ledger: MemoryLedger) -> None:
-        self._pin = policy.pin_memory and torch.cuda.is_available()
+        self._pin = policy.pin_memory and torch.cuda.is_initialized()
         self._ledger = ledger
         self._slots: list[HostSlot] = []
 

@@ -23,7 +23,8 @@ class AlignedRegion:
     def __init__(self, *, nbytes: int, pin: bool) -> None:
         size = max(PAGE_BYTES, -(-nbytes // PAGE_BYTES) * PAGE_BYTES)
         self._memory = _Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
         aligned = torch.frombuffer(self._memory, dtype=torch.uint8)  # keeps the mapping alive as long as any view lives
         self.bytes = aligned[:nbytes]  # uint8 [nbytes]
         if pin:

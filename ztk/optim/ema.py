@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-ELEMENTS = 1 << 18  # at once: what is between fits a processor's cache
+ELEMENTS = 1 << 18  # at once on a CPU: temporaries fit its cache
+ELEMENTS_ON_A_GPU = 1 << 26  # at once on a GPU: four launches per 256 MiB
 
 
 def update_average(average: Tensor, *, weights: Tensor, decay: float, skip: Tensor | None = None) -> None:
@@ -13,7 +14,8 @@ def update_average(average: Tensor, *, weights: Tensor, decay: float, skip: Tens
     Every operation rounds for itself: a fused multiply-add, which torch's lerp and add(alpha=) may use, would make the bits depend on the
     processor, and on the device that the tier brings.
     """
-    for own, new in zip(average.split(ELEMENTS), weights.split(ELEMENTS), strict=True):
+    elements = ELEMENTS if average.device.type == "cpu" else ELEMENTS_ON_A_GPU
+    for own, new in zip(average.split(elements), weights.split(elements), strict=True):
         change = (new - own).mul_(1 - decay)
         if skip is not None:
             change.masked_fill_(skip != 0, -0.0)  # x + -0.0 is x, with its sign

@@ -50,7 +50,7 @@ class BufferPool:
     def _allocate(self, nbytes: int) -> Tensor:
         if is_planned(self._device) and self._tier is Tier.host:
             return host_bytes(nbytes)
-        beside_a_gpu = self._tier is Tier.host and torch.cuda.is_available()
+        beside_a_gpu = self._tier is Tier.host and torch.cuda.is_initialized()
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device, pin_memory=beside_a_gpu)
 
     def owns(self, buffer: Tensor | None) -> bool:

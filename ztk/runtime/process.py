@@ -134,6 +134,7 @@ def _choose_device(device: str, *, local_rank: int) -> torch.device:
             f"launch.ranks asks for GPU number {local_rank}, this machine has {torch.cuda.device_count()}; "
             f"use launch.ranks={torch.cuda.device_count()}, or launch.device=cpu"
         )
+    torch.cuda.init()  # from here on host memory that GPUs copy is page-locked; a rank on the CPU makes no CUDA context
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
