@@ -14,7 +14,6 @@ import argparse
 import datetime
 import json
 import math
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from kernel_peers import all_peers
 from torch import Tensor
 
 from scripts.kernel_records import Record
-from scripts.results import folder_of
+from scripts.results import commit_of, folder_of
 from scripts.time_limit import OutOfTime, time_limit
 from ztk.kernels import ALL_OPS, OpSpec
 
@@ -281,6 +280,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", default="", help="only ops whose name contains this")
     parser.add_argument("--minutes", type=float, default=8.5, help="stop measuring after this long")
+    parser.add_argument("--to", type=Path, help="folder of the results, in place of experiments/results/GPU")
     parser.add_argument("--dry-run", action="store_true", help="small shapes on the CPU, nothing written")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() and not options.dry_run else "cpu"
@@ -291,17 +291,16 @@ def main() -> int:
         return 0
 
     clock = Clock(device, deadline=time.monotonic() + 60 * options.minutes)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     stamp = {
         "gpu": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "date": datetime.date.today().isoformat(),
-        "commit": commit.strip() or "unknown",
+        "commit": commit_of(ROOT),
         "torch": torch.__version__,
         "triton": triton.__version__,
     }
-    folder = folder_of(stamp["gpu"])
+    folder = options.to or folder_of(stamp["gpu"])
     name = f"kernels-{stamp['date']}-{stamp['commit']}"
-    results = None
+    results, failed = None, []
     try:
         with time_limit(60 * options.minutes):
             limits = measure_limits(clock)
@@ -313,7 +312,16 @@ def main() -> int:
             for spec in sorted(ALL_OPS, key=lambda spec: FIRST.index(spec.name) if spec.name in FIRST else len(FIRST)):
                 if options.ops in spec.name:
                     print(spec.name)
-                    bench_op(spec, clock=clock, results=results, peers=peers, stamp=stamp)
+                    try:
+                        bench_op(spec, clock=clock, results=results, peers=peers, stamp=stamp)
+                    except OutOfTime:
+                        raise
+                    except Exception as error:  # noqa: BLE001  # an op that fails leaves the others their rows
+                        failed.append(spec.name)
+                        print(f"  FAILED: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+                        if device == "cuda" and not is_usable():
+                            print("  the device is unusable in this process; the other ops are not measured")
+                            break
     except OutOfTime as error:
         print(f"  {error}; the rest is not measured")
     if results is not None and results.file is not None:
@@ -322,8 +330,17 @@ def main() -> int:
         labels = [f"{row['op']} {'x'.join(map(str, row['shape'][:4]))} {row['direction']}" for row in own]
         record.write(own, folder=folder, name=name, labels=labels)
         kernels_page.write()
-        print(f"{len(results.rows)} rows in {folder.relative_to(ROOT)}; docs/kernels.md written")
-    return 0
+        print(f"{len(results.rows)} rows in {folder}; docs/kernels.md written")
+    return int(bool(failed))
+
+
+def is_usable() -> bool:
+    """Whether the GPU still computes in this process: after an illegal address every later call fails."""
+    try:
+        torch.ones(1, device="cuda").item()
+    except RuntimeError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

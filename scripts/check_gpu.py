@@ -33,7 +33,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.results import folder_of
+from scripts.results import commit_of, folder_of
 from scripts.time_limit import GRACE_SECONDS
 from ztk.kernels._spec import TARGETS
 from ztk.launch import allocator_settings
@@ -59,7 +59,7 @@ def main() -> int:
         **device(dry=dry),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": commit(),
+        "commit": commit_of(REPOSITORY),
     }
     console.print(report)
     failures: list[str] = []
@@ -73,7 +73,7 @@ def main() -> int:
         console.print(f"{part}: {time.monotonic() - started:.0f} s")
         failures += FAILURES[part](good)
         if not dry:
-            write(report)  # after every part, so that what was found is kept
+            write(report, folder=options.to)  # after every part, so that what was found is kept
     for failure in failures:
         console.print(failure, style="red", markup=False)
     console.print("FAILED" if failures else "all checks passed")
@@ -116,7 +116,8 @@ def run(item: str, *, deadline: float, dry: bool) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         command = command_of(item, folder=folder, left=left, dry=dry)
         # The allocator's segments as of a rank that ztk starts.
-        environment = {**os.environ, **allocator_settings(), "PYTHONPATH": str(REPOSITORY)}
+        path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, **allocator_settings(), "PYTHONPATH": path}
         limit = left if item == "kernels" else min(left, 240)
         try:
             done = subprocess.run(
@@ -272,15 +273,10 @@ def kernels_table(rows: dict[str, dict]) -> Table:
     return made
 
 
-def write(report: dict[str, object]) -> None:
-    folder = folder_of(str(report["gpu"]))
+def write(report: dict[str, object], *, folder: Path | None = None) -> None:
+    folder = folder or folder_of(str(report["gpu"]))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "check_gpu.json").write_text(json.dumps(report, indent=1) + "\n")
-
-
-def commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
-    return done.stdout.strip()
 
 
 PARTS = ("identity", "memory", "job", "overlap", "speed", "kernels")
@@ -300,6 +296,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=570, help="items that cannot start in this time are reported as failed"
     )
+    parser.add_argument("--to", type=Path, help="folder of the result, in place of experiments/results/GPU")
     parser.add_argument("--dry-run", action="store_true", help="small models on the CPU; nothing is written")
     return parser.parse_args()
 

@@ -1,6 +1,6 @@
-"""One item of `scripts/check_gpu.py`; prints one line of JSON.
+"""One item of `scripts/check_gpu.py` and `scripts/first_hour.py`; prints one line of JSON.
 
-    python scripts/gpu_item.py nccl | identity bf16 | memory 2 cpu | speed ztk0 | overlap ztk3+cpu
+    python scripts/gpu_item.py machine | answers | nccl | identity bf16 | memory 2 cpu | speed ztk0 | overlap ztk3+cpu
 
 `--device cpu` runs the same code with small models on a machine without a GPU, to try the script itself: what only a GPU counts is null.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import triton
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -28,6 +29,7 @@ from ztk import kernels
 from ztk.data import Share, SyntheticStream
 from ztk.engine import Engine
 from ztk.engine.peers import PeerEngine, parallelize_peer
+from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.nn import Decoder, DecoderConfig, initial_values, initialise
 from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
@@ -91,6 +93,59 @@ def train_step(engine: Engine | PeerEngine, tokens: Tensor, targets: Tensor) -> 
     engine.backward(loss)
     engine.step()
     return loss.detach()
+
+
+# machine and answers
+
+
+def machine(process: Process) -> dict:
+    """Versions, and the rates of copies in bytes per second: between the device and page-locked memory, and within main memory."""
+    on_gpu, device = process.device.type == "cuda", process.device
+    numel = 1 << (28 if on_gpu else 20)
+    pinned, host = torch.ones(numel, pin_memory=on_gpu), torch.ones(numel)
+    there = torch.ones(numel, device=device)
+
+    def rate(target: Tensor, source: Tensor) -> float:
+        target.copy_(source, non_blocking=True)
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(3):
+            target.copy_(source, non_blocking=True)
+        synchronize(device)
+        return 3 * source.nbytes / (time.perf_counter() - start)
+
+    return {
+        "gpu": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": sys.version.split()[0],
+        "to_device": rate(there, pinned),
+        "from_device": rate(pinned, there),
+        "main_memory": rate(host, pinned),
+    }
+
+
+def answers(process: Process) -> dict:
+    """A random model answers over a cache of blocks: eagerly, by graphs, and alone.
+
+    Raises:
+        RuntimeError: their tokens differ.
+    """
+    config = MEDIUM if process.device.type == "cuda" else TINY
+    model = initialise(Decoder(config), seed=SEED, device=process.device)
+    policy = InferencePolicy(cache="blocks", max_model_len=config.max_seq_len)
+    prompts = [[(7 * i + j) % config.vocab_size for j in range(3 + 5 * i)] for i in range(6)]
+    sampling = SamplingParams(max_tokens=16, temperature=0)
+    generator = Generator(model, policy=policy)
+    has_graphs, start = generator._graphs is not None, time.perf_counter()
+    batch = [own[0].tokens for own in generator.generate(prompts, sampling=sampling)]
+    seconds = time.perf_counter() - start
+    alone = [generator.generate([prompt], sampling=sampling)[0][0].tokens for prompt in prompts]
+    generator._graphs = None
+    eager = [own[0].tokens for own in generator.generate(prompts, sampling=sampling)]
+    if not batch == alone == eager:
+        raise RuntimeError(f"tokens differ: together {batch}, alone {alone}, without graphs {eager}")
+    return {"graphs": has_graphs, "tokens": sum(map(len, batch)), "seconds": seconds}
 
 
 # identity
@@ -333,12 +388,16 @@ def matmul_flops(device: torch.device) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("item", choices=("nccl", "identity", "memory", "speed", "overlap"))
+    parser.add_argument("item", choices=("machine", "answers", "nccl", "identity", "memory", "speed", "overlap"))
     parser.add_argument("arguments", nargs="*")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     options = parser.parse_args()
     process = Process.start(device=options.device)
     match options.item, options.arguments:
+        case "machine", []:
+            answer = machine(process)
+        case "answers", []:
+            answer = answers(process)
         case "nccl", []:
             answer = nccl(process)
         case "identity", [precision]:

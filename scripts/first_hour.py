@@ -1,0 +1,244 @@
+"""The first minutes on a GPU, in one command that is prepared beforehand and needs no network there.
+
+    python scripts/first_hour.py prepare FOLDER            # here: wheels that a GPU machine often lacks, and the script to run there
+    bash FOLDER/first.sh RESULTS                           # on the machine with the GPU, from the checkout: at most 560 s
+    python scripts/first_hour.py read RESULTS              # here: experiments/results/GPU/first_hour.{json,md}
+    python scripts/first_hour.py run RESULTS --dry-run     # every step on a CPU with small sizes
+
+Each step is a process group under a limit of its own, so that a step which fails, hangs or leaves the device unusable costs its own row alone.
+RESULTS holds four files at most, written as the steps end: steps.jsonl, log.txt, kernels.json and tests.xml.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.results import commit_of, folder_of
+from ztk.launch import allocator_settings
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SECONDS = 560.0  # of all steps
+PYTHON = "3.12"  # of the GPU machine
+# Imported by ztk, and missing on machines that have torch, triton and einops alone.
+WHEELS = ("hydra-core", "omegaconf", "antlr4-python3-runtime==4.9.3")
+KERNELS = ("attention", "adamw", "cross_entropy", "linear_rows")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A command with its limit in seconds. together: it runs at the same time as its neighbours with the same number; 0: alone."""
+
+    name: str
+    limit: float
+    command: tuple[str, ...]
+    together: int = 0
+
+
+def steps(*, dry: bool, work: Path) -> list[Step]:
+    """In order of what is lost without them. `work` is a folder for files that do not come back."""
+
+    def item(*words: str, limit: float, together: int = 0) -> Step:
+        command = (sys.executable, "scripts/gpu_item.py", *words, "--device", "cpu" if dry else "cuda")
+        return Step(name=" ".join(words), limit=limit, command=command, together=together)
+
+    tests = ("tests/kernels/test_gpu.py", "tests/recompute/test_gpu.py")
+    workers = ("-n", str(min(14, os.cpu_count() or 1))) if not dry else ()
+    pytest = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", *workers, "-p", "no:cacheprovider")
+    bench = (sys.executable, "scripts/bench_kernels.py", "--to", str(work), *(["--dry-run"] if dry else []))
+    return [
+        item("machine", limit=25),
+        Step(name="tests", limit=130, command=(*pytest, f"--junit-xml={work / 'tests.xml'}", *tests)),
+        item("nccl", limit=110, together=1),
+        *(item("identity", precision, limit=110, together=1) for precision in ("fp32", "bf16", "fp16")),
+        *(item("memory", *row.split(), limit=110, together=1) for row in ("0 none", "1 none", "3 none", "2 cpu", "3 cpu")),
+        item("answers", limit=50),
+        *(item("speed", contender, limit=40) for contender in ("ztk0", "fsdp2")),
+        item("overlap", "ztk3+cpu", limit=40),
+        *(
+            Step(name=f"kernels {op}", limit=25, command=(*bench, "--ops", op, "--minutes", "0.3"))
+            for op in (KERNELS if not dry else KERNELS[2:3])
+        ),
+    ]  # fmt: skip
+
+
+def run(results: Path, *, dry: bool, only: Sequence[str]) -> int:
+    """Runs the steps and writes their rows. Returns the number of steps that failed."""
+    results.mkdir(parents=True, exist_ok=True)
+    deadline, failed = time.monotonic() + SECONDS, 0
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        todo = [step for step in steps(dry=dry, work=work) if not only or step.name in only]
+        while todo:
+            together = [step for step in todo if step.together and step.together == todo[0].together] or todo[:1]
+            todo = [step for step in todo if step not in together]
+            for row in run_together(together, deadline=deadline, log=results / "log.txt"):
+                failed += row["status"] != "done"
+                with (results / "steps.jsonl").open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(f"{row['name']:24s} {row['seconds']:6.1f} s  {row['status']}", flush=True)
+            collect(work, results=results)
+    return failed
+
+
+def run_together(together: Sequence[Step], *, deadline: float, log: Path) -> list[dict]:
+    """One row per step: name, status (done, failed, late), seconds, and the last line of JSON that it printed."""
+    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {
+        **os.environ,
+        **allocator_settings(),
+        "PYTHONPATH": path,
+        "TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "0"),
+    }
+    rows, started = [], time.monotonic()
+    outputs = [tempfile.TemporaryFile("w+") for _ in together]
+    processes = [
+        subprocess.Popen(
+            step.command, cwd=REPOSITORY, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        for step, out in zip(together, outputs, strict=True)
+    ]  # fmt: skip
+    for step, process, out in zip(together, processes, outputs, strict=True):
+        end = min(started + step.limit, deadline)
+        try:
+            code = process.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            code = None
+        seconds = time.monotonic() - started
+        out.seek(0)
+        text = out.read()
+        with log.open("a") as file:
+            file.write(f"== {step.name} ({code}, {seconds:.1f} s)\n{text[-200_000:]}\n")
+        status = "late" if code is None else "failed" if code else "done"
+        rows.append({"name": step.name, "status": status, "seconds": round(seconds, 2), **last_json(text)})
+        if status != "done":
+            rows[-1]["error"] = text[-1500:]
+        out.close()
+    return rows
+
+
+def last_json(text: str) -> dict:
+    """`{"result": ...}` of the last line that is a JSON object; empty without one."""
+    for line in reversed(text.splitlines()):
+        if line.startswith("{"):
+            try:
+                return {"result": json.loads(line)}
+            except ValueError:
+                continue
+    return {}
+
+
+def collect(work: Path, *, results: Path) -> None:
+    """Copies what the steps left in `work`, several kernels' rows as one file."""
+    if (work / "tests.xml").is_file():
+        shutil.copy(work / "tests.xml", results)
+    rows = [row for path in sorted(work.glob("kernels-*.json")) for row in json.loads(path.read_text())["rows"]]
+    if rows:
+        (results / "kernels.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def prepare(folder: Path) -> int:
+    """Downloads the wheels and writes first.sh."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    with tempfile.TemporaryDirectory() as sources:
+        # antlr4's runtime has a source archive alone: a wheel of pure Python is made of it.
+        subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", str(folder), WHEELS[2]], check=True, cwd=sources)
+    constraints = f"--constraint={REPOSITORY / 'constraints.txt'}"
+    options = ["--no-deps", constraints, "--only-binary=:all:", f"--python-version={PYTHON}", "-d", str(folder)]
+    subprocess.run([*pip, "download", "-q", *options, *WHEELS[:2]], check=True)
+    (folder / "first.sh").write_text(
+        "#!/usr/bin/env bash\n# From the checkout: bash FOLDER/first.sh RESULTS\nset -u\n"
+        'here=$(cd "$(dirname "$0")" && pwd)\n'
+        'python3 -m pip install -q --no-index --no-deps --target /tmp/first_hour "$here"/*.whl\n'
+        "export PYTHONPATH=/tmp/first_hour WANDB_MODE=disabled PYTHONUNBUFFERED=1\n"
+        'exec python3 scripts/first_hour.py run "$1"\n'
+    )
+    nbytes = sum(path.stat().st_size for path in folder.iterdir())
+    print(f"{len(list(folder.iterdir()))} files, {nbytes / 1e6:.1f} MB in {folder}")
+    return 0
+
+
+def read(results: Path) -> int:
+    """Writes the results' folder of the GPU: first_hour.json, and first_hour.md with a row per step."""
+    rows = [json.loads(line) for line in (results / "steps.jsonl").read_text().splitlines()]
+    machine = next((row["result"] for row in rows if row["name"] == "machine" and "result" in row), {})
+    folder = folder_of(str(machine.get("gpu", "unknown")))
+    folder.mkdir(parents=True, exist_ok=True)
+    kernels = results / "kernels.json"
+    document = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit_of(REPOSITORY),
+        **machine,
+        "steps": rows,
+        "kernels": json.loads(kernels.read_text()) if kernels.is_file() else [],
+    }
+    (folder / "first_hour.json").write_text(json.dumps(document, indent=1) + "\n")
+    (folder / "first_hour.md").write_text(page(document))
+    print((folder / "first_hour.md").read_text())
+    return int(any(row["status"] != "done" for row in rows))
+
+
+def page(document: dict) -> str:
+    """The table of steps, and of kernels measured beside the time that their bytes or FLOPs take at the measured limit."""
+    lines = [f"# First run on {document.get('gpu', 'an unknown GPU')}", ""]
+    lines += [
+        f"{document['date']}, commit {document['commit']}, torch {document.get('torch')}, triton {document.get('triton')}",
+        "",
+    ]
+    lines += ["| step | status | seconds | result |", "| --- | --- | --- | --- |"]
+    for row in document["steps"]:
+        result = {
+            key: value for key, value in row.get("result", {}).items() if isinstance(value, int | float | str | bool)
+        }
+        shown = ", ".join(
+            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in result.items()
+        )
+        lines.append(
+            f"| {row['name']} | {row['status']} | {row['seconds']} | {shown or row.get('error', '').strip()[-120:]} |"
+        )
+    if document["kernels"]:
+        lines += [
+            "",
+            "| kernel | shape | direction | provider | ms | share of the limit |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+        for row in document["kernels"]:
+            shape, share = "x".join(map(str, row["shape"])), f"{row['share']:.0%} of {row['limit']}"
+            lines.append(
+                f"| {row['op']} | {shape} | {row['direction']} | {row['provider']} | {row['p50']:.3f} | {share} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=("prepare", "run", "read"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", nargs="+", default=(), help="names of steps, in place of all")
+    parser.add_argument("--dry-run", action="store_true", help="on a CPU with small sizes")
+    options = parser.parse_args()
+    match options.verb:
+        case "prepare":
+            return prepare(options.folder)
+        case "run":
+            return int(bool(run(options.folder, dry=options.dry_run, only=options.steps)))
+        case _:
+            return read(options.folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
