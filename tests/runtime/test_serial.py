@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 
@@ -25,6 +26,19 @@ def test_a_call_is_freed_before_its_result_is_there():
     assert future.result() is False
     thread.close()
     assert seen == [None]
+
+
+def test_several_ends_end_the_thread():
+    """The finalizer's, `close` and the end of the process may all come before the thread looks: it spun for the 60 s of a join."""
+    thread, go = SerialThread(name="test"), threading.Event()
+    done = thread.submit(go.wait)
+    for _ in range(3):
+        thread._calls.queue.put(None)
+    last = thread.submit(lambda: "ran")
+    go.set()
+    thread._thread.join(20)
+    assert not thread._thread.is_alive() and done.result() and last.result() == "ran"
+    assert thread.submit(lambda: "here").result() == "here"
 
 
 def test_calls_after_the_end_run_at_once():

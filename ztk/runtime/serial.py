@@ -60,7 +60,7 @@ class InlineCalls:
 
 
 class _Calls:
-    """What a thread is to run; None ends it once nothing else is left."""
+    """The calls of a thread, in order; it ends once it has found a None and the queue is empty."""
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue = queue.SimpleQueue()
@@ -69,19 +69,20 @@ class _Calls:
 
 
 def _serve(calls: _Calls) -> None:
+    is_ending = False
     while True:
-        item = calls.queue.get()
-        if item is not None:
-            call, future = [item[0]], item[1]
-            del item
-            _run(call, future)
-            del call, future  # an idle thread keeps nothing alive
-            continue
         with calls.lock:
-            if calls.queue.empty():
-                calls.ended = True
-                break
-        calls.queue.put(None)
+            calls.ended = is_ending and calls.queue.empty()
+        if calls.ended:
+            break
+        item = calls.queue.get()
+        if item is None:  # several are possible: by the finalizer, by `close` and by the end of the process
+            is_ending = True
+            continue
+        call, future = [item[0]], item[1]
+        del item
+        _run(call, future)
+        del call, future  # an idle thread keeps nothing alive
     forget(threading.current_thread())
 
 
