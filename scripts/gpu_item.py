@@ -137,11 +137,11 @@ def answers(process: Process) -> dict:
     prompts = [[(7 * i + j) % config.vocab_size for j in range(3 + 5 * i)] for i in range(6)]
     sampling = SamplingParams(max_tokens=16, temperature=0)
     generator = Generator(model, policy=policy)
-    has_graphs, start = generator._graphs is not None, time.perf_counter()
+    has_graphs, start = generator._stepper.graphs is not None, time.perf_counter()
     batch = [own[0].tokens for own in generator.generate(prompts, sampling=sampling)]
     seconds = time.perf_counter() - start
     alone = [generator.generate([prompt], sampling=sampling)[0][0].tokens for prompt in prompts]
-    generator._graphs = None
+    generator._stepper.graphs = None
     eager = [own[0].tokens for own in generator.generate(prompts, sampling=sampling)]
     if not batch == alone == eager:
         raise RuntimeError(f"tokens differ: together {batch}, alone {alone}, without graphs {eager}")
