@@ -70,6 +70,8 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._step_applied = False
         self._compiled = False
         self.is_closed = self._warned_of_drop = False
+        if optimizer is not None:
+            optimizer.before_drop = self._warn_of_drop
         self._watcher = Watcher(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -150,7 +152,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         assert self.optimizer is not None
         if not self.settings.managed_accumulation and self.engine.zero.reduction.has_gradients:
             self.engine.zero.reduction.reduce_now()  # backwards have not known that they were the last ones
-        self.optimizer.step(of_engine=True)
+        self.optimizer.step_of_engine()
         # A step may have ended early: the engine counts complete ones.
         self.engine.micro_steps = self.engine.global_steps * self.engine.accumulation_steps
         batch = self.settings.batch
@@ -165,7 +167,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
     def _begin_training(self) -> None:
         """No optimizer was given, and now a backward may follow."""
         self.engine, self.optimizer = self._builder.begin_training(self.engine)
-        self._states = self.optimizer.moving
+        self._states, self.optimizer.before_drop = self.optimizer.moving, self._warn_of_drop
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -257,7 +259,10 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         """
         if self.optimizer is None:
             return
-        if self.since_step and self.engine.zero.reduction.has_gradients and not self._warned_of_drop:
+        self.optimizer.zero_grad(set_to_none)
+
+    def _warn_of_drop(self) -> None:
+        if self.since_step and not self._warned_of_drop:
             self._warned_of_drop = True
             if self.global_rank == 0:
                 logger.warning(
@@ -266,7 +271,6 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
                     self.since_step,
                     self.settings.batch.accumulation,
                 )
-        self.optimizer.zero_grad(set_to_none)
 
     def compile(
         self,

@@ -9,11 +9,21 @@ from torch import nn
 
 from ztk.deepspeed.own_optimizers import DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLamb, FusedLion
 from ztk.optim import OptimizerPolicy, ParameterGroup
+from ztk.optim.script_optimizer import check_step, unhooked
 from ztk.policies.optimizer import TORCH
 
 _HYPER = ("lr", "betas", "eps", "weight_decay", "momentum")
 # What a group of a torch optimizer may hold besides, and the value that ztk's own optimizers have.
 _MUST_BE = {"amsgrad": False, "maximize": False, "dampening": 0}
+# Options that ztk's own optimizers are built with, and their value in a group that lacks them.
+_BUILT_WITH = {
+    **_MUST_BE,
+    "nesterov": False,
+    "decoupled_weight_decay": None,
+    "bias_correction": True,
+    "min_coeff": None,
+    "max_coeff": None,
+}
 # Classes by the optimizer of ztk that does the same. A class derived from one of them may do anything, so its own step runs.
 _CLASSES: dict[type, str] = {
     torch.optim.AdamW: "adamw",
@@ -23,6 +33,7 @@ _CLASSES: dict[type, str] = {
     **dict.fromkeys((FusedLion, DeepSpeedCPULion), "lion"),
     FusedLamb: "lamb",
 }
+_STEPS = {cls: unhooked(cls.step) for cls in _CLASSES}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +90,7 @@ def groups_of_client(
         raise ValueError(
             f"optimizer: made a {type(optimizer).__name__}, which is no torch.optim.Optimizer: derive its class from it"
         )
+    check_step(optimizer)
     policy = _own_policy(optimizer, clip=clip) or OptimizerPolicy(name=TORCH, decay_all=True, clip_grad_norm=clip)
     policy = replace(policy, skip_unused=skip_unused)
     if optimizer.state and policy.name != TORCH:  # a class may set states in its constructor
@@ -91,6 +103,10 @@ def groups_of_client(
 def _own_policy(optimizer: torch.optim.Optimizer, *, clip: float) -> OptimizerPolicy | None:
     """That of ztk's optimizer with the same arithmetic in all groups, or None."""
     name, groups = _CLASSES.get(type(optimizer)), optimizer.param_groups
+    if unhooked(type(optimizer).step) is not _STEPS.get(
+        type(optimizer)
+    ):  # a script has changed it, or it is another class
+        return None
     if name is None or any(group.get(key, value) != value for group in groups for key, value in _MUST_BE.items()):
         return None
     decoupled = {bool(group.get("decoupled_weight_decay", name == "adamw")) for group in groups}
@@ -124,6 +140,33 @@ def _own_policy(optimizer: torch.optim.Optimizer, *, clip: float) -> OptimizerPo
     if corrected == {False}:
         options["bias_correction"] = False
     return OptimizerPolicy(name=name, decay_all=True, clip_grad_norm=clip, **options)
+
+
+class FixedOptions:
+    """What a script must not change about groups after `initialize`. `check` before every step."""
+
+    def __init__(self, groups: list[dict], *, policy: OptimizerPolicy) -> None:
+        self._groups, self._policy = groups, policy
+        self._before = [self._options(group) for group in groups]
+
+    def check(self) -> None:
+        """Raises ValueError for an option of ztk's own optimizers that a step cannot follow. Others' steps read all options."""
+        if self._policy.name == TORCH:
+            return
+        for number, (group, before) in enumerate(zip(self._groups, self._before, strict=True)):
+            for key, value in self._options(group).items():
+                if value != before[key]:
+                    raise ValueError(
+                        f"param_groups[{number}]['{key}'] is {value} now and was {before[key]} at initialize, and the engine's "
+                        f"{self._policy.name} is built with it: set it before initialize, or destroy() the engine and initialize again "
+                        "(lr, betas, eps and weight_decay may change)"
+                    )
+
+    def _options(self, group: Mapping) -> dict:
+        found = {key: group.get(key, value) for key, value in _BUILT_WITH.items()}
+        if self._policy.name == "sgd" and not self._policy.momentum:  # there is no buffer for one
+            found["momentum"] = group.get("momentum", 0.0)
+        return found
 
 
 def count_beyond(optimizer: torch.optim.Optimizer, *, model_parameters: Iterable) -> int:

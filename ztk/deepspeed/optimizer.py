@@ -4,35 +4,35 @@ A loss has the dtype that the model computes it in.
 """
 
 import copy
-from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Container, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from ztk.checkpoint.full import is_cut
-from ztk.deepspeed.gradients import forget_gradients
-from ztk.deepspeed.groups import TrainedGroups, hyper_row
+from ztk.deepspeed.gradients import forget_gradients, take_assigned, take_changes
+from ztk.deepspeed.groups import FixedOptions, TrainedGroups, hyper_row
+from ztk.deepspeed.log import logger
 from ztk.deepspeed.loss_scaler import EngineLossScale
 from ztk.deepspeed.offloading import OffloadDeviceEnum, StateOffload
-from ztk.deepspeed.optimizer_state import StateElsewhere, check_same
 from ztk.deepspeed.owners import Owner, owner_of
 from ztk.deepspeed.zero.hooks import DeepSpeedZeRoOffload
 from ztk.engine import Engine
 from ztk.kernels import State
 from ztk.optim import TorchStep
+from ztk.optim.script_optimizer import FixedGroups, ScriptOptimizer, StateElsewhere, check_same, inside_hooks
 from ztk.optim.torch_step import Progress
 from ztk.zero.state.offload import StateKind
 
-_NEW_GROUP = (
-    "a parameter group was added after initialize: the engine's buffers are laid out for the groups it was built of. Give all groups to "
-    "initialize, and freeze what trains later by requires_grad_(False) after it; or destroy() the engine and initialize again"
+_AGAIN = "destroy() the engine and initialize again"
+_STATES = (
+    "Use deepspeed.utils.safe_get_full_optimizer_state(p, name) and safe_set_full_optimizer_state(p, value, name), or "
+    "engine.optimizer.state_dict() and load_state_dict(), on every rank; to begin with new states " + _AGAIN
 )
 _NOT_HERE = (
-    "{call} of the optimizer that was passed to initialize: its states are the engine's. Call it, on every rank, of the optimizer that "
+    "the optimizer that was passed to initialize: its states are the engine's. Call it, on every rank, of the optimizer that "
     "initialize returned (engine.optimizer), or use engine.save_checkpoint and load_checkpoint"
 )
 
@@ -59,68 +59,84 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if trained.client is not None:
             self.param_groups = trained.client.param_groups  # a scheduler made of the client's optimizer writes there
         self.optimizer = trained.client or self
-        self._refusals = [] if trained.client is None else _refuse_states(trained.client)
-        self.state = self._no_state = StateElsewhere()
-        self._shows_no_state = self.optimizer is not self and not self.optimizer.state
-        if self._shows_no_state:  # a class may have set states in its constructor, which its step takes over
-            self.optimizer.state = self.state
+        warn = logger.warning if engine.process.rank == 0 else None
+        self.state = self._no_state = StateElsewhere(way=_STATES, warn=warn)
+        names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+        self._groups = FixedGroups(self, names=names, build="initialize", again=_AGAIN)
+        self._options = FixedOptions(self.param_groups, policy=trained.policy)
+        self._script = self._take(trained.client, engine=engine)
         self._policy, self._engine, self.moving = trained.policy, engine, moving
         self._row_of_group = [engine.control.row_of[own[0]] if own else None for own in trained.names]
         self._hyper = engine.control.hyper.cpu()  # what the device has
         self.skip_step = False  # a script's: the coming step drops its gradients, because another model's overflowed
-        self._was_skipped = False
+        self._was_skipped = self._is_called = False
+        self.before_drop: Callable[[], None] = lambda: None  # told before `zero_grad` drops gradients
         if engine.zero.policy.shards_parameters:
             self.parameter_offload = DeepSpeedZeRoOffload(engine.module)
 
+    def _take(self, client: torch.optim.Optimizer | None, *, engine: Engine) -> ScriptOptimizer | None:
+        if client is None:
+            return None
+        if engine.script_optimizer is not None:  # `parallelize` has taken it in its own words
+            engine.script_optimizer.release()
+            engine.script_optimizer = None
+        groups = FixedGroups(client, names=self._groups.names, build="initialize", again=_AGAIN)
+        return ScriptOptimizer(client, groups=groups, state=self._no_state, instead=_NOT_HERE, zero_grad=self.zero_grad)
+
+    def step_of_engine(self) -> None:
+        """`step`, which a script may have replaced by a function that calls it. Raises RuntimeError if that does not."""
+        self._is_called = True
+        try:
+            self.step()
+            if self._is_called:
+                raise RuntimeError(
+                    "engine.optimizer.step was replaced by a function that does not call the step it replaces: call that, once"
+                )
+        finally:
+            self._is_called = False
+
     @torch.no_grad()
-    def step(self, closure: None = None, *, of_engine: bool = False) -> None:
+    def step(self, closure: None = None) -> None:
         """The engine calls it at a boundary. Raises RuntimeError if a script does, ValueError for a hook that returns arguments."""
-        if not of_engine:
+        if not self._is_called:
             raise RuntimeError("optimizer.step(): call engine.step() instead; it knows where an accumulated step ends")
+        self._is_called = False
         assert closure is None
         self._was_skipped, self.skip_step = self.skip_step, False
         if self._was_skipped:
             self._engine.skip_step()
             forget_gradients(self._engine)
             return
-        with self._inside_hooks_of_client():
+        with self._script.inside_hooks() if self._script else nullcontext():
             self._write_hyper()
+            take_assigned(self._engine)  # a hook may have changed p.grad
+            take_changes(self._engine)
             self._engine.step()
-            self._mark_stepped()
+        self._no_state.has_stepped = True
 
     def train_batch(self, micro_batches: Iterable) -> Tensor:
         """The engine's full step, for a pipeline; returns its loss, a scalar. Step hooks run around all of it."""
-        with _inside_hooks(self), self._inside_hooks_of_client():
+        with inside_hooks(self), self._script.inside_hooks() if self._script else nullcontext():
             self._write_hyper()
             loss = self._engine.train_batch(micro_batches)
-            self._mark_stepped()
+        self._no_state.has_stepped = True
         return loss
-
-    def _inside_hooks_of_client(self) -> AbstractContextManager:
-        """Its step is replaced by the engine's, so torch calls none of them; those of `self.step` it calls by itself."""
-        return nullcontext() if self.optimizer is self else _inside_hooks(self.optimizer)
 
     def add_param_group(self, param_group: dict) -> None:
         """Raises ValueError: the groups are those of `initialize`."""
         if self._is_built:
-            raise ValueError(_NEW_GROUP)
+            self._groups.refuse_group()
         super().add_param_group(param_group)
 
     def leave_client(self) -> None:
         """The engine ends: the client's optimizer is its own again."""
-        while self._refusals:
-            self._refusals.pop().remove()
-        if self._shows_no_state:
-            self.optimizer.state, self._shows_no_state = defaultdict(dict), False
-
-    def _mark_stepped(self) -> None:
-        if self.optimizer is not self:
-            # pyrefly: ignore[missing-attribute]  # torch's own mark
-            self.optimizer._opt_called = True  # a torch scheduler warns if its optimizer has not stepped before it
+        if self._script is not None:
+            self._script.release()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`DeepSpeedEngine.zero_grad`."""
         if self._engine.zero.reduction.has_gradients:
+            self.before_drop()
             self._engine.discard_gradients()
             forget_gradients(self._engine)
 
@@ -337,11 +353,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _write_hyper(self) -> None:
         """Numbers that changed go to the device in one copy, which is not waited for."""
-        if len(self.param_groups) != len(self._row_of_group):
-            raise ValueError(_NEW_GROUP)
+        self._groups.check()
         check_same(self.state, expected=self._no_state)
-        if self._shows_no_state:
-            check_same(self.optimizer.state, expected=self._no_state)
+        if self._script is not None:
+            self._script.check()
+        self._options.check()
         before, table = self._hyper.clone(), self._engine.control.hyper
         for group, row in zip(self.param_groups, self._row_of_group, strict=True):
             if row is None:
@@ -352,28 +368,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         # Only from pinned memory a copy is asynchronous; torch gives these bytes to nobody else before it is done.
         table.copy_(self._hyper.pin_memory() if table.is_cuda else self._hyper, non_blocking=True)
-
-
-def _refuse_states(client: torch.optim.Optimizer) -> list[RemovableHandle]:
-    """From now on `state_dict()` and `load_state_dict()` of `client` raise RuntimeError: it has no states, and nobody reads what is loaded."""
-
-    def saving(_: torch.optim.Optimizer) -> None:
-        raise RuntimeError(_NOT_HERE.format(call="state_dict()"))
-
-    def loading(_: torch.optim.Optimizer, __: dict) -> None:
-        raise RuntimeError(_NOT_HERE.format(call="load_state_dict()"))
-
-    return [client.register_state_dict_pre_hook(saving), client.register_load_state_dict_pre_hook(loading)]
-
-
-@contextmanager
-def _inside_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Calls the optimizer's own step hooks before and after."""
-    for hook in list(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()):
-        if hook(optimizer, (), {}) is not None:
-            raise ValueError(
-                "a pre-step hook of the optimizer returned other arguments, and the engine's step has none"
-            )
-    yield
-    for hook in list(getattr(optimizer, "_optimizer_step_post_hooks", {}).values()):
-        hook(optimizer, (), {})

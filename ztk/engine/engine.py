@@ -13,6 +13,7 @@ from ztk.engine.batches import eval_batch, eval_losses, train_batch
 from ztk.engine.control import StepControl, StepMetrics
 from ztk.engine.overflow import OverflowGuard
 from ztk.kernels import State
+from ztk.optim.script_optimizer import ScriptOptimizer
 from ztk.parameters.partitioned import ZeroInitContext
 from ztk.runtime import MemoryLedger, PhaseClock, Process
 from ztk.runtime.io import IoCounters
@@ -50,6 +51,9 @@ class Engine:
         self._scales_loss = control.scaling.dynamic or control.scaling.initial != 1.0
         zero.reduction.needs_scaled_loss = self._scales_loss
         self._module_metrics = module_metrics
+        self.script_optimizer: ScriptOptimizer | None = (
+            None  # the torch optimizer whose step runs, and that is the caller's
+        )
         self._guard = OverflowGuard(control, zero=zero, device=process.device)
 
     def __call__(self, *args, **kwargs):
@@ -114,7 +118,7 @@ class Engine:
         self.micro_steps += 1
         if not boundary:
             return False
-        with self.clock.phase("optimizer"):
+        with self.clock.phase("optimizer"), self._inside_script_optimizer():
             self.control.decide(self.zero.sum_of_squares())
             try:
                 self._guard.check(step=self.global_steps)
@@ -124,6 +128,15 @@ class Engine:
             self.zero.update(self.control.control, step=self.global_steps + 1)
         self.global_steps += 1
         return True
+
+    @contextmanager
+    def _inside_script_optimizer(self) -> Iterator[None]:
+        if self.script_optimizer is None:
+            yield
+            return
+        with self.script_optimizer.inside_hooks():
+            self.script_optimizer.check()
+            yield
 
     def skip_step(self) -> None:
         """Ends a step without an update: gradients are dropped, counters rise as for an overflow, and the loss scale stays as it is.
@@ -149,6 +162,8 @@ class Engine:
         init_context: takes the sharded parameters in, so that the model may have another engine; then every rank must call it. None: at stage 3
         the model is unusable, too.
         """
+        if self.script_optimizer is not None:
+            self.script_optimizer.release()
         try:
             self._guard.finish(step=self.global_steps)
         finally:

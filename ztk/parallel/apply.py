@@ -5,6 +5,7 @@ sequences, experts, ZeRO with its stores, recomputation, engine.
 """
 
 import functools
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -18,6 +19,7 @@ from ztk.moe import metrics_of_experts, scale_router_losses, shard_experts
 from ztk.nn.linear import WIDENED, speed_up_linear_layers
 from ztk.offload import OffloadPolicy
 from ztk.optim import FlatOptimizer, GroupTable, OptimizerPolicy, TorchStep, flat_optimizer, group_parameters
+from ztk.optim.script_optimizer import FixedGroups, ScriptOptimizer, StateElsewhere
 from ztk.parallel.plan import Plan, check_states
 from ztk.parallel.stores import fit_pool, make_stores, piece_size
 from ztk.pipeline import PipelineModule, PipelinePolicy, ScheduleName
@@ -35,6 +37,8 @@ from ztk.runtime.planned import is_planned
 from ztk.sequence import cut_sequences
 from ztk.tensor import TensorPolicy, shard_tensors
 from ztk.zero import Zero, ZeroPolicy
+
+_AGAIN = "close() the engine and call parallelize again"
 
 
 def parallelize(
@@ -65,7 +69,8 @@ def parallelize(
     model: a plain module, on any device. On the meta device it needs `initial_values(name=, start=, stop=)`; otherwise every rank starts
         with rank 0's values. The engine takes its parameters over: dtype, memory and device follow the policies.
     torch_optimizer: with OptimizerPolicy(name="torch"), any elementwise optimizer over the model's parameters. Its own step runs over this
-        rank's shards, with the options that its parameter groups have at the time; the object itself neither steps nor gets states.
+        rank's shards, with the options that its parameter groups have at the time, and between its step hooks; until the engine is closed the
+        object's own step, state_dict, load_state_dict and add_param_group raise, and its zero_grad drops the engine's gradients.
     lr_table: fp32 [steps], the multiplier of the learning rate for each update; the last one stays. None: constant.
     experts: a regular expression for the layers whose experts are spread over the mesh's expert axis. None: all layers with experts.
     pipeline: how a mesh with several stages cuts and runs the model, which is then a `ztk.pipeline.PipelineModule` or the native decoder.
@@ -124,7 +129,28 @@ def parallelize(
     apply_recompute(plan)
     place_buffers(plan)
     warn_of_parts(model, zero=plan.sharded, is_cut=plan.is_cut)
-    return build_engine(plan, groups=groups)
+    engine = build_engine(plan, groups=groups)
+    if torch_optimizer is not None:
+        engine.script_optimizer = _taken_over(torch_optimizer, engine=engine)
+    return engine
+
+
+def _taken_over(optimizer: torch.optim.Optimizer, *, engine: Engine) -> ScriptOptimizer:
+    def zero_grad() -> None:
+        if engine.zero.reduction.has_gradients:
+            engine.discard_gradients()
+
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    return ScriptOptimizer(
+        optimizer,
+        groups=FixedGroups(optimizer, names=names, build="parallelize", again=_AGAIN),
+        state=StateElsewhere(
+            way=f"ztk.checkpoint.save(engine, ...) and load keep them; to begin with new states {_AGAIN}",
+            warn=warnings.warn if engine.process.rank == 0 else None,
+        ),
+        instead="the optimizer that was passed to parallelize: its states are the engine's, which ztk.checkpoint.save and load keep",
+        zero_grad=zero_grad,
+    )
 
 
 def _device_of_states(offload: OffloadPolicy | None, *, process: Process) -> torch.device:
