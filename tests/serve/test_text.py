@@ -1,6 +1,7 @@
 """Text streams: any cut into tokens gives the text, up to the first stop text."""
 
 import random
+from typing import ClassVar
 
 import pytest
 
@@ -11,6 +12,8 @@ TEXT = "naïve 日本語 🙂 e\u0301 END of it"
 
 class Pieces:
     """A vocabulary of byte strings of different lengths."""
+
+    special: ClassVar = {}
 
     def __init__(self, data: bytes, *, seed: int) -> None:
         chance, self.parts = random.Random(seed), []
@@ -65,8 +68,10 @@ def test_what_may_begin_a_stop_text_waits():
 class Words:
     """As SentencePiece's decoders: a space before each word, and none at the beginning of what is decoded."""
 
+    special: ClassVar = {4: "<end>", 5: "<tool>"}
+
     def decode(self, tokens: list[int]) -> str:
-        return "".join((" of", " Paris", "ian", " it")[token] for token in tokens).removeprefix(" ")
+        return "".join((" of", " Paris", "ian", " it", "", "")[token] for token in tokens).removeprefix(" ")
 
 
 @pytest.mark.parametrize("prompt", [[0], [3, 0], [0] * 20])
@@ -75,3 +80,23 @@ def test_an_answer_begins_with_the_space_behind_its_prompt(prompt):
     assert [stream.push(token) for token in (1, 2, 3)] == [" Paris", "ian", " it"] and stream.finish() == ""
     stream = TextStream(Words(), prompt=prompt, stops=("ian it",))
     assert "".join(stream.push(token) for token in (1, 2, 3)) == " Paris" and stream.stopped
+
+
+@pytest.mark.parametrize(
+    ("stops", "expected"),
+    [
+        ((), " Paris it"),
+        (("<end>",), " Paris"),
+        (("Paris<tool><end>",), " "),
+        (("<tool>", "it"), " Paris"),
+        (("<tool> it",), " Paris it"),
+    ],
+)
+def test_a_stop_text_may_be_a_special_token(stops, expected):
+    stream = TextStream(Words(), prompt=[0], stops=stops)
+    assert "".join(stream.push(token) for token in (1, 5, 4, 3)) + stream.finish() == expected
+    assert stream.stopped == (stops not in ((), ("<tool> it",)))
+    shown = TextStream(Words(), prompt=[0], stops=stops, shows_special=True)
+    found = "".join(shown.push(token) for token in (1, 5, 4, 3)) + shown.finish()
+    assert found == " Paris<tool><end> it"[: len(found)] and shown.stopped == stream.stopped
+    assert found.replace("<tool>", "").replace("<end>", "") == expected

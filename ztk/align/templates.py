@@ -93,7 +93,7 @@ class ChatTemplate:
         """The token that ends an answer, as it is written; None: the template writes none. See [Note: The end of an answer]."""
         try:
             return self._end_after([{"role": "user", "content": "a"}])
-        except ValueError:  # it takes other conversations than this one
+        except (ValueError, ImportError):  # it takes other conversations than this one, or jinja2 is not installed
             return None
 
     def required_end(self) -> str:

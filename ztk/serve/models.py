@@ -1,8 +1,10 @@
 """Models from folders: runs of ztk, its checkpoints, and what transformers reads; each with its tokenizer."""
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -19,11 +21,17 @@ from ztk.inference import UnreadModel
 from ztk.inference.packed import MANIFEST, Packed, open_packed
 from ztk.serve.trained import trained_model
 
+_NAMED = 5  # of the weights that are missing
 CHATS = (DataName.chat, DataName.preferences)  # data whose answers end with the byte `data.stop`
 
 
 class Tokenizer(Protocol):
     """Text to tokens and back."""
+
+    @property
+    def special(self) -> Mapping[int, str]:
+        """The texts of special tokens, which `decode` leaves out."""
+        ...
 
     def encode(self, text: str) -> list[int]:
         """The tokens of `text` after those that the tokenizer puts before a text. Those that it puts after one are left out: the answer comes
@@ -180,11 +188,17 @@ def _tokenizer_of(run: Path, *, name: str | None) -> SubwordTokenizer | None:
 
 
 def folder_module(folder: Path) -> nn.Module:
-    """The model of transformers in `folder`, fp32 on the CPU. Raises ValueError where transformers is not installed."""
+    """The model of transformers in `folder`, fp32 on the CPU. Raises ValueError where transformers is not installed, or weights are missing."""
     transformers = _transformers(folder)
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-    ).eval()
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
+    )
+    if missing := sorted(info["missing_keys"]):
+        named = ", ".join(missing[:_NAMED]) + (f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
+        raise ValueError(
+            f"inference.model={folder}: its files lack {named}, which {type(model).__name__} computes with; save the model again"
+        )
+    return model.eval()
 
 
 def _transformers(folder: Path) -> Any:
@@ -208,12 +222,14 @@ def _of_transformers(folder: Path, *, name: str, module: nn.Module | Packed | Un
     ends = [] if named is None else [named] if isinstance(named, int) else list(named)
     if tokenizer.eos_token_id is not None:
         ends.append(tokenizer.eos_token_id)
+    if tokenizer.chat_template and (end := ChatTemplate(folder=folder, inner=tokenizer).end) is not None:
+        ends.append(tokenizer.convert_tokens_to_ids(end))
     return Opened(
         name=name,
         module=module,
         tokenizer=_Pretrained(tokenizer),
         ends=tuple(dict.fromkeys(ends)),
-        vocabulary=min(config.vocab_size, len(tokenizer)),
+        vocabulary=min(config.vocab_size, max(tokenizer.get_vocab().values()) + 1),  # ids may have gaps
         begin=_begin_of(tokenizer),
         first=tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id,
         unknown=tokenizer.unk_token_id,
@@ -229,6 +245,8 @@ def _begin_of(tokenizer: Any) -> tuple[int, ...]:
 
 class _Bytes:
     """UTF-8 bytes as tokens. A model may have more tokens: they are never drawn, and their text is U+FFFD."""
+
+    special: Mapping[int, str] = MappingProxyType({})
 
     def __init__(self, *, chat_stop: int | None = None) -> None:
         """chat_stop: the byte that ends answers of chats, as `task=sft` learns them; None: the model has learnt none."""
@@ -258,6 +276,7 @@ class _Subword:
     def __init__(self, tokenizer: SubwordTokenizer, *, has_chats: bool, by_template: bool) -> None:
         """has_chats: it has learnt chats, as `task=sft` writes them. by_template: by the tokenizer's chat template."""
         self._tokenizer, self._has_chats, self._by_template = tokenizer, has_chats, by_template
+        self.special = tokenizer.special
 
     def encode(self, text: str) -> list[int]:
         return text_prompt(text, tokenizer=self._tokenizer).tokens
@@ -281,6 +300,8 @@ class _Pretrained:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._begin = tokenizer, _begin_of(tokenizer)
+        added = tokenizer.added_tokens_decoder.items()
+        self.special = {token: entry.content for token, entry in added if entry.special}
 
     def encode(self, text: str) -> list[int]:
         return [*self._begin, *self.encode_text(text)]
