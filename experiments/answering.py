@@ -255,4 +255,5 @@ def _offload(config: Config) -> OffloadPolicy | None:
 
 def usual_sampling(config: Config) -> SamplingParams:
     """The sampling of `sampling.*`, without stop texts: those are the text's, not the engine's."""
-    return SamplingParams(**{name: value for name, value in vars(config.sampling).items() if name != "stop"})
+    given = {name: value for name, value in vars(config.sampling).items() if name != "stop" and value is not None}
+    return SamplingParams(**given)

@@ -6,6 +6,7 @@
 import json
 import time
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +14,55 @@ import torch
 
 from experiments.answering import Answering, answering, cost_of_weights, release_module, usual_sampling
 from ztk.config import Config
+from ztk.config.inference_schema import SamplingConfig
+from ztk.data.lines import parse_line
 from ztk.inference import Completion, Generator, SamplingParams
 from ztk.report import RunFolder
 from ztk.serve.models import Opened
 from ztk.serve.text import TextStream
 
-_OWN = {field.name for field in fields(SamplingParams)} - {
-    "draw_key",
-    "token_mask",
-    "prompt_logprobs",
-    "stop_token_ids",
-}
+# Keys of a line that say how its answers are drawn; `stop` is that of the text.
+_KEYS = {field.name for field in fields(SamplingConfig)} | {"logit_bias", "stop_token_ids"}
+# Keys of other programs, which would change nothing here.
+_OTHERS = (
+    *(
+        "max_completion_tokens",
+        "max_new_tokens",
+        "max_gen_toks",
+        "do_sample",
+        "num_beams",
+        "length_penalty",
+        "ignore_eos",
+    ),
+    *("stop_sequences", "until", "top_logprobs", "best_of", "echo", "suffix", "stream", "messages"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """A line of the file. given: the line, as it was."""
+    """A prompt of the file. line: its number. given: its object. stops: texts that end its answers."""
 
+    line: int
+    given: dict[str, Any]
     tokens: list[int]
     sampling: SamplingParams
+    stops: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadLine:
+    """A line that gets no answer. given: its object; of a line that is none its text, as `line`."""
+
+    line: int
     given: dict[str, Any]
+    error: str
 
 
 def main(config: Config) -> None:
     """Every rank answers all prompts, and the first one writes them with the totals.
 
     Raises:
-        ValueError: a model that cannot be computed, or a line that is not a prompt, by its number.
-        FloatingPointError: logits that are not finite.
+        ValueError: a model that cannot be computed, or a file of which no line has an answer.
     """
     with answering(config) as leading:
         if leading is not None:
@@ -52,27 +74,32 @@ def answer(config: Config, *, answering: Answering) -> None:
     opened, generator = answering.opened, answering.generator
     cost = cost_of_weights(config, answering=answering)
     release_module(opened)
-    usual = replace(usual_sampling(config), stop_token_ids=opened.ends)
-    prompts = read_prompts(
-        config.inference.prompts, opened=opened, usual=usual, vocabulary=generator.description.vocab_size
-    )
+    lines = read_prompts(config.inference.prompts, opened=opened, config=config, generator=generator)
+    prompts = [line for line in lines if isinstance(line, Prompt)]
     started = time.perf_counter()
     answers = generator.generate(
         [prompt.tokens for prompt in prompts], sampling=[prompt.sampling for prompt in prompts]
     )
     seconds = time.perf_counter() - started
-    folder = RunFolder(config.output_dir)
-    stops = tuple(config.sampling.stop or ())
-    lines = [
-        record(prompt, answers=found, opened=opened, stops=stops)
-        for prompt, found in zip(prompts, answers, strict=True)
+    folder, found = RunFolder(config.output_dir), iter(answers)
+    records = [
+        record(line, answers=next(found), opened=opened)
+        if isinstance(line, Prompt)
+        else line.given | {"error": line.error}
+        for line in lines
     ]
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    text = "".join(json.dumps(written, ensure_ascii=False) + "\n" for written in records)
     (folder.path / "completions.jsonl").write_text(text, encoding="utf-8")
+    failed = [
+        f"line {line.line}: {written['error']}"
+        for line, written in zip(lines, records, strict=True)
+        if "answers" not in written
+    ]
     drawn = sum(len(answer.tokens) for found in answers for answer in found)
     folder.write_summary(
         {
-            "prompts": len(prompts),
+            "prompts": len(lines),
+            "failed_prompts": len(failed),
             "prompt_tokens": sum(len(prompt.tokens) for prompt in prompts),
             "reused_tokens": generator.reused_tokens,
             "generated_tokens": drawn,
@@ -83,6 +110,10 @@ def answer(config: Config, *, answering: Answering) -> None:
             **({} if cost is None else {"perplexity_stored": cost.stored, "perplexity": cost.chosen}),
         }
     )
+    if len(failed) == len(records):
+        raise ValueError(f"inference.prompts={config.inference.prompts}: no prompt has an answer; {failed[0]}")
+    if failed:
+        print(f"{len(failed)} of {len(lines)} prompts have an error instead of answers, the first: {failed[0]}")
     print(
         f"{len(prompts)} prompts, {drawn} tokens in {seconds:.1f} s, {drawn / seconds:.1f} tokens/s: {folder.path / 'completions.jsonl'}"
     )
@@ -102,47 +133,115 @@ def _plan_of(generator: Generator) -> dict[str, float]:
     }
 
 
-def read_prompts(path: str, *, opened: Opened, usual: SamplingParams, vocabulary: int) -> list[Prompt]:
-    """The file's prompts. Tokens without a text are never drawn.
+def read_prompts(path: str, *, opened: Opened, config: Config, generator: Generator) -> list[Prompt | BadLine]:
+    """The file's lines that are not empty. Tokens without a text are never drawn.
 
     Raises:
-        ValueError: a line that is no prompt, with its number; or a file without one.
+        ValueError: a file without a line, or one that cannot be read.
     """
-    mask = None
-    if opened.vocabulary < vocabulary:
-        allowed = torch.arange(vocabulary) < opened.vocabulary
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise ValueError(f"inference.prompts={path}: cannot be read ({error}); name another file") from None
+    mask, size = None, generator.description.vocab_size
+    if opened.vocabulary < size:
+        allowed = torch.arange(size) < opened.vocabulary
         mask = lambda answer: allowed  # noqa: E731
-    found = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            given = json.loads(line)
-            own = {name: value for name, value in given.items() if name in _OWN}
-            tokens = given["tokens"] if "tokens" in given else opened.tokenizer.encode(given["prompt"])
-            sampling = replace(usual, **own, draw_key=(number,), token_mask=mask)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = 'has neither "prompt" nor "tokens"' if isinstance(error, KeyError) else str(error)
-            raise ValueError(
-                f'inference.prompts={path}, line {number}: {reason}; a line is {{"prompt": "text"}}'
-            ) from error
-        found.append(Prompt(tokens=tokens, sampling=sampling, given=given))
+    usual = replace(usual_sampling(config), token_mask=mask)
+    found = [
+        _read(line, number=number, usual=usual, config=config, opened=opened, generator=generator)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
     if not found:
         raise ValueError(f'inference.prompts={path}: has no prompt; a line is {{"prompt": "text"}}')
     return found
 
 
-def record(prompt: Prompt, *, answers: list[Completion], opened: Opened, stops: tuple[str, ...]) -> dict[str, Any]:
-    """The line as it was, with its answers.
+def _read(
+    line: bytes, *, number: int, usual: SamplingParams, config: Config, opened: Opened, generator: Generator
+) -> Prompt | BadLine:
+    given: dict[str, Any] = {"line": line.decode(errors="replace").strip()}
+    try:
+        given = _object(line)
+        tokens, stops = _tokens(given, opened=opened), _stops(given.get("stop") or config.sampling.stop or ())
+        # A stop text that is a special token ends the answer when it is drawn.
+        ends = (*opened.ends, *(token for token, text in opened.tokenizer.special.items() if text in stops))
+        own = _own(given, ends=ends)
+        if "max_tokens" not in own and config.sampling.max_tokens is None:
+            own["max_tokens"] = _rest_of_context(tokens, generator=generator)
+        sampling = replace(usual, draw_key=(number,), **own)
+        generator.check(tokens, sampling=sampling)
+    except (ValueError, TypeError) as error:
+        return BadLine(line=number, given=given, error=str(error))
+    return Prompt(line=number, given=given, tokens=tokens, sampling=sampling, stops=stops)
 
-    Raises:
-        FloatingPointError: logits that are not finite.
-    """
+
+def _object(line: bytes) -> dict[str, Any]:
+    given = parse_line(line)
+    if not isinstance(given, dict):
+        raise ValueError('must be a JSON object, such as {"prompt": "text"}')
+    for name in given.keys() - _KEYS:
+        if name in _OTHERS:
+            raise ValueError(f"{name} has no effect here: leave it out, or use {', '.join(sorted(_KEYS))}")
+        if name in ("prompt", "tokens"):
+            continue
+        if near := get_close_matches(name, [*_KEYS, "prompt", "tokens"], n=1, cutoff=0.82):
+            raise ValueError(f"{name} is no key of a prompt: write {near[0]}, or give a field of your own another name")
+    return given
+
+
+def _tokens(given: dict[str, Any], *, opened: Opened) -> list[int]:
+    if isinstance(tokens := given.get("tokens"), list):
+        return tokens
+    if not isinstance(prompt := given.get("prompt"), str):
+        raise ValueError('has neither a text "prompt" nor a list "tokens"; a line is {"prompt": "text"}')
+    return opened.tokenizer.encode(prompt)
+
+
+def _stops(given: Any) -> tuple[str, ...]:
+    found = [given] if isinstance(given, str) else list(given)
+    if not all(isinstance(stop, str) and stop for stop in found):
+        raise ValueError(f"stop={given!r}: must be a text or a list of texts")
+    return tuple(found)
+
+
+def _own(given: dict[str, Any], *, ends: tuple[int, ...]) -> dict[str, Any]:
+    """The line's own sampling. ends: tokens that end every answer."""
+    own = {name: value for name, value in given.items() if name in _KEYS - {"stop"} and value is not None}
+    if "logit_bias" in own:  # the keys of JSON are texts
+        if not isinstance(own["logit_bias"], dict):
+            raise ValueError('logit_bias must map token ids to numbers, as in {"50256": -100}')
+        own["logit_bias"] = {int(token): float(value) for token, value in own["logit_bias"].items()}
+    return own | {"stop_token_ids": (*ends, *own.get("stop_token_ids", ()))}
+
+
+def _rest_of_context(tokens: list[int], *, generator: Generator) -> int:
+    """The longest answer to a prompt that the context and the memory have room for. Raises ValueError if there is none."""
+
+    def check(limit: int) -> None:
+        generator.check(tokens, sampling=SamplingParams(max_tokens=limit))
+
+    check(1)
+    least, most = 1, max(1, generator.max_len - len(tokens))
+    while least < most:
+        middle = (least + most + 1) // 2
+        try:
+            check(middle)
+        except ValueError:
+            most = middle - 1
+        else:
+            least = middle
+    return least
+
+
+def record(prompt: Prompt, *, answers: list[Completion], opened: Opened) -> dict[str, Any]:
+    """The line as it was, with its answers, or with the error of one."""
+    if errors := [answer.error for answer in answers if answer.error is not None]:
+        return prompt.given | {"error": errors[0]}
     written = []
     for answer in answers:
-        if answer.error is not None:
-            raise FloatingPointError(f"{answer.error}; the prompt was {prompt.given}")
-        stream = TextStream(opened.tokenizer, stops=stops, prompt=prompt.tokens)
+        stream = TextStream(opened.tokenizer, stops=prompt.stops, prompt=prompt.tokens)
         kept = answer.tokens[:-1] if answer.finish_reason == "stop" else answer.tokens
         text = "".join(stream.push(token) for token in kept) + stream.finish()
         reason = "stop" if stream.stopped else answer.finish_reason

@@ -3,9 +3,12 @@
 import json
 
 import pytest
-import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 from experiments.answering import open_answering
+from experiments.generate import read_prompts, record
+from tests.align.ten import save_one
 from tests.commands import run_command
 from tests.experiments.test_faults import folder_of, run
 from tests.inference.models import VOCABULARY, save_letters, save_llama
@@ -165,23 +168,83 @@ def test_a_cache_of_blocks_is_chosen_by_keys(trained, tmp_path):
     assert len(answer.tokens) == 6 and answer.error is None
 
 
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("{", "line 2: "),
-        ('{"text": "x"}', 'line 2: has neither "prompt" nor "tokens"'),
-        ('{"prompt": "x", "top_p": 7}', "line 2: sampling.top_p=7"),
-    ],
-)
-def test_a_line_that_is_no_prompt_is_named(line, message, tmp_path):
-    from experiments.generate import read_prompts
-    from ztk.serve.models import Opened, _Bytes
+def test_bad_lines_fail_alone(trained, tmp_path):
+    """Each is in the file with its error. The others have their answers, which go on to the end of the context where nothing limits them."""
+    file, out = tmp_path / "p.jsonl", tmp_path / "out"
+    bad = {
+        b"{": "not JSON",
+        b'{"text": "x"}': 'has neither a text "prompt"',
+        b'{"prompt": "x", "top_p": 7}': "sampling.top_p=7",
+        b'{"prompt": "x", "max_token": 7}': "max_token is no key of a prompt: write max_tokens",
+        b'{"prompt": "x", "max_new_tokens": 7}': "max_new_tokens has no effect here",
+        b'{"prompt": "\\ud83d"}': "is not UTF-8",
+        b'{"prompt": "x", "logit_bias": [1]}': "logit_bias must map token ids to numbers",
+        b'{"prompt": "x", "stop": [1]}': "must be a text or a list of texts",
+        b'{"tokens": [999]}': "token 999 is outside the vocabulary",
+        b'{"prompt": "' + b"x" * 500 + b'"}': "a prompt of 500 tokens",
+    }
+    good = [
+        '{"prompt": "a\u2028b", "max_tokens": 3, "id": 1}',
+        '{"prompt": "def f(", "temperature": 0}',
+        '{"prompt": "def f(", "temperature": 0, "logit_bias": {"120": 100}, "stop": ["xxx"], "max_tokens": 9}',
+        '{"prompt": "def f(", "temperature": 0, "logit_bias": {"120": 100}, "stop_token_ids": [120], "max_tokens": 9}',
+    ]
+    file.write_bytes(b"\n".join([*bad, *(line.encode() for line in good)]) + b"\n")
+    words = (f"inference.model={trained}", f"inference.prompts={file}", "inference.max_model_len=64")
+    done = run_command("task=generate", *words, f"hydra.run.dir={out}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (
+        f"{len(bad)} of {len(bad) + 4} prompts have an error instead of answers, the first: line 1: not JSON"
+        in done.stdout
+    )
+    lines = [json.loads(line) for line in (out / "completions.jsonl").read_text(encoding="utf-8").split("\n")[:-1]]
+    for line, said in zip(lines, bad.values(), strict=False):
+        assert said in line["error"] and "answers" not in line
+    first, second, third, fourth = [line["answers"][0] for line in lines[len(bad) :]]
+    assert lines[len(bad)]["prompt"] == "a\u2028b" and lines[len(bad)]["id"] == 1 and len(first["tokens"]) == 3
+    assert len(second["tokens"]) == 64 - len("def f(")
+    assert third["text"] == "" and third["finish_reason"] == "stop"
+    assert fourth["tokens"] == [120] and fourth["text"] == "" and fourth["finish_reason"] == "stop"
+    file.write_text("{\n")
+    done = run_command("task=generate", *words, f"hydra.run.dir={tmp_path / 'none'}", cwd=tmp_path)
+    assert done.returncode == 1 and "no prompt has an answer; line 1: not JSON" in done.stderr
 
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "a"}\n' + line + "\n")
-    opened = Opened(name="x", module=torch.nn.Identity(), tokenizer=_Bytes(), ends=(), vocabulary=256)
-    with pytest.raises(ValueError, match=message):
-        read_prompts(str(path), opened=opened, usual=SamplingParams(), vocabulary=256)
+
+def test_a_folder_with_gaps_in_its_ids(tmp_path):
+    """The largest id counts, not the number of entries: the end token is drawn. A stop text may be a special token."""
+    save_one("bytes, gaps in ids", path=tmp_path / "model")
+    config = transformers.LlamaConfig(
+        vocab_size=400, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "model")
+    opened = open_model(str(tmp_path / "model"))
+    ids = opened.tokenizer._tokenizer.get_vocab()
+    assert opened.vocabulary == max(ids.values()) + 1 > len(ids)
+    assert opened.tokenizer.special[ids["<|im_start|>"]] == "<|im_start|>"
+    file = tmp_path / "p.jsonl"
+    start = ids["<|im_start|>"]
+    file.write_text(json.dumps({"prompt": "a", "logit_bias": {str(start): 100}, "stop": "<|im_start|>"}))
+    words = ("task=generate", f"inference.model={tmp_path / 'model'}", f"inference.prompts={file}")
+    generator = Generator(opened.module)
+    [line] = read_prompts(
+        str(file), opened=opened, config=compose(*words, output_dir=str(tmp_path)), generator=generator
+    )
+    [[answer]] = generator.generate([line.tokens], sampling=[line.sampling])
+    written = record(line, answers=[answer], opened=opened)
+    assert written["answers"][0] | {"logprobs": []} == {
+        "text": "", "tokens": [start], "finish_reason": "stop", "logprobs": []
+    }  # fmt: skip
+
+
+def test_a_folder_that_lacks_weights_is_refused(tmp_path):
+    save_llama(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"its files lack model\.layers\.1\.mlp\.up_proj\.weight"):
+        open_model(str(tmp_path))
 
 
 def test_a_folder_of_transformers_opens_with_its_tokenizer(tmp_path):

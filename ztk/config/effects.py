@@ -329,12 +329,18 @@ EFFECTS = (
         required=False,
     ),
     Effect(
-        keys=("inference.lookup_tokens", *keys_of("sampling", *(n for n in vars(SamplingConfig()) if n != "stop"))),
+        keys=(
+            "inference.lookup_tokens",
+            *keys_of("sampling", *(n for n in vars(SamplingConfig()) if n not in ("stop", "max_tokens"))),
+        ),
         when=_prompted,
         only="task=generate or task=serve",
     ),
     Effect(
-        keys=(*keys_of("inference", "max_model_len", "held_out", "draft_model"), "sampling.stop"),
+        keys=(
+            *keys_of("inference", "max_model_len", "held_out", "draft_model"),
+            *keys_of("sampling", "stop", "max_tokens"),
+        ),
         when=_prompted,
         only="task=generate or task=serve",
         required=False,

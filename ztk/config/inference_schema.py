@@ -98,7 +98,7 @@ class InferenceConfig:
 class SamplingConfig:
     """How an answer is drawn. A request may say otherwise."""
 
-    max_tokens: int | None = key("tokens of an answer at most", default=None)
+    max_tokens: int | None = key("tokens of an answer at most; null: the rest of the context", default=None)
     temperature: float | None = key("divides the logits; 0: the likeliest token", default=None)
     top_k: int | None = key("only so many of the likeliest tokens; 0: all", default=None)
     top_p: float | None = key("only the likeliest tokens that together have this probability", default=None)
