@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import httpx
 import openai
@@ -133,6 +133,32 @@ def test_a_stop_text_ends_the_answer_and_is_left_out(client):
     stop = complete[7:9]
     found = client.completions.create(**asked, stop=stop).choices[0]
     assert found.text == complete[: complete.find(stop)] and found.finish_reason == "stop"
+
+
+def test_special_tokens_end_an_answer_and_are_shown_if_asked():
+    class Special(_Bytes):
+        special = MappingProxyType({120: "<|end|>"})
+
+        def decode(self, tokens):
+            return super().decode([token for token in tokens if token != 120])
+
+    running = start(tokenizer=Special())
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+
+    def ask(**more):
+        body = {"logit_bias": {"120": 100}, "max_tokens": 3} | more.pop("body", {})
+        choice = client.completions.create(model="tiny", prompt="a", extra_body=body | more).choices[0]
+        return choice.text, choice.finish_reason
+
+    try:
+        assert ask() == ("", "length")
+        assert ask(skip_special_tokens=False) == ("<|end|>" * 3, "length")
+        assert ask(stop="<|end|>") == ask(stop_token_ids=[120]) == ("", "stop")
+        assert ask(stop=["<|end|><|end|>"], skip_special_tokens=False) == ("", "stop")
+        with pytest.raises(openai.BadRequestError, match="stop_token_ids must be a list of token ids"):
+            ask(stop_token_ids=[True])
+    finally:
+        running.stop()
 
 
 def test_lm_evals_payload_gives_the_log_probabilities_of_the_prompt(running):

@@ -47,7 +47,7 @@ class Answer:
 
     def __init__(self, *, shape: Shape, index: int, prompt: list[int], asked: Asked, tokenizer: Tokenizer) -> None:
         self._shape, self._index, self._prompt, self._asked, self._tokenizer = shape, index, prompt, asked, tokenizer
-        self._text = TextStream(tokenizer, stops=asked.stops, prompt=prompt)
+        self._text = TextStream(tokenizer, stops=asked.stops, prompt=prompt, shows_special=asked.shows_special)
         self._pieces: list[str] = []
         self._drawn: list[Output] = []
         self._prompt_logprobs: list[PromptLogprob] = []

@@ -216,7 +216,7 @@ class Server:
                     param="max_tokens",
                 )
             self._check(prompt, sampling=asked.sampling)
-            ends = () if asked.ignores_ends else self._opened.ends
+            ends = (*(() if asked.ignores_ends else self._opened.ends), *asked.stop_token_ids)
             sampling = replace(asked.sampling, draw_key=(number,), stop_token_ids=ends, token_mask=self._mask())
             jobs.append(Job(prompt=prompt, sampling=sampling, loop=running))
         return jobs

@@ -33,7 +33,7 @@ _SHARED = {
         "stream_options",
         "best_of",
     ),
-    *("top_k", "min_p", "repetition_penalty", "ignore_eos"),  # vLLM's
+    *("top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "skip_special_tokens"),  # vLLM's
 }
 
 
@@ -50,7 +50,8 @@ class Asked:
     """A request, read. prompts: texts or token ids, of /completions; messages: of /chat/completions. echo: the prompt comes first.
 
     max_tokens: 0 with echo asks for the prompt's log-probabilities alone. model: its name; None: whichever is served. with_logprobs: of drawn
-    tokens, and of an echoed prompt's; `sampling.logprobs` says how many likely ones beside each.
+    tokens, and of an echoed prompt's; `sampling.logprobs` says how many likely ones beside each. stop_token_ids: tokens that end an answer
+    beside the model's ends. shows_special: special tokens are part of the text.
     """
 
     sampling: SamplingParams
@@ -62,6 +63,8 @@ class Asked:
     with_usage: bool = False
     echo: bool = False
     ignores_ends: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    shows_special: bool = False
     with_logprobs: bool = False
     model: str | None = None
 
@@ -117,6 +120,8 @@ def read_body(raw: bytes, *, chat: bool, usual: SamplingParams, stops: tuple[str
         with_usage=bool(body.get("stream_options", {}).get("include_usage")),
         echo=echo,
         ignores_ends=_flag(body, "ignore_eos"),
+        stop_token_ids=_stop_tokens(body),
+        shows_special=not _flag(body, "skip_special_tokens", usual=True),
         with_logprobs=logprobs is not None,
         model=body.get("model"),
     )
@@ -134,8 +139,8 @@ def _refuse_undone(body: dict, *, chat: bool, n: int) -> None:
         raise BadRequest("echo is of /completions: leave it out", param="echo")
 
 
-def _flag(body: dict, name: str) -> bool:
-    value = body.get(name, False)
+def _flag(body: dict, name: str, *, usual: bool = False) -> bool:
+    value = body.get(name, usual)
     if not isinstance(value, bool):
         raise BadRequest(f"{name}={value!r}: must be true or false", param=name)
     return value
@@ -164,6 +169,13 @@ def _stops(body: dict) -> tuple[str, ...]:
     found = [found] if isinstance(found, str) else found
     if not isinstance(found, list) or not all(isinstance(stop, str) and stop for stop in found):
         raise BadRequest("stop must be a text or a list of texts", param="stop")
+    return tuple(found)
+
+
+def _stop_tokens(body: dict) -> tuple[int, ...]:
+    found = body.get("stop_token_ids", [])
+    if not isinstance(found, list) or not all(type(token) is int for token in found):
+        raise BadRequest("stop_token_ids must be a list of token ids", param="stop_token_ids")
     return tuple(found)
 
 
