@@ -14,7 +14,6 @@ from experiments.ranks import seed_dropout
 from experiments.streams import share_of
 from ztk import checkpoint
 from ztk.config import Config
-from ztk.config.hugging_face import is_hugging_face
 from ztk.engine import Engine
 from ztk.nn.lora import is_adapter
 from ztk.report import Reporter
@@ -51,12 +50,12 @@ def start_from(config: Config, *, engine: Engine, body_only: bool = False) -> No
 
 
 def load_weights(config: Config, *, engine: Engine, path: str, only: Sequence[str] | None = None) -> None:
-    """Sets the parameters from the run in `path`, which may be without adapters where this one has new ones beside ztk's decoder. only: shell
-    patterns of their names. A collective call.
+    """Sets the parameters from the run in `path`, which may be without adapters where this one has new ones. only: shell patterns of their
+    names. A collective call.
 
     Raises CheckpointError.
     """
-    is_base = config.lora.rank > 0 and not is_hugging_face(config.model) and not checkpoint.has_adapters(path)
+    is_base = config.lora.rank > 0 and not checkpoint.has_adapters(path)
     loaded = checkpoint.load(engine, path=path, weights_only=True, only=only, strict=not is_base)
     asked = [
         name for name in (*loaded.kept, *loaded.unused) if only is None or any(fnmatchcase(name, one) for one in only)

@@ -14,6 +14,7 @@ from torch import nn
 from experiments import policies
 from experiments.pretrain import build_model, sample_batch
 from experiments.ranks import started
+from ztk import checkpoint
 from ztk.checkpoint.values import CheckpointValues
 from ztk.config import Config
 from ztk.config import load as load_config
@@ -102,7 +103,7 @@ def open_frozen(path: str, *, ema: bool) -> tuple[nn.Module, InitialValues]:
             run.model.init = ModelInit.pretrained if run.lora.rank else ModelInit.random
             run.model.kernels = False
         model, base = build_model(run)
-        values = CheckpointValues(step, ema=ema, base=base if policies.trained_only(run) else None)
+        values = CheckpointValues(step, ema=ema, base=base if checkpoint.leaves_out_base(step) else None)
         values.fill_buffers(model)
     own: Any = getattr(model, "config", None)
     if getattr(own, "output_router_logits", False):

@@ -18,9 +18,10 @@ from ztk.config.inference_schema import SamplingConfig
 from ztk.data.lines import parse_line
 from ztk.inference import Completion, Generator, SamplingParams
 from ztk.report import RunFolder
-from ztk.serve.models import Opened
+from ztk.serve.models import Opened, checkpoint_of
 from ztk.serve.text import TextStream
 
+_PROMPT = {"prompt": "\n"}  # without a file
 # Keys of a line that say how its answers are drawn; `stop` is that of the text.
 _KEYS = {field.name for field in fields(SamplingConfig)} | {"logit_bias", "stop_token_ids"}
 # Keys of other programs, which would change nothing here.
@@ -81,7 +82,7 @@ def answer(config: Config, *, answering: Answering) -> None:
         [prompt.tokens for prompt in prompts], sampling=[prompt.sampling for prompt in prompts]
     )
     seconds = time.perf_counter() - started
-    folder, found = RunFolder(config.output_dir), iter(answers)
+    folder, found, step = RunFolder(config.output_dir), iter(answers), checkpoint_of(config.inference.model)
     records = [
         record(line, answers=next(found), opened=opened)
         if isinstance(line, Prompt)
@@ -98,6 +99,7 @@ def answer(config: Config, *, answering: Answering) -> None:
     drawn = sum(len(answer.tokens) for found in answers for answer in found)
     folder.write_summary(
         {
+            "checkpoint": None if step is None else str(step),
             "prompts": len(lines),
             "failed_prompts": len(failed),
             "prompt_tokens": sum(len(prompt.tokens) for prompt in prompts),
@@ -114,6 +116,10 @@ def answer(config: Config, *, answering: Answering) -> None:
         raise ValueError(f"inference.prompts={config.inference.prompts}: no prompt has an answer; {failed[0]}")
     if failed:
         print(f"{len(failed)} of {len(lines)} prompts have an error instead of answers, the first: {failed[0]}")
+    if config.inference.prompts is None:
+        print(f"{records[0]['answers'][0]['text']}\n(inference.prompts=FILE.jsonl answers the prompts of a file)")
+    if step is not None:
+        print(f"weights of {step}")
     print(
         f"{len(prompts)} prompts, {drawn} tokens in {seconds:.1f} s, {drawn / seconds:.1f} tokens/s: {folder.path / 'completions.jsonl'}"
     )
@@ -133,14 +139,14 @@ def _plan_of(generator: Generator) -> dict[str, float]:
     }
 
 
-def read_prompts(path: str, *, opened: Opened, config: Config, generator: Generator) -> list[Prompt | BadLine]:
-    """The file's lines that are not empty. Tokens without a text are never drawn.
+def read_prompts(path: str | None, *, opened: Opened, config: Config, generator: Generator) -> list[Prompt | BadLine]:
+    """The file's lines that are not empty; without a file one prompt. Tokens without a text are never drawn.
 
     Raises:
         ValueError: a file without a line, or one that cannot be read.
     """
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        lines = [json.dumps(_PROMPT).encode()] if path is None else Path(path).read_bytes().split(b"\n")
     except OSError as error:
         raise ValueError(f"inference.prompts={path}: cannot be read ({error}); name another file") from None
     mask, size = None, generator.description.vocab_size

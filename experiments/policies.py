@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.own import own_learning_rates, own_optimizer, planned_optimizer
+from ztk import checkpoint
 from ztk.config import Config, is_own
 from ztk.config.hugging_face import is_hugging_face
 from ztk.config.precision_schema import LossScaleConfig, PrecisionConfig
@@ -41,8 +42,11 @@ def decoder_config(config: Config) -> DecoderConfig:
 
 
 def trained_only(config: Config) -> bool:
-    """Of checkpoints: the base below adapters stays at `model.path`. That of ztk's decoder is nowhere else, and is saved with them."""
-    return config.lora.rank > 0 and is_hugging_face(config.model)
+    """Of checkpoints: the base below adapters stays at `model.path`. It is saved with them where it is not there: ztk's decoder, and weights
+    that `warm_start.path` has trained."""
+    if config.lora.rank == 0 or not is_hugging_face(config.model):
+        return False
+    return config.warm_start.path is None or checkpoint.leaves_out_base(config.warm_start.path)
 
 
 def lora_policy(config: Config) -> LoraPolicy | None:

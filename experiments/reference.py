@@ -14,6 +14,7 @@ from experiments.models import Values, build
 from ztk import checkpoint
 from ztk.align import PairLogprobs, answer_logprobs
 from ztk.config import Config
+from ztk.config.adapters import reference_has_adapters
 from ztk.engine import Engine
 from ztk.nn.lora import adapters_off
 from ztk.report import RunFolder
@@ -108,7 +109,7 @@ class FrozenReference:
     """
 
     def __init__(self, config: Config, *, process: Process, first_values: Values | None) -> None:
-        is_base = config.lora.rank > 0 and config.warm_start.path is None
+        is_base = config.lora.rank > 0 and not reference_has_adapters(config)
         self._is_saved_elsewhere = is_base and policies.trained_only(config)
         options = {
             "values": first_values,

@@ -13,6 +13,7 @@ from experiments.packing import pack_exactly_on_all_ranks
 from experiments.prompts import Prompts
 from experiments.reference import BaseModel
 from ztk.config import Config
+from ztk.config.adapters import reference_has_adapters
 from ztk.engine import Engine
 from ztk.rollout import (
     Buffer,
@@ -158,7 +159,7 @@ def open_reference(config: Config, *, actor: Engine, first_values: Values | None
     if config.kl.reference == "frozen":
         options = {
             "is_trained": False,
-            "has_adapters": config.warm_start.path is not None,
+            "has_adapters": reference_has_adapters(config),
             "strategy": config.reference,
         }
         reference = build(config, process=actor.process, values=first_values, **options)

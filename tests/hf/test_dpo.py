@@ -12,12 +12,14 @@ from experiments import dpo as dpo_program
 from experiments.models import full_values
 from tests.experiments.test_alignment import digest_of, laid_out, losses_of, play, record_of, written
 from tests.hf import small
-from ztk.checkpoint.export import export_adapter
+from ztk.checkpoint import resolve
+from ztk.checkpoint.export import Weights, export_adapter
 from ztk.checkpoint.manifest import read_manifest
-from ztk.config import Config, ConfigError, Machine, compose
+from ztk.config import Config, ConfigError, Machine, compose, save
 from ztk.hf.causal import open_causal
 from ztk.nn.lora import LoraPolicy, adapters_off
 from ztk.runtime import Process
+from ztk.serve.models import open_model
 
 CPU = Machine(gpus=0, cores=2)
 RELATIVE = 1e-5  # sums of fp32 in another order, over four steps; see tests/hf/test_causal.py
@@ -242,15 +244,21 @@ def test_a_resumed_run_with_adapters_equals_one_that_was_not_interrupted(ranks, 
         assert logprob(trained, prompt=prompt, answer=chosen) > logprob(plain(folder), prompt=prompt, answer=chosen)
 
 
-@pytest.mark.parametrize("adapters", [(), ADAPTERS], ids=["full", "adapters"])
-def test_fine_tuned_parameters_start_both_models(ranks, folder, tmp_path, adapters):
-    """The first margin is 0: the reference is the policy that task=sft has trained, its adapters included."""
+@pytest.mark.parametrize(
+    "trained, adapters",
+    [((), ()), (ADAPTERS, ADAPTERS), ((), ADAPTERS)],
+    ids=["full", "adapters", "full, then adapters"],
+)
+def test_fine_tuned_parameters_start_both_models(ranks, folder, tmp_path, trained, adapters):
+    """The first margin is 0: the reference is the policy that task=sft has trained, its adapters included. New adapters beside a trained base
+    are saved with it, since `model.path` has another one."""
     sft = config_of(
-        *adapters, "checkpoint=periodic", "checkpoint.every=4", folder=folder, to=tmp_path / "sft", task="sft"
+        *trained, "checkpoint=periodic", "checkpoint.every=4", folder=folder, to=tmp_path / "sft", task="sft"
     )
     options = (*adapters, "train.steps=1", f"warm_start.path={tmp_path / 'sft'}")
     ranks(2).run(play, configs=[sft])
-    ranks(2).run(play, configs=[config_of(*options, folder=folder, to=tmp_path / "dpo")])
+    dpo = config_of(*options, folder=folder, to=tmp_path / "dpo")
+    ranks(2).run(play, configs=[dpo])
     (row,) = record_of(tmp_path / "dpo")
     assert row["margin"] == 0
     with torch.no_grad():
@@ -258,6 +266,24 @@ def test_fine_tuned_parameters_start_both_models(ranks, folder, tmp_path, adapte
         before = sum(float(logprob(base, prompt=prompt, answer=chosen)) for prompt, chosen, _ in PAIRS)
     count = sum(len(chosen) + 1 for _, chosen, _ in PAIRS)
     assert row["loss"] - math.log(2) < SFT_WEIGHT * -before / count - 0.01  # it has learnt the chosen answers
+    if adapters and not trained:
+        config_of(*options, "dpo.reference=lora_off", folder=folder, to=tmp_path / "off")  # the base is the policy
+        save(dpo, path=tmp_path / "dpo" / "config.yaml")
+        answering, learnt = open_model(str(tmp_path / "dpo")).module, base_of(tmp_path / "sft")
+        changed = {name for name, value in answering.named_parameters() if not torch.equal(value, learnt[name])}
+        assert 0 < len(changed) < len(learnt)  # adapters of linear layers, merged
+        assert all((value - learnt[name]).abs().max() < 0.1 for name, value in answering.named_parameters())
+        assert all(
+            "lora_" in name or torch.equal(value, learnt[name]) for name, value in base_of(tmp_path / "dpo").items()
+        )
+
+
+def base_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The values of a run's newest checkpoint."""
+    weights = Weights(read_manifest(resolve(folder)), dtype=torch.float32, is_merged=False)
+    found = {spec.key: torch.cat(list(weights.ranges(spec.key))).view(spec.shape) for spec in weights.specs}
+    weights.close()
+    return found
 
 
 # Refusals

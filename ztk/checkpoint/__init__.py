@@ -1,6 +1,6 @@
 """Checkpoints that do not depend on the layout: saved as slices under one layout, loaded under any other."""
 
-from ztk.checkpoint.architecture import adapter_scale, has_adapters
+from ztk.checkpoint.architecture import adapter_scale, has_adapters, leaves_out_base
 from ztk.checkpoint.errors import CheckpointError, DamagedCheckpoint, SaveFailed
 from ztk.checkpoint.folder import Retention, checkpoints, resolve
 from ztk.checkpoint.full import full_state_dict
@@ -22,6 +22,7 @@ __all__ = [
     "checkpoints",
     "full_state_dict",
     "has_adapters",
+    "leaves_out_base",
     "load",
     "load_newest",
     "read_manifest",

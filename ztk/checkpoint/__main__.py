@@ -130,7 +130,7 @@ def _export(options: argparse.Namespace) -> int:
             own_names=options.own_names,
             ema=options.ema,
         )
-    print(f"{report.path}: {report.nbytes / 1e6:.1f} MB in {report.files} files")
+    print(f"{report.path}: {report.nbytes / 1e6:.1f} MB in {report.files} files, from {resolve(options.dir)}")
     return 0
 
 

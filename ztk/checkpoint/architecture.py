@@ -48,6 +48,11 @@ def has_adapters(path: str | os.PathLike) -> bool:
     return any(is_adapter(info.name) for info in read_manifest(resolve(path)).parameters)
 
 
+def leaves_out_base(path: str | os.PathLike) -> bool:
+    """Whether the checkpoint in `path`, as for `load`, has the trained parameters alone. Raises CheckpointError if there is none."""
+    return bool(read_manifest(resolve(path)).left_out)
+
+
 def adapter_scale(path: str | os.PathLike) -> float | None:
     """What the product of an adapter's matrices is multiplied by, alpha / rank, in the checkpoint in `path`, as for `load`; None: it has no
     adapters. Raises CheckpointError if there is none."""

@@ -69,6 +69,8 @@ class Session:
         """
         os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, not to Hydra's own printer
         os.environ["ZTK_COMMAND"] = shlex.join(sys.argv)  # for env.json of the ranks
+        if self._external is None:
+            signal.signal(signal.SIGTERM, _end)  # before the ranks start; then `run_children` handles signals
         try:
             help_text = requested_help(sys.argv[1:])
             if help_text is not None:
@@ -91,7 +93,7 @@ class Session:
             if self._sweep is not None and not self._listing:
                 self._say(f"interrupted; this continues the sweep:\n  {sweep_line(self._sweep[0], flags=self._flags)}")
             elif not self._jobs:
-                self._say("interrupted")
+                self._say("interrupted before a run started: nothing has changed, start the command again")
             if isinstance(error, SystemExit):
                 raise
             return Outcome.interrupted
@@ -317,6 +319,10 @@ class Session:
 
             print_jobs(jobs, console=Console() if sys.stdout.isatty() else Console(width=160))
         return jobs
+
+
+def _end(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _is_signal(code: object) -> bool:

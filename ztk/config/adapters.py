@@ -60,9 +60,14 @@ def _decoder_faults(config: Config, *, targets: list[str]) -> Iterator[str]:
 def starts_adapted(config: Config) -> bool:
     """The policy starts with adapters of `warm_start.path`, not with its base."""
     path = config.warm_start.path
-    if not config.lora.rank or path is None:
+    return bool(config.lora.rank) and path is not None and _saved_scale(path) is not None
+
+
+def reference_has_adapters(config: Config) -> bool:
+    """A frozen reference starts as the policy does. New adapters add nothing and are left out where the base is a model of transformers."""
+    if config.warm_start.path is None:
         return False
-    return is_hugging_face(config.model) or _saved_scale(path) is not None
+    return not is_hugging_face(config.model) or starts_adapted(config)
 
 
 def _scale_faults(config: Config, *, key: str, path: str | None) -> Iterator[str]:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from ztk.config.batch import checkpoint_fault
 from ztk.config.effects import ANSWERING, DRAWING, by_training, device_of, streams_layers
 from ztk.config.evaluating import evaluating_faults, is_of_training
 from ztk.config.inference_schema import CacheKind, WeightFormat
@@ -155,6 +156,8 @@ def _file_faults(config: Config, *, task: str) -> Iterator[str]:
             f"inference.model={model}: is no folder; name a run folder, a checkpoint, or a folder with the config.json and weights of a "
             "model of transformers"
         )
+    elif model is not None:
+        yield from checkpoint_fault(model, key="inference.model")
     if draft is not None and not Path(draft).expanduser().is_dir():
         yield f"inference.draft_model={draft}: is no folder; name that of a smaller model with the same tokens, or leave it out"
     if prompts is not None and config.task.name == "generate" and not Path(prompts).expanduser().is_file():

@@ -76,6 +76,16 @@ def run_record(path: str | Path) -> Path | None:
     return next((found for place in (given, given.parent, given.parent.parent) if (found := record_of(place))), None)
 
 
+def checkpoint_fault(path: str, *, key: str) -> Iterator[str]:
+    """A run folder without a checkpoint."""
+    folder = Path(path).expanduser()
+    if record_of(folder) is not None and not any((folder / "checkpoints").glob("step-*[0-9]")):
+        yield (
+            f"{key}={path}: this run has no checkpoint: it was started with checkpoint=none, or ended before its first step; start it "
+            "again, or name another run"
+        )
+
+
 def record_of(folder: str | Path) -> Path | None:
     """The configuration that a run has left in its folder."""
     path = Path(folder, "config.yaml")

@@ -352,7 +352,7 @@ EFFECTS = (
     ),
     Effect(keys=_SHARED, when=_infers, only=f"{_MODEL}, and without eval.engine=training", required=False),
     Effect(keys=("inference.ema",), when=_answers, only=_MODEL, required=False),
-    Effect(keys=("inference.prompts",), when=_is("generate"), only="task=generate, and inference.prompts=FILE.jsonl"),
+    Effect(keys=("inference.prompts",), when=_is("generate"), only="task=generate", required=False),
     Effect(keys=keys_of("serve", "host", "port", "max_waiting", "drain_seconds"), when=_is("serve"), only="task=serve"),
     Effect(keys=("serve.model_name", "serve.api_key_variable"), when=_is("serve"), only="task=serve", required=False),
     Effect(keys=("eval.record",), when=_is("eval"), only="task=eval"),

@@ -39,7 +39,8 @@ class InferenceConfig:
         default=None,
     )
     prompts: str | None = key(
-        'a jsonl file, each line {"prompt": "text"} or {"tokens": [1, 2]}, with sampling keys of its own where it has them',
+        'a jsonl file, each line {"prompt": "text"} or {"tokens": [1, 2]}, with sampling keys of its own where it has them; null: one '
+        "prompt, a line break, and the answer is printed",
         default=None,
     )
     max_sequences: int | None = key(

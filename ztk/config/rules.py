@@ -9,7 +9,7 @@ from pathlib import Path
 from ztk.config.adapters import lora_faults
 from ztk.config.alignment import alignment_faults
 from ztk.config.answering import answering_faults
-from ztk.config.batch import AUTO
+from ztk.config.batch import AUTO, checkpoint_fault
 from ztk.config.effects import device_of, effect_faults, offloads, others_offload
 from ztk.config.ema_schema import Evaluated
 from ztk.config.hugging_face import hugging_face_faults, is_hugging_face
@@ -301,6 +301,8 @@ def _runs_to_start_from(config: Config) -> Iterator[str]:
     for key, path in (("warm_start.path", config.warm_start.path), ("reward.path", config.reward.path)):
         if path is not None and not os.path.exists(os.path.expanduser(path)):
             yield f"{key}={path}: no such folder (from {os.getcwd()}); name a run folder with checkpoints, or leave it out"
+        elif path is not None:
+            yield from checkpoint_fault(path, key=key)
 
 
 def _profile_faults(text: str | None, *, steps: int) -> Iterator[str]:
@@ -363,6 +365,8 @@ def _training(config: Config, machine: Machine) -> Iterator[str]:
             f"checkpoint.resume={checkpoint.resume}: no such folder (from {os.getcwd()}); name a run folder with "
             "checkpoints, or checkpoint.resume=auto for the run's own, or leave it out"
         )
+    elif checkpoint.resume not in (None, AUTO):
+        yield from checkpoint_fault(checkpoint.resume, key="checkpoint.resume")
     yield from _runs_to_start_from(config)
     logger = config.logger
     if (

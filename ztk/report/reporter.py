@@ -1,5 +1,6 @@
 """Records a run while it goes on: every rank has a reporter, rank 0's writes and draws."""
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,16 +78,20 @@ class Reporter:
         first_step: int = 0,
         first_tokens: int = 0,
         digest: str = "",
+        first_loss: float | None = None,
+        last_loss: float | None = None,
         module: nn.Module | None = None,
     ) -> None:
-        """gather: [k] of every rank -> [world, k] on all. parameters: those of the full model. first_step, first_tokens, digest: steps
-        made, tokens seen and `digest` at the checkpoint from which the run continues. module: whose modules a profile names.
+        """gather: [k] of every rank -> [world, k] on all. parameters: those of the full model. first_step, first_tokens, digest,
+        first_loss, last_loss: steps made, tokens seen, `digest` and losses at the checkpoint from which the run continues. module: whose
+        modules a profile names.
         """
         self._policy, self._rank, self._world_size, self._parameters = policy, rank, world_size, parameters
         self._gauges, self._gather, self._first_step = gauges, gather, first_step
         self._rows = RowBuilder(
             gauges=gauges, gather=gather, first_step=first_step, first_tokens=first_tokens, digest=digest
         )
+        self._rows.first_loss, self._rows.last_loss = first_loss, last_loss
         self._kernels = KernelLog(policy.kernels, gather=gather, device=gauges.device)
         self._profiler = StepProfiler(
             policy.profile,
@@ -105,7 +110,9 @@ class Reporter:
     def past(self) -> dict[str, Any]:
         """The arguments besides `first_step` of a reporter that continues this record: JSON, for a checkpoint."""
         assert not self._rows.num_pending, "steps without a row are not in the digest yet: ask for one in `step`"
-        return {"first_tokens": self._rows.tokens, "digest": self._rows.digest.value}
+        losses = {"first_loss": self._rows.first_loss, "last_loss": self._rows.last_loss}
+        finite = {name: loss for name, loss in losses.items() if loss is not None and math.isfinite(loss)}
+        return {"first_tokens": self._rows.tokens, "digest": self._rows.digest.value, **finite}
 
     def __enter__(self) -> Self:
         if self._rank == 0:

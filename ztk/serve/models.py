@@ -116,6 +116,14 @@ def open_packed_model(packed: Packed) -> Opened:
     return _of_transformers(packed.path, name=name, module=packed)
 
 
+def checkpoint_of(path: str) -> Path | None:
+    """The checkpoint whose weights answer for `path`; None for a folder with a config.json or with packed weights."""
+    folder = Path(path)
+    if any((folder / name).is_file() for name in ("config.json", MANIFEST)):
+        return None
+    return checkpoint.resolve(folder)
+
+
 def recorded_run(folder: Path) -> tuple[Path, Path]:
     """The step folder of a checkpoint, and the folder with the config.yaml of its run.
 

@@ -10,7 +10,7 @@ from ztk.checkpoint.export import Weights
 from ztk.config import Config
 from ztk.hf.causal import empty_causal, folder_causal
 from ztk.nn import Decoder, DecoderConfig
-from ztk.nn.lora import merge_adapters
+from ztk.nn.lora import is_adapter, merge_adapters
 
 _NOT_SIZES = ("name", "path", "init", "kernels")
 
@@ -39,7 +39,13 @@ def trained_model(config: Config, *, step: Path, ema: bool = False) -> nn.Module
     if config.lora.rank > 0:
         alpha = config.lora.alpha
         assert alpha is not None, "the configuration is checked"
-        return merge_adapters(folder_causal(config.model.path), state=state, scale=alpha / config.lora.rank)
+        adapters = {name: value for name, value in state.items() if is_adapter(name)}
+        if manifest.left_out:
+            model = folder_causal(config.model.path)
+        else:  # the base was trained before, and is in the checkpoint
+            model = empty_causal(config.model.path)
+            model.load_state_dict({name: value for name, value in state.items() if name not in adapters}, assign=True)
+        return merge_adapters(model, state=adapters, scale=alpha / config.lora.rank)
     model = empty_causal(config.model.path)
     model.load_state_dict(state, assign=True)
     return model

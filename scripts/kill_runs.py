@@ -1,0 +1,314 @@
+"""Ends runs with SIGTERM and SIGINT at random moments, continues each with the line it printed, and compares with runs that nobody disturbed.
+
+    python scripts/kill_runs.py [--kills 100] [--kinds train,ranks,grpo,sweep] [--seed 0] [--folder DIR] [--at-once 2] [--forks]
+
+A run is killed and continued until it is done; then another begins, until there were so many kills. After every kill:
+
+* the exit code is 130 (SIGINT) or 143 (SIGTERM), within `END_SECONDS`, and no process of the run is left;
+* the run's newest checkpoint is of the last step in its record; it is missing only before the first step has ended;
+* the command has printed the line that continues the run, or the sweep. That line is what is started next.
+
+At the end the digest is that of the undisturbed run, and every step has one row. Moments: one in five is drawn over the time of a start, the
+others over the steps that are left. --forks: commands are forks of one interpreter that has imported torch, as in the tests, so that a start
+takes a fraction of a second. Prints a line per kill; the exit code is 1 if anything failed.
+"""
+
+import argparse
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+END_SECONDS = 20.0
+START_SHARE = 0.2  # of the kills: at any moment of a start
+_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+_MODEL = ("model=nano", "launch.threads=1", "logger=disabled", "train.log_every=1")
+_TOKENS = (*_MODEL, "data=synthetic", "data.seq_len=32", "train.micro_batch_size=1", "train.quick=true")
+_ROLLOUTS = (
+    *("task=grpo", "model.layers=2", "model.dim=32", "model.heads=2", "model.kv_heads=1", "model.hidden_dim=64"),
+    *("rollout.prompts=4", "rollout.group_size=4", "rollout.max_tokens=6", "data.seq_len=12"),
+    *("train.global_batch_size=8", "train.micro_batch_size=4", "scheduler=constant", "scheduler.warmup_steps=0"),
+    *("warm_start.steps=30", "warm_start.batch_size=16", "warm_start.lr=0.01", "logger=disabled", "launch.threads=1"),
+)
+KINDS: dict[str, tuple[str, ...]] = {
+    "train": (*_TOKENS, "launch.ranks=1", "train.steps=40", "checkpoint.every=15"),
+    "ranks": (
+        *_TOKENS,
+        "launch.ranks=2",
+        "train.steps=40",
+        "zero=stage3",
+        "offload=nvme",
+        "offload.buffer_bytes=1048576",
+    ),
+    "grpo": (*_ROLLOUTS, "launch.ranks=1", "train.steps=12"),
+    "sweep": ("-m", *_TOKENS, "launch.ranks=1", "train.steps=30", "optimizer.lr=1e-3,2e-3"),
+}
+
+
+@dataclass(kw_only=True)
+class Command:
+    """A started `run.py`. code: its exit code, None while it runs."""
+
+    process: Any
+    log: Path
+
+    @property
+    def code(self) -> int | None:
+        if isinstance(self.process, subprocess.Popen):
+            return self.process.poll()
+        return self.process.exitcode
+
+    def wait(self, seconds: float) -> int | None:
+        end = time.monotonic() + seconds
+        while self.code is None and time.monotonic() < end:
+            time.sleep(0.01)
+        return self.code
+
+    def printed(self) -> str:
+        files = (
+            [self.log] if isinstance(self.process, subprocess.Popen) else [self.log, self.log.with_suffix(".stderr")]
+        )
+        return "".join(file.read_text() for file in files)
+
+
+def start(words: Sequence[str], *, log: Path, forks: bool) -> Command:
+    """`python run.py WORDS`, what it prints in `log`."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    log.unlink(missing_ok=True)
+    if not forks:
+        with open(log, "w", encoding="utf-8") as file:
+            line = [sys.executable, str(ROOT / "run.py"), *words]
+            started = subprocess.Popen(line, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        return Command(process=started, log=log)
+    from tests import commands
+    from tests.ranks import forkserver
+
+    files = [log, log.with_suffix(".stderr")]
+    for file in files:
+        file.unlink(missing_ok=True)
+        file.touch()
+    told = {"arguments": tuple(words), "cwd": os.getcwd(), "environment": environment, "files": list(map(str, files))}
+    process = forkserver().Process(target=commands._command, kwargs=told)
+    process.start()
+    return Command(process=process, log=log)
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """A run or a sweep that is killed again and again. faults: what went wrong."""
+
+    kind: str
+    folder: Path
+    forks: bool
+    chance: random.Random
+    faults: list[str] = field(default_factory=list)
+    line: list[str] = field(default_factory=list)
+    kills: int = 0
+
+    def __post_init__(self) -> None:
+        self.line = first_line(self.kind, folder=self.folder)
+
+    def kill(self, *, start_seconds: float, say: Callable[[str], None]) -> bool:
+        """Starts or continues the run and kills it once. Returns False if it had ended before."""
+        before = steps_made(self.folder)
+        running = start(self.line, log=self.folder.with_suffix(".log"), forks=self.forks)
+        in_start = self.chance.random() < START_SHARE
+        left = max(1, total_steps(self.kind) * (1 + (self.kind == "sweep")) - before)
+        wanted = before + (0 if in_start else self.chance.randint(1, left))
+        pause = self.chance.uniform(0, start_seconds if in_start else 0.1)
+        while running.code is None and steps_made(self.folder) < wanted:
+            time.sleep(0.002)
+        if running.wait(pause) is not None:
+            if running.code != 0:
+                self.faults.append(f"{self.folder}: ended with code {running.code}: {running.printed()[-600:]}")
+            return False
+        number = self.chance.choice(list(_CODES))
+        os.kill(running.process.pid, number)
+        sent = time.monotonic()
+        code = running.wait(END_SECONDS)
+        seconds = time.monotonic() - sent
+        if code is None:
+            os.kill(running.process.pid, signal.SIGKILL)
+            self.faults.append(f"{self.folder}: still runs {END_SECONDS} s after {number.name}")
+            return True
+        if code == 0:
+            return False  # it was ending
+        self.kills += 1
+        self._check(running, number=number, before=before)
+        made, saved = steps_made(self.folder), newest(self.folder)
+        say(f"{self.kind} {number.name} after step {made}: saved {saved}, ended within {seconds:.2f} s")
+        return True
+
+    def _check(self, running: Command, *, number: signal.Signals, before: int) -> None:
+        where = f"{self.folder} after {number.name}"
+        printed = running.printed()
+        has_begun = running.code != -number and "before a run started" not in printed
+        if has_begun and running.code != _CODES[number]:
+            self.faults.append(f"{where}: code {running.code}: {printed[-600:]}")
+        if not has_begun and steps_made(self.folder) != before:
+            self.faults.append(f"{where}: made steps, and printed {printed[-600:]}")
+        self.faults += [f"{where}: still runs: {line}" for line in processes_of(self.folder)]
+        for job in jobs_of(self.folder):
+            rows, saved = steps_of(job), newest_of(job)
+            if rows and (saved is None or saved < rows[-1]):
+                self.faults.append(f"{job}: step {rows[-1]} is complete and the newest checkpoint is of {saved}")
+            if rows != list(range(1, len(rows) + 1)):
+                self.faults.append(f"{job}: rows of the steps {rows}")
+        found = [text for text in printed.splitlines() if "checkpoint.resume=" in text or "sweep.resume=" in text]
+        lines = [shlex.split(text.partition("run.py ")[2]) for text in found if "python " in text and "run.py " in text]
+        if lines:
+            self.line = lines[-1]
+        elif has_begun and any(newest_of(job) is not None for job in jobs_of(self.folder)):
+            self.faults.append(f"{where}: no line that continues the run: {printed[-600:]}")
+
+    def finish(self, *, undisturbed: Path) -> None:
+        """Runs to the end and compares."""
+        running = start(self.line, log=self.folder.with_suffix(".log"), forks=self.forks)
+        if running.wait(300) != 0:
+            self.faults.append(f"{self.folder}: the last command ended with {running.code}: {running.printed()[-600:]}")
+        found, expected = digests(self.folder), digests(undisturbed)
+        if found != expected:
+            self.faults.append(f"{self.folder}: digests {found}, undisturbed {expected}")
+        for job in jobs_of(self.folder):
+            if (rows := steps_of(job)) != list(range(1, total_steps(self.kind) + 1)):
+                self.faults.append(f"{job}: rows of the steps {rows}")
+
+
+def first_line(kind: str, *, folder: Path) -> list[str]:
+    """The words of an undisturbed run."""
+    place = "hydra.sweep.dir" if kind == "sweep" else "hydra.run.dir"
+    words = [*KINDS[kind], f"{place}={folder}"]
+    if kind == "grpo":
+        reward = folder.parent / "reward.py"
+        reward.write_text("def score(*, answer, **given):\n    return (sum(answer.encode()) % 7) / 7\n")
+        words.append(f"reward.function={reward}:score")
+    return words
+
+
+def total_steps(kind: str) -> int:
+    return int(next(word.partition("=")[2] for word in KINDS[kind] if word.startswith("train.steps=")))
+
+
+def jobs_of(folder: Path) -> list[Path]:
+    """The run's folder, or those of a sweep's jobs that have started."""
+    found = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
+    return found or ([folder] if (folder / "metrics.jsonl").exists() else [])
+
+
+def steps_of(job: Path) -> list[int]:
+    """The steps of the complete rows."""
+    try:
+        lines = (job / "metrics.jsonl").read_text().split("\n")[:-1]
+    except FileNotFoundError:
+        return []
+    return [json.loads(line)["step"] for line in lines]
+
+
+def steps_made(folder: Path) -> int:
+    """Of the run, or of all jobs of the sweep together."""
+    return sum(len(steps_of(job)) for job in jobs_of(folder))
+
+
+def newest_of(job: Path) -> int | None:
+    """The step of a run's newest complete checkpoint."""
+    found = [
+        path.parent.name for path in (job / "checkpoints").glob("step-*/manifest.json") if ".tmp-" not in str(path)
+    ]
+    return max((int(name.removeprefix("step-").partition(".")[0]) for name in found), default=None)
+
+
+def newest(folder: Path) -> list[int | None]:
+    return [newest_of(job) for job in jobs_of(folder)]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Job -> digest, of those that are done."""
+    found = {}
+    for job in jobs_of(folder):
+        summary = json.loads((job / "summary.json").read_text()) if (job / "summary.json").exists() else {}
+        if summary.get("status") == "done":
+            found["" if job == folder else job.name] = summary["loss_digest"]
+    return found
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines that name a path of the run; a moment later, so that ended ones are gone."""
+    end = time.monotonic() + 2.0
+    while True:
+        listed = subprocess.run(["ps", "axww", "-o", "stat=,args="], capture_output=True, text=True, check=True).stdout
+        lines = [line for line in listed.splitlines() if f"{folder}/" in line and line[0] != "Z"]
+        if not lines or time.monotonic() > end:
+            return lines
+        time.sleep(0.05)
+
+
+def kill_often(kind: str, *, kills: int, folder: Path, seed: int, forks: bool, say: Callable[[str], None]) -> list[str]:
+    """So many kills of runs of one kind. Returns the faults."""
+    folder.mkdir(parents=True, exist_ok=True)
+    undisturbed = folder / "undisturbed"
+    began = time.monotonic()
+    running = start(first_line(kind, folder=undisturbed), log=undisturbed.with_suffix(".log"), forks=forks)
+    while running.code is None and not steps_made(undisturbed):
+        time.sleep(0.01)
+    start_seconds = time.monotonic() - began
+    if running.wait(600) != 0:
+        return [f"{kind}: the undisturbed run ended with {running.code}: {running.printed()[-1500:]}"]
+    say(f"{kind}: undisturbed {time.monotonic() - began:.1f} s, {start_seconds:.1f} s of them for the start")
+    chance, made, number, faults = random.Random(seed), 0, 0, list[str]()
+    while made < kills and not faults:
+        trial = Trial(kind=kind, folder=folder / f"killed{number}", forks=forks, chance=chance)
+        number += 1
+        while made < kills and trial.kill(start_seconds=start_seconds, say=say) and not trial.faults:
+            made += 1
+        trial.finish(undisturbed=undisturbed)
+        faults += trial.faults
+    say(f"{kind}: {made} kills of {number} runs, digest {' '.join(digests(undisturbed).values())}")
+    return faults
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=100, help="of all kinds together")
+    parser.add_argument(
+        "--kinds", default=",".join(KINDS), help="train: 1 rank; ranks: 2 with stage 3 on disk; grpo; sweep"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and signals")
+    parser.add_argument("--folder", type=Path, help="where the runs go; default: a temporary one")
+    parser.add_argument("--at-once", type=int, default=2, help="kinds that run at the same time")
+    parser.add_argument("--forks", action="store_true", help="fork commands from one interpreter")
+    given = parser.parse_args(arguments)
+    kinds, lock, began = given.kinds.split(","), threading.Lock(), time.monotonic()
+
+    def say(text: str) -> None:
+        with lock:
+            print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
+
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(given.at_once) as pool:
+        folder = (given.folder or Path(temporary)).absolute()
+        share = [given.kills // len(kinds) + (place < given.kills % len(kinds)) for place in range(len(kinds))]
+        options = {"seed": given.seed, "forks": given.forks, "say": say}
+        waiting = [
+            pool.submit(kill_often, kind, kills=count, folder=folder / kind, **options)
+            for kind, count in zip(kinds, share, strict=True)
+        ]
+        faults = [fault for each in waiting for fault in each.result()]
+    done = f"{given.kills} kills: each left the last completed step, and the printed line led to the undisturbed digest"
+    print("\n".join(faults) or done)
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

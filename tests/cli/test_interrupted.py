@@ -1,0 +1,52 @@
+"""Trained weights never vanish: the last step is saved, a run that was ended by a signal resumes, and the newest step answers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.commands import run_command
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "model=nano",
+    "train.micro_batch_size=1",
+    "data.seq_len=32",
+    "launch.ranks=1",
+    "launch.threads=1",
+    "logger=disabled",
+)
+
+
+def test_the_last_step_is_saved_and_answers(tmp_path):
+    place = "hydra.run.dir=run"
+    done = run_command(*TINY, "train.steps=5", "checkpoint.every=2", "train.quick=true", place, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.glob("run/checkpoints/step-*")) == ["step-000004", "step-000005"]
+    words = (
+        "task=generate",
+        "inference.model=run",
+        "sampling.max_tokens=4",
+        "hydra.run.dir=answers",
+        "launch.threads=1",
+    )
+    done = run_command(*words, cwd=tmp_path)
+    assert done.returncode == 0 and "weights of run/checkpoints/step-000005" in done.stdout.replace(f"{tmp_path}/", "")
+    assert len(json.loads((tmp_path / "answers" / "completions.jsonl").read_text())["answers"][0]["tokens"]) == 4
+
+
+def test_a_run_without_a_checkpoint_is_named_before_anything_starts(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("")
+    for key, task in (("inference.model", "generate"), ("checkpoint.resume", "pretrain"), ("warm_start.path", "sft")):
+        done = run_command(f"task={task}", f"{key}=run", cwd=tmp_path)
+        assert done.returncode == 2 and f"{key}=run: this run has no checkpoint" in done.stderr, done.stderr
+
+
+def test_killed_runs_resume_to_the_digest_of_an_undisturbed_run(tmp_path):
+    script = str(ROOT / "scripts" / "kill_runs.py")
+    command = [sys.executable, script, "--forks", "--kills", "2", "--kinds", "ranks", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "2 kills: each left the last completed step" in done.stdout, (
+        done.stdout + done.stderr
+    )
