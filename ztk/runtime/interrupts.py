@@ -26,7 +26,8 @@ class Interrupted(KeyboardInterrupt):
 class Interrupts:
     """Inside this context SIGINT and SIGTERM set a flag, and `are_pending` reports it on all ranks after the same step.
 
-    A second signal, a second or more after the first, ends the process at once. Every rank enters the context.
+    A second signal, a second or more after the first, ends the process at once. Every rank enters the context, which raises Interrupted at its
+    end for a signal that nobody has seen.
 
     The flags travel over host connections of their own: on a GPU the exchange does not wait for the device, and the counters of the
     training's collectives do not include it. is_active: False: signals keep their effect, and `are_pending` costs nothing.
@@ -53,11 +54,15 @@ class Interrupts:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # One that came after the last step's check, such as while that step was saved, ends the run here.
+        is_late = error is None and self._is_active and self.are_pending()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._comm is not None and error is None:  # after an error the other ranks may be gone
             self._comm.close()
         self._comm = None
+        if is_late:
+            self.stop()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
