@@ -107,7 +107,7 @@ def train(
             seed_dropout(config, process=engine.process, step=number)
             found = train_step(step)
             interrupted = interrupts.are_pending()
-            saves = saver is not None and (interrupted or is_saved(config, step=number))
+            saves = saver is not None and (interrupted or is_saved(config, number))
             is_due = bool(settings.eval_every) and number % settings.eval_every == 0 and number < settings.steps
             has_row = saves or is_due or number % settings.log_every == 0 or number in (1, settings.steps)
             measured = means(found.sums, step=step, engine=engine) if has_row else {}

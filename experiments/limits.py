@@ -3,9 +3,11 @@
 import time
 
 import torch
+from torch import Tensor
 
 from ztk.config.schema import TrainConfig
 from ztk.engine import Engine
+from ztk.train import Loop
 
 
 class Limits:
@@ -16,6 +18,16 @@ class Limits:
 
     def __init__(self, train: TrainConfig, *, engine: Engine) -> None:
         self._train, self._engine, self._started = train, engine, time.monotonic()
+
+    def after_step(self, loop: Loop, *, loss: Tensor) -> None:
+        """Ends the loop after `train.max_seconds`."""
+        if self.is_over():
+            loop.ended_by = self.reason(over=True, reached=False)
+
+    def after_evaluation(self, loop: Loop, *, loss: float) -> None:
+        """Ends the loop at `train.until_loss`."""
+        if self.is_reached(loss):
+            loop.ended_by = self.reason(over=False, reached=True)
 
     def is_over(self) -> bool:
         """Whether `train.max_seconds` have passed; waits for the step's end on a GPU. Without the key nothing is sent."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from experiments import policies
 from experiments.limits import Limits
-from experiments.own import add_loss, own_logits, own_model
+from experiments.own import add_loss, own_callbacks, own_logits, own_model
 from experiments.ranks import seed_dropout, started
 from experiments.streams import Corpus, held_out_sequences, model_call, open_corpus, open_data
 from ztk import checkpoint
@@ -32,6 +32,7 @@ from ztk.report import Gauges, Reporter, RunFolder
 from ztk.runtime import Process
 from ztk.runtime.interrupts import Interrupts
 from ztk.runtime.part import InitialValues
+from ztk.train import Loop
 
 SAMPLE_BYTES = 160
 PROMPT_BYTES = 48
@@ -61,12 +62,26 @@ def run(config: Config, *, process: Process) -> None:
     with build_reporter(config, engine=engine, past=past, total_steps=steps) as reporter:
         if isinstance(corpus, TokenCorpus):
             reporter.say("\n".join(corpus.describe()))
-        if is_done:
-            ended_by = limits.reason(over=False, reached=True)
-        else:
-            ended_by = train(config, engine=engine, stream=stream, held_out=held_out, reporter=reporter, limits=limits)
+        with open_saver(config, engine=engine) as saver:
+            loop = Loop(
+                engine,
+                train_step=partial(train_step, config, engine=engine, stream=stream),
+                steps=steps,
+                tokens=config.train.global_batch_size * (config.data.seq_len or 1),
+                evaluate=partial(evaluate_weights, config, engine=engine, batches=held_out) if held_out else None,
+                eval_every=config.train.eval_every or 0,
+                reporter=reporter,
+                saver=saver,
+                saves=partial(is_saved, config),
+                judges_saves=bool(config.checkpoint.keep_best),
+                shows_stalls=bool(config.checkpoint.every),
+                state=stream.state_dict,
+                callbacks=[limits, *own_callbacks(config)],
+            )
+            ended_by = loop.run() or limits.reason(over=False, reached=is_done)
+        loss = loop.evaluate() if held_out else None
         with evaluated_weights(config, engine=engine):
-            finish(config, engine=engine, corpus=corpus, held_out=held_out, reporter=reporter, ended_by=ended_by)
+            finish(config, engine=engine, corpus=corpus, loss=loss, reporter=reporter, ended_by=ended_by)
     engine.close()
 
 
@@ -169,66 +184,9 @@ def load_past(config: Config, *, engine: Engine) -> checkpoint.LoadReport | None
     return None if given is None else checkpoint.load(engine, path=given)
 
 
-def train(
-    config: Config,
-    *,
-    engine: Engine,
-    stream: Stream,
-    held_out: Sequence[Batch],
-    reporter: Reporter,
-    limits: Limits,
-) -> str:
-    """Runs optimizer steps up to `train.steps`, with validation and checkpoints between them; returns what ended it.
-
-    Raises Interrupted after the step in which a signal arrived; that step is saved, unless the run saves nothing.
-    """
-    train, over, reached = config.train, False, False
-    tokens = config.train.global_batch_size * (config.data.seq_len or 1)
-    with open_interrupts(config, process=engine.process) as interrupts, open_saver(config, engine=engine) as saver:
-
-        def module_metrics() -> dict[str, Any]:
-            stalled = {"checkpoint.stall_seconds": saver.stall_seconds} if saver and config.checkpoint.every else {}
-            return stalled | dict(engine.read_module_metrics())
-
-        for step in range(engine.global_steps + 1, train.steps + 1):
-            seed_dropout(config, process=engine.process, step=step)
-            loss = train_step(engine, stream=stream)
-            interrupted, over = interrupts.are_pending(), limits.is_over()
-            measured = {}
-            saves = saver is not None and is_saved(config, step=step, ends=over)
-            is_due = train.eval_every and step % train.eval_every == 0 and step < train.steps
-            if held_out and not interrupted and (is_due or (saves and config.checkpoint.keep_best)):
-                with reporter.aside(), evaluated_weights(config, engine=engine):
-                    measured["validation_loss"] = evaluate(engine, batches=held_out)
-                interrupted = interrupts.are_pending()
-            reached = limits.is_reached(measured.get("validation_loss"))
-            saves = saver is not None and (saves or interrupted or is_saved(config, step=step, ends=reached))
-            reporter.step(
-                loss=loss,
-                tokens=tokens,
-                metrics=engine.read_metrics,
-                module_metrics=module_metrics,
-                row=saves or over or interrupted,
-                **measured,
-            )
-            if saves:
-                with reporter.aside():
-                    judged = config.checkpoint.keep_best and math.isfinite(measured.get("validation_loss", math.nan))
-                    assert saver is not None
-                    saver.save(
-                        data_state=stream.state_dict(),
-                        extra=reporter.past(),
-                        metric=measured["validation_loss"] if judged else None,
-                    )
-            if interrupted:
-                interrupts.stop()
-            if over or reached:
-                break
-    return limits.reason(over=over, reached=reached)
-
-
-def train_step(engine: Engine, *, stream: Stream) -> Tensor:
-    """One optimizer step; returns this replica's mean loss over its micro-batches, on the device."""
+def train_step(config: Config, step: int, *, engine: Engine, stream: Stream) -> Tensor:
+    """Optimizer step number `step`; returns this replica's mean loss over its micro-batches, on the device."""
+    seed_dropout(config, process=engine.process, step=step)
     batches = (stream.next_batch() for _ in range(engine.accumulation_steps))
     return engine.train_batch(micro_batch(batch, engine=engine) for batch in batches)
 
@@ -237,6 +195,12 @@ def evaluate(engine: Engine, *, batches: Sequence[Batch]) -> float:
     """The mean loss over all replicas' batches, the same number on every rank."""
     loss = engine.eval_batch(micro_batch(batch, engine=engine) for batch in batches)
     return engine.comm.gather_scalars(loss.double().view(1), label="validation loss").mean().item()
+
+
+def evaluate_weights(config: Config, *, engine: Engine, batches: Sequence[Batch]) -> float:
+    """`evaluate` with the weights that `train.evaluate` names."""
+    with evaluated_weights(config, engine=engine):
+        return evaluate(engine, batches=batches)
 
 
 def evaluated_weights(config: Config, *, engine: Engine) -> AbstractContextManager[None]:
@@ -254,25 +218,24 @@ def finish(
     *,
     engine: Engine,
     corpus: Corpus | None,
-    held_out: Sequence[Batch],
+    loss: float | None,
     reporter: Reporter,
     ended_by: str,
 ) -> None:
-    """The last validation, a text sample, the summary. Synthetic tokens have neither a text nor anything to learn, and `train.quick` asks
-    for neither."""
-    if config.train.quick or (corpus is None and not held_out):
+    """A text sample and the summary, with the loss of the last validation. Synthetic tokens have neither a text nor anything to learn, and
+    `train.quick` asks for neither."""
+    if config.train.quick or (corpus is None and loss is None):
         reporter.finish(ended_by=ended_by)
         return
     if corpus is None:
-        loss = evaluate(engine, batches=held_out)
         reporter.finish(validation_loss=loss, ended_by=ended_by)
         reporter.say(f"held-out loss {loss:.4f}")
         return
     if isinstance(corpus, TokenCorpus):
-        finish_tokens(config, engine=engine, corpus=corpus, held_out=held_out, reporter=reporter, ended_by=ended_by)
+        finish_tokens(config, engine=engine, corpus=corpus, loss=loss, reporter=reporter, ended_by=ended_by)
         return
     entropy = corpus.bigram_entropy()
-    measured = {"validation_loss": evaluate(engine, batches=held_out)} if held_out else {}
+    measured = {} if loss is None else {"validation_loss": loss}
     text = draw_text(
         config,
         engine=engine,
@@ -283,7 +246,7 @@ def finish(
     reporter.finish(**measured, bigram_entropy=entropy, sample=text, ended_by=ended_by)
     if text is not None:
         reporter.say(f"a sample, from {PROMPT_BYTES} held-out bytes on:\n{text}\n")
-    if held_out:
+    if loss is not None:
         comparison = "below" if measured["validation_loss"] < entropy else "not below"
         reporter.say(
             f"held-out loss {measured['validation_loss']:.4f} nats per byte, {comparison} the text's own byte-bigram "
@@ -296,14 +259,13 @@ def finish_tokens(
     *,
     engine: Engine,
     corpus: TokenCorpus,
-    held_out: Sequence[Batch],
+    loss: float | None,
     reporter: Reporter,
     ended_by: str,
 ) -> None:
     """As `finish`, for documents: bits per byte instead of the bytes' entropy, because the loss is per token."""
     measured: dict[str, float] = {"skipped_records": corpus.skipped}
-    if held_out:
-        loss = evaluate(engine, batches=held_out)
+    if loss is not None:
         size = corpus.bytes_per_token(seq_len=config.data.seq_len, num_sequences=held_out_sequences(config))
         measured |= {"validation_loss": loss, "validation_bits_per_byte": loss / math.log(2) / size}
     part = corpus.parts[0]
@@ -312,7 +274,7 @@ def finish_tokens(
     reporter.finish(**measured, sample=text, ended_by=ended_by)
     if text is not None:
         reporter.say(f"a sample, from {PROMPT_TOKENS} tokens on:\n{text}\n")
-    if held_out:
+    if loss is not None:
         reporter.say(
             f"held-out loss {measured['validation_loss']:.4f} nats per token, {measured['validation_bits_per_byte']:.4f} bits per byte"
         )
@@ -341,7 +303,7 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
-def is_saved(config: Config, *, step: int, ends: bool = False) -> bool:
+def is_saved(config: Config, step: int, ends: bool = False) -> bool:
     """Whether the configuration asks for a checkpoint of `step`. ends: something other than `train.steps` ends the run after it."""
     every, last = config.checkpoint.every, config.checkpoint.last
     return bool((every and (ends or step % every == 0)) or (last and (ends or step == config.train.steps)))

@@ -106,7 +106,7 @@ def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> 
             run.buffer.position += 1
             run.metrics |= {"entropy": updated.entropy}
             interrupted = interrupts.are_pending()
-            saves = interrupted or is_saved(config, step=step)
+            saves = interrupted or is_saved(config, step)
             reporter.step(
                 loss=updated.loss,
                 tokens=updated.tokens,

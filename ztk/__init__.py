@@ -31,11 +31,13 @@ if TYPE_CHECKING:
     from ztk.optim import lr_table as lr_table
     from ztk.parallel import parallelize as parallelize
     from ztk.pipeline import LayerSpec as LayerSpec
+    from ztk.pipeline import MicroBatch as MicroBatch
     from ztk.pipeline import PipelineModule as PipelineModule
     from ztk.pipeline import PipelinePolicy as PipelinePolicy
     from ztk.pipeline import TiedLayerSpec as TiedLayerSpec
     from ztk.planner import Plan as Plan
     from ztk.planner import plan as plan
+    from ztk.policies.ema import EmaPolicy as EmaPolicy
     from ztk.policies.hardware import Hardware as Hardware
     from ztk.precision import LossScalePolicy as LossScalePolicy
     from ztk.precision import PrecisionPolicy as PrecisionPolicy
@@ -43,18 +45,27 @@ if TYPE_CHECKING:
     from ztk.report import load as load
     from ztk.runtime import Process as Process
     from ztk.runtime import Topology as Topology
+    from ztk.runtime.part import Part as Part
+    from ztk.tensor import TensorPolicy as TensorPolicy
+    from ztk.train import Callback as Callback
+    from ztk.train import Loop as Loop
     from ztk.zero import ZeroPolicy as ZeroPolicy
 
 _HOMES = {
+    "Callback": "ztk.train",
+    "EmaPolicy": "ztk.policies.ema",
     "Engine": "ztk.engine",
     "Generator": "ztk.inference",
     "Hardware": "ztk.policies.hardware",
     "InferencePolicy": "ztk.inference",
     "LayerSpec": "ztk.pipeline",
+    "Loop": "ztk.train",
     "LossScalePolicy": "ztk.precision",
+    "MicroBatch": "ztk.pipeline",
     "OffloadPolicy": "ztk.offload",
     "OptimizerPolicy": "ztk.optim",
     "ParameterGroup": "ztk.optim",
+    "Part": "ztk.runtime.part",
     "PipelineModule": "ztk.pipeline",
     "PipelinePolicy": "ztk.pipeline",
     "Plan": "ztk.planner",
@@ -64,6 +75,7 @@ _HOMES = {
     "RunFailed": "ztk.cli.calls",
     "SamplingParams": "ztk.inference",
     "SchedulePolicy": "ztk.optim",
+    "TensorPolicy": "ztk.tensor",
     "TiedLayerSpec": "ztk.pipeline",
     "Topology": "ztk.runtime",
     "ZeroPolicy": "ztk.zero",

@@ -70,3 +70,30 @@ def test_a_plan_of_an_own_model_counts_its_parameters(tmp_path):
 def test_the_optimizer_that_is_not_elementwise_is_refused(tmp_path):
     done = run_command(*OWN, *SMALL, "optimizer=normed", cwd=tmp_path)
     assert done.returncode == 2 and "optimizer=Normed: it is not elementwise" in done.stderr
+
+
+def test_an_own_schedule_and_callback_act_and_are_recorded(tmp_path):
+    words = (
+        "precision=fp32",
+        "experiment=paced",
+        "model=conv",
+        "loss=smooth",
+        "user.width=8",
+        "train.steps=6",
+        "train.eval_every=1",
+    )
+    ended = run(tmp_path / "run", *SMALL, *words, "optimizer.lr=0", "launch.ranks=2")
+    assert ended["ended_by"] == "2 validations without a smaller loss" and ended["steps"] == 3
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["patience.worse"] for row in rows] == [0, 1, 2]
+    run(tmp_path / "rates", *SMALL, *words, "optimizer=sign", "optimizer.lr=0.01", "callbacks.patience.evaluations=9")
+    rows = [json.loads(line) for line in (tmp_path / "rates" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["lr"] for row in rows] == pytest.approx([0.01, 0.01, 0.005, 0.005, 0.0025, 0.0025])
+
+
+def test_an_own_task_uses_the_loop_as_a_library(tmp_path):
+    words = ("task._target_=copying.main", "task.longest=6", "zero=stage3", "offload=nvme", "launch.ranks=2")
+    ended = run(tmp_path / "run", *SMALL, *words)
+    assert ended["steps"] == 3 and ended["validation_loss"] > 0
+    again = run(tmp_path / "again", *SMALL, *words[:2], "zero=stage0", "launch.ranks=2")
+    assert again["loss_digest"] == ended["loss_digest"]

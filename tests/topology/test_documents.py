@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from experiments.pretrain import micro_batch
+from experiments.streams import model_call
 from tests.topology.runs import CONFIG, Strategy, alone, arranged, make_engine
 from ztk.data import Share, TokenStream
 from ztk.data.borders import IGNORED
@@ -50,7 +50,9 @@ def train(process: Process, *, strategy: Strategy, config=CONFIG) -> tuple[list[
     read = stream(rank=mesh.replica, world_size=mesh.replicas, parts=parts)
     losses, norms = [], []
     for _ in range(STEPS):
-        loss = engine.train_batch(micro_batch(read.next_batch(), device=process.device) for _ in range(parts))
+        loss = engine.train_batch(
+            model_call(read.next_batch(), takes_batches=False, device=process.device) for _ in range(parts)
+        )
         losses.append(float(engine.comm.gather_scalars(loss.detach().view(1), label="loss").mean()))
         norms.append(engine.read_metrics().grad_norm)
     bits = hashlib.sha256(torch.tensor(losses + norms).numpy().tobytes())
@@ -135,7 +137,7 @@ def without_documents(process: Process) -> str:
     placed = arranged(process, topology=Topology(pipeline=2))
     engine = make_engine(placed, strategy=Strategy(topology=Topology(pipeline=2), options=STAGES))
     read = stream(rank=0, world_size=1, parts=2)
-    batches = [micro_batch(read.next_batch(), device=process.device) for _ in range(2)]
+    batches = [model_call(read.next_batch(), takes_batches=False, device=process.device) for _ in range(2)]
     if process.rank:
         batches = [MicroBatch(args=batch.args[:2]) for batch in batches]
     try:

@@ -21,6 +21,7 @@ TARGET, SCHEMA, USER, CALLBACKS = "_target_", "_schema_", "user", "callbacks"
 # Groups without keys of ztk's.
 FREE = {
     USER: "Your own keys: any name, nested as you like. user._schema_=MODULE.CLASS, a dataclass, gives them types and defaults.",
+    CALLBACKS: "Objects with methods that the training loop calls: callbacks.NAME._target_=MODULE.CLASS.",
     "loss": "An own loss: loss._target_=MODULE.NAME, a function or class that takes the model's outputs and the batch's targets.",
 }
 _ENDLESS = 1 << 30
@@ -40,13 +41,14 @@ KEPT = {
     "task": ("name", "module"),
 }
 _READ = {"model": ("vocab_size",), "data": ("seq_len",), "optimizer": ("lr",)}  # what ztk reads from the node as well
-OBJECTS = (*_NEUTRAL, "loss")  # sections that may be objects
+OBJECTS = (*_NEUTRAL, "loss", CALLBACKS)  # sections that may be objects
 # Arguments that ztk passes in front of the node's.
 _PASSED = {"optimizer": 1, "task": 1}
 _TASKS = {
     "model": ("pretrain", "plan"),
     "data": ("pretrain", "plan"),
     "loss": ("pretrain", "plan"),
+    CALLBACKS: ("pretrain",),
     "reward": ("grpo", "ppo"),
 }
 
@@ -188,7 +190,11 @@ def _argument_faults(section: str, *, node: Mapping[str, Any], found: Any) -> It
         (signature.bind if complete else signature.bind_partial)(*positional, **(keys | passed))
     except TypeError as error:
         taken = ", ".join(name for name in signature.parameters if name != "self")
-        yield f"{section}.{TARGET}={node[TARGET]}: {error}; it takes ({taken})"
+        usual = "keyword argument 'name'" in str(error) and section in _NEUTRAL
+        fix = (
+            f"; take ztk's option away by {section}=own, in an option file `override /{section}: own`" if usual else ""
+        )
+        yield f"{section}.{TARGET}={node[TARGET]}: {error}; it takes ({taken}){fix}"
 
 
 def _optimizer_faults(node: Mapping[str, Any], *, target: str) -> Iterator[str]:
