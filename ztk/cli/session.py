@@ -43,6 +43,7 @@ from ztk.report.heartbeat import Heartbeat
 from ztk.report.status import INTERRUPTED, Status
 from ztk.report.sweep import SweepRecord
 from ztk.report.text_progress import shown_progress
+from ztk.worker import import_task
 
 # Errors whose text tells a user what to fix; of others the traceback is shown as well.
 _SELF_EXPLAINING = {"", "ValueError", "DiskError", "FileNotFoundError", "PermissionError"}
@@ -332,6 +333,7 @@ def _is_signal(code: object) -> bool:
 
 def _find_modules(folders: list[str]) -> None:
     """Modules of the user's are found here and by the ranks: next to the folders of `--config-dir`, and in this folder."""
+    import_task("experiments")  # which own tasks may import, also from an installed ztk
     own = [os.path.dirname(os.path.abspath(folder)) for folder in folders]
     sys.path[:0] = own
     sys.path.append(os.getcwd())
