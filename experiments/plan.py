@@ -19,9 +19,10 @@ from experiments.pretrain import build_model
 from experiments.streams import model_call
 from ztk import kernels
 from ztk.config import Config, ConfigError, compose, is_own
+from ztk.config.hugging_face import is_hugging_face
 from ztk.config.schema import ModelInit
 from ztk.data import Batch, Share
-from ztk.planner import Fix, Plan, fixes, plan
+from ztk.planner import Fix, Peer, Plan, Way, fixes, plan
 from ztk.planner.result import size as written
 from ztk.policies.hardware import Hardware
 from ztk.report import RunFolder
@@ -66,7 +67,7 @@ def try_plan(config: Config, *, hardware: Hardware | None = None) -> Plan | str:
 
 def make_plan(config: Config, *, hardware: Hardware | None = None) -> Plan:
     """The plan of the run that `config` describes. hardware: None: that of `config`. Raises ValueError as `ztk.plan` does."""
-    return plan(
+    made = plan(
         lambda: build_planned(config),
         batch=planned_batch(config),
         world_size=config.launch.ranks,
@@ -81,7 +82,14 @@ def make_plan(config: Config, *, hardware: Hardware | None = None) -> Plan:
         ema=policies.ema_policy(config),
         accumulation_steps=config.train.accumulation_steps,
         hardware=hardware or policies.hardware(config),
+        peer=Peer(way=config.plan.way or Way.ztk, fp8=bool(config.plan.fp8), again=config.plan.again or 0.0),
     )
+    assert config.train.global_batch_size is not None, "settled"
+    dtype = str(policies.precision_policy(config).dtype).removeprefix("torch.")
+    count = 0 if is_own(config, section="data") else config.train.global_batch_size * config.data.seq_len
+    is_counted = not is_own(config, section="model") and not is_hugging_face(config.model)
+    flops = policies.decoder_config(config).flops_per_token(config.data.seq_len) if is_counted else 0
+    return replace(made, tokens=count, model_flops=flops * count, dtype=dtype)
 
 
 def planned_batch(config: Config) -> tuple:

@@ -17,7 +17,7 @@ from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
 from ztk.parallel import parallelize
 from ztk.planner import plan
-from ztk.planner.lanes import GRADIENT, INTERCEPTED, REQUEST
+from ztk.planner.kinds import GRADIENT, INTERCEPTED, REQUEST
 from ztk.policies.curves import scaled
 from ztk.policies.hardware import Hardware
 from ztk.precision import PrecisionPolicy

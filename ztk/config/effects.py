@@ -388,6 +388,12 @@ EFFECTS = (
         only="task=plan and hardware=NAME",
         required=False,
     ),
+    Effect(
+        keys=("plan.way", "plan.fp8", "plan.again"),
+        when=lambda c, m: c.task.name == "plan" and c.hardware.name is not None,
+        only="task=plan and hardware=NAME",
+        required=False,
+    ),
     Effect(keys=("plan.search",), when=_is("plan"), only="task=plan", required=False),
     Effect(
         keys=("plan.traced",),

@@ -30,6 +30,22 @@ class HardwareConfig:
     network_bandwidth: float | None = key("bytes per second between nodes", default=None)
     ranks_per_node: int | None = key("devices of a node", default=None)
     operation_latency: float | None = key("seconds that an operation takes at least; null: 0", default=None)
+    fp8_rate: float | None = key("operations per second of dense products in fp8; null: there are none", default=None)
+    product_share: float | None = key("share of a rate that large products reach; null: 1", default=None)
+    fp8_share: float | None = key("share of fp8_rate that the products of linear layers reach; null: 1", default=None)
+    attention_share: float | None = key("share of a rate that causal attention reaches; null: 1", default=None)
+    attention_length: float | None = key("sequence length at which attention reaches half of it; null: 0", default=None)
+    memory_share: float | None = key("share of memory_bandwidth that operations on rows reach; null: 1", default=None)
+    link_share: float | None = key("share of link_bandwidth that large collectives reach; null: 1", default=None)
+    network_share: float | None = key("share of network_bandwidth that large collectives reach; null: 1", default=None)
+    host_share: float | None = key("share of host_bandwidth that an update reaches; null: 1", default=None)
+    pcie_share: float | None = key("share of pcie_bandwidth that pinned copies reach; null: 1", default=None)
+    overlap_cost: float | None = key(
+        "part of a collective's seconds by which it delays computing meanwhile; null: 0", default=None
+    )
+    multiprocessors: int | None = key(
+        "of a device, over which the tiles of products are spread; null: not counted", default=None
+    )
     curves: dict[str, Any] | None = key(
         "of a CPU: seconds by amount of work, `python -m ztk.calibrate` measures them; null: rates alone", default=None
     )

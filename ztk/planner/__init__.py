@@ -7,5 +7,20 @@ from ztk.planner.result import Plan
 from ztk.planner.search import Found, Search, search
 from ztk.planner.trace import RankTrace
 from ztk.planner.tracker import Peak
+from ztk.policies.peers import Peer, Way
 
-__all__ = ["Fix", "Found", "Layout", "Peak", "Plan", "RankTrace", "Search", "Workload", "fixes", "plan", "search"]
+__all__ = [
+    "Fix",
+    "Found",
+    "Layout",
+    "Peak",
+    "Peer",
+    "Plan",
+    "RankTrace",
+    "Search",
+    "Way",
+    "Workload",
+    "fixes",
+    "plan",
+    "search",
+]

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ztk.buckets.residency import ParameterState, Residency
 from ztk.offload.planned import PlannedIo
-from ztk.planner.lanes import GRADIENT, INTERCEPTED, REQUEST, Lanes
+from ztk.planner.kinds import GRADIENT, INTERCEPTED, REQUEST
+from ztk.planner.lanes import Lanes
 from ztk.planner.tracker import is_work
 from ztk.recompute import selective
 from ztk.runtime.io import Direction

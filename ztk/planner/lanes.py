@@ -16,18 +16,15 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ztk.planner.kinds import ATTENTION, ELEMENTWISE, FUSED, GROUPED_PRODUCT, INDEXED, PRODUCT, TORCH_ATTENTION
+from ztk.planner.reached import device_seconds
 from ztk.policies.curves import seconds_of
 from ztk.policies.hardware import Hardware
+from ztk.policies.peers import Peer
 from ztk.runtime.comm.planned import Moved
 
 LANES = ("compute", "wire", "host", "pcie", "disk")
 TO_DEVICE, TO_HOST = _COPIES = ("to device", "to host")  # directions of the PCIe link, which works in both at one time
-# Kinds of operations, beside ztk's own by their names.
-PRODUCT, ATTENTION, TORCH_ATTENTION, ELEMENTWISE = "product", "attention", "torch_attention", "elementwise"
-GROUPED_PRODUCT = "grouped_product"  # torch's product of groups of rows, each with a matrix of its own
-FUSED = "fused"  # an operation of ztk that was not measured itself
-INDEXED = "indexed"  # rows that indices or a mask name
-GRADIENT, REQUEST, INTERCEPTED = "gradient", "request", "intercepted"  # work of the host beside operations
 _LIKE = {
     PRODUCT: (),
     GROUPED_PRODUCT: (PRODUCT,),
@@ -65,8 +62,9 @@ class StepTime:
 class Lanes:
     """The clock of one planned rank."""
 
-    def __init__(self, hardware: Hardware) -> None:
-        self._hardware = hardware
+    def __init__(self, hardware: Hardware, *, peer: Peer | None = None) -> None:
+        """peer: the way in which another library runs the same step; None: ztk's own."""
+        self._hardware, self._peer = hardware, peer or Peer()
         self._now = self._wire_free = self._start = 0.0
         self._main, self._thread = (
             _Thread(),
@@ -112,9 +110,12 @@ class Lanes:
         dtype: torch.dtype,
         copies: bool,
         to_host: bool = False,
+        operand: torch.dtype | None = None,
+        shape: tuple[int, ...] = (),
     ) -> None:
         """One operation. kind: what takes its time. copies: it does nothing else. With memory of the host it runs there, or is a copy
-        between host and device. to_host: in which direction."""
+        between host and device. to_host: in which direction. operand: dtype of the first operand of a product, whose sums
+        may be kept in another. shape: rows, columns and inner size of a product; length and head size of attention."""
         hardware = self._hardware
         if hardware.curves is not None:
             nbytes = device_bytes + host_bytes
@@ -123,17 +124,23 @@ class Lanes:
         if not host_bytes:
             self._take(
                 "compute",
-                seconds=max(
-                    flops / hardware.rate(_name(dtype)),
-                    device_bytes / hardware.memory_bandwidth,
-                    hardware.operation_latency,
+                seconds=device_seconds(
+                    kind,
+                    flops=flops,
+                    nbytes=device_bytes,
+                    dtype=_name(operand or dtype),
+                    shape=shape,
+                    hardware=hardware,
+                    peer=self._peer,
                 ),
             )
             return
         if device_bytes:
-            self._copy(TO_HOST if to_host else TO_DEVICE, seconds=device_bytes / hardware.pcie_bandwidth)
+            self._copy(
+                TO_HOST if to_host else TO_DEVICE, seconds=device_bytes / hardware.pcie_bandwidth / hardware.pcie_share
+            )
         if not (copies and device_bytes):
-            self._update(host_bytes / hardware.host_bandwidth)
+            self._update(host_bytes / hardware.host_bandwidth / hardware.host_share)
 
     # In memory of the host
 
@@ -218,7 +225,7 @@ class Lanes:
             ValueError: the group spans nodes and the hardware has no network.
         """
         hardware, one_node = self._hardware, in_node == size
-        latency, bandwidth = hardware.link_latency, hardware.link_bandwidth
+        latency, bandwidth = hardware.link_latency, hardware.link_bandwidth * hardware.link_share
         if not one_node:
             if hardware.network_latency is None or hardware.network_bandwidth is None:
                 raise ValueError(
@@ -226,7 +233,7 @@ class Lanes:
                     "network_latency and network_bandwidth, or use fewer ranks"
                 )
             latency = hardware.network_latency
-            bandwidth = min(bandwidth, in_node * hardware.network_bandwidth)
+            bandwidth = min(bandwidth, in_node * hardware.network_bandwidth * hardware.network_share)
 
         def moved(kind: str, nbytes: int) -> _Sent:
             share = 1.0 if kind in ("send", "ring") else (size - 1) / size
@@ -242,6 +249,8 @@ class Lanes:
             ready = max(self._now, self.loaded) if kind == "all_gather" else self._now  # parameters come from the host
             self._wire_free = max(ready, self._wire_free) + seconds
             self._busy["wire"] += seconds
+            if hardware.overlap_cost:
+                self._take("compute", seconds=seconds * hardware.overlap_cost)
             return _Sent(self, ends=self._wire_free)
 
         return moved

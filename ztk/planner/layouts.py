@@ -145,13 +145,19 @@ def rough_seconds(layout: Layout, *, work: Workload) -> float:
     """Of a step."""
     hardware, forwards = work.hardware, work.forwards(layout)
     bubble = (forwards + layout.pipeline - 1) / forwards
-    compute = work.flops * work.global_batch * work.seq_len / work.ranks / hardware.rate(work.dtype)
+    compute = work.flops * work.global_batch * work.seq_len / work.ranks / hardware.reached(work.dtype)
     compute *= AGAIN[layout.recompute] * bubble
     shard = work.shard(layout) if layout.stage else work.own(layout)
     pcie = host = disk = 0.0
     if layout.offload != "none":
-        pcie = shard * (work.gradient_bytes * forwards + work.parameter_bytes) / hardware.pcie_bandwidth
-        host = shard * (2 * work.optimizer_bytes + work.gradient_bytes) / hardware.host_bandwidth
+        pcie = (
+            shard
+            * (work.gradient_bytes * forwards + work.parameter_bytes)
+            / (hardware.pcie_bandwidth * hardware.pcie_share)
+        )
+        host = (
+            shard * (2 * work.optimizer_bytes + work.gradient_bytes) / (hardware.host_bandwidth * hardware.host_share)
+        )
     if layout.offload == "nvme":
         disk = shard * work.optimizer_bytes
         disk = disk / hardware.disk_read_bandwidth + disk / hardware.disk_write_bandwidth
@@ -208,17 +214,17 @@ def _ring(layout: Layout, *, work: Workload) -> float:
 def _attention(layout: Layout, *, work: Workload) -> float:
     """Seconds of the products of queries, keys and values, behind which the ring's transfers hide."""
     flops = 12 * work.dim * work.seq_len * work.layers * work.global_batch * work.seq_len
-    return flops / work.ranks / work.hardware.rate(work.dtype) * AGAIN[layout.recompute]
+    return flops / work.ranks / work.hardware.reached(work.dtype) * AGAIN[layout.recompute]
 
 
 def _seconds(nbytes: float, *, size: int, span: int, layout: Layout, hardware: Hardware) -> float:
     """Of a collective among `size` ranks that lie within `span` neighbours."""
     if size == 1:
         return 0.0
-    bandwidth = hardware.link_bandwidth
+    bandwidth = hardware.link_bandwidth * hardware.link_share
     if span > hardware.ranks_per_node and hardware.network_bandwidth is not None:
         in_node = max(1, hardware.ranks_per_node // layout.tensor)
-        bandwidth = min(bandwidth, in_node * hardware.network_bandwidth)
+        bandwidth = min(bandwidth, in_node * hardware.network_bandwidth * hardware.network_share)
     return nbytes * (size - 1) / size / bandwidth
 
 

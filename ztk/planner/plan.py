@@ -15,6 +15,7 @@ from ztk.planner.result import Plan
 from ztk.planner.trace import RankTrace, planned, trace_rank
 from ztk.policies.ema import EmaPolicy
 from ztk.policies.hardware import Hardware
+from ztk.policies.peers import Peer
 from ztk.policies.plan import untraced
 from ztk.policies.ranges import refuse
 from ztk.precision import PrecisionPolicy
@@ -45,6 +46,7 @@ def plan(
     experts: str | None = None,
     accumulation_steps: int = 1,
     hardware: Hardware | None = None,
+    peer: Peer | None = None,
 ) -> Plan:
     """Runs `parallelize` and two steps of every kind of rank on tensors without values: for any world size, on any machine.
 
@@ -54,6 +56,8 @@ def plan(
     build: returns the model, whose forward returns its loss; called with torch's meta device as default. batch: one rank's micro-batch, the
     arguments of that forward: a tuple, or a dict of keywords; of its tensors only shapes and dtypes count. hardware: None: the plan has no
     answer about memory and no seconds.
+
+    peer: the way in which another library would run the step; None: ztk's own.
 
     Every stage of a pipeline is traced. Experts are planned with equal loads: as many rows for each expert as for any other.
 
@@ -89,6 +93,7 @@ def plan(
                 topology=topology,
                 ranks_per_node=RANKS_PER_NODE if hardware is None else hardware.ranks_per_node,
                 hardware=hardware,
+                peer=peer,
                 accumulation_steps=accumulation_steps,
                 policies=policies,
                 letters=letters,

@@ -16,7 +16,8 @@ class Plan:
     """A run that nobody has started. Bytes, and operations of one optimizer step.
 
     parameters: elements of the full model. classes: one rank of each kind that holds or moves something else than the others;
-    every number of the plan is the largest of them. hardware: what it is made for.
+    every number of the plan is the largest of them. hardware: what it is made for. tokens, model_flops: of a step over all ranks, 0 if they
+    are not known; dtype: of the products.
     """
 
     world_size: int
@@ -24,6 +25,29 @@ class Plan:
     parameters: int
     classes: tuple[RankTrace, ...]
     hardware: Hardware | None = None
+    tokens: int = 0
+    model_flops: int = 0
+    dtype: str = "bfloat16"
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float | None:
+        """None without hardware or tokens."""
+        return self.tokens / self.world_size / self.time.seconds if self.time is not None and self.tokens else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization as in the PaLM paper (arXiv 2204.02311, appendix B): operations of the model, attention counted without the
+        causal mask and nothing that is computed again, in those that the devices' rate in the computing dtype allows."""
+        if self.hardware is None or self.time is None or not self.model_flops:
+            return None
+        return self.model_flops / self.world_size / self.time.seconds / self.hardware.rate(self.dtype)
+
+    @property
+    def hfu(self) -> float | None:
+        """Hardware FLOPs utilization: as `mfu`, with the operations that the busiest rank computes, recomputation included."""
+        if self.hardware is None or self.time is None or not self.model_flops:
+            return None
+        return max(trace.flops for trace in self.classes) / self.time.seconds / self.hardware.rate(self.dtype)
 
     @property
     def fullest(self) -> RankTrace:
@@ -91,6 +115,8 @@ class Plan:
             }
             values |= {f"seconds.{lane}": seconds for lane, seconds in self.time.busy.items()}
             values |= {f"seconds.waiting.{lane}": seconds for lane, seconds in self.time.waits.items()}
+            shares = {"mfu": self.mfu, "hfu": self.hfu, "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu}
+            values |= {key: value for key, value in shares.items() if value is not None}
         for axis, kinds in self.wire.items():
             values |= {f"comm.{axis}.{kind}_bytes": nbytes for kind, nbytes in kinds.items()}
         return values
@@ -133,6 +159,11 @@ class Plan:
             yield f"  a step takes {self.step_words}, at the rates {source}; {limit} limits it ({busy})"
             if waits := ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.time.waits.items()):
                 yield f"  of it computing waits for: {waits}"
+            if self.mfu is not None and self.hfu is not None:
+                yield (
+                    f"  {self.tokens_per_second_per_gpu:,.0f} tokens per second and GPU; MFU {self.mfu:.1%}, HFU {self.hfu:.1%} "
+                    f"(of {self.hardware.rate(self.dtype) / 1e12:.4g} TFLOPS in {self.dtype})"
+                )
             yield f"  {self.answer}"
 
     @property
@@ -140,7 +171,7 @@ class Plan:
         """Seconds of a step: a bound by data sheets, an estimate by a CPU's measured curves; empty without hardware."""
         if self.hardware is None or self.time is None:
             return ""
-        return f"about {self.time.seconds:.3g} s" if self.hardware.curves else f"{self.time.seconds:.3g} s or more"
+        return f"about {self.time.seconds:.3g} s" if self.hardware.is_reached else f"{self.time.seconds:.3g} s or more"
 
     @property
     def answer(self) -> str:

@@ -51,6 +51,8 @@ class Found:
             "overrides": " ".join(self.layout.overrides),
             "fits": plan.fits,
             "step_seconds": time.seconds,
+            "tokens_per_second_per_gpu": plan.tokens_per_second_per_gpu,
+            "mfu": plan.mfu,
             "limit": time.limit,
             "offload_seconds": self.offload_seconds,
             "margin_bytes": plan.margin_bytes,

@@ -20,6 +20,7 @@ from ztk.planner.pipeline import StageTimes
 from ztk.planner.process import PlannedProcess
 from ztk.planner.tracker import Peak, StepTracker
 from ztk.policies.hardware import Hardware
+from ztk.policies.peers import Peer
 from ztk.runtime import Mesh, Tier, Topology
 from ztk.runtime.comm.planned import Letters
 from ztk.runtime.mesh import AXES
@@ -64,6 +65,7 @@ def trace_rank(
     accumulation_steps: int,
     policies: Mapping[str, Any],
     hardware: Hardware | None = None,
+    peer: Peer | None = None,
     letters: Letters | None = None,
 ) -> RankTrace:
     """Traces one rank. build: makes the model, called with the meta device as default. batch: a micro-batch of planned tensors.
@@ -71,7 +73,7 @@ def trace_rank(
     policies: keywords of `parallelize`. letters: what the pipeline ranks before this one have sent.
     Raises ValueError for what the policies refuse, and for a model that needs its tensors' values or returns no loss.
     """
-    lanes = None if hardware is None else Lanes(hardware)
+    lanes = None if hardware is None else Lanes(hardware, peer=peer)
     with torch.device(PLANNED):
         model = build()
     process = PlannedProcess.of(

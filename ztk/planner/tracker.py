@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ztk.kernels import op_names
 from ztk.planner.attention import FLOPS
 from ztk.planner.grouped import RESULTS
-from ztk.planner.lanes import ATTENTION, ELEMENTWISE, GROUPED_PRODUCT, INDEXED, PRODUCT, TORCH_ATTENTION
+from ztk.planner.kinds import ATTENTION, ELEMENTWISE, GROUPED_PRODUCT, INDEXED, PRODUCT, TORCH_ATTENTION
 from ztk.runtime import MemoryLedger, Tier
 from ztk.runtime.flop_formulas import flop_registry
 from ztk.runtime.planned import is_host_memory
@@ -130,6 +130,8 @@ class StepTracker(TorchDispatchMode):
                 dtype=dtype,
                 copies=copies,
                 to_host=copies and to_host,
+                operand=tensors[0].dtype,
+                shape=_shape(func, flops=flops, tensors=tensors),
             )
 
     def _see(self, tensor: Tensor) -> None:
@@ -175,6 +177,19 @@ class StepTracker(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         index = -1 if node is None else bisect.bisect_right(self._starts, node._sequence_nr()) - 1
         return f"backward of {self._ran[index]}" if index >= 0 else "backward"
+
+
+def _shape(func: torch._ops.OpOverload, *, flops: int, tensors: list[Tensor]) -> tuple[int, ...]:
+    """Rows, columns and inner size of a product; length and head size of attention, whose backward has five products to two of its forward."""
+    if not flops:
+        return ()
+    if func in FLOPS or "attention" in func.name():
+        query = tensors[0]
+        products = 5 if "backward" in func.name() else 2
+        return flops // (2 * products * query.numel()), query.shape[-1]
+    result = tensors[-1]
+    columns = result.shape[-1] if result.ndim else 1
+    return result.numel() // columns, columns, flops // (2 * max(1, result.numel()))
 
 
 def _kind(func: torch._ops.OpOverload, *, flops: int) -> str:

@@ -48,7 +48,7 @@ listeners.push((runs) => {
     return { x: own.map((one) => one.measured / one.predicted), y: own.map((one) => one.quantity), type: "scatter", mode: "markers", name: quoted(report.arms[arm].name),
       marker: { color: colour(arm), size: 9, symbol: "circle-open", line: { width: 2 } }, showlegend: false };
   });
-  const note = found.length ? "Measured over predicted: 1 is a prediction that came true. Seconds of a plan are those of its hardware, a lower bound."
+  const note = found.length ? "Measured over predicted: 1 is a prediction that came true. Seconds of a plan are those of its hardware."
     : report.predictions.length ? "No shown run has a plan." : "No finished run has a plan: plan.json in its folder, or a run of task=plan with the same model, layout and batch.";
   plot("panel-predictions", traces, { height: 120 + 26 * quantities.length, xaxis: { title: { text: "measured / predicted" } },
     yaxis: { type: "category", categoryarray: [...quantities].reverse(), tickfont: { size: 10 } },

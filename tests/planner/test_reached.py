@@ -1,0 +1,89 @@
+"""Rates that operations reach, other libraries' ways of running, and the utilization of a plan."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from experiments.plan import make_plan
+from tests.planner.test_fits import HARDWARE, work
+from tests.planner.test_plan import CPU
+from ztk.config import ConfigError, compose
+from ztk.planner.lanes import Lanes
+from ztk.planner.tracker import StepTracker
+from ztk.policies.peers import Peer, Way
+
+TILED = replace(HARDWARE, multiprocessors=4, product_share=0.5, bf16_rate=2e9)
+
+
+def seconds(hardware, *, peer: Peer | None = None, **amounts) -> float:
+    lanes = Lanes(hardware, peer=peer)
+    work(lanes, **amounts)
+    return lanes.now
+
+
+def test_tiles_that_do_not_fill_a_wave_take_as_long_as_those_that_do():
+    full = seconds(TILED, flops=2 * 512 * 256 * 4096, shape=(512, 256, 4096))
+    assert full == pytest.approx(2 * 512 * 256 * 4096 / 1e9 * (4096 + 128) / 4096)
+    over = seconds(TILED, flops=2 * 520 * 256 * 4096, shape=(520, 256, 4096))
+    assert over > 1.4 * full
+    assert seconds(TILED, flops=1_000_000, shape=(512, 256, 16)) > 4 * seconds(
+        TILED, flops=1_000_000, shape=(512, 256, 4096)
+    )
+
+
+def test_attention_reaches_less_with_short_sequences():
+    hardware = replace(HARDWARE, attention_share=0.25, attention_length=400)
+    long, short = (
+        seconds(hardware, kind="attention", flops=1_000_000_000, shape=(length, 128)) for length in (40_000, 400)
+    )
+    assert long == pytest.approx(0.5 / 0.25 * 40_400 / 40_000) and short == pytest.approx(0.5 / 0.25 * 2)
+
+
+def test_peers_move_more_bytes_eagerly_and_multiply_in_fp8():
+    eager, compiled = (
+        seconds(HARDWARE, peer=Peer(way=way), kind="rms_norm", device_bytes=4_000_000)
+        for way in (Way.eager, Way.compiled)
+    )
+    assert eager == pytest.approx(0.034) and compiled == pytest.approx(0.004)
+    hardware = replace(HARDWARE, fp8_rate=2e9)
+    assert seconds(hardware, peer=Peer(fp8=True), flops=2_000_000_000, shape=(64, 64, 64)) == pytest.approx(1.0)
+    assert seconds(hardware, peer=Peer(fp8=True), flops=2_000_000_000, shape=(64, 50_000, 64_000)) == pytest.approx(
+        2.0
+    )  # the head
+    assert seconds(hardware, peer=Peer(again=0.5), flops=6_000_000_000) == pytest.approx(7.0)
+
+
+def test_a_collective_delays_what_is_computed_meanwhile():
+    lanes = Lanes(replace(HARDWARE, overlap_cost=0.5, link_share=0.5, link_latency=0.0))
+    lanes.collective(size=2, in_node=2)("all_gather", 100_000_000)
+    assert lanes.now == pytest.approx(0.5)  # of a second on the wire
+
+
+def test_a_product_takes_the_rate_of_its_operands():
+    """Its sums may be kept in fp32, as those of a head's gradient."""
+    lanes = Lanes(HARDWARE)
+    x, weight = (torch.empty(64, 64, device="meta", dtype=torch.bfloat16) for _ in range(2))
+    with StepTracker(device="meta", computed=lanes.compute):
+        torch.ops.aten.mm.dtype(x, weight, torch.float32)
+    assert lanes.now == pytest.approx(2 * 64**3 / HARDWARE.bf16_rate)
+
+
+def test_utilization_counts_the_model_and_what_is_computed(tmp_path):
+    words = ("task=plan", "hardware=h100", "model=nano", "data=synthetic", "data.seq_len=64", "launch.ranks=2")
+    plan, again = (
+        make_plan(compose(*words, *more, output_dir=tmp_path, machine=CPU)) for more in ((), ("recompute=full",))
+    )
+    config = compose(*words, output_dir=tmp_path, machine=CPU)
+    tokens = config.train.global_batch_size * 64
+    values = plan.as_dict()
+    assert values["tokens_per_second_per_gpu"] == pytest.approx(tokens / 2 / plan.time.seconds)
+    assert values["mfu"] == pytest.approx(plan.model_flops / 2 / plan.time.seconds / plan.hardware.rate(plan.dtype))
+    assert plan.hfu / plan.mfu < 1.05 < again.hfu / again.mfu
+    assert f"MFU {plan.mfu:.1%}" in str(plan)
+
+
+def test_a_peers_way_is_for_plans_with_hardware(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        compose("task=plan", "plan.way=eager", output_dir=tmp_path, machine=CPU)
+    assert "plan.way=eager has no effect here, only with task=plan and hardware=NAME" in caught.value.faults[0]

@@ -1,0 +1,40 @@
+"""The page of published runs: generated from its table, with the errors that it names."""
+
+import statistics
+
+import pytest
+
+from scripts.published_runs import PAGE, error, make, page, read_table
+
+ROWS = read_table()
+
+
+def test_the_page_is_that_of_the_table_and_its_errors_are_small():
+    assert PAGE.read_text() == "\n".join(page(ROWS)) + "\n"
+    held_out = [row for row in ROWS if row["held_out"] == "true"]
+    assert len(ROWS) >= 40 and 3 * len(held_out) >= len(ROWS) and all(row["source"] for row in ROWS)
+    for some in (ROWS, held_out):
+        errors = [abs(error(row)) for row in some]
+        assert statistics.median(errors) < 0.12 and sum(one <= 0.25 for one in errors) >= 0.9 * len(errors)
+
+
+@pytest.mark.parametrize(
+    "model, gpus, way, published",
+    [
+        ("llama3-8b", 8, "eager", 5762),
+        ("llama3-8b", 8, "compiled", 6667),
+        ("llama3-8b", 64, "eager", 2876),
+        ("llama3-70b", 64, "eager", 323),
+    ],
+)
+def test_torchtitans_runs_take_as_long_as_planned(model, gpus, way, published):
+    """Tokens per second and GPU. 2,876 and 323 are of another version than the rows of the table."""
+    (row,) = [
+        row
+        for row in ROWS
+        if (row["model"], row["gpus"], row["way"], row["fp8"]) == (model, str(gpus), way, "false")
+        and row["tensor"] == "1"
+    ]
+    plan = make(row)
+    assert plan.tokens_per_second_per_gpu == pytest.approx(published, rel=0.12)
+    assert f"{plan.tokens_per_second_per_gpu:.0f}" == row["planned_tokens_per_second_per_gpu"]

@@ -1,0 +1,45 @@
+"""The ways in which other libraries run the same step, so that a plan can be compared with their published runs.
+
+A plan traces ztk's own operations. Eager PyTorch computes some of them as several operations, each of which reads and writes memory;
+torch.compile fuses those again. The factors are counted from the operations of torch 2.5 per number of the input, in bytes: an RMSNorm in bf16
+reads and writes 4 fused, and 34 eager (to fp32, square, mean, rsqrt, product, to bf16, product).
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Way(StrEnum):
+    """How operations on rows are computed."""
+
+    ztk = "ztk"  # by ztk's kernels
+    eager = "eager"  # by PyTorch's operations, one after the other
+    compiled = "compiled"  # by what torch.compile makes of them
+
+
+# Bytes of eager PyTorch in those of ztk's kernel.
+_EAGER = {
+    "rms_norm": 34 / 4,
+    "rms_norm_backward": 46 / 6,
+    "layer_norm": 1.0,  # one kernel in PyTorch, too
+    "layer_norm_backward": 1.5,
+    "rope": 20 / 4,
+    "swiglu": 10 / 6,
+    "swiglu_backward": 18 / 10,
+    "geglu": 10 / 6,
+    "geglu_backward": 18 / 10,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peer:
+    """way: how operations on rows are computed. fp8: linear layers multiply in fp8; attention and the head do not. again: the share of a
+    forward's products that a backward computes again besides what the plan does: 0.5 for torchtitan's selective recomputation."""
+
+    way: Way = Way.ztk
+    fp8: bool = False
+    again: float = 0.0
+
+    def passes(self, kind: str) -> float:
+        """The bytes that an operation moves, in those of ztk's kernel."""
+        return _EAGER.get(kind, 1.0) if self.way is Way.eager else 1.0
