@@ -156,7 +156,7 @@ def test_what_serves_may_end_its_work_after_sigterm(drain, code, tmp_path):
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_a_signal_to_the_parent_leaves_no_process(number, code, tmp_path):
+def test_a_signal_to_the_parent_leaves_no_process_and_no_file(number, code, tmp_path):
     program = "open(os.path.join(sys.argv[1], f'pid{rank}'), 'w').write(str(os.getpid())); time.sleep(60)"
     parent_program = f"""
     import sys
@@ -166,12 +166,16 @@ def test_a_signal_to_the_parent_leaves_no_process(number, code, tmp_path):
     except KeyboardInterrupt:
         sys.exit(130)
     """
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(parent_program)], cwd=CHECKOUT)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(parent_program)], cwd=CHECKOUT, env=environment)
     files = [tmp_path / f"pid{rank}" for rank in range(2)]
     wait_until(lambda: all(file.exists() and file.read_text() for file in files))
     parent.send_signal(number)
     assert parent.wait(timeout=10) == code
     wait_until(lambda: not any(alive(int(file.read_text())) for file in files), seconds=2)
+    assert list(temporary.iterdir()) == []
 
 
 def wait_until(holds, *, seconds: float = 20) -> None:

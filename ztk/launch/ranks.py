@@ -1,10 +1,10 @@
 """Starts the ranks of one run on this machine as child commands; they find each other through a file store (no port, no race)."""
 
 import os
-import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from ztk.launch.errors import RankError, first_cause, forget_failure, log_path, read_failure
@@ -37,8 +37,7 @@ def run_ranks(
     Path(output_dir, "ranks").mkdir(parents=True, exist_ok=True)
     for rank in range(ranks):
         forget_failure(output_dir, rank=rank)
-    folder = tempfile.mkdtemp(prefix="ztk_")
-    try:
+    with _store() as store:
         children = [
             Child(
                 rank=rank,
@@ -48,7 +47,7 @@ def run_ranks(
                     place=rank if places is None else places[rank],
                     ranks=ranks,
                     threads=threads,
-                    store=os.path.join(folder, "store"),
+                    store=store,
                 ),
                 log=None if rank == 0 else log_path(output_dir, rank=rank),
             )
@@ -62,12 +61,21 @@ def run_ranks(
             on_signal=on_signal or (lambda: None),
             start=start,
         )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     if failures:
         cause = first_cause(failures)
         killed = tuple(failure.rank for failure in failures if failure.killed)
         raise RankError(cause, log=str(log_path(output_dir, rank=cause.rank)), killed=killed)
+
+
+@contextmanager
+def _store() -> Iterator[str]:
+    """The path of the ranks' store. Under Linux it is a file without a name, which ends with this process however that ends."""
+    if Path("/proc/self/fd").is_dir():
+        with tempfile.TemporaryFile() as file:
+            yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+    else:
+        with tempfile.TemporaryDirectory(prefix="ztk_") as folder:
+            yield os.path.join(folder, "store")
 
 
 def worker_command(config_path: str | os.PathLike) -> list[str]:
