@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import uvicorn
@@ -22,13 +23,20 @@ def main(config: Config) -> None:
         PeerLost: a rank that shares the model is gone.
         ValueError: the model cannot be opened or computed, the port is taken, or the key's variable is not set.
     """
+    # Before the model is opened, which can take minutes. Rank 0 answers.
+    key = _key(config.serve.api_key_variable)
+    listening = bind(config.serve.host, port=config.serve.port) if os.environ.get("RANK", "0") == "0" else None
     with answering(config) as leading:
         if leading is not None:
-            serve(config, answering=leading)
+            assert listening is not None, "rank 0 leads"
+            serve(config, answering=leading, listening=listening, api_key=key)
 
 
-def serve(config: Config, *, answering: Answering) -> None:
-    """Serves until a signal, or until the engine fails: running answers then end with its error, which is raised. Raises as `main`."""
+def serve(config: Config, *, answering: Answering, listening: socket.socket, api_key: str | None = None) -> None:
+    """Serves until a signal, or until the engine fails: running answers then end with its error, which is raised. Raises as `main`.
+
+    listening: as `bind` returns it. api_key: requests must have it.
+    """
     chosen, opened, generator = config.serve, answering.opened, answering.generator
     cost_of_weights(config, answering=answering)
     release_module(opened)
@@ -37,13 +45,13 @@ def serve(config: Config, *, answering: Answering) -> None:
         generator,
         opened=opened,
         policy=ServePolicy(
-            api_key=_key(chosen.api_key_variable),
+            api_key=api_key,
             max_waiting=chosen.max_waiting,
             stops=tuple(config.sampling.stop or ()),
         ),
         sampling=usual_sampling(config),
     )
-    listening = _listen(chosen.host, port=chosen.port)
+    _claim(chosen.host, port=chosen.port, by=listening.listen)
     host, port = listening.getsockname()[:2]
     print(f"{opened.name} answers on http://{host}:{port}", flush=True)
     options = uvicorn.Config(
@@ -72,15 +80,19 @@ def _key(variable: str | None) -> str | None:
     return os.environ[variable]
 
 
-def _listen(host: str, *, port: int) -> socket.socket:
+def bind(host: str, *, port: int) -> socket.socket:
+    """A socket that has the address and does not listen yet: until the model is open, clients are refused. Raises ValueError if it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _claim(host, port=port, by=lambda: listening.bind((host, port)))
+    return listening
+
+
+def _claim(host: str, *, port: int, by: Callable[[], None]) -> None:
     try:
-        listening.bind((host, port))
-    except OSError as error:
+        by()
+    except OSError as error:  # while the model was opened, another process may have begun to listen
         raise ValueError(
             f"serve.port={port} of serve.host={host}: {error.strerror}; choose another, or serve.port=0"
         ) from error
-    listening.listen(128)
-    return listening

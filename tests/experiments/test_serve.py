@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,8 +13,10 @@ from pathlib import Path
 import openai
 import pytest
 
+from experiments.serve import main
 from tests.experiments.test_faults import CHECKOUT
 from tests.inference.models import save_llama
+from ztk.config import Machine, compose
 from ztk.inference import Generator, SamplingParams
 from ztk.launch.processes import MOST_SECONDS_AFTER_FAILURE
 
@@ -41,6 +44,17 @@ def serving(tmp_path, *more: str):
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_port_in_use_is_found_before_the_model_is_opened(tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.serve.answering", lambda config: pytest.fail("the model was opened"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ("task=serve", f"inference.model={tmp_path}", f"serve.port={port}")
+        (tmp_path / "config.json").write_text("{}")
+        config = compose(*words, output_dir=tmp_path / "out", machine=Machine(gpus=0, cores=1))
+        with pytest.raises(ValueError, match=f"serve.port={port} of serve.host=127.0.0.1: Address already in use"):
+            main(config)
 
 
 def test_sigterm_lets_a_running_answer_end(tmp_path):
