@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -50,7 +51,7 @@ def run_task(config: Config, *, rank: int) -> RankFailure | None:
             import_task("experiments")
             instantiate(config.own["task"], config)
         else:
-            import_task(config.task.module).main(config)
+            _main_of(config.task.module)(config)
     except Exception as error:
         failure = failure_of(error, rank=rank)
         write_failure(failure, output_dir=config.output_dir)
@@ -58,6 +59,14 @@ def run_task(config: Config, *, rank: int) -> RankFailure | None:
         _write_memory(error, output_dir=config.output_dir, rank=rank)
         return failure
     return None
+
+
+def _main_of(name: str) -> Callable[[Config], None]:
+    """The function `main` of the program `name`. Raises ValueError if it has none."""
+    program = import_task(name)
+    if not hasattr(program, "main"):
+        raise ValueError(f"task.module={name}: has no function main(config); write one, or name another module")
+    return program.main
 
 
 def _write_memory(error: Exception, *, output_dir: str, rank: int) -> None:

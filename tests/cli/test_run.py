@@ -128,3 +128,61 @@ def test_torchrun_makes_one_folder_and_shows_the_error(fails, tmp_path):
         assert done.returncode == 0, done.stderr
         assert summary["status"] == "done"
         assert "launch:\n  ranks: 2\n" in (folder / "config.yaml").read_text()
+
+
+def test_a_closed_pipe_ends_no_run(tmp_path):
+    """As `run.py ... | head -1`, with errors in the same pipe."""
+    words = (*FAKE, "launch.ranks=1", "train.steps=3", "hydra.run.dir=run")
+    command = [sys.executable, str(CHECKOUT / "run.py"), *words]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(None), **pipe) as shown:
+        assert shown.stdout is not None
+        shown.stdout.close()
+    assert shown.returncode == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
+    log = (tmp_path / "run" / "ranks" / "rank0.log").read_text()
+    assert "rank 0 of 1" in log and "standard output was closed; the run goes on" in log
+
+
+@pytest.mark.parametrize(
+    "word, fault",
+    [
+        ("task.module=typo", "task.module=typo: there is no such module"),
+        ("data.path=${x}", "data.path=${x}: Interpolation key 'x' not found"),
+        ("task.name=${no.such}", "task.name=${no.such}: Interpolation key 'no.such' not found"),
+        ("checkpoint.resume=${oc.env:NO_SUCH}", "Environment variable 'NO_SUCH' not found"),
+        ("hydra.run.dir=${x}", "hydra.run.dir: Interpolation key 'x' not found"),
+    ],
+)
+def test_a_value_that_names_nothing_is_refused(tmp_path, word, fault):
+    done = run_command(word, "launch.ranks=1", cwd=tmp_path)
+    assert done.returncode == 2 and fault in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_interpolated_value_is_recorded_as_written(tmp_path):
+    done = run_command(*FAKE, "launch.ranks=1", "train.seed=${train.steps}", "train.steps=3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (folder,) = folders(tmp_path)
+    assert json.loads((folder / "overrides.json").read_text())["train.seed"] == "${train.steps}"
+    assert "seed: 3" in (folder / "config.yaml").read_text()
+
+
+def test_a_shell_completes_words(tmp_path):
+    installed = run_command("-sc", "install=bash", cwd=tmp_path)
+    assert installed.returncode == 0 and "complete " in installed.stdout, installed.stderr
+    asked = {"COMP_LINE": "run.py zero=stag", "COMP_POINT": "16"}
+    found = run_command("-sc", "query=bash", cwd=tmp_path, environment=asked)
+    assert found.stdout.split() == ["zero=stage0", "zero=stage1", "zero=stage2", "zero=stage3"], found.stderr
+
+
+@pytest.mark.parametrize("name, text", [("summary.json", '{"status": "do'), ("heartbeat.json", "")])
+def test_a_sweep_names_a_file_that_is_cut(tmp_path, name, text):
+    swept = run_command(*FAKE, "-m", "launch.ranks=1", "train.steps=1,2", "hydra.sweep.dir=sweep", cwd=tmp_path)
+    assert swept.returncode == 0, swept.stderr
+    victim = folders(tmp_path)[0] / name
+    victim.write_text(text)
+    done = run_command("--config-dir", FAKE[1], "sweep.resume=sweep", cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert f"ztk: {victim}: is empty, cut or no JSON; remove it" in done.stderr
+    victim.unlink()
+    assert run_command("--config-dir", FAKE[1], "sweep.resume=sweep", cwd=tmp_path).returncode == 0

@@ -13,7 +13,8 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ztk import config as configuration
 from ztk.cli.elastic import run_until_done
@@ -38,16 +39,18 @@ from ztk.launch import (
     read_failure,
     start_process,
 )
+from ztk.launch.output import lasting_output
 from ztk.report.folder import OPTIONS, PACKED, write_failed_summary, write_json
 from ztk.report.heartbeat import Heartbeat
-from ztk.report.status import INTERRUPTED, Status
+from ztk.report.status import INTERRUPTED, RecordError, Status
 from ztk.report.sweep import SweepRecord
 from ztk.report.text_progress import shown_progress
 from ztk.worker import import_task
 
 # Errors whose text tells a user what to fix; of others the traceback is shown as well.
 _SELF_EXPLAINING = {"", "ValueError", "DiskError", "FileNotFoundError", "PermissionError"}
-_EXCLUSIVE = {"-m", "--multirun", "-r", "--run", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion"}
+_COMPLETION = {"-sc", "--shell-completion"}
+_EXCLUSIVE = {"-m", "--multirun", "-r", "--run", "-c", "--cfg", "-i", "--info", *_COMPLETION}
 
 
 class Session:
@@ -72,6 +75,10 @@ class Session:
         os.environ["ZTK_COMMAND"] = shlex.join(sys.argv)  # for env.json of the ranks
         if self._external is None:
             signal.signal(signal.SIGTERM, _end)  # before the ranks start; then `run_children` handles signals
+        with lasting_output():
+            return self._main(compose_and_run)
+
+    def _main(self, compose_and_run: Callable[[], None]) -> int:
         try:
             help_text = requested_help(sys.argv[1:])
             if help_text is not None:
@@ -79,10 +86,10 @@ class Session:
                 return Outcome.done
             self._prepare_arguments()
             compose_and_run()
-        except ConfigError as error:
-            return self._refuse(error)
-        except HydraException as error:
+        except (HydraException, OmegaConfBaseException) as error:
             return self._refuse(configuration.refusal(error))
+        except (ConfigError, RecordError) as error:
+            return self._refuse(error)
         except OSError as error:
             if self._jobs:
                 raise
@@ -110,7 +117,9 @@ class Session:
         """
         hydra = HydraConfig.get()
         self._sweeping = hydra.mode is RunMode.MULTIRUN
-        folder, overrides = Path(hydra.runtime.output_dir), tuple(hydra.overrides.task)
+        # Not `tuple(hydra.overrides.task)`: OmegaConf would resolve `${...}` in a word against Hydra's own settings.
+        folder = Path(hydra.runtime.output_dir)
+        overrides = tuple(OmegaConf.to_container(hydra.overrides.task, resolve=False))
         options = {group: option for group, option in hydra.runtime.choices.items() if not group.startswith("hydra")}
         choices.output_dir = str(folder)
         status = Status.failed
@@ -176,6 +185,9 @@ class Session:
             jobs = "; sweep.list=true shows the jobs of a sweep" if {"-m", "--multirun"} & set(exclusive) else ""
             raise ConfigError([f"{' and '.join(exclusive)} exclude each other: choose one{jobs}"])
         sweep = "-m" in flags or "--multirun" in flags
+        if _COMPLETION & set(flags):
+            sys.argv[1:] = [*flags, *overrides]  # install=SHELL, query=SHELL and uninstall=SHELL are words of Hydra's
+            return
         renamed = configuration.rename_keys(overrides)
         expanded = configuration.expand_ds_config(renamed.words, machine=self._machine())
         self._say(*renamed.notes, *(f"ds_config: {note}" for note in expanded.notes))
@@ -296,7 +308,7 @@ class Session:
             beat.end()
         leave(Outcome.failed)
 
-    def _refuse(self, error: ConfigError) -> int:
+    def _refuse(self, error: ConfigError | RecordError) -> int:
         self.is_refused = True
         self._say(str(error))
         return Outcome.refused

@@ -114,8 +114,12 @@ def compose(
     return to_config(choices, overrides=arguments, options=options, machine=machine)
 
 
-def refusal(error: HydraException) -> ConfigError:
-    """Hydra's complaint without its search path and its advice to add keys."""
+def refusal(error: HydraException | OmegaConfBaseException, *, overrides: Sequence[str] = ()) -> ConfigError:
+    """The error of Hydra or OmegaConf without the search path and the advice to add keys. overrides: one of them has the value at fault."""
+    if isinstance(error, OmegaConfBaseException):
+        reason = str(error).splitlines()[0]
+        named = next((word for word in overrides if "${" in word), error.full_key)
+        return ConfigError([f"{named}: {reason}" if named and named not in reason else reason])
     text = "\n".join(dict.fromkeys(filter(None, [str(error), str(error.__cause__ or "")])))
     text = re.sub(r"\nConfig search path:.*", "", text, flags=re.DOTALL)
     text = re.sub(r"\n?\s*(full_key|object_type|reference_type)[:=].*", "", text)
@@ -134,12 +138,15 @@ def to_config(
     choices: what Hydra composed. overrides: the command line's `key=value`. options: the chosen option of every group.
     Raises ConfigError with all faults.
     """
-    if faults := take_user(choices):
-        raise ConfigError(faults)
-    choices, own, user = _without_objects(choices)
-    if faults := [*take_sizes(choices), *take_measured(choices)]:
-        raise ConfigError(faults)
-    config = _typed(choices)
+    try:
+        if faults := take_user(choices):
+            raise ConfigError(faults)
+        choices, own, user = _without_objects(choices)
+        if faults := [*take_sizes(choices), *take_measured(choices)]:
+            raise ConfigError(faults)
+        config = _typed(choices)
+    except OmegaConfBaseException as error:
+        raise refusal(error, overrides=overrides) from None
     config.own, config.user = own, user
     given = _given(config, overrides=overrides, options=options)
     if (
@@ -247,8 +254,6 @@ def _typed(choices: DictConfig) -> Config:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), choices))
     except MissingMandatoryValue as error:
         raise ConfigError([f"{error.full_key}: has no value; choose an option of its group or set it"]) from None
-    except OmegaConfBaseException as error:
-        raise ConfigError([str(error).splitlines()[0]]) from None
 
 
 def _given(config: Config, *, overrides: Sequence[str], options: Mapping[str, str | None]) -> frozenset[str]:

@@ -21,6 +21,7 @@ from ztk.config.own import is_own_key, own_faults
 from ztk.config.plan_schema import PLAN_RANGES
 from ztk.config.planning import PLAN, planning_faults
 from ztk.config.precision_schema import DType, LossScaleConfig
+from ztk.config.program import module_faults
 from ztk.config.rollout import rollout_faults
 from ztk.config.scheduler_schema import SchedulerName
 from ztk.config.schema import (
@@ -173,12 +174,7 @@ def _range_faults(config: Config) -> Iterator[str]:
 
 
 def _task(config: Config, machine: Machine) -> Iterator[str]:
-    module = config.task.module
-    if not all(part.isidentifier() for part in module.split(".")):
-        yield (
-            f"task.module={module}: must be the dotted name of a module that Python can import, such as "
-            "task.module=experiments.pretrain; a file is not"
-        )
+    yield from module_faults(config.task.module)
 
 
 def _zero_and_offload(config: Config, machine: Machine) -> Iterator[str]:

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from ztk.launch.output import LastingOutput
+
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -41,6 +43,7 @@ def log_to(path: Path) -> TextIO:
     """From now on Python's output also goes to `path`. Returns the log, for text that the terminal should not show."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.open("w", buffering=1, encoding="utf-8")
-    sys.stdout = Tee(sys.stdout, log=log)
-    sys.stderr = Tee(sys.stderr, log=log)
+    sys.stderr = Tee(LastingOutput(sys.stderr), log=log)
+    note = f"ztk: standard output was closed; the run goes on, and {path} has its output\n"
+    sys.stdout = Tee(LastingOutput(sys.stdout, on_closed=lambda: sys.stderr.write(note)), log=log)
     return log

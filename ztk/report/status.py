@@ -13,6 +13,13 @@ INTERRUPTED = "interrupted"  # the error of a run that Ctrl-C or a signal has en
 _FOREIGN = "{}: is not the summary of a run of ztk; take it out of the folder, or name another folder"
 
 
+_CUT = "{}: is empty, cut or no JSON; remove it, and the run counts as one that did not end"
+
+
+class RecordError(ValueError):
+    """A file of a run's folder cannot be read. The text names the file and the fix."""
+
+
 class Status(StrEnum):
     """The state of a run."""
 
@@ -33,10 +40,14 @@ def read_status(folder: str | os.PathLike) -> Status:
     process died after an older summary was written.
 
     Raises:
-        ValueError: `summary.json` is of another program.
+        RecordError: `summary.json` or the heartbeat is cut, or of another program.
     """
     path = Path(folder)
-    beat, summary = read_heartbeat(path), read_summary(path)
+    try:
+        beat = read_heartbeat(path)
+    except ValueError:
+        raise RecordError(_CUT.format(path / HEARTBEAT)) from None
+    summary = read_summary(path)
     if beat is not None:
         if is_alive(beat):
             return Status.running
@@ -44,7 +55,7 @@ def read_status(folder: str | os.PathLike) -> Status:
             return Status.dead
     if summary:
         if summary.get("status") not in list(Status):
-            raise ValueError(_FOREIGN.format(path / SUMMARY))
+            raise RecordError(_FOREIGN.format(path / SUMMARY))
         status = Status(summary["status"])
         # Earlier versions recorded an interrupt as a failure.
         return Status.interrupted if status is Status.failed and summary.get("error") == INTERRUPTED else status
@@ -53,14 +64,14 @@ def read_status(folder: str | os.PathLike) -> Status:
 
 
 def read_summary(folder: str | os.PathLike) -> dict[str, Any]:
-    """`summary.json`; empty if there is none. Raises ValueError if it is of another program."""
+    """`summary.json`; empty if there is none. Raises RecordError if it is cut, or of another program."""
     path = Path(folder, SUMMARY)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except json.JSONDecodeError:
-        values = None
+    except ValueError:  # JSONDecodeError and UnicodeDecodeError
+        raise RecordError(_CUT.format(path)) from None
     if not isinstance(values, dict):
-        raise ValueError(_FOREIGN.format(path))
+        raise RecordError(_FOREIGN.format(path))
     return values

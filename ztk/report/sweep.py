@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ztk.report.folder import write_json
-from ztk.report.status import Status, read_status
+from ztk.report.status import RecordError, Status, read_status
 
 SWEEP = "sweep.json"
 _UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -67,7 +67,7 @@ class SweepRecord:
 
 
 def read_sweep(folder: str | os.PathLike) -> SweepRecord | None:
-    """What `sweep.json` of the folder says; None if there is none. Raises ValueError if it is of another program."""
+    """What `sweep.json` of the folder says; None if there is none. Raises RecordError if it is cut, or of another program."""
     path = Path(folder, SWEEP)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -76,7 +76,7 @@ def read_sweep(folder: str | os.PathLike) -> SweepRecord | None:
     except json.JSONDecodeError:
         values = None
     if not isinstance(values, dict) or not {"jobs", "grid", "words"} <= values.keys():
-        raise ValueError(
+        raise RecordError(
             f"{path}: is not the record of a sweep of ztk; take it out of the folder, or name another folder"
         )
     jobs = tuple(SweepJob(**{key: _tuple(value) for key, value in job.items()}) for job in values["jobs"])
