@@ -1,8 +1,13 @@
 """Flags may stand anywhere on the command line."""
 
+import re
+
 import pytest
 
-from ztk.config.arguments import extra_folders, split_flags
+import ztk
+from tests.commands import run_command
+from ztk.config import ConfigError
+from ztk.config.arguments import check_doubled, extra_folders, split_flags
 
 
 @pytest.mark.parametrize(
@@ -24,3 +29,32 @@ def test_flags_come_first(line, flags, overrides):
 
 def test_folders_of_further_options():
     assert extra_folders(["--config-dir", "a", "-m", "--config-dir=b"]) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "line, fault",
+    [
+        ("zero=stage1 zero=stage3", "zero=stage1 and zero=stage3: zero has one value; keep one"),
+        ("train.steps=5 zero=stage1 ++train.steps=6 train.steps=5", "train.steps=5 and train.steps=6"),
+        ("hydra.run.dir=a hydra.run.dir=b", "hydra.run.dir=a and hydra.run.dir=b"),
+        ("data.path=a=b data.path=a=c", "data.path=a=b and data.path=a=c"),
+        ("--config-dir a zero=stage1 --config-dir=b", "--config-dir=b and --config-dir=a"),
+    ],
+)
+def test_two_values_of_one_name_are_refused(line, fault):
+    flags, overrides = split_flags(line.split())
+    with pytest.raises(ConfigError, match=re.escape(fault)):
+        check_doubled(overrides, flags=flags)
+
+
+def test_one_value_twice_is_one_value():
+    check_doubled(
+        ["zero=stage2", "train.steps=5", "zero=stage2"], flags=["--config-dir", "a", "-m", "--config-dir", "a"]
+    )
+
+
+def test_a_command_and_a_call_refuse_two_values(tmp_path):
+    refused = run_command("zero=stage1", "zero=stage3", cwd=tmp_path)
+    assert refused.returncode == 2 and "zero=stage1 and zero=stage3: zero has one value" in refused.stderr
+    with pytest.raises(ValueError, match="zero=stage1 and zero=stage3"):
+        ztk.plan_run("zero=stage1", zero="stage3")

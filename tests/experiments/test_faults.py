@@ -23,7 +23,8 @@ NVME = ("zero=stage3", "offload=nvme", "offload.buffer_bytes=1048576")
 
 def words_of(*arguments: str, fault: dict | None) -> list[str]:
     planted = ("--config-dir", str(CHECKOUT / "tests" / "tasks"), "task=faulty") if fault else ()
-    return [*planted, *PLAIN, *arguments]
+    named = {word.partition("=")[0] for word in arguments}
+    return [*planted, *(word for word in PLAIN if word.partition("=")[0] not in named), *arguments]
 
 
 def run(*arguments: str, cwd: Path, fault: dict | None = None) -> subprocess.CompletedProcess:

@@ -89,7 +89,7 @@ def command_words(overrides: Sequence[str], *, keys: dict[str, Any]) -> list[str
     """Overrides and keywords as words of the command line.
 
     Raises:
-        ValueError: a word is no override or names a folder, or this process is itself a rank.
+        ValueError: a word is no override or names a folder, a key has two values, or this process is itself a rank.
     """
     words = [*overrides, *(f"{key}={_text(value)}" for key, value in keys.items())]
     for word in words:
@@ -97,6 +97,9 @@ def command_words(overrides: Sequence[str], *, keys: dict[str, Any]) -> list[str
             raise ValueError(f"{word!r}: is no override; write key=value, and start sweeps by ztk.sweep")
         if word.startswith(_PLACES):
             raise ValueError(f"{word}: is what `folder` says here; leave it out and give folder=FOLDER")
+    from ztk.config import check_doubled  # here: it brings Hydra
+
+    check_doubled(words)
     if (rank := ExternalRank.of_environment()) is not None:
         raise ValueError(
             f"this process is rank {rank.rank} that {rank.starter} started: call ztk.run in a process without RANK"

@@ -189,6 +189,7 @@ class Session:
             sys.argv[1:] = [*flags, *overrides]  # install=SHELL, query=SHELL and uninstall=SHELL are words of Hydra's
             return
         renamed = configuration.rename_keys(overrides)
+        configuration.check_doubled(renamed.words, flags=flags)
         expanded = configuration.expand_ds_config(renamed.words, machine=self._machine())
         self._say(*renamed.notes, *(f"ds_config: {note}" for note in expanded.notes))
         sweep = sweep or any(word.startswith("sweep.resume=") for word in expanded.words)

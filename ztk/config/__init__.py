@@ -1,6 +1,6 @@
 """Configuration with Hydra: a typed schema, the rules between its groups, and composing. Imports no torch."""
 
-from ztk.config.arguments import extra_folders, parse_arguments, split_flags
+from ztk.config.arguments import check_doubled, extra_folders, parse_arguments, split_flags
 from ztk.config.batch import on_fewer_ranks
 from ztk.config.compose import SWEEPER, compose, conf_dir, from_yaml, load, refusal, save, to_config, to_yaml
 from ztk.config.ds_config import expand_ds_config
@@ -30,6 +30,7 @@ __all__ = [
     "build_reference",
     "call_later",
     "callback_nodes",
+    "check_doubled",
     "check_resumed",
     "compose",
     "conf_dir",

@@ -1,7 +1,7 @@
 """The command line before Hydra reads it: moves flags to the front and reports every wrong name, option and value at once."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -102,6 +102,21 @@ def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = F
     named = [_bare(word) for word in accepted]
     replaced = [section for section in _REPLACED if f"{section}.{TARGET}" in named and section not in named]
     return [f"{section}=own" for section in replaced] + accepted
+
+
+def check_doubled(overrides: Iterable[str], *, flags: Sequence[str] = ()) -> None:
+    """Raises ConfigError for every key, group and flag that one command line gives several values. Hydra would take the last one."""
+    words = [*overrides, *(flag for flag in flags if "=" in flag)]
+    words += [f"{flag}={value}" for flag, value in pairwise(flags) if flag in _WITH_VALUE]
+    given: dict[str, list[str]] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        values = given.setdefault(name.lstrip("+~").partition("@")[0], [])
+        if value not in values:
+            values.append(value)
+    doubled = {name: [f"{name}={value}" for value in values] for name, values in given.items() if len(values) > 1}
+    if doubled:
+        raise ConfigError([f"{' and '.join(words)}: {name} has one value; keep one" for name, words in doubled.items()])
 
 
 def _bare(override: str) -> str:

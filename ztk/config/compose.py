@@ -119,6 +119,8 @@ def refusal(error: HydraException | OmegaConfBaseException, *, overrides: Sequen
     if isinstance(error, OmegaConfBaseException):
         reason = str(error).splitlines()[0]
         named = next((word for word in overrides if "${" in word), error.full_key)
+        if isinstance(error, InterpolationKeyError):
+            reason += f"; add {reason.partition(chr(39))[2].partition(chr(39))[0]}=VALUE"
         return ConfigError([f"{named}: {reason}" if named and named not in reason else reason])
     text = "\n".join(dict.fromkeys(filter(None, [str(error), str(error.__cause__ or "")])))
     text = re.sub(r"\nConfig search path:.*", "", text, flags=re.DOTALL)
@@ -141,7 +143,7 @@ def to_config(
     try:
         if faults := take_user(choices):
             raise ConfigError(faults)
-        choices, own, user = _without_objects(choices)
+        choices, own, user = _without_objects(choices, overrides=overrides)
         if faults := [*take_sizes(choices), *take_measured(choices)]:
             raise ConfigError(faults)
         config = _typed(choices)
@@ -218,7 +220,7 @@ def from_yaml(text: str) -> Config:
     return config
 
 
-def _without_objects(choices: DictConfig) -> tuple[DictConfig, dict[str, Any], Any]:
+def _without_objects(choices: DictConfig, *, overrides: Sequence[str] = ()) -> tuple[DictConfig, dict[str, Any], Any]:
     """A resolved configuration of ztk's keys alone; the nodes of the user's objects; the group `user`."""
     try:
         OmegaConf.resolve(choices)
@@ -227,12 +229,8 @@ def _without_objects(choices: DictConfig) -> tuple[DictConfig, dict[str, Any], A
         values = OmegaConf.to_container(choices, resolve=True)
     except MissingMandatoryValue as error:
         raise ConfigError([f"{error.full_key}: has no value; choose an option of its group or set it"]) from None
-    except InterpolationKeyError as error:
-        text = str(error).splitlines()[0]
-        key = text.partition("'")[2].partition("'")[0]
-        raise ConfigError([f"{text}; add {key}=VALUE"]) from None
     except OmegaConfBaseException as error:
-        raise ConfigError([str(error).splitlines()[0]]) from None
+        raise refusal(error, overrides=overrides) from None
     if faults := nameless(values):
         raise ConfigError(faults)
     own = take_objects(values)
