@@ -10,7 +10,7 @@ import torch
 import ztk
 from tests.inference.models import VOCABULARY, build, build_decoder
 from ztk.inference import Generator, InferencePolicy, SamplingParams
-from ztk.inference.sample import draw, draw_plain, draws_together, uniform
+from ztk.inference.sample import _cut, _likeliest_mass, draw, draw_plain, draws_together, uniform
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -300,3 +300,20 @@ def test_loading_into_a_busy_engine_is_refused(model):
     generator.submit(PROMPT, sampling=SamplingParams())
     with pytest.raises(RuntimeError, match="requests are not answered yet"):
         generator.load(model)
+
+
+@pytest.mark.parametrize("spread, rounds", [(1.0, False), (3.0, False), (6.0, True)])
+def test_top_p_keeps_the_tokens_of_a_sorted_vocabulary(spread, rounds):
+    """Selected in parts, ties included: the bits of the draw stay."""
+    logits = spread * torch.randn(40_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logprobs = torch.log_softmax(logits.mul(4).round().div(4) if rounds else logits, dim=-1)
+    for top_p in (1e-9, 0.5, 0.9, 0.999999):
+        ordered, order = logprobs.sort(descending=True, stable=True)
+        removed = order[ordered.exp().cumsum(-1) - ordered.exp() >= top_p]
+        expected = logprobs.index_fill(0, removed, float("-inf"))
+        assert torch.equal(_cut(logprobs, sampling=SamplingParams(top_p=top_p)), expected)
+
+
+def test_top_p_sorts_the_likely_tokens_alone():
+    logprobs = torch.log_softmax(6.0 * torch.randn(40_000, generator=torch.Generator().manual_seed(0)).double(), dim=-1)
+    assert len(_likeliest_mass(logprobs, mass=0.95)) == 1024

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ztk.inference.policy import SamplingParams
 
+_FIRST, _MARGIN = 1024, 1e-9  # tokens that top-p looks at first; see `_likeliest_mass`
+
 
 class NothingDrawn(ValueError):
     """What a request asked for leaves no token to draw, or fails at it: the request ends, others go on."""
@@ -205,9 +207,27 @@ def _cut(logprobs: Tensor, *, sampling: SamplingParams) -> Tensor:
         lowest = logprobs.topk(sampling.top_k).values[-1]
         logprobs = torch.log_softmax(logprobs.masked_fill(logprobs < lowest, float("-inf")), dim=-1)
     if sampling.top_p < 1:
-        ordered, order = logprobs.sort(descending=True, stable=True)
+        likely = _likeliest_mass(logprobs, mass=sampling.top_p)
+        ordered, order = logprobs[likely].sort(descending=True, stable=True)
         before = ordered.exp().cumsum(-1) - ordered.exp()
-        logprobs = logprobs.index_fill(0, order[before >= sampling.top_p], float("-inf"))
+        kept = likely[order[before < sampling.top_p]]
+        logprobs = torch.full_like(logprobs, float("-inf")).index_copy_(0, kept, logprobs[kept])
     if sampling.min_p > 0:
         logprobs = logprobs.masked_fill(logprobs < logprobs.max() + math.log(sampling.min_p), float("-inf"))
     return logprobs
+
+
+def _likeliest_mass(logprobs: Tensor, *, mass: float) -> Tensor:
+    """Tokens int64 [N] in rising order, which are all that are as likely as the rarest of them and have more than `mass` together.
+
+    Sorting them gives the beginning of the sorted vocabulary, equal values in the same order, so that top-p keeps the tokens and draws with
+    the bits of the full sort. The margin is for rounding: sums of 2^20 probabilities differ by less than 1e-9.
+    """
+    count = _FIRST
+    while count < len(logprobs):
+        values = logprobs.topk(count, sorted=False).values
+        found = float(values.exp().sum())
+        if found > mass + _MARGIN:
+            return (logprobs >= values.min()).nonzero().squeeze(1)
+        count = count * 16 if found > mass / 8 else len(logprobs)
+    return torch.arange(len(logprobs), device=logprobs.device)
