@@ -3,6 +3,7 @@
 import base64
 import json
 import pickle
+import re
 
 import pytest
 
@@ -252,3 +253,17 @@ def test_leaf_modules():
                         ({"stage": 3, "leaf_module": {"class": []}}, "classes")):  # fmt: skip
         with pytest.raises(ValueError, match=part):
             parse_config({"train_batch_size": 1, "zero_optimization": wrong}, world_size=1)
+
+
+@pytest.mark.parametrize(
+    "config, named",
+    [
+        ({1: 2}, "1: a key must be a text, and this is of type int"),
+        ({"train_batch_size": 2, None: 3}, "None: a key must be a text"),
+        ({b"train_batch_size": 2}, "b'train_batch_size': a key must be a text"),
+        ({"zero_optimization": {"offload_param": {2: 1}}}, "zero_optimization.offload_param.2: a key must be a text"),
+    ],
+)
+def test_a_key_that_is_no_text_is_named(config, named):
+    with pytest.raises(DeepSpeedConfigError, match=re.escape(named)):
+        parse_config(config, world_size=1)

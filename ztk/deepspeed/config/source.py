@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from ztk.deepspeed.config.errors import DeepSpeedConfigError
 from ztk.deepspeed.config.hjson import parse_hjson
@@ -23,6 +23,8 @@ def read_source(config: object, *, findings: Findings | None = None) -> dict:
     of which `findings` gets a note. Raises DeepSpeedConfigError if it is none of these.
     """
     if isinstance(config, Mapping):
+        if faults := list(_key_faults(config)):
+            raise DeepSpeedConfigError(faults)
         return copy.deepcopy(dict(config))
     if not isinstance(config, (str, os.PathLike)):
         raise DeepSpeedConfigError([f"config={config!r:.80}: must be a dict, a path, or base64 of JSON"])
@@ -35,6 +37,15 @@ def read_source(config: object, *, findings: Findings | None = None) -> dict:
             [f"config={str(config)!r:.200}: there is no such file, and it is not base64 of JSON"]
         )
     return parse_json(decoded, where="the base64 text", findings=findings)
+
+
+def _key_faults(values: Mapping, *, path: str = "") -> Iterator[str]:
+    """One line per key, at any depth, that is no text as all keys of a file are."""
+    for key, value in values.items():
+        if not isinstance(key, str):
+            yield f"{path}{key!r}: a key must be a text, and this is of type {type(key).__name__}; put it in quotes, or leave it out"
+        elif isinstance(value, Mapping):
+            yield from _key_faults(value, path=f"{path}{key}.")
 
 
 def parse_json(source: str, *, where: str, findings: Findings | None = None) -> dict:
