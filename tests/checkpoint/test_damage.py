@@ -14,6 +14,7 @@ from tests.checkpoint.runs import Setup, canonical, digest, reload, save_some, t
 from tests.zero.models import WIDTH, Block, Layout, build, make_engine
 from ztk.checkpoint import CheckpointError, load, read_manifest, resolve
 from ztk.checkpoint.__main__ import main
+from ztk.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 SETUP = Setup(layout=Layout(stage=1))
 
@@ -80,6 +81,20 @@ def test_a_broken_pointer_is_named(ranks, copy):
     assert "latest" in text and "step-000009" in text and "step-000003, step-000002" in text
     (copy / "latest").unlink()  # as after a kill between the first two renames
     assert resolve(copy).name == "step-000003"
+
+
+@pytest.mark.parametrize(
+    "text, fault", [("", "latest is empty"), ("tag9", "latest names 'tag9', which does not exist")]
+)
+def test_a_broken_pointer_names_the_tags(copy, tmp_path, text, fault):
+    """A folder of tags, as DeepSpeed scripts save; every reader of `latest`."""
+    tags = tmp_path / "tags"
+    for tag in ("tag1", "tag2"):
+        shutil.copytree(copy, tags / tag)
+    (tags / "latest").write_text(text)
+    for read in (resolve, get_fp32_state_dict_from_zero_checkpoint):
+        with pytest.raises(CheckpointError, match=f"{fault}; still usable in .*: tag2, tag1"):
+            read(tags)
 
 
 @pytest.mark.parametrize("name", [".", "..", "../copy", "step-000003/.."])

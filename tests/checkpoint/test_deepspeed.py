@@ -55,7 +55,7 @@ def test_the_stages_hold_the_same_values(tmp_path):
             torch.testing.assert_close(other, values[0], rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("fault", ["missing rank", "cut", "latest"])
+@pytest.mark.parametrize("fault", ["missing rank", "cut", "latest", "empty latest"])
 def test_a_damaged_one_is_named(tmp_path, fault):
     folder = Path(shutil.copytree(DATA / "stage2", tmp_path / "stage2"))
     victim = folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -68,6 +68,9 @@ def test_a_damaged_one_is_named(tmp_path, fault):
             expected = victim.name
         case "latest":
             (folder / "latest").write_text("global_step9")
-            expected = "global_step9"
+            expected = "global_step9.*still usable in .*: global_step3"
+        case "empty latest":
+            (folder / "latest").write_text("")
+            expected = "latest is empty; still usable in .*: global_step3"
     with pytest.raises(CheckpointError, match=expected):
         import_checkpoint(folder, to=tmp_path / "in")

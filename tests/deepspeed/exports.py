@@ -10,7 +10,7 @@ from ztk.runtime import Process
 
 
 class Adapted(nn.Module):
-    """A frozen base, an adapter, a tied head and a buffer."""
+    """A frozen base, an adapter, a tied head, a buffer, and a parameter and a buffer without elements."""
 
     def __init__(self, *, width: int = 24) -> None:
         super().__init__()
@@ -19,6 +19,8 @@ class Adapted(nn.Module):
         self.head, self.again = nn.Linear(width, 10, bias=False), nn.Linear(width, 10, bias=False)
         self.again.weight = self.head.weight
         self.register_buffer("scale", torch.full((), 0.5))
+        self.prompt = nn.Parameter(torch.empty(0, 28))
+        self.register_buffer("places", torch.empty(0, 2, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.base(x) + self.up(self.down(x)))

@@ -32,7 +32,7 @@ def test_fp32_weights_of_a_checkpoint(saved):
     expected = {name: value for name, value in found["full"].items() if name != "losses"}
     assert set(state) == set(expected) - (frozen if trained_only else set())
     for name, value in state.items():
-        assert value.dtype is torch.float32 and torch.equal(value, expected[name]), name
+        assert value.dtype is expected[name].dtype and torch.equal(value, expected[name]), name
     assert state["again.weight"] is state["head.weight"]
     trained = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
         folder, "global_step3", exclude_frozen_parameters=True, lazy_mode=True
@@ -45,7 +45,7 @@ def test_fp32_weights_of_a_checkpoint(saved):
 def test_weights_in_the_models_dtype(saved):
     folder, found, _ = saved
     state = torch.load(folder / "trained.bin", weights_only=True)
-    assert set(state) == {"down.weight", "up.weight", "head.weight", "again.weight", "scale"}
+    assert set(state) == {"down.weight", "up.weight", "head.weight", "again.weight", "scale", "prompt", "places"}
     assert set(found["consolidated"]) == set(found["full"]) - {"losses"}
     assert found["module"]["model.up.weight"] == (24, 4) and "model.base.weight" not in found["module"]
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ztk.checkpoint.errors import CheckpointError
+from ztk.checkpoint.folder import read_pointer
 from ztk.checkpoint.manifest import BUFFER
 from ztk.checkpoint.sources import FROZEN, MASTER, RANGE_ELEMENTS, Key
 
@@ -136,10 +137,7 @@ def _step_folder(path: Path) -> Path:
     pointer = path / "latest"
     if not pointer.is_file():
         return path
-    folder = path / pointer.read_text().strip()
-    if not folder.is_dir():
-        raise CheckpointError(f"{pointer} names {folder.name!r}, which is not there")
-    return folder
+    return path / read_pointer(pointer)
 
 
 def _files(folder: Path, *, suffix: str) -> list[Path]:

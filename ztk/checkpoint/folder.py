@@ -85,10 +85,21 @@ def resolve(path: str | os.PathLike) -> Path:
     pointer = path / LATEST
     if not pointer.exists():  # killed between the first rename and the first pointer
         return found[-1]
+    name = read_pointer(pointer)
+    return path / name if _STEP.fullmatch(name) else resolve(path / name)
+
+
+def read_pointer(pointer: Path) -> str:
+    """The name in a file `latest`: that of a folder next to it.
+
+    Raises:
+        CheckpointError: it is empty, or names no such folder; the text lists those that can be loaded.
+    """
     name = pointer.read_bytes().decode(errors="replace").strip()
-    if name and Path(name).name == name and name != ".." and (path / name).is_dir():
-        return path / name if _STEP.fullmatch(name) else resolve(path / name)
-    raise CheckpointError(f"{pointer} names {name!r}, which does not exist; {usable(path)}")
+    if name and Path(name).name == name and name != ".." and (pointer.parent / name).is_dir():
+        return name
+    fault = f"names {name!r}, which does not exist" if name else "is empty"
+    raise CheckpointError(f"{pointer} {fault}; {usable(pointer.parent)}")
 
 
 def every_checkpoint(path: Path) -> list[Path]:
@@ -117,11 +128,22 @@ def open_manifest(path: Path) -> Manifest:
 
 def usable(folder: Path, *, without: Path | None = None) -> str:
     """Half a sentence on the checkpoints of `folder` that look complete: valid manifest, all files with the right length."""
-    good = [path.name for path in checkpoints(folder) if path != without and _looks_complete(path)]
+    own = checkpoints(folder)
+    if (
+        not own and folder.is_dir()
+    ):  # a folder of tags: of ztk's, each has a step folder; DeepSpeed's have the files themselves
+        own = sorted(tag for tag in folder.iterdir() if tag.is_dir() and (checkpoints(tag) or _is_of_deepspeed(tag)))
+    good = [path.name for path in own if path != without and _looks_complete(path)]
     return f"still usable in {folder}: {', '.join(reversed(good))}" if good else f"{folder} has no other checkpoint"
 
 
+def _is_of_deepspeed(path: Path) -> bool:
+    return any(path.glob("*_model_states.pt"))
+
+
 def _looks_complete(path: Path) -> bool:
+    if not _STEP.fullmatch(path.name):
+        return _is_of_deepspeed(path) or any(map(_looks_complete, checkpoints(path)))
     try:
         manifest = read_manifest(path)
         return all((path / file.file).stat().st_size == file.nbytes for file in manifest.files)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ztk import checkpoint
 from ztk.checkpoint.errors import Agreement, CheckpointError, SaveFailed
+from ztk.checkpoint.folder import read_pointer
 from ztk.checkpoint.full import is_cut, persistent_buffers
 from ztk.checkpoint.sources import reason_of
 from ztk.deepspeed import zero_to_fp32
@@ -87,7 +88,7 @@ def load_checkpoint(
         _check_custom(engine, what="load_checkpoint")
     if tag is None:
         pointer = folder / LATEST
-        tag = pointer.read_text().strip() if pointer.is_file() else None
+        tag = read_pointer(pointer) if pointer.is_file() else None
         tag = inner.comm.gather_objects(tag)[0]
         if tag is None:
             logger.warning("%s has no file `latest`: nothing is loaded; give a tag to name a checkpoint", folder)

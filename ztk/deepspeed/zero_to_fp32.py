@@ -18,10 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ztk.checkpoint.bits import DTYPES
 from ztk.checkpoint.deepspeed import DeepSpeedSource
 from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.export import RANGE_ELEMENTS
-from ztk.checkpoint.folder import resolve
+from ztk.checkpoint.folder import read_pointer, resolve, usable
 from ztk.checkpoint.manifest import BUFFER, Manifest, read_manifest
 from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.sources import FROZEN, MASTER
@@ -67,7 +68,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     checkpoint_dir: the folder that was given to `save_checkpoint`. tag: None reads its file `latest`.
     lazy_mode: values are read when their `contiguous()` is called, so that they need not be in memory together.
-    Raises ValueError without `latest`, FileNotFoundError without the tag's folder, CheckpointError for damaged files.
+    Raises ValueError without `latest`, FileNotFoundError without the tag's folder, CheckpointError for damaged files and a `latest` that
+    names none.
     """
     state = _open(_tag_folder(Path(checkpoint_dir), tag=tag), exclude_frozen=exclude_frozen_parameters)
     return state if lazy_mode else _read(state, dtype=torch.float32)
@@ -183,9 +185,9 @@ def _tag_folder(folder: Path, *, tag: str | None) -> Path:
         pointer = folder / "latest"
         if not pointer.is_file():
             raise ValueError(f"{folder} has no file `latest`; give the tag of a checkpoint in it")
-        tag = pointer.read_text().strip()
+        tag = read_pointer(pointer)
     if not (folder / tag).is_dir():
-        raise FileNotFoundError(f"the folder {folder / tag} does not exist")
+        raise FileNotFoundError(f"the folder {folder / tag} does not exist; {usable(folder)}")
     return folder / tag
 
 
@@ -229,6 +231,9 @@ def _of_ztk(folder: Path, *, exclude_frozen: bool) -> tuple[dict[str, LazyTensor
         kinds = {name: kind for name, kind in kinds.items() if kind == MASTER}
     kinds |= {info.name: BUFFER for info in manifest.buffers}
     shapes = {info.name: tuple(info.shape) for info in [*manifest.parameters, *manifest.buffers]}
+    for info in [*manifest.parameters, *manifest.buffers]:
+        if not prod(info.shape):  # no file has anything of it
+            stored.setdefault((info.name, kinds.get(info.name, BUFFER)), DTYPES[info.dtype])
     state = {}
     for name, kind in kinds.items():
         if (name, kind) in stored:  # a checkpoint may hold the trained parameters alone
