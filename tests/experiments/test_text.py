@@ -76,7 +76,9 @@ def test_an_exported_model_has_its_tokenizer(trained, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported", local_files_only=True)
     own = open_model(str(folder_of(trained))).tokenizer
     assert tokenizer.encode(LINES[3]) == own.encode(LINES[3])
-    assert json.loads((tmp_path / "exported" / "config.json").read_text())["vocab_size"] == len(tokenizer) == 400
+    config = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert config["vocab_size"] == len(tokenizer) == 400
+    assert config["eos_token_id"] == tokenizer.eos_token_id is not None
 
 
 def test_its_answers_are_fine_tuned_in_its_tokens(trained, tmp_path):

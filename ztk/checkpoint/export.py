@@ -135,7 +135,8 @@ def export_safetensors(
 
     path: as for `load`. dtype: None keeps the dtype that the model computed in. A dense native decoder becomes a LlamaForCausalLM, with its
     names and configuration and its adapters merged, unless `own_names`; a model of transformers keeps its names and configuration. A "config"
-    in the checkpoint's `extra` replaces either configuration. The run's tokenizer is copied, if it has one. ema: the moving average of the
+    in the checkpoint's `extra` replaces either configuration. The run's tokenizer is copied, if it has one, and the configuration names its
+    special tokens, such as the one that ends a text. ema: the moving average of the
     weights in their place.
 
     Raises:
@@ -159,9 +160,10 @@ def export_safetensors(
                 "weight_map": {spec.key: name for name, specs in files.items() for spec in specs},
             }
             _write_json(folder / "model.safetensors.index.json", value=index)
-        if config is not None:
-            _write_json(folder / "config.json", value=config)
         _copy_tokenizer(resolve(path), to=folder)
+        if config is not None:
+            ends = {key: value for key, value in special_tokens(folder).items() if config.get(key) is None}
+            _write_json(folder / "config.json", value=config | ends)
     return ExportReport(path=Path(to), files=len(files), nbytes=nbytes)
 
 
@@ -171,6 +173,24 @@ def _copy_tokenizer(step: Path, *, to: Path) -> None:
     if run is not None and (run / "tokenizer").is_dir():
         for file in sorted((run / "tokenizer").iterdir()):
             shutil.copyfile(file, to / file.name)
+
+
+def special_tokens(folder: Path) -> dict[str, int]:
+    """`eos_token_id`, `bos_token_id` and `pad_token_id` of the tokenizer in `folder`, as far as it has them."""
+    settings, tokenizer = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    if not (settings.is_file() and tokenizer.is_file()):
+        return {}
+    named, stored = (json.loads(file.read_text(encoding="utf-8")) for file in (settings, tokenizer))
+    vocabulary = stored.get("model", {}).get("vocab")
+    known = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    known |= {token["content"]: token["id"] for token in stored.get("added_tokens") or ()}
+    found = {}
+    for key in ("eos_token", "bos_token", "pad_token"):
+        token = named.get(key)
+        text = token.get("content") if isinstance(token, dict) else token
+        if text in known:
+            found[f"{key}_id"] = known[text]
+    return found
 
 
 def export_adapter(
