@@ -1,8 +1,11 @@
 """model=hf: sizes from config.json, and what does not go with a model of transformers."""
 
+import shutil
+
 import pytest
 
 from experiments import pretrain
+from tests.align.chats import train_tokenizer
 from tests.topology.families import make
 from ztk.config import Config, ConfigError, Machine, compose, from_yaml, to_yaml
 
@@ -13,6 +16,13 @@ CPU = Machine(gpus=0, cores=2)
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     make("Qwen2Moe", vocab_size=300, max_position_embeddings=128).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    path = tmp_path_factory.mktemp("dense")
+    make("Llama", vocab_size=300, max_position_embeddings=128).save_pretrained(path)
     return path
 
 
@@ -124,3 +134,35 @@ def test_a_folder_without_weights_or_of_too_few_words_is_refused(tmp_path):
     assert "text is read as bytes, and its vocabulary has 64 tokens; use data=synthetic" in str(caught.value)
     config = composed(f"model.path={tmp_path}", "model.init=random", "data=synthetic")
     assert config.model.init == "random"
+
+
+@pytest.mark.parametrize(
+    "words, rate",
+    [
+        ((), 2e-5),
+        (("lora=adapter",), 2e-4),
+        (("task=sft",), 2e-5),
+        (("task=sft", "lora=adapter"), 2e-4),
+        (("optimizer.lr=1e-3",), 1e-3),
+        (("optimizer=adamw",), 2e-5),
+        (("optimizer=lion",), 3e-4),
+        (("model.init=random",), 3e-3),
+    ],
+)
+def test_pretrained_weights_have_a_rate_of_their_own(dense, words, rate):
+    assert composed(f"model.path={dense}", *words).optimizer.lr == rate
+
+
+def test_a_pretrained_model_reads_its_own_tokens(dense, tmp_path):
+    own = tmp_path / "model"
+    shutil.copytree(dense, own)
+    train_tokenizer().save_pretrained(own)
+    (tmp_path / "a.txt").write_text("some text")
+    text = (f"model.path={own}", f"data.path={tmp_path / 'a.txt'}")
+    assert composed(*text).data.tokenizer == str(own)
+    assert composed(*text, "model.init=random").data.tokenizer == "bytes"
+    with pytest.raises(ConfigError, match="data.tokenizer=bytes: .* not in bytes: leave data.tokenizer out"):
+        composed(*text, "data.tokenizer=bytes")
+    (own / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="has a tokenizer without tokenizer.json"):
+        composed(*text)

@@ -29,7 +29,7 @@ from ztk.config.effects import (
 )
 from ztk.config.ema_schema import Evaluated
 from ztk.config.evaluating import choose_engine, take_evaluated
-from ztk.config.hugging_face import take_sizes
+from ztk.config.hugging_face import take_rate, take_sizes
 from ztk.config.keys import SWEEP, as_paths, data_paths, flatten, leaf_types, section_of
 from ztk.config.machine import Machine
 from ztk.config.own import OBJECTS, USER, is_own, nameless, nodes_of, take_objects, take_user, written_user
@@ -176,6 +176,7 @@ def to_config(
                 f"weights={weights} has no effect with task={config.task.name}: use task=generate, task=serve or task=eval"
             ]
         )
+    take_rate(config, given=given)
     choose_engine(config, given=given, machine=machine)
     if faults := take_evaluated(config, given=given):
         raise ConfigError(faults)

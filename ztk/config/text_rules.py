@@ -7,32 +7,59 @@ from ztk.config.batch import AUTO
 from ztk.config.hugging_face import is_hugging_face
 from ztk.config.keys import data_paths, written
 from ztk.config.machine import Machine
-from ztk.config.schema import Config, DataName
+from ztk.config.schema import Config, DataName, ModelInit
 from ztk.config.text import TEXT, TRAIN, has_tokenizer, tokenizer_of_run
+
+_SLOW = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")  # of tokenizers that are not fast ones
 
 
 def follow_tokenizer(config: Config, *, given: frozenset[str]) -> list[str]:
-    """Sets `model.vocab_size` to the tokenizer's, unless the user set it or the model is one of transformers. Returns one line per fault.
+    """Sets `data.tokenizer` to that of a pretrained model, and `model.vocab_size` to the tokenizer's unless the user set it or the model is
+    one of transformers. Returns one line per fault.
 
     given: the keys that the user set.
     """
     data, model = config.data, config.model
-    if not has_tokenizer(config) or not (data.name in TEXT or _reads_records(config)):
+    if not (data.name in TEXT or _reads_records(config)):
         return []
+    faults = _take_tokenizer(config, given=given)
+    if faults or not has_tokenizer(config):
+        return faults
     try:
         size = _vocabulary(config)
     except ValueError as error:
         return [str(error)]
     if not is_hugging_face(model) and "model.vocab_size" not in given:
         model.vocab_size = size
-    if size <= model.vocab_size:
-        return []
+    return [] if size <= model.vocab_size else [_too_many(config, size=size)]
+
+
+def _too_many(config: Config, *, size: int) -> str:
+    data, model = config.data, config.model
     fix = f"data.vocab_size={model.vocab_size}" if data.tokenizer == TRAIN else "another data.tokenizer"
     if is_hugging_face(model):
-        return [f"data.tokenizer={data.tokenizer}: has {size} tokens, and {model.path} {model.vocab_size}: use {fix}"]
-    return [
-        f"model.vocab_size={model.vocab_size}: data.tokenizer={data.tokenizer} has {size} tokens; leave model.vocab_size out, or use {fix}"
-    ]
+        return f"data.tokenizer={data.tokenizer}: has {size} tokens, and {model.path} {model.vocab_size}: use {fix}"
+    return f"model.vocab_size={model.vocab_size}: data.tokenizer={data.tokenizer} has {size} tokens; leave model.vocab_size out, or use {fix}"
+
+
+def _take_tokenizer(config: Config, *, given: frozenset[str]) -> list[str]:
+    """Sets `data.tokenizer` to that of pretrained weights: as bytes their tokens mean nothing. Returns one line per fault."""
+    data, model = config.data, config.model
+    if not is_hugging_face(model) or model.init is not ModelInit.pretrained or has_tokenizer(config):
+        return []
+    folder = Path(model.path or "").expanduser()
+    if (folder / "tokenizer.json").is_file():
+        if "data.tokenizer" in given:
+            return [
+                f"data.tokenizer=bytes: {model.path} was trained in the tokens of its tokenizer.json, not in bytes: leave data.tokenizer out"
+            ]
+        data.tokenizer = str(model.path)
+    elif any((folder / name).is_file() for name in _SLOW):
+        return [
+            f"model.path={model.path}: has a tokenizer without tokenizer.json, which alone is read: load it by "
+            "transformers.AutoTokenizer.from_pretrained and save it there by save_pretrained"
+        ]
+    return []
 
 
 def _vocabulary(config: Config) -> int:
