@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
+from ztk.parameters.watched import take_data_mark, watch
 
 HOLD = {
     "data": lambda model: model.fc2.weight.data,
@@ -80,3 +82,13 @@ def test_a_write_by_numpy_reaches_master_weights(ranks):
     for is_held in (True, False):
         for weight in ranks(2).run(written_by_numpy, is_held=is_held):
             torch.testing.assert_close(weight, model.fc2.weight.detach(), rtol=0, atol=1e-6)  # two orders of summation
+
+
+def test_recomputation_counts_as_no_read_of_a_parameter():
+    """It detaches the weights that it saves: the next step would compare all of them with their master weights."""
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+    watch(layer.weight)
+    checkpoint(lambda x: layer(x).relu(), x, use_reentrant=False).sum().backward()
+    assert not take_data_mark(layer.weight, is_viewed=lambda: False)
+    layer.weight.detach()
+    assert take_data_mark(layer.weight, is_viewed=lambda: False)

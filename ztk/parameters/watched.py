@@ -5,6 +5,7 @@ parameter run before the engine's, which takes the gradient away. Memory has the
 """
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 
@@ -36,9 +37,14 @@ class _Watched:
         torch.Tensor.data.__set__(self, value)
 
     def detach(self) -> Tensor:
-        """As Tensor's. What is written through a numpy array of it leaves no trace, so it counts as a read of `.data`."""
+        """As Tensor's. What is written through a numpy array of it leaves no trace, so it counts as a read of `.data`.
+
+        Calls from torch itself do not count: recomputation detaches every weight that it saves, and nobody writes into that.
+        """
         # pyrefly: ignore[bad-argument-type]  # mixed into nn.Parameter
-        return self._note(Tensor.detach(self))
+        value = Tensor.detach(self)
+        is_torchs = sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")
+        return value if is_torchs else self._note(value)
 
     def _note(self, value: Tensor) -> Tensor:
         self._data_was_read = True
