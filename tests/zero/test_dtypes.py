@@ -40,6 +40,16 @@ def refuse(process, *, values: torch.Tensor) -> str:
 
 def test_float64_is_said(caplog):
     with caplog.at_level(logging.WARNING):
-        _check_dtypes(_with(torch.ones(2, dtype=torch.float64)))
+        _check_dtypes(_with(torch.ones(2, dtype=torch.float64)), dtype=torch.float32, warns=True)
     assert "parameter extra: is float64" in caplog.text
-    _check_dtypes(_with(torch.ones(2, dtype=torch.bfloat16)))
+
+
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float16])
+def test_a_16_bit_model_that_trains_in_fp32_is_said(caplog, given):
+    model = _with(torch.ones(2, dtype=given))
+    with caplog.at_level(logging.WARNING):
+        _check_dtypes(model, dtype=given, warns=True)
+        _check_dtypes(model, dtype=torch.float32, warns=False)  # another rank
+        assert not caplog.text
+        _check_dtypes(model, dtype=torch.float32, warns=True)
+    assert "1 parameters are 16 bit (extra)" in caplog.text and '"bf16": {"enabled": true}' in caplog.text

@@ -7,6 +7,8 @@ None, as DeepSpeed's; the first read says what to use, and an assignment raises.
 """
 
 import functools
+import inspect
+import sys
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,12 @@ _REFUSED = (
     "p.grad = a tensor: at ZeRO stages 1 to 3 gradients are sharded, so the step would not use it, and the next backward would add to it. Use "
     "deepspeed.utils.safe_set_full_grad(p, value) after the backward, or stage 0"
 )
+_CLIPPED = (
+    "torch.nn.utils.clip_grad_value_ at ZeRO stages 1 to 3: gradients are sharded and p.grad is None. Set gradient_clipping in the "
+    "configuration, which clips the norm; or clamp each gradient after the backward: deepspeed.utils.safe_set_full_grad(p, "
+    "deepspeed.utils.safe_get_full_grad(p).clamp(-c, c)); or use stage 0"
+)
+_CLIPS_BY_VALUE = {clip.__code__ for clip in (nn.utils.clip_grad_value_, inspect.unwrap(nn.utils.clip_grad_value_))}
 _shown: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (what the script has, what the buffer held)
 _warned: WeakIdKeyDictionary = WeakIdKeyDictionary()  # engines' first parameters
 
@@ -131,6 +139,8 @@ def _show(parameter: nn.Parameter) -> Tensor | None:
         return None
     engine = owner.engine
     if engine.zero.policy.stage > 0:
+        if _is_clipped_by_value():
+            raise RuntimeError(_CLIPPED)
         _warn_once(engine, owner=owner)
         return None
     engine.zero.reduction.settle()
@@ -140,6 +150,12 @@ def _show(parameter: nn.Parameter) -> Tensor | None:
     value = value.to(parameter.dtype)
     _shown[parameter] = value, value.clone()
     return value
+
+
+def _is_clipped_by_value() -> bool:
+    """`p.grad` is read by torch's `clip_grad_value_`, perhaps in a comprehension there."""
+    frame = sys._getframe(3)  # behind `_show` and the property
+    return frame.f_code in _CLIPS_BY_VALUE or (frame.f_back is not None and frame.f_back.f_code in _CLIPS_BY_VALUE)
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:

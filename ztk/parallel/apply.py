@@ -22,6 +22,7 @@ from ztk.optim import FlatOptimizer, GroupTable, OptimizerPolicy, TorchStep, fla
 from ztk.optim.script_optimizer import FixedGroups, ScriptOptimizer, StateElsewhere
 from ztk.parallel.plan import Plan, check_states
 from ztk.parallel.stores import fit_pool, make_stores, piece_size
+from ztk.parameters.aliases import check_initialized
 from ztk.pipeline import PipelineModule, PipelinePolicy, ScheduleName
 from ztk.pipeline.stages import layered, mark_copies, share_values, split
 from ztk.policies.compact import master_of
@@ -88,6 +89,7 @@ def parallelize(
     Raises:
         ValueError: for policies that do not fit together, or that do not fit the model or the mesh.
     """
+    check_initialized(model)
     precision = precision or PrecisionPolicy()
     check_states(optimizer, precision=precision, ema=ema)
     plan = Plan(

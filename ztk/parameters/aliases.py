@@ -40,6 +40,16 @@ def check_aliases(model: nn.Module) -> None:
                 )
 
 
+def check_initialized(model: nn.Module) -> None:
+    """Raises ValueError for a parameter of a lazy module, which has neither shape nor values before its first forward."""
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"parameter {name} of a lazy module has no shape yet: run one forward of the model before initialize (or parallelize), as "
+                "with torch.no_grad(): model(batch)"
+            )
+
+
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Tensors that modules hold outside of their parameters. What a hook computes before every forward is left out."""
     for prefix, module in model.named_modules():

@@ -158,6 +158,11 @@ class _Construction:
     # See [Note: Touched parameters]
 
     def touch(self, parameters: list[PartitionedParameter]) -> None:
+        """Makes `parameters` full. Raises RuntimeError inside torch.jit.trace."""
+        if torch.jit.is_tracing():
+            raise RuntimeError(
+                "torch.jit.trace inside zero.Init would record how weights are gathered: trace the module outside of zero.Init, before it"
+            )
         self._settle(but=parameters)
         for parameter in parameters:
             parameter.make_full(device=parameter.built_on)

@@ -15,6 +15,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ _DECISIONS = {"__bool__", "__int__", "__index__", "__contains__", "is_nonzero", 
 _NUMBERS = {"__float__", "__complex__", "item", "tolist", "numpy", "__array__", "__dlpack__"}
 # `module.to()` makes them and throws them away.
 _CONVERSIONS = {"to", "half", "bfloat16", "float", "double", "cpu", "cuda"}
+_MAKES_PARAMETER = nn.Parameter.__new__.__code__
 _IN_STATE_DICT = nn.Module._save_to_state_dict.__code__
 _saved: list[tuple[int, ...]] = []  # shapes of what was saved since the script has gathered parameters
 _read: list[tuple[int, ...]] = []  # shapes of what was read while it was released
@@ -101,6 +103,8 @@ class _Guard:
                 raise RuntimeError(
                     _was_read(_first_guarded(args, kwargs), what="it would write NaN into another tensor")
                 )
+            if function is Tensor.detach:
+                check_not_made_parameter(_first_guarded(args, kwargs), caller=sys._getframe(1))
             try:
                 result = function(*args, **kwargs)
             except RuntimeError as error:
@@ -286,6 +290,8 @@ def _refuse_values(function: Any, *, args: tuple, kwargs: dict, result: Any) -> 
     for made in result if isinstance(result, list | tuple) else (result,):
         if isinstance(made, Tensor) and not isinstance(made, _Guard) and made.numel() and not _is_part(made, guarded):
             is_hidden |= not (made.is_floating_point() or made.is_complex()) or not _has_nan(made)
+        if isinstance(made, Tensor) and not isinstance(made, _Guard) and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(_read_in_backward(guarded))
     if is_hidden:
         raise RuntimeError(_was_read(guarded, what=f"the result of {name} would not be that of the weights"))
 
@@ -319,6 +325,18 @@ def _refuse(gradient: Tensor, *, message: str) -> None:
     raise RuntimeError(message)
 
 
+def check_not_made_parameter(parameter: Tensor | None, *, caller: FrameType | None) -> None:
+    """Raises RuntimeError for `nn.Parameter(p)` of an engine's or a released parameter, of any shape: torch refuses it with names of classes.
+
+    caller: of `detach`.
+    """
+    if parameter is not None and caller is not None and caller.f_code is _MAKES_PARAMETER:
+        raise RuntimeError(
+            f"nn.Parameter(p) of an engine's parameter of shape {_shape_of(parameter)}: two parameters cannot share its memory. Make it of a "
+            "copy, nn.Parameter(p.detach().clone()), at zero stage 3 inside deepspeed.zero.GatheredParameters(p); use p itself to share it"
+        )
+
+
 def _is_for_state_dict() -> bool:
     """`Module.state_dict` detaches the parameter, perhaps through the `detach` of its class."""
     frame = sys._getframe(2)
@@ -332,6 +350,14 @@ def _share(view: Tensor, tensor: Tensor) -> bool:
 
 def _named(tensor: Tensor | None) -> str:
     return "a released parameter" if tensor is None else f"a released parameter of shape {_shape_of(tensor)}"
+
+
+def _read_in_backward(tensor: Tensor) -> str:
+    return (
+        f"{_named(tensor)} was read inside a backward: its values are not on this rank (zero stage 3). A torch.autograd.Function that needs a "
+        "weight in its backward must keep it by ctx.save_for_backward(weight), which gathers it again, not as ctx.weight; a hook reads weights "
+        "before the backward, inside deepspeed.zero.GatheredParameters"
+    )
 
 
 def _not_copied(tensor: Any) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ztk.parameters.released import change_class
+from ztk.parameters.released import change_class, check_not_made_parameter
 
 TAKES_GRADIENT = "ztk_takes_gradient"  # an attribute of the engine's hook, which stays the last
 _returned: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> references to what reads of `.data` returned
@@ -41,9 +41,12 @@ class _Watched:
 
         Calls from torch itself do not count: recomputation detaches every weight that it saves, and nobody writes into that.
         """
+        caller = sys._getframe(1)
+        # pyrefly: ignore[bad-argument-type]  # mixed into nn.Parameter
+        check_not_made_parameter(self, caller=caller)
         # pyrefly: ignore[bad-argument-type]  # mixed into nn.Parameter
         value = Tensor.detach(self)
-        is_torchs = sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")
+        is_torchs = caller.f_globals.get("__name__", "").startswith("torch.")
         return value if is_torchs else self._note(value)
 
     def _note(self, value: Tensor) -> Tensor:

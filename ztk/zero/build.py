@@ -51,7 +51,7 @@ class Builder:
         if initial_values is None:
             _check_has_values(model)
         check_aliases(model)
-        _check_dtypes(model)
+        _check_dtypes(model, dtype=context.precision.dtype, warns=context.mesh.world.rank == 0)
         plans = plan_units(model)
         self._positions = _positions(plans, model=model, context=context)
         self.held = HeldMemory(model)
@@ -239,21 +239,31 @@ def _positions(plans: list[UnitPlan], *, model: nn.Module, context: ZeroContext)
     return first_positions(plans, shapes=shapes, row_of=context.groups.row_of, parts=context.parts)
 
 
-def _check_dtypes(model: nn.Module) -> None:
-    """Parameters take the training's dtype; what a cast would change beyond rounding is refused."""
+def _check_dtypes(model: nn.Module, *, dtype: torch.dtype, warns: bool) -> None:
+    """Parameters take the training's `dtype`; what a cast would change beyond rounding is refused. warns: of wider ones, on one rank."""
+    narrow = []
     for name, parameter in model.named_parameters():
-        dtype = str(parameter.dtype).removeprefix("torch.")
+        own = str(parameter.dtype).removeprefix("torch.")
         if parameter.is_complex():
             raise ValueError(
-                f"parameter {name}: is {dtype}, and training would drop its imaginary part: store torch.view_as_real(x) and compute with "
+                f"parameter {name}: is {own}, and training would drop its imaginary part: store torch.view_as_real(x) and compute with "
                 "torch.view_as_complex in the forward"
             )
         if not parameter.is_floating_point():
             raise ValueError(
-                f"parameter {name}: is {dtype}, and training would make it a float: store it with register_buffer, which keeps its dtype"
+                f"parameter {name}: is {own}, and training would make it a float: store it with register_buffer, which keeps its dtype"
             )
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            narrow.append(name)
         if parameter.dtype == torch.float64:  # as DeepSpeed, whose scripts bring parameters made by numpy
             logger.warning("parameter %s: is float64 and becomes float32 at most; model.float() before says so", name)
+    if narrow and dtype is torch.float32 and warns:
+        logger.warning(
+            "%d parameters are 16 bit (%s), but no 16-bit training is configured: they become float32, with twice the memory and other numbers "
+            'than in 16 bit. Add "bf16": {"enabled": true} (or fp16; precision= of parallelize), or call model.float() before',
+            len(narrow),
+            ", ".join(narrow[:3]) + " ..." * (len(narrow) > 3),
+        )
 
 
 def _check_has_values(model: nn.Module) -> None:

@@ -182,7 +182,10 @@ class Gathering:
         """The gathered bucket that `tensor`, of any shape, is a view of; None: it is a view of none."""
         if not self._by_storage or tensor.layout is not torch.strided:
             return None
-        return self._by_storage.get(tensor.untyped_storage()._cdata)
+        try:
+            return self._by_storage.get(tensor.untyped_storage()._cdata)
+        except NotImplementedError:  # inside torch.vmap
+            return None
 
     # What comes next
 

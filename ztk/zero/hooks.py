@@ -12,7 +12,7 @@ pair that was active outside, which keeps activation checkpointing around a unit
 import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,10 @@ from ztk.runtime.differentiable import through
 from ztk.runtime.own_forward import replace_forward
 from ztk.runtime.saved_tensors import PackedOutside, active_hooks
 from ztk.zero.gathering import Gathering, Unit, inside_backward
+
+_DIFFERENTIATES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+_innermost_transform, _is_tracing = torch._C._functorch.peek_interpreter_stack, torch._C._is_tracing
+_COPY = "or take a copy: copy.deepcopy(model) inside deepspeed.zero.GatheredParameters(list(model.parameters())),"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +68,9 @@ class ModelHooks:
     def detach(self) -> None:
         """Takes the hooks off the model. Its sharded parameters remain placeholders."""
         for module, forward in self._forwards.items():
-            del module.forward
-            if module.forward != forward:  # the module had a forward of its own before
+            with suppress(AttributeError):  # a traced module keeps it elsewhere
+                del module.forward
+            if getattr(module, "forward", None) != forward:  # the module had a forward of its own before
                 module.forward = forward
         forget_access(self._modules())
 
@@ -97,13 +102,15 @@ class ModelHooks:
             return
         self._forwards[module] = module.forward
         is_part = module is not unit.module
-        gathers_first = not is_root and any(getattr(part, "is_one_unit", False) for part in module.modules())
+        inside = (module,) if is_root else module.modules()  # what the root has inside are other units
+        gathers_first = not is_part and any(getattr(part, "is_one_unit", False) for part in inside)
 
         was_inside = False  # another forward, the last time
 
         @functools.wraps(module.forward)
         def forward(*args, **kwargs):
             nonlocal was_inside
+            _check_transforms()
             is_inside = is_part and self._gathering.open_units > 0
             if not inside_backward():
                 was_inside = is_inside
@@ -191,6 +198,20 @@ class ModelHooks:
             assert saved.bucket.full is not None
             return saved.bucket.full.as_strided(saved.shape, saved.strides, saved.offset)
         return saved.restore() if isinstance(saved, PackedOutside) else saved
+
+
+def _check_transforms() -> None:
+    """Raises RuntimeError inside torch.func.grad and its kin, whose backward comes when weights are released, and inside torch.jit.trace."""
+    if (level := _innermost_transform()) is not None and level.key() in _DIFFERENTIATES:
+        raise RuntimeError(
+            "torch.func.grad, vjp, jvp, jacrev and hessian do not work on a model at zero stage 3, whose weights are released after its "
+            f"forward. Use torch.autograd.grad or torch.autograd.forward_ad on the engine's output, {_COPY} or stages 0 to 2. torch.vmap works"
+        )
+    if _is_tracing():
+        raise RuntimeError(
+            f"torch.jit.trace of a model at zero stage 3 would record how weights are gathered. Trace it before initialize, {_COPY} and trace "
+            "that"
+        )
 
 
 def act_on_access(
