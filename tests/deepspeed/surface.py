@@ -187,6 +187,32 @@ class Routed(nn.Module):
         return self.outward(self.routed(self.inward(x)))
 
 
+class Chooses(nn.Module):
+    """A model whose ranks use different children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linears = nn.ModuleList([nn.Linear(28, 28, bias=False) for _ in range(2)])
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return self.linears[number](x).square().mean()
+
+
+def chosen(process: Process, *, stage: int) -> dict[str, Tensor]:
+    """The weights after steps in which each rank uses its own child, both the same one, and each the other's."""
+    model = Chooses()
+    leaf.set_z3_leaf_modules(model, [Chooses])
+    zero = {"reduce_bucket_size": 500, "stage3_prefetch_bucket_size": 784}
+    engine, *_ = deepspeed.initialize(model=model, config=scripts.config(stage=stage, zero=zero))
+    for number in (process.rank, process.rank, 1, 1 - process.rank):
+        engine.backward(engine(scripts.data(number)[0], number))
+        engine.step()
+    found = scripts.weights(engine)
+    engine.destroy()
+    return found
+
+
 def leaves(process: Process, *, marked: str, rank_free: bool = False) -> dict:
     """Stage 3 over a module whose ranks use different parameters. marked: by "class", "name", "suffix", "config" or not at all."""
     torch.manual_seed(0)

@@ -83,6 +83,14 @@ def test_leaf_modules_are_gathered_as_one(ranks, marked):
         torch.testing.assert_close(found["weights"][name], value)
 
 
+def test_a_model_that_is_a_leaf_may_choose_its_children_by_rank(ranks):
+    """DeepSpeed's `test_choose_module_by_rank`."""
+    usual = ranks(2).run(surface.chosen, stage=0)[0]
+    for found in ranks(2).run(surface.chosen, stage=3):
+        for name, value in usual.items():
+            assert torch.equal(found[name], value), name
+
+
 def test_leaf_modules_are_marked_and_unmarked():
     model = nn.Sequential(nn.ModuleDict({"a": nn.Linear(2, 2)}), nn.Linear(2, 2))
     assert leaf.set_z3_leaf_modules(model, ["torch.nn.modules.linear.Linear"]) == leaf.get_z3_leaf_modules(model)

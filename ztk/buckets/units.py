@@ -78,7 +78,8 @@ def plan_units(model: nn.Module) -> list[UnitPlan]:
     canonical = {parameter: name for name, parameter in model.named_parameters()}
     owner: dict[nn.Parameter, str] = {}
     plans = []
-    for name, module in [*_unit_modules(model), ("", model)]:
+    parts = [] if getattr(model, "is_one_unit", False) else _unit_modules(model)
+    for name, module in [*parts, ("", model)]:
         own = [parameter for parameter in dict.fromkeys(module.parameters()) if parameter not in owner]
         owner.update((parameter, name) for parameter in own)
         used = own if module is model else list(dict.fromkeys(module.parameters()))
