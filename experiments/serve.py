@@ -11,7 +11,8 @@ import uvicorn
 
 from experiments.answering import Answering, answering, cost_of_weights, release_module, usual_sampling
 from ztk.config import Config
-from ztk.serve.app import ServePolicy, Server
+from ztk.serve.app import ServePolicy, Server, calm_process
+from ztk.serve.bodies import Limits
 
 _TERMINATED = 128 + signal.SIGTERM  # of a process that SIGTERM ends before it serves
 
@@ -48,9 +49,12 @@ def serve(config: Config, *, answering: Answering, listening: socket.socket, api
             api_key=api_key,
             max_waiting=chosen.max_waiting,
             stops=tuple(config.sampling.stop or ()),
+            max_tokens=config.sampling.max_tokens,
+            limits=_limits(config),
         ),
         sampling=usual_sampling(config),
     )
+    calm_process()
     _claim(chosen.host, port=chosen.port, by=listening.listen)
     host, port = listening.getsockname()[:2]
     print(f"{opened.name} answers on http://{host}:{port}", flush=True)
@@ -67,6 +71,18 @@ def serve(config: Config, *, answering: Answering, listening: socket.socket, api
         server.stop(drain_seconds=0)
     if server.error is not None:
         raise server.error
+
+
+def _limits(config: Config) -> Limits:
+    chosen = config.serve
+    assert chosen.max_body_bytes is not None and chosen.max_answers is not None, "task=serve sets them"
+    assert chosen.max_logprobs is not None and chosen.max_stops is not None, "task=serve sets them"
+    return Limits(
+        body_bytes=chosen.max_body_bytes,
+        answers=chosen.max_answers,
+        logprobs=chosen.max_logprobs,
+        stops=chosen.max_stops,
+    )
 
 
 def _key(variable: str | None) -> str | None:

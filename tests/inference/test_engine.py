@@ -3,6 +3,7 @@
 import copy
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 import ztk
 from tests.inference.models import VOCABULARY, build, build_decoder
 from ztk.inference import Generator, InferencePolicy, SamplingParams
-from ztk.inference.sample import _cut, _likeliest_mass, draw, draw_plain, draws_together, uniform
+from ztk.inference.sample import _cut, _likeliest_mass, draw, draw_plain, draws_together, selects, uniform
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -79,6 +80,34 @@ def test_rows_that_are_drawn_together_have_the_bits_of_each_alone():
     for row, one in enumerate(sampling):
         alone = draw(logits[row], sampling=one, prompt=[1] * 5, answer=[2] * row, sample=row % 2)
         assert found[row] == alone, row
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_k": 5}, {"logit_bias": {90: 50.0, 3: 1.0}}]
+)
+def test_a_vocabulary_is_drawn_from_without_a_mask(model, options):
+    """The tokens of a mask; rows that are drawn together have the bits of each alone, other vocabularies among them."""
+    size, logits = 60, torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 4
+    logits[:, size:] += 20
+    mask = torch.arange(VOCABULARY) < size
+    for row in range(6):
+        plain = SamplingParams(seed=row, vocabulary=size if row < 5 else None, **options)
+        alone = draw(logits[row], sampling=plain, prompt=[70], answer=[], sample=0)
+        if row < 5:
+            masked = replace(plain, vocabulary=None, token_mask=lambda answer: mask)
+            expected = draw(logits[row], sampling=masked, prompt=[70], answer=[], sample=0)
+            assert alone.token == expected.token < size and alone.logprob == expected.logprob
+            assert alone.processed_logprob == pytest.approx(expected.processed_logprob, rel=1e-12)
+    every = [SamplingParams(seed=row, vocabulary=size if row % 2 else None, **options) for row in range(6)]
+    if all(map(draws_together, every)):
+        found = draw_plain(logits, draws=[(one, 0, 1) for one in every])
+        assert found == [
+            draw(logits[row], sampling=one, prompt=[70], answer=[], sample=0) for row, one in enumerate(every)
+        ]
+    assert draws_together(every[1]) == draws_together(every[0]) and selects(every[1])  # no row of logits for the host
+    generator = Generator(model, policy=InferencePolicy(cache="blocks"))
+    found = generator.generate([PROMPT], sampling=SamplingParams(max_tokens=12, vocabulary=20, **options))
+    assert max(found[0][0].tokens) < 20
 
 
 def test_draws_are_even():

@@ -20,6 +20,7 @@ import uvicorn
 from tests.inference.models import save_letters
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.nn import Decoder, DecoderConfig
+from ztk.runtime import PeerLost
 from ztk.serve.app import ServePolicy, Server
 from ztk.serve.models import Opened, _Bytes, _Pretrained
 
@@ -43,7 +44,7 @@ def start(*, tokenizer, policy=None, **inference):
     server = Server(
         generator,
         opened=opened,
-        policy=policy or ServePolicy(),
+        policy=policy or ServePolicy(max_tokens=16),
         sampling=SamplingParams(max_tokens=16, temperature=0.8),
     )
     listening = socket.create_server(("127.0.0.1", 0))
@@ -250,12 +251,15 @@ def test_another_model_is_not_found(running, client):
     assert httpx.post(f"{running.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
-def test_more_prompts_than_may_ever_wait_are_refused(running):
+def test_more_prompts_than_may_ever_wait_are_refused():
     """Not with 429, after which they would be sent again for ever."""
-    found = httpx.post(f"{running.url}/v1/completions", json={"prompt": ["a"] * 257, "max_tokens": 1})
-    assert (
-        found.status_code == 400 and "257 prompts in one request, and 256 may wait" in found.json()["error"]["message"]
-    )
+    server = start(tokenizer=_Bytes(), policy=ServePolicy(max_waiting=3))
+    try:
+        found = httpx.post(f"{server.url}/v1/completions", json={"prompt": ["a"] * 4, "max_tokens": 1})
+        message = found.json()["error"]["message"]
+        assert found.status_code == 400 and "4 prompts in one request, and 3 may wait" in message
+    finally:
+        server.stop()
 
 
 def test_a_client_who_leaves_before_its_stream_begins_frees_its_place(running):
@@ -451,24 +455,30 @@ def test_logits_that_are_not_finite_end_their_request_alone(running):
         server.stop()
 
 
-def test_an_engine_that_fails_ends_all_requests_and_says_so(monkeypatch):
+def test_an_error_that_belongs_to_no_request_ends_those_there_are_and_the_server_goes_on(monkeypatch):
+    """It ended the process for everybody."""
     server = start(tokenizer=_Bytes())
-    monkeypatch.setattr(server.generator, "step", lambda: 1 / 0)
+    ask = partial(httpx.post, f"{server.url}/v1/completions", timeout=PATIENCE_SECONDS)
     try:
-        found = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, timeout=PATIENCE_SECONDS)
-        assert found.status_code == 500 and "division by zero" in found.json()["error"]["message"]
-        assert httpx.get(f"{server.url}/health").status_code == 503
-        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}).status_code == 503
+        with monkeypatch.context() as patch:
+            patch.setattr(server.generator, "step", lambda: 1 / 0)
+            for _ in range(3):
+                found = ask(json={"prompt": "x"})
+                assert found.status_code == 500 and "division by zero" in found.json()["error"]["message"]
+        assert httpx.get(f"{server.url}/health").status_code == 200 and server.server.error is None
+        assert ask(json={"prompt": "x"}).status_code == 200
+        assert counters(server)["ztk_failed_total"] == 3 and not server.generator.has_work
     finally:
         server.stop()
 
 
-def test_a_request_that_comes_during_the_step_that_fails_hears_of_it(monkeypatch):
-    server = start(tokenizer=_Bytes())
+def test_a_lost_rank_ends_all_requests_and_the_engine(monkeypatch):
+    server, failed = start(tokenizer=_Bytes()), []
+    server.server.on_failure(lambda: failed.append(1))
 
     def fail():
-        wait_until(lambda: server.server._loop.waiting == 2)
-        raise OSError("a rank is gone")
+        wait_until(lambda: server.server._loop.waiting == 2)  # the second came during the step that fails
+        raise PeerLost("a rank is gone")
 
     monkeypatch.setattr(server.generator, "step", fail)
 
@@ -483,5 +493,7 @@ def test_a_request_that_comes_during_the_step_that_fails_hears_of_it(monkeypatch
     try:
         for found in asyncio.run(ask()):
             assert found.status_code == 500 and "a rank is gone" in found.json()["error"]["message"]
+        assert httpx.get(f"{server.url}/health").status_code == 503 and failed == [1]
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}).status_code == 503
     finally:
         server.stop()

@@ -12,7 +12,7 @@ from ztk.config.effect import Effect, keys_of
 from ztk.config.eval_schema import EvalEngine
 from ztk.config.hardware_schema import HardwareConfig
 from ztk.config.hugging_face import is_hugging_face
-from ztk.config.inference_schema import CacheKind, SamplingConfig
+from ztk.config.inference_schema import CacheKind, SamplingConfig, ServeConfig
 from ztk.config.keys import read, write, written
 from ztk.config.machine import Machine
 from ztk.config.optimizer_effects import OPTIMIZER_EFFECTS
@@ -353,7 +353,11 @@ EFFECTS = (
     Effect(keys=_SHARED, when=_infers, only=f"{_MODEL}, and without eval.engine=training", required=False),
     Effect(keys=("inference.ema",), when=_answers, only=_MODEL, required=False),
     Effect(keys=("inference.prompts",), when=_is("generate"), only="task=generate", required=False),
-    Effect(keys=keys_of("serve", "host", "port", "max_waiting", "drain_seconds"), when=_is("serve"), only="task=serve"),
+    Effect(
+        keys=keys_of("serve", *(n for n in vars(ServeConfig()) if n not in ("model_name", "api_key_variable"))),
+        when=_is("serve"),
+        only="task=serve",
+    ),
     Effect(keys=("serve.model_name", "serve.api_key_variable"), when=_is("serve"), only="task=serve", required=False),
     Effect(keys=("eval.record",), when=_is("eval"), only="task=eval"),
     Effect(

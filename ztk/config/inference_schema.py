@@ -130,3 +130,7 @@ class ServeConfig:
     )
     max_waiting: int | None = key("requests that wait for a place; more are refused with 429", default=None)
     drain_seconds: float | None = key("after SIGTERM running answers have so long to end", default=None)
+    max_body_bytes: int | None = key("bytes of a request; longer ones are refused with 413", default=None)
+    max_answers: int | None = key("answers to one request, prompts times n; more are refused with 400", default=None)
+    max_logprobs: int | None = key("likely tokens per position that a request may ask for", default=None)
+    max_stops: int | None = key("stop texts that a request may have", default=None)

@@ -210,6 +210,11 @@ class Generator:
         self._check(prompt, limit=sampling.max_tokens, biased=sampling.logit_bias)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that there is memory for, prompt and answer."""
+        return min(self.max_len, self._scheduler.longest(self.max_len))
+
+    @property
     def has_work(self) -> bool:
         """A request is not answered yet, or an output was not returned yet."""
         return bool(self._unclaimed or self._scheduler.running or self._scheduler.waiting)

@@ -10,7 +10,7 @@ from ztk.inference.block_cache import BlockCache
 from ztk.inference.block_swap import Swap
 from ztk.inference.describe import Description
 from ztk.inference.ranks import Ranks
-from ztk.inference.sample import Drawn, DrawSteps, penalised, penalises
+from ztk.inference.sample import Drawn, DrawSteps, changes_scores, penalised
 from ztk.inference.steps import Span
 from ztk.kernels import select_rows
 
@@ -70,7 +70,7 @@ class OverBlocks(ABC):
     ) -> list[Drawn]:
         """A token for each row of logits fp32 [R, V] on the device, after the sampling steps of each; keys: see `noise_key`."""
         lines = [penalised(line, steps=one) for line, one in zip(logits, steps, strict=True)]
-        scores = torch.stack(lines) if any(penalises(one.sampling) for one in steps) else logits
+        scores = torch.stack(lines) if any(changes_scores(one.sampling) for one in steps) else logits
 
         def column(values: list, *, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=dtype).to(self.device)

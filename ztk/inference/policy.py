@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ztk.policies.inference import BLOCK_WEIGHTS, CACHE_DTYPES, CACHES, LOGIT_BIAS, ONLY_NVME, RANGES, SAMPLING_RANGES
 from ztk.policies.offload import OffloadPolicy
-from ztk.policies.ranges import range_faults, refuse
+from ztk.policies.ranges import COUNT, range_faults, refuse
 from ztk.policies.tier import Tier
 
 
@@ -80,6 +80,8 @@ class SamplingParams:
     stop_token_ids: end the answer, and are its last token. n: answers per prompt.
     seed, draw_key: a draw is a function of (seed, draw_key, number of the answer, position) and of the probabilities, of nothing else.
     logprobs: how many of the likeliest tokens to return per position. prompt_logprobs: return those of the prompt, too.
+    vocabulary: only tokens below it are drawn, for a model that has more tokens than its tokenizer; log-probabilities of the model's own
+        distribution are over all of them. None: all. A token_mask could say the same, more slowly.
     token_mask: called with the answer so far, returns a bool tensor [V] of the tokens that are allowed.
     fp32_logprobs: `processed_logprobs` are log_softmax(logits / temperature) in fp32, the bits that a trainer computes, instead of double
     precision rounded once; goes with no step but the temperature.
@@ -103,11 +105,12 @@ class SamplingParams:
     draw_key: tuple = ()
     logprobs: int = 0
     prompt_logprobs: bool = False
+    vocabulary: int | None = None
     token_mask: Callable[[list[int]], Tensor] | None = None
     fp32_logprobs: bool = False
 
     def __post_init__(self) -> None:
-        refuse(range_faults(self, section="sampling", ranges=SAMPLING_RANGES))
+        refuse(range_faults(self, section="sampling", ranges=SAMPLING_RANGES | {"vocabulary": COUNT}))
         for token, bias in self.logit_bias.items():
             if reason := LOGIT_BIAS.fault(bias):
                 raise ValueError(f"sampling.logit_bias={bias} of token {token}: {reason}")
@@ -121,6 +124,7 @@ class SamplingParams:
             "repetition_penalty",
             "presence_penalty",
             "frequency_penalty",
+            "vocabulary",
             "token_mask",
         )
         changed = [name for name in others if getattr(self, name) != getattr(plain, name)]

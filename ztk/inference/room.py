@@ -44,6 +44,13 @@ class Room:
             return self.slots
         return max(0, min(self.slots, (self.nbytes // rounded(positions) - self.shared) // self.token))
 
+    def longest(self, positions: int) -> int:
+        """Tokens of the longest sequence that fits alone, `positions` at most."""
+        if self.nbytes is None or self.most(positions):
+            return positions
+        whole = rounded(1)
+        return self.nbytes // (self.token + self.shared) // whole * whole
+
     def check(self, *, prompt: int, limit: int) -> None:
         """Raises ValueError for a prompt of so many tokens with an answer of up to `limit` that could never be computed."""
         if self.most(prompt + limit):

@@ -45,7 +45,7 @@ def uniform(*parts: object) -> float:
 
 def draws_plainly(sampling: SamplingParams) -> bool:
     """No step but the temperature, and no log-probabilities but those of the token: what `ztk.kernels.draw_rows` draws."""
-    return draws_together(sampling) and not sampling.fp32_logprobs
+    return draws_together(sampling) and not sampling.fp32_logprobs and sampling.vocabulary is None
 
 
 def draws_together(sampling: SamplingParams) -> bool:
@@ -58,6 +58,11 @@ def penalises(sampling: SamplingParams) -> bool:
     """Scores of tokens are changed before the temperature."""
     counted = sampling.presence_penalty or sampling.frequency_penalty
     return bool(sampling.repetition_penalty != 1 or counted or sampling.logit_bias)
+
+
+def changes_scores(sampling: SamplingParams) -> bool:
+    """`penalised` gives other scores."""
+    return penalises(sampling) or sampling.vocabulary is not None
 
 
 def selects(sampling: SamplingParams) -> bool:
@@ -81,6 +86,7 @@ def draw(logits: Tensor, *, sampling: SamplingParams, prompt: list[int], answer:
     """
     raw = torch.log_softmax(logits.double(), dim=-1)
     scores = penalised(logits.double(), steps=DrawSteps(sampling=sampling, prompt=prompt, answer=answer))
+    scores = scores[: sampling.vocabulary]
     if sampling.temperature == 0:
         token = int(scores.argmax())
         processed = 0.0
@@ -99,8 +105,12 @@ def draw(logits: Tensor, *, sampling: SamplingParams, prompt: list[int], answer:
 def draw_plain(logits: Tensor, *, draws: list[tuple[SamplingParams, int, int]]) -> list[Drawn]:
     """As `draw` from each row of logits fp32 [R, V] on the CPU, with the same bits, where `draws_together`; draws: of each row the sampling,
     the number of the answer and the position. Logits that are not finite give a log-probability that is not."""
+    vocabularies = {sampling.vocabulary for sampling, _, _ in draws}
+    if len(vocabularies) > 1:
+        return _drawn_by_vocabulary(logits, draws=draws)
     scores = logits.double()
     raw = torch.log_softmax(scores, dim=-1)
+    scores = scores[:, : vocabularies.pop()]
     hot = [row for row, (sampling, _, _) in enumerate(draws) if sampling.temperature != 0]
     if len(hot) < len(draws):
         tokens = scores.argmax(-1)
@@ -109,7 +119,7 @@ def draw_plain(logits: Tensor, *, draws: list[tuple[SamplingParams, int, int]]) 
         tokens, processed = torch.empty(len(draws), dtype=torch.int64), [0.0] * len(draws)
     if hot:
         heat = [draws[row][0].temperature for row in hot]
-        if len(hot) == len(draws) and all(temperature == 1 for temperature in heat):
+        if scores.shape == raw.shape and len(hot) == len(draws) and all(temperature == 1 for temperature in heat):
             kept = raw
         else:
             own = scores if len(hot) == len(draws) else scores[hot]
@@ -140,6 +150,15 @@ def draw_plain(logits: Tensor, *, draws: list[tuple[SamplingParams, int, int]]) 
     ]
 
 
+def _drawn_by_vocabulary(logits: Tensor, *, draws: list[tuple[SamplingParams, int, int]]) -> list[Drawn]:
+    """As `draw_plain`, for the rows of each vocabulary: sums over a cut row have other bits than sums over a full one."""
+    found: dict[int, Drawn] = {}
+    for size in {sampling.vocabulary for sampling, _, _ in draws}:
+        rows = [row for row, (sampling, _, _) in enumerate(draws) if sampling.vocabulary == size]
+        found.update(zip(rows, draw_plain(logits[rows], draws=[draws[row] for row in rows]), strict=True))
+    return [found[row] for row in range(len(draws))]
+
+
 def _place(sampling: SamplingParams, sample: int, position: int) -> float:
     """Of a draw, in [0, 1)."""
     return uniform(sampling.seed, sampling.draw_key, sample, position)
@@ -158,7 +177,7 @@ def likeliest(logprobs: Tensor, *, count: int) -> dict[int, float]:
 
 
 def penalised(scores: Tensor, *, steps: DrawSteps) -> Tensor:
-    """Bias, penalties and mask: scores [V] of any dtype, on any device. Raises NothingDrawn as `draw`."""
+    """Bias, penalties, mask and vocabulary: scores [V] of any dtype, on any device. Raises NothingDrawn as `draw`."""
     sampling, answer = steps.sampling, steps.answer
     if penalises(sampling):
         scores = scores.clone()
@@ -174,6 +193,10 @@ def penalised(scores: Tensor, *, steps: DrawSteps) -> Tensor:
         scores[_index(counts, like=scores)] -= _values(penalties, like=scores)
     if sampling.token_mask is not None:
         scores = scores.masked_fill(~_allowed(sampling.token_mask, answer=answer, count=len(scores)), float("-inf"))
+    if sampling.vocabulary is not None:
+        scores = scores.index_fill(
+            0, torch.arange(sampling.vocabulary, len(scores), device=scores.device), float("-inf")
+        )
     return scores
 
 

@@ -124,6 +124,10 @@ class Scheduler:
         """Raises ValueError for a prompt of so many tokens, with an answer of up to `limit`, that there could never be room for."""
         self._room.check(prompt=prompt, limit=limit)
 
+    def longest(self, positions: int) -> int:
+        """Tokens of a sequence that `check` takes, `positions` at most."""
+        return self._room.longest(positions)
+
     def advance(self, sequence: Sequence, *, computed: int) -> None:
         """The first `computed` tokens of `sequence` are in its slot, which had those that were computed before."""
         held = self._contents[sequence.slot]

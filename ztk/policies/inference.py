@@ -36,7 +36,15 @@ SAMPLING_RANGES = {
 }
 LOGIT_BIAS = Range(low=-1e9, high=1e9)
 EVAL_RANGES = {"seq_len": Range(low=2, high=INT32_MAX), "stride": COUNT}
-SERVE_RANGES = {"port": Range(low=0, high=65_535), "max_waiting": COUNT, "drain_seconds": Range(low=0, high=86_400)}
+SERVE_RANGES = {
+    "port": Range(low=0, high=65_535),
+    "max_waiting": COUNT,
+    "drain_seconds": Range(low=0, high=86_400),
+    "max_body_bytes": COUNT,
+    "max_answers": COUNT,
+    "max_logprobs": COUNT_OR_ZERO,
+    "max_stops": COUNT_OR_ZERO,
+}
 
 
 def cache_of(cache: str | None, *, device: str) -> str:

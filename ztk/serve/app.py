@@ -1,51 +1,69 @@
 """OpenAI's HTTP interface over a `Generator`."""
 
 import asyncio
+import gc
 import json
+import logging
 import secrets
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
-import torch
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ztk.inference import Generator, Output, SamplingParams
-from ztk.serve.answers import Answer, Shape
-from ztk.serve.bodies import Asked, BadRequest, read_body
-from ztk.serve.loop import Busy, EngineLoop, Job
+from ztk.inference import Generator, SamplingParams
+from ztk.serve.answers import Shape
+from ztk.serve.bodies import BadRequest, Limits, read_body
+from ztk.serve.loop import Busy, EngineLoop, Job, Outbox
 from ztk.serve.models import Opened
 from ztk.serve.page import PAGE
+from ztk.serve.replies import Failed, Reader, Reply
 
+_LOGGER = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_THREADS = 2  # for requests and complete answers; as many for pieces of streams
+_DISCARDED = 16  # times the limit of a body that is read and dropped, so that its sender reads the refusal
 RETRY_SECONDS = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServePolicy:
-    """api_key: what clients must send as bearer token; None: nothing. max_waiting: prompts that wait for a place, at most. stops: texts that
-    end an answer whose request names none."""
+    """api_key: what clients must send as bearer token; None: nothing. max_waiting: prompts that wait for a place, at most. limits: of one
+    request. stops, max_tokens: of requests that have none; the answer ends where the context does in any case, and with None only there."""
 
     api_key: str | None = None
     max_waiting: int = 256
     stops: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    limits: Limits = field(default_factory=Limits)
 
 
 class Server:
-    """The routes over one model. `app` is an ASGI application; `stop` ends the engine's thread after running answers."""
+    """The routes over one model. `app` is an ASGI application; `stop` ends the engine's thread after running answers.
+
+    The event loop receives and sends. Bodies are read, texts become tokens and tokens texts in threads, so that no request holds it.
+    """
 
     def __init__(self, generator: Generator, *, opened: Opened, policy: ServePolicy, sampling: SamplingParams) -> None:
         self._opened, self._policy, self._usual = opened, policy, sampling
-        self._vocabulary_size = generator.description.vocab_size
         self._max_len = generator.max_len
-        self._check = generator.check  # reads what does not change
+        self._reader = Reader(
+            generator, opened=opened, max_waiting=policy.max_waiting, max_tokens=policy.max_tokens, limits=policy.limits
+        )
         self._started = int(time.time())
         self._loop = EngineLoop(generator, max_waiting=policy.max_waiting)
+        self._whole, self._pieces = (
+            ThreadPoolExecutor(_THREADS, thread_name_prefix=f"ztk-serve-{name}") for name in ("whole", "pieces")
+        )
         self.app = Starlette(
             routes=[
                 Route("/", self._page),
@@ -55,12 +73,15 @@ class Server:
                 Route("/v1/models/{name:path}", self._one_model),
                 Route("/v1/completions", self._completions, methods=["POST"]),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            ]
+            ],
+            exception_handlers={BadRequest: _of_body, HTTPException: _of_route, Exception: _of_nobody},
         )
 
     def stop(self, *, drain_seconds: float) -> None:
         """Waits for running answers, then ends the engine's thread. New requests get 503."""
         self._loop.stop(drain_seconds=drain_seconds)
+        for pool in (self._whole, self._pieces):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def error(self) -> Exception | None:
@@ -97,25 +118,17 @@ class Server:
         return PlainTextResponse("\n".join(lines) + "\n")
 
     async def _models(self, request: Request) -> Response:
-        if (refusal := self._unauthorised(request)) is not None:
-            return refusal
+        self._authorise(request)
         return JSONResponse({"object": "list", "data": [self._described()]})
 
     async def _one_model(self, request: Request) -> Response:
-        if (refusal := self._unauthorised(request)) is not None:
-            return refusal
+        self._authorise(request)
         name = request.path_params["name"]
-        return JSONResponse(self._described()) if name == self._opened.name else refused(self._unknown(name))
+        return JSONResponse(self._described()) if name == self._opened.name else refused(self._reader.unknown(name))
 
     def _described(self) -> dict:
         model = {"id": self._opened.name, "object": "model", "created": self._started, "owned_by": "ztk"}
         return model | {"max_model_len": self._max_len}
-
-    def _unknown(self, name: str) -> BadRequest:
-        text = (
-            f"The model '{name}' does not exist: this server has '{self._opened.name}'; leave model out, or name that"
-        )
-        return BadRequest(text, param="model", status=404, code="model_not_found")
 
     async def _completions(self, request: Request) -> Response:
         return await self._answer(request, chat=False)
@@ -127,191 +140,159 @@ class Server:
 
     async def _answer(self, request: Request, *, chat: bool) -> Response:
         """Reads, queues, and answers at once or as a stream."""
-        if (refusal := self._unauthorised(request)) is not None:
-            return refusal
+        outbox = Outbox()
         try:
-            asked = self._read(await request.body(), chat=chat)
-            jobs = self._jobs(asked, chat=chat)
+            self._authorise(request)
+            raw = await _body(request, most=self._policy.limits.body_bytes)
+            reply = await self._in_thread(self._read, raw, chat=chat, outbox=outbox)
+            self._submit(reply.jobs)
+        except ClientDisconnect:
+            return failure(400, message="the client has left before the end of its request")
         except ValueError as error:
             return refused(error)
+        if reply.asked.stream:
+            return _Stream(self._events(reply, outbox=outbox), on_end=lambda: self._cancel(reply.jobs))
+        watching = asyncio.create_task(_watch(request, outbox=outbox))
+        try:
+            await self._collect(reply, outbox=outbox)
+            body = b"" if outbox.is_left else await self._in_thread(reply.body)
+        except Failed as error:
+            return failure(500, message=str(error))
+        finally:
+            watching.cancel()
+            self._cancel(reply.jobs)
+        return Response(body, media_type="application/json")
+
+    def _read(self, raw: bytes, *, chat: bool, outbox: Outbox) -> Reply:
+        """In a thread. Requests that name no seed have one of their own. Raises ValueError as `Reader.jobs`."""
+        usual = replace(self._usual, seed=secrets.randbits(62))
+        policy = self._policy
+        asked = read_body(raw, chat=chat, usual=usual, stops=policy.stops, limits=policy.limits)
         shape = Shape(
             id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             model=self._opened.name,
             chat=chat,
             created=int(time.time()),
         )
-        answers = [
-            Answer(
-                shape=shape,
-                index=prompt * asked.sampling.n + sample,
-                prompt=job.prompt,
-                asked=asked,
-                tokenizer=self._opened.tokenizer,
-            )
-            for prompt, job in enumerate(jobs)
-            for sample in range(asked.sampling.n)
-        ]
-        if (refusal := self._submit(jobs)) is not None:
-            return refusal
-        if asked.stream:
-            events = self._stream(jobs, answers=answers, shape=shape, asked=asked)
-            return _Stream(events, on_end=lambda: self._cancel(jobs))
-        try:
-            async for _ in self._pieces(jobs, answers=answers, request=request):
-                pass
-        except _Failed as error:
-            return failure(500, message=str(error))
-        finally:
-            self._cancel(jobs)
-        return JSONResponse(shape.complete(answers, prompt_tokens=sum(len(job.prompt) for job in jobs)))
+        jobs = self._reader.jobs(asked, chat=chat, outbox=outbox)
+        return Reply(jobs, asked=asked, shape=shape, tokenizer=self._opened.tokenizer)
 
-    def _read(self, body: bytes, *, chat: bool) -> Asked:
-        """Requests that name no seed have one of their own. Raises BadRequest."""
-        usual = replace(self._usual, seed=secrets.randbits(62))
-        return read_body(body, chat=chat, usual=usual, stops=self._policy.stops)
-
-    def _submit(self, jobs: list[Job]) -> Response | None:
-        """Queues all or none; else the refusal."""
+    def _submit(self, jobs: list[Job]) -> None:
+        """Queues all or none. Raises BadRequest for none."""
         try:
             for job in jobs:
                 self._loop.submit(job)
         except Busy:
             self._cancel(jobs)
             text = f"{self._policy.max_waiting} prompts wait already: try again later"
-            return failure(429, message=text, headers={"Retry-After": str(RETRY_SECONDS)})
+            raise BadRequest(text, status=429, headers={"Retry-After": str(RETRY_SECONDS)}) from None
         except RuntimeError as error:
-            return failure(503, message=str(error))
-        return None
+            self._cancel(jobs)
+            raise BadRequest(str(error), status=503) from None
 
-    def _jobs(self, asked: Asked, *, chat: bool) -> list[Job]:
-        """One per prompt.
+    async def _collect(self, reply: Reply, *, outbox: Outbox) -> None:
+        """Until all answers have ended, or the client has left. Raises Failed."""
+        while not reply.is_complete and (items := await outbox.take()):
+            reply.keep(items)
+            if reply.asked.stops:  # each of which may end an answer before the engine does
+                await self._in_thread(reply.take_kept, pool=self._pieces)
+                self._cancel(reply.take_ended())
 
-        Raises:
-            ValueError: another model, no chat template, more prompts than may wait, or a prompt that does not fit the model.
-        """
-        if asked.model not in (None, self._opened.name):
-            raise self._unknown(asked.model)
-        if len(asked.prompts) > self._policy.max_waiting:
-            raise BadRequest(
-                f"{len(asked.prompts)} prompts in one request, and {self._policy.max_waiting} may wait at most: send fewer at a time",
-                param="prompt",
-            )
-        encode = self._opened.tokenizer.encode
-        prompts = [list(prompt) if not isinstance(prompt, str) else encode(prompt) for prompt in asked.prompts]
-        if chat:
-            prompts = [self._opened.tokenizer.chat(list(asked.messages))]
-        running = asyncio.get_running_loop()
-        jobs = []
-        for number, prompt in enumerate(prompts):
-            if not prompt:
-                raise BadRequest("the prompt is empty", param="prompt")
-            for param, tokens in (("prompt", prompt), ("logit_bias", asked.sampling.logit_bias)):
-                odd = next((token for token in tokens if not 0 <= token < self._vocabulary_size), None)
-                if odd is not None:
-                    raise BadRequest(f"token {odd} is outside the vocabulary of {self._vocabulary_size}", param=param)
-            if len(prompt) + asked.sampling.max_tokens > self._max_len:
-                raise BadRequest(
-                    f"This model's maximum context length is {self._max_len} tokens. The prompt has {len(prompt)} tokens and max_tokens is "
-                    f"{asked.sampling.max_tokens}: shorten the prompt, or lower max_tokens",
-                    param="max_tokens",
-                )
-            self._check(prompt, sampling=asked.sampling)
-            ends = (*(() if asked.ignores_ends else self._opened.ends), *asked.stop_token_ids)
-            sampling = replace(asked.sampling, draw_key=(number,), stop_token_ids=ends, token_mask=self._mask())
-            jobs.append(Job(prompt=prompt, sampling=sampling, loop=running))
-        return jobs
-
-    def _mask(self) -> Any:
-        """Tokens without a text are not drawn."""
-        if self._opened.vocabulary >= self._vocabulary_size:
-            return None
-        allowed = torch.arange(self._vocabulary_size) < self._opened.vocabulary
-        return lambda answer: allowed
-
-    async def _stream(
-        self, jobs: list[Job], *, answers: list[Answer], shape: Shape, asked: Asked
-    ) -> AsyncIterator[str]:
+    async def _events(self, reply: Reply, *, outbox: Outbox) -> AsyncIterator[bytes]:
         """Server-sent events."""
         try:
-            for answer in answers:
-                for chunk in answer.opening():
-                    yield _event(chunk)
-            async for chunk in self._pieces(jobs, answers=answers, request=None):
-                yield _event(chunk)
-            if asked.with_usage:
-                yield _event(shape.usage_chunk(answers, prompt_tokens=sum(len(job.prompt) for job in jobs)))
-            yield "data: [DONE]\n\n"
-        except _Failed as error:
-            yield _event({"error": {"message": str(error), "type": "server_error", "param": None, "code": None}})
+            if opening := await self._in_thread(reply.opening):
+                yield opening
+            while not reply.is_complete and (items := await outbox.take()):
+                reply.keep(items)
+                pool = self._whole if reply.is_large else self._pieces
+                events = await self._in_thread(reply.take_kept, pool=pool)
+                self._cancel(reply.take_ended())
+                if events:
+                    yield events
+            yield reply.closing()
+        except Failed as error:
+            yield failed_event(str(error))
+        except Exception as error:
+            _LOGGER.exception("a stream ends by an error")
+            yield failed_event(f"{type(error).__name__}: {error}")
 
-    async def _pieces(self, jobs: list[Job], *, answers: list[Answer], request: Request | None) -> AsyncIterator[dict]:
-        """Chunks of all answers as they are drawn, until all have ended. request: left early if its client is gone."""
-        queue: asyncio.Queue = asyncio.Queue()  # (number of the job, what it was delivered); None: the client is gone
-        each = len(answers) // len(jobs)
-
-        async def forward(number: int, job: Job) -> None:
-            while True:
-                item = await job.outputs.get()
-                await queue.put((number, item))
-                if isinstance(item, Exception):
-                    return
-
-        async def watch(request: Request) -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-            await queue.put(None)
-
-        tasks = [asyncio.create_task(forward(number, job)) for number, job in enumerate(jobs)]
-        if request is not None:
-            tasks.append(asyncio.create_task(watch(request)))
-        try:
-            while not all(answer.ended for answer in answers):
-                if (found := await queue.get()) is None:
-                    return
-                number, item = found
-                if isinstance(item, Exception):
-                    raise _Failed(str(item))
-                answer = answers[number * each + item.sample]
-                for chunk in self._take(answer, output=item):
-                    yield chunk
-                if all(answer.ended for answer in answers[number * each : (number + 1) * each]):
-                    self._loop.cancel(jobs[number])  # a stop text ends it here, the engine would go on
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    def _take(self, answer: Answer, *, output: Output) -> list[dict]:
-        if output.error is not None:
-            raise _Failed(output.error)
-        return answer.push(output)
+    async def _in_thread(
+        self, call: Callable[..., _T], *given: object, pool: ThreadPoolExecutor | None = None, **named: object
+    ) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(pool or self._whole, lambda: call(*given, **named))
 
     def _cancel(self, jobs: list[Job]) -> None:
         for job in jobs:
             self._loop.cancel(job)
 
-    def _unauthorised(self, request: Request) -> Response | None:
+    def _authorise(self, request: Request) -> None:
+        """Raises BadRequest for a request without the key."""
         key = self._policy.api_key
         sent = request.headers.get("authorization", "").removeprefix("Bearer ")
         if key is None or secrets.compare_digest(sent.encode(), key.encode()):
-            return None
-        return failure(401, message="Incorrect API key: send it as Authorization: Bearer KEY", code="invalid_api_key")
+            return
+        text = "Incorrect API key: send it as Authorization: Bearer KEY"
+        raise BadRequest(text, status=401, code="invalid_api_key")
 
 
-class _Failed(Exception):
-    pass
+def calm_process() -> None:
+    """For a process that serves. The event loop waits for a thread of Python 1 ms at most, instead of 5; objects that exist now are left out of
+    garbage collections, which hold all threads."""
+    sys.setswitchinterval(0.001)
+    gc.collect()
+    gc.freeze()
+
+
+async def _body(request: Request, *, most: int) -> bytes:
+    """The body. Raises BadRequest for a longer one, whose rest is received and dropped, and ClientDisconnect."""
+    size, parts = 0, []
+    async for part in request.stream():
+        size += len(part)
+        if size <= most:
+            parts.append(part)
+            continue
+        parts.clear()
+        if size > _DISCARDED * most:
+            break
+    if size > most:
+        text = f"the body has more than {most} bytes: send less in one request, or start the server with serve.max_body_bytes=N"
+        raise BadRequest(text, status=413)
+    return b"".join(parts)
+
+
+async def _watch(request: Request, *, outbox: Outbox) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    outbox.leave()
+
+
+async def _of_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, BadRequest), "as it is registered"
+    return refused(error)
+
+
+async def _of_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "as it is registered"
+    text = f"{request.method} {request.url.path}: {error.detail}; see /v1/models, /v1/completions, /v1/chat/completions"
+    return failure(error.status_code, message=text, headers=dict(error.headers or {}))
+
+
+async def _of_nobody(request: Request, error: Exception) -> Response:
+    return failure(500, message=f"{type(error).__name__}: {error}")
 
 
 def refused(error: ValueError) -> JSONResponse:
-    """400, or what a `BadRequest` says."""
+    """400, or the status of a `BadRequest`."""
     known = error if isinstance(error, BadRequest) else BadRequest(str(error))
-    return failure(known.status, message=str(known), param=known.param, code=known.code)
+    return failure(known.status, message=str(known), param=known.param, code=known.code, headers=known.headers)
 
 
 class _Stream(StreamingResponse):
     """Server-sent events. on_end: is called in any case, also where the client has left before the first event was asked for: a generator
     that has not begun has no end of its own."""
 
-    def __init__(self, events: AsyncIterator[str], *, on_end: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], *, on_end: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._on_end = on_end
 
@@ -331,15 +312,19 @@ def failure(
     headers: dict[str, str] | None = None,
 ) -> JSONResponse:
     """OpenAI's error body."""
-    kinds = {
-        400: "invalid_request_error",
-        401: "invalid_request_error",
-        404: "invalid_request_error",
-        429: "rate_limit_error",
-    }
-    body = {"message": message, "type": kinds.get(status, "server_error"), "param": param, "code": code}
-    return JSONResponse({"error": body}, status_code=status, headers=headers)
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+    body = {"message": message, "type": kind, "param": param, "code": code}
+    return _Json({"error": body}, status_code=status, headers=headers)
 
 
-def _event(chunk: dict) -> str:
-    return f"data: {json.dumps(chunk)}\n\n"
+class _Json(JSONResponse):
+    """In ASCII: a message may have characters of a request that UTF-8 does not have."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()
+
+
+def failed_event(message: str) -> bytes:
+    """The end of a stream whose answers cannot be completed."""
+    error = {"message": message, "type": "server_error", "param": None, "code": None}
+    return f"data: {json.dumps({'error': error})}\n\n".encode()

@@ -5,12 +5,13 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ztk.inference import Generator, Output, SamplingParams
 from ztk.inference.parallel import BEAT_SECONDS
+from ztk.runtime.comm import CommMismatch, PeerLost
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -19,20 +20,63 @@ class Busy(Exception):
     """Too many requests wait already."""
 
 
+Item = tuple[int, Output | Exception]  # the number of a job of a request, and one of its outputs or the engine's error
+
+
+class Outbox:
+    """What the engine has drawn for one HTTP request. Filled by the engine's thread, emptied on the event loop that makes it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._items: collections.deque[Item] = collections.deque()
+        self._ready, self.is_left = asyncio.Event(), False
+
+    def put(self, items: Iterable[Item]) -> None:
+        """From any thread; `wake` comes afterwards."""
+        self._items.extend(items)
+
+    def wake(self) -> None:
+        """On the event loop: there is something to take."""
+        self._ready.set()
+
+    def leave(self) -> None:
+        """On the event loop: the client is gone, and `take` returns nothing any more."""
+        self.is_left = True
+        self._ready.set()
+
+    async def take(self) -> list[Item]:
+        """All items since the last call, one at least; none if the client is gone."""
+        await self._ready.wait()
+        self._ready.clear()
+        return [] if self.is_left else [self._items.popleft() for _ in range(len(self._items))]
+
+
 @dataclass(kw_only=True)
 class Job:
-    """One prompt of one HTTP request. outputs: an asyncio queue of `Output`; an Exception in it is the engine's."""
+    """One prompt of one HTTP request. number: in `outbox`, the request's."""
 
     prompt: list[int]
     sampling: SamplingParams
-    loop: asyncio.AbstractEventLoop
-    outputs: asyncio.Queue = field(default_factory=asyncio.Queue)
+    outbox: Outbox
+    number: int = 0
     request_id: int | None = None
 
-    def deliver(self, item: Output | Exception) -> None:
-        """Puts into `outputs` from another thread. In a loop that has ended nobody waits for it: others must not hear of that."""
-        with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
+
+def deliver(items: list[tuple[Job, Output | Exception]]) -> None:
+    """Puts outputs into their outboxes, from another thread, and wakes each event loop once."""
+    found: dict[asyncio.AbstractEventLoop, dict[Outbox, list[Item]]] = {}
+    for job, item in items:
+        found.setdefault(job.outbox.loop, {}).setdefault(job.outbox, []).append((job.number, item))
+    for loop, boxes in found.items():
+        for box, own in boxes.items():
+            box.put(own)
+        with suppress(RuntimeError):  # a loop that has ended: nobody waits in it, and others must get theirs
+            loop.call_soon_threadsafe(_wake, list(boxes))
+
+
+def _wake(boxes: list[Outbox]) -> None:
+    for box in boxes:
+        box.wake()
 
 
 @dataclass(kw_only=True)
@@ -49,7 +93,10 @@ class Counters:
 
 
 class EngineLoop:
-    """Owns a `Generator`: only its thread touches it.
+    """Owns a `Generator`: only its thread computes.
+
+    An error of one sequence is an output of its job. An error that belongs to none ends all jobs, and the loop goes on. After an error of a
+    rank or a device nothing can be computed: the thread ends, and `error` is set.
 
     max_waiting: prompts that have no output yet, at most; `submit` raises `Busy` beyond.
     """
@@ -125,34 +172,56 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while True:
-                with self._wake:
-                    if not self._commands and not self.generator.has_work:
-                        self._wake.wait(timeout=BEAT_SECONDS if self.generator.leads else None)
-                    commands = [self._commands.popleft() for _ in range(len(self._commands))]
-                for command in commands:
-                    command()
-                if not self.generator.has_work:
-                    self.generator.beat()
-                    continue
-                started = time.perf_counter()
-                self._hand_out(self.generator.step())
-                self.counters.seconds += time.perf_counter() - started
-        except _Stop:
-            pass
-        except Exception as error:  # noqa: BLE001  # whoever waits must hear of it, whatever it is
+                try:
+                    self._turn()
+                except _Stop:
+                    break
+                except Exception as error:  # noqa: BLE001  # those who wait get it, whatever it is
+                    if self.generator.is_lost or isinstance(error, PeerLost | CommMismatch):
+                        raise
+                    _LOGGER.error("all requests end by an error of the engine", exc_info=error)
+                    self._fail_all(error)
+                    self.generator.reset()
+        except Exception as error:  # noqa: BLE001
             with self._wake:  # `submit` refuses from here on; a job that came during the step is in `_waiting` alone
                 self.error = error
-        for job in ({id(job): job for job in self._jobs.values()} | self._waiting).values():
-            job.deliver(self.error or RuntimeError("the server shuts down"))
+        self._fail_all(self.error or RuntimeError("the server shuts down"))
         if self.error is not None:
             self.on_failure()
 
+    def _turn(self) -> None:
+        """Commands that have come, and one step."""
+        with self._wake:
+            if not self._commands and not self.generator.has_work:
+                self._wake.wait(timeout=BEAT_SECONDS if self.generator.leads else None)
+        while self._commands:  # one at a time: after an error the others are still there
+            self._commands.popleft()()
+        if not self.generator.has_work:
+            self.generator.beat()
+            return
+        started = time.perf_counter()
+        self._hand_out(self.generator.step())
+        self.counters.seconds += time.perf_counter() - started
+
+    def _fail_all(self, error: Exception) -> None:
+        """Every job that runs or waits ends by `error`."""
+        with self._wake:
+            jobs = list(({id(job): job for job in self._jobs.values()} | self._waiting).values())
+            self._jobs.clear()
+            self._waiting.clear()
+            # Commands that begin those jobs, or end them, have nothing to do any more; one that ends this thread has.
+            self._commands = collections.deque(one for one in self._commands if one == self._raise_stop)
+        self.counters.failed += len(jobs)
+        deliver([(job, error) for job in jobs])
+
     def _begin(self, job: Job) -> None:
+        if id(job) not in self._waiting:
+            return  # it was ended before
         try:
             job.request_id = self.generator.submit(job.prompt, sampling=job.sampling).id
-        except ValueError as error:
+        except Exception as error:  # noqa: BLE001
             self._waiting.pop(id(job), None)
-            job.deliver(error)
+            deliver([(job, error)])
             return
         self._jobs[job.request_id] = job
 
@@ -166,6 +235,7 @@ class EngineLoop:
         """Delivers one step's outputs, of which several may be of one job; then drops the jobs that have ended."""
         if self.first_token_seconds is None and any(output.token is not None for output in outputs):
             self._record_first_token()
+        delivered: list[tuple[Job, Output | Exception]] = []
         for output in outputs:
             job = self._jobs.get(output.request_id)
             if job is None:
@@ -173,7 +243,8 @@ class EngineLoop:
             self._waiting.pop(id(job), None)
             self.counters.generated_tokens += output.token is not None
             self.counters.failed += output.finish_reason == "error"
-            job.deliver(output)
+            delivered.append((job, output))
+        deliver(delivered)
         for number in {output.request_id for output in outputs}:
             if not self.generator.is_open(number):
                 self._jobs.pop(number, None)

@@ -19,6 +19,7 @@ from ztk.config.text import reads_documents
 from ztk.data import ByteTokenizer, SubwordTokenizer
 from ztk.inference import UnreadModel
 from ztk.inference.packed import MANIFEST, Packed, open_packed
+from ztk.serve.pieces import Pieces
 from ztk.serve.trained import trained_model
 
 _NAMED = 5  # of the weights that are missing
@@ -46,11 +47,20 @@ class Tokenizer(Protocol):
         """The text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
         ...
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes that `token` adds to a text, those of a special token included; None: it has none."""
+        ...
+
+    @property
+    def longest(self) -> int:
+        """Characters of the longest token."""
+        ...
+
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
         """The tokens of a conversation and of what begins the next answer.
 
         Raises:
-            ValueError: the model has no chat template.
+            ValueError: the model has no chat template, or it refuses the messages.
         """
         ...
 
@@ -270,6 +280,11 @@ class _Bytes:
             errors="replace"
         )
 
+    def token_bytes(self, token: int) -> bytes | None:
+        return bytes([token]) if token < 256 else None
+
+    longest = 1
+
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
         if self._chat_stop is None:
             raise ValueError(
@@ -285,6 +300,8 @@ class _Subword:
         """has_chats: it has learnt chats, as `task=sft` writes them. by_template: by the tokenizer's chat template."""
         self._tokenizer, self._has_chats, self._by_template = tokenizer, has_chats, by_template
         self.special = tokenizer.special
+        self._pieces = Pieces(tokenizer.inner)
+        self.token_bytes, self.longest = self._pieces.token_bytes, self._pieces.longest
 
     def encode(self, text: str) -> list[int]:
         return text_prompt(text, tokenizer=self._tokenizer).tokens
@@ -310,6 +327,15 @@ class _Pretrained:
         self._tokenizer, self._begin = tokenizer, _begin_of(tokenizer)
         added = tokenizer.added_tokens_decoder.items()
         self.special = {token: entry.content for token, entry in added if entry.special}
+        inner = getattr(tokenizer, "backend_tokenizer", None)
+        self._pieces = None if inner is None else Pieces(inner)
+        self.longest = max(map(len, tokenizer.get_vocab()))
+
+    def token_bytes(self, token: int) -> bytes | None:
+        if self._pieces is not None:
+            return self._pieces.token_bytes(token)
+        text = self._tokenizer.decode([token])  # a tokenizer in Python
+        return None if "\ufffd" in text else text.encode()
 
     def encode(self, text: str) -> list[int]:
         return [*self._begin, *self.encode_text(text)]
@@ -326,5 +352,8 @@ class _Pretrained:
                 "the model has no chat template: put one into its tokenizer_config.json (key chat_template), or send the text to "
                 "/v1/completions"
             )
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # noqa: BLE001  # a template is code of the model's folder
+            raise ValueError(f"the model's chat template refuses the messages: {error}") from None
         return list(self._tokenizer.encode(text, add_special_tokens=False))

@@ -5,6 +5,7 @@ from typing import Protocol
 
 _REPLACED = "\ufffd"
 _BEFORE = 8  # tokens of a prompt's end that are decoded with the answer's first ones
+_CHARACTER = 4  # tokens that a character has at most: one for each byte
 
 
 class Decoder(Protocol):
@@ -28,7 +29,7 @@ class TextStream:
     that "<|im_end|>" ends an answer.
 
     A piece that ends in the middle of a character waits for the rest of it, one that may be the beginning of a stop text until that is
-    decided.
+    decided. length: characters of the text so far, those that wait for a stop text included; a token begins where the text before it ends.
     """
 
     def __init__(
@@ -44,33 +45,46 @@ class TextStream:
         self._tokens = list(prompt[-_BEFORE:])
         self._context = 0  # tokens from here on are decoded: those before changed nothing of what follows
         self._decoded = len(self._tokens)  # tokens whose text is in `_waiting`, was returned, or is the prompt's
+        self._before = ""  # text of the tokens from `_context` to `_decoded`
+        self._is_before_known = False
         self._waiting = ""
         self._is_shown: list[bool] = []  # for each letter of `_waiting`
-        self.stopped = False
+        self.stopped, self.length = False, 0
 
     def push(self, token: int) -> str:
         """Text that is certain after one more token. Empty after a stop text, see `stopped`."""
         self._tokens.append(token)
         if (text := self._special.get(token)) is not None:
             return self._release(text, is_shown=self._shows_special)
-        before = self._decoder.decode(self._tokens[self._context : self._decoded])
-        after = self._decoder.decode(self._tokens[self._context :])
-        if len(after) <= len(before) or after.endswith(_REPLACED):
+        if (found := self._certain(len(self._tokens))) is not None:
+            return found
+        if len(self._tokens) - self._decoded < 4 * _CHARACTER:
             return ""
-        self._context, self._decoded = self._decoded, len(self._tokens)
-        return self._release(after[len(before) :])
+        # Broken characters: a whole one that began before the last tokens would have ended by now.
+        return self._certain(len(self._tokens) - _CHARACTER, is_broken=True) or ""
 
     def finish(self) -> str:
         """The rest: the text that waited for more, a broken character as U+FFFD."""
-        before = self._decoder.decode(self._tokens[self._context : self._decoded])
-        after = self._decoder.decode(self._tokens[self._context :])
-        rest = self._release(after[len(before) :]) + _shown(self._waiting, self._is_shown)
-        self._decoded, self._waiting, self._is_shown = len(self._tokens), "", []
+        rest = (self._certain(len(self._tokens), is_broken=True) or "") + _shown(self._waiting, self._is_shown)
+        self._waiting, self._is_shown = "", []
         return rest
+
+    def _certain(self, stop: int, *, is_broken: bool = False) -> str | None:
+        """Text of the tokens up to `stop`; None: they add nothing, or end in the middle of a character, unless `is_broken`."""
+        if not self._is_before_known:
+            self._before = self._decoder.decode(self._tokens[self._context : self._decoded])
+            self._is_before_known = True
+        after = self._decoder.decode(self._tokens[self._context : stop])
+        if len(after) <= len(self._before) or (after.endswith(_REPLACED) and not is_broken):
+            return None
+        piece = after[len(self._before) :]
+        self._context, self._decoded, self._is_before_known = self._decoded, stop, False
+        return self._release(piece)
 
     def _release(self, piece: str, *, is_shown: bool = True) -> str:
         if self.stopped:
             return ""
+        self.length += len(piece) * is_shown
         text, marks = self._waiting + piece, [*self._is_shown, *[is_shown] * len(piece)]
         found = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
         if found:
