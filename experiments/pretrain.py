@@ -348,7 +348,7 @@ def build_reporter(
     total_steps: int | None = None,
 ) -> Reporter:
     """parameters: those of the full model; None: of the engine's module. total_steps: None: `train.steps`."""
-    process = engine.process
+    process, given = engine.process, getattr(engine, "script_optimizer", None)  # the peers' engines have none
     return Reporter(
         policies.report_policy(config, total_steps=total_steps),
         rank=process.rank,
@@ -363,5 +363,6 @@ def build_reporter(
         gather=partial(engine.comm.gather_scalars, label="report"),
         parameters=parameters or parameter_count(engine.module) or engine.num_parameters,
         module=engine.module,
+        acted={f"optimizer.{key}": value for key, value in given.describe().items()} if given else None,
         **past,
     )

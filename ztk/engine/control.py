@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ztk import kernels
-from ztk.kernels import CONTROL_COLUMNS, Control, Setting, State
+from ztk.kernels import CONTROL_COLUMNS, Control, Hyper, Setting, State
 from ztk.optim import GroupTable, OptimizerPolicy
 from ztk.precision import LossScalePolicy, control_settings, control_state
 
@@ -85,6 +85,11 @@ class StepControl:
             updates=int(state[State.step]),
             skipped_total=int(state[State.skipped_steps]),
         )
+
+    def read_multiplier(self) -> float:
+        """The value of the lr_table in the last step, on the host; 1 without a rate. On a GPU this waits for the device."""
+        rate = float(self.hyper[0, Hyper.lr])
+        return float(self.control[0, Control.lr]) / rate if rate else 1.0
 
     def overflow_status(self) -> Tensor:
         """Two device scalars [2]: was the gradient non-finite, and at which loss scale."""

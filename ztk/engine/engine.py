@@ -5,6 +5,7 @@ A loss has the dtype that the model computes it in.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from ztk.engine.batches import eval_batch, eval_losses, train_batch
 from ztk.engine.control import StepControl, StepMetrics
 from ztk.engine.overflow import OverflowGuard
 from ztk.kernels import State
+from ztk.optim import TorchStep
 from ztk.optim.script_optimizer import ScriptOptimizer
 from ztk.parameters.partitioned import ZeroInitContext
 from ztk.runtime import MemoryLedger, PhaseClock, Process
@@ -150,7 +152,10 @@ class Engine:
 
     def read_metrics(self) -> StepMetrics:
         """The last step's scalars. On a GPU this waits for the device: once per logged step, not more."""
-        return self.control.read()
+        metrics, step = self.control.read(), self.zero.optimizer
+        if not isinstance(step, TorchStep):
+            return metrics
+        return replace(metrics, lr=step.rate * self.control.read_multiplier())
 
     def read_module_metrics(self) -> dict[str, object]:
         """What the modules measured since the last call, such as how evenly experts are used, over all ranks. Every rank must call it."""

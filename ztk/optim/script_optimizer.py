@@ -25,6 +25,7 @@ _REPLACED = (
     "optimizer.step was replaced, and the engine's step does not call it: derive a class from {name} and change its step, use "
     "register_step_pre_hook and register_step_post_hook, or call the function around engine.step()"
 )
+_RECORDED = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
 _SCHEDULER = "_wrapped_by_lr_sched"  # torch's mark of a step that a scheduler has wrapped
 
 
@@ -192,6 +193,14 @@ class ScriptOptimizer:
         if self._shows_no_state:  # a class may have set states in its constructor, which its step takes over
             optimizer.state = state
         self.is_released = False
+
+    def describe(self) -> dict[str, Any]:
+        """Its class as "name", and what its first group has of the options that ztk's optimizers have; None for those that it lacks."""
+        group = self.optimizer.param_groups[0]
+        found = {key: group.get(key) for key in _RECORDED}
+        found["lr"] = group.get("initial_lr", found["lr"])  # which a scheduler notes
+        plain = {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in found.items()}
+        return {"name": type(self.optimizer).__name__} | plain
 
     def check(self) -> None:
         """Raises ValueError or RuntimeError for a step, groups or states that a script has put in the place of those that act."""

@@ -73,7 +73,7 @@ class TorchStep:
                 raise ValueError(
                     f"optimizer={type(optimizer).__name__}: {why}, and lr_table would change it: leave the schedule out"
                 )
-        self._lr_table = lr_table
+        self._lr_table, self._rate = lr_table, _rate_of(optimizer)
         self._multiplier: float | None = None  # of the step under way; None: not read yet
         optimizer.state.clear()  # full tensors, which nothing uses
         self.state_names = tuple(self._kept.rows)
@@ -92,6 +92,7 @@ class TorchStep:
         self._values_before |= self._values_after
         self._values_after = {}
         self._groups = [options_of(group) for group in self._optimizer.param_groups]
+        self._rate = _rate_of(self._optimizer)
         self._attributes = {name: attributes_of(parameter) for name, parameter in self._parameters.items()}
         self._multiplier = None
 
@@ -139,6 +140,12 @@ class TorchStep:
         self._multiplier = float(self._lr_table[update])
         for group in self._groups:
             group["lr"] = group["lr"] * self._multiplier
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the first group, before an lr_table multiplies it: that of the last step, or of the first one. 0 for a class
+        without."""
+        return self._rate
 
     # For checkpoints
 
@@ -194,6 +201,12 @@ class TorchStep:
                 row.copy_(value.view(-1))
             present.append(key)
         return Progress(scalars=scalars, rows=tuple(present))
+
+
+def _rate_of(optimizer: torch.optim.Optimizer) -> float:
+    """Of the first group."""
+    rate = optimizer.param_groups[0].get("lr", 0.0)
+    return float(rate) if isinstance(rate, int | float | Tensor) else 0.0
 
 
 def _initial_states(optimizer: torch.optim.Optimizer, *, name_of: Mapping[int, str]) -> dict[str, dict[str, Any]]:

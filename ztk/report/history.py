@@ -109,6 +109,7 @@ def load(path: str | os.PathLike) -> Runs:
     given, reported = set(), set()  # keys of command lines and of summaries
     for folder in folders:
         run, job, values = str(folder.relative_to(root)), jobs.get(folder), _configuration(folder)
+        values |= {key: value for key, value in read_summary(folder).items() if key in values}  # that acted instead
         runs.append({"run": run} | _describe(folder, job=job, values=values))
         history += [{"run": run} | row for row in read_rows(folder)]
         settings.append(_settings(values, job=job))

@@ -81,11 +81,14 @@ class Reporter:
         first_loss: float | None = None,
         last_loss: float | None = None,
         module: nn.Module | None = None,
+        acted: Mapping[str, Any] | None = None,
     ) -> None:
         """gather: [k] of every rank -> [world, k] on all. parameters: those of the full model. first_step, first_tokens, digest,
         first_loss, last_loss: steps made, tokens seen, `digest` and losses at the checkpoint from which the run continues. module: whose
         modules a profile names.
+        acted: keys of the configuration and the values that acted, where the program did not use the configured ones. They are in the summary.
         """
+        self._acted = dict(acted or {})
         self._policy, self._rank, self._world_size, self._parameters = policy, rank, world_size, parameters
         self._gauges, self._gather, self._first_step = gauges, gather, first_step
         self._rows = RowBuilder(
@@ -216,7 +219,7 @@ class Reporter:
 
     def _summary(self, *, status: str, error: str | None) -> dict[str, Any]:
         """The keys that rank 0 knows without the others."""
-        counts = {"status": status, "error": error, "steps": self._rows.step}
+        counts = {"status": status, "error": error, "steps": self._rows.step, **self._acted}
         size = {"parameters": self._parameters, "world_size": self._world_size}
         return counts | summarise(self._rows) | self._kernels.summary() | size | rank_totals([self._report()])
 
@@ -247,6 +250,9 @@ class Reporter:
                 console=self._console, total_steps=policy.total_steps, seconds=policy.plain_seconds
             )
         self._say_tracker_notice()
+        if self._acted:
+            pairs = ", ".join(f"{key}={value}" for key, value in self._acted.items() if value is not None)
+            self.say(f"not the configuration's, as the program has it: {pairs}")
 
     def _outlets(self, step: int) -> Iterator[_Outlet]:
         if self._folder is not None:
