@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 from tests.commands import run_command
+from ztk.cli.jobs import Job
+from ztk.cli.session import Session
+from ztk.report.status import Status
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -50,3 +53,15 @@ def test_killed_runs_resume_to_the_digest_of_an_undisturbed_run(tmp_path):
     assert done.returncode == 0 and "2 kills: each left the last completed step" in done.stdout, (
         done.stdout + done.stderr
     )
+
+
+def test_an_interrupt_between_composing_and_the_ranks_says_what_to_do(monkeypatch, capsys, tmp_path):
+    session = Session()
+
+    def compose_and_run():
+        session._jobs.append(Job(folder=tmp_path, overrides=(), status=Status.failed))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    assert session.main(compose_and_run) == 130
+    assert "interrupted before a run started: nothing has changed, start the command again" in capsys.readouterr().err

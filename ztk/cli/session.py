@@ -100,7 +100,7 @@ class Session:
             self._print_jobs()
             if self._sweep is not None and not self._listing:
                 self._say(f"interrupted; this continues the sweep:\n  {sweep_line(self._sweep[0], flags=self._flags)}")
-            elif not self._jobs:
+            elif not any((job.folder / "summary.json").exists() for job in self._jobs):
                 self._say("interrupted before a run started: nothing has changed, start the command again")
             if isinstance(error, SystemExit):
                 raise
