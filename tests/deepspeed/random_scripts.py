@@ -1,8 +1,8 @@
 """Models and loops drawn at random, run by an engine on two ranks and by plain PyTorch: equal, or an error, never a silent difference.
 
 A script is drawn from its seed alone: the model (layers that are tied, shared, viewed, skipped, frozen, normalised by spectral_norm) and how
-it is built, the strategy, how the ranks divide a batch, how the backward is called, and for every iteration one thing that public scripts do
-to parameters and gradients.
+it is built, the strategy, how the ranks divide a batch, how the backward is called, the optimizer and what is done with it later
+(`random_optimizers`), and for every iteration one thing that public scripts do to parameters and gradients.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ztk.deepspeed as deepspeed
-from tests.deepspeed import scripts
+from tests.deepspeed import random_optimizers, scripts
 from ztk.deepspeed.log import logger
 from ztk.parameters.partitioned import PartitionedParameter, partitioned_of
 from ztk.runtime import Process
@@ -57,7 +57,7 @@ def _fill_while_full(self: PartitionedParameter, read: Callable) -> None:
         del self.shard
 
 
-# Faults that were there: what is patched away brings one back.
+# Faults that were there: what is patched away, in one place or several, brings one back.
 PLANTS = {
     "pretrained": ("ztk.parameters.partitioned.PartitionedParameter.fill", _fill_while_full),
     "loss scale": (
@@ -69,7 +69,7 @@ PLANTS = {
     "replaced": ("ztk.zero.writes.ParameterWrites._check_replaced", lambda self: None),
     "frozen": ("ztk.zero.writes.ParameterWrites.frozen_names", lambda self: frozenset()),
     "aliases": ("ztk.zero.build.check_aliases", lambda model: None),
-    "gradients": ("ztk.deepspeed.engine.take_changes", lambda engine: None),
+    "gradients": ("ztk.deepspeed.engine.take_changes ztk.deepspeed.optimizer.take_changes", lambda engine: None),
     "zero_grad": ("ztk.deepspeed.optimizer.ShardedOptimizer.zero_grad", lambda self, set_to_none=True: None),
     "placeholders": ("torch._C._set_throw_on_mutable_data_ptr", lambda tensor: None),
     "kept": ("ztk.parameters.watched._alive", lambda parameter: []),
@@ -78,22 +78,38 @@ PLANTS = {
         Tensor.register_post_accumulate_grad_hook,
     ),
     "modules": ("ztk.zero.writes.ParameterWrites._check_modules", lambda self: None),
+    "elementwise": ("ztk.optim.probe._compare", lambda part, **_: None),
+    "attributes": ("ztk.optim.torch_step.attributes_of", lambda parameter: {}),
+    "identity": ("ztk.optim.reads.Reads.fault", lambda self: None),
+    "options": ("ztk.deepspeed.groups.FixedOptions.check", lambda self: None),
+    "groups": ("ztk.optim.script_optimizer.FixedGroups.check", lambda self: None),
+    "steps": ("ztk.optim.script_optimizer.ScriptOptimizer.check", lambda self: None),
+    "step hooks": ("ztk.deepspeed.optimizer.take_changes", lambda engine: None),
+    "states": ("ztk.optim.script_optimizer.StateElsewhere._note", lambda self, what: None),
 }
 # The seed of a script that differs in silence where the fault is there.
 CAUGHT = {
-    "pretrained": 3,
+    "pretrained": 22,
     "loss scale": 127,
     "gathered": 21,
     "writes": 0,
     "replaced": 16,
     "frozen": 153,
     "aliases": 100,
-    "gradients": 167,
+    "gradients": 30,
     "zero_grad": 421,
     "placeholders": 275,
-    "kept": 1119,
+    "kept": 0,
     "hooks": 78,
     "modules": 509,
+    "elementwise": 53,
+    "attributes": 33,
+    "identity": 37,
+    "options": 66,
+    "groups": 64,
+    "steps": 107,
+    "step hooks": 327,
+    "states": 27,
 }
 
 
@@ -103,7 +119,7 @@ class Script:
 
     built: as plain PyTorch, under zero.Init, or filled from a file inside a zero.Init that goes on. fp16: with a loss scale. calls_backward:
     loss.backward(), not engine.backward(loss). uneven: rank 0 has most of each batch. gathered: the iteration after which a weight is
-    written inside GatheredParameters, and whether modifier_rank says so. habit: one of HABITS, or none.
+    written inside GatheredParameters, and whether modifier_rank says so. habit: one of HABITS, or none. optimizer: which one, and its changes.
     """
 
     seed: int
@@ -122,6 +138,12 @@ class Script:
     uneven: bool
     gathered: tuple[int, bool]
     habit: str
+    optimizer: random_optimizers.Drawn
+
+    @property
+    def decays(self) -> bool:
+        """Every parameter has a gradient in every step."""
+        return not self.skips
 
     @staticmethod
     def draw(seed: int) -> "Script":
@@ -151,6 +173,7 @@ class Script:
             uneven=rng.random() < 0.3,
             gathered=(rng.randrange(STEPS) if rng.random() < 0.15 else STEPS, rng.random() < 0.5),
             habit=rng.choice(HABITS if drawn["stage"] < 3 else HABITS[2:]) if rng.random() < 0.2 else "none",
+            optimizer=random_optimizers.Drawn.draw(rng),
         )
 
 
@@ -205,6 +228,7 @@ class Calls:
     step: Callable
     zero_grad: Callable
     part: slice
+    optimizer: torch.optim.Optimizer
     dtype: torch.dtype = torch.float32
     loss_factor: float = 1.0
     gathered: Callable = contextlib.nullcontext
@@ -215,6 +239,7 @@ def loop(script: Script, *, calls: Calls) -> None:
     kept: list[Tensor] = []
     if script.habit == "hook":
         calls.module.layers[0].bias.register_post_accumulate_grad_hook(_halve_gradient)
+    after_step = random_optimizers.begin_late(script.optimizer, optimizer=calls.optimizer)
     for number, action in enumerate(script.actions):
         x, y = batch(number, part=calls.part)
         calls.zero_grad()
@@ -226,6 +251,8 @@ def loop(script: Script, *, calls: Calls) -> None:
             continue
         _edit_gradients(action, parameters=parameters)
         calls.step()
+        after_step()
+        random_optimizers.change_late(script.optimizer, optimizer=calls.optimizer, number=number, decays=script.decays)
         _edit_parameters(action, module=calls.module)
         kept = _follow_habit(script.habit, number=number, module=calls.module, kept=kept)
         if number == script.gathered[0]:
@@ -305,14 +332,15 @@ def _edit_parameters(action: str, *, module: nn.Module) -> None:
 
 def run_plain(script: Script) -> dict[str, Tensor]:
     model = _loaded(Model(script), script=script)
-    sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=script.momentum)
+    sgd = _optimizer(script, model=model)
     calls = Calls(
         model=model,
         module=model,
         backward=lambda loss: loss.backward(),
-        step=sgd.step,
+        step=lambda: sgd.step(),  # which a script may replace
         zero_grad=model.zero_grad,
         part=slice(None),
+        optimizer=sgd,
         gathered=lambda parameters: contextlib.nullcontext(),
     )
     loop(script, calls=calls)
@@ -336,6 +364,7 @@ def run_engine(process: Process, *, seed: int, plant: str = "") -> tuple[str, st
                 step=engine.step,
                 zero_grad=engine.zero_grad,
                 part=slice(cut) if process.rank == 0 else slice(cut, BATCH),
+                optimizer=engine.optimizer.optimizer if script.optimizer.of_client else engine.optimizer,
                 dtype=torch.float16 if script.fp16 else torch.float32,
                 loss_factor=process.world_size,  # the engine divides by it
                 gathered=functools.partial(
@@ -351,7 +380,7 @@ def run_engine(process: Process, *, seed: int, plant: str = "") -> tuple[str, st
                 engine.destroy()
     # fp32: two orders of summation over STEPS steps, values below 2; fp16: one rounding of such values per step.
     where = _difference(weights, run_plain(script), tolerance=STEPS * 2**-10 if script.fp16 else 2e-5)
-    said = [message for message in messages if "p.grad is None" in message]
+    said = [message for message in messages if any(words in message for words in random_optimizers.WARNINGS)]
     if where and any(everyone := process.comm.gather_objects(said)):
         return "warning", next(filter(None, everyone))[0]
     return ("differs", where) if where else ("equal", "")
@@ -371,7 +400,14 @@ def _made(script: Script):
             model = _loaded(model, script=script)
         else:
             model = Model(script)
-    return deepspeed.initialize(model=model, config=config)[0]
+    client = None if script.optimizer.kind == "config" else _optimizer(script, model=model)
+    return deepspeed.initialize(model=model, optimizer=client, config=config)[0]
+
+
+def _optimizer(script: Script, *, model: Model) -> torch.optim.SGD:
+    return random_optimizers.optimizer_of(
+        script.optimizer, module=model, momentum=script.momentum, decays=script.decays
+    )
 
 
 def _loaded(model: Model, *, script: Script) -> Model:
@@ -401,7 +437,10 @@ def _planted(plant: str) -> Iterator[None]:
     if not plant:
         yield
         return
-    with mock.patch(*PLANTS[plant], create=True):
+    places, fault = PLANTS[plant]
+    with contextlib.ExitStack() as stack:
+        for place in places.split():
+            stack.enter_context(mock.patch(place, fault, create=True))
         yield
 
 
