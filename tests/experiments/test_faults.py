@@ -97,7 +97,8 @@ def test_what_was_saved_before_a_kill_continues_to_the_same_bits(tmp_path):
     assert run(*NVME, "train.steps=8", cwd=complete).returncode == 0
     fault = {"rank": 0, "where": "checkpoint", "count": 9, "how": "kill"}
     assert run(*NVME, "train.steps=500", "checkpoint.every=2", cwd=broken, fault=fault).returncode == 1
-    done = run(*NVME, "train.steps=8", f"checkpoint.resume={folder_of(broken)}", cwd=resumed)
+    options = ("train.steps=8", "checkpoint=last", f"checkpoint.resume={folder_of(broken)}")
+    done = run(*NVME, *options, cwd=resumed, fault={"rank": -1})  # the same task
     assert done.returncode == 0, done.stderr
     expected, found = rows(complete), rows(resumed)
     assert 0 < len(found) < len(expected)
