@@ -19,6 +19,8 @@ _PATHS = (
 )
 # What another command decides for itself. The global batch of the run's configuration gives the accumulation steps on any number of ranks.
 _LEFT = ("checkpoint.allow_changes", "checkpoint.resume", "train.accumulation_steps", "sweep")
+# A word of the command line for the second key makes the run's first one meaningless.
+_FOLLOWS = {"data.vocab_size": "data.tokenizer"}
 _OF_RANKS = ("launch.ranks", "launch.elastic", "launch.min_ranks")
 
 
@@ -49,7 +51,8 @@ def take_run_words(words: Sequence[str], *, has_ranks: bool = False) -> Resumed:
     taken = []
     for sign_and_key, value in recorded.items():
         key = _key(sign_and_key)
-        if key in given or key.partition(".")[0] in given or key in left or key.startswith("sweep."):
+        is_replaced = key in given or key.partition(".")[0] in given or _FOLLOWS.get(key) in given
+        if is_replaced or key in left or key.startswith("sweep."):
             continue
         absolute = read(config, key=key) if key in _PATHS else None
         text = value if absolute is None or value == "train" else _written(absolute)
