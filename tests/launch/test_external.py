@@ -40,6 +40,8 @@ def test_torchrun(monkeypatch):
     found = ExternalRank.of_environment()
     assert found == ExternalRank(rank=3, world_size=8, local_world_size=4, starter="torchrun")
     assert "hydra.run.dir=." in found.arguments(["zero=stage1"])
+    own = found.arguments(["hydra.run.dir=outputs/mine", "zero=stage1"])
+    assert [word for word in own if word.startswith("hydra.run.dir=")] == ["hydra.run.dir=."]  # a key has one value
     for sweep in (["-m", "zero=stage0,stage1"], ["sweep=stages"]):
         with pytest.raises(ValueError, match="cannot sweep"):
             found.arguments(sweep)

@@ -61,7 +61,8 @@ class ExternalRank:
                 f"{self.starter} cannot sweep: use `python run.py -m ...`, which starts the ranks of every run"
             )
         if self.rank != 0:
-            return [*arguments, *_QUIET]
+            replaced = {word.partition("=")[0] for word in _QUIET}
+            return [*(word for word in arguments if word.partition("=")[0] not in replaced), *_QUIET]
         chosen = any(argument.startswith("hydra.run.dir=") for argument in arguments)
         note = _note_of_folder()
         if chosen or note is None or not note.exists():
