@@ -14,9 +14,9 @@ from torch import nn
 
 from experiments import policies
 from experiments.layouts import find_layouts
-from experiments.own import own_data
 from experiments.pretrain import build_model
 from experiments.streams import model_call
+from experiments.user_objects import own_data
 from ztk import kernels
 from ztk.config import Config, ConfigError, compose, is_own
 from ztk.config.hugging_face import is_hugging_face

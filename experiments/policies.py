@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.own import own_learning_rates, own_optimizer, planned_optimizer
+from experiments.user_objects import own_learning_rates, own_optimizer, planned_optimizer
 from ztk import checkpoint
 from ztk.config import Config, is_own
 from ztk.config.hugging_face import is_hugging_face

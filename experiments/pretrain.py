@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from experiments import policies
 from experiments.limits import Limits
-from experiments.own import add_loss, own_callbacks, own_logits, own_model
 from experiments.ranks import seed_dropout, started
 from experiments.streams import Corpus, held_out_sequences, model_call, open_corpus, open_data
+from experiments.user_objects import add_loss, own_callbacks, own_logits, own_model
 from ztk import checkpoint
 from ztk.config import Config, is_own
 from ztk.config.schema import Evaluated

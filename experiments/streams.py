@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from experiments.own import own_data
+from experiments.user_objects import own_data
 from ztk.config import Config, is_own, reads_documents, text_policy
 from ztk.data import (
     Batch,

@@ -47,11 +47,12 @@ Tokens are per second and GPU; MFU is in percent, peaks are in GiB. A positive e
 | runs | n | median error of seconds | within 25 % | largest | median error of the peak |
 | --- | --- | --- | --- | --- | --- |"""
 NOTES = """
-The rates of products, attention and overlap in `conf/hardware/` were chosen with the runs that are not held out. The others
-did not enter that choice. Two of them were planned a second time, with sequence parallelism, which their runs had; their errors grew from 22
-to 31 %. Six were picked after the errors of other held-out runs were known. MPT models are planned as Llama decoders with as many parameters. The planned MFU is of the rate in bf16, also where linear
-layers multiply in fp8; llm-foundry's is of the rate in fp8 there. Published peaks are those that the allocator reserved. They contain the
-logits in fp32, which ztk does not keep, and torchtitan's selective recomputation keeps every second product, where ztk's keeps all of them.
+The rates of products, attention and overlap in `conf/hardware/` were chosen with the runs that are not held out. The others did not enter
+that choice. Two of them were planned a second time, with sequence parallelism, which their runs had; their errors grew from 22 to 31 %. Six
+were picked after the errors of other held-out runs were known. MPT models are planned as Llama decoders with as many parameters. The planned
+MFU is of the rate in bf16, also where linear layers multiply in fp8; llm-foundry's is of the rate in fp8 there. Published peaks are those
+that the allocator reserved. They contain the logits in fp32, which ztk does not keep, and torchtitan's selective recomputation keeps every
+second product, where ztk's keeps all of them.
 
 | model | GPUs | hardware | tokens | batch | layout | planned | published | error | MFU planned | published | peak planned | published |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""

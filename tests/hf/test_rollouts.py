@@ -245,7 +245,7 @@ def test_adapters_of_another_run_are_part_of_the_reference(ranks, folder, tmp_pa
 @pytest.mark.parametrize(
     ("task", "overrides", "says"),
     [
-        ("grpo", ("data.tokenizer=bytes",), "text is read as bytes"),
+        ("grpo", ("data.tokenizer=bytes",), "not in bytes: leave data.tokenizer out"),
         ("grpo", ("kl.reference=lora_off",), "kl.reference=lora_off: .* use lora=adapter, or kl.reference=frozen"),
         (
             "ppo",
