@@ -38,19 +38,19 @@ def layers_of(folder: Path) -> list[int]:
 
 def test_an_option_file_that_changed_is_named_and_its_old_value_goes_on(tmp_path):
     conf, folder = tmp_path / "conf", tmp_path / "D"
-    line = (*options(conf, own=NANO), "model=own", "zero=stage0,stage1", *LINE)
+    line = (*options(conf, mine=NANO), "model=mine", "zero=stage0,stage1", *LINE)
     assert run(*line, "hydra.sweep.dir=D", cwd=tmp_path).returncode == 0
     first, second = (job["folder"] for job in json.loads((folder / "sweep.json").read_text())["jobs"])
     shutil.rmtree(folder / second)
     before = everything(folder)
 
-    options(conf, own=NANO.replace("layers: 2", "layers: 3"))
+    options(conf, mine=NANO.replace("layers: 2", "layers: 3"))
     refused = run("sweep.resume=D", cwd=tmp_path)
     assert refused.returncode == 2 and everything(folder) == before
     own = "launch.ranks=1 train.steps=1 logger=disabled"
     for words in (
-        f"{first} (task=fake model=own zero=stage0 {own}): model.layers=3 now, and recorded model.layers=2",
-        f"{second} (task=fake model=own zero=stage1",
+        f"{first} (task=fake model=mine zero=stage0 {own}): model.layers=3 now, and recorded model.layers=2",
+        f"{second} (task=fake model=mine zero=stage1",
         "has not started",
         f"zero=stage0,stage1 {own} model.layers=2 sweep.resume=",
     ):
@@ -69,8 +69,8 @@ def test_an_option_file_that_changed_is_named_and_its_old_value_goes_on(tmp_path
 
 def test_an_option_file_that_changes_while_a_sweep_runs_starts_no_other_job(tmp_path):
     conf, changed = tmp_path / "conf", NANO.replace("layers: 2", "layers: 3")
-    line = (*options(conf, own=NANO), "model=own", "zero=stage0,stage1", *LINE, "hydra.sweep.dir=D")
-    done = run(*line, cwd=tmp_path, plan={"writes": {str(conf / "model" / "own.yaml"): changed}})
+    line = (*options(conf, mine=NANO), "model=mine", "zero=stage0,stage1", *LINE, "hydra.sweep.dir=D")
+    done = run(*line, cwd=tmp_path, plan={"writes": {str(conf / "model" / "mine.yaml"): changed}})
     assert done.returncode == 1 and states(tmp_path / "D") == ["done", "refused"]
     assert "has another configuration than when the sweep began" in done.stderr
     assert layers_of(tmp_path / "D") == [2]
@@ -78,8 +78,8 @@ def test_an_option_file_that_changes_while_a_sweep_runs_starts_no_other_job(tmp_
 
 def test_a_job_that_was_refused_has_one_folder_when_the_cause_is_gone(tmp_path):
     conf, folder = tmp_path / "conf", tmp_path / "D"
-    flags = options(conf, own=NANO, other=NANO.replace("heads: 4", "heads: 5"))
-    done = run(*flags, "model=own,other", *LINE, "hydra.sweep.dir=D", cwd=tmp_path)
+    flags = options(conf, mine=NANO, other=NANO.replace("heads: 4", "heads: 5"))
+    done = run(*flags, "model=mine,other", *LINE, "hydra.sweep.dir=D", cwd=tmp_path)
     assert done.returncode == 1 and states(folder) == ["done", "refused"]
     old = json.loads((folder / "sweep.json").read_text())["jobs"][1]["folder"]
 
