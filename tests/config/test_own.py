@@ -101,6 +101,7 @@ def test_an_object_on_the_command_line_takes_the_place_of_the_usual_option():
         (["optimizer=normed"], "optimizer=Normed: it is not elementwise"),
         (["optimizer=sign", "zero=ddp"], "zero=ddp runs torch's AdamW"),
         (["task=sft", "data=chat", "loss=smooth"], "loss: an own one has no effect with task=sft"),
+        (["task=dpo", "data=preferences", "optimizer=sign"], "optimizer: an own one has no effect with task=dpo"),
         (["model.dmi=3"], "model.dmi: there is no such key; did you mean model.dim"),
         (["loss.smoothing=3"], "loss: names no object: use loss._target_=MODULE.NAME"),
         (["user.a b=3"], "user.a b is no key"),

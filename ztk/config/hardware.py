@@ -24,4 +24,5 @@ def hardware_values(name: str) -> dict[str, Any]:
             f"hardware={name}: must be one of {', '.join(sorted(file.stem for file in folder.glob('*.yaml')))}"
         )
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return {key: float(value) if isinstance(value, str) and key != "name" else value for key, value in values.items()}
+    texts = ("name", "source")  # YAML reads 1e9 as text
+    return {key: float(value) if isinstance(value, str) and key not in texts else value for key, value in values.items()}

@@ -48,6 +48,7 @@ _TASKS = {
     "model": ("pretrain", "plan"),
     "data": ("pretrain", "plan"),
     "loss": ("pretrain", "plan"),
+    "optimizer": ("pretrain", "plan"),  # other tasks build ztk's own
     CALLBACKS: ("pretrain",),
     "reward": ("grpo", "ppo"),
 }
