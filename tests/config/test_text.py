@@ -119,6 +119,7 @@ def test_records_take_the_tokenizer_of_the_model_that_they_train(tmp_path, token
     run, records = tmp_path / "run", tmp_path / "a.jsonl"
     SubwordTokenizer.open(tokenizer).save(run / "tokenizer")
     (run / "config.yaml").write_text("")
+    (run / "checkpoints" / "step-000001").mkdir(parents=True)
     records.write_text('{"prompt": "a", "answer": "b\\n"}\n{"prompt": "a", "answer": "c"}\n')
     words = ("task=sft", "data=chat", f"data.path={records}")
     config = composed(*words, f"data.tokenizer={tokenizer}", f"warm_start.path={run}")

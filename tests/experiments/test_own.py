@@ -23,7 +23,8 @@ BARS = (
 
 
 def run(folder: Path, *words: str) -> dict:
-    done = run_command(*OWN, *words, f"hydra.run.dir={folder}", cwd=folder.parent)
+    last = {word.partition("=")[0]: word for word in words}  # a key has one value
+    done = run_command(*OWN, *last.values(), f"hydra.run.dir={folder}", cwd=folder.parent)
     assert done.returncode == 0, done.stdout + done.stderr
     return read_summary(folder) | {"printed": done.stdout}
 

@@ -293,10 +293,6 @@ def base_of(folder: Path) -> dict[str, torch.Tensor]:
     ("overrides", "says"),
     [
         (("dpo.reference=lora_off",), "dpo.reference=lora_off: .* use lora=adapter, or dpo.reference=frozen"),
-        (
-            (*ADAPTERS, "dpo.reference=lora_off", "warm_start.path={folder}"),
-            "dpo.reference=lora_off: the policy starts .* use dpo.reference=frozen",
-        ),
         (("topology=tp2",), "topology.tensor=2: task=dpo reads"),
         (("data.path=null", "data.tokenizer=bytes"), "text is read as bytes"),
         ((*ADAPTERS, "warm_start.steps=3"), "warm_start.steps=3: would train the adapters"),

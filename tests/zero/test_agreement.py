@@ -111,3 +111,4 @@ def test_a_digest_tells_bits_and_places():
     assert int(digest_of(values.clone())) in digests
     for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.bool):
         assert int(digest_of(torch.ones(3, dtype=dtype))) != int(digest_of(torch.zeros(3, dtype=dtype)))
+    assert int(digest_of(torch.empty(0, 3))) == 0

@@ -25,4 +25,6 @@ def hardware_values(name: str) -> dict[str, Any]:
         )
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     texts = ("name", "source")  # YAML reads 1e9 as text
-    return {key: float(value) if isinstance(value, str) and key not in texts else value for key, value in values.items()}
+    return {
+        key: float(value) if isinstance(value, str) and key not in texts else value for key, value in values.items()
+    }

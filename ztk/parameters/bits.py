@@ -23,6 +23,6 @@ def digest_of(values: Tensor) -> Tensor:
     words = flat.view(_WORDS[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for number, chunk in enumerate(words.split(_CHUNK)):
-        places = torch.arange(1, 2 * chunk.numel(), 2, device=values.device)
+        places = torch.arange(chunk.numel(), device=values.device) * 2 + 1
         total += (chunk * places).sum() * (2 * number + 1)
     return total
