@@ -40,8 +40,9 @@ def trained(process: Process, *, overrides: tuple[str, ...]) -> dict:
     inputs = watched(engine.memory)
     stream = open_stream(config, corpus=None, process=process)
     rows = []
-    for _ in range(config.train.steps):
-        rows += [pretrain.train_step(engine, stream=stream).item(), engine.read_metrics().grad_norm]
+    for step in range(1, config.train.steps + 1):
+        loss = pretrain.train_step(config, step, engine=engine, stream=stream)
+        rows += [loss.item(), engine.read_metrics().grad_norm]
     engine.close()
     return {"rows": rows, "inputs": inputs}
 
