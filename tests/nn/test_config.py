@@ -10,7 +10,7 @@ import yaml
 from ztk.nn import Decoder, DecoderConfig
 
 MODELS = Path(__file__).parents[2] / "conf" / "model"
-OWN = sorted(path.stem for path in MODELS.glob("*.yaml") if path.stem != "hf")  # hf: its sizes are in its config.json
+OWN = sorted(path.stem for path in MODELS.glob("*.yaml") if path.stem not in ("hf", "own"))  # theirs are elsewhere
 CALLED = {"10m": 10e6, "30m": 30e6, "100m": 100e6, "1b": 1e9, "7b": 7e9, "70b": 70e9, "175b": 175e9}
 
 
