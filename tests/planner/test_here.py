@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
@@ -108,9 +108,10 @@ def test_ranks_measure_together(ranks, tmp_path):
     written = describe(found, device=torch.device("cpu"))
     write_measured(json.loads(json.dumps(written)), file=tmp_path / "here.json")
     read, keys = read_measured(tmp_path / "here.json"), written["sources"].keys() | {"name", "source"}
+    usual = {field.name: field.default for field in fields(ztk.Hardware)}
     assert keys <= read.keys()
-    shares = {value for key, value in read.items() if key.endswith("_share")}
-    assert shares <= {1.0}  # measured rates are reached
+    assert {key: read[key] for key in read.keys() - keys} == {key: usual[key] for key in read.keys() - keys}
+    assert {read[key] for key in read if key.endswith("_share")} <= {1.0}  # measured rates are reached
 
 
 def measured(process, *, folder: str) -> dict[str, float]:
