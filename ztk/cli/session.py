@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -50,6 +51,7 @@ from ztk.worker import import_task
 # Errors whose text tells a user what to fix; of others the traceback is shown as well.
 _SELF_EXPLAINING = {"", "ValueError", "DiskError", "FileNotFoundError", "PermissionError"}
 _COMPLETION = {"-sc", "--shell-completion"}
+_FOLDER = os.path.join("outputs", "DATE", "TIME")  # of a run that is shown and not started
 _EXCLUSIVE = {"-m", "--multirun", "-r", "--run", "-c", "--cfg", "-i", "--info", *_COMPLETION}
 
 
@@ -81,10 +83,10 @@ class Session:
     def _main(self, compose_and_run: Callable[[], None]) -> int:
         try:
             help_text = requested_help(sys.argv[1:])
-            if help_text is not None:
-                self._print(help_text)
+            shown = help_text or self._prepare_arguments()
+            if shown is not None:
+                self._print(shown)
                 return Outcome.done
-            self._prepare_arguments()
             compose_and_run()
         except (HydraException, OmegaConfBaseException) as error:
             return self._refuse(configuration.refusal(error))
@@ -169,7 +171,8 @@ class Session:
         with Heartbeat(folder) as beat:
             return self._start_ranks(config) if self._external is None else self._be_rank(config, beat=beat)
 
-    def _prepare_arguments(self) -> None:
+    def _prepare_arguments(self) -> str | None:
+        """Sets `sys.argv` for Hydra. Returns the configuration that --cfg job asks for; None: there is a run."""
         arguments = sys.argv[1:]
         if self._external:
             try:
@@ -187,7 +190,7 @@ class Session:
         sweep = "-m" in flags or "--multirun" in flags
         if _COMPLETION & set(flags):
             sys.argv[1:] = [*flags, *overrides]  # install=SHELL, query=SHELL and uninstall=SHELL are words of Hydra's
-            return
+            return None
         renamed = configuration.rename_keys(overrides)
         configuration.check_doubled(renamed.words, flags=flags)
         expanded = configuration.expand_ds_config(renamed.words, machine=self._machine())
@@ -197,10 +200,15 @@ class Session:
         if resumed.taken:
             self._say(f"options of the run that continues: {shlex.join(resumed.taken)}")
         words = configuration.parse_arguments(resumed.words, folders=folders, sweep=sweep)
+        if _asks_for_job(flags):
+            folder = next((word.partition("=")[2] for word in words if word.startswith("hydra.run.dir=")), _FOLDER)
+            config = configuration.compose(*overrides, output_dir=folder, machine=self._machine(), folders=extra)
+            return configuration.to_explained_yaml(config).rstrip()
         line = read_line(words, flags=flags)
         sys.argv[1:] = line.flags + line.words
         if line.options is not None:
             self._prepare_sweep(line)
+        return None
 
     def _prepare_sweep(self, line: SweepLine) -> None:
         assert line.options is not None
@@ -333,6 +341,13 @@ class Session:
 
             print_jobs(jobs, console=Console() if sys.stdout.isatty() else Console(width=160))
         return jobs
+
+
+def _asks_for_job(flags: list[str]) -> bool:
+    """Whether `--cfg job` is there, for the full configuration: of a part (`--package`) Hydra shows what it composes."""
+    joined = " ".join(flags).replace("=", " ").split()
+    asks = any(pair in (("--cfg", "job"), ("-c", "job")) for pair in pairwise(joined))
+    return asks and not {"--package", "-p"} & set(joined)
 
 
 def _end(number: int, frame: object) -> None:

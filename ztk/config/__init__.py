@@ -2,7 +2,18 @@
 
 from ztk.config.arguments import check_doubled, extra_folders, parse_arguments, split_flags
 from ztk.config.batch import on_fewer_ranks
-from ztk.config.compose import SWEEPER, compose, conf_dir, from_yaml, load, refusal, save, to_config, to_yaml
+from ztk.config.compose import (
+    SWEEPER,
+    compose,
+    conf_dir,
+    from_yaml,
+    load,
+    refusal,
+    save,
+    to_config,
+    to_explained_yaml,
+    to_yaml,
+)
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.hardware import hardware_values
 from ztk.config.identity import check_resumed, differences, hash_of, job_hash
@@ -59,6 +70,7 @@ __all__ = [
     "take_sweep_keys",
     "text_policy",
     "to_config",
+    "to_explained_yaml",
     "to_yaml",
     "tokenizer_of_run",
 ]

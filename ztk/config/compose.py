@@ -17,6 +17,7 @@ from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, Omega
 
 from ztk.config.arguments import OVERLAY_MARK, parse_arguments
 from ztk.config.batch import AUTO, forwards_of, record_of, round_faults, run_record, settle_batch
+from ztk.config.derived import explained
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.effects import (
     ANSWERING,
@@ -29,11 +30,12 @@ from ztk.config.effects import (
 )
 from ztk.config.ema_schema import Evaluated
 from ztk.config.evaluating import choose_engine, take_evaluated
-from ztk.config.hugging_face import take_rate, take_sizes
-from ztk.config.keys import SWEEP, as_paths, data_paths, flatten, leaf_types, section_of
+from ztk.config.hugging_face import take_sizes
+from ztk.config.keys import SWEEP, as_paths, data_paths, flatten, leaf_types, read, section_of
 from ztk.config.machine import Machine
 from ztk.config.own import OBJECTS, USER, is_own, nameless, nodes_of, take_objects, take_user, written_user
 from ztk.config.planning import PLAN, take_measured
+from ztk.config.rates import take_rate
 from ztk.config.renamed import hint_of, rename_keys, rename_recorded
 from ztk.config.rollout import ROLLOUT_TASKS
 from ztk.config.rules import ConfigError, check
@@ -52,6 +54,20 @@ _OVERLAYS = (
     "task.",
     "weights.",
 )  # groups whose options set keys of others, in the order of conf/config.yaml
+
+# Keys that `_settle` gives a number, and how it finds it.
+_SETTLED = {
+    "launch.ranks": "what the topology needs, else one per GPU, two without a GPU",
+    "launch.threads": "OMP_NUM_THREADS, else the cores divided by the ranks",
+    "topology.data": "ranks divided by the other degrees",
+    "train.global_batch_size": "replicas * train.micro_batch_size * train.accumulation_steps",
+    "train.accumulation_steps": "forwards that train.global_batch_size takes",
+    "scheduler.warmup_steps": "train.steps / 20",
+    "scheduler.decay_steps": "the steps / 10",
+    "scheduler.rise_steps": "train.steps / 2",
+    "scheduler.step_size": "train.steps / 10",
+    "offload.nvme_path": "the run folder",
+}
 
 
 def _composed_schema() -> DictConfig:
@@ -189,11 +205,11 @@ def to_config(
 
 def save(config: Config, *, path: str | os.PathLike) -> None:
     """Writes `config.yaml`."""
-    Path(path).write_text(to_yaml(config), encoding="utf-8")
+    Path(path).write_text(to_explained_yaml(config), encoding="utf-8")
 
 
 def to_yaml(config: Config) -> str:
-    """What `save` writes, as a text."""
+    """The values as a text that `from_yaml` reads."""
     values = OmegaConf.structured(replace(config, user={}, own={}))
     with open_dict(values):
         for section in ("own", *config.own):
@@ -202,6 +218,11 @@ def to_yaml(config: Config) -> str:
         if not values.user:
             values.pop(USER)
     return OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.create(OmegaConf.to_container(values)), nodes_of(config)))
+
+
+def to_explained_yaml(config: Config) -> str:
+    """What `save` writes, as a text: `to_yaml`, where values that the user left open have their reasons as comments."""
+    return explained(to_yaml(config), reasons=config.reasons)
 
 
 def load(path: str | os.PathLike) -> Config:
@@ -287,7 +308,8 @@ def _chosen(group: str, *, overrides: Sequence[str]) -> bool:
 
 
 def _settle(config: Config, *, machine: Machine) -> None:
-    """Sets numbers for what was left open, and None for what has no effect."""
+    """Sets numbers for what was left open, with their reasons, and None for what has no effect."""
+    left_open = [key for key in _SETTLED if read(config, key=key) is None]
     settle_parameter_tier(config)
     null_inactive_keys(config, machine=machine)
     _settle_launch(config, machine=machine)
@@ -306,6 +328,7 @@ def _settle(config: Config, *, machine: Machine) -> None:
     if scheduler.name is SchedulerName.range_test:
         scheduler.step_size = scheduler.step_size or max(1, steps // 10)
     null_inactive_keys(config, machine=machine)  # a settled number may leave another key without effect
+    config.reasons |= {key: _SETTLED[key] for key in left_open}
 
 
 def _continued(config: Config) -> Config | None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ztk.config.optimizer_schema import OptimizerName
 from ztk.config.schema import Config, DataName, ModelConfig, ModelInit, Packing, ZeroEngine
 
 NAME = "hf"
@@ -17,7 +16,6 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 _DROPS = ("dropout", "pdrop", "layerdrop")
 _OTHER_HEADS = ("summary", "classifier")  # dropouts of heads that neither a policy nor a model of values has
 _DIVIDING = ("pretrain", "sft", "plan", "eval")  # tasks whose loss is that of targets, which parts of sequences have
-FULL_RATE, ADAPTER_RATE = 2e-5, 2e-4  # AdamW's; TRL and PEFT use them for full weights and for adapters
 _ENDLESS = 1 << 30  # no learned positions: as long as memory allows
 
 
@@ -80,17 +78,6 @@ def sizes_of(folder: Path, *, key: str = "model.path") -> Mapping[str, int]:
         )
     experts = first(*_EXPERTS)
     return found | ({"experts": experts} if experts else {})
-
-
-def take_rate(config: Config, *, given: frozenset[str]) -> None:
-    """Sets `optimizer.lr` for pretrained weights, unless the user set it: the options of `optimizer` are for weights that begin at random.
-
-    given: the keys that the user set.
-    """
-    pretrained = is_hugging_face(config.model) and config.model.init is ModelInit.pretrained
-    by_adam = config.optimizer.name in (OptimizerName.adamw, OptimizerName.adam)
-    if pretrained and by_adam and config.task.name in ("pretrain", "sft") and "optimizer.lr" not in given:
-        config.optimizer.lr = ADAPTER_RATE if config.lora.rank else FULL_RATE
 
 
 def family_of(model: ModelConfig) -> str | None:

@@ -439,7 +439,7 @@ class LaunchConfig:
 @dataclass(kw_only=True)
 class Config:
     """One run. `output_dir` is its run folder, absolute. user: the user's own keys, by attribute or item: a mapping, or a dataclass.
-    own: section -> the node of an object of the user's, see `ztk.config.own`.
+    own: section -> the node of an object of the user's, see `ztk.config.own`. reasons: of values that the user left open, by key.
     """
 
     task: TaskConfig
@@ -478,3 +478,6 @@ class Config:
     user: Any = field(default_factory=dict)
     own: Any = field(default_factory=dict)
     output_dir: str
+
+    def __post_init__(self) -> None:
+        self.reasons: dict[str, str] = {}

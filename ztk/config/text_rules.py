@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ztk.config.batch import AUTO
+from ztk.config.derived import derive
 from ztk.config.hugging_face import is_hugging_face
 from ztk.config.keys import data_paths, written
 from ztk.config.machine import Machine
@@ -44,7 +45,7 @@ def _too_many(config: Config, *, size: int) -> str:
 
 def _take_tokenizer(config: Config, *, given: frozenset[str]) -> list[str]:
     """Sets `data.tokenizer` to that of pretrained weights: as bytes their tokens mean nothing. Returns one line per fault."""
-    data, model = config.data, config.model
+    model = config.model
     if not is_hugging_face(model) or model.init is not ModelInit.pretrained or has_tokenizer(config):
         return []
     folder = Path(model.path or "").expanduser()
@@ -53,7 +54,9 @@ def _take_tokenizer(config: Config, *, given: frozenset[str]) -> list[str]:
             return [
                 f"data.tokenizer=bytes: {model.path} was trained in the tokens of its tokenizer.json, not in bytes: leave data.tokenizer out"
             ]
-        data.tokenizer = str(model.path)
+        derive(
+            config, key="data.tokenizer", value=str(model.path), reason="the tokens that the weights were trained in"
+        )
     elif any((folder / name).is_file() for name in _SLOW):
         return [
             f"model.path={model.path}: has a tokenizer without tokenizer.json, which alone is read: load it by "

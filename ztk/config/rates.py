@@ -1,0 +1,72 @@
+"""`optimizer.lr` of AdamW by task, method and size, where the user gives none. The option files have the rates of small models."""
+
+from ztk.config.derived import derive
+from ztk.config.hugging_face import is_hugging_face
+from ztk.config.optimizer_schema import OptimizerName
+from ztk.config.own import is_own
+from ztk.config.schema import Config, ModelConfig, ModelInit
+
+SMALL = 5_000_000  # up to so many parameters the option files' rates stay
+# Parameters up to -> the rate from random weights, and who trained with it.
+FROM_SCRATCH = (
+    (50e6, 1e-3, "nanoGPT at 11M"),
+    (250e6, 6e-4, "GPT-3 at 125M"),
+    (3e9, 4e-4, "OLMo and TinyLlama at 1B"),
+    (20e9, 3e-4, "Llama at 7B"),
+    (100e9, 1.5e-4, "Llama at 65B"),
+    (float("inf"), 6e-5, "GPT-3 at 175B"),
+)
+# Task -> the rate of pretrained weights in full, of adapters, and who uses them.
+PRETRAINED = {
+    "pretrain": (2e-5, 2e-4, "TRL and PEFT"),
+    "sft": (2e-5, 2e-4, "TRL and PEFT"),
+    "reward": (1e-5, 1e-4, "TRL's example"),
+    "dpo": (1e-6, 1e-5, "TRL"),
+    "grpo": (1e-6, 1e-5, "TRL"),
+    "ppo": (3e-6, 3e-5, "TRL"),
+}
+CRITIC = (9e-6, 9e-5, "OpenRLHF")
+
+
+def take_rate(config: Config, *, given: frozenset[str]) -> None:
+    """Sets `optimizer.lr` and `critic.lr` for pretrained weights, and for weights from scratch by their number, unless the user set them.
+
+    given: the keys that the user set.
+    """
+    model, task = config.model, config.task.name
+    if task not in PRETRAINED or is_own(config, section="model") or is_own(config, section="optimizer"):
+        return
+    if config.optimizer.name not in (OptimizerName.adamw, OptimizerName.adam):
+        return
+    size = active_parameters(model)
+    is_trained = is_hugging_face(model) and model.init is ModelInit.pretrained
+    if is_trained or (size > SMALL and config.warm_start.path is not None):
+        _take_pretrained(config, given=given)
+    elif size > SMALL and "optimizer.lr" not in given:
+        rate, who = next((rate, who) for most, rate, who in FROM_SCRATCH if size <= most)
+        derive(config, key="optimizer.lr", value=rate, reason=f"{size // 10**6:,}M parameters from scratch ({who})")
+
+
+def _take_pretrained(config: Config, *, given: frozenset[str]) -> None:
+    rates = {"optimizer.lr": PRETRAINED[config.task.name]} | (
+        {"critic.lr": CRITIC} if config.task.name == "ppo" else {}
+    )
+    what = "adapters of pretrained weights" if config.lora.rank else "pretrained weights"
+    for key, (full, adapters, who) in rates.items():
+        if key not in given:
+            rate = adapters if config.lora.rank else full
+            derive(config, key=key, value=rate, reason=f"task={config.task.name} of {what} ({who})")
+
+
+def active_parameters(model: ModelConfig) -> int:
+    """About how many parameters compute a token: of experts those that it is sent to."""
+    embeddings = model.vocab_size * model.dim * (1 if model.tie_embeddings else 2)
+    if model.hidden_dim is None:  # a model of transformers: 12 dim^2 per block
+        return embeddings + 12 * model.dim**2 * model.layers
+    attention = 2 * model.dim**2 + 2 * model.dim**2 * model.kv_heads // max(1, model.heads)
+    dense, experts = model.layers, 0
+    if model.experts is not None:
+        experts = model.layers // max(1, model.experts_every or 1)
+        dense -= experts
+    width = (model.experts_per_token or 0) * (model.expert_hidden_dim or 0) + (model.shared_hidden_dim or 0)
+    return embeddings + model.layers * attention + 3 * model.dim * (dense * model.hidden_dim + experts * width)
