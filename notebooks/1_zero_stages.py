@@ -33,7 +33,7 @@ KEYS = {
     "train.micro_batch_size": choose(4, quick=1),
     "train.steps": choose(12, quick=2),
 }
-REPEATS = choose(5, quick=1)
+REPEATS = choose(6, quick=1)
 
 # %% [markdown]
 # ## Prediction
@@ -96,7 +96,7 @@ found = ztk.sweep(
     quiet=True,
     zero=OPTIONS,
     **KEYS,
-    **{"sweep.repeats": REPEATS, "sweep.quick": True},
+    **{"sweep.repeats": REPEATS, "sweep.repeat_with": "same_seed", "sweep.quick": True},
 )
 plans = {stage: ztk.plan_run(*RUN, f"zero=stage{stage}", **KEYS) for stage in STAGES}
 found.summary("zero", metric="tokens_per_second")

@@ -26,7 +26,7 @@ from charts import Figure, choose, claim, runs_folder
 import ztk
 
 DTYPES = ["bf16", "fp16"]
-SEEDS = choose(5, quick=1)
+SEEDS = choose(6, quick=1)
 STEPS = choose(50, quick=4)
 RUN = ("model=tiny", "data=stdlib", "launch.ranks=2", "logger=disabled")
 KEYS = {"data.seq_len": 64, "train.micro_batch_size": choose(4, quick=1), "train.steps": STEPS}

@@ -130,7 +130,8 @@ found = ztk.sweep(
         "train.micro_batch_size": 4,
         "data.seq_len": choose(128, quick=64),
         "train.steps": choose(6, quick=2),
-        "sweep.repeats": choose(3, quick=1),
+        "sweep.repeats": choose(6, quick=1),
+        "sweep.repeat_with": "same_seed",
         "sweep.quick": True,
     },
 )

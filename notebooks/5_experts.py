@@ -103,8 +103,6 @@ ratio = ratio_interval(last["experts"], baseline=last["dense"])
 speed = ratio_interval(
     found["experts"].runs["tokens_per_second"].tolist(), baseline=found["dense"].runs["tokens_per_second"].tolist()
 )
-print(
-    f"loss of experts / dense after {STEPS} steps: {ratio.median:.4f} ({ratio.low:.4f} to {ratio.high:.4f}), n = {ratio.n}"
-)
-print(f"tokens per second of experts / dense: {speed.median:.2f} ({speed.low:.2f} to {speed.high:.2f})")
+print(f"loss of experts / dense after {STEPS} steps: {ratio.median:.4f}, n = {ratio.n}, 95 % interval: {ratio.ends}")
+print(f"tokens per second of experts / dense: {speed.median:.2f}, n = {speed.n}, 95 % interval: {speed.ends}")
 claim("both learn", holds=all(losses[name].iloc[-1].max() < losses[name].iloc[0].min() for name in ARMS))

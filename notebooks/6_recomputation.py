@@ -53,7 +53,8 @@ found = ztk.sweep(
     quiet=True,
     recompute=MODES,
     **KEYS,
-    **{"train.steps": choose(6, quick=2), "sweep.repeats": choose(6, quick=1), "sweep.quick": True},
+    **{"train.steps": choose(6, quick=2), "sweep.repeats": choose(6, quick=1)},
+    **{"sweep.repeat_with": "same_seed", "sweep.quick": True},
 )
 peaks = {mode: peak_of_step(*RUN, f"recompute={mode}", **KEYS) / 1e6 for mode in MODES}
 runs = found.runs

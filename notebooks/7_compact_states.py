@@ -34,7 +34,7 @@ FORMATS = {
     "8bit": (("8bit", "stochastic"), 3.125),
 }
 NAMES = choose(list(FORMATS), quick=["fp32", "8bit"])
-SEEDS = choose(5, quick=1)
+SEEDS = choose(6, quick=1)
 STEPS = choose(100, quick=4)
 RUN = ("model=tiny", "data=stdlib", "precision=bf16", "launch.ranks=1", "logger=disabled")
 KEYS = {"data.seq_len": 64, "train.micro_batch_size": choose(4, quick=1), "train.steps": STEPS}

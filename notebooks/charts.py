@@ -1,7 +1,7 @@
 """What the notebooks share: where results go, charts with their data, claims.
 
-A figure shows predictions as lines and measurements as points with their 95 % bootstrap intervals. It is written as SVG, its numbers as CSV,
-and below it stand n, machine and commit, which are read from the runs.
+A figure shows predictions as lines and measurements as points with their 95 % bootstrap intervals, or from the smallest to the largest where
+there are fewer than six. It is written as SVG, its numbers as CSV, and below it stand n, machine and commit, which are read from the runs.
 """
 
 import csv
@@ -21,7 +21,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from ztk.report import Runs
 from ztk.report.commit import read_commit
-from ztk.report.statistics import median_interval
+from ztk.report.statistics import FEWEST, Interval, median_interval
 
 QUICK = os.environ.get("ZTK_NOTEBOOKS") == "quick"
 FOLDER = Path(os.environ.get("ZTK_NOTEBOOKS_FOLDER", "outputs/notebooks/" + ("quick" if QUICK else "full"))).absolute()
@@ -60,7 +60,8 @@ def claim(text: str, *, holds: bool, full_only: bool = False) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One number of a figure, a row of its CSV. low, high: of the interval; None for predictions and where n is 1."""
+    """One number of a figure, a row of its CSV. low, high: of the 95 % interval; None for predictions and for fewer than `FEWEST` measurements,
+    which have `smallest` and `largest` alone."""
 
     panel: str
     kind: str  # predicted, or how; measured
@@ -69,6 +70,8 @@ class Point:
     y: float
     low: float | None = None
     high: float | None = None
+    smallest: float | None = None
+    largest: float | None = None
     n: int | None = None
 
 
@@ -132,7 +135,7 @@ class Figure:
     def measured(
         self, x: Sequence[float], *, values: Sequence[Sequence[float]], series: str, panel: str | None = None
     ) -> None:
-        """Points: the median of `values[i]` at `x[i]`, with its interval."""
+        """Points: the median of `values[i]` at `x[i]`, with its interval, or its span where there is none."""
         title = panel or next(iter(self.panels))
         colour = self._colour(series)
         found = [median_interval([float(value) for value in group]) for group in values]
@@ -143,19 +146,20 @@ class Figure:
                 series=series,
                 x=float(a),
                 y=one.median,
-                low=one.low if one.n > 1 else None,
-                high=one.high if one.n > 1 else None,
+                low=one.low if one.n >= FEWEST else None,
+                high=one.high if one.n >= FEWEST else None,
+                smallest=one.smallest,
+                largest=one.largest,
                 n=one.n,
             )
             for a, one in zip(x, found, strict=True)
         ]
-        below = [0.0 if row.low is None else max(0.0, row.y - row.low) for row in rows]
-        above = [0.0 if row.high is None else max(0.0, row.high - row.y) for row in rows]
+        bars = [_bar(one) for one in found]
         marker = _MARKERS[list(self._colours).index(series) % len(_MARKERS)]
         self.axes(title).errorbar(
             [row.x for row in rows],
             [row.y for row in rows],
-            yerr=[below, above],
+            yerr=[[below for below, _ in bars], [above for _, above in bars]],
             fmt=marker,
             color=colour,
             markersize=5.5,
@@ -175,8 +179,8 @@ class Figure:
                 axes.xaxis.set_minor_locator(NullLocator())
                 axes.set_xticklabels(self.labels or [f"{tick:g}" for tick in self.ticks])
             if title in self.from_zero:
-                tops = [point.high or point.y for point in self.points if point.panel == title]
-                axes.set_ylim(0, 1.08 * max(tops))
+                found = [point for point in self.points if point.panel == title]
+                axes.set_ylim(0, 1.08 * max(point.high or point.largest or point.y for point in found))
             if axes.get_legend_handles_labels()[0]:
                 # below the panel: a legend never hides a point
                 axes.legend(fontsize=7.5, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
@@ -200,9 +204,8 @@ class Figure:
         machines = ", ".join(sorted(set(runs["device_name"].dropna()))) if "device_name" in runs else "none"
         cores = f" ({os.cpu_count()} cores)" if "device_name" in runs else ""
         commits = sorted(set(runs["commit"].dropna())) if "commit" in runs else [read_commit() or "unknown"]
-        return (
-            f"n = {n}; machine: {machines}{cores}; commit: {', '.join(sorted({_short(commit) for commit in commits}))}"
-        )
+        bars = "; bars: smallest to largest" if counts and 1 < counts[0] < FEWEST else ""
+        return f"n = {n}{bars}; machine: {machines}{cores}; commit: {', '.join(sorted({_short(commit) for commit in commits}))}"
 
     def _colour(self, series: str) -> str:
         return self._colours.setdefault(series, COLOURS[len(self._colours) % len(COLOURS)])
@@ -219,6 +222,12 @@ class Figure:
 
     def __repr__(self) -> str:
         return "\n".join(textwrap.wrap(f"{self.name}: {self.caption} {self.source}.", 120))
+
+
+def _bar(found: Interval) -> tuple[float, float]:
+    """How far the error bar goes below and above the median."""
+    low, high = (found.low, found.high) if found.n >= FEWEST else (found.smallest, found.largest)
+    return max(0.0, found.median - low), max(0.0, high - found.median)
 
 
 def _short(commit: str) -> str:
