@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ztk
-from ztk.runtime.memory import Tier
+from ztk.core.runtime.memory import Tier
 
 STEPS, BATCH, FEATURES, WIDTH = 40, 32, 16, 64
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ztk
-from ztk.tensor import TensorPolicy
+from ztk.parallel.tensor import TensorPolicy
 
 # Module names as model.named_modules() has them; * stands for a part of a name. Between "column" (each rank computes some of the outputs)
 # and "row" (each rank uses some of the inputs, results are summed) nothing is exchanged. What no pattern names is copied.

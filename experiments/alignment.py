@@ -14,10 +14,10 @@ from experiments.ranks import seed_dropout
 from experiments.streams import share_of
 from ztk import checkpoint
 from ztk.config import Config
-from ztk.engine import Engine
+from ztk.core.runtime import Process
 from ztk.nn.lora import is_adapter
 from ztk.report import Reporter
-from ztk.runtime import Process
+from ztk.train.engine import Engine
 
 BODY = ("embedding.*", "blocks.*", "norm.*")  # of ztk's decoder: all but the output layer
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ztk.align import Packing, PolicyLoss, policy_loss
-from ztk.engine import Engine
 from ztk.inference.sample import fp32_logprobs
-from ztk.rollout import Answers, Layout, Samples, answer_logits, large_answers
+from ztk.rl.align import Packing, PolicyLoss, policy_loss
+from ztk.rl.rollout import Answers, Layout, Samples, answer_logits, large_answers
+from ztk.train.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

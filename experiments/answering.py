@@ -16,14 +16,14 @@ from ztk import kernels
 from ztk.config import Config
 from ztk.config.effects import streams_layers
 from ztk.config.inference_schema import CacheFormat
+from ztk.core.policies.tier import Tier
+from ztk.core.runtime.comm import Comm
 from ztk.inference import Generator, InferencePolicy, Packed, SamplingParams, perplexity, perplexity_of_stored
 from ztk.inference.packed import MANIFEST
-from ztk.offload import OffloadPolicy
-from ztk.policies.tier import Tier
 from ztk.report.folder import PACKED
-from ztk.runtime.comm import Comm
 from ztk.serve.models import Opened, open_model
 from ztk.serve.packing import open_streamed, opened_unread
+from ztk.zero.offload import OffloadPolicy
 
 _HELD_OUT_TOKENS = 2048
 _USUAL_WINDOW = 2048  # tokens that task=eval gives a model at most, where eval.seq_len says nothing

@@ -9,8 +9,8 @@ from experiments.reference import BaseModel
 from experiments.tasks import TASKS, name_of
 from ztk.config import Config
 from ztk.data import ByteTokenizer
-from ztk.engine import Engine
-from ztk.rollout import Requests, RolloutPolicy, Samples, generate, token_logprobs
+from ztk.rl.rollout import Requests, RolloutPolicy, Samples, generate, token_logprobs
+from ztk.train.engine import Engine
 
 PROMPTS = 256  # over all ranks
 GREEDY = 1e-6  # a temperature at which the largest logit has all probability

@@ -20,10 +20,10 @@ from experiments.reference import (
     Reference,
     pair_logprobs,
 )
-from ztk.align import DpoPolicy, dpo_loss, dpo_losses
 from ztk.config import Config
-from ztk.engine import Engine
-from ztk.runtime import Process
+from ztk.core.runtime import Process
+from ztk.rl.align import DpoPolicy, dpo_loss, dpo_losses
+from ztk.train.engine import Engine
 
 
 def main(config: Config) -> None:

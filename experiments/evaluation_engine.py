@@ -21,13 +21,13 @@ from ztk.config import load as load_config
 from ztk.config.evaluating import multiple_of, usual_window
 from ztk.config.hugging_face import is_hugging_face
 from ztk.config.schema import ModelInit
-from ztk.engine import Engine
-from ztk.engine.scoring import EngineScorer
+from ztk.core.runtime import Process
+from ztk.core.runtime.part import InitialValues
 from ztk.hf.causal import open_causal
-from ztk.parallel import parallelize
-from ztk.runtime import Process
-from ztk.runtime.part import InitialValues
+from ztk.parallel.apply import parallelize
 from ztk.serve.models import Opened, recorded_run, with_tokenizer
+from ztk.train.engine import Engine
+from ztk.train.engine.scoring import EngineScorer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

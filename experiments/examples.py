@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from experiments.lengths import histogram
 from experiments.prompts import PAD, STOP
 from experiments.tasks import TASKS, name_of
-from ztk.align import Example, RecordFormat, Sequences, Text, read_examples
 from ztk.config import Config
+from ztk.core.runtime import Process
 from ztk.data import Share, SubwordTokenizer
 from ztk.data.permutation import Permutation
 from ztk.report import RunFolder
-from ztk.rollout import Layout, has_cache, lay_out
-from ztk.runtime import Process
+from ztk.rl.align import Example, RecordFormat, Sequences, Text, read_examples
+from ztk.rl.rollout import Layout, has_cache, lay_out
 
 HELD_OUT = 2**40  # number of the first built-in prompt to evaluate with
 ANOTHER = 2**50  # added to the number of a prompt that has no wrong answer

@@ -4,8 +4,8 @@ from experiments.policy_update import counted, fill_buffer, update_policy
 from experiments.rollout_loop import run_rank
 from experiments.rollout_run import Run
 from experiments.rollouts import Scored
-from ztk.align import group_advantages
 from ztk.config import Config
+from ztk.rl.align import group_advantages
 
 
 def main(config: Config) -> None:

@@ -10,10 +10,10 @@ from experiments.pretrain import build_model
 from ztk.config import Config, ConfigError, compose
 from ztk.config.hugging_face import is_hugging_face
 from ztk.config.schema import ModelInit
+from ztk.core.policies.compact import master_of
 from ztk.hf.counts import ModelCounts, count_model
 from ztk.optim import flat_optimizer
 from ztk.planner import Plan, Search, Workload, search
-from ztk.policies.compact import master_of
 from ztk.report.folder import write_json
 
 TRACED = 20

@@ -6,9 +6,9 @@ from torch import Tensor
 from experiments.alignment import load_weights
 from experiments.models import build
 from ztk.config import Config
-from ztk.engine import Engine
-from ztk.rollout import Samples, can_pack, lay_out
-from ztk.runtime import Process
+from ztk.core.runtime import Process
+from ztk.rl.rollout import Samples, can_pack, lay_out
+from ztk.train.engine import Engine
 
 
 def open_reward_model(config: Config, *, process: Process) -> Engine | None:

@@ -7,10 +7,10 @@ from experiments.examples import HELD_OUT
 from experiments.prompts import PAD, STOP
 from experiments.reference import BaseModel
 from experiments.tasks import TASKS, name_of
-from ztk.align import Frontier
 from ztk.config import Config
-from ztk.engine import Engine
-from ztk.rollout import token_logprobs
+from ztk.rl.align import Frontier
+from ztk.rl.rollout import token_logprobs
+from ztk.train.engine import Engine
 
 PROMPTS = 256  # that the closed form is a mean over
 

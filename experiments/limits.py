@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ztk.config.schema import TrainConfig
-from ztk.engine import Engine
-from ztk.train import Loop
+from ztk.train.engine import Engine
+from ztk.train.loop import Loop
 
 
 class Limits:

@@ -13,16 +13,16 @@ from experiments.prompts import PAD, STOP
 from experiments.tasks import TASKS, name_of
 from ztk.config import Config
 from ztk.config.rollout_schema import StrategyConfig
+from ztk.core.runtime import Process
+from ztk.core.runtime.part import InitialValues
+from ztk.core.runtime.seed import generator
 from ztk.data import ByteTokenizer
-from ztk.engine import Engine
 from ztk.hf.scoring import open_scoring
 from ztk.nn import Decoder, initial_values
 from ztk.nn.linear import Linear
-from ztk.parallel import parallelize
-from ztk.rollout import Samples, can_pack, lay_out
-from ztk.runtime import Process
-from ztk.runtime.part import InitialValues
-from ztk.runtime.seed import generator
+from ztk.parallel.apply import parallelize
+from ztk.rl.rollout import Samples, can_pack, lay_out
+from ztk.train.engine import Engine
 
 Values = dict[str, Tensor]  # name -> the full parameter, float32 on the CPU
 

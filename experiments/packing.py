@@ -4,8 +4,8 @@ import torch
 
 from experiments.reference import BaseModel
 from ztk.config import Config
-from ztk.engine import Engine
-from ztk.rollout import can_pack, pack_exactly
+from ztk.rl.rollout import can_pack, pack_exactly
+from ztk.train.engine import Engine
 
 
 def pack_exactly_on_all_ranks(*engines: Engine) -> bool:

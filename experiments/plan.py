@@ -21,10 +21,10 @@ from ztk import kernels
 from ztk.config import Config, ConfigError, compose, is_own
 from ztk.config.hugging_face import is_hugging_face
 from ztk.config.schema import ModelInit
+from ztk.core.policies.hardware import Hardware
 from ztk.data import Batch, Share
 from ztk.planner import Fix, Peer, Plan, Way, fixes, plan
 from ztk.planner.result import size as written
-from ztk.policies.hardware import Hardware
 from ztk.report import RunFolder
 from ztk.report.folder import write_json
 

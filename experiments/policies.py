@@ -18,21 +18,21 @@ from ztk.config.hugging_face import is_hugging_face
 from ztk.config.precision_schema import LossScaleConfig, PrecisionConfig
 from ztk.config.rollout_schema import StrategyConfig
 from ztk.config.schema import OffloadConfig, ParameterTier, ZeroConfig
+from ztk.core.policies.ema import EmaPolicy
+from ztk.core.policies.hardware import Hardware
+from ztk.core.policies.profile import ProfilePolicy
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.precision import LossScalePolicy, PrecisionPolicy
+from ztk.core.runtime import Topology
 from ztk.kernels import Ceilings
 from ztk.nn import DecoderConfig
 from ztk.nn.lora import LoraPolicy
-from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy, SchedulePolicy, lr_table
-from ztk.pipeline import PipelinePolicy
-from ztk.policies.ema import EmaPolicy
-from ztk.policies.hardware import Hardware
-from ztk.policies.profile import ProfilePolicy
-from ztk.precision import LossScalePolicy, PrecisionPolicy
-from ztk.recompute import RecomputePolicy
+from ztk.parallel.pipeline import PipelinePolicy
+from ztk.parallel.recompute import RecomputePolicy
+from ztk.parallel.tensor import TensorPolicy
 from ztk.report import KernelPolicy, ReportPolicy, TrackerPolicy
-from ztk.runtime import Topology
-from ztk.tensor import TensorPolicy
-from ztk.zero import ZeroPolicy
+from ztk.zero.offload import OffloadPolicy
 
 WANDB_NAME_LETTERS = 120
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from experiments.answer_losses import losses_of
 from experiments.rollout_run import Run
 from experiments.rollouts import Scored, layout_of, logprobs_of, micro_batches
-from ztk.align import Packing, PolicyLoss, importance_weights, token_weights
 from ztk.config import Config
-from ztk.rollout import RolloutMismatch, Samples, compare, first_layer
+from ztk.rl.align import Packing, PolicyLoss, importance_weights, token_weights
+from ztk.rl.rollout import RolloutMismatch, Samples, compare, first_layer
 
 
 def counted(run: Run, *, scored: Scored) -> Tensor:

@@ -10,9 +10,9 @@ from experiments.policy_update import Update, counted, fill_buffer, update_polic
 from experiments.rollout_loop import run_rank
 from experiments.rollout_run import Run
 from experiments.rollouts import Scored, micro_batches
-from ztk.align import Packing, generalised_advantages, value_loss
 from ztk.config import Config
-from ztk.rollout import Samples
+from ztk.rl.align import Packing, generalised_advantages, value_loss
+from ztk.rl.rollout import Samples
 
 
 def main(config: Config) -> None:

@@ -21,18 +21,18 @@ from experiments.user_objects import add_loss, own_callbacks, own_logits, own_mo
 from ztk import checkpoint
 from ztk.config import Config, is_own
 from ztk.config.schema import Evaluated
+from ztk.core.runtime import Process
+from ztk.core.runtime.interrupts import Interrupts
+from ztk.core.runtime.part import InitialValues
 from ztk.data import Batch, ByteTokenizer, Stream, TokenCorpus
-from ztk.engine import Engine
 from ztk.hf.causal import open_causal
 from ztk.nn import Decoder, initial_values, sample_tokens
 from ztk.nn.lora import LoraPolicy, adapter_values, add_adapters
-from ztk.parallel import parallelize
-from ztk.pipeline import MicroBatch
+from ztk.parallel.apply import parallelize
+from ztk.parallel.pipeline import MicroBatch
 from ztk.report import Gauges, Reporter, RunFolder
-from ztk.runtime import Process
-from ztk.runtime.interrupts import Interrupts
-from ztk.runtime.part import InitialValues
-from ztk.train import Loop
+from ztk.train.engine import Engine
+from ztk.train.loop import Loop
 
 SAMPLE_BYTES = 160
 PROMPT_BYTES = 48
@@ -98,7 +98,7 @@ def build_engine(config: Config, *, process: Process) -> Engine:
         "initial_values": first_values,
     }
     if config.zero.engine != "ztk":
-        from ztk.engine.peers import parallelize_peer  # here: FSDP2's imports take a second
+        from ztk.train.engine.peers import parallelize_peer  # here: FSDP2's imports take a second
 
         return parallelize_peer(model, kind=config.zero.engine, **common)
     return parallelize(

@@ -6,12 +6,12 @@ import torch
 
 from experiments.lengths import histogram
 from experiments.tasks import TASKS, Prompt, Task, name_of
-from ztk.align import ANSWER_END, PromptRecord, Truncation, answer_end, fitted, read_prompts
 from ztk.config import Config, call_later, is_own
+from ztk.core.runtime.seed import generator
 from ztk.data import ByteTokenizer, SubwordTokenizer
-from ztk.rollout import Samples, load_reward, score
-from ztk.rollout.rewards import RewardFunction
-from ztk.runtime.seed import generator
+from ztk.rl.align import ANSWER_END, PromptRecord, Truncation, answer_end, fitted, read_prompts
+from ztk.rl.rollout import Samples, load_reward, score
+from ztk.rl.rollout.rewards import RewardFunction
 
 STOP, PAD = ANSWER_END, 0  # bytes of text are never 0
 

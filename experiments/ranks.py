@@ -8,8 +8,8 @@ import torch
 from experiments import policies
 from ztk import kernels
 from ztk.config import Config
-from ztk.runtime import Process
-from ztk.runtime.seed import derive_seed
+from ztk.core.runtime import Process
+from ztk.core.runtime.seed import derive_seed
 
 
 @contextmanager

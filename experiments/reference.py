@@ -12,14 +12,14 @@ from experiments.alignment import start_from
 from experiments.examples import ExampleStream, Step
 from experiments.models import Values, build
 from ztk import checkpoint
-from ztk.align import PairLogprobs, answer_logprobs
 from ztk.config import Config
 from ztk.config.adapters import reference_has_adapters
-from ztk.engine import Engine
+from ztk.core.runtime import Process
 from ztk.nn.lora import adapters_off
 from ztk.report import RunFolder
-from ztk.rollout import answer_logits, large_answers
-from ztk.runtime import Process
+from ztk.rl.align import PairLogprobs, answer_logprobs
+from ztk.rl.rollout import answer_logits, large_answers
+from ztk.train.engine import Engine
 
 FOLDER = "reference"  # of a run: the checkpoint of its frozen reference
 

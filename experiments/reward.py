@@ -11,10 +11,10 @@ from experiments.models import build
 from experiments.packing import packs_examples
 from experiments.pretrain import build_reporter
 from experiments.ranks import started
-from ztk.align import PairwisePolicy, pairwise_losses
 from ztk.config import Config
-from ztk.engine import Engine
-from ztk.runtime import Process
+from ztk.core.runtime import Process
+from ztk.rl.align import PairwisePolicy, pairwise_losses
+from ztk.train.engine import Engine
 
 
 def main(config: Config) -> None:

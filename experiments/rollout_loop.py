@@ -19,10 +19,10 @@ from experiments.rollout_run import Run, open_run
 from experiments.rollouts import Evaluated, Scored, draw, drawing, evaluate, measure, score_samples
 from ztk import checkpoint
 from ztk.config import Config
-from ztk.engine import Engine
+from ztk.core.runtime import Process
 from ztk.report import Reporter, RunFolder
-from ztk.rollout import RolloutStopped, Samples
-from ztk.runtime import Process
+from ztk.rl.rollout import RolloutStopped, Samples
+from ztk.train.engine import Engine
 
 NUM_SHOWN = 4  # texts of a step
 

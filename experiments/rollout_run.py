@@ -14,8 +14,9 @@ from experiments.prompts import Prompts
 from experiments.reference import BaseModel
 from ztk.config import Config
 from ztk.config.adapters import reference_has_adapters
-from ztk.engine import Engine
-from ztk.rollout import (
+from ztk.core.runtime import Process
+from ztk.core.runtime.comm import connect_groups
+from ztk.rl.rollout import (
     Buffer,
     CachedRollouts,
     GuardPolicy,
@@ -26,8 +27,7 @@ from ztk.rollout import (
     settle_weights,
     use_cached_attention,
 )
-from ztk.runtime import Process
-from ztk.runtime.comm import connect_groups
+from ztk.train.engine import Engine
 
 
 @dataclass(kw_only=True)

@@ -12,10 +12,9 @@ from experiments.learned_reward import learned_rewards
 from experiments.prompts import PAD, Prompt
 from experiments.reference import BaseModel
 from experiments.rollout_run import Run
-from ztk.align import Packing, divergence, equal_groups
-from ztk.engine import Engine
 from ztk.inference.sample import fp32_logprobs
-from ztk.rollout import (
+from ztk.rl.align import Packing, divergence, equal_groups
+from ztk.rl.rollout import (
     Layout,
     Requests,
     RolloutPolicy,
@@ -27,6 +26,7 @@ from ztk.rollout import (
     share_of_rank,
     states_away,
 )
+from ztk.train.engine import Engine
 
 EVALUATED = 4  # rollouts, before the first step and after the last
 UNTRAINED = 2**40  # the number of the first prompt to evaluate with

@@ -8,9 +8,9 @@ from experiments.packing import packs_examples
 from experiments.pretrain import build_engine, build_reporter
 from experiments.ranks import started
 from ztk.config import Config
-from ztk.engine import Engine
-from ztk.pipeline import MicroBatch
-from ztk.runtime import Process
+from ztk.core.runtime import Process
+from ztk.parallel.pipeline import MicroBatch
+from ztk.train.engine import Engine
 
 
 def main(config: Config) -> None:

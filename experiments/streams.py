@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_map
 
 from experiments.user_objects import own_data
 from ztk.config import Config, is_own, reads_documents, text_policy
+from ztk.core.runtime import Process
 from ztk.data import (
     Batch,
     ByteCorpus,
@@ -23,9 +24,8 @@ from ztk.data import (
     open_tokens,
 )
 from ztk.nn import Documents
-from ztk.pipeline import MicroBatch
+from ztk.parallel.pipeline import MicroBatch
 from ztk.report import RunFolder
-from ztk.runtime import Process
 
 Corpus = ByteCorpus | TokenCorpus
 

@@ -10,13 +10,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset
 
 from ztk.config import Config, call_later, callback_nodes, find, instantiate, is_own
+from ztk.core.policies.optimizer import OptimizerPolicy
+from ztk.core.runtime.own_forward import OwnForward, replace_forward
 from ztk.data import ItemStream, Share
-from ztk.engine import Engine
 from ztk.nn import Decoder
 from ztk.optim import TorchStep
-from ztk.pipeline import PipelineModule
-from ztk.policies.optimizer import OptimizerPolicy
-from ztk.runtime.own_forward import OwnForward, replace_forward
+from ztk.parallel.pipeline import PipelineModule
+from ztk.train.engine import Engine
 
 
 def own_model(config: Config) -> nn.Module:

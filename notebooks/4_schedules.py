@@ -23,7 +23,7 @@
 from charts import COLOURS, Figure, choose, claim, runs_folder
 
 import ztk
-from ztk.pipeline import Costs, Kind, bubble_share, make_schedule, zero_bubble_share
+from ztk.parallel.pipeline import Costs, Kind, bubble_share, make_schedule, zero_bubble_share
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}  # with stages per rank
 STAGES = 4

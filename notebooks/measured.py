@@ -11,9 +11,9 @@ sys.path.insert(0, str(Path(ztk.__file__).parents[1]))  # the programs and the c
 from experiments import pretrain
 from tests.planner.measure import branches_of_a_gpu
 from ztk.config import compose
+from ztk.core.runtime import Process
 from ztk.planner.trace import STEPS
 from ztk.planner.tracker import StepTracker
-from ztk.runtime import Process
 
 
 def peak_of_step(*overrides: str, **keys: Any) -> int:

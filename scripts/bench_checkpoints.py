@@ -36,12 +36,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ztk.checkpoint import Saver, load, save
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.runtime import Process
 from ztk.nn import Decoder, DecoderConfig
-from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.runtime import Process
-from ztk.zero import ZeroPolicy
+from ztk.parallel.apply import parallelize
+from ztk.zero.offload import OffloadPolicy
 
 SAMPLE_SECONDS = 0.002
 

@@ -10,7 +10,7 @@ ztk's for ztk, so that kernels count as well.
 All candidates run once per round, in a different order each round, in fresh processes with one thread per rank; the numbers are medians
 over rounds. On a machine that others use too, compare CPU seconds and ratios rather than wall time. `ratio` is the
 tokens/s, `cpu ratio` the CPU seconds, relative to the best peer that offers the same stage and tier (above 1: ztk is faster);
-`of compute` is the CPU time over that of forward, backward and AdamW alone. ztk keeps freed memory (`ztk.runtime.host_memory`, about 4 %);
+`of compute` is the CPU time over that of forward, backward and AdamW alone. ztk keeps freed memory (`ztk.core.runtime.host_memory`, about 4 %);
 torch's and DeepSpeed's candidates run as they are.
 Rows are appended to experiments/results/cpu/engine.jsonl.
 """

@@ -33,8 +33,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ztk.core.policies.inference import WEIGHTS
 from ztk.inference import Generator, InferencePolicy, SamplingParams
-from ztk.policies.inference import WEIGHTS
 
 GOALS = {  # by size, work and weights
     ("100m", "batch 1", "stored"): 0.95,

@@ -32,10 +32,10 @@ from pathlib import Path
 
 import torch
 
-from ztk.offload import NvmeStore, OffloadPolicy
-from ztk.offload.pool import AlignedRegion
-from ztk.runtime.io import IoCounters
-from ztk.runtime.memory import MemoryLedger
+from ztk.core.runtime.io import IoCounters
+from ztk.core.runtime.memory import MemoryLedger
+from ztk.zero.offload import NvmeStore, OffloadPolicy
+from ztk.zero.offload.pool import AlignedRegion
 
 SLOT_BYTES = 32 << 20
 DIRECTIONS = ("read", "write")

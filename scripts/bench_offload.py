@@ -24,13 +24,13 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.ranks import RankPool
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.precision import PrecisionPolicy
+from ztk.core.runtime import Process
 from ztk.nn import Decoder, DecoderConfig, initial_values
-from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.precision import PrecisionPolicy
-from ztk.runtime import Process
-from ztk.zero import ZeroPolicy
+from ztk.parallel.apply import parallelize
+from ztk.zero.offload import OffloadPolicy
 
 SEQ_LEN = 128
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import matplotlib
 
-from ztk.engine.pipeline import PipelineEngine
+from ztk.train.engine.pipeline import PipelineEngine
 
 matplotlib.use("Agg")
 import torch
@@ -31,10 +31,11 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.ranks import RankPool
+from ztk.core.runtime import Process, Topology
 from ztk.nn.deferred import DeferredGradients
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.pipeline import (
+from ztk.parallel.apply import parallelize
+from ztk.parallel.pipeline import (
     Costs,
     Kind,
     LayerSpec,
@@ -45,7 +46,6 @@ from ztk.pipeline import (
     make_schedule,
     zero_bubble_share,
 )
-from ztk.runtime import Process, Topology
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}  # with stages per rank
 COLOURS = {

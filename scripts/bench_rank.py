@@ -26,16 +26,16 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.precision import PrecisionPolicy
+from ztk.core.precision.policy import DTYPES
+from ztk.core.runtime import Process
 from ztk.data import Share, SyntheticStream
-from ztk.engine.peers import parallelize_peer
 from ztk.nn import Decoder, DecoderConfig, initial_values, initialise
-from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.precision import PrecisionPolicy
-from ztk.precision.policy import DTYPES
-from ztk.runtime import Process
-from ztk.zero import ZeroPolicy
+from ztk.parallel.apply import parallelize
+from ztk.train.engine.peers import parallelize_peer
+from ztk.zero.offload import OffloadPolicy
 
 MODELS = {
     "tiny": {"dim": 192, "layers": 4, "heads": 6, "kv_heads": 3, "hidden_dim": 512},

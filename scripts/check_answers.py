@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.inference.models import FAMILIES, VOCABULARY, build, greedy
 from tests.inference.test_own_modules import OTHERS, build_other
 from tests.ranks import RankPool
+from ztk.core.policies.offload import OffloadPolicy
 from ztk.inference import Generator, InferencePolicy, SamplingParams
-from ztk.policies.offload import OffloadPolicy
 
 PROMPTS = [[3, 1, 4], [5] * 20, [(7 * i + 3) % VOCABULARY for i in range(70)]]
 COLUMNS = ("memory", "nvme", "tp2", "tp2, blocks")

@@ -21,8 +21,8 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.hf.cells import COLUMNS, RANKS, Result, run_cell
+from tests.parallel.topology.families import FAMILIES
 from tests.ranks import RankFailed, RankPool
-from tests.topology.families import FAMILIES
 
 
 def main() -> int:

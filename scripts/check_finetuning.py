@@ -19,7 +19,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.hf.finetuning import LAYOUTS, by_command, by_transformers, write_model, write_texts
-from tests.topology.families import FAMILIES
+from tests.parallel.topology.families import FAMILIES
 
 
 def main() -> int:

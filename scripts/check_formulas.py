@@ -20,13 +20,13 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.ranks import RankPool
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.precision import PrecisionPolicy
+from ztk.core.runtime import Process, Tier
 from ztk.nn import Decoder, DecoderConfig, initial_values
-from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.precision import PrecisionPolicy
-from ztk.runtime import Process, Tier
-from ztk.zero import ZeroPolicy
+from ztk.parallel.apply import parallelize
+from ztk.zero.offload import OffloadPolicy
 
 CONFIG = DecoderConfig(vocab_size=256, dim=128, layers=4, heads=4, kv_heads=2, hidden_dim=384, max_seq_len=64)
 STEPS, PAGE = 3, 4096

@@ -22,14 +22,14 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.ranks import RankPool
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.precision import PrecisionPolicy
+from ztk.core.runtime import Process
 from ztk.data import ByteCorpus, Share, TokenStream
 from ztk.nn import Decoder, DecoderConfig, initial_values, initialise
-from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.precision import PrecisionPolicy
-from ztk.runtime import Process
-from ztk.zero import ZeroPolicy
+from ztk.parallel.apply import parallelize
+from ztk.zero.offload import OffloadPolicy
 
 CONFIG = DecoderConfig(
     vocab_size=256, dim=192, layers=4, heads=6, kv_heads=3, hidden_dim=512, max_seq_len=128, tie_embeddings=True

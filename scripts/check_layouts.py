@@ -36,8 +36,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.ranks import RankFailed, RankPool
-from tests.topology.matrix import (
+from tests.parallel.topology.matrix import (
     LAYOUTS,
     PRECISIONS,
     RELATIVE_FP32,
@@ -54,6 +53,7 @@ from tests.topology.matrix import (
     run_cell,
     walk_alone,
 )
+from tests.ranks import RankFailed, RankPool
 
 SEEDS = range(3, 11)  # of initial weights; the cells use the first one
 # See the module's docstring.

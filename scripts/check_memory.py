@@ -22,14 +22,14 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.ranks import RankPool
-from ztk.engine import Engine
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.precision import PrecisionPolicy
+from ztk.core.runtime import Process, Tier
 from ztk.nn import Decoder, DecoderConfig, initial_values
-from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.precision import PrecisionPolicy
-from ztk.runtime import Process, Tier
-from ztk.zero import ZeroPolicy
+from ztk.parallel.apply import parallelize
+from ztk.train.engine import Engine
+from ztk.zero.offload import OffloadPolicy
 
 BUFFERS, BUFFER_BYTES, THREADS, BLOCK_BYTES = 9, 4 << 20, 2, 4 << 20
 SEQ_LEN = 128

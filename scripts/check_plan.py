@@ -27,14 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.planner.measure import STATE, Case, made, planned, step_seconds
 from tests.ranks import RankPool
 from ztk.calibrate import combine, measure
+from ztk.core.policies.hardware import Hardware
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.precision import PrecisionPolicy
 from ztk.nn import Decoder, DecoderConfig
+from ztk.parallel.recompute import RecomputePolicy
 from ztk.planner import plan
 from ztk.planner.result import size
-from ztk.policies.hardware import Hardware
-from ztk.precision import PrecisionPolicy
-from ztk.recompute import RecomputePolicy
 from ztk.report.statistics import Interval, median_interval, ratio_interval
-from ztk.zero import ZeroPolicy
 
 NVME = {"offload": "nvme", "parameters": "nvme"}
 CASES = (

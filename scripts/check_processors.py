@@ -1,7 +1,7 @@
 """The numeric tests with the instructions of other processors: their bounds hold for every way to round, not for this machine's.
 
     python scripts/check_processors.py                       a chosen part, about 50 seconds on 2 cores
-    python scripts/check_processors.py tests/zero tests/moe  what pytest is given, under each; `tests` is everything
+    python scripts/check_processors.py tests/zero tests/parallel/moe  what pytest is given, under each; `tests` is everything
 
 A processor is the instructions that torch's libraries may use; ranks and programs that a test starts inherit the environment. One that lacks
 the instructions named uses what it has. Exit code 1 if a test fails.
@@ -24,7 +24,7 @@ PROCESSORS = {
 CHOSEN = (
     "tests/test_rounding.py",
     "tests/nn/test_decoder.py::test_forward_and_gradients_equal_the_plain_implementation",
-    "tests/moe/test_layers.py",
+    "tests/parallel/moe/test_layers.py",
     "tests/zero/test_behaviour.py::test_accumulated_micro_batches_equal_one_batch",
     "tests/zero/test_behaviour.py::test_no_sync_moves_no_gradient_and_changes_no_result",
     "tests/zero/test_bit_identity.py::test_fp32_equals_a_plain_loop",

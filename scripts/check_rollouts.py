@@ -56,7 +56,7 @@ def main(config: Any) -> None:
 def _plant_kill(phase: str, marker: str) -> None:
     """Rank 1 is killed in `phase` of step `KILLED_AT`, once: afterwards the file `marker` is there."""
     from experiments import policy_update, rollout_loop
-    from ztk.rollout import answering, hybrid
+    from ztk.rl.rollout import answering, hybrid
 
     owners, name, calls = {
         "rollout": ((answering, hybrid), "choose", 2),  # tokens drawn, of this rollout

@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.inference.models import FAMILIES, build, build_decoder
 from tests.inference.schedules import alone, run_schedule
+from ztk.core.policies.inference import BLOCK_WEIGHTS, CACHES, WEIGHTS
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache
 from ztk.inference.cache import Cache
-from ztk.policies.inference import BLOCK_WEIGHTS, CACHES, WEIGHTS
 
 MODELS = ("native", "llama", "gemma3", "mixtral", "bloom")
 LONGEST = 3  # blocks of a sequence

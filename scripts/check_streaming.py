@@ -39,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ztk.inference import Generator, InferencePolicy, SamplingParams, open_packed, pack
 from ztk.inference.describe import Description, Subject
 from ztk.inference.packed import LAYERS
-from ztk.offload import DiskFile, OffloadPolicy
-from ztk.offload.pool import AlignedRegion
+from ztk.zero.offload import DiskFile, OffloadPolicy
+from ztk.zero.offload.pool import AlignedRegion
 
 DIM, HEADS, INNER, VOCABULARY, LENGTH = 1024, 16, 2816, 8000, 256
 SIZES = {  # as transformers names them

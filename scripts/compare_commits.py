@@ -6,7 +6,7 @@
 
 The configurations are stages 0 to 3 x tiers x precisions, spread over five layouts on 2 ranks. Everything compared is counted or
 computed, nothing is measured: losses, gradient norms and loss scales to the bit, bytes per collective and of the disk per step, the memory
-ledger's bytes per step and its peaks (`ztk/runtime/memory.py`: booked by who allocates, so resident sets and times play no part). Left out
+ledger's bytes per step and its peaks (`ztk/core/runtime/memory.py`: booked by who allocates, so resident sets and times play no part). Left out
 is `BY_TIMING`.
 A counter that one tree lacks counts as zero. Only names of the run folder's contract are read, and only groups and keys that are promised
 are set, so that a tree with other inner names can be compared.

@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.ranks import RankPool
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.runtime import Process
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.runtime import Process
-from ztk.zero import ZeroPolicy
+from ztk.parallel.apply import parallelize
 
 WIDTH, ROWS, STEPS = 1024, 8, 3
 KEYS = ("Rss", "Pss", "Private_Dirty", "Shared_Dirty", "Pss_Shmem", "Pss_File")

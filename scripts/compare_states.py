@@ -19,12 +19,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ztk.core.precision import PrecisionPolicy
+from ztk.core.runtime import Process
 from ztk.nn import Decoder, DecoderConfig
 from ztk.nn.initial import initial_values
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.precision import PrecisionPolicy
-from ztk.runtime import Process
+from ztk.parallel.apply import parallelize
 
 VOCAB, LENGTH, BATCH = 64, 32, 8
 SHAPE = {

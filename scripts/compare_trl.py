@@ -41,8 +41,8 @@ from experiments.models import build, full_values
 from experiments.prompts import PAD, STOP
 from ztk.checkpoint.llama import TO_LLAMA, llama_config
 from ztk.config import Config, Machine, compose
+from ztk.core.runtime import Process
 from ztk.report import plot
-from ztk.runtime import Process
 
 TOLERANCE = 1e-5
 COMMON = (

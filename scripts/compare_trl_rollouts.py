@@ -37,10 +37,10 @@ from experiments.prompts import STOP
 from experiments.rollout_run import Run
 from scripts.compare_trl import TOLERANCE, byte_tokenizer, llama_of
 from ztk.config import Config, Machine, compose
+from ztk.core.runtime import Process
 from ztk.nn import Decoder
 from ztk.report import plot
-from ztk.rollout import Samples, guards
-from ztk.runtime import Process
+from ztk.rl.rollout import Samples, guards
 
 NORM_TOLERANCE = 1e-5  # of a gradient's norm, relative: sums of two programs round differently
 CPU = Machine(gpus=0, cores=2)

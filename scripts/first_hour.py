@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.results import commit_of, folder_of
-from ztk.launch import allocator_settings
+from ztk.core.launch import allocator_settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SECONDS = 560.0  # of all steps
@@ -53,7 +53,7 @@ def steps(*, dry: bool, work: Path) -> list[Step]:
         command = (sys.executable, "scripts/gpu_item.py", *words, "--device", "cpu" if dry else "cuda")
         return Step(name=" ".join(words), limit=limit, command=command, together=together)
 
-    tests = ("tests/kernels/test_gpu.py", "tests/recompute/test_gpu.py")
+    tests = ("tests/kernels/test_gpu.py", "tests/parallel/recompute/test_gpu.py")
     workers = ("-n", str(min(14, os.cpu_count() or 1))) if not dry else ()
     pytest = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", *workers, "-p", "no:cacheprovider")
     bench = (sys.executable, "scripts/bench_kernels.py", "--to", str(work), *(["--dry-run"] if dry else []))

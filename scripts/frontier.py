@@ -8,7 +8,7 @@ same as frontier.svg, and FOLDER/frontier.csv (method, step, kl in nats per answ
 divergence of that reward); a run's folder is FOLDER/METHOD. GRPO and its kin are measured by the answers that they train on, of WINDOW steps
 each; DPO by answers to prompts of its own.
 
-The most reward is the closed form of `ztk.align.Frontier`, over prompts that training does not see; `least` is the least divergence of the
+The most reward is the closed form of `ztk.rl.align.Frontier`, over prompts that training does not see; `least` is the least divergence of the
 reward that was reached.
 """
 
@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments.least_divergence import frontier_of
 from experiments.models import build, warm_start
 from experiments.ranks import started
-from ztk.align import Frontier
 from ztk.config import Config, Machine, compose
 from ztk.report.folder import read_rows
 from ztk.report.status import read_summary
+from ztk.rl.align import Frontier
 
 ROOT = Path(__file__).resolve().parents[1]
 WINDOW = 10  # steps whose answers are one point: 1,280 answers, so that a reward's standard error is at most 0.014

@@ -26,18 +26,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.gpu_trace import overlap_of
 from ztk import kernels
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.precision import LossScalePolicy, PrecisionPolicy
+from ztk.core.runtime import Process, Tier
+from ztk.core.runtime.comm.nccl import NcclTransport
 from ztk.data import Share, SyntheticStream
-from ztk.engine import Engine
-from ztk.engine.peers import PeerEngine, parallelize_peer
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.nn import Decoder, DecoderConfig, initial_values, initialise
-from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.precision import LossScalePolicy, PrecisionPolicy
-from ztk.runtime import Process, Tier
-from ztk.runtime.comm.nccl import NcclTransport
-from ztk.zero import ZeroPolicy
+from ztk.parallel.apply import parallelize
+from ztk.train.engine import Engine
+from ztk.train.engine.peers import PeerEngine, parallelize_peer
+from ztk.zero.offload import OffloadPolicy
 
 SMALL = DecoderConfig(
     vocab_size=256, dim=256, layers=4, heads=4, kv_heads=2, hidden_dim=768, max_seq_len=256, tie_embeddings=True

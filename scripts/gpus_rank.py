@@ -24,10 +24,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts import gpu_item
-from ztk.launch import run_ranks
-from ztk.runtime import Process
-from ztk.runtime.comm.gloo import GlooTransport
-from ztk.runtime.comm.transport import SeparateMemory, SingleRankTransport, Transport
+from ztk.core.launch import run_ranks
+from ztk.core.runtime import Process
+from ztk.core.runtime.comm.gloo import GlooTransport
+from ztk.core.runtime.comm.transport import SeparateMemory, SingleRankTransport, Transport
 
 LAYOUTS = ("0 none", "1 none", "2 none", "3 none", "1 cpu", "3 cpu")
 
@@ -128,7 +128,7 @@ def main() -> None:
     if "RANK" not in os.environ:
         start(options)
         return
-    with mock.patch("ztk.runtime.comm.connect._transport", hosted) if options.shared else nullcontext():
+    with mock.patch("ztk.core.runtime.comm.connect._transport", hosted) if options.shared else nullcontext():
         process = Process.start(device=options.device)
         match options.item, options.arguments:
             case "identity", [precision]:

@@ -33,15 +33,15 @@ import torch
 
 from ztk.checkpoint import CheckpointError, Retention, Saver, checkpoints, load, read_manifest, resolve
 from ztk.checkpoint.verify import verify
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.runtime import Process
 from ztk.data import SyntheticStream
 from ztk.data.stream import Share
-from ztk.engine import Engine
 from ztk.nn import Decoder, DecoderConfig
-from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.runtime import Process
-from ztk.zero import ZeroPolicy
+from ztk.parallel.apply import parallelize
+from ztk.train.engine import Engine
+from ztk.zero.offload import OffloadPolicy
 
 MODEL = DecoderConfig(vocab_size=64, dim=32, layers=2, heads=2, kv_heads=2, hidden_dim=96, max_seq_len=32)
 START_SECONDS, END_SECONDS = 90.0, 5.0

@@ -6,7 +6,7 @@
 Per rank two lanes: blocks of attention on the training thread, and exchanges on the communication thread, which begin when they are
 taken up and end when this rank has sent and received. The share is the time of exchanges during which the rank computes, over all of their
 time. Writes FOLDER/ring-cpN.json, torch's trace of rank 0 for a browser, and FOLDER/ring-cpN.svg. Bytes are counted and held to the formula
-of `ztk.sequence.ring`; exit code 1 if they are others. On a machine with fewer cores than ranks the ranks also wait for each other.
+of `ztk.parallel.sequence.ring`; exit code 1 if they are others. On a machine with fewer cores than ranks the ranks also wait for each other.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.ranks import RankPool
-from ztk.runtime import Process, Topology
-from ztk.sequence import ring
+from ztk.core.runtime import Process, Topology
+from ztk.parallel.sequence import ring
 
 HEADS, KEY_HEADS, HEAD_DIM = 8, 4, 64
 COMPUTE, EXCHANGE = "compute", "exchange"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from tests.ranks import forkserver
-from ztk.launch.processes import Child, before_start
+from ztk.core.launch.processes import Child, before_start
 
 TIMEOUT_SECONDS = 240
 

@@ -97,7 +97,7 @@ class RankPool:
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), ZTK_STORE=store)
     torch.set_num_threads(1)
-    from ztk.runtime import PeerLost, Process
+    from ztk.core.runtime import PeerLost, Process
 
     process = Process.start(device="cpu", timeout_seconds=TIMEOUT_SECONDS)
     while True:

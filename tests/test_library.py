@@ -26,6 +26,6 @@ def test_the_import_loads_nothing():
 
 
 def test_parallelize_is_the_function_also_after_its_module_was_imported():
-    code = "import ztk, ztk.parallel; from ztk.parallel import parallelize as f; assert ztk.parallelize is f"
+    code = "import ztk, ztk.parallel; from ztk.parallel.apply import parallelize as f; assert ztk.parallelize is f"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -22,9 +22,11 @@ def test_every_entry_names_a_folder_a_file_or_a_test():
 
 
 def test_an_entry_stands_for_what_is_below_it(monkeypatch):
-    monkeypatch.setattr("tests.quick.QUICK", ("tests/nn", "tests/zero/test_a.py", "tests/moe/test_b.py::test_c"))
+    monkeypatch.setattr(
+        "tests.quick.QUICK", ("tests/nn", "tests/zero/test_a.py", "tests/parallel/moe/test_b.py::test_c")
+    )
     assert is_quick("tests/nn/test_x.py::test_y") and is_quick("tests/zero/test_a.py::test_y[1]")
-    assert is_quick("tests/moe/test_b.py::test_c[2]") and not is_quick("tests/moe/test_b.py::test_cd")
+    assert is_quick("tests/parallel/moe/test_b.py::test_c[2]") and not is_quick("tests/parallel/moe/test_b.py::test_cd")
     assert not is_quick("tests/nn_more/test_x.py::test_y")
 
 

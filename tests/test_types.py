@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 PLANTED = """\
 import torch
 
-from ztk.policies.optimizer import OptimizerPolicies, OptimizerPolicy
+from ztk.core.policies.optimizer import OptimizerPolicies, OptimizerPolicy
 
 print(torch.cuda.getdevice_name())
 print(OptimizerPolicy(learning_rate=1e-3))

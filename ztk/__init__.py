@@ -19,70 +19,70 @@ if TYPE_CHECKING:
     from ztk.cli.calls import sweep as sweep
     from ztk.cli.plans import plan_run as plan_run
     from ztk.cli.plans import search_layouts as search_layouts
+    from ztk.core.policies.ema import EmaPolicy as EmaPolicy
+    from ztk.core.policies.hardware import Hardware as Hardware
+    from ztk.core.policies.zero import ZeroPolicy as ZeroPolicy
+    from ztk.core.precision import LossScalePolicy as LossScalePolicy
+    from ztk.core.precision import PrecisionPolicy as PrecisionPolicy
+    from ztk.core.runtime import Process as Process
+    from ztk.core.runtime import Topology as Topology
+    from ztk.core.runtime.part import Part as Part
     from ztk.deepspeed import initialize as initialize
-    from ztk.engine import Engine as Engine
     from ztk.inference import Generator as Generator
     from ztk.inference import InferencePolicy as InferencePolicy
     from ztk.inference import SamplingParams as SamplingParams
-    from ztk.offload import OffloadPolicy as OffloadPolicy
     from ztk.optim import OptimizerPolicy as OptimizerPolicy
     from ztk.optim import ParameterGroup as ParameterGroup
     from ztk.optim import SchedulePolicy as SchedulePolicy
     from ztk.optim import lr_table as lr_table
-    from ztk.parallel import parallelize as parallelize
-    from ztk.pipeline import LayerSpec as LayerSpec
-    from ztk.pipeline import MicroBatch as MicroBatch
-    from ztk.pipeline import PipelineModule as PipelineModule
-    from ztk.pipeline import PipelinePolicy as PipelinePolicy
-    from ztk.pipeline import TiedLayerSpec as TiedLayerSpec
+    from ztk.parallel.apply import parallelize as parallelize
+    from ztk.parallel.pipeline import LayerSpec as LayerSpec
+    from ztk.parallel.pipeline import MicroBatch as MicroBatch
+    from ztk.parallel.pipeline import PipelineModule as PipelineModule
+    from ztk.parallel.pipeline import PipelinePolicy as PipelinePolicy
+    from ztk.parallel.pipeline import TiedLayerSpec as TiedLayerSpec
+    from ztk.parallel.recompute import RecomputePolicy as RecomputePolicy
+    from ztk.parallel.tensor import TensorPolicy as TensorPolicy
     from ztk.planner import Plan as Plan
     from ztk.planner import plan as plan
-    from ztk.policies.ema import EmaPolicy as EmaPolicy
-    from ztk.policies.hardware import Hardware as Hardware
-    from ztk.precision import LossScalePolicy as LossScalePolicy
-    from ztk.precision import PrecisionPolicy as PrecisionPolicy
-    from ztk.recompute import RecomputePolicy as RecomputePolicy
     from ztk.report import load as load
-    from ztk.runtime import Process as Process
-    from ztk.runtime import Topology as Topology
-    from ztk.runtime.part import Part as Part
-    from ztk.tensor import TensorPolicy as TensorPolicy
-    from ztk.train import Callback as Callback
-    from ztk.train import Loop as Loop
-    from ztk.zero import ZeroPolicy as ZeroPolicy
+    from ztk.train.engine import Engine as Engine
+    from ztk.train.loop import Callback as Callback
+    from ztk.train.loop import Loop as Loop
+    from ztk.zero.offload import OffloadPolicy as OffloadPolicy
 
 _HOMES = {
-    "Callback": "ztk.train",
-    "EmaPolicy": "ztk.policies.ema",
-    "Engine": "ztk.engine",
+    "Callback": "ztk.train.loop",
+    "EmaPolicy": "ztk.core.policies.ema",
+    "Engine": "ztk.train.engine",
     "Generator": "ztk.inference",
-    "Hardware": "ztk.policies.hardware",
+    "Hardware": "ztk.core.policies.hardware",
     "InferencePolicy": "ztk.inference",
-    "LayerSpec": "ztk.pipeline",
-    "Loop": "ztk.train",
-    "LossScalePolicy": "ztk.precision",
-    "MicroBatch": "ztk.pipeline",
-    "OffloadPolicy": "ztk.offload",
+    "LayerSpec": "ztk.parallel.pipeline",
+    "Loop": "ztk.train.loop",
+    "LossScalePolicy": "ztk.core.precision",
+    "MicroBatch": "ztk.parallel.pipeline",
+    "OffloadPolicy": "ztk.zero.offload",
     "OptimizerPolicy": "ztk.optim",
     "ParameterGroup": "ztk.optim",
-    "Part": "ztk.runtime.part",
-    "PipelineModule": "ztk.pipeline",
-    "PipelinePolicy": "ztk.pipeline",
+    "Part": "ztk.core.runtime.part",
+    "PipelineModule": "ztk.parallel.pipeline",
+    "PipelinePolicy": "ztk.parallel.pipeline",
     "Plan": "ztk.planner",
-    "PrecisionPolicy": "ztk.precision",
-    "Process": "ztk.runtime",
-    "RecomputePolicy": "ztk.recompute",
+    "PrecisionPolicy": "ztk.core.precision",
+    "Process": "ztk.core.runtime",
+    "RecomputePolicy": "ztk.parallel.recompute",
     "RunFailed": "ztk.cli.calls",
     "SamplingParams": "ztk.inference",
     "SchedulePolicy": "ztk.optim",
-    "TensorPolicy": "ztk.tensor",
-    "TiedLayerSpec": "ztk.pipeline",
-    "Topology": "ztk.runtime",
-    "ZeroPolicy": "ztk.zero",
+    "TensorPolicy": "ztk.parallel.tensor",
+    "TiedLayerSpec": "ztk.parallel.pipeline",
+    "Topology": "ztk.core.runtime",
+    "ZeroPolicy": "ztk.core.policies.zero",
     "initialize": "ztk.deepspeed",
     "load": "ztk.report",
     "lr_table": "ztk.optim",
-    "parallelize": "ztk.parallel",
+    "parallelize": "ztk.parallel.apply",
     "plan": "ztk.planner",
     "plan_run": "ztk.cli.plans",
     "run": "ztk.cli.calls",

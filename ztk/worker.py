@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import NoReturn
 
 from ztk.config import Config, instantiate, load
-from ztk.launch import RankFailure, failure_of, log_path, memory_path, write_failure
-from ztk.launch.tee import log_to
+from ztk.core.launch import RankFailure, failure_of, log_path, memory_path, write_failure
+from ztk.core.launch.tee import log_to
 from ztk.report.folder import write_json
 
 
@@ -72,7 +72,7 @@ def _main_of(name: str) -> Callable[[Config], None]:
 def _write_memory(error: Exception, *, output_dir: str, rank: int) -> None:
     """After an out-of-memory error what the rank holds. It must not hide `error`, which is written already."""
     try:
-        from ztk.runtime.out_of_memory import is_out_of_memory, memory_state
+        from ztk.core.runtime.out_of_memory import is_out_of_memory, memory_state
 
         if is_out_of_memory(error):
             write_json(memory_path(output_dir, rank=rank), values=asdict(memory_state()))
@@ -105,7 +105,7 @@ def show_messages() -> None:
 
 def interrupt_code(error: KeyboardInterrupt) -> int:
     """128 + the signal that this rank received; 0 if it ended because another rank did."""
-    number = getattr(error, "number", signal.SIGINT)  # of ztk.runtime.interrupts.Interrupted
+    number = getattr(error, "number", signal.SIGINT)  # of ztk.core.runtime.interrupts.Interrupted
     return 0 if number is None else 128 + number
 
 

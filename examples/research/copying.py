@@ -4,7 +4,7 @@ import torch
 
 from experiments.pretrain import build_engine, build_reporter
 from experiments.ranks import started
-from ztk.train import Loop
+from ztk.train.loop import Loop
 
 
 def main(config, *, longest: int = 8) -> None:

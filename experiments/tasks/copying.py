@@ -4,7 +4,7 @@ import torch
 
 from experiments.tasks.sorting import reordered
 from experiments.tasks.task import Task
-from ztk.runtime.seed import generator
+from ztk.core.runtime.seed import generator
 
 LETTERS, COUNT = "abcdefghijklmnop", 5
 

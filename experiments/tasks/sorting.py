@@ -3,7 +3,7 @@
 import torch
 
 from experiments.tasks.task import Task
-from ztk.runtime.seed import generator
+from ztk.core.runtime.seed import generator
 
 LETTERS, COUNT = "abcdefgh", 5
 

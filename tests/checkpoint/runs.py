@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tests.zero.models import Layout, batches, build, make_engine
 from ztk.checkpoint import Saver, load, save
-from ztk.engine import Engine
+from ztk.core.runtime import Process
 from ztk.optim import OptimizerPolicy
-from ztk.runtime import Process
+from ztk.train.engine import Engine
 
 OPTIMIZERS = {
     "adamw": OptimizerPolicy(lr=1e-2, weight_decay=0.1, clip_grad_norm=0.5),

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.checkpoint.runs import Setup, canonical, resume, train_and_save
 from tests.zero.models import Layout
 from ztk.checkpoint import load
-from ztk.runtime import Process
+from ztk.core.runtime import Process
 
 FORMATS = {
     "bf16": Setup(optimizer="bf16", dtype="bf16"),

@@ -16,9 +16,7 @@ import torch
 from torch import nn
 
 import ztk
-from tests.align.chats import save_tokenizer, train_tokenizer
-from ztk.align import ChatTemplate
-from ztk.align.templates import ChatTemplateError
+from tests.rl.align.chats import save_tokenizer, train_tokenizer
 from ztk.checkpoint import CheckpointError
 from ztk.checkpoint.convert import import_checkpoint
 from ztk.config import load as load_config
@@ -29,6 +27,8 @@ from ztk.deepspeed.serving.weights import load_weights
 from ztk.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ztk.hf.causal import open_causal, read_config
 from ztk.report.history import _configuration
+from ztk.rl.align import ChatTemplate
+from ztk.rl.align.templates import ChatTemplateError
 from ztk.serve.models import folder_module, with_tokenizer
 
 DEEPSPEED = Path(__file__).parent / "data" / "deepspeed" / "stage2"
@@ -276,7 +276,7 @@ def test_no_code_of_a_runs_record_runs(tmp_path, read):
 
 READERS_OF_CODE = {
     "ztk/checkpoint/deepspeed.py": {"torch.load"},  # by an unpickler that makes tensors and containers alone
-    "ztk/runtime/comm/comm.py": {"pickle.loads"},  # objects that the ranks of one run send each other
+    "ztk/core/runtime/comm/comm.py": {"pickle.loads"},  # objects that the ranks of one run send each other
 }
 
 

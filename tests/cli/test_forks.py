@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_calls import waited
-from ztk.launch import Child, Forker, python_path, run_children
-from ztk.launch.processes import before_start
+from ztk.core.launch import Child, Forker, python_path, run_children
+from ztk.core.launch.processes import before_start
 from ztk.report.heartbeat import process_start
 
 

@@ -10,9 +10,9 @@ import torch
 from ztk import worker
 from ztk.cli.out_of_memory import print_plan
 from ztk.config import Machine, compose, save
-from ztk.launch import forget_failure, memory_path, read_failure
-from ztk.runtime import MemoryLedger, Tier
-from ztk.runtime.out_of_memory import is_out_of_memory, memory_state
+from ztk.core.launch import forget_failure, memory_path, read_failure
+from ztk.core.runtime import MemoryLedger, Tier
+from ztk.core.runtime.out_of_memory import is_out_of_memory, memory_state
 
 WORDS = ("model=nano", "data=synthetic", "data.seq_len=64", "launch.ranks=2", "zero=stage2")
 ERRORS = (torch.OutOfMemoryError("tried to allocate 2.00 GiB"), ValueError("no"))
@@ -62,7 +62,7 @@ def test_the_first_error_is_never_hidden(failed, monkeypatch, capsys):
     def broken():
         raise RuntimeError("second")
 
-    monkeypatch.setattr("ztk.runtime.out_of_memory.memory_state", broken)
+    monkeypatch.setattr("ztk.core.runtime.out_of_memory.memory_state", broken)
     folder = failed(ERRORS[0])
     failure = read_failure(folder, rank=0)
     assert (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.topology.families import make
+from tests.parallel.topology.families import make
 from ztk.config import Config, Machine, compose, from_yaml, to_explained_yaml
 from ztk.config.derived import explained
 from ztk.config.keys import read
@@ -59,7 +59,7 @@ def test_rates_from_scratch_follow_the_size(words, rate):
     ],
 )
 def test_rates_of_pretrained_weights_follow_the_task(folder, tmp_path, words, rates):
-    from tests.align.chats import train_tokenizer
+    from tests.rl.align.chats import train_tokenizer
 
     train_tokenizer().save_pretrained(folder)
     (tmp_path / "f.py").write_text("def f(**given): return 0.0\n")

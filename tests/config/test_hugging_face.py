@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from experiments import pretrain
-from tests.align.chats import train_tokenizer
-from tests.topology.families import make
+from tests.parallel.topology.families import make
+from tests.rl.align.chats import train_tokenizer
 from ztk.config import Config, ConfigError, Machine, compose, from_yaml, to_yaml
 
 CPU = Machine(gpus=0, cores=2)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.config.test_config import CPU, GPU, composed, faults
 from ztk.config.identity import job_hash
-from ztk.policies.hardware import REQUIRED
+from ztk.core.policies.hardware import REQUIRED
 
 RATES = ("memory_bandwidth", "bf16_rate", "fp16_rate", "fp32_rate")
 

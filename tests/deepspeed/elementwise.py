@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ztk.deepspeed as deepspeed
-from ztk.runtime import Process
+from ztk.core.runtime import Process
 
 STEPS = 4
 # (stage, tier of the optimizer, tier of the parameters)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
-from ztk.runtime import Process
+from ztk.core.runtime import Process
 
 WIDTH, STEPS, BATCH = 8, 4, 8
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import ztk.deepspeed as deepspeed
-from ztk.runtime import Process
+from ztk.core.runtime import Process
 
 PAD, END = 0, 1
 LR = 1e-2

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
-from ztk.runtime import Process
+from ztk.core.runtime import Process
 
 
 def spawned(rank: int, folder: str) -> None:

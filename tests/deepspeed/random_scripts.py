@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import random_optimizers, scripts
+from ztk.core.runtime import Process
 from ztk.deepspeed.log import logger
-from ztk.parameters.partitioned import PartitionedParameter, partitioned_of
-from ztk.runtime import Process
+from ztk.zero.parameters.partitioned import PartitionedParameter, partitioned_of
 
 WIDTH, STEPS, BATCH = 8, 6, 8
 TIES = ("none", "parameter", "module", "data", "attribute", "buffer")
@@ -59,7 +59,7 @@ def _fill_while_full(self: PartitionedParameter, read: Callable) -> None:
 
 # Faults that were there: what is patched away, in one place or several, brings one back.
 PLANTS = {
-    "pretrained": ("ztk.parameters.partitioned.PartitionedParameter.fill", _fill_while_full),
+    "pretrained": ("ztk.zero.parameters.partitioned.PartitionedParameter.fill", _fill_while_full),
     "loss scale": (
         "ztk.zero.reduction.GradientReduction.needs_scaled_loss",
         property(lambda self: False, lambda *_: None),
@@ -72,9 +72,9 @@ PLANTS = {
     "gradients": ("ztk.deepspeed.engine.take_changes ztk.deepspeed.optimizer.take_changes", lambda engine: None),
     "zero_grad": ("ztk.deepspeed.optimizer.ShardedOptimizer.zero_grad", lambda self, set_to_none=True: None),
     "placeholders": ("torch._C._set_throw_on_mutable_data_ptr", lambda tensor: None),
-    "kept": ("ztk.parameters.watched._alive", lambda parameter: []),
+    "kept": ("ztk.zero.parameters.watched._alive", lambda parameter: []),
     "hooks": (
-        "ztk.parameters.watched._Watched.register_post_accumulate_grad_hook",
+        "ztk.zero.parameters.watched._Watched.register_post_accumulate_grad_hook",
         Tensor.register_post_accumulate_grad_hook,
     ),
     "modules": ("ztk.zero.writes.ParameterWrites._check_modules", lambda self: None),

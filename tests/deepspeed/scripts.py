@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ztk.deepspeed as deepspeed
-from ztk.parameters.released import is_released
-from ztk.runtime import Process
+from ztk.core.runtime import Process
+from ztk.zero.parameters.released import is_released
 
 STEPS, BATCH = 8, 8
 

@@ -9,10 +9,10 @@ import torch
 from torch.nn import functional as F
 
 import ztk.deepspeed as deepspeed
+from tests.core.precision.recorded import MARKS, SCALES
 from tests.deepspeed import scripts
 from tests.deepspeed.test_train import STAGES
-from tests.precision.recorded import MARKS, SCALES
-from ztk.runtime import Process
+from ztk.core.runtime import Process
 
 # After each step: loss, get_lr()[0], get_global_grad_norm(), global_steps, micro_steps
 RECORDED = [
@@ -62,7 +62,7 @@ def test_every_step_is_as_under_deepspeed(ranks, stage):
 
 
 def scales(process: Process, *, stage: int) -> list[float]:
-    """The loss scale after every step of `tests/precision/recorded.py`."""
+    """The loss scale after every step of `tests/core/precision/recorded.py`."""
     fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2, "min_loss_scale": 1}
     engine, optimizer, *_ = deepspeed.initialize(
         model=torch.nn.Linear(4, 4), config=scripts.config(stage=stage, fp16=fp16)

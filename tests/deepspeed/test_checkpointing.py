@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
-from tests.recompute.models import LiveBytes
+from tests.parallel.recompute.models import LiveBytes
+from ztk.core.runtime import Process
 from ztk.deepspeed import checkpointing
 from ztk.deepspeed.checkpointing import checkpoint
 from ztk.deepspeed.config import DeepSpeedConfigError
-from ztk.runtime import Process
 
 STAGES = (0, 1, 2, 3)
 

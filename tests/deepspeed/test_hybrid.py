@@ -10,7 +10,7 @@ from ztk.deepspeed.asked import read_call
 from ztk.deepspeed.config import DeepSpeedConfigError, parse_config
 from ztk.deepspeed.hybrid_texts import Situation, structure_refusal
 from ztk.inference.sample import DrawSteps, _cut, penalised
-from ztk.rollout.weights import RolloutWeights
+from ztk.rl.rollout.weights import RolloutWeights
 
 CASES = {
     "stage 0": {"stage": 0},

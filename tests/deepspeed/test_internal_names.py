@@ -9,10 +9,10 @@ import torch
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
+from ztk.core.policies.zero import ZeroPolicy
 from ztk.deepspeed import timers
 from ztk.deepspeed.names.tree import module_of
 from ztk.deepspeed.version import git_hash
-from ztk.policies.zero import ZeroPolicy
 
 RECORDED = Path(__file__).parents[1] / "checkpoint" / "data" / "deepspeed"
 scalers = module_of("deepspeed.runtime.fp16.loss_scaler")

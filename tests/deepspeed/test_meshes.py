@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ztk.deepspeed as deepspeed
+from ztk.core.runtime import Process
 from ztk.deepspeed.pipe import LayerSpec, PipelineModule
-from ztk.moe import MoE
-from ztk.runtime import Process
+from ztk.parallel.moe import MoE
 
 WIDTH, ROWS = 8, 4
 CUT = {

@@ -7,8 +7,8 @@ import pytest
 
 from tests.deepspeed.scripts import build, config, loop
 from ztk import deepspeed
+from ztk.core.runtime import Process
 from ztk.deepspeed.owners import owner_of
-from ztk.runtime import Process
 
 
 def dropped(process: Process, *, stage: int) -> list[bool]:

@@ -128,7 +128,7 @@ def alone(ranks) -> dict:
     ],
 )
 def test_scripts_train_alike_on_any_number_of_stages(ranks, alone, world, stages, stage, more):
-    """DeepSpeed refuses pipelines with stages 2 and 3; here they are the same numbers. Tolerance as in tests/pipeline."""
+    """DeepSpeed refuses pipelines with stages 2 and 3; here they are the same numbers. Tolerance as in tests/parallel/pipeline."""
     runs = ranks(world).run(script, stages=stages, stage=stage, more=more)
     for run in runs:
         assert run["losses"] == pytest.approx(alone["losses"], rel=1e-5)

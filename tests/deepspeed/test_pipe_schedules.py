@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from ztk.deepspeed.names.tree import module_of
-from ztk.pipeline import make_schedule
+from ztk.parallel.pipeline import make_schedule
 
 schedule = module_of("deepspeed.runtime.pipe.schedule")
 

@@ -8,8 +8,8 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 
 import ztk.deepspeed as deepspeed
+from ztk.core.runtime import Process
 from ztk.deepspeed.names.tree import module_of
-from ztk.runtime import Process
 
 RANKS, BATCH, TOKENS = 2, 2, 12
 # The same sums in fp32 in another order: attention over other tiles, gradients as a mean of two ranks. Each rounding is 6e-8 of its

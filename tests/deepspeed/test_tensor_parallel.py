@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import ztk.deepspeed as deepspeed
-from tests.topology import families
+from tests.parallel.topology import families
+from ztk.core.runtime import Process
+from ztk.core.runtime.seed import generator
 from ztk.deepspeed.config import DeepSpeedConfigError, parse_config
-from ztk.runtime import Process
-from ztk.runtime.seed import generator
 
-RELATIVE = 1e-5  # another order of summation, over six steps; see tests/topology/test_layouts.py
+RELATIVE = 1e-5  # another order of summation, over six steps; see tests/parallel/topology/test_layouts.py
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 

@@ -7,9 +7,9 @@ from torch import nn
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
 from ztk.checkpoint.errors import CheckpointError
+from ztk.core.runtime import Process
 from ztk.deepspeed import ds_to_universal
 from ztk.deepspeed.zero.tiling import TiledLinear, TiledLinearReturnBias
-from ztk.runtime import Process
 
 
 class Returning(nn.Linear):

@@ -6,7 +6,7 @@ from torch import nn
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
-from ztk.parameters.released import is_released
+from ztk.zero.parameters.released import is_released
 
 
 def _ways(parameter: nn.Parameter) -> dict:

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
-from ztk.parameters.partitioned import partitioned_of
-from ztk.parameters.released import is_released
-from ztk.runtime import Process
+from ztk.core.runtime import Process
+from ztk.zero.parameters.partitioned import partitioned_of
+from ztk.zero.parameters.released import is_released
 
 WIDTH, WORDS = 16, 20
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import ztk.deepspeed
 from tests.documents import plain
+from ztk.core.runtime import Process
 from ztk.deepspeed.config import read_source
-from ztk.runtime import Process
 
 BLOCKS = Path(__file__).with_name("blocks")
 

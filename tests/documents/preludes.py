@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ztk.runtime import Process
+from ztk.core.runtime import Process
 
 VOCABULARY, LENGTH = 64, 16
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.documents.harness import Run
 from tests.documents.harness import run as run_block
-from ztk.runtime import Process
+from ztk.core.runtime import Process
 
 PAGE = (Path(__file__).parents[2] / "docs" / "fsdp.md").read_text()
 BEFORE, AFTER = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)

@@ -9,7 +9,7 @@ from tests.documents import plain
 from tests.documents.comparing import TOLERANCE, learns
 from tests.documents.harness import Run, config_of, run
 from tests.documents.preludes import Texts, tiny_gpt2
-from ztk.runtime import Process
+from ztk.core.runtime import Process
 
 STEPS, ACCUMULATION, MICRO_BATCH = 24, 8, 4
 SAMPLES = STEPS * MICRO_BATCH * 2  # on two ranks

@@ -8,7 +8,7 @@ import torch
 
 from experiments.evaluation_engine import open_frozen
 from tests.experiments import test_alignment as pairs
-from tests.rollout.runs import composed, config_of, play, rows_of
+from tests.rl.rollout.runs import composed, config_of, play, rows_of
 from ztk import checkpoint
 from ztk.checkpoint.export import Weights, export_adapter, export_safetensors, export_state_dict
 from ztk.config import ConfigError, Machine, compose, save

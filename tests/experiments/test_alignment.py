@@ -22,8 +22,8 @@ from experiments.reference import FrozenReference, PrecomputedReference
 from ztk.config import Config, Machine, compose
 from ztk.config.keys import read, write
 from ztk.config.rules import ConfigError
+from ztk.core.runtime import Process
 from ztk.report import plot
-from ztk.runtime import Process
 
 CPU = Machine(gpus=0, cores=2)
 SMALL = (

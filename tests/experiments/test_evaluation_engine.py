@@ -11,10 +11,10 @@ from experiments.evaluation_files import read_questions, read_texts
 from tests.config.test_config import CPU
 from tests.experiments.test_evaluate import QUESTIONS, folder, write_folder  # noqa: F401 a fixture
 from tests.inference.test_scoring import PER_TOKEN
+from tests.parallel.topology.families import make
 from tests.serve.test_trained import HF, run  # noqa: F401 a fixture
-from tests.topology.families import make
 from ztk.config import ConfigError, compose
-from ztk.runtime import Process
+from ztk.core.runtime import Process
 
 DOCUMENTS = ["ABCD" * 30, "x", "AB" * 7]
 

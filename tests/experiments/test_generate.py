@@ -8,11 +8,11 @@ from safetensors.torch import load_file, save_file
 
 from experiments.answering import open_answering
 from experiments.generate import read_prompts, record
-from tests.align.ten import save_one
 from tests.commands import run_command
 from tests.experiments.test_faults import folder_of, run
 from tests.inference.models import VOCABULARY, save_letters, save_llama
 from tests.inference.test_own_modules import build_other
+from tests.rl.align.ten import save_one
 from ztk.config import compose
 from ztk.inference import Generator, InferencePolicy, SamplingParams, open_packed, perplexity
 from ztk.report.folder import PACKED

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from experiments.limits import Limits
 from tests.experiments.test_faults import folder_of, rows, run, summary_of
-from ztk.runtime import Process
+from ztk.core.runtime import Process
 
 STAGE3 = ("zero=stage3", "data.path=text", "data.validation_fraction=0.2")
 

@@ -4,7 +4,7 @@ import json
 
 from experiments import pretrain
 from ztk.config import Machine, compose
-from ztk.runtime import Process
+from ztk.core.runtime import Process
 
 WORDS = (
     "model=nano",

@@ -17,8 +17,8 @@ from experiments.serve import main
 from tests.experiments.test_faults import CHECKOUT
 from tests.inference.models import save_llama
 from ztk.config import Machine, compose
+from ztk.core.launch.processes import MOST_SECONDS_AFTER_FAILURE
 from ztk.inference import Generator, SamplingParams
-from ztk.launch.processes import MOST_SECONDS_AFTER_FAILURE
 
 TOKENS = 200
 PROMISED_SECONDS = 5.0  # from the end of a rank to that of all streams and of the process

@@ -6,10 +6,10 @@ from pathlib import Path
 from tests.hf.test_causal import RELATIVE, Strategy, plain, saved, train
 from tests.hf.test_lora import LORA, by_peft
 from tests.hf.test_lora import train as train_adapters
+from tests.parallel.topology.families import make
 from tests.ranks import RankPool
-from tests.topology.families import make
 from ztk.config import ConfigError, Machine, compose
-from ztk.runtime import Topology
+from ztk.core.runtime import Topology
 
 RANKS = 2
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.commands import run_command
-from tests.topology.families import make
+from tests.parallel.topology.families import make
 from ztk.checkpoint.export import export_safetensors
 from ztk.data import ReadPolicy, Share, SubwordTokenizer, TextPolicy, open_tokens
 from ztk.data.sources import standard_library

@@ -7,7 +7,7 @@ import torch
 
 from tests.hf import small
 from tests.hf.test_dpo import PAIRS, plain
-from tests.rollout.runs import REWARD
+from tests.rl.rollout.runs import REWARD
 from ztk.config import Config, Machine, compose
 
 CPU = Machine(gpus=0, cores=2)

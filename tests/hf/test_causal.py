@@ -8,22 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.topology.families import LENGTH, VOCABULARY, make
+from tests.parallel.topology.families import LENGTH, VOCABULARY, make
 from ztk import checkpoint
 from ztk.checkpoint.export import export_safetensors
-from ztk.engine import Engine
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.runtime import Process, Tier, Topology
+from ztk.core.runtime.seed import generator
 from ztk.hf.causal import open_causal
 from ztk.nn.lora import LoraPolicy
-from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.pipeline import MicroBatch, PipelinePolicy
-from ztk.recompute import RecomputePolicy
-from ztk.runtime import Process, Tier, Topology
-from ztk.runtime.seed import generator
-from ztk.zero import ZeroPolicy
+from ztk.parallel.apply import parallelize
+from ztk.parallel.pipeline import MicroBatch, PipelinePolicy
+from ztk.parallel.recompute import RecomputePolicy
+from ztk.train.engine import Engine
+from ztk.zero.offload import OffloadPolicy
 
-RELATIVE = 1e-5  # another order of summation, over four steps; see tests/topology/test_layouts.py
+RELATIVE = 1e-5  # another order of summation, over four steps; see tests/parallel/topology/test_layouts.py
 STEPS, MICRO_BATCHES = 4, 2
 LEARNING = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.hf.test_causal import Strategy
-from tests.topology.families import VOCABULARY, make
+from tests.parallel.topology.families import VOCABULARY, make
+from ztk.core.runtime import Process, Topology
 from ztk.hf import attention
 from ztk.hf.causal import CausalForward, open_causal
 from ztk.hf.documents import TESTED, documents_fault, known_documents
@@ -16,9 +17,8 @@ from ztk.hf.sequences import divisible
 from ztk.kernels import attention_varlen
 from ztk.nn import Documents
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.pipeline import MicroBatch, PipelinePolicy
-from ztk.runtime import Process, Topology
+from ztk.parallel.apply import parallelize
+from ztk.parallel.pipeline import MicroBatch, PipelinePolicy
 
 FAMILIES = {
     make_name.lower(): make_name

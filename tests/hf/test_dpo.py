@@ -16,9 +16,9 @@ from ztk.checkpoint import resolve
 from ztk.checkpoint.export import Weights, export_adapter
 from ztk.checkpoint.manifest import read_manifest
 from ztk.config import Config, ConfigError, Machine, compose, save
+from ztk.core.runtime import Process
 from ztk.hf.causal import open_causal
 from ztk.nn.lora import LoraPolicy, adapters_off
-from ztk.runtime import Process
 from ztk.serve.models import open_model
 
 CPU = Machine(gpus=0, cores=2)

@@ -11,8 +11,8 @@ from experiments.ranks import seed_dropout
 from tests.experiments.test_alignment import play
 from tests.hf import small
 from ztk.config import Config, Machine, compose
-from ztk.runtime import Process
-from ztk.runtime.seed import derive_seed
+from ztk.core.runtime import Process
+from ztk.core.runtime.seed import derive_seed
 
 CPU = Machine(gpus=0, cores=2)
 

@@ -16,12 +16,12 @@ from tests.hf import small
 from tests.hf.policies import ADAPTERS, config_of, save_policy
 from tests.hf.test_dpo import LEARNING, PAIRS, RELATIVE, config_seed, plain
 from tests.hf.test_dpo import config_of as config_of_pairs
-from tests.rollout.runs import play, rows_of
+from tests.rl.rollout.runs import play, rows_of
 from ztk.checkpoint.export import export_adapter, export_safetensors
 from ztk.config import ConfigError
 from ztk.hf.scoring import open_scoring
 from ztk.nn.lora import LoraPolicy
-from ztk.rollout import Samples
+from ztk.rl.rollout import Samples
 
 CLIP = 0.2
 

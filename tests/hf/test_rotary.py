@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.topology.families import VOCABULARY, make
+from tests.parallel.topology.families import VOCABULARY, make
 from ztk.hf import rotary
 from ztk.hf.kernels import inject_kernels
 from ztk.kernels import rope

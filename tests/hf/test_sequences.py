@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from tests.hf.test_causal import RELATIVE, saved
-from tests.topology.families import VOCABULARY, make
+from tests.parallel.topology.families import VOCABULARY, make
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.runtime import Process, Topology
 from ztk.hf.causal import CausalForward, open_causal
 from ztk.hf.sequences import divisible
 from ztk.nn import Documents
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.pipeline import MicroBatch
-from ztk.recompute import RecomputePolicy
-from ztk.runtime import Process, Topology
-from ztk.zero import ZeroPolicy
+from ztk.parallel.apply import parallelize
+from ztk.parallel.pipeline import MicroBatch
+from ztk.parallel.recompute import RecomputePolicy
 
 SIZES = (5, 1, 6, 4, 8)  # of documents, two sequences of 12
 

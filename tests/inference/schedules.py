@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from tests.inference.models import VOCABULARY, build_decoder
+from ztk.core.runtime.comm import Comm
 from ztk.inference import Generator, InferencePolicy, SamplingParams
-from ztk.runtime.comm import Comm
 
 _SHARED = [(5 * i + 1) % VOCABULARY for i in range(90)]
 REQUESTS = [

@@ -16,7 +16,7 @@ from ztk.inference.block_pool import BlockPool
 from ztk.inference.graphs import CudaCapture, DecodeGraphs
 from ztk.inference.sample import DrawSteps, _cut, penalised
 from ztk.kernels import set_backend
-from ztk.offload import OffloadPolicy
+from ztk.zero.offload import OffloadPolicy
 
 PROMPTS = [[5, 6, 7], [(7 * i) % VOCABULARY for i in range(80)], [11, 12] * 20]
 BLOCKS = {"cache": "blocks", "max_model_len": 192}

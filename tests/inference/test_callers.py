@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.inference.models import build_decoder
+from ztk.core.runtime import PeerLost
 from ztk.inference import Generator, InferencePolicy, SamplingParams, lines, stepping
-from ztk.runtime import PeerLost
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8], [9, 7]]
 CACHES = ["slabs", "blocks"]

@@ -11,7 +11,7 @@ from tests.inference.schedules import alone, run_schedule
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.inference.module_model import ModuleModel
 from ztk.inference.plan import BUFFERS
-from ztk.offload import OffloadPolicy
+from ztk.zero.offload import OffloadPolicy
 
 PROMPTS = [[3, 1, 4], [(7 * i + 3) % 96 for i in range(70)]]
 OTHERS = {

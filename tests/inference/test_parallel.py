@@ -11,6 +11,7 @@ from tests.inference.models import VOCABULARY, build, build_decoder
 from tests.inference.schedules import run_schedule
 from tests.inference.test_own_modules import OTHERS, build_other
 from tests.inference.test_room import LONG, UNIT
+from ztk.core.runtime import PeerLost
 from ztk.inference import Generator, InferencePolicy, SamplingParams, probe
 from ztk.inference.block_cache import BlockCache
 from ztk.inference.block_weights import Placement, RowsProduct
@@ -24,8 +25,7 @@ from ztk.inference.ranks import Ranks
 from ztk.inference.recorded import RecordedBlocks, Repeating
 from ztk.inference.steps import Span
 from ztk.kernels import linear_rows
-from ztk.offload import OffloadPolicy
-from ztk.runtime import PeerLost
+from ztk.zero.offload import OffloadPolicy
 
 PROMPTS = [[3, 1, 4], [5] * 20, [(7 * i + 3) % VOCABULARY for i in range(70)]]
 GREEDY = SamplingParams(max_tokens=8, temperature=0)

@@ -14,7 +14,7 @@ from ztk.inference.describe import describe
 from ztk.inference.packed import LAYERS, MANIFEST
 from ztk.inference.plan import BUFFERS, Rates, Sizes, free_memory, plan_stream
 from ztk.inference.stream import StreamedLayers
-from ztk.offload import DiskError, OffloadPolicy, engine
+from ztk.zero.offload import DiskError, OffloadPolicy, engine
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7] * 20, [9] * 70]
 SAMPLING = SamplingParams(max_tokens=6, temperature=0.8, seed=3, prompt_logprobs=True)

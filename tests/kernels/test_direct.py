@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ztk.kernels import _library, layer_norm, rms_norm, rope, set_backend, swiglu
-from ztk.parameters.watched import watch
+from ztk.zero.parameters.watched import watch
 
 X, WEIGHT = torch.randn(4, 16), torch.ones(16)
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from ztk.core.runtime.seed import generator
 from ztk.nn import Decoder, DecoderConfig, initial, initial_values, initialise
-from ztk.runtime.seed import generator
 
 CONFIG = DecoderConfig(vocab_size=256, dim=256, layers=3, heads=4, kv_heads=2, hidden_dim=384, max_seq_len=32)
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from tests.zero.models import DTYPES
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.precision import PrecisionPolicy
+from ztk.core.runtime.seed import generator
 from ztk.kernels import linear_cross_entropy
 from ztk.nn import Decoder, DecoderConfig
 from ztk.nn import loss as losses
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.precision import PrecisionPolicy
-from ztk.runtime.seed import generator
-from ztk.zero import ZeroPolicy
+from ztk.parallel.apply import parallelize
 
 SHAPE = {"vocab_size": 211, "dim": 24, "layers": 1, "heads": 2, "kv_heads": 2, "hidden_dim": 32, "max_seq_len": 16}
 

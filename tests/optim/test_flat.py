@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from ztk import kernels
+from ztk.core.precision import LossScalePolicy, control_settings, control_state
 from ztk.kernels._flat import control_row
 from ztk.optim import OptimizerPolicy, SchedulePolicy, eight_bit, flat_optimizer, group_parameters, lr_table
-from ztk.precision import LossScalePolicy, control_settings, control_state
 
 STEPS, N = 6, 48
 CASES = {

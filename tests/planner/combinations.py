@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from tests.core.streams.model import modelled
 from tests.planner.measure import Case
-from tests.streams.model import modelled
 from ztk.planner import Plan
 
 LAYOUTS: dict[str, dict[str, Any]] = {

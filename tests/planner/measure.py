@@ -14,23 +14,23 @@ from unittest import mock
 import torch
 from torch import nn
 
+from ztk.core.policies.ema import EmaPolicy
+from ztk.core.policies.hardware import Hardware
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.precision import PrecisionPolicy
+from ztk.core.runtime import Process, Tier, Topology
+from ztk.core.runtime.part import InitialValues
 from ztk.hf.causal import open_causal
 from ztk.nn import Decoder, DecoderConfig, initial_values
-from ztk.offload import HostStore, NvmeStore, OffloadPolicy
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.pipeline import PipelinePolicy
+from ztk.parallel.apply import parallelize
+from ztk.parallel.pipeline import PipelinePolicy
+from ztk.parallel.recompute import RecomputePolicy
+from ztk.parallel.tensor import TensorPolicy
 from ztk.planner import Plan, plan
 from ztk.planner.trace import STEPS, wire_by_axis
 from ztk.planner.tracker import StepTracker
-from ztk.policies.ema import EmaPolicy
-from ztk.policies.hardware import Hardware
-from ztk.precision import PrecisionPolicy
-from ztk.recompute import RecomputePolicy
-from ztk.runtime import Process, Tier, Topology
-from ztk.runtime.part import InitialValues
-from ztk.tensor import TensorPolicy
-from ztk.zero import ZeroPolicy
+from ztk.zero.offload import HostStore, NvmeStore, OffloadPolicy
 
 STATE = ("parameters", "gradients", "optimizer", "average")
 SHAPE = {"vocab_size": 256, "dim": 128, "layers": 4, "heads": 4, "kv_heads": 2, "hidden_dim": 384, "max_seq_len": 128}
@@ -263,7 +263,7 @@ def branches_of_a_gpu(*, offloads: bool = True) -> Iterator[None]:
         stack.enter_context(mock.patch.object(linear, "_is_for_onednn", lambda a, b: False))
         stack.enter_context(mock.patch.object(linear, "_computes_elsewhere", lambda x: True))
         update = sys.modules[
-            "ztk.sharded_optim.piece_update"
+            "ztk.zero.update.piece_update"
         ]  # a table of the groups per piece, where states are on the device
         stack.enter_context(mock.patch.object(update, "_is_on_device", lambda master: not offloads))
         yield

@@ -12,7 +12,7 @@ from tests.planner.measure import SHAPE, Case, planned
 from ztk.optim import OptimizerPolicy
 from ztk.planner import plan
 from ztk.planner.trace import STEPS
-from ztk.sharded_optim.piece_update import PieceUpdate
+from ztk.zero.update.piece_update import PieceUpdate
 
 CASES = (
     Case(ranks=2, stage=3, dtype="fp32"),

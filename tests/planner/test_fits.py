@@ -13,10 +13,10 @@ from experiments import policies
 from tests.planner.test_plan import CPU, small_plan
 from ztk.config import ConfigError, compose, conf_dir
 from ztk.config.arguments import options_of
+from ztk.core.policies.curves import seconds_of
 from ztk.planner import Plan, fixes
 from ztk.planner.lanes import Lanes
 from ztk.planner.tracker import StepTracker
-from ztk.policies.curves import seconds_of
 
 # Round numbers: an operation per nanosecond, a byte per nanosecond, and links of a tenth of that.
 HARDWARE = ztk.Hardware(

@@ -10,12 +10,12 @@ from unittest import mock
 
 import pytest
 
+from tests.core.streams.model import StreamModel, modelled
 from tests.planner.measure import Case, planned
-from tests.streams.model import StreamModel, modelled
-from ztk.engine import Engine
+from ztk.core.runtime.planned import on_host, watch_reads
 from ztk.planner.trace import STEPS
 from ztk.planner.tracker import StepTracker
-from ztk.runtime.planned import on_host, watch_reads
+from ztk.train.engine import Engine
 
 LATE = "overflow status of the step before"
 OFFLOADED = "decision to step: states are updated on the host"

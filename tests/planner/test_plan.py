@@ -11,11 +11,11 @@ import ztk
 from experiments import plan as program
 from tests.planner.measure import SHAPE, STATE, Case, made, planned
 from ztk.config import ConfigError, Machine, compose
+from ztk.core.runtime import Topology
+from ztk.core.runtime.comm.planned import Letters
 from ztk.nn import Decoder, DecoderConfig
-from ztk.pipeline import PipelinePolicy
+from ztk.parallel.pipeline import PipelinePolicy
 from ztk.planner.tracker import StepTracker
-from ztk.runtime import Topology
-from ztk.runtime.comm.planned import Letters
 
 CPU = Machine(gpus=0, cores=2)
 CASES = (

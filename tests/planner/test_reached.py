@@ -9,9 +9,9 @@ from experiments.plan import make_plan
 from tests.planner.test_fits import HARDWARE, work
 from tests.planner.test_plan import CPU
 from ztk.config import ConfigError, compose
+from ztk.core.policies.peers import Peer, Way
 from ztk.planner.lanes import Lanes
 from ztk.planner.tracker import StepTracker
-from ztk.policies.peers import Peer, Way
 
 TILED = replace(HARDWARE, multiprocessors=4, product_share=0.5, bf16_rate=2e9)
 

@@ -8,8 +8,8 @@ import pytest
 
 from experiments import layouts as program
 from experiments.plan import main, make_plan
+from tests.parallel.topology.families import make
 from tests.planner.test_plan import CPU, FAST_LINKS, small_plan
-from tests.topology.families import make
 from ztk.config import ConfigError, compose
 from ztk.hf.counts import count_model
 from ztk.nn import DecoderConfig

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from tests.report.test_report import Metrics, alone, make_gauges
-from ztk.policies.profile import ProfilePolicy
+from ztk.core.policies.profile import ProfilePolicy
+from ztk.core.runtime.clock import PhaseClock
+from ztk.core.runtime.ranges import named
 from ztk.report.profile import BACKWARD, backward_by_module
 from ztk.report.reporter import Reporter, ReportPolicy
-from ztk.runtime.clock import PhaseClock
-from ztk.runtime.ranges import named
 
 
 def event(name: str, *, start: float, stop: float, number: int | None = None, cat: str = "cpu_op") -> dict:

@@ -12,12 +12,12 @@ import torch
 from matplotlib.figure import Figure
 
 from ztk import report
+from ztk.core.runtime import MemoryLedger, PhaseClock, Tier
 from ztk.report.environment import describe_environment, device_name
 from ztk.report.folder import write_json
 from ztk.report.plot import draw_memory, draw_reward, draw_speed
 from ztk.report.reporter import Reporter, ReportPolicy
 from ztk.report.summary import rank_totals
-from ztk.runtime import MemoryLedger, PhaseClock, Tier
 
 ROW_KEYS = {
     *("step", "loss", "lr", "grad_norm", "loss_scale", "skipped", "tokens", "tokens_per_second", "step_seconds"),

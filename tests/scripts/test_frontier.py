@@ -10,7 +10,7 @@ import torch
 
 from experiments import least_divergence
 from scripts.frontier import WINDOW, is_done, measured
-from ztk.align import Frontier
+from ztk.rl.align import Frontier
 
 
 def divergence(q: torch.Tensor, p: float) -> torch.Tensor:

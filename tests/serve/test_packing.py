@@ -8,11 +8,11 @@ from tests.inference.models import build, save_letters, save_llama
 from tests.inference.test_own_modules import build_other
 from ztk.config import compose, save
 from ztk.inference import Generator, InferencePolicy, SamplingParams, packed, weights
-from ztk.offload import OffloadPolicy
 from ztk.serve import packing
 from ztk.serve.__main__ import main
 from ztk.serve.models import open_model
 from ztk.serve.packing import open_streamed, opened_unread, pack_model
+from ztk.zero.offload import OffloadPolicy
 
 SAMPLING = SamplingParams(max_tokens=6, temperature=0.7, seed=2)
 PROMPTS = [[1, 2, 3], [7, 8, 9, 10]]

@@ -18,9 +18,9 @@ import transformers
 import uvicorn
 
 from tests.inference.models import save_letters
+from ztk.core.runtime import PeerLost
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.nn import Decoder, DecoderConfig
-from ztk.runtime import PeerLost
 from ztk.serve.app import ServePolicy, Server
 from ztk.serve.models import Opened, _Bytes, _Pretrained
 

@@ -12,8 +12,8 @@ from experiments import policies
 from tests.hf.test_causal import saved
 from ztk.checkpoint.export import export_adapter, export_safetensors
 from ztk.config import Machine, compose, save
+from ztk.core.runtime import Process
 from ztk.report import plot
-from ztk.runtime import Process
 from ztk.serve.models import open_model
 
 STEPS = (

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 from experiments import pretrain
+from ztk.core.runtime import Process
 from ztk.nn import Decoder
 from ztk.optim import FlatOptimizer
-from ztk.runtime import Process
 
 
 def main(config) -> None:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ztk.offload import OffloadPolicy
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.precision import LossScalePolicy, PrecisionPolicy
+from ztk.core.runtime import Process, Tier
+from ztk.core.runtime.seed import generator
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.precision import LossScalePolicy, PrecisionPolicy
-from ztk.runtime import Process, Tier
-from ztk.runtime.seed import generator
-from ztk.zero import ZeroPolicy
+from ztk.parallel.apply import parallelize
+from ztk.zero.offload import OffloadPolicy
 
 WIDTH, CLASSES, BATCH = 24, 10, 8
 

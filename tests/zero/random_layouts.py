@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from tests.ranks import RankFailed, RankPool
 from tests.zero.models import Layout, make_engine
 from ztk.checkpoint import load, save
-from ztk.engine.engine import Engine
+from ztk.core.runtime import Process
 from ztk.optim import OptimizerPolicy
-from ztk.recompute import RecomputePolicy
-from ztk.runtime import Process
+from ztk.parallel.recompute import RecomputePolicy
+from ztk.train.engine.engine import Engine
 
 WORDS = 32
 KINDS = ("plain", "no bias", "scale", "nested", "sometimes")

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.zero.models import Layout, make_engine
-from ztk.parameters.bits import digest_of
+from ztk.zero.parameters.bits import digest_of
 
 
 class Looked(nn.Module):

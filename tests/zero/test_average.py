@@ -8,13 +8,13 @@ from tests.ranks import RankFailed
 from tests.zero.models import Layout, batches, build, make_engine
 from ztk.checkpoint import CheckpointError, load, save
 from ztk.checkpoint.export import export_state_dict
-from ztk.engine import Engine
+from ztk.core.policies.ema import EmaPolicy
+from ztk.core.policies.offload import PAGE_BYTES
+from ztk.core.runtime import Process, Tier
 from ztk.optim import OptimizerPolicy
 from ztk.optim.ema import ELEMENTS, update_average
-from ztk.parallel import parallelize
-from ztk.policies.ema import EmaPolicy
-from ztk.policies.offload import PAGE_BYTES
-from ztk.runtime import Process, Tier
+from ztk.parallel.apply import parallelize
+from ztk.train.engine import Engine
 
 EMA = EmaPolicy(decay=0.9)
 FIRST = Layout(stage=0)  # where the plain recurrence runs beside the engine

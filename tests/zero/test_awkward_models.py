@@ -8,12 +8,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import RankFailed, RankPool
 from tests.zero.models import CLASSES, WIDTH, Block, Layout, build, make_engine
-from ztk.buckets.residency import ParameterState
-from ztk.buckets.units import plan_units
-from ztk.offload import OffloadPolicy
+from ztk.core.policies.zero import ZeroPolicy
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.zero import ZeroPolicy
+from ztk.parallel.apply import parallelize
+from ztk.zero.buckets.residency import ParameterState
+from ztk.zero.buckets.units import plan_units
+from ztk.zero.offload import OffloadPolicy
 
 
 class Language(nn.Module):

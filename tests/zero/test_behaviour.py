@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from tests.ranks import RankFailed, RankPool
 from tests.rounding import Bounds
 from tests.zero.models import CLASSES, WIDTH, Layout, Model, batches, build, make_engine, train
-from ztk.buckets.layout import SHARD_ALIGNMENT
-from ztk.buckets.residency import ParameterState
 from ztk.optim import OptimizerPolicy
-from ztk.parameters.released import is_released
+from ztk.zero.buckets.layout import SHARD_ALIGNMENT
+from ztk.zero.buckets.residency import ParameterState
+from ztk.zero.parameters.released import is_released
 
 STAGES = [0, 1, 2, 3]
 

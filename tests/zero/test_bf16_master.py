@@ -7,12 +7,12 @@ from tests.deepspeed import scripts
 from tests.zero.models import Layout, batches, build, make_engine, train
 from ztk import kernels
 from ztk.checkpoint import load, save
+from ztk.core.precision import PrecisionPolicy
+from ztk.core.runtime import Process
 from ztk.kernels import Control
 from ztk.nn.linear import WIDENED, speed_up_linear_layers
 from ztk.optim import OptimizerPolicy
 from ztk.optim.flat import flat_optimizer
-from ztk.precision import PrecisionPolicy
-from ztk.runtime import Process
 
 ADAMW = OptimizerPolicy(lr=1e-2, weight_decay=0.1, decay_all=True)
 STEPS = 4

@@ -9,9 +9,9 @@ import torch
 
 from scripts.compare_states import FORMATS, VOCAB, Format, chain, final, losses
 from tests.zero.models import Layout, batches, make_engine, train
+from ztk.core.policies.ema import EmaPolicy
+from ztk.core.runtime import Tier
 from ztk.optim import OptimizerPolicy
-from ztk.policies.ema import EmaPolicy
-from ztk.runtime import Tier
 from ztk.zero.state.offload import StateKind
 
 

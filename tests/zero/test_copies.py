@@ -10,12 +10,12 @@ from torch.optim.swa_utils import AveragedModel
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
-from tests.recompute.models import Residual, build, rows
-from ztk.policies.recompute import RecomputePolicy
-from ztk.recompute.apply import recompute_blocks
-from ztk.runtime import Comm
-from ztk.runtime.comm.transport import SingleRankTransport
-from ztk.tensor.layers import TensorAxis, cut_column
+from tests.parallel.recompute.models import Residual, build, rows
+from ztk.core.policies.recompute import RecomputePolicy
+from ztk.core.runtime import Comm
+from ztk.core.runtime.comm.transport import SingleRankTransport
+from ztk.parallel.recompute.apply import recompute_blocks
+from ztk.parallel.tensor.layers import TensorAxis, cut_column
 
 
 def _pickled(model: nn.Module) -> nn.Module:

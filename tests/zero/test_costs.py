@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from tests.zero.models import DTYPES, Block, Layout, Run, build, train
-from ztk.offload import OffloadPolicy
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.runtime import Tier
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.runtime import Tier
-from ztk.zero import ZeroPolicy
+from ztk.parallel.apply import parallelize
+from ztk.zero.offload import OffloadPolicy
 
 PAGE = 4096
 

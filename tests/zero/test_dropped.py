@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 
 from tests.zero.models import Layout, batches, build, make_engine
-from ztk.runtime import Process
+from ztk.core.runtime import Process
 
 PATIENCE_SECONDS = 20.0  # for an update that still runs behind the last step
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from tests.zero.models import Layout, make_engine
+from ztk.core.runtime import Process
 from ztk.nn.linear import WIDENED, Linear
-from ztk.runtime import Process
 
 
 def build() -> nn.Module:

@@ -13,9 +13,9 @@ import torch
 
 from tests.planner.measure import SHAPE, Case, planned
 from tests.zero.models import WIDTH, Layout, Model, batches, build, make_engine, train
-from ztk.buckets.gradient import BucketGradient
 from ztk.nn.linear import speed_up_linear_layers
 from ztk.planner.trace import STEPS
+from ztk.zero.buckets.gradient import BucketGradient
 
 PLAIN = {"use_all": True, "outside": False}
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.core.streams.model import modelled
 from tests.planner.measure import Case, planned
-from tests.streams.model import modelled
 from tests.zero.models import Layout, batches, make_engine, train
-from ztk.parameters import awaited
-from ztk.zero import ZeroPolicy
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.zero.parameters import awaited
 
 OVERLAP = {"overlap_gather": True}
 DELAY = 0.05  # of a gather; only a read that does not wait depends on it

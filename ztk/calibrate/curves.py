@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ztk import kernels
 from ztk.calibrate.timing import LEAST, seconds_of_call
+from ztk.core.runtime import Process
 from ztk.kernels import rms_norm, rope, swiglu
 from ztk.nn.attention import causal_attention
 from ztk.nn.linear import linear
 from ztk.planner.tracker import StepTracker
-from ztk.runtime import Process
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 START = 8  # elements of a side: what takes no time but to begin

@@ -13,13 +13,13 @@ import torch
 from ztk.calibrate.curves import DTYPES, eager_latency, measure_curves
 from ztk.calibrate.steps import curves_of_steps, operation_latency
 from ztk.calibrate.timing import seconds_of_call
+from ztk.core.policies.hardware import Hardware
+from ztk.core.runtime import Process
+from ztk.core.runtime.system_memory import machine_memory, process_memory
 from ztk.nn.linear import linear
-from ztk.offload.disk import DiskFile
-from ztk.offload.pool import AlignedRegion
-from ztk.offload.probe import probe_folder
-from ztk.policies.hardware import Hardware
-from ztk.runtime import Process
-from ztk.runtime.system_memory import machine_memory, process_memory
+from ztk.zero.offload.disk import DiskFile
+from ztk.zero.offload.pool import AlignedRegion
+from ztk.zero.offload.probe import probe_folder
 
 IO_THREADS, IO_BLOCK, IO_BYTES = 4, 8 << 20, 256 << 20
 SMALL_MESSAGE, LARGE_MESSAGE = 1 << 10, 1 << 23  # elements of float32

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from ztk.calibrate.measure import METHODS, combine, measure
-from ztk.launch import failure_of, write_failure
-from ztk.runtime import Process
+from ztk.core.launch import failure_of, write_failure
+from ztk.core.runtime import Process
 
 
 def main() -> None:

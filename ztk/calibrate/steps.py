@@ -12,18 +12,18 @@ from torch import Tensor
 
 from ztk.calibrate.curves import DTYPES, Curve
 from ztk.calibrate.timing import LEAST, seconds_of_call
+from ztk.core.policies.curves import scaled
+from ztk.core.policies.hardware import Hardware
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.precision import PrecisionPolicy
+from ztk.core.runtime import Process
 from ztk.nn import Decoder, DecoderConfig, initial_values
-from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
+from ztk.parallel.apply import parallelize
+from ztk.parallel.recompute import RecomputePolicy
 from ztk.planner import plan
 from ztk.planner.kinds import GRADIENT, INTERCEPTED, REQUEST
-from ztk.policies.curves import scaled
-from ztk.policies.hardware import Hardware
-from ztk.precision import PrecisionPolicy
-from ztk.recompute import RecomputePolicy
-from ztk.runtime import Process
-from ztk.zero import ZeroPolicy
+from ztk.zero.offload import OffloadPolicy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ztk.runtime import Process
+from ztk.core.runtime import Process
 
 ROUNDS = 5
 ROUND_SECONDS = 0.2

@@ -4,7 +4,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ztk.runtime import Comm, CommMismatch, PeerLost
+from ztk.core.runtime import Comm, CommMismatch, PeerLost
 
 
 class CheckpointError(ValueError):

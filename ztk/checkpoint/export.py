@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ztk.buckets.context import AVERAGE
 from ztk.checkpoint.architecture import adapter_view, scale_of, transformers_view
 from ztk.checkpoint.bits import DTYPES
 from ztk.checkpoint.errors import CheckpointError
@@ -28,6 +27,7 @@ from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
 from ztk.checkpoint.torch_optimizer import decode_all
 from ztk.nn.lora import adapter_of, is_adapter
+from ztk.zero.buckets.context import AVERAGE
 
 RANGE_ELEMENTS = 4 << 20  # elements in memory at once
 SHARD_BYTES = 5 << 30  # of an exported file, Hugging Face's size

@@ -8,11 +8,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ztk.buckets.context import AVERAGE
 from ztk.checkpoint.errors import CheckpointError
 from ztk.checkpoint.manifest import FROZEN, Manifest, TensorInfo
 from ztk.checkpoint.model import ModelInfo
 from ztk.checkpoint.reader import StateReader
+from ztk.zero.buckets.context import AVERAGE
 
 _SHOWN = 4  # names shown in an error
 _RANGE_ELEMENTS = 1 << 20  # elements compared at once

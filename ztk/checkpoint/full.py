@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ztk.checkpoint.model import tied_names
 from ztk.checkpoint.subject import Subject
-from ztk.runtime import Comm
-from ztk.runtime.part import Part
+from ztk.core.runtime import Comm
+from ztk.core.runtime.part import Part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

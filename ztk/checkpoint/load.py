@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ztk.buckets.context import AVERAGE
 from ztk.checkpoint.errors import Agreement, CheckpointError
 from ztk.checkpoint.fit import LoadOptions, check_fits, check_ties, match, with_buffers_of
 from ztk.checkpoint.folder import open_manifest, resolve
@@ -23,7 +22,8 @@ from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.rng import restore_rng
 from ztk.checkpoint.subject import Subject
 from ztk.checkpoint.torch_optimizer import check_progress, restore_progress
-from ztk.runtime.part import Part
+from ztk.core.runtime.part import Part
+from ztk.zero.buckets.context import AVERAGE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

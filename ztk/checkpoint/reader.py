@@ -16,7 +16,7 @@ from ztk.checkpoint.boxes import Box, boxes_of
 from ztk.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from ztk.checkpoint.folder import usable
 from ztk.checkpoint.manifest import BUFFER, RNG, Entry, Manifest, StateFile
-from ztk.runtime.part import Part
+from ztk.core.runtime.part import Part
 
 CACHED_BLOCKS = 8  # neighbouring ranges share a block, in each kind of state
 OPEN_FILES = 64

@@ -29,9 +29,9 @@ from ztk.checkpoint.shardfile import Append, ShardSource, Staging, describe_file
 from ztk.checkpoint.subject import Subject
 from ztk.checkpoint.tensorfile import TensorFileWriter
 from ztk.checkpoint.torch_optimizer import gather_missed, gather_progress
-from ztk.runtime import Comm, Tier
-from ztk.runtime.comm import connect
-from ztk.runtime.ending import end_with_process, forget
+from ztk.core.runtime import Comm, Tier
+from ztk.core.runtime.comm import connect
+from ztk.core.runtime.ending import end_with_process, forget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from ztk.checkpoint.model import persistent_buffers
 from ztk.checkpoint.rng import rng_states
 from ztk.checkpoint.subject import Subject
 from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
-from ztk.runtime.part import Part
+from ztk.core.runtime.part import Part
 
 Append = Callable[..., None]  # (key, value=)
 

@@ -1,12 +1,12 @@
-"""What a checkpoint needs of an engine: the part of `ztk.engine.Engine` that is saved and loaded."""
+"""What a checkpoint needs of an engine: the part of `ztk.train.engine.Engine` that is saved and loaded."""
 
 from typing import Protocol
 
 from torch import Tensor, nn
 
-from ztk.precision import LossScalePolicy
-from ztk.runtime import Comm, MemoryLedger, Process
-from ztk.zero import Zero
+from ztk.core.precision import LossScalePolicy
+from ztk.core.runtime import Comm, MemoryLedger, Process
+from ztk.zero.zero import Zero
 
 
 class Control(Protocol):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ztk.checkpoint.export import Weights
 from ztk.checkpoint.manifest import read_manifest
-from ztk.runtime.part import InitialValues
+from ztk.core.runtime.part import InitialValues
 
 
 class CheckpointValues:

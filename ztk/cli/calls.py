@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ztk.cli.child import LINE_REFUSED
-from ztk.launch import ExternalRank, python_path
+from ztk.core.launch import ExternalRank, python_path
 from ztk.report.sweep import SWEEP, read_sweep
 
 if TYPE_CHECKING:

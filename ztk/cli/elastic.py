@@ -8,7 +8,7 @@ from pathlib import Path
 from ztk import config as configuration
 from ztk.cli.interrupted import saving_notice
 from ztk.config import Config
-from ztk.launch import RankError, Start, run_ranks, start_process, worker_command
+from ztk.core.launch import RankError, Start, run_ranks, start_process, worker_command
 from ztk.report.folder import SUMMARY, write_json
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ztk.config import Config
-from ztk.launch import read_failure
+from ztk.core.launch import read_failure
 from ztk.report.status import read_summary
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ztk.launch import memory_path, python_path
+from ztk.core.launch import memory_path, python_path
 
 SECONDS = 300.0  # for the plan
 

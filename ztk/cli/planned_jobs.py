@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ztk.launch import python_path
+from ztk.core.launch import python_path
 from ztk.report.units import format_bytes
 
 
@@ -72,7 +72,7 @@ def plan_jobs(configs: Mapping[str, str], *, hardware: str | None) -> dict[str, 
 def main() -> None:
     """Answers one request."""
     from ztk.config import from_yaml, hardware_values
-    from ztk.policies.hardware import Hardware
+    from ztk.core.policies.hardware import Hardware
     from ztk.worker import import_task
 
     request = json.load(sys.stdin)

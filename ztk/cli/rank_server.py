@@ -1,4 +1,4 @@
-"""python -m ztk.cli.rank_server SOCKET: imports what a rank needs and forks ranks on request; see `ztk.launch.forks`.
+"""python -m ztk.cli.rank_server SOCKET: imports what a rank needs and forks ranks on request; see `ztk.core.launch.forks`.
 
 Reads a line of JSON per rank and answers {"pid": n}, then {"ended": n, "code": c} when it has ended.
 """
@@ -13,7 +13,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from ztk.launch.processes import before_start
+from ztk.core.launch.processes import before_start
 
 _POLL_SECONDS = 0.02
 _PROGRAM = "experiments.pretrain"

@@ -29,7 +29,7 @@ from ztk.cli.resumed import is_finished
 from ztk.cli.sweep_line import SweepLine, read_line
 from ztk.cli.sweeper import SweepRequest, register
 from ztk.config import Config, ConfigError, Machine
-from ztk.launch import (
+from ztk.core.launch import (
     ExternalRank,
     Forker,
     RankError,
@@ -40,7 +40,7 @@ from ztk.launch import (
     read_failure,
     start_process,
 )
-from ztk.launch.output import lasting_output
+from ztk.core.launch.output import lasting_output
 from ztk.report.folder import OPTIONS, PACKED, write_failed_summary, write_json
 from ztk.report.heartbeat import Heartbeat
 from ztk.report.status import INTERRUPTED, RecordError, Status
@@ -291,7 +291,7 @@ class Session:
         if self._external.rank == 0:
             configuration.save(config, path=Path(config.output_dir, "config.yaml"))
         self._external.remember_folder(config.output_dir)
-        from ztk.runtime.rendezvous import open_store
+        from ztk.core.runtime.rendezvous import open_store
 
         agreement = self._external.agree(
             configuration.to_yaml(config), timeout_seconds=config.launch.timeout_seconds, open_store=open_store

@@ -45,8 +45,8 @@ def _record_faults(config: Config) -> Iterator[str]:
         return
     if not data.seq_len or not (data.stop or has_tokenizer(config)):
         return  # the ranges say so
-    from ztk.align import RecordFormat, read_examples  # here: torch takes a second, and only files need it
     from ztk.data import SubwordTokenizer
+    from ztk.rl.align import RecordFormat, read_examples  # here: torch takes a second, and only files need it
 
     try:
         tokenizer = SubwordTokenizer.open(str(data.tokenizer)) if has_tokenizer(config) else None

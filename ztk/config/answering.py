@@ -13,8 +13,8 @@ from ztk.config.keys import as_paths, read, written
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, DeviceName
 from ztk.config.topology import DEGREES
-from ztk.policies.inference import ONLY_NVME, cache_faults
-from ztk.policies.tier import Tier
+from ztk.core.policies.inference import ONLY_NVME, cache_faults
+from ztk.core.policies.tier import Tier
 
 _SECTIONS = (
     *("task", "inference", "sampling", "serve", "eval", "weights"),

@@ -15,7 +15,7 @@ from ztk.config.keys import expected, holds_int, holds_number, line_types, secti
 from ztk.config.own import FREE, OBJECTS, TARGET
 from ztk.config.rules import ConfigError
 from ztk.config.suggest import near_keys, near_options
-from ztk.policies.suggest import did_you_mean
+from ztk.core.policies.suggest import did_you_mean
 
 _REPLACED = (
     "model",

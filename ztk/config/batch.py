@@ -7,7 +7,7 @@ from pathlib import Path
 from ztk.config.effects import infers
 from ztk.config.schema import Config, PipelineSchedule
 from ztk.config.topology import fits, replicas_of
-from ztk.policies.pipeline import interleaved_faults
+from ztk.core.policies.pipeline import interleaved_faults
 
 AUTO = "auto"  # checkpoint.resume: the run folder's own latest checkpoint, if it has one
 

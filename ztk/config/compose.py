@@ -45,9 +45,9 @@ from ztk.config.suggest import near_keys
 from ztk.config.text import BYTES, TRAIN
 from ztk.config.text_rules import follow_tokenizer
 from ztk.config.topology import replicas_of, settled_ranks
-from ztk.policies.schedule import wsd_steps
-from ztk.policies.suggest import did_you_mean
-from ztk.policies.tier import Tier
+from ztk.core.policies.schedule import wsd_steps
+from ztk.core.policies.suggest import did_you_mean
+from ztk.core.policies.tier import Tier
 
 _OVERLAYS = (
     "algorithm.",

@@ -27,8 +27,8 @@ from ztk.config.schema import (
     PipelineSchedule,
     ZeroEngine,
 )
-from ztk.policies.recompute import RecomputeMode
-from ztk.policies.tier import Tier
+from ztk.core.policies.recompute import RecomputeMode
+from ztk.core.policies.tier import Tier
 
 DRAWING = ("generate", "serve")  # tasks that answer prompts and train nothing
 ANSWERING = (*DRAWING, "eval")  # those and the one that scores texts

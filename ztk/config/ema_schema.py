@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ztk.config.key import key
-from ztk.policies.tier import Tier
+from ztk.core.policies.tier import Tier
 
 
 class Evaluated(StrEnum):

@@ -15,7 +15,7 @@ from ztk.config.machine import Machine
 from ztk.config.precision_schema import DType, LossScaleConfig, PrecisionConfig
 from ztk.config.schema import Config, DataName, ModelConfig, ModelInit, PipelineSchedule, TopologyConfig, ZeroEngine
 from ztk.config.topology import DEGREES, sequence_ranks
-from ztk.policies.tier import Tier
+from ztk.core.policies.tier import Tier
 
 USUAL_WINDOW = 2048  # tokens that task=eval gives a model at most, where eval.seq_len says nothing
 _SECTIONS = ("zero", "topology")

@@ -12,8 +12,8 @@ from ztk.config.compose import load
 from ztk.config.keys import flatten, written
 from ztk.config.rules import ConfigError
 from ztk.config.schema import Config
-from ztk.policies.experiment import changes_numbers, is_counted
-from ztk.policies.schedule import wsd_steps
+from ztk.core.policies.experiment import changes_numbers, is_counted
+from ztk.core.policies.schedule import wsd_steps
 
 HASH_LETTERS = 12
 

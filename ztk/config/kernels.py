@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ztk.config.effects import CEILINGS, device_of, times_kernels
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, KernelBackend, LoggerMode
-from ztk.policies.measured import HERE
+from ztk.core.policies.measured import HERE
 
 
 def kernel_faults(config: Config, *, machine: Machine) -> Iterator[str]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ztk.config.key import key
-from ztk.policies.compact import STATES
+from ztk.core.policies.compact import STATES
 
 
 class OptimizerName(StrEnum):

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from ztk.config.key import key
-from ztk.policies.peers import Way
-from ztk.policies.ranges import Range
+from ztk.core.policies.peers import Way
+from ztk.core.policies.ranges import Range
 
 
 @dataclass(kw_only=True)

@@ -8,9 +8,9 @@ from ztk.config.effects import CEILINGS
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, ZeroEngine
 from ztk.config.topology import settled_ranks
-from ztk.policies.hardware import REQUIRED
-from ztk.policies.measured import COMMAND, HERE, read_measured
-from ztk.policies.plan import untraced
+from ztk.core.policies.hardware import REQUIRED
+from ztk.core.policies.measured import COMMAND, HERE, read_measured
+from ztk.core.policies.plan import untraced
 
 PLAN = "plan"
 

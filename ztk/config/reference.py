@@ -15,7 +15,7 @@ from ztk.config.own import FREE
 from ztk.config.rules import ConfigError, range_of
 from ztk.config.schema import Config
 from ztk.config.suggest import near_keys
-from ztk.policies.suggest import did_you_mean
+from ztk.core.policies.suggest import did_you_mean
 
 # Groups that hold no keys of their own: a file of theirs sets keys and options of the others.
 _SETS = {

@@ -6,7 +6,7 @@ from enum import StrEnum
 from ztk.config.align_schema import RewardLossName
 from ztk.config.key import key
 from ztk.config.precision_schema import DType
-from ztk.policies.tier import Tier
+from ztk.core.policies.tier import Tier
 
 
 class RolloutEngineName(StrEnum):

@@ -1,5 +1,5 @@
 """What fits together. Every rule yields one line per fault, and every line names the override that fixes it. Rules of policies are
-theirs (`ztk.policies`); here are those that only a run has."""
+theirs (`ztk.core.policies`); here are those that only a run has."""
 
 import glob
 import os
@@ -35,7 +35,7 @@ from ztk.config.sweep_schema import SWEEP_RANGES
 from ztk.config.text import has_tokenizer
 from ztk.config.text_rules import text_faults
 from ztk.config.topology import topology_faults
-from ztk.policies import (
+from ztk.core.policies import (
     align,
     ema,
     hardware,
@@ -51,9 +51,9 @@ from ztk.policies import (
     text,
     zero,
 )
-from ztk.policies.compact import compact_faults
-from ztk.policies.profile import ProfilePolicy
-from ztk.policies.ranges import (
+from ztk.core.policies.compact import compact_faults
+from ztk.core.policies.profile import ProfilePolicy
+from ztk.core.policies.ranges import (
     BELOW_ONE,
     COUNT,
     COUNT_OR_ZERO,
@@ -63,7 +63,7 @@ from ztk.policies.ranges import (
     Range,
     shown,
 )
-from ztk.policies.tier import Tier
+from ztk.core.policies.tier import Tier
 
 
 class ConfigError(ValueError):

@@ -30,9 +30,9 @@ from ztk.config.rollout_schema import (
     WarmStartConfig,
 )
 from ztk.config.scheduler_schema import SchedulerConfig
-from ztk.policies.pipeline import ScheduleName
-from ztk.policies.recompute import RecomputeMode
-from ztk.policies.tier import Tier
+from ztk.core.policies.pipeline import ScheduleName
+from ztk.core.policies.recompute import RecomputeMode
+from ztk.core.policies.tier import Tier
 
 
 class ZeroEngine(StrEnum):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ztk.config.key import key
-from ztk.policies.ranges import COUNT, Range
+from ztk.core.policies.ranges import COUNT, Range
 
 
 class RepeatWith(StrEnum):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ztk.config.keys import data_paths
 from ztk.config.schema import Config, DataName, OnError, Packing
-from ztk.policies.text import is_structured
+from ztk.core.policies.text import is_structured
 
 if TYPE_CHECKING:
     from ztk.data import TextPolicy

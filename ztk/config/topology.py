@@ -1,4 +1,4 @@
-"""How the ranks are distributed over the axes of parallelism, and which models fit: the arithmetic of `ztk.runtime.mesh` without torch."""
+"""How the ranks are distributed over the axes of parallelism, and which models fit: the arithmetic of `ztk.core.runtime.mesh` without torch."""
 
 import math
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from ztk.config.effects import device_of, infers
 from ztk.config.machine import Machine
 from ztk.config.schema import Config, PipelineSchedule, TopologyConfig, ZeroEngine
-from ztk.policies.layout import hpz_faults, recompute_faults
-from ztk.policies.pipeline import interleaved_faults, partition_faults
+from ztk.core.policies.layout import hpz_faults, recompute_faults
+from ztk.core.policies.pipeline import interleaved_faults, partition_faults
 
 RANKS_WITHOUT_GPU = 2
 DEGREES = ("pipeline", "tensor", "context", "sequence", "expert")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ztk.core.policies.text import COMPRESSED, LINES
 from ztk.data.lines import parse_line
-from ztk.policies.text import COMPRESSED, LINES
 
 PIECE_BYTES = 1 << 22  # a longer text file is read in pieces, cut behind a line
 _ROWS = 1024  # of parquet in memory at once

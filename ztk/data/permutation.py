@@ -6,7 +6,7 @@ A balanced Feistel network is a bijection on the numbers of 2k bits whatever its
 every rank computes only its own elements.
 """
 
-from ztk.runtime.seed import derive_seed
+from ztk.core.runtime.seed import derive_seed
 
 _ROUNDS = 4
 _MIX = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: odd, bits well spread

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ztk.core.runtime.seed import generator
 from ztk.data.borders import num_targets, positions_of, share_of_targets, without_borders
 from ztk.data.mapping import READ_AROUND, drop_pages
 from ztk.data.permutation import Permutation
-from ztk.runtime.seed import generator
 
 MAPPED_BYTES = 1 << 26  # of a mapped file that a stream keeps in memory, about
 

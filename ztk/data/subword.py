@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ztk.core.policies.text import SMALLEST_VOCABULARY
 from ztk.data.tokenizer import Reading
-from ztk.policies.text import SMALLEST_VOCABULARY
 
 END_TEXT = "<|endoftext|>"
 _MAIN, _SETTINGS = "tokenizer.json", "tokenizer_config.json"

@@ -26,11 +26,11 @@ import numpy
 import torch
 from torch import Tensor
 
+from ztk.core.policies.text import COLUMNS, COMPRESSED
 from ztk.data.documents import Document, Fault, read_documents
 from ztk.data.mapping import mapped
 from ztk.data.packing import cache_folder
 from ztk.data.sources import SourceFile
-from ztk.policies.text import COLUMNS, COMPRESSED
 
 _FORMAT = 1  # part of the name: raise it when the layout or the tokens change
 BATCH_CHARACTERS = 1 << 20  # given to the tokenizer at once

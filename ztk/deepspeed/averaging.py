@@ -1,7 +1,7 @@
 """Applies the configuration's `Averaging` to an engine."""
 
 from ztk.deepspeed.config import Settings
-from ztk.engine import Engine
+from ztk.train.engine import Engine
 
 
 def set_averaging(engine: Engine, *, settings: Settings) -> None:

@@ -5,6 +5,10 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from ztk.core.policies.optimizer import TORCH
+from ztk.core.runtime import MemoryLedger, Process, Topology
+from ztk.core.runtime.part import Part
+from ztk.core.runtime.store import DeviceStore
 from ztk.deepspeed import owners
 from ztk.deepspeed.averaging import set_averaging
 from ztk.deepspeed.buffers import cast_buffers
@@ -19,15 +23,11 @@ from ztk.deepspeed.optimizer import ShardedOptimizer
 from ztk.deepspeed.pipe.module import PipelineModule
 from ztk.deepspeed.started import arrange
 from ztk.deepspeed.zero.parameter import name_parameter
-from ztk.engine import Engine
 from ztk.optim import OptimizerPolicy
-from ztk.parallel import parallelize
-from ztk.parameters.partitioned import ZeroInitContext
-from ztk.pipeline import PipelinePolicy
-from ztk.policies.optimizer import TORCH
-from ztk.runtime import MemoryLedger, Process, Topology
-from ztk.runtime.part import Part
-from ztk.runtime.store import DeviceStore
+from ztk.parallel.apply import parallelize
+from ztk.parallel.pipeline import PipelinePolicy
+from ztk.train.engine import Engine
+from ztk.zero.parameters.partitioned import ZeroInitContext
 
 NO_OPTIMIZER = (
     "no optimizer was given: training runs with AdamW at lr=0.001; name another in the configuration's section optimizer, or "

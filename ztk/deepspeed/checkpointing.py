@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`: functions whose activations are recomputed, in DeepSpeed's words, over `ztk.recompute`.
+"""`deepspeed.checkpointing`: functions whose activations are recomputed, in DeepSpeed's words, over `ztk.parallel.recompute`.
 
     deepspeed.checkpointing.configure(None, deepspeed_config="ds_config.json")
     y = deepspeed.checkpointing.checkpoint(block, x, mask)
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ztk.core.runtime import Comm
+from ztk.core.runtime.comm import connect_groups
 from ztk.deepspeed.checkpointing_random import (
     CudaRNGStatesTracker,
     get_cuda_rng_tracker,
@@ -28,9 +30,7 @@ from ztk.deepspeed.config.keys import Findings
 from ztk.deepspeed.device import get_accelerator
 from ztk.deepspeed.log import logger
 from ztk.deepspeed.started import this_process
-from ztk.recompute import RecomputePolicy, Regions
-from ztk.runtime import Comm
-from ztk.runtime.comm import connect_groups
+from ztk.parallel.recompute import RecomputePolicy, Regions
 
 __all__ = [
     "CheckpointFunction",

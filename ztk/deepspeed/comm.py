@@ -28,9 +28,9 @@ from torch.distributed import (
     new_group,
 )
 
+from ztk.core.runtime import Comm
 from ztk.deepspeed.arguments import init_distributed
 from ztk.deepspeed.comm_log import CommsLog, table
-from ztk.runtime import Comm
 
 __all__ = [
     "P2POp",

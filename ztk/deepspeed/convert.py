@@ -4,9 +4,9 @@ import dataclasses
 import sys
 from collections.abc import Mapping
 
+from ztk.core.policies.optimizer import TORCH
+from ztk.core.precision.policy import DTYPES
 from ztk.deepspeed.config import Settings
-from ztk.policies.optimizer import TORCH
-from ztk.precision.policy import DTYPES
 
 _WORD_OF = {dtype: word for word, dtype in DTYPES.items()}
 # Top-level keys that have words of run.py, or that change nothing there.

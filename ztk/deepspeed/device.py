@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ztk.runtime.system_memory import machine_memory, process_memory
+from ztk.core.runtime.system_memory import machine_memory, process_memory
 
 # DeepSpeed's name -> that of `torch.get_device_module("cuda")`. Memory is in bytes, a device is its number, None is the one in use.
 _OF_TORCH = {

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ztk.core.runtime import Topology
 from ztk.deepspeed import owners
 from ztk.deepspeed.averaging import set_averaging
 from ztk.deepspeed.buffers import naming_buffers
@@ -26,9 +27,8 @@ from ztk.deepspeed.offloading import OffloadDeviceEnum, StateOffload
 from ztk.deepspeed.optimizer import ShardedOptimizer
 from ztk.deepspeed.saving import Saving
 from ztk.deepspeed.watch.watcher import Watcher
-from ztk.engine import Engine
 from ztk.kernels import State
-from ztk.runtime import Topology
+from ztk.train.engine import Engine
 from ztk.zero.state.offload import StateKind
 
 _FIX = (

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from ztk.core.policies.optimizer import TORCH
 from ztk.deepspeed import owners
 from ztk.deepspeed.autotp import check_asked_dtype, with_asked_degree
 from ztk.deepspeed.build import NO_OPTIMIZER, Builder, default_optimizer
@@ -24,8 +25,7 @@ from ztk.deepspeed.pipe import engine as pipes
 from ztk.deepspeed.pipe.module import PipelineModule
 from ztk.deepspeed.schedules import SCHEDULES
 from ztk.deepspeed.started import DEFAULT_PORT, this_process
-from ztk.parameters.construction import construction_suspended
-from ztk.policies.optimizer import TORCH
+from ztk.zero.parameters.construction import construction_suspended
 
 
 @construction_suspended()

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ztk.engine import Engine
-from ztk.rollout.weights import RolloutWeights, rollout_weights
+from ztk.rl.rollout.weights import RolloutWeights, rollout_weights
+from ztk.train.engine import Engine
 
 
 def generate(model: nn.Module, *args: Any, weights: RolloutWeights = RolloutWeights.whole, **options: Any) -> Tensor:

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from ztk.core.runtime import Tier
 from ztk.deepspeed.parsed import DeepSpeedConfig
 from ztk.deepspeed.process_groups import data_parallel_group_of, sequence_group_of
 from ztk.deepspeed.watch.flops import FlopsProfiler
 from ztk.deepspeed.watch.monitors import MonitorMaster
-from ztk.engine import Engine
-from ztk.runtime import Tier
+from ztk.train.engine import Engine
 
 if TYPE_CHECKING:
     from ztk.deepspeed.config import Settings

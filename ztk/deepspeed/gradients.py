@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ztk.buckets.gradient import gradient_of, set_gradient
 from ztk.deepspeed.log import logger
 from ztk.deepspeed.owners import Owner, owner_of
-from ztk.engine import Engine
 from ztk.kernels import sum_of_squares
-from ztk.parameters.released import change_class
+from ztk.train.engine import Engine
+from ztk.zero.buckets.gradient import gradient_of, set_gradient
+from ztk.zero.parameters.released import change_class
 from ztk.zero.reduction import Backward
 
 _HINT = (

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from ztk.core.policies.optimizer import TORCH
 from ztk.deepspeed.own_optimizers import DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLamb, FusedLion
 from ztk.optim import OptimizerPolicy, ParameterGroup
 from ztk.optim.script_optimizer import check_step, unhooked
-from ztk.policies.optimizer import TORCH
 
 _HYPER = ("lr", "betas", "eps", "weight_decay", "momentum")
 # What a group of a torch optimizer may hold besides, and the value that ztk's own optimizers have.

@@ -15,7 +15,7 @@ from ztk.deepspeed.engine import DeepSpeedEngine
 from ztk.deepspeed.generation import generate
 from ztk.deepspeed.hybrid_texts import EngineTexts
 from ztk.deepspeed.log import logger
-from ztk.rollout.weights import RolloutWeights
+from ztk.rl.rollout.weights import RolloutWeights
 
 
 class DeepSpeedHybridEngine(DeepSpeedEngine):

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ztk.core.runtime.own_forward import has_own_forward
 from ztk.deepspeed.adapters import adapted_layers, merged_parameters
 from ztk.deepspeed.asked import Asked, is_watched, read_call
 from ztk.deepspeed.log import logger
-from ztk.engine import Engine
 from ztk.inference import Generator, InferencePolicy
 from ztk.inference.describe import FAMILIES, describe
 from ztk.inference.plan import free_memory
-from ztk.parameters.construction import construction_suspended
-from ztk.rollout.weights import RolloutWeights, rollout_weights
-from ztk.runtime.own_forward import has_own_forward
+from ztk.rl.rollout.weights import RolloutWeights, rollout_weights
+from ztk.train.engine import Engine
+from ztk.zero.parameters.construction import construction_suspended
 
 _MOST_SEQUENCES = 64  # in one step
 _COPIES = 2  # of the weights while they are read: as they come, and in the processor's own layout

@@ -1,6 +1,6 @@
 """Leaf modules: a module of experts is gathered as one, because every rank sends its tokens to other experts.
 
-Units of stage 3 are the elements of module lists (see `ztk.buckets.units`), so each expert would be one, and ranks would gather different ones.
+Units of stage 3 are the elements of module lists (see `ztk.zero.buckets.units`), so each expert would be one, and ranks would gather different ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -82,7 +82,7 @@ def z3_leaf_parameter(model: nn.Parameter) -> bool:
 
 
 def settle_units(model: nn.Module, *, leaves: LeafModules) -> None:
-    """Marks what the configuration names, and tells `ztk.buckets.units` which modules are gathered as one. Called by `initialize`."""
+    """Marks what the configuration names, and tells `ztk.zero.buckets.units` which modules are gathered as one. Called by `initialize`."""
     missing = [name for name in leaves.classes if not _mark_classes(model, [name], flag=True, raise_if_not_found=False)]
     missing += set_z3_leaf_modules_by_name(model, leaves.names, raise_if_not_found=False)[1]
     missing += set_z3_leaf_modules_by_suffix(model, leaves.name_suffixes, raise_if_not_found=False)[1]

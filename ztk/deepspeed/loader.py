@@ -5,8 +5,8 @@ from math import ceil
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
+from ztk.core.runtime import Process
 from ztk.deepspeed.timers import ThroughputTimer
-from ztk.runtime import Process
 
 ROUTES = ("train", "eval", "predict")
 

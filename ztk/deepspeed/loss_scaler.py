@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ztk.deepspeed.log import log_dist
 from ztk.deepspeed.saved_types import module_is
-from ztk.engine import Engine
+from ztk.train.engine import Engine
 
 _MODULE = "deepspeed.runtime.fp16.loss_scaler"
 INITIAL_LOSS_SCALE = "init_scale"

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from ztk.core.runtime.system_memory import machine_memory, process_memory
 from ztk.deepspeed.device import get_accelerator
 from ztk.deepspeed.log import logger, show_messages
-from ztk.runtime.system_memory import machine_memory, process_memory
 
 GIB = 2**30
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import nn
 
+from ztk.core.runtime import Process
+from ztk.core.runtime.part import Part
 from ztk.deepspeed.started import arrange
-from ztk.runtime import Process
-from ztk.runtime.part import Part
 
 _CUT = ("tensor_model_parallel", "model_parallel")  # Megatron's marks on a parameter that a rank holds a part of
 

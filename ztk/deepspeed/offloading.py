@@ -2,10 +2,10 @@
 
 from collections.abc import Container
 
+from ztk.core.runtime import Tier
 from ztk.deepspeed.log import logger
-from ztk.engine import Engine
-from ztk.offload import OffloadPolicy
-from ztk.runtime import Tier
+from ztk.train.engine import Engine
+from ztk.zero.offload import OffloadPolicy
 from ztk.zero.state.offload import StateKind
 
 OffloadStateTypeEnum = StateKind  # DeepSpeed's name, with the same members

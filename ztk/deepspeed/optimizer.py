@@ -19,11 +19,11 @@ from ztk.deepspeed.loss_scaler import EngineLossScale
 from ztk.deepspeed.offloading import OffloadDeviceEnum, StateOffload
 from ztk.deepspeed.owners import Owner, owner_of
 from ztk.deepspeed.zero.hooks import DeepSpeedZeRoOffload
-from ztk.engine import Engine
 from ztk.kernels import State
 from ztk.optim import TorchStep
 from ztk.optim.script_optimizer import FixedGroups, ScriptOptimizer, StateElsewhere, check_same, inside_hooks
 from ztk.optim.torch_step import Progress
+from ztk.train.engine import Engine
 from ztk.zero.state.offload import StateKind
 
 _AGAIN = "destroy() the engine and initialize again"

@@ -7,8 +7,8 @@ from weakref import ReferenceType, WeakValueDictionary, ref
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ztk.buckets.bucket import Bucket
-from ztk.engine import Engine
+from ztk.train.engine import Engine
+from ztk.zero.buckets.bucket import Bucket
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ztk.pipeline.partition import balanced, uniform
+from ztk.parallel.pipeline.partition import balanced, uniform
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:

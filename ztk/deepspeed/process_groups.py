@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from ztk.core.runtime import Topology
 from ztk.deepspeed import owners
-from ztk.runtime import Topology
 
 __all__ = [
     "_clone_world_group",

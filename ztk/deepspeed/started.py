@@ -7,7 +7,7 @@ import socket
 import torch
 import torch.distributed as dist
 
-from ztk.runtime import Process, Topology
+from ztk.core.runtime import Process, Topology
 
 DEFAULT_PORT = 29500
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=600)

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from ztk.core.runtime.system_memory import machine_memory
 from ztk.deepspeed.device import get_accelerator
 from ztk.deepspeed.log import log_dist, logger
-from ztk.runtime.system_memory import machine_memory
 
 GIB = 2**30
 FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"

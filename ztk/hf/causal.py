@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ztk.core.runtime.part import InitialValues
 from ztk.hf.documents import arguments_of, known_documents
 from ztk.hf.kernels import inject_kernels
 from ztk.hf.losses import causal_loss
@@ -24,7 +25,6 @@ from ztk.hf.stages import CausalLayers
 from ztk.hf.values import DrawnValues, FolderValues
 from ztk.nn import Documents
 from ztk.nn.lora import LoraPolicy, adapter_values, add_adapters
-from ztk.runtime.part import InitialValues
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from ztk.parameters.released import is_released
+from ztk.zero.parameters.released import is_released
 
 
 def complete(other: ModuleType) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ztk.core.runtime.own_forward import replace_forward
 from ztk.hf.attention import restore_attention, use_attention
 from ztk.hf.rotary import by_kernel, rotation_of
 from ztk.kernels import geglu, layer_norm, rms_norm, swiglu
-from ztk.runtime.own_forward import replace_forward
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _IN_ONE = ("gate_up_proj", "down_proj")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ztk.hf.slices import SafetensorsSlices, TensorSlice
-from ztk.parameters.partitioned import partitioned_of
+from ztk.zero.parameters.partitioned import partitioned_of
 
 logger = logging.getLogger(__name__)
 

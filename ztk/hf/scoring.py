@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ztk.core.runtime.part import InitialValues
 from ztk.hf.causal import parameters_on_meta, read_config, transformers_module
 from ztk.hf.kernels import inject_kernels
 from ztk.hf.values import DrawnValues, FolderValues
 from ztk.nn.lora import LoraPolicy, adapter_values, add_adapters
-from ztk.runtime.part import InitialValues
 
 logger = logging.getLogger(__name__)
 

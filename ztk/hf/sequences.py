@@ -1,4 +1,4 @@
-"""A model of transformers on parts of sequences: its attention, called through transformers' interface, is that of `ztk.sequence`.
+"""A model of transformers on parts of sequences: its attention, called through transformers' interface, is that of `ztk.parallel.sequence`.
 
 Everything else in a decoder treats tokens one by one, given their positions. No mask is made: causality, a window and documents are all that
 attention of the tested families knows, and the parts' attention knows them, too. Results have the dtype of the query.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ztk.hf.attention import NAME, window_of
 from ztk.kernels import attention, attention_varlen
 from ztk.nn import Documents
-from ztk.sequence import Divisible
+from ztk.parallel.sequence import Divisible
 
 # Families whose parts are tested to compute what the full sequences do. Others attend by functions of their own (GPT-J, BLOOM, Falcon), by
 # which they do not see this rank's place in the sequence.

@@ -15,7 +15,7 @@ from ztk.hf.documents import arguments_of, known_documents
 from ztk.hf.losses import causal_loss
 from ztk.hf.sequences import own_places
 from ztk.nn.staged import argument
-from ztk.pipeline.layers import Carry, Layer, MicroBatch, count_parameters, drop_modules
+from ztk.parallel.pipeline.layers import Carry, Layer, MicroBatch, count_parameters, drop_modules
 
 # The decoder's children besides its list of layers, by what they do: models with others are refused.
 _TOKENS = ("embed_tokens", "wte", "embed_in", "word_embeddings")

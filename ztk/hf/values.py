@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ztk.core.runtime.seed import derive_seed
 from ztk.hf.loading import converted_values, names_in_model
 from ztk.hf.slices import SafetensorsSlices
-from ztk.runtime.seed import derive_seed
 
 logger = logging.getLogger(__name__)
 

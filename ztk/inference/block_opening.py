@@ -13,6 +13,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
+from ztk.core.policies.inference import cache_faults, cache_of
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache, block_bytes
 from ztk.inference.block_swap import SwapFile
@@ -25,7 +26,6 @@ from ztk.inference.plan import free_memory
 from ztk.inference.policy import InferencePolicy
 from ztk.inference.probe import random_rows, random_tokens
 from ztk.inference.steps import Span
-from ztk.policies.inference import cache_faults, cache_of
 
 _log = logging.getLogger(__name__)
 

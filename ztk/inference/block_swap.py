@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ztk.offload.disk import DiskFile
-from ztk.offload.engine import IoEngine, Transfer, Urgency
-from ztk.offload.pool import AlignedRegion
-from ztk.offload.probe import probe_folder
-from ztk.policies.offload import PAGE_BYTES, OffloadPolicy
-from ztk.runtime.io import Direction, IoCounters
+from ztk.core.policies.offload import PAGE_BYTES, OffloadPolicy
+from ztk.core.runtime.io import Direction, IoCounters
+from ztk.zero.offload.disk import DiskFile
+from ztk.zero.offload.engine import IoEngine, Transfer, Urgency
+from ztk.zero.offload.pool import AlignedRegion
+from ztk.zero.offload.probe import probe_folder
 
 _AT_ONCE = 8  # blocks that are under way together, in memory of the file's own
 

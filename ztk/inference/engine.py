@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ztk.core.runtime.comm import Comm
 from ztk.inference.block_cache import BlockCache
 from ztk.inference.block_opening import find_scales
 from ztk.inference.block_schedule import BlockScheduler
@@ -30,7 +31,6 @@ from ztk.inference.room import drafting_of
 from ztk.inference.schedule import Sequence, logprob_values
 from ztk.inference.sharing import drafts_of, open_draft, shared_memory
 from ztk.inference.stepping import Stepper
-from ztk.runtime.comm import Comm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,6 @@
 """The linear layers of a model's own modules, of which a tensor-parallel rank computes a part.
 
-Which layer is cut in which way follows from the module tree (`ztk.tensor.derived`), or else from the plan that the model brings. Layers that
+Which layer is cut in which way follows from the module tree (`ztk.parallel.tensor.derived`), or else from the plan that the model brings. Layers that
 no rule names are computed on every rank. Sums have the order of the ranks, as in the engine's own families.
 """
 
@@ -13,10 +13,10 @@ from ztk.inference.cut import Cut
 from ztk.inference.describe import Description
 from ztk.inference.products import Affine, Product
 from ztk.inference.ranks import Ranks
-from ztk.tensor.derived import derived_rules
-from ztk.tensor.heads import Heads, count_own_heads, head_by_head, is_attention
-from ztk.tensor.plan import plan_of
-from ztk.tensor.rules import Style
+from ztk.parallel.tensor.derived import derived_rules
+from ztk.parallel.tensor.heads import Heads, count_own_heads, head_by_head, is_attention
+from ztk.parallel.tensor.plan import plan_of
+from ztk.parallel.tensor.rules import Style
 
 _COLUMNS, _ROWS = (Style.column, Style.column_gathered, Style.head), (Style.row, Style.row_split)
 

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ztk.core.runtime import CommMismatch, PeerLost
 from ztk.inference.cache import Cache
 from ztk.inference.describe import FAMILIES, Description
 from ztk.inference.module_cut import Linear, ModuleCut
@@ -34,7 +35,6 @@ from ztk.inference.quantised import FORMATS
 from ztk.inference.ranks import Ranks
 from ztk.inference.steps import Span, Step
 from ztk.kernels import activate_cpu
-from ztk.runtime import CommMismatch, PeerLost
 
 NAME = "ztk_cache"
 _MODELS, _MASKS = "transformers.modeling_utils", "transformers.masking_utils"

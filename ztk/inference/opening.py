@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ztk.core.policies.offload import OffloadPolicy
+from ztk.core.runtime.host_memory import return_freed_memory
 from ztk.inference.block_model import BlockModel
 from ztk.inference.block_opening import check_block_rows, placement_of
 from ztk.inference.block_weights import Placement, collect_blocks
@@ -44,8 +46,6 @@ from ztk.inference.rates import measure, measure_modules
 from ztk.inference.stream import StreamedLayers
 from ztk.inference.weights import Layer, ResidentLayers, Weights, collect
 from ztk.nn import Decoder
-from ztk.policies.offload import OffloadPolicy
-from ztk.runtime.host_memory import return_freed_memory
 
 
 class TrainingEngine(Protocol):

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ztk.core.policies.offload import PAGE_BYTES
 from ztk.inference.cut import Cut
 from ztk.inference.describe import Description, Subject
 from ztk.inference.layer_file import LAYERS, LayerFile, LayerWriter
@@ -39,7 +40,6 @@ from ztk.inference.parts import (
 )
 from ztk.inference.products import Affine, Product
 from ztk.inference.weights import Layer, ResidentLayers, WeightReader, Weights, products_of
-from ztk.policies.offload import PAGE_BYTES
 
 MANIFEST, REST = "packed.json", "rest.bin"
 VERSION = 3

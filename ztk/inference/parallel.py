@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ztk.core.runtime.comm import Comm
 from ztk.inference.block_cache import BlockCache
 from ztk.inference.block_model import BlockModel
 from ztk.inference.block_swap import Swap
@@ -29,7 +30,6 @@ from ztk.inference.ranks import Ranks
 from ztk.inference.recorded import RecordedBlocks, RecordedCache, Repeating
 from ztk.inference.steps import Span
 from ztk.inference.weights import Weights
-from ztk.runtime.comm import Comm
 
 BEAT_SECONDS = 2.0  # an idle leader says so this often: followers wait for it, and it hears of a follower that is gone
 _INLINE = 4096  # numbers of the broadcast of a step; a longer message has a second one

@@ -8,12 +8,12 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from ztk.core.policies.offload import PAGE_BYTES
 from ztk.inference.products import Affine, Product
 from ztk.inference.quantised import Int4Product, Int8Product
 from ztk.inference.weights import Layer, Mlp
-from ztk.offload.engine import Transfer
-from ztk.offload.pool import AlignedRegion
-from ztk.policies.offload import PAGE_BYTES
+from ztk.zero.offload.engine import Transfer
+from ztk.zero.offload.pool import AlignedRegion
 
 NORM = "norm"
 _KINDS: dict[str, type[Product]] = {"stored": Product, "int8": Int8Product, "int4": Int4Product}

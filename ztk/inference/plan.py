@@ -12,13 +12,13 @@ S W / (cache of a sequence) sequences fit (FlexGen, https://arxiv.org/abs/2303.0
 from dataclasses import dataclass
 from pathlib import Path
 
+from ztk.core.runtime.system_memory import machine_memory
 from ztk.inference.attention import BLOCK
 from ztk.inference.cache import rounded
 from ztk.inference.describe import Description
 from ztk.inference.parts import Item
 from ztk.inference.steps import QUERIES
 from ztk.inference.stream import BUFFERS
-from ztk.runtime.system_memory import machine_memory
 
 USUAL_SEQUENCES, USUAL_STEP_TOKENS = 32, 512  # where nothing is streamed
 MOST_SEQUENCES, MOST_STEP_TOKENS = 1024, 4096

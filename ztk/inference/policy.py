@@ -6,10 +6,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ztk.policies.inference import BLOCK_WEIGHTS, CACHE_DTYPES, CACHES, LOGIT_BIAS, ONLY_NVME, RANGES, SAMPLING_RANGES
-from ztk.policies.offload import OffloadPolicy
-from ztk.policies.ranges import COUNT, range_faults, refuse
-from ztk.policies.tier import Tier
+from ztk.core.policies.inference import (
+    BLOCK_WEIGHTS,
+    CACHE_DTYPES,
+    CACHES,
+    LOGIT_BIAS,
+    ONLY_NVME,
+    RANGES,
+    SAMPLING_RANGES,
+)
+from ztk.core.policies.offload import OffloadPolicy
+from ztk.core.policies.ranges import COUNT, range_faults, refuse
+from ztk.core.policies.tier import Tier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ztk.core.runtime.host_memory import use_huge_pages
 from ztk.inference.onednn import memory_of, over
 from ztk.nn.linear import HAS_ONEDNN, linear
-from ztk.runtime.host_memory import use_huge_pages
 
 _PACKED_FOR = 64  # rows that the packed layout is best for
 # Without a look-up by its operands in every call, which takes as long as a small operation.

@@ -7,9 +7,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ztk.core.runtime.comm import Comm, CommMismatch, PeerLost
 from ztk.inference.cut import Cut
 from ztk.inference.describe import Description
-from ztk.runtime.comm import Comm, CommMismatch, PeerLost
 
 T = TypeVar("T")
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ztk.core.runtime.comm import CommMismatch, PeerLost
 from ztk.inference.block_cache import BlockCache
 from ztk.inference.cache import Cache
 from ztk.inference.graphs import DecodeGraphs
@@ -27,7 +28,6 @@ from ztk.inference.ranks import Ranks, computing
 from ztk.inference.sample import Drawn, NothingDrawn, draw, likeliest
 from ztk.inference.schedule import Scheduler, Sequence, Work
 from ztk.inference.steps import Span
-from ztk.runtime.comm import CommMismatch, PeerLost
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Generic
 
+from ztk.core.policies.offload import OffloadPolicy
+from ztk.core.runtime.io import Direction, IoCounters
 from ztk.inference.layer_file import LayerFile
 from ztk.inference.parts import Built, LayerBuffer
-from ztk.offload.disk import DiskFile
-from ztk.offload.engine import IoEngine, Transfer, Urgency
-from ztk.offload.pool import AlignedRegion
-from ztk.offload.probe import check_disk
-from ztk.policies.offload import OffloadPolicy
-from ztk.runtime.io import Direction, IoCounters
+from ztk.zero.offload.disk import DiskFile
+from ztk.zero.offload.engine import IoEngine, Transfer, Urgency
+from ztk.zero.offload.pool import AlignedRegion
+from ztk.zero.offload.probe import check_disk
 
 BUFFERS = 3  # one that is computed with, one that is read, and one that is complete
 

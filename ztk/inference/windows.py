@@ -9,7 +9,7 @@ _AT_ONCE = 64  # windows whose log-probabilities are in memory together
 
 
 class Scorer(Protocol):
-    """What computes log-probabilities: `Generator`, or the engine that trains (`ztk.engine.scoring`)."""
+    """What computes log-probabilities: `Generator`, or the engine that trains (`ztk.train.engine.scoring`)."""
 
     @property
     def max_len(self) -> int:

@@ -1,4 +1,4 @@
-"""Attention of a block of queries to one block of keys, for keys that arrive block by block (`ztk.sequence.ring`).
+"""Attention of a block of queries to one block of keys, for keys that arrive block by block (`ztk.parallel.sequence.ring`).
 
 A block returns its own softmax, normalised, with the log-sum-exp of its scores, by which results of several blocks are merged. The
 backward of a block takes the output and the log-sum-exp over all blocks, and gives this block's parts of the gradients.

@@ -10,7 +10,7 @@ A step with found_inf advances neither step nor lr. The loss scale follows DeepS
 update_scale_hysteresis.cu: an overflow uses up one unit of hysteresis, and when none is left multiplies the scale by
 `backoff_factor`, not below `min_scale`; `growth_interval` good steps in a row multiply it by `growth_factor`, not above
 `max_scale`. The first good step of a run and the first one after an overflow do not count, as in DeepSpeed: `good_steps`
-is -1 then, in a fresh state (`ztk.precision.control_state`) too.
+is -1 then, in a fresh state (`ztk.core.precision.control_state`) too.
 Nothing is read by the host, so a full training step can be captured in a CUDA graph.
 """
 

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
+from ztk.core.runtime.seed import generator
 from ztk.nn.decoder import Decoder
 from ztk.nn.norm import RMSNorm
-from ztk.runtime.seed import generator
 
 _CHUNK = 1 << 15
 _CHUNKS_PER_THREAD = 16

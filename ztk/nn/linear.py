@@ -22,8 +22,8 @@ from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
 from torch.utils.flop_counter import register_flop_formula
 
-from ztk.runtime.gradient_places import place_offered
-from ztk.runtime.input_gradients import Taker, taker_of
+from ztk.core.runtime.gradient_places import place_offered
+from ztk.core.runtime.input_gradients import Taker, taker_of
 
 
 class Linear(nn.Linear):
@@ -156,7 +156,7 @@ class _LinearByOneDNN(torch.autograd.Function):
 
 
 class _LinearIntoPlace(torch.autograd.Function):
-    """The products of `F.linear`, the gradient of the weight into its place in a bucket if there is one (`ztk.runtime.gradient_places`)."""
+    """The products of `F.linear`, the gradient of the weight into its place in a bucket if there is one (`ztk.core.runtime.gradient_places`)."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, take: Taker | None = None) -> Tensor:

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ztk.runtime.part import InitialValues
-from ztk.runtime.seed import generator
+from ztk.core.runtime.part import InitialValues
+from ztk.core.runtime.seed import generator
 
 ALL = "all-linear"
 _A, _B = "lora_A.default.weight", "lora_B.default.weight"

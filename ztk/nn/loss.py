@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
+from ztk.core.runtime.own_forward import has_own_forward
 from ztk.data.borders import IGNORED
 from ztk.kernels import bytes_kept, cross_entropy, linear_cross_entropy
 from ztk.nn.linear import Linear, is_autocast
-from ztk.runtime.own_forward import has_own_forward
 
 LARGE_LOGITS = 1 << 30  # bytes: below, the loss reads the logits of the head, as every run has since the first
 

@@ -9,15 +9,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ztk.core.runtime.planned import without_autocast
 from ztk.kernels import Routing, grouped_matmul, grouped_matmul_pair, moe_combine, moe_route, swiglu
 from ztk.nn.balance import ExpertLoad, RouterLosses
 from ztk.nn.config import DecoderConfig
 from ztk.nn.mlp import SwiGLU
-from ztk.runtime.planned import without_autocast
 
 
 class Exchange(Protocol):
-    """Sends tokens to experts on other ranks and returns their results. `ztk.moe.ExpertExchange` is one."""
+    """Sends tokens to experts on other ranks and returns their results. `ztk.parallel.moe.ExpertExchange` is one."""
 
     def __call__(
         self,

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ztk.core.runtime.seed import generator
 from ztk.data import ByteTokenizer
-from ztk.runtime.seed import generator
 
 
 def sample_text(

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from ztk import kernels
+from ztk.core.policies.optimizer import OptimizerPolicy
 from ztk.optim.eight_bit import GROUP
 from ztk.optim.lamb import Lamb
 from ztk.optim.muon import Muon
 from ztk.optim.states import StateFormat, StateRow
-from ztk.policies.optimizer import OptimizerPolicy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,7 @@ class FlatOptimizer:
 
 def flat_optimizer(policy: OptimizerPolicy, *, master: str = "fp32") -> FlatOptimizer:
     """The fused step of the optimizer `policy.name` with the states `policy.states`. master: "fp32" or "stochastic", see
-    `ztk.policies.compact`. What the policies refuse is an AssertionError."""
+    `ztk.core.policies.compact`. What the policies refuse is an AssertionError."""
     if policy.states != "fp32":
         return _compact(policy, master=master)
     muon = lamb = None

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ztk import kernels
+from ztk.core.policies.optimizer import OptimizerPolicy, ParameterGroup
 from ztk.optim.muon import scale_of
-from ztk.policies.optimizer import OptimizerPolicy, ParameterGroup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

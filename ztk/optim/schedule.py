@@ -23,8 +23,8 @@ import math
 import torch
 from torch import Tensor
 
-from ztk.policies.ranges import COUNT
-from ztk.policies.schedule import SchedulePolicy, wsd_steps
+from ztk.core.policies.ranges import COUNT
+from ztk.core.policies.schedule import SchedulePolicy, wsd_steps
 
 
 def lr_table(policy: SchedulePolicy, *, steps: int) -> Tensor:

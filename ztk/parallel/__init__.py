@@ -1,5 +1,1 @@
-"""The one place that combines the techniques: `parallelize` makes a plain module train under a memory strategy on a mesh."""
-
-from ztk.parallel.apply import parallelize
-
-__all__ = ["parallelize"]
+"""Tensor, sequence, expert and pipeline parallelism, recomputation, and `apply.parallelize`, which combines them with ZeRO."""

@@ -11,33 +11,34 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ztk.engine.control import StepControl
-from ztk.engine.engine import Engine
-from ztk.engine.parts import warn_of_parts
-from ztk.engine.pipeline import PipelineEngine
-from ztk.moe import metrics_of_experts, scale_router_losses, shard_experts
+from ztk.core.policies.compact import master_of
+from ztk.core.policies.ema import EmaPolicy
+from ztk.core.policies.optimizer import TORCH
+from ztk.core.policies.tier import Tier
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.precision import PrecisionPolicy
+from ztk.core.runtime import Process
+from ztk.core.runtime.host_memory import keep_freed_memory, return_freed_memory
+from ztk.core.runtime.part import InitialValues, Part, values_of_parts
+from ztk.core.runtime.planned import is_planned
 from ztk.nn.linear import WIDENED, speed_up_linear_layers
-from ztk.offload import OffloadPolicy
 from ztk.optim import FlatOptimizer, GroupTable, OptimizerPolicy, TorchStep, flat_optimizer, group_parameters
 from ztk.optim.script_optimizer import FixedGroups, ScriptOptimizer, StateElsewhere
+from ztk.parallel.moe import metrics_of_experts, scale_router_losses, shard_experts
+from ztk.parallel.pipeline import PipelineModule, PipelinePolicy, ScheduleName
+from ztk.parallel.pipeline.stages import layered, mark_copies, share_values, split
 from ztk.parallel.plan import Plan, check_states
+from ztk.parallel.recompute import RecomputePolicy, recompute_blocks
+from ztk.parallel.sequence import cut_sequences
 from ztk.parallel.stores import fit_pool, make_stores, piece_size
-from ztk.parameters.aliases import check_initialized
-from ztk.pipeline import PipelineModule, PipelinePolicy, ScheduleName
-from ztk.pipeline.stages import layered, mark_copies, share_values, split
-from ztk.policies.compact import master_of
-from ztk.policies.ema import EmaPolicy
-from ztk.policies.optimizer import TORCH
-from ztk.policies.tier import Tier
-from ztk.precision import PrecisionPolicy
-from ztk.recompute import RecomputePolicy, recompute_blocks
-from ztk.runtime import Process
-from ztk.runtime.host_memory import keep_freed_memory, return_freed_memory
-from ztk.runtime.part import InitialValues, Part, values_of_parts
-from ztk.runtime.planned import is_planned
-from ztk.sequence import cut_sequences
-from ztk.tensor import TensorPolicy, shard_tensors
-from ztk.zero import Zero, ZeroPolicy
+from ztk.parallel.tensor import TensorPolicy, shard_tensors
+from ztk.train.engine.control import StepControl
+from ztk.train.engine.engine import Engine
+from ztk.train.engine.parts import warn_of_parts
+from ztk.train.engine.pipeline import PipelineEngine
+from ztk.zero.offload import OffloadPolicy
+from ztk.zero.parameters.aliases import check_initialized
+from ztk.zero.zero import Zero
 
 _AGAIN = "close() the engine and call parallelize again"
 
@@ -74,7 +75,7 @@ def parallelize(
         object's own step, state_dict, load_state_dict and add_param_group raise, and its zero_grad drops the engine's gradients.
     lr_table: fp32 [steps], the multiplier of the learning rate for each update; the last one stays. None: constant.
     experts: a regular expression for the layers whose experts are spread over the mesh's expert axis. None: all layers with experts.
-    pipeline: how a mesh with several stages cuts and runs the model, which is then a `ztk.pipeline.PipelineModule` or the native decoder.
+    pipeline: how a mesh with several stages cuts and runs the model, which is then a `ztk.parallel.pipeline.PipelineModule` or the native decoder.
         The engine is a `PipelineEngine`.
     parts: of a model whose tensors are already cut over the mesh's tensor-parallel ranks. None: they are cut here.
     accumulation_steps: micro-batches per step.

@@ -6,25 +6,26 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ztk.buckets.context import stored_states
+from ztk.core.policies import layout
+from ztk.core.policies.compact import compact_faults
+from ztk.core.policies.ema import EmaPolicy
+from ztk.core.policies.ranges import refuse
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.precision import PrecisionPolicy
+from ztk.core.runtime import MemoryLedger, Mesh, PhaseClock, Process
+from ztk.core.runtime.io import IoCounters
+from ztk.core.runtime.part import InitialValues, Part
 from ztk.nn.deferred import DeferredGradients
-from ztk.offload import OffloadPolicy
 from ztk.optim import FlatOptimizer, OptimizerPolicy, TorchStep
 from ztk.optim.states import StateFormat
-from ztk.pipeline import PipelinePolicy
-from ztk.pipeline.stages import Stages
-from ztk.policies import layout
-from ztk.policies.compact import compact_faults
-from ztk.policies.ema import EmaPolicy
-from ztk.policies.ranges import refuse
-from ztk.precision import PrecisionPolicy
-from ztk.recompute import RecomputePolicy
-from ztk.runtime import MemoryLedger, Mesh, PhaseClock, Process
-from ztk.runtime.io import IoCounters
-from ztk.runtime.part import InitialValues, Part
-from ztk.tensor import TensorPolicy
-from ztk.tensor.shard import ShardedTensors
-from ztk.zero import Zero, ZeroPolicy
+from ztk.parallel.pipeline import PipelinePolicy
+from ztk.parallel.pipeline.stages import Stages
+from ztk.parallel.recompute import RecomputePolicy
+from ztk.parallel.tensor import TensorPolicy
+from ztk.parallel.tensor.shard import ShardedTensors
+from ztk.zero.buckets.context import stored_states
+from ztk.zero.offload import OffloadPolicy
+from ztk.zero.zero import Zero
 
 
 @dataclass(kw_only=True)

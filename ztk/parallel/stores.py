@@ -2,16 +2,16 @@
 
 from dataclasses import replace
 
-from ztk.buckets.layout import PARAMETER_ALIGNMENT, SHARD_ALIGNMENT
-from ztk.buckets.units import plan_units
-from ztk.offload import HostStore, NvmeStore, OffloadPolicy
-from ztk.offload.planned import PlannedHostStore, PlannedNvmeStore
+from ztk.core.policies.offload import MIN_BUFFER_COUNT, PAGE_BYTES
+from ztk.core.runtime import Tier
+from ztk.core.runtime.planned import is_planned
+from ztk.core.runtime.store import DeviceStore, Store, Stores
 from ztk.optim.states import ROW_ALIGNMENT, StateFormat
 from ztk.parallel.plan import Plan
-from ztk.policies.offload import MIN_BUFFER_COUNT, PAGE_BYTES
-from ztk.runtime import Tier
-from ztk.runtime.planned import is_planned
-from ztk.runtime.store import DeviceStore, Store, Stores
+from ztk.zero.buckets.layout import PARAMETER_ALIGNMENT, SHARD_ALIGNMENT
+from ztk.zero.buckets.units import plan_units
+from ztk.zero.offload import HostStore, NvmeStore, OffloadPolicy
+from ztk.zero.offload.planned import PlannedHostStore, PlannedNvmeStore
 
 
 def make_stores(plan: Plan, *, policy: OffloadPolicy) -> Stores:

@@ -1,5 +1,6 @@
 """What a run needs and moves, before it starts: the real engine over tensors without values."""
 
+from ztk.core.policies.peers import Peer, Way
 from ztk.planner.fitting import Fix, fixes
 from ztk.planner.layouts import Layout, Workload
 from ztk.planner.plan import plan
@@ -7,7 +8,6 @@ from ztk.planner.result import Plan
 from ztk.planner.search import Found, Search, search
 from ztk.planner.trace import RankTrace
 from ztk.planner.tracker import Peak
-from ztk.policies.peers import Peer, Way
 
 __all__ = [
     "Fix",

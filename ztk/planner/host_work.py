@@ -14,16 +14,16 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ztk.buckets.residency import ParameterState, Residency
-from ztk.offload.planned import PlannedIo
+from ztk.core.runtime.io import Direction
+from ztk.parallel.recompute import selective
 from ztk.planner.kinds import GRADIENT, INTERCEPTED, REQUEST
 from ztk.planner.lanes import Lanes
 from ztk.planner.tracker import is_work
-from ztk.recompute import selective
-from ztk.runtime.io import Direction
-from ztk.sharded_optim import update
-from ztk.sharded_optim.update import ShardUpdate
+from ztk.zero.buckets.residency import ParameterState, Residency
+from ztk.zero.offload.planned import PlannedIo
 from ztk.zero.reduction import GradientReduction
+from ztk.zero.update import update
+from ztk.zero.update.update import ShardUpdate
 
 
 @contextmanager

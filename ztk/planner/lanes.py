@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ztk.core.policies.curves import seconds_of
+from ztk.core.policies.hardware import Hardware
+from ztk.core.policies.peers import Peer
+from ztk.core.runtime.comm.planned import Moved
 from ztk.planner.kinds import ATTENTION, ELEMENTWISE, FUSED, GROUPED_PRODUCT, INDEXED, PRODUCT, TORCH_ATTENTION
 from ztk.planner.reached import device_seconds
-from ztk.policies.curves import seconds_of
-from ztk.policies.hardware import Hardware
-from ztk.policies.peers import Peer
-from ztk.runtime.comm.planned import Moved
 
 LANES = ("compute", "wire", "host", "pcie", "disk")
 TO_DEVICE, TO_HOST = _COPIES = ("to device", "to host")  # directions of the PCIe link, which works in both at one time

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ztk.policies.hardware import Hardware
+from ztk.core.policies.hardware import Hardware
 
 STAGES = (0, 1, 2, 3)
 OFFLOADS = ("none", "cpu", "nvme")  # each takes more off the device than the one before

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ztk.pipeline import Action, Costs, Schedule
-from ztk.pipeline.simulate import simulate
+from ztk.parallel.pipeline import Action, Costs, Schedule
+from ztk.parallel.pipeline.simulate import simulate
 from ztk.planner.lanes import StepTime
 
 

@@ -7,24 +7,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from ztk.offload import OffloadPolicy
+from ztk.core.policies.ema import EmaPolicy
+from ztk.core.policies.hardware import Hardware
+from ztk.core.policies.peers import Peer
+from ztk.core.policies.plan import untraced
+from ztk.core.policies.ranges import refuse
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.precision import PrecisionPolicy
+from ztk.core.runtime import Topology
+from ztk.core.runtime.comm.planned import Letters
+from ztk.core.runtime.planned import PLANNED
 from ztk.optim import OptimizerPolicy
-from ztk.pipeline import PipelineModule, PipelinePolicy
+from ztk.parallel.pipeline import PipelineModule, PipelinePolicy
+from ztk.parallel.recompute import RecomputePolicy
+from ztk.parallel.tensor import TensorPolicy
 from ztk.planner.pipeline import joined
 from ztk.planner.result import Plan
 from ztk.planner.trace import RankTrace, planned, trace_rank
-from ztk.policies.ema import EmaPolicy
-from ztk.policies.hardware import Hardware
-from ztk.policies.peers import Peer
-from ztk.policies.plan import untraced
-from ztk.policies.ranges import refuse
-from ztk.precision import PrecisionPolicy
-from ztk.recompute import RecomputePolicy
-from ztk.runtime import Topology
-from ztk.runtime.comm.planned import Letters
-from ztk.runtime.planned import PLANNED
-from ztk.tensor import TensorPolicy
-from ztk.zero import ZeroPolicy
+from ztk.zero.offload import OffloadPolicy
 
 RANKS_PER_NODE = 8  # without hardware
 

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
+from ztk.core.runtime import Process, Topology
+from ztk.core.runtime.comm import Comm
+from ztk.core.runtime.comm.planned import Letters, PlannedComm
+from ztk.core.runtime.planned import PLANNED
+from ztk.core.runtime.process import all_replicas
 from ztk.planner.lanes import Lanes
-from ztk.runtime import Process, Topology
-from ztk.runtime.comm import Comm
-from ztk.runtime.comm.planned import Letters, PlannedComm
-from ztk.runtime.planned import PLANNED
-from ztk.runtime.process import all_replicas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

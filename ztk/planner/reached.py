@@ -5,9 +5,9 @@ long as one that does. A short inner size wastes the time in which multiprocesso
 operations are computed; it reaches less with short sequences and small heads.
 """
 
+from ztk.core.policies.hardware import Hardware
+from ztk.core.policies.peers import Peer
 from ztk.planner.kinds import ATTENTION, GROUPED_PRODUCT, PRODUCT, TORCH_ATTENTION
-from ztk.policies.hardware import Hardware
-from ztk.policies.peers import Peer
 
 _TILES = (
     (128, 256, 1.0),

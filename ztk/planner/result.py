@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ztk.core.policies.hardware import Hardware
+from ztk.core.runtime import Topology
 from ztk.planner.lanes import StepTime
 from ztk.planner.trace import RankTrace
-from ztk.policies.hardware import Hardware
-from ztk.runtime import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

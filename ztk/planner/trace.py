@@ -10,21 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ztk.engine import Engine
-from ztk.engine.pipeline import PipelineEngine
-from ztk.parallel import parallelize
+from ztk.core.policies.hardware import Hardware
+from ztk.core.policies.peers import Peer
+from ztk.core.runtime import Mesh, Tier, Topology
+from ztk.core.runtime.comm.planned import Letters
+from ztk.core.runtime.mesh import AXES
+from ztk.core.runtime.planned import PLANNED
+from ztk.parallel.apply import parallelize
 from ztk.planner.attention import fused_attention
 from ztk.planner.host_work import watched_host
 from ztk.planner.lanes import Lanes, StepTime
 from ztk.planner.pipeline import StageTimes
 from ztk.planner.process import PlannedProcess
 from ztk.planner.tracker import Peak, StepTracker
-from ztk.policies.hardware import Hardware
-from ztk.policies.peers import Peer
-from ztk.runtime import Mesh, Tier, Topology
-from ztk.runtime.comm.planned import Letters
-from ztk.runtime.mesh import AXES
-from ztk.runtime.planned import PLANNED
+from ztk.train.engine import Engine
+from ztk.train.engine.pipeline import PipelineEngine
 
 STEPS = 2  # the first records the order in which stage 3 gathers, the second prefetches along it
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ztk.core.runtime import MemoryLedger, Tier
+from ztk.core.runtime.flop_formulas import flop_registry
+from ztk.core.runtime.planned import is_host_memory
 from ztk.kernels import op_names
 from ztk.planner.attention import FLOPS
 from ztk.planner.grouped import RESULTS
 from ztk.planner.kinds import ATTENTION, ELEMENTWISE, GROUPED_PRODUCT, INDEXED, PRODUCT, TORCH_ATTENTION
-from ztk.runtime import MemoryLedger, Tier
-from ztk.runtime.flop_formulas import flop_registry
-from ztk.runtime.planned import is_host_memory
 
 Computed = Callable[..., None]  # see `ztk.planner.lanes.Lanes.compute`
 _aten = torch.ops.aten
@@ -54,7 +54,7 @@ class Peak:
 class StepTracker(TorchDispatchMode):
     """Counts inside its context. alive: bytes now. flops: of matrix products and attention, as torch's registry has them, in `count_flops`."""
 
-    sees_everything = True  # also what ZeRO hides from modes, see `ztk.runtime.dispatch_modes`
+    sees_everything = True  # also what ZeRO hides from modes, see `ztk.core.runtime.dispatch_modes`
 
     def __init__(self, *, device: str, computed: Computed | None = None) -> None:
         """device: the type whose bytes count, "meta" or "cpu". computed: called for every operation."""

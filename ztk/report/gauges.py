@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ztk.runtime import MemoryLedger, PhaseClock, Tier
+from ztk.core.runtime import MemoryLedger, PhaseClock, Tier
 
-# [k] of every rank -> [world, k], the same bits everywhere; collectives belong to `ztk.runtime`.
+# [k] of every rank -> [world, k], the same bits everywhere; collectives belong to `ztk.core.runtime`.
 Gather = Callable[[Tensor], Tensor]
 
 COMM_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring", "send", "tied", "muon")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pandas
 import yaml
 
-from ztk.policies.experiment import is_counted
+from ztk.core.policies.experiment import is_counted
 from ztk.report.folder import ENVIRONMENT, METRICS, OPTIONS, SUMMARY, read_rows
 from ztk.report.statistics import median_interval
 from ztk.report.status import Status, read_status, read_summary

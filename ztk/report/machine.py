@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ztk.core.runtime.system_memory import machine_memory
 from ztk.kernels import ALL_OPS, OpSpec
-from ztk.offload.probe import probe_folder
 from ztk.report.environment import device_name, version
 from ztk.report.units import format_bytes
-from ztk.runtime.system_memory import machine_memory
+from ztk.zero.offload.probe import probe_folder
 
 _PACKAGES = (
     *("ztk", "torch", "triton", "numpy", "safetensors", "einops", "hydra-core", "wandb", "tensorboard"),

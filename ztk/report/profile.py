@@ -1,6 +1,6 @@
 """Traces and memory of some steps: `profile/rank{r}.trace.json.gz` and `profile/rank{r}.memory.json` in the run folder, from every rank.
 
-The trace is Chrome's format (https://ui.perfetto.dev): operations, kernels on a GPU, and the ranges of `ztk.runtime.ranges`. Autograd gives an
+The trace is Chrome's format (https://ui.perfetto.dev): operations, kernels on a GPU, and the ranges of `ztk.core.runtime.ranges`. Autograd gives an
 operation's backward the sequence number of its forward; by it the row `backward by module` names the module whose gradient is
 computed. On a GPU `rank{r}.memory.pickle` is the allocator's history for https://pytorch.org/memory_viz.
 """
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ztk.policies.profile import ProfilePolicy
-from ztk.runtime import MemoryLedger, Tier
-from ztk.runtime.ranges import Recording, named, recorded
+from ztk.core.policies.profile import ProfilePolicy
+from ztk.core.runtime import MemoryLedger, Tier
+from ztk.core.runtime.ranges import Recording, named, recorded
 
 FOLDER = "profile"
 BACKWARD = "backward by module"

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from ztk.policies.profile import ProfilePolicy
+from ztk.core.policies.profile import ProfilePolicy
 from ztk.report.environment import describe_environment
 from ztk.report.folder import RunFolder, write_failed_summary
 from ztk.report.gauges import Gather, Gauges, gather_json

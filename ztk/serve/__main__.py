@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from ztk.checkpoint import CheckpointError
-from ztk.policies.inference import WEIGHTS
+from ztk.core.policies.inference import WEIGHTS
 from ztk.serve.packing import pack_model
 
 

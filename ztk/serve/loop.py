@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ztk.core.runtime.comm import CommMismatch, PeerLost
 from ztk.inference import Generator, Output, SamplingParams
 from ztk.inference.parallel import BEAT_SECONDS
-from ztk.runtime.comm import CommMismatch, PeerLost
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ztk import checkpoint
-from ztk.align import ANSWER_END, ChatTemplate, chat_prompt, text_prompt
 from ztk.config import Config
 from ztk.config import load as load_config
 from ztk.config.schema import DataName
@@ -19,6 +18,7 @@ from ztk.config.text import reads_documents
 from ztk.data import ByteTokenizer, SubwordTokenizer
 from ztk.inference import UnreadModel
 from ztk.inference.packed import MANIFEST, Packed, open_packed
+from ztk.rl.align import ANSWER_END, ChatTemplate, chat_prompt, text_prompt
 from ztk.serve.pieces import Pieces
 from ztk.serve.trained import trained_model
 

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from ztk.checkpoint import Saver
-from ztk.engine import Engine
+from ztk.core.runtime.interrupts import Interrupts
 from ztk.report import Reporter
-from ztk.runtime.interrupts import Interrupts
+from ztk.train.engine import Engine
 
 
 class Callback:

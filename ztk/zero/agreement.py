@@ -12,11 +12,11 @@ from collections.abc import Container, Mapping
 import torch
 from torch import Tensor, nn
 
-from ztk.buckets.bucket import Bucket
-from ztk.buckets.context import ZeroContext
-from ztk.parameters.bits import digest_of
-from ztk.runtime.planned import is_planned
-from ztk.runtime.streams import Copy, is_capturing, start_copy
+from ztk.core.runtime.planned import is_planned
+from ztk.core.runtime.streams import Copy, is_capturing, start_copy
+from ztk.zero.buckets.bucket import Bucket
+from ztk.zero.buckets.context import ZeroContext
+from ztk.zero.parameters.bits import digest_of
 
 _Key = tuple[int, int, int, str]  # ranks on the axes that divide a model, and the name there
 _SHOWN = 5  # names in an error

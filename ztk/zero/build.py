@@ -10,25 +10,25 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ztk.buckets.bucket import Bucket
-from ztk.buckets.context import ZeroContext
-from ztk.buckets.exchange import exchange_of
-from ztk.buckets.layout import BucketLayout, ParameterSpec
-from ztk.buckets.moments import Moments
-from ztk.buckets.piece import Piece, cut_shard
-from ztk.buckets.units import BucketPlan, BucketTraits, UnitPlan, plan_buckets, plan_units
+from ztk.core.runtime import Tier
+from ztk.core.runtime.part import InitialValues
+from ztk.core.runtime.planned import PLANNED, is_planned
 from ztk.optim import FlatOptimizer
-from ztk.parameters.aliases import check_aliases
-from ztk.parameters.held import HeldMemory
-from ztk.parameters.partitioned import PartitionedParameter, partitioned_of, take
-from ztk.parameters.released import placeholder, release
-from ztk.parameters.watched import watch
-from ztk.runtime import Tier
-from ztk.runtime.part import InitialValues
-from ztk.runtime.planned import PLANNED, is_planned
-from ztk.sharded_optim.piece_states import PieceStates
-from ztk.sharded_optim.positions import first_positions
+from ztk.zero.buckets.bucket import Bucket
+from ztk.zero.buckets.context import ZeroContext
+from ztk.zero.buckets.exchange import exchange_of
+from ztk.zero.buckets.layout import BucketLayout, ParameterSpec
+from ztk.zero.buckets.moments import Moments
+from ztk.zero.buckets.piece import Piece, cut_shard
+from ztk.zero.buckets.units import BucketPlan, BucketTraits, UnitPlan, plan_buckets, plan_units
 from ztk.zero.gathering import Unit
+from ztk.zero.parameters.aliases import check_aliases
+from ztk.zero.parameters.held import HeldMemory
+from ztk.zero.parameters.partitioned import PartitionedParameter, partitioned_of, take
+from ztk.zero.parameters.released import placeholder, release
+from ztk.zero.parameters.watched import watch
+from ztk.zero.update.piece_states import PieceStates
+from ztk.zero.update.positions import first_positions
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ all copies are updated by the same numbers and remain equal. Bytes are counted a
 import torch
 from torch import Tensor
 
-from ztk.buckets.bucket import Bucket
-from ztk.buckets.context import ZeroContext
 from ztk.kernels import sum_of_squares
+from ztk.zero.buckets.bucket import Bucket
+from ztk.zero.buckets.context import ZeroContext
 
 
 class SharedGradients:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ztk.buckets.bucket import Bucket
-from ztk.buckets.context import ZeroContext
-from ztk.buckets.residency import ParameterState
-from ztk.policies.zero import MAX_LIVE_PARAMETERS
-from ztk.runtime.dispatch_modes import without_dispatch_modes
+from ztk.core.policies.zero import MAX_LIVE_PARAMETERS
+from ztk.core.runtime.dispatch_modes import without_dispatch_modes
+from ztk.zero.buckets.bucket import Bucket
+from ztk.zero.buckets.context import ZeroContext
+from ztk.zero.buckets.residency import ParameterState
 from ztk.zero.trace import UseTrace
 
 # Of `prefetch_bucket_size=None`: this part of the model's elements, and no more than DeepSpeed's default. One bucket at least, but none

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ztk.buckets.bucket import Bucket
-from ztk.parameters.released import is_released
-from ztk.runtime.differentiable import through
-from ztk.runtime.own_forward import replace_forward
-from ztk.runtime.saved_tensors import PackedOutside, active_hooks
+from ztk.core.runtime.differentiable import through
+from ztk.core.runtime.own_forward import replace_forward
+from ztk.core.runtime.saved_tensors import PackedOutside, active_hooks
+from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.gathering import Gathering, Unit, inside_backward
+from ztk.zero.parameters.released import is_released
 
 _DIFFERENTIATES = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 _innermost_transform, _is_tracing = torch._C._functorch.peek_interpreter_stack, torch._C._is_tracing

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ztk.buckets.bucket import Bucket
-from ztk.buckets.context import ZeroContext
-from ztk.buckets.gradient import gradient_of, set_gradient
-from ztk.buckets.units import ROOT
+from ztk.core.runtime import MemoryLedger, Tier
+from ztk.core.runtime.buffers import BufferPool
+from ztk.core.runtime.gradient_places import offer_place, withdraw_place
+from ztk.core.runtime.pending import Pending
 from ztk.kernels import sum_of_squares
-from ztk.parameters.watched import TAKES_GRADIENT
-from ztk.runtime import MemoryLedger, Tier
-from ztk.runtime.buffers import BufferPool
-from ztk.runtime.gradient_places import offer_place, withdraw_place
-from ztk.runtime.pending import Pending
+from ztk.zero.buckets.bucket import Bucket
+from ztk.zero.buckets.context import ZeroContext
+from ztk.zero.buckets.gradient import gradient_of, set_gradient
+from ztk.zero.buckets.units import ROOT
 from ztk.zero.gathering import Gathering
+from ztk.zero.parameters.watched import TAKES_GRADIENT
 from ztk.zero.shards import ReducedShards
 
 MAX_IN_FLIGHT = 2  # reductions whose buffers are alive at one time: one is sent while the next one fills

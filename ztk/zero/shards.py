@@ -8,12 +8,12 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from ztk.buckets.bucket import Bucket
+from ztk.core.runtime import PhaseClock, Tier
+from ztk.core.runtime.buffers import BufferPool
+from ztk.core.runtime.pending import Pending
+from ztk.core.runtime.store import Store
 from ztk.kernels import sum_of_squares
-from ztk.runtime import PhaseClock, Tier
-from ztk.runtime.buffers import BufferPool
-from ztk.runtime.pending import Pending
-from ztk.runtime.store import Store
+from ztk.zero.buckets.bucket import Bucket
 
 MAX_WRITES = 2  # shards whose buffers are being written at one time
 

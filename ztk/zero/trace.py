@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ztk.buckets.bucket import Bucket
+from ztk.zero.buckets.bucket import Bucket
 
 
 class UseTrace:

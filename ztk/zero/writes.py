@@ -14,14 +14,14 @@ from collections.abc import Callable, Container, Iterator
 import torch
 from torch import Tensor, nn
 
-from ztk.buckets.bucket import Bucket
-from ztk.buckets.context import ZeroContext
-from ztk.buckets.layout import Placement
-from ztk.parameters.released import restore
-from ztk.parameters.watched import part_from, take_data_mark
-from ztk.runtime.planned import place_of
-from ztk.sharded_optim.piece_states import PieceStates
+from ztk.core.runtime.planned import place_of
 from ztk.zero.agreement import WriteAgreement
+from ztk.zero.buckets.bucket import Bucket
+from ztk.zero.buckets.context import ZeroContext
+from ztk.zero.buckets.layout import Placement
+from ztk.zero.parameters.released import restore
+from ztk.zero.parameters.watched import part_from, take_data_mark
+from ztk.zero.update.piece_states import PieceStates
 
 
 class ParameterWrites:

@@ -8,33 +8,33 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from ztk.buckets.bucket import Bucket
-from ztk.buckets.context import ZeroContext
-from ztk.buckets.residency import ParameterState
-from ztk.buckets.units import ROOT
+from ztk.core.policies.ema import EmaPolicy
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.precision import PrecisionPolicy
+from ztk.core.runtime import MemoryLedger, Mesh, PhaseClock
+from ztk.core.runtime.buffers import BufferPool
+from ztk.core.runtime.part import InitialValues, Part
+from ztk.core.runtime.store import Stores
 from ztk.optim import FlatOptimizer, GroupTable, TorchStep
-from ztk.parameters.awaited import wait_for
-from ztk.parameters.partitioned import PartitionedParameter, ZeroInitContext, give_back
-from ztk.parameters.released import check_saved
-from ztk.policies.ema import EmaPolicy
-from ztk.policies.zero import ZeroPolicy
-from ztk.precision import PrecisionPolicy
-from ztk.runtime import MemoryLedger, Mesh, PhaseClock
-from ztk.runtime.buffers import BufferPool
-from ztk.runtime.part import InitialValues, Part
-from ztk.runtime.store import Stores
-from ztk.sharded_optim.missed import MissedUpdates
-from ztk.sharded_optim.piece_states import PieceStates
-from ztk.sharded_optim.update import ShardUpdate
+from ztk.zero.buckets.bucket import Bucket
+from ztk.zero.buckets.context import ZeroContext
+from ztk.zero.buckets.residency import ParameterState
+from ztk.zero.buckets.units import ROOT
 from ztk.zero.build import Builder
 from ztk.zero.copies import SharedGradients
 from ztk.zero.gathering import Gathering
 from ztk.zero.hooks import ModelHooks, act_on_access, forget_access
+from ztk.zero.parameters.awaited import wait_for
+from ztk.zero.parameters.partitioned import PartitionedParameter, ZeroInitContext, give_back
+from ztk.zero.parameters.released import check_saved
 from ztk.zero.reduction import GradientReduction
 from ztk.zero.state.average import AveragedWeights
 from ztk.zero.state.named import NamedState
 from ztk.zero.state.offload import StateOffloader
 from ztk.zero.state.shards import ModelState
+from ztk.zero.update.missed import MissedUpdates
+from ztk.zero.update.piece_states import PieceStates
+from ztk.zero.update.update import ShardUpdate
 from ztk.zero.writes import ParameterWrites
 
 _NOT_SEEN = (

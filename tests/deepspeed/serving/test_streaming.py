@@ -8,7 +8,7 @@ import torch
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed.serving import small
-from ztk.runtime import Process
+from ztk.core.runtime import Process
 
 CPU = {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed.serving import small
-from ztk.runtime import Process
+from ztk.core.runtime import Process
 
 # fp32: sums of 48 terms are two sums of 24, in two layers, of values below 4: a few dozen roundings of 2^-23.
 FP32 = 1e-5

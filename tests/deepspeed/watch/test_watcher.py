@@ -12,11 +12,11 @@ import torch
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed.scripts import BATCH, build, config, loop
+from ztk.core.runtime import Process
 from ztk.deepspeed.config import DeepSpeedConfigError, parse_config
 from ztk.deepspeed.config.watching import FilesPolicy, MonitorPolicy, ThroughputPolicy, WandbPolicy
 from ztk.deepspeed.watch.clock import Throughput, WallClock
 from ztk.deepspeed.watch.monitors import MonitorMaster, get_monitor_config
-from ztk.runtime import Process
 
 
 def watched(process: Process, *, steps: int = 4, **more) -> dict[str, object]:

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ztk.align import Packing, PolicyLoss, divergence, generalised_advantages, policy_loss, value_loss
 from ztk.deepspeed.generation import evaluating, generate
-from ztk.rollout.equality import token_logprobs
+from ztk.rl.align import Packing, PolicyLoss, divergence, generalised_advantages, policy_loss, value_loss
+from ztk.rl.rollout.equality import token_logprobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,8 +3,8 @@
 A section that is switched off is accepted, with its keys checked: a misspelt key there would switch nothing on later either.
 """
 
+from ztk.core.policies.suggest import did_you_mean
 from ztk.deepspeed.config.keys import Findings, boolean, fixed, hint, nearest, one_of, read_section, shown, takes
-from ztk.policies.suggest import did_you_mean
 
 # Section -> its keys. `enabled` (or what stands for it, below) says whether it is on.
 SECTIONS = {

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ztk.deepspeed.config.keys import Findings, boolean, fixed, hint, read_section, takes, whole_number
-from ztk.rollout.weights import RolloutWeights
+from ztk.rl.rollout.weights import RolloutWeights
 
 KEYS = {
     "enabled": takes(boolean),

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ztk.policies.ranges import INT64_MAX, Range
-from ztk.policies.suggest import did_you_mean
+from ztk.core.policies.ranges import INT64_MAX, Range
+from ztk.core.policies.suggest import did_you_mean
 
 _LARGEST = int(sys.float_info.max)
 Convert = Callable[[object], object]  # raises ValueError("must be ...")

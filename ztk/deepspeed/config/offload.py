@@ -1,5 +1,6 @@
 """offload_optimizer, offload_param and aio: where shards are stored and how files are moved."""
 
+from ztk.core.policies.offload import MAX_THREADS, PAGE_BYTES
 from ztk.deepspeed.config.keys import (
     Findings,
     anything,
@@ -12,8 +13,7 @@ from ztk.deepspeed.config.keys import (
     takes,
     whole_number,
 )
-from ztk.offload import OffloadPolicy
-from ztk.policies.offload import MAX_THREADS, PAGE_BYTES
+from ztk.zero.offload import OffloadPolicy
 
 _POOL = "ztk's pool of buffers for a disk is its own size, the same for optimizer and parameters"
 _PIPELINE = "reading, updating and writing always overlap"

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from ztk.core.policies.optimizer import TORCH
+from ztk.core.policies.suggest import did_you_mean
 from ztk.deepspeed.config.keys import (
     Findings,
     Key,
@@ -19,8 +21,6 @@ from ztk.deepspeed.config.keys import (
     takes,
 )
 from ztk.optim import OptimizerPolicy
-from ztk.policies.optimizer import TORCH
-from ztk.policies.suggest import did_you_mean
 
 SECTION = {
     "type": takes(anything),

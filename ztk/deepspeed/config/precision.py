@@ -2,6 +2,8 @@
 
 import torch
 
+from ztk.core.precision import LossScalePolicy, PrecisionPolicy
+from ztk.core.precision.policy import DTYPES
 from ztk.deepspeed.config.keys import (
     Findings,
     anything,
@@ -16,8 +18,6 @@ from ztk.deepspeed.config.keys import (
     takes,
     whole_number,
 )
-from ztk.precision import LossScalePolicy, PrecisionPolicy
-from ztk.precision.policy import DTYPES
 
 _WORDS = {
     **dict.fromkeys(("fp32", "float32", "float"), "fp32"),

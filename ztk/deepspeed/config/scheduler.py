@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from ztk.core.policies.suggest import did_you_mean
 from ztk.deepspeed.config.keys import (
     Convert,
     Findings,
@@ -17,7 +18,6 @@ from ztk.deepspeed.config.keys import (
     takes,
     whole_number,
 )
-from ztk.policies.suggest import did_you_mean
 
 SECTION = {"type": takes(anything), "params": takes(anything)}
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.precision import PrecisionPolicy
 from ztk.deepspeed.config.absent import check_absent, read_checkpoint
 from ztk.deepspeed.config.activations import ActivationCheckpointing, read_activation_checkpointing
 from ztk.deepspeed.config.averaging import Averaging, read_averaging
@@ -24,10 +26,8 @@ from ztk.deepspeed.config.tensor import TensorSettings, read_tensor_parallel
 from ztk.deepspeed.config.top import ELSEWHERE, KEYS
 from ztk.deepspeed.config.watching import Watching, read_watching
 from ztk.deepspeed.config.zero import Zero
-from ztk.offload import OffloadPolicy
 from ztk.optim import OptimizerPolicy
-from ztk.precision import PrecisionPolicy
-from ztk.zero import ZeroPolicy
+from ztk.zero.offload import OffloadPolicy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

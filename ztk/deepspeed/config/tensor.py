@@ -18,7 +18,7 @@ from ztk.deepspeed.config.keys import (
     takes,
     whole_number,
 )
-from ztk.tensor import TensorPolicy, plan_of
+from ztk.parallel.tensor import TensorPolicy, plan_of
 
 _GRAIN = "attention is cut between groups of heads, everything else between columns; parts need not be equal"
 _GROUP = "the number of tensor-parallel ranks says which ranks work together"

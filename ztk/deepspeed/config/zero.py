@@ -1,5 +1,6 @@
 """zero_optimization, and where its shards are stored."""
 
+from ztk.core.policies.zero import ZeroPolicy
 from ztk.deepspeed.config.keys import (
     Effect,
     Findings,
@@ -13,7 +14,6 @@ from ztk.deepspeed.config.keys import (
     whole_number,
 )
 from ztk.deepspeed.config.leaf import read_leaf_modules
-from ztk.zero import ZeroPolicy
 
 _NOT_YET = "not offered by ztk yet; leave it out"
 _SIZES = whole_number(0)

@@ -1,4 +1,4 @@
-"""Mixtures of experts by DeepSpeed's names: `deepspeed.moe.layer.MoE` is `ztk.moe.MoE`; its `ep_size`, or the configuration's, makes the
+"""Mixtures of experts by DeepSpeed's names: `deepspeed.moe.layer.MoE` is `ztk.parallel.moe.MoE`; its `ep_size`, or the configuration's, makes the
 mesh."""
 
 from ztk.deepspeed.experts.mesh import expert_topology

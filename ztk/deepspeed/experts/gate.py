@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ztk.deepspeed.experts.sharded_moe import Gated, top1gating, top2gating, topkgating
-from ztk.moe.gate import jitter, uniform
+from ztk.parallel.moe.gate import jitter, uniform
 
 
 class TopKGate(nn.Module):

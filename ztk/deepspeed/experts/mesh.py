@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from ztk.moe import MoE
-from ztk.runtime import Topology
+from ztk.core.runtime import Topology
+from ztk.parallel.moe import MoE
 
 
 def expert_topology(model: nn.Module, *, at_least: int = 1) -> Topology:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import nn
 
 from ztk.deepspeed.config.moe import LayerOptions
-from ztk.moe import MoE
+from ztk.parallel.moe import MoE
 
 # Arguments of `MoE` -> where its policy keeps them. The others are the layer's own attributes, or built into it.
 _IN_POLICY = {

@@ -1,14 +1,14 @@
 """DeepSpeed's gating functions, dense as there: which token has which place at which expert, and with what weight.
 
 T tokens, E experts. C, the capacity: tokens that an expert takes, max(ceil(T / E * k * capacity_factor), min_capacity) if tokens are
-dropped, else those of the busiest expert. `ztk.moe.MoE` itself never makes the [T, E, C] tensors.
+dropped, else those of the busiest expert. `ztk.parallel.moe.MoE` itself never makes the [T, E, C] tensors.
 Logits have any floating-point dtype; weights and losses are computed in fp32.
 """
 
 import torch
 from torch import Tensor
 
-from ztk.moe.gate import Assignment, GatePolicy, Gating, assign
+from ztk.parallel.moe.gate import Assignment, GatePolicy, Gating, assign
 
 # (l_aux, combine_weights float32 [T, E, C], dispatch_mask bool [T, E, C], exp_counts int64 [E])
 Gated = tuple[Tensor, Tensor, Tensor, Tensor]

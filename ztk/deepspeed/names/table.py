@@ -110,13 +110,13 @@ MODULES: dict[str, Row] = {
     "deepspeed.zero": "ztk.deepspeed.zero",
     # deepspeed.moe
     "deepspeed.moe": {},
-    "deepspeed.moe.layer": {"ztk.moe": "MoE"},
+    "deepspeed.moe.layer": {"ztk.parallel.moe": "MoE"},
     "deepspeed.moe.sharded_moe": {
         "ztk.deepspeed.experts.gate": "TopKGate _AllToAll",
         "ztk.deepspeed.experts.sharded_moe": "top1gating top2gating topkgating",
     },
     "deepspeed.moe.utils": {
-        "ztk.moe": (
+        "ztk.parallel.moe": (
             "configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group "
             "split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params"
         ),
@@ -146,7 +146,7 @@ MODULES: dict[str, Row] = {
     "deepspeed.runtime.engine": {
         "ztk.deepspeed.engine": "DeepSpeedEngine",
         "ztk.deepspeed.engine_names": "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable autocast_if_enabled",
-        "ztk.moe": "MoE",
+        "ztk.parallel.moe": "MoE",
     },
     "deepspeed.runtime.fp16": {},
     "deepspeed.runtime.fp16.fused_optimizer": {"ztk.deepspeed.optimizer_types": "FP16_Optimizer"},

@@ -7,7 +7,7 @@ from ztk.deepspeed.pipe.topology import (
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
-from ztk.pipeline import LayerSpec, TiedLayerSpec
+from ztk.parallel.pipeline import LayerSpec, TiedLayerSpec
 
 __all__ = [
     "LayerSpec",

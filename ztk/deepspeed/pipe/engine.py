@@ -13,8 +13,8 @@ from torch import Tensor
 from ztk.deepspeed.config.batch import BatchSizes
 from ztk.deepspeed.engine import DeepSpeedEngine
 from ztk.deepspeed.loader import RepeatingLoader
-from ztk.engine.pipeline import PipelineEngine as PipelinedEngine
-from ztk.pipeline import MicroBatch
+from ztk.parallel.pipeline import MicroBatch
+from ztk.train.engine.pipeline import PipelineEngine as PipelinedEngine
 
 
 class PipelineError(Exception):

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from ztk import pipeline
+from ztk.core.runtime import Process, Topology
 from ztk.deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 from ztk.deepspeed.started import arrange, this_process
-from ztk.pipeline import LayerSpec, PipelinePolicy
-from ztk.pipeline.stages import split
-from ztk.runtime import Process, Topology
+from ztk.parallel import pipeline
+from ztk.parallel.pipeline import LayerSpec, PipelinePolicy
+from ztk.parallel.pipeline.stages import split
 
 
 class PipelineModule(pipeline.PipelineModule):
@@ -20,7 +20,7 @@ class PipelineModule(pipeline.PipelineModule):
         random state goes on from stage to stage as the script left it.
     partition_method: "parameters", "uniform" or "type:PATTERN"; "best" is "parameters". "profile", which DeepSpeed knows by name alone,
         cuts by the seconds that rank 0 measures of every layer's forward and backward on `sample_batch`, a micro-batch (inputs, labels).
-    activation_checkpoint_interval: layers. It and activation_checkpoint_func: see `ztk.pipeline.PipelineModule`.
+    activation_checkpoint_interval: layers. It and activation_checkpoint_func: see `ztk.parallel.pipeline.PipelineModule`.
     checkpointable_layers: accepted; groups of the interval are recomputed whatever their classes. dynamic_shape: activations may
         change their shapes though the micro-batches do not; those that follow the micro-batches' need nothing.
     Raises ValueError for a number of stages that does not divide the ranks, and for more of them than layers.

@@ -6,8 +6,8 @@ from math import prod
 
 import torch.distributed as dist
 
+from ztk.core.runtime import Process
 from ztk.deepspeed.started import this_process
-from ztk.runtime import Process
 
 
 class ProcessTopology:

@@ -9,13 +9,13 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from ztk.core.launch import Child, first_cause, python_path, run_children
 from ztk.deepspeed.runner import hosts as where
 from ztk.deepspeed.runner.hosts import Host
 from ztk.deepspeed.runner.node import run_node
 from ztk.deepspeed.runner.options import HOSTFILE, Options, read_options
 from ztk.deepspeed.runner.plan import Plan
 from ztk.deepspeed.runner.remote import Reach, address_of, check_launcher, is_local, reach
-from ztk.launch import Child, first_cause, python_path, run_children
 
 _PORT = 29500
 

@@ -8,10 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+from ztk.core.launch import Child, allocator_settings, first_cause, python_path, run_children
 from ztk.deepspeed.names import SHIM
 from ztk.deepspeed.runner.plan import Plan
 from ztk.deepspeed.runner.script import rank_command
-from ztk.launch import Child, allocator_settings, first_cause, python_path, run_children
 
 
 def run_node(plan: Plan, *, node: int) -> int:

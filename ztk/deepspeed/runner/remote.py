@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ztk.core.launch import python_path
 from ztk.deepspeed.runner.hosts import LOCALHOST, Host
 from ztk.deepspeed.runner.plan import Plan
-from ztk.launch import python_path
 
 LAUNCHERS = ("ssh", "slurm")
 # DeepSpeed's other launchers -> the variable in which a task finds the number of its machine, one task per machine.

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from ztk.core.runtime import Process
 from ztk.deepspeed.engine import DeepSpeedEngine
 from ztk.deepspeed.serving.config import DeepSpeedInferenceConfig
 from ztk.deepspeed.serving.generation import EngineGeneration
 from ztk.hf.kernels import Injection
-from ztk.runtime import Process
 
 
 class InferenceEngine(nn.Module):

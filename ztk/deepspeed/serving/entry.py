@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ztk.core.runtime import Comm, Process, Topology
+from ztk.core.runtime.part import Part
 from ztk.deepspeed.config import DeepSpeedConfigError, Settings, read_source
 from ztk.deepspeed.engine import DeepSpeedEngine
 from ztk.deepspeed.experts import expert_topology
@@ -21,10 +23,8 @@ from ztk.deepspeed.serving.streaming import generate_in_step, notes_of, settings
 from ztk.deepspeed.serving.weights import load_weights
 from ztk.deepspeed.started import arrange, this_process
 from ztk.hf.kernels import inject_kernels
-from ztk.parameters.partitioned import partitioned_of
-from ztk.runtime import Comm, Process, Topology
-from ztk.runtime.part import Part
-from ztk.tensor import TensorPolicy, TensorRule, plan_of, shard_tensors
+from ztk.parallel.tensor import TensorPolicy, TensorRule, plan_of, shard_tensors
+from ztk.zero.parameters.partitioned import partitioned_of
 
 _cut: WeakIdKeyDictionary = WeakIdKeyDictionary()  # models whose layers are cut for good -> over how many ranks
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from ztk.tensor import Heads, Style, TensorRule, is_attention, plan_of
+from ztk.parallel.tensor import Heads, Style, TensorRule, is_attention, plan_of
 
 Policy = Mapping[type[nn.Module], tuple[str, ...]]
 

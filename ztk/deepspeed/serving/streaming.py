@@ -6,12 +6,12 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from ztk.core.runtime import Process
+from ztk.core.runtime.part import Part
 from ztk.deepspeed.build import Builder
 from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config
 from ztk.deepspeed.engine import DeepSpeedEngine
 from ztk.deepspeed.serving.config import DeepSpeedInferenceConfig
-from ztk.runtime import Process
-from ztk.runtime.part import Part
 
 _SECTIONS = {
     torch.float32: {},

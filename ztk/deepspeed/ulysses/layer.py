@@ -11,14 +11,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ztk.runtime.pending import Handle
-from ztk.sequence.attention import key_repeats
-from ztk.sequence.exchange import to_heads, to_sequence
+from ztk.core.runtime.pending import Handle
+from ztk.parallel.sequence.attention import key_repeats
+from ztk.parallel.sequence.exchange import to_heads, to_sequence
 
 
 @dataclass(frozen=True, slots=True)
 class GroupExchange:
-    """A process group of torch.distributed as what `ztk.sequence.exchange` asks for."""
+    """A process group of torch.distributed as what `ztk.parallel.sequence.exchange` asks for."""
 
     group: dist.ProcessGroup | None
 

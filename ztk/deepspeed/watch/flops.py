@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import sdpa_flop_count
 
+from ztk.core.runtime.flop_formulas import flop_registry
 from ztk.deepspeed.watch.flops_text import (
     ProfileHead,
     StageProfile,
@@ -30,7 +31,6 @@ from ztk.deepspeed.watch.flops_text import (
     profile_text,
 )
 from ztk.nn.linear import Linear
-from ztk.runtime.flop_formulas import flop_registry
 
 _aten = torch.ops.aten
 # Operations per element of what goes in: a norm takes the mean, the variance and then scales.

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from ztk.core.runtime import Tier
 from ztk.deepspeed import comm
 from ztk.deepspeed.config import Settings
 from ztk.deepspeed.log import logger
@@ -16,8 +17,7 @@ from ztk.deepspeed.memory import see_memory_usage
 from ztk.deepspeed.watch.clock import Throughput, WallClock
 from ztk.deepspeed.watch.flops import FlopsProfiler
 from ztk.deepspeed.watch.monitors import Event, MonitorMaster
-from ztk.engine import Engine
-from ztk.runtime import Tier
+from ztk.train.engine import Engine
 
 _USUAL = 10  # steps between reports if a breakdown is wanted and `steps_per_print` is not given
 _PHASES = {"forward": "fwd", "backward": "bwd", "backward_inner": "bwd_inner", "backward_allreduce": "bwd_allreduce"}

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ztk.buckets.bucket import Bucket
 from ztk.deepspeed.owners import Owner, owner_of
 from ztk.deepspeed.zero.external import register_external_parameter
-from ztk.parameters.partitioned import partitioned_of
-from ztk.parameters.released import forget_saved
-from ztk.sharded_optim.piece_states import MASTER
+from ztk.zero.buckets.bucket import Bucket
+from ztk.zero.parameters.partitioned import partitioned_of
+from ztk.zero.parameters.released import forget_saved
+from ztk.zero.update.piece_states import MASTER
 
 _modifiers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> open contexts with a modifier_rank
 _accepted: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> its version when its values were last taken over

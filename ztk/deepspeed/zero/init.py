@@ -9,6 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ztk.core.policies.offload import MIN_BUFFER_COUNT
+from ztk.core.runtime import MemoryLedger, Process, Tier
+from ztk.core.runtime.io import IoCounters
+from ztk.core.runtime.store import DeviceStore, Store
 from ztk.deepspeed.config import DeepSpeedConfigError
 from ztk.deepspeed.config.keys import Findings
 from ztk.deepspeed.config.offload import read_offload
@@ -16,13 +20,9 @@ from ztk.deepspeed.config.source import read_source
 from ztk.deepspeed.config.zero import Zero
 from ztk.deepspeed.started import this_process
 from ztk.deepspeed.zero.parameter import name_parameter
-from ztk.offload import NvmeStore, OffloadPolicy
-from ztk.parameters.construction import construction, shard_module
-from ztk.parameters.partitioned import ZeroInitContext
-from ztk.policies.offload import MIN_BUFFER_COUNT
-from ztk.runtime import MemoryLedger, Process, Tier
-from ztk.runtime.io import IoCounters
-from ztk.runtime.store import DeviceStore, Store
+from ztk.zero.offload import NvmeStore, OffloadPolicy
+from ztk.zero.parameters.construction import construction, shard_module
+from ztk.zero.parameters.partitioned import ZeroInitContext
 
 _BLOCK_BYTES = 1 << 20
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, None)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ztk.deepspeed.owners import Owner, owner_of
 from ztk.deepspeed.zero.states import check_state, divisor_of, need_gradient, weights_of
-from ztk.sharded_optim.piece_states import GRADIENT, MASTER
 from ztk.zero.state.named import local_range
+from ztk.zero.update.piece_states import GRADIENT, MASTER
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:

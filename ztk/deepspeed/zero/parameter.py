@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ztk.buckets.residency import ParameterState
 from ztk.deepspeed.owners import owner_of
 from ztk.deepspeed.zero.gathered import pin, unpin, unpin_unchanged
 from ztk.deepspeed.zero.states import weights_of
-from ztk.parameters.partitioned import partitioned_of
-from ztk.parameters.released import change_class
+from ztk.zero.buckets.residency import ParameterState
+from ztk.zero.parameters.partitioned import partitioned_of
+from ztk.zero.parameters.released import change_class
 
 _numbers = itertools.count()
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ztk.deepspeed.gradients import local_gradient
 from ztk.deepspeed.owners import Owner, owner_of
 from ztk.optim import TorchStep
-from ztk.sharded_optim.piece_states import FROZEN, GRADIENT, MASTER
 from ztk.zero.state.named import local_range
+from ztk.zero.update.piece_states import FROZEN, GRADIENT, MASTER
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ztk.buckets.bucket import Bucket
-from ztk.buckets.context import ZeroContext
-from ztk.sharded_optim.piece_states import PieceStates
-from ztk.sharded_optim.update import ShardUpdate
+from ztk.zero.buckets.bucket import Bucket
+from ztk.zero.buckets.context import ZeroContext
 from ztk.zero.gathering import Gathering
+from ztk.zero.update.piece_states import PieceStates
+from ztk.zero.update.update import ShardUpdate
 
 
 class AveragedWeights:

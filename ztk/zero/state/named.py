@@ -9,14 +9,14 @@ reduced, still scaled and summed, while a step is due.
 import torch
 from torch import Tensor
 
-from ztk.buckets.bucket import Bucket
-from ztk.buckets.context import ZeroContext
-from ztk.buckets.piece import Piece
 from ztk.kernels import sum_of_squares
-from ztk.sharded_optim.piece_states import FROZEN, GRADIENT, MASTER, PieceStates
-from ztk.sharded_optim.update import ShardUpdate
+from ztk.zero.buckets.bucket import Bucket
+from ztk.zero.buckets.context import ZeroContext
+from ztk.zero.buckets.piece import Piece
 from ztk.zero.gathering import Gathering
 from ztk.zero.reduction import GradientReduction
+from ztk.zero.update.piece_states import FROZEN, GRADIENT, MASTER, PieceStates
+from ztk.zero.update.update import ShardUpdate
 
 WEIGHTS = (MASTER, FROZEN)
 

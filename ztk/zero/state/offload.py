@@ -11,14 +11,14 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from ztk.buckets.bucket import Bucket
-from ztk.buckets.context import ZeroContext
-from ztk.buckets.piece import Piece
-from ztk.parameters.released import placeholder, release
-from ztk.runtime import Tier
-from ztk.sharded_optim.update import ShardUpdate
+from ztk.core.runtime import Tier
+from ztk.zero.buckets.bucket import Bucket
+from ztk.zero.buckets.context import ZeroContext
+from ztk.zero.buckets.piece import Piece
 from ztk.zero.gathering import Gathering
+from ztk.zero.parameters.released import placeholder, release
 from ztk.zero.reduction import GradientReduction
+from ztk.zero.update.update import ShardUpdate
 
 
 class StateKind(StrEnum):

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ztk.buckets.bucket import Bucket
-from ztk.buckets.context import ZeroContext
-from ztk.buckets.layout import Fragment
-from ztk.buckets.piece import Piece
-from ztk.runtime.part import Part
-from ztk.sharded_optim.piece_states import FROZEN, MASTER, PieceStates
-from ztk.sharded_optim.update import ShardUpdate
+from ztk.core.runtime.part import Part
+from ztk.zero.buckets.bucket import Bucket
+from ztk.zero.buckets.context import ZeroContext
+from ztk.zero.buckets.layout import Fragment
+from ztk.zero.buckets.piece import Piece
 from ztk.zero.gathering import Gathering
+from ztk.zero.update.piece_states import FROZEN, MASTER, PieceStates
+from ztk.zero.update.update import ShardUpdate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

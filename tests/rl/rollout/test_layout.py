@@ -1,0 +1,257 @@
+"""Packed texts: each has the bits that it has alone, and the gradient of rows with padding behind."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ztk.inference import products
+from ztk.nn import Decoder, DecoderConfig
+from ztk.nn.attention import CausalAttention
+from ztk.nn.lora import LoraPolicy, add_adapters
+from ztk.rl.rollout import CachedAttention, RolloutPolicy, TextCache, answer_logits, hybrid, lay_out, pack_exactly
+from ztk.rl.rollout import packed as packing
+from ztk.rl.rollout.layout import lay_out_new, new_tokens
+
+CPU = torch.device("cpu")
+SHAPE = DecoderConfig(
+    vocab_size=97, dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, max_seq_len=80, rope_theta=1e4, norm_eps=1e-5
+)
+LENGTHS = torch.tensor([3, 70, 1, 12, 12, 5])
+
+
+def decoder(**changes) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(dataclasses.replace(SHAPE, **changes))
+
+
+def texts() -> torch.Tensor:
+    return torch.randint(97, (len(LENGTHS), 72), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_text_has_the_same_bits_in_any_pack(threads):
+    """Widths at which an activation's last elements take another path of the code; no text with what is drawn after it."""
+    model, tokens, before = decoder(), texts(), torch.get_num_threads()
+    assert pack_exactly(model, device=CPU)
+    options = {"packs": True, "device": CPU, "module": model}
+    torch.set_num_threads(threads)
+    try:
+        with torch.no_grad():
+            layout = lay_out(tokens, lengths=LENGTHS, **options)
+            together = layout.forward(model).flatten(0, 1)
+            for row, length in enumerate(LENGTHS.tolist()):
+                start = int(layout.starts[row])
+                own = tokens[row : row + 1]
+                for count in {1, length // 2 or 1, length}:
+                    alone = lay_out(own, lengths=torch.tensor([count]), **options)
+                    first = int(alone.starts[0])
+                    found = alone.forward(model).flatten(0, 1)[first : first + count]
+                    assert torch.equal(found, together[start : start + count]), (row, count)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_four_threads_have_full_vectors_too():
+    """Torch divides 72 x 1024 elements among three of them; alone and in a pack of 84 in other places."""
+    model, before = decoder(dim=16, layers=1, hidden_dim=1024, max_seq_len=96), torch.get_num_threads()
+    assert pack_exactly(model, device=CPU)
+    generator = torch.Generator().manual_seed(2)
+    lengths, tokens = torch.tensor([70, 12]), torch.randint(97, (2, 70), generator=generator)
+    torch.set_num_threads(4)
+    try:
+        with torch.no_grad():
+            packs = [
+                lay_out(tokens[:count], lengths=lengths[:count], packs=True, device=CPU, module=model)
+                for count in (1, 2)
+            ]
+            alone, together = (pack.forward(model).flatten(0, 1)[int(pack.starts[0]) :][:70] for pack in packs)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(alone, together)
+
+
+def test_texts_that_continue_over_a_cache_have_the_bits_of_full_ones():
+    """In uneven pieces, some texts left out of a forward."""
+    model, tokens = decoder(), texts()
+    assert pack_exactly(model, device=CPU)
+    computed, cache = torch.zeros_like(LENGTHS), TextCache(texts=len(LENGTHS), longest=72)
+    with torch.no_grad():
+        full = lay_out(tokens, lengths=LENGTHS, packs=True, device=CPU, module=model)
+        expected = full.forward(model).flatten(0, 1)
+        for until in (torch.minimum(LENGTHS, torch.tensor([1, 66, 1, 4, 12, 2])), (LENGTHS + 1) // 2 + 3, LENGTHS):
+            rows = (until.clamp(max=LENGTHS) > computed).nonzero().squeeze(1)
+            since, stop = computed[rows], until.clamp(max=LENGTHS)[rows]
+            found = new_tokens(tokens, rows=rows, since=since, until=stop)
+            new = lay_out_new(found, filling=len(LENGTHS), module=model, device=CPU)
+            with cache.used(model, spans=new.spans):
+                found = new.layout.forward(model).flatten(0, 1)
+            last, own = new.layout.at(stop - since - 1), full.at((LENGTHS * 0).index_copy(0, rows, stop - 1))[rows]
+            assert torch.equal(found[last], expected[own])
+            computed[rows] = stop
+    assert torch.equal(computed, LENGTHS)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_targets_are_what_follows_where_it_counts(packs):
+    """-100 elsewhere: before other tokens, at a text's last one, at padding and at what fills a pack up."""
+    model, tokens = decoder(), texts()
+    assert pack_exactly(model, device=CPU)
+    mask = (torch.arange(72) < LENGTHS.unsqueeze(1)) & (torch.arange(72) % 3 > 0)
+    layout = lay_out(tokens, lengths=LENGTHS, packs=packs, device=CPU, module=model)
+    targets = layout.targets(mask)
+    assert targets.shape == layout.tokens.shape and int((targets >= 0).sum()) == int(mask.sum()) > 0
+    for row, length in enumerate(LENGTHS.tolist()):
+        own = targets.flatten()[int(layout.starts[row]) :][:length].tolist()
+        expected = torch.where(mask[row], tokens[row], -100)[1 : length + 1].tolist()
+        assert own[: length - 1] == expected[: length - 1] and own[length - 1] == -100
+
+
+def test_a_pack_has_the_gradient_of_rows():
+    """Within float32's rounding: the same sums in another order."""
+    rows, packed = decoder(), decoder()
+    assert pack_exactly(packed, device=CPU)
+    mask = torch.arange(72) < LENGTHS.unsqueeze(1)
+    gradients = []
+    for model, packs in ((rows, False), (packed, True)):
+        layout = lay_out(texts(), lengths=LENGTHS, packs=packs, device=CPU, module=model if packs else None)
+        logits = layout.forward(model).flatten(0, 1).index_select(0, layout.places(mask))
+        assert logits.shape == (int(LENGTHS.sum()), 97)
+        logits.log_softmax(-1).square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def shared_texts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts of which four begin with one prompt and two have no answer, and the prompts' lengths."""
+    tokens = texts()
+    tokens[1, :5] = tokens[3, :5] = tokens[4, :5] = tokens[5, :5]
+    return tokens, torch.tensor([2, 5, 1, 5, 5, 5])
+
+
+def test_prompts_that_texts_share_are_computed_once_with_the_bits_of_full_texts():
+    """Logits, and log-probabilities of answers, whose first tokens are predicted from a shared place."""
+    model, (tokens, prompts) = decoder(), shared_texts()
+    assert pack_exactly(model, device=CPU)
+    options = {"lengths": LENGTHS, "packs": True, "device": CPU, "module": model}
+    full, shared = (lay_out(tokens, **options, **given) for given in ({}, {"prompt_lengths": prompts}))
+    count = int(LENGTHS.sum()) - 3 * 5
+    assert count <= shared.tokens.numel() < full.tokens.numel()
+    at = torch.arange(72)
+    mask, answers = at < LENGTHS.unsqueeze(1), (at >= prompts.unsqueeze(1)) & (at < LENGTHS.unsqueeze(1))
+    assert torch.equal(shared.tokens.flatten()[shared.places(mask)], tokens[mask])
+    assert torch.equal(shared.tokens.flatten()[shared.at(LENGTHS - 1)], tokens[torch.arange(6), LENGTHS - 1])
+    assert torch.equal(shared.tokens.flatten()[shared.text(1, count=70)], tokens[1, :70])
+    with torch.no_grad():
+        one, other = (layout.forward(model).flatten(0, 1)[layout.places(mask)] for layout in (full, shared))
+        assert torch.equal(one, other)
+        alone = answer_logits(lambda *args, **given: model(*args, **given), layout=full, mask=answers)  # of all tokens
+        assert torch.equal(answer_logits(_Engine(model), layout=shared, mask=answers), alone)
+    with pytest.raises(ValueError, match="documents go on with others"):
+        shared.forward(decoder())
+
+
+def test_prompts_that_texts_share_have_the_gradient_of_full_texts():
+    """Within float32's rounding: the same sums in another order."""
+    tokens, prompts = shared_texts()
+    at, gradients = torch.arange(72), []
+    answers = (at >= prompts.unsqueeze(1)) & (at < LENGTHS.unsqueeze(1))
+    for given in ({}, {"prompt_lengths": prompts}):
+        model = decoder()
+        assert pack_exactly(model, device=CPU)
+        layout = lay_out(tokens, lengths=LENGTHS, packs=True, device=CPU, module=model, **given)
+        logits = answer_logits(_Engine(model), layout=layout, mask=answers)
+        logits.log_softmax(-1).square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_what_cannot_pack_exactly_stays_as_it_is():
+    adapted = decoder()
+    add_adapters(adapted, policy=LoraPolicy(rank=2, alpha=2.0, targets=("query",)), base="none")
+    for model in (decoder().bfloat16(), decoder(experts=2, experts_per_token=1), adapted, torch.nn.Linear(2, 2)):
+        assert not pack_exactly(decoder(), model, device=CPU)
+        kinds = {type(part) for part in model.modules() if isinstance(part, CausalAttention)}
+        assert CachedAttention not in kinds
+    assert not pack_exactly(decoder(), device=torch.device("cuda"))
+
+
+class _Engine:
+    """What a rollout's forwards ask of an engine. tokens: of each forward."""
+
+    def __init__(self, module: Decoder) -> None:
+        self.module, self.process, self.tokens = module, SimpleNamespace(device=CPU, local_world_size=1), []
+        self.comm, policy = SimpleNamespace(size=1), SimpleNamespace(shards_parameters=False)
+        self.zero = SimpleNamespace(policy=policy, full_parameters=module.named_parameters)
+
+    def __call__(self, tokens: torch.Tensor, **options) -> torch.Tensor:
+        self.tokens.append(tokens.numel())
+        return self.module(tokens, **options)
+
+
+@torch.no_grad()
+def test_equal_prompts_are_computed_once_and_each_goes_on_by_itself():
+    """By the module, with the bits of full texts."""
+    model, options = decoder(), {"length": 72, "micro_batch": 6, "max_tokens": 8, "stop": 0, "pad": 0, "packs": True}
+    assert pack_exactly(model, device=CPU)
+    policy, tokens, engine = RolloutPolicy(**options), texts(), _Engine(model)
+    tokens[1, :60] = tokens[3, :60] = tokens[0, :60]
+    lengths, rows = torch.tensor([60, 60, 5, 60, 12, 59]), torch.arange(6)
+    forwards = hybrid._Forwards(engine, policy=policy, texts=6)
+    for step in range(3):
+        found = forwards.logits(tokens, rows=rows, lengths=lengths + step, large=None)
+        layout = lay_out(tokens, lengths=lengths + step, packs=True, device=CPU, module=model)
+        expected = layout.forward(model).flatten(0, 1)[layout.at(lengths + step - 1)]
+        assert torch.equal(found, expected), step
+    first, *later = engine.tokens
+    assert 60 + 5 + 12 + 59 <= first < 2 * 60 + 5 + 12 + 59
+    assert all(6 <= count < 60 for count in later)
+
+
+@torch.no_grad()
+def test_answers_over_packed_weights_have_the_modules_bits():
+    model, lengths = decoder(dim=32, max_seq_len=160), torch.tensor([60, 60, 5, 60, 12, 59, 70, 70])
+    options = {"length": 160, "micro_batch": 8, "max_tokens": 80, "stop": 3, "pad": 0, "packs": True}
+    assert pack_exactly(model, device=CPU)
+    policy, tokens = RolloutPolicy(**options), torch.randint(97, (8, 160), generator=torch.Generator().manual_seed(1))
+    tokens[1, :60] = tokens[3, :60] = tokens[0, :60]
+    tokens[7, :70] = tokens[6, :70]
+    packed = packing.pack_weights(_Engine(model))
+    assert packed is not None
+    draws = torch.rand(8, 80, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    counts, logprobs, finished = hybrid.answer_by(packed, policy=policy, tokens=tokens, lengths=lengths, draws=draws)
+    assert 0 < int(finished.sum()) < 8
+    layout = lay_out(tokens, lengths=lengths + counts, packs=True, device=CPU, module=model)
+    at = torch.arange(160)
+    mask = (at >= lengths.unsqueeze(1)) & (at < (lengths + counts).unsqueeze(1))
+    places = layout.places(mask)
+    logits = layout.forward(model).flatten(0, 1).index_select(0, places - 1)
+    chosen = layout.tokens.flatten().index_select(0, places).unsqueeze(1)
+    assert torch.equal(torch.log_softmax(logits, -1).gather(1, chosen).squeeze(1), logprobs[mask])
+
+
+@torch.no_grad()
+def test_weights_are_not_packed_where_that_changes_a_bit(monkeypatch):
+    """Planted: packed products are others. Nor where another rank does not pack, parameters are gathered for forwards, or do not fit into
+    memory."""
+    model = decoder(dim=32)
+    assert packing.pack_weights(_Engine(model)) is None, "torch's attention has other bits"
+    assert pack_exactly(model, device=CPU)
+    engine = _Engine(model)
+    assert packing.pack_weights(engine) is not None
+    with monkeypatch.context() as patch:  # as many forwards on every rank
+        patch.setattr(engine.comm, "size", 2)
+        patch.setattr(engine.comm, "gather_scalars", lambda own, *, label: torch.tensor([[1.0], [0.0]]), raising=False)
+        assert packing.pack_weights(engine) is None
+    engine.zero.policy.shards_parameters = True
+    assert packing.pack_weights(engine) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "free_memory", lambda: 1000)
+        assert packing.pack_weights(_Engine(model)) is None
+    multiply = products.Product.multiply
+    monkeypatch.setattr(products.Product, "multiply", lambda self, x: multiply(self, x) * (1 + 2**-23))
+    monkeypatch.setattr(packing, "_agrees", {})
+    assert packing.pack_weights(_Engine(model)) is None

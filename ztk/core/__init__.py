@@ -1,0 +1,1 @@
+"""Foundations: the options a user chooses, processes and collectives, launching, precision."""

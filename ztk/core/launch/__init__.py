@@ -1,0 +1,40 @@
+"""Starting ranks, stopping them, and finding out which failed first. Imports no torch."""
+
+from ztk.core.launch.errors import (
+    RankError,
+    RankFailure,
+    failure_of,
+    first_cause,
+    forget_failure,
+    log_path,
+    memory_path,
+    read_failure,
+    write_failure,
+)
+from ztk.core.launch.external import Agreement, ExternalRank
+from ztk.core.launch.forks import Forker
+from ztk.core.launch.processes import Child, Start, run_children, start_process
+from ztk.core.launch.ranks import allocator_settings, python_path, run_ranks, worker_command
+
+__all__ = [
+    "Agreement",
+    "Child",
+    "ExternalRank",
+    "Forker",
+    "RankError",
+    "RankFailure",
+    "Start",
+    "allocator_settings",
+    "failure_of",
+    "first_cause",
+    "forget_failure",
+    "log_path",
+    "memory_path",
+    "python_path",
+    "read_failure",
+    "run_children",
+    "run_ranks",
+    "start_process",
+    "worker_command",
+    "write_failure",
+]

@@ -1,0 +1,148 @@
+"""What a failing rank leaves behind, and which of several failures came first.
+
+When one rank fails, its peers fail a moment later because they lost it. A rank therefore writes its error with the time to the
+microsecond, and marks it `secondary` if the error only says that another rank is gone.
+"""
+
+import json
+import os
+import signal
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# Class names, so that nothing heavy is imported: ztk.core.runtime's, then torch.distributed's.
+_SECONDARY_TYPES = {"PeerLost", "DistBackendError", "DistNetworkError", "DistStoreError"}
+_SECONDARY_TEXTS = (
+    *("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe"),
+    *("ncclRemoteError", "NCCL communicator was aborted", "Socket Timeout", "wait timeout after"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFailure:
+    """time: seconds since 1970. secondary: the error only says that another rank is gone. trace: empty if the rank could write none.
+
+    code: the exit code of its process, 128 + n after signal n.
+    """
+
+    rank: int
+    kind: str
+    message: str
+    trace: str
+    time: float
+    secondary: bool
+    code: int = 1
+
+    @property
+    def killed(self) -> bool:
+        """A signal ended the rank; the other ranks may be started again."""
+        return not self.kind and self.code > 128 and not self.secondary
+
+    @property
+    def interrupted(self) -> bool:
+        """SIGINT or SIGTERM ended the rank, by its own handler or without one."""
+        return self.killed and self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.kind}: {self.message}" if self.kind else f"rank {self.rank} {self.message}"
+
+
+class RankError(RuntimeError):
+    """A run failed. The text is one line about the first cause; `failure` has the rest. killed: the ranks that signals ended."""
+
+    def __init__(self, failure: RankFailure, *, log: str, killed: tuple[int, ...] = ()) -> None:
+        super().__init__(str(failure))
+        self.failure, self.log, self.killed = failure, log, killed
+
+    def __reduce__(self) -> tuple:
+        return (_rebuilt, (self.failure, self.log, self.killed))
+
+
+def _rebuilt(failure: RankFailure, log: str, killed: tuple[int, ...]) -> RankError:
+    return RankError(failure, log=log, killed=killed)
+
+
+def error_path(output_dir: str | os.PathLike, *, rank: int) -> Path:
+    """The file of a rank's error."""
+    return Path(output_dir, "ranks", f"rank{rank}.error.json")
+
+
+def memory_path(output_dir: str | os.PathLike, *, rank: int) -> Path:
+    """The file of what a rank held when it ran out of memory."""
+    return Path(output_dir, "ranks", f"rank{rank}.memory.json")
+
+
+def log_path(output_dir: str | os.PathLike, *, rank: int) -> Path:
+    """The file of a rank's output."""
+    return Path(output_dir, "ranks", f"rank{rank}.log")
+
+
+def failure_of(error: BaseException, *, rank: int) -> RankFailure:
+    """`error` as it was raised in `rank`, now."""
+    message = str(error)
+    return RankFailure(
+        rank=rank,
+        kind=type(error).__name__,
+        message=message,
+        trace="".join(traceback.format_exception(error)),
+        time=time.time(),
+        secondary=_is_secondary(error),
+    )
+
+
+def _is_secondary(error: BaseException) -> bool:
+    if type(error).__name__ in _SECONDARY_TYPES:
+        return True
+    return isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _SECONDARY_TEXTS)
+
+
+def failure_of_exit(returncode: int, *, rank: int, noticed: float) -> RankFailure:
+    """A rank that ended without writing its error. noticed: seconds since 1970 when its end was seen."""
+    if returncode < 0:
+        name = signal.Signals(-returncode).name
+        hints = {"SIGKILL": " (out of memory? see dmesg)", "SIGBUS": " (is /dev/shm full?)"}
+        message = f"was killed by {name}{hints.get(name, '')}"
+    elif returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM):  # it has saved its step first
+        message = f"was ended by {signal.Signals(returncode - 128).name}"
+    else:
+        message = f"ended with exit code {returncode}"
+    # An abort is how a communication library reacts to a lost peer.
+    secondary = returncode == -signal.SIGABRT
+    code = 128 - returncode if returncode < 0 else returncode
+    return RankFailure(rank=rank, kind="", message=message, trace="", time=noticed, secondary=secondary, code=code)
+
+
+def write_failure(failure: RankFailure, *, output_dir: str | os.PathLike) -> None:
+    """Writes the error of a rank completely or not at all."""
+    path = error_path(output_dir, rank=failure.rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, content=asdict(failure))
+
+
+def write_json(path: Path, *, content: dict[str, Any]) -> None:
+    """Writes `path` completely or not at all: whoever waits for the file may end its writer, and never reads a part."""
+    staging = path.with_suffix(f".{os.getpid()}")
+    staging.write_text(json.dumps(content), encoding="utf-8")
+    os.replace(staging, path)
+
+
+def forget_failure(output_dir: str | os.PathLike, *, rank: int) -> None:
+    """Removes the error of an earlier start of the rank, which must not be taken for this one's."""
+    error_path(output_dir, rank=rank).unlink(missing_ok=True)
+    memory_path(output_dir, rank=rank).unlink(missing_ok=True)
+
+
+def read_failure(output_dir: str | os.PathLike, *, rank: int) -> RankFailure | None:
+    """The error that a rank has written, or None."""
+    try:
+        return RankFailure(**json.loads(error_path(output_dir, rank=rank).read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def first_cause(failures: list[RankFailure]) -> RankFailure:
+    """The earliest failure that is not just the loss of a peer; if all are, the earliest."""
+    return min(failures, key=lambda failure: (failure.secondary, failure.time))

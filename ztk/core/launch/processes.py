@@ -1,0 +1,233 @@
+"""A group of child processes: when one fails or a signal arrives, all of them end.
+
+The parent uses no GPU and computes nothing, so it may fork and it handles a signal at once. Each child leads its own process group: Ctrl-C in
+the terminal reaches only the parent, which then stops every group. Children also ask the kernel to kill them when the parent dies.
+
+[Note: Forks beside threads]
+The parent's heartbeat thread runs when ranks start, and an idle thread of torch's where it has tokenised a text. A fork has neither of them,
+but keeps the locks that they hold. It takes none of these: the thread that forks holds Python's lock, so the others wait for it or are in a
+system call; CPython and glibc make their own locks (imports, memory, files, the loader) new in the fork; and what runs there before the program
+replaces all is the system calls of `before_start`, looked up before. Nothing that takes a lock may be added to it.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+from ztk.core.launch.errors import RankFailure, failure_of_exit
+
+_POLL_SECONDS = 0.05
+_REPEAT_SECONDS = 0.5  # within it a signal is the same one again: a terminal and a wrapper may both pass on a Ctrl-C
+_LAST_WORDS_SECONDS = 0.7  # for the peers of a failed rank to write their errors
+_GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL
+_GRACE_AFTER_FAILURE_SECONDS = 1.5  # the same for peers of a failed rank: one that hangs may be in any call
+_KILL_SECONDS = 1.0  # for what SIGKILL ends
+# From the end of a rank to that of all; docs/inference.md promises 5 seconds, with what the launcher writes afterwards.
+MOST_SECONDS_AFTER_FAILURE = 2 * _POLL_SECONDS + _LAST_WORDS_SECONDS + _GRACE_AFTER_FAILURE_SECONDS + _KILL_SECONDS
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Child:
+    """One process. environment: all its variables. log: where its output goes, None: to the terminal. cores: the ones it may use."""
+
+    rank: int
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path | None = None
+    cores: tuple[int, ...] | None = None
+
+
+class Started(Protocol):
+    """A process as `subprocess.Popen` shows it. returncode: None while it runs, or until it is asked."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        ...
+
+    def wait(self) -> int:
+        """Returns the exit code when it has ended."""
+        ...
+
+
+class Start(Protocol):
+    """Starts a child."""
+
+    def __call__(self, child: Child, *, log: IO | None) -> Started: ...
+
+
+def _silent(rank: int) -> None:
+    return None
+
+
+def _nothing() -> None:
+    return None
+
+
+def start_process(child: Child, *, log: IO | None) -> subprocess.Popen:
+    """Starts the command of one child. log: where its output goes, None: to the terminal."""
+    return subprocess.Popen(
+        child.command,
+        env=child.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=None if log is None else subprocess.STDOUT,
+        preexec_fn=before_start(cores=child.cores),  # noqa: PLW1509 - see [Note: Forks beside threads]
+    )
+
+
+def before_start(*, cores: Sequence[int] | None, parent: int | None = None) -> Callable[[], None]:
+    """What a child does before its program: it leads a process group, keeps to its cores, and ends with its parent.
+
+    parent: its process id; None: this process.
+    """
+    expected = os.getpid() if parent is None else parent
+    # A look-up in the fork could wait for the loader's lock.
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+    # a look-up in the fork could wait for the loader's lock
+
+    def before_exec() -> None:
+        os.setpgrp()
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != expected:  # it died before prctl
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return before_exec
+
+
+def run_children(
+    children: Sequence[Child],
+    *,
+    failure_of: Callable[[int], RankFailure | None] = _silent,
+    drain_seconds: float = 0.0,
+    save_seconds: float = 0.0,
+    on_signal: Callable[[], None] = _nothing,
+    start: Start = start_process,
+) -> list[RankFailure]:
+    """Runs all children and returns when they have ended. Returns what failed, in order of rank; nothing if all ended well.
+
+    failure_of: returns the failure that a rank has written about itself, or None. drain_seconds: after a signal, children that serve have so
+    long to end by themselves; if SIGTERM ends them well, that is no failure. save_seconds: after a signal, children that train have so long
+    to end their step and save it; 0: they save nothing. on_signal: called before that wait. start: starts one child, its output to the open
+    file. A second signal ends all children at once.
+    Raises KeyboardInterrupt after SIGINT, SystemExit(128 + signal) after SIGTERM and SIGHUP. In every case all have ended before.
+    """
+    processes: list[Started] = []
+    with _signals() as received, ExitStack() as logs:
+        try:
+            for child in children:
+                log = None if child.log is None else logs.enter_context(open(child.log, "w"))
+                processes.append(start(child, log=log))
+            failures = _watch(processes, children=children, received=received, failure_of=failure_of)
+            if received and save_seconds:
+                on_signal()
+                _let_save(processes, received=received, seconds=save_seconds)
+        finally:
+            grace = _GRACE_SECONDS + drain_seconds if received else _GRACE_AFTER_FAILURE_SECONDS
+            _stop(processes, received=received, grace_seconds=grace, saves=bool(save_seconds))
+    drained = bool(drain_seconds) and all(process.returncode == 0 for process in processes)
+    if received and not (received[0] == signal.SIGTERM and drained):
+        raise KeyboardInterrupt if received[0] == signal.SIGINT else SystemExit(128 + received[0])
+    return failures
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects SIGINT, SIGTERM and SIGHUP instead of acting on them."""
+    received: list[int] = []
+    newest = -_REPEAT_SECONDS
+
+    def receive(number: int, frame: object) -> None:
+        nonlocal newest
+        now = time.monotonic()
+        if not received or now - newest >= _REPEAT_SECONDS:
+            received.append(number)
+            newest = now
+
+    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {kind: signal.signal(kind, receive) for kind in kinds}
+    try:
+        yield received
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def _watch(
+    processes: list[Started],
+    *,
+    children: Sequence[Child],
+    received: list[int],
+    failure_of: Callable[[int], RankFailure | None],
+) -> list[RankFailure]:
+    """Waits for the end of all, of one that failed, or for a signal. Returns what failed."""
+    ended: dict[int, float] = {}
+    patience: float | None = None
+    while not received:
+        for place, process in enumerate(processes):
+            if place not in ended and process.poll() is not None:
+                ended[place] = time.time()
+                if process.returncode != 0 and patience is None:
+                    patience = time.monotonic() + _LAST_WORDS_SECONDS
+        if len(ended) == len(processes) or (patience is not None and time.monotonic() > patience):
+            break
+        time.sleep(_POLL_SECONDS)
+    failures = []
+    for place, (child, process) in enumerate(zip(children, processes, strict=True)):
+        own = failure_of(child.rank)
+        if own is not None:
+            failures.append(own)
+        elif place in ended and process.returncode != 0:
+            failures.append(failure_of_exit(process.returncode, rank=child.rank, noticed=ended[place]))
+    return failures
+
+
+def _let_save(processes: list[Started], *, received: list[int], seconds: float) -> None:
+    """SIGTERM to every child alone: what it has started, such as a tracker, is still needed. Returns when all have ended, when one has failed
+    and so the others wait in vain, after `seconds`, or after another signal."""
+    for process in processes:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and len(received) < 2:
+        codes = [process.poll() for process in processes]
+        if None not in codes:
+            return
+        if any(code is not None and (code < 0 or code == 1) for code in codes):
+            end = min(end, time.monotonic() + _LAST_WORDS_SECONDS)
+        time.sleep(_POLL_SECONDS)
+
+
+def _stop(processes: list[Started], *, received: list[int], grace_seconds: float, saves: bool) -> None:
+    """SIGTERM, then SIGKILL, to every child's process group unless all ended well; a second Ctrl-C skips the grace.
+
+    saves: SIGTERM alone would let a child finish its step first, for which its peers may be gone.
+    """
+    if all(process.poll() == 0 for process in processes):
+        return
+    for kind, seconds in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, _KILL_SECONDS)):
+        for process in processes:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, kind)  # also what an ended child has left in its group
+                if saves and process.poll() is None:
+                    os.kill(process.pid, signal.SIGHUP)  # has no handler there
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and any(process.poll() is None for process in processes) and len(received) < 2:
+            time.sleep(_POLL_SECONDS)
+    for process in processes:
+        process.wait()

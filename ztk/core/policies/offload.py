@@ -1,0 +1,101 @@
+"""What is offloaded, where to, and through how much memory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from ztk.core.policies.ranges import INT64_MAX, Range, range_faults, refuse
+from ztk.core.policies.tier import Tier
+
+PAGE_BYTES = 4096  # O_DIRECT: offsets, lengths and addresses are multiples of this on every filesystem of interest
+MIN_BUFFER_COUNT = 3  # one slot being read, one being updated, one being written
+MAX_THREADS = 1024  # each is a thread of the process, with a block of its own
+RANGES = {
+    "buffer_count": Range(low=MIN_BUFFER_COUNT, high=65_536),
+    "buffer_bytes": Range(low=PAGE_BYTES, high=INT64_MAX),
+    "block_bytes": Range(low=PAGE_BYTES, high=INT64_MAX),
+    "threads": Range(low=1, high=MAX_THREADS),
+}
+
+
+class OffloadChoices(Protocol):
+    """The fields that rules read; None: not given."""
+
+    optimizer: str
+    parameters: str
+    buffer_bytes: int | None
+    block_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OffloadPolicy:
+    """Choices of the offload tier (ZeRO-Infinity, https://arxiv.org/abs/2104.07857, section 5).
+
+    optimizer, parameters: the tier on which optimizer states (with fp32 master weights) and parameter shards are stored.
+    nvme_path: folder for the offload files, one per rank; created if it is missing. Needed for `nvme`, else unused.
+    buffer_count, buffer_bytes: the pool. Three buffers take slots of any size up to `buffer_bytes`, so that one slot can be read while
+        another is updated and a third is written. The memory of the other buffers is allocated by the slots' own sizes.
+    block_bytes: bytes per system call. Large blocks matter more than the interface: 8 MiB reaches fio's best.
+    threads: system calls in flight; each thread owns one more block of the pool for unaligned memory.
+    pin_memory: page-lock host memory when CUDA is present, so that copies to the device run asynchronously.
+    direct_io: O_DIRECT, past the page cache. False goes through the page cache: slower writes, memory use outside the
+        pool (the kernel's), but works on every filesystem.
+
+    Main memory in use for `nvme`: buffer_count * buffer_bytes + threads * min(block_bytes, buffer_bytes).
+
+    Raises ValueError naming key, value and fix for values that cannot work.
+    """
+
+    optimizer: Tier = Tier.none
+    parameters: Tier = Tier.none
+    nvme_path: str | None = None
+    buffer_count: int = 9
+    buffer_bytes: int = 32 << 20
+    block_bytes: int = 8 << 20
+    threads: int = 4
+    pin_memory: bool = True
+    direct_io: bool = True
+
+    def __post_init__(self) -> None:
+        for key in ("optimizer", "parameters"):
+            object.__setattr__(self, key, _tier(key, value=getattr(self, key)))
+        refuse(self._faults())
+
+    def _faults(self) -> Iterator[str]:
+        if self.uses_nvme and not self.nvme_path:
+            yield "offload.nvme_path is empty, but nvme offload needs a folder: set offload.nvme_path=FOLDER"
+        yield from range_faults(self, section="offload", ranges=RANGES)
+        yield from page_faults(self)
+
+    @property
+    def uses_nvme(self) -> bool:
+        """Something is offloaded to files."""
+        return Tier.nvme in (self.optimizer, self.parameters)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the block each I/O thread owns."""
+        return min(self.block_bytes, self.buffer_bytes)
+
+    @property
+    def pool_bytes(self) -> int:
+        """All main memory an NvmeStore of this policy holds, in bytes."""
+        return self.buffer_count * self.buffer_bytes + self.threads * self.staging_bytes
+
+
+def page_faults(offload: OffloadChoices) -> Iterator[str]:
+    """Buffers and blocks are multiples of a page."""
+    for key in ("buffer_bytes", "block_bytes"):
+        value = getattr(offload, key)
+        if value is not None and value >= 1 and value % PAGE_BYTES:
+            yield (
+                f"offload.{key}={value}: must be a multiple of {PAGE_BYTES}, as direct I/O needs; use "
+                f"offload.{key}={-(-value // PAGE_BYTES) * PAGE_BYTES}"
+            )
+
+
+def _tier(key: str, *, value: str) -> Tier:
+    try:
+        return Tier(value)
+    except ValueError:
+        raise ValueError(f"offload.{key}={value!r} is not a tier; choose one of {', '.join(Tier)}") from None

@@ -1,0 +1,224 @@
+"""Which optimizer runs, with which hyperparameters, on which parameters."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ztk.core.policies.compact import states_faults
+from ztk.core.policies.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Range, range_faults, refuse
+
+NAMES = ("adamw", "adam", "sgd", "lion", "lamb", "muon")
+TORCH = "torch"  # an optimizer object that a script passes; no name for a command line
+_DEFAULT_BETAS = {
+    "adamw": (0.9, 0.95),
+    "adam": (0.9, 0.95),
+    "lion": (0.9, 0.99),
+    "lamb": (0.9, 0.999),
+    "muon": (0.9, 0.95),
+}
+_DEFAULT_EPS = {"adamw": 1e-8, "adam": 1e-8, "lamb": 1e-8, "muon": 1e-8}
+ADJUST_LR, NS_DTYPES = ("original", "match_rms_adamw"), ("bf16", "fp32")
+# Weights beside the body's in ztk's decoder and in transformers' models, whatever the class of their modules.
+ADAM_NAMES = r"(^|\.)(lm_head|head|embed_out|score|classifier|output_projection|w[tp]e|\w*embed\w*)(\.|$)"
+RANGES = {
+    "lr": NOT_NEGATIVE,
+    "eps": POSITIVE,
+    "weight_decay": NOT_NEGATIVE,
+    "momentum": BELOW_ONE,
+}
+LAMB_RANGES = {"min_coeff": NOT_NEGATIVE, "max_coeff": POSITIVE}
+MUON_RANGES = {"ns_steps": Range(low=1, high=99), "adam_lr": NOT_NEGATIVE}
+CLIP_RANGES = {"clip_grad_norm": NOT_NEGATIVE}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterGroup:
+    """Hyperparameters for the parameters whose full name contains a match of the regular expression `pattern`.
+
+    None takes the value of the policy. A `weight_decay` given here applies to every parameter of the group, also to
+    those that the policy would not decay.
+
+    Raises:
+        ValueError: for a pattern that is not a regular expression.
+    """
+
+    pattern: str
+    lr: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    momentum: float | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"optimizer.groups pattern={self.pattern!r}: not a regular expression ({error})") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerPolicy:
+    """One optimizer for the full model.
+
+    name: adamw (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101), adam (Kingma and Ba 2015,
+        https://arxiv.org/abs/1412.6980, weight decay as an L2 term), sgd, lion (Chen et al. 2023,
+        https://arxiv.org/abs/2302.06675), muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): Muon for parameters of
+        two dimensions, AdamW for the others, for embeddings and for the head; or lamb (You et al. 2020, https://arxiv.org/abs/1904.00962):
+        Adam whose step is scaled, for each parameter, by the norm of its weights over that of its update; torch is for a torch
+        optimizer that is passed beside the policy: its parameter groups have the hyperparameters, and the policy says only how to clip.
+    betas: None means (0.9, 0.95) for adam, adamw and muon's AdamW, (0.9, 0.99) for lion, (0.9, 0.999) for lamb.
+    eps: None means 1e-8; adam, adamw, lamb and muon's AdamW only.
+    min_coeff, max_coeff: bounds of lamb's factor, DeepSpeed's names; None means 0.01 and 10, its defaults.
+    momentum, nesterov: sgd and muon only. None means 0 and False for sgd, 0.95 and True for muon.
+    ns_steps, ns_dtype: of muon's orthogonalisation. None means 5 and "bf16", as torch.optim.Muon; "fp32" is there to compare with.
+    adjust_lr: muon's factor on the rate of a matrix, "original" or "match_rms_adamw", see `ztk.optim.muon.scale_of`; None: original.
+    adam_lr: the rate of muon's AdamW; None: `lr`. adam_names: a regular expression; AdamW updates matrices whose name contains a match, and
+        the weights of nn.Embedding. None means `ADAM_NAMES`.
+    weight_decay: decays the parameters with two or more dimensions; `decay_all` decays norms and biases too.
+    bias_correction: adam, adamw and lamb only. False uses the averages as they are, as the first BERT did (Devlin et al. 2019,
+        https://arxiv.org/abs/1810.04805).
+    clip_grad_norm: upper bound of the norm of the full model's averaged gradient; 0: no clipping.
+    skip_unused: a parameter that got no gradient on any rank in a step is left alone by it, with its states, as torch's optimizers do; False:
+        it counts as one with the gradient zero, which momentum and decay move.
+    states: "fp32", or smaller for adamw: "bf16", or "8bit", moments of 8 bits with a scale per 32 elements. See `ztk.core.policies.compact`.
+    rounding_seed: of the bits that round smaller states; a run's seed.
+    groups: the first group whose pattern matches a parameter's name sets its hyperparameters.
+
+    Raises ValueError for a value out of range and for an option that the optimizer does not have.
+    """
+
+    name: str = "adamw"
+    lr: float = 3e-4
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float = 0.0
+    momentum: float | None = None
+    nesterov: bool | None = None
+    ns_steps: int | None = None
+    ns_dtype: str | None = None
+    adjust_lr: str | None = None
+    adam_lr: float | None = None
+    adam_names: str | None = None
+    min_coeff: float | None = None
+    max_coeff: float | None = None
+    clip_grad_norm: float = 0.0
+    decay_all: bool = False
+    bias_correction: bool = True
+    skip_unused: bool = False
+    states: str = "fp32"
+    rounding_seed: int = 0
+    groups: tuple[ParameterGroup, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.name not in (*NAMES, TORCH):
+            raise ValueError(f"optimizer.name={self.name}: must be one of {', '.join(NAMES)}")
+        if self.betas is None and self.name in _DEFAULT_BETAS:
+            object.__setattr__(self, "betas", _DEFAULT_BETAS[self.name])
+        if self.eps is None and self.name in _DEFAULT_EPS:
+            object.__setattr__(self, "eps", _DEFAULT_EPS[self.name])
+        is_muon = self.name == "muon"
+        for key, default, muons in (
+            ("momentum", 0.0, 0.95),
+            ("nesterov", False, True),
+            ("ns_steps", None, 5),
+            ("ns_dtype", None, "bf16"),
+            ("adjust_lr", None, "original"),
+            ("adam_names", None, ADAM_NAMES),
+        ):
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, muons if is_muon else default)
+        for key, default in (("min_coeff", 0.01), ("max_coeff", 10.0)):
+            if self.name == "lamb" and getattr(self, key) is None:
+                object.__setattr__(self, key, default)
+        object.__setattr__(self, "groups", tuple(self.groups))
+        refuse(self._faults())
+
+    def _faults(self) -> Iterator[str]:
+        yield from range_faults(self, section="optimizer", ranges=CLIP_RANGES)
+        if self.name in ("sgd", "muon"):
+            yield from nesterov_faults(nesterov=self.nesterov, momentum=self.momentum)
+        elif self.nesterov:
+            yield f"optimizer.nesterov=true has no effect with optimizer={self.name}: leave it out, or use optimizer=sgd"
+        if not self.bias_correction and self.name not in _DEFAULT_EPS:
+            yield f"optimizer.bias_correction=false has no effect with optimizer={self.name}: leave it out, or use optimizer=adamw"
+        yield from states_faults(self.states, name=self.name)
+        yield from self._muon_faults()
+        yield from self._lamb_faults()
+        yield from _group_faults(self, name=self.name)
+        for group in self.groups:
+            yield from _group_faults(group, name=self.name)
+            if self.name == "sgd" and bool(group.momentum) and not self.momentum:
+                yield (
+                    f"optimizer.groups momentum={group.momentum} for {group.pattern!r} needs a momentum buffer: "
+                    "set optimizer.momentum too, to a small value if other parameters need little"
+                )
+
+    def _muon_faults(self) -> Iterator[str]:
+        if self.name != "muon":
+            for key in ("ns_steps", "ns_dtype", "adjust_lr", "adam_lr", "adam_names"):
+                if (value := getattr(self, key)) is not None:
+                    yield f"optimizer.{key}={value} has no effect with optimizer={self.name}: leave it out, or use optimizer=muon"
+            return
+        yield from range_faults(self, section="optimizer", ranges=MUON_RANGES)
+        for key, words in (("adjust_lr", ADJUST_LR), ("ns_dtype", NS_DTYPES)):
+            if (value := getattr(self, key)) not in words:
+                yield f"optimizer.{key}={value}: must be one of {', '.join(words)}"
+        yield from pattern_faults(self.adam_names)
+
+    def _lamb_faults(self) -> Iterator[str]:
+        if self.name != "lamb":
+            for key in ("min_coeff", "max_coeff"):
+                if (value := getattr(self, key)) is not None:
+                    yield f"optimizer.{key}={value} has no effect with optimizer={self.name}: leave it out, or use optimizer=lamb"
+            return
+        yield from range_faults(self, section="optimizer", ranges=LAMB_RANGES)
+        yield from coefficient_faults(low=self.min_coeff, high=self.max_coeff)
+
+
+def coefficient_faults(*, low: float | None, high: float | None) -> Iterator[str]:
+    """Of lamb's factor."""
+    if low is not None and high is not None and low > high:
+        yield f"optimizer.min_coeff={low}: is above optimizer.max_coeff={high}; use optimizer.min_coeff={high} or less"
+
+
+def pattern_faults(pattern: str | None) -> Iterator[str]:
+    """Of optimizer.adam_names."""
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        yield f"optimizer.adam_names={pattern!r}: not a regular expression ({error})"
+
+
+def nesterov_faults(*, nesterov: bool | None, momentum: float | None) -> Iterator[str]:
+    """Nesterov's method looks ahead along the momentum."""
+    if nesterov and not momentum:
+        yield (
+            "optimizer.nesterov=true has no effect without momentum: use optimizer.momentum=0.9, or optimizer.nesterov=false"
+        )
+
+
+def beta_faults(betas: tuple[float, ...] | list[float] | None, *, section: str = "optimizer") -> Iterator[str]:
+    """Two numbers from 0 to below 1, also in float32, where 0.99999999 becomes 1."""
+    if betas is None:
+        return
+    text = f"{section}.betas=[{','.join(map(str, betas))}]"
+    if len(betas) != 2:
+        yield f"{text}: must be two numbers, such as {section}.betas=[0.9,0.95]"
+    for number, beta in enumerate(betas, start=1):
+        if reason := BELOW_ONE.fault(beta):
+            yield f"{text}: number {number} {reason}"
+
+
+def _group_faults(group: OptimizerPolicy | ParameterGroup, *, name: str) -> Iterator[str]:
+    """Ranges, and options that optimizer `name` lacks. None is accepted: it stands for the policy's value, or for nothing."""
+    section = f"optimizer.groups[{group.pattern!r}]" if isinstance(group, ParameterGroup) else "optimizer"
+    yield from range_faults(group, section=section, ranges=RANGES)
+    yield from beta_faults(group.betas, section=section)
+    for option, owners, use in (
+        ("betas", _DEFAULT_BETAS, "adamw"),
+        ("eps", _DEFAULT_EPS, "adamw"),
+        ("momentum", ("sgd", "muon"), "sgd"),
+    ):
+        value = getattr(group, option)
+        if value and name not in owners:
+            yield f"{section}.{option}={value} has no effect with optimizer={name}: leave it out, or use optimizer={use}"

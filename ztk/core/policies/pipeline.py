@@ -1,0 +1,107 @@
+"""How a model is split into pipeline stages and in which order they run."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ztk.core.policies.ranges import COUNT, SIZE_OR_ZERO, range_faults, refuse
+
+RANGES = {"virtual_stages": COUNT, "max_local_gradients": SIZE_OR_ZERO}
+PARTITION_METHODS = "uniform, parameters, type:PATTERN or profile"
+
+
+class ScheduleName(StrEnum):
+    """The schedules by name."""
+
+    gpipe = "gpipe"  # all forwards, then all backwards
+    one_f_one_b = "1f1b"  # a forward and a backward in turn, so that fewer micro-batches are in flight
+    interleaved = "interleaved"  # 1f1b over several stages per rank: a smaller bubble for more transfers
+    zero_bubble = "zero_bubble"  # 1f1b whose weight gradients fill the bubble
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelinePolicy:
+    """How a model is split into stages and in which order they run.
+
+    schedule: gpipe, 1f1b, interleaved or zero_bubble. virtual_stages: stages per rank, for interleaved.
+    partition: uniform, parameters, type:PATTERN (a regular expression for class names) or profile (measured seconds per layer).
+    max_local_gradients: ZeRO stages 2 and 3. Up to this many elements, a rank sums its gradients over the micro-batches and reduces
+        them once. With more elements it reduces after every micro-batch: less memory, more bytes on the wire.
+    dynamic_shapes: activations may change their shapes although the micro-batches do not.
+
+    Raises ValueError for values that cannot work.
+    """
+
+    schedule: ScheduleName = ScheduleName.one_f_one_b
+    virtual_stages: int = 1
+    partition: str = "parameters"
+    max_local_gradients: int = 500_000_000
+    dynamic_shapes: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schedule", _schedule(self.schedule))
+        refuse(range_faults(self, section="topology", ranges=RANGES))
+        refuse(partition_faults(self.partition))
+
+    def check(self, *, num_ranks: int, num_micro_batches: int) -> None:
+        """Raises ValueError, naming the fix, if the schedule cannot run with so many ranks and micro-batches."""
+        check_schedule(
+            self.schedule,
+            num_ranks=num_ranks,
+            num_micro_batches=num_micro_batches,
+            virtual_stages=self.virtual_stages,
+        )
+
+
+def check_schedule(name: ScheduleName, *, num_ranks: int, num_micro_batches: int, virtual_stages: int) -> None:
+    """Raises ValueError, naming the fix, if the schedule cannot be made."""
+    if num_ranks < 1 or num_micro_batches < 1 or virtual_stages < 1:
+        raise ValueError(
+            f"a pipeline of {num_ranks} ranks x {virtual_stages} virtual stages over {num_micro_batches} micro-batches: "
+            "each must be at least 1"
+        )
+    if name is not ScheduleName.interleaved and virtual_stages > 1:
+        raise ValueError(
+            f"topology.virtual_stages={virtual_stages}: topology.schedule={name} runs one stage per rank; use "
+            "topology.schedule=interleaved or topology.virtual_stages=1"
+        )
+    if name is ScheduleName.interleaved:
+        refuse(
+            interleaved_faults(num_ranks=num_ranks, num_micro_batches=num_micro_batches, virtual_stages=virtual_stages)
+        )
+
+
+def interleaved_faults(*, num_ranks: int, num_micro_batches: int | None, virtual_stages: int | None) -> Iterator[str]:
+    """What the interleaved schedule needs. None: not given."""
+    if num_micro_batches and num_micro_batches % num_ranks:
+        yield (
+            f"topology.schedule=interleaved runs micro-batches in rounds of one per stage: train.accumulation_steps={num_micro_batches} "
+            f"must be a multiple of topology.pipeline={num_ranks}; use train.accumulation_steps="
+            f"{-(-num_micro_batches // num_ranks) * num_ranks}"
+        )
+    if virtual_stages == 1:
+        yield (
+            "topology.virtual_stages=1: topology.schedule=interleaved needs several stages per rank; use topology.virtual_stages=2 or more, "
+            "or topology.schedule=1f1b"
+        )
+
+
+def partition_faults(partition: str | None) -> Iterator[str]:
+    """`topology.partition` is one of PARTITION_METHODS, its pattern a regular expression."""
+    if partition is None or partition in ("uniform", "parameters", "profile"):
+        return
+    if not partition.startswith("type:"):
+        yield f"topology.partition={partition}: must be {PARTITION_METHODS}"
+        return
+    try:
+        re.compile(partition.removeprefix("type:"))
+    except re.error as error:
+        yield f"topology.partition={partition}: not a regular expression ({error})"
+
+
+def _schedule(name: str) -> ScheduleName:
+    try:
+        return ScheduleName(name)
+    except ValueError:
+        raise ValueError(f"topology.schedule={name!r}: must be one of {', '.join(ScheduleName)}") from None

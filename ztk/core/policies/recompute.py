@@ -1,0 +1,79 @@
+"""What a user chooses about activations."""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ztk.core.policies.ranges import COUNT, range_faults, refuse
+
+RANGES = {"every": COUNT, "num_checkpoints": COUNT}
+
+
+class RecomputeMode(StrEnum):
+    """What is kept of a block for its backward."""
+
+    none = "none"  # everything that autograd saves
+    full = "full"  # the block's input (Chen et al. 2016, https://arxiv.org/abs/1604.06174)
+    selective = "selective"  # the input, and the results of matrix products and attention (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecomputePolicy:
+    r"""Which blocks are recomputed, and where their inputs are kept until then.
+
+    every: blocks 0, every, 2 * every, ... are recomputed; the others keep their activations.
+    modules: regular expressions that match full module names, such as `model\.layers\.\d+`. Empty: the elements of the outermost
+        ModuleLists, ModuleDicts and Sequentials that have parameters and submodules.
+    inputs_on_cpu: a block's input is kept in main memory, pinned beside a GPU.
+    partition_inputs: each tensor-parallel rank keeps its part of an input, and the backward gathers it. The input must be the same on
+        all of them.
+    contiguous: inputs are kept in one buffer that is allocated once, for the size of the first input. Later ones may be smaller.
+    num_checkpoints: inputs that the buffer holds; None: one per recomputed block.
+    preserve_rng: random numbers, such as dropout's, are the same when a block runs again.
+
+    Raises ValueError for options that change nothing.
+    """
+
+    mode: RecomputeMode = RecomputeMode.none
+    every: int = 1
+    modules: tuple[str, ...] = ()
+    inputs_on_cpu: bool = False
+    partition_inputs: bool = False
+    contiguous: bool = False
+    num_checkpoints: int | None = None
+    preserve_rng: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mode not in list(RecomputeMode):
+            raise ValueError(f"recompute.mode={self.mode}: must be one of {', '.join(RecomputeMode)}")
+        object.__setattr__(self, "mode", RecomputeMode(self.mode))
+        object.__setattr__(self, "modules", tuple(self.modules))
+        refuse(range_faults(self, section="recompute", ranges=RANGES))
+        for pattern in self.modules:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"recompute.modules={pattern!r}: not a regular expression ({error})") from None
+        if self.num_checkpoints is not None and not self.contiguous:
+            raise ValueError(
+                f"recompute.num_checkpoints={self.num_checkpoints} has no effect without recompute.contiguous=true: add it, or "
+                "leave num_checkpoints out"
+            )
+        if self.mode is RecomputeMode.none:
+            self._refuse_inactive()
+
+    def _refuse_inactive(self) -> None:
+        inactive = {
+            "every": self.every != 1,
+            "modules": bool(self.modules),
+            "inputs_on_cpu": self.inputs_on_cpu,
+            "partition_inputs": self.partition_inputs,
+            "contiguous": self.contiguous,
+            "preserve_rng": not self.preserve_rng,
+        }
+        for name, given in inactive.items():
+            if given:
+                raise ValueError(
+                    f"recompute.{name}={getattr(self, name)} has no effect with recompute=none: leave it out, or use "
+                    "recompute=full"
+                )

@@ -1,0 +1,105 @@
+"""What a user chooses about ZeRO."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from ztk.core.policies.ranges import COUNT, SIZE, SIZE_OR_ZERO, Range, range_faults, refuse
+
+MAX_LIVE_PARAMETERS = 1_000_000_000  # elements, DeepSpeed's default
+
+RANGES = {
+    "stage": Range(low=0, high=3),
+    "bucket_size": SIZE,
+    "prefetch_bucket_size": SIZE_OR_ZERO,
+    "max_live_parameters": SIZE_OR_ZERO,
+    "max_reuse_distance": SIZE_OR_ZERO,
+    "param_persistence_threshold": SIZE_OR_ZERO,
+    "hpz_partition_size": COUNT,
+}
+
+
+class ZeroChoices(Protocol):
+    """The fields that rules between policies read; None: not given."""
+
+    stage: int | None
+    hpz_partition_size: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroPolicy:
+    """Which states are sharded over the data-parallel ranks, how far ahead parameters are gathered, and how many stay gathered.
+
+    stage: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters (Rajbhandari et al. 2020,
+        https://arxiv.org/abs/1910.02054). Sizes below are in elements.
+    bucket_size: a unit with more elements is split into several flat buffers (a parameter is never split).
+    prefetch_bucket_size: stage 3: how many elements are gathered ahead of their use, one bucket at least unless it is 0; None: a sixteenth
+        of the model's, at most 50,000,000, and 0 where a bucket has more than an eighth of it. A fixed number gathers all of a small model.
+    max_live_parameters: stage 3: prefetching stops when this many elements are gathered, and no more stay for their next use; None: half
+        of the model's, or what the root, the largest unit and the elements gathered ahead of their use take, if that is more, at most
+        1,000,000,000, which is also what a rollout or a batch of a pipeline keeps gathered then.
+    max_reuse_distance: stage 3: a unit stays gathered if it is used again within this many elements.
+    param_persistence_threshold: stage 3: parameters with at most this many elements are never sharded.
+    overlap_gather: stages 1 and 2: the next forward begins while updated parameters are gathered, and waits per bucket at its first use.
+        Whatever asks torch for a parameter waits, too. Off unless chosen, by `run.py` for its own tasks: a function that torch does not see
+        (an extension in C++) and that a script gives a parameter between steps does not wait.
+
+    ZeRO++ (Wang et al. 2023, https://arxiv.org/abs/2306.10209). The quantized collectives change numbers, `hpz_partition_size` does not:
+    quantized_weights: stage 3: parameters are gathered as int8; every rank computes with the same rounded values, master weights stay exact.
+    quantized_nontrainable_weights: the same of frozen parameters alone, such as those below adapters.
+    quantized_gradients: stages 2 and 3: gradients are reduced as int4.
+    hpz_partition_size: stage 3: groups of this many ranks (a node's) keep a second copy of the parameters, and the backward gathers from
+        it. It must equal the topology's `intra_node`.
+
+    Raises ValueError for a number outside of its range and for an option that the stage does not have.
+    """
+
+    stage: int = 0
+    bucket_size: int = 500_000_000
+    prefetch_bucket_size: int | None = 50_000_000
+    max_live_parameters: int | None = MAX_LIVE_PARAMETERS
+    max_reuse_distance: int = 0
+    param_persistence_threshold: int = 0
+    quantized_weights: bool = False
+    quantized_nontrainable_weights: bool = False
+    quantized_gradients: bool = False
+    hpz_partition_size: int = 1
+    overlap_gather: bool = False
+
+    def __post_init__(self) -> None:
+        refuse(self._faults())
+
+    @property
+    def max_kept_parameters(self) -> int:
+        """Elements that stay gathered for many passes: in a rollout, in a batch of a pipeline."""
+        return MAX_LIVE_PARAMETERS if self.max_live_parameters is None else self.max_live_parameters
+
+    def _faults(self) -> Iterator[str]:
+        yield from range_faults(self, section="zero", ranges=RANGES)
+        for name in ("quantized_weights", "quantized_nontrainable_weights"):
+            if getattr(self, name) and self.stage < 3:
+                yield f"zero.{name}=true: stage {self.stage} does not gather parameters for use; use zero=stage3"
+        if self.quantized_gradients and self.stage < 2:
+            yield f"zero.quantized_gradients=true: stage {self.stage} does not shard gradients; use zero=stage2 or zero=stage3"
+        if self.overlap_gather and self.stage not in (1, 2):
+            yield f"zero.overlap_gather=true: stage {self.stage} gathers no updated parameters; use zero=stage1 or zero=stage2"
+        if self.hpz_partition_size > 1 and self.stage < 3:
+            yield (
+                f"zero.hpz_partition_size={self.hpz_partition_size}: stage {self.stage} does not shard parameters; use "
+                "zero=stage3, or leave hpz_partition_size out"
+            )
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Stages 1 to 3."""
+        return self.stage >= 1
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Stages 2 and 3."""
+        return self.stage >= 2
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Stage 3."""
+        return self.stage >= 3

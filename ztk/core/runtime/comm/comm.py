@@ -1,0 +1,383 @@
+"""Collectives with handles and counters.
+
+Blocking transports run on one thread per process, in the order of submission. The order is the same on all ranks because all ranks run
+the same program. So communication overlaps with compute, and no rank can overtake another. Point-to-point messages have their own
+threads. What arrives has the dtype of what was sent.
+"""
+
+import ctypes
+import functools
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as futures_wait
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ztk.core.runtime.comm.counters import CommCounters
+from ztk.core.runtime.comm.transport import Transport
+from ztk.core.runtime.comm.watchdog import Entered, Watchdog
+from ztk.core.runtime.pending import Handle
+from ztk.core.runtime.planned import note_read
+from ztk.core.runtime.ranges import named
+from ztk.core.runtime.serial import SerialThread
+from ztk.core.runtime.streams import current_event, is_capturing
+
+
+class Work:
+    """A collective under way. `wait()` returns when its result may be used (on a GPU: by the current stream).
+
+    pending: a future, an object with `wait()`, None if it is complete, or a function that starts the collective now.
+    """
+
+    def __init__(
+        self,
+        pending: Any,
+        *,
+        counters: CommCounters,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        self._pending = pending
+        self._counters = counters
+        self._watchdog = watchdog
+
+    @property
+    def is_done(self) -> bool:
+        """`wait()` would return, or raise, at once."""
+        match self._pending:
+            case None:
+                return True
+            case Future():
+                return self._pending.done()
+            case _:
+                return not callable(self._pending) and self._pending.is_completed()
+
+    def wait(self) -> None:
+        """Waits for the result and raises the error of the collective, if there was one. Idempotent."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        start = time.perf_counter()
+        try:
+            if callable(pending):
+                pending = pending()
+            if isinstance(pending, Future):
+                self._result(pending)
+            elif pending is not None:
+                pending.wait()
+        finally:
+            self._counters.wait_seconds += time.perf_counter() - start
+
+    def _result(self, future: Future) -> None:
+        """Waits for `future`. A thread inside a collective cannot be interrupted, but this wait can."""
+        while self._watchdog is not None and not futures_wait([future], timeout=1.0).done:
+            if self._watchdog.mismatch is not None:
+                raise self._watchdog.mismatch
+        future.result()
+
+
+class _Watched:
+    """A collective on a device, of which the watchdog knows without what torch's object keeps.
+
+    NCCL's object has its tensors until it is dropped, also when the current stream has waited. Buffers count the references to their memory
+    to see whether somebody has a view, and the host is many collectives ahead of the device: all of their buffers would seem to be in use.
+    """
+
+    def __init__(self, work: Any, *, entered: Entered, watchdog: Watchdog, device: torch.device) -> None:
+        """work: what a transport that does not block has returned. entered: what `Watchdog.enter` has."""
+        self._work, self._device = work, device
+        self._leave = functools.partial(watchdog.leave, entered)
+        self._leave(is_over=work.is_completed)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._leave(
+            is_over=current_event(self._device).query
+        )  # behind the collective, because the current stream now is
+
+
+class Comm:
+    """Collectives on flat contiguous tensors among `size` ranks, counted.
+
+    `before` is called with the label before each collective: tests use it to delay or to kill. `observe` is called after each one with its
+    kind, its label, the bytes of its buffer and its seconds. To measure these it waits for the collective, so nothing overlaps.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        """watchdog: for transports that do not check labels themselves."""
+        self.rank, self.size, self.device = rank, size, device
+        self.counters = CommCounters()
+        self.before: Callable[[str], None] | None = None
+        self.observe: Callable[[str, str, int, float], None] | None = None
+        self._transport, self._watchdog = transport, watchdog
+        self._thread = (
+            SerialThread(name="ztk-comm", interrupt=transport.close) if size > 1 and transport.blocking else None
+        )
+        self._message_threads: dict[str, SerialThread] = {}
+
+    def empty(self, numel: int, *, dtype: torch.dtype, label: str) -> Tensor:
+        """A long-lived buffer [numel] with undefined content. A collective call; waits.
+
+        On the CPUs of one machine the buffer lies in shared memory, so collectives on all of it need no copies.
+        """
+        made = None
+        if self._thread is not None:  # a collective call: it keeps its order among the others
+            name = f"memory {label} {numel} x {str(dtype)[6:]}"
+            made = self._thread.submit(lambda: self._transport.empty(numel, dtype=dtype, label=name)).result()
+        return torch.empty(numel, dtype=dtype, device=self.device) if made is None else made
+
+    def all_gather(self, full: Tensor, *, label: str, after: Handle | None = None) -> Work:
+        """In place: every rank's slice of `full` [size * n] reaches every rank. `after.wait()` runs first, if given.
+
+        after: without a communication thread (a world of one, NCCL) a collective that depends on it starts at its own `wait()`, which is at
+        the same place of the program on every rank, or at once if `after` is immediate: behind its copy, if it has one.
+        """
+        self._check(full)
+        self.counters.count("all_gather", numel=full.numel(), itemsize=full.itemsize)
+        return self._submit(f"all_gather {label}", full, lambda t, name: t.all_gather(full, label=name), after=after)
+
+    def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> Work:
+        """`out` [n] = the sum over ranks of this rank's slice of `full` [size * n]. `out` may be that slice."""
+        self._check(full)
+        assert out.numel() * self.size == full.numel() and out.dtype == full.dtype and out.is_contiguous()
+        self.counters.count("reduce_scatter", numel=full.numel(), itemsize=full.itemsize)
+        return self._submit(
+            f"reduce_scatter {label}", full, lambda t, name: t.reduce_scatter(full, out=out, label=name)
+        )
+
+    def all_reduce(self, full: Tensor, *, label: str, in_shard_order: bool = True) -> Work:
+        """In place: `full` [size * n] becomes its sum over ranks, the same bits on all, added in the order that `reduce_scatter` adds in.
+
+        in_shard_order: False: NCCL may choose the order, which is that of its own all-reduce: for sums that no sharded run makes otherwise.
+        """
+        self._check(full)
+        own = full.chunk(self.size)[self.rank]
+        self.counters.count("all_reduce", numel=2 * full.numel(), itemsize=full.itemsize)
+
+        if in_shard_order:
+            return self._submit(f"all_reduce {label}", full, lambda t, name: t.all_reduce(full, own=own, label=name))
+        return self._submit(f"all_reduce {label}", full, lambda t, name: t.all_sum(full, own=own, label=name))
+
+    def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> Work:
+        """Part r of `source` goes to rank r; `out` receives the parts from all ranks, in rank order."""
+        self._check(source)
+        self.counters.count("all_to_all", numel=source.numel(), itemsize=source.itemsize)
+        return self._submit(f"all_to_all {label}", source, lambda t, name: t.all_to_all(source, out=out, label=name))
+
+    def all_to_all_rows(
+        self,
+        source: Tensor,
+        *,
+        out: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        label: str,
+        kind: str = "all_to_all",
+    ) -> Work:
+        """All-to-all with parts of unequal size: `send[r]` rows of `source` [S, C] go to rank r, `receive[r]` rows of `out` come from it.
+
+        Rank r must receive as many rows as this rank sends to it. Counts may be zero; every rank makes the call nevertheless.
+        kind: the counter that the rows of `source` are added to.
+        """
+        assert sum(send) == source.shape[0] and sum(receive) == out.shape[0] and source.shape[1:] == out.shape[1:]
+        assert source.is_contiguous() and out.is_contiguous() and source.dtype == out.dtype
+        self.counters.count(kind, numel=source.numel(), itemsize=source.itemsize)
+        width = source.shape[1]
+        sent, received = [rows * width for rows in send], [rows * width for rows in receive]
+
+        def run(transport: Transport, name: str):
+            return transport.all_to_all_uneven(
+                source.view(-1), out=out.view(-1), send=sent, receive=received, label=name
+            )
+
+        return self._submit(
+            f"all_to_all {label} rows of", source, run, size=str(width)
+        )  # the number of rows differs between ranks
+
+    def pass_on(self, source: Tensor, *, out: Tensor, label: str) -> Work:
+        """Around a ring: `source` [n] goes to the next rank, and `out` [n] receives that of the rank before. Every rank makes the call."""
+        assert source.is_contiguous() and source.dim() == 1 and out.shape == source.shape and out.dtype == source.dtype
+        self.counters.count("ring", numel=source.numel(), itemsize=source.itemsize)
+        send, receive = [0] * self.size, [0] * self.size
+        send[(self.rank + 1) % self.size] = receive[self.rank - 1] = source.numel()
+
+        def run(transport: Transport, name: str):
+            return transport.all_to_all_uneven(source, out=out, send=send, receive=receive, label=name)
+
+        return self._submit(f"ring {label}", source, run)
+
+    def broadcast(self, tensor: Tensor, *, source: int, label: str) -> Work:
+        """`tensor` of rank `source` reaches every rank."""
+        assert tensor.is_contiguous()
+        self.counters.count("broadcast", numel=tensor.numel(), itemsize=tensor.itemsize)
+        flat = tensor.view(-1)
+        return self._submit(f"broadcast {label}", tensor, lambda t, name: t.broadcast(flat, source=source, label=name))
+
+    def send(self, tensor: Tensor, *, to: int, label: str, kind: str = "send") -> Work:
+        """The bytes of `tensor` (contiguous, any dtype) go to rank `to`, which calls `recv` with the same size and label.
+
+        Messages to one rank arrive in the order of the calls; they may overtake collectives and messages to others. `tensor` is kept
+        alive and must not change before `wait()` has returned. kind: the counter it is added to, only at the sender.
+        """
+        self.counters.count(kind, numel=tensor.numel(), itemsize=tensor.itemsize)
+        return self._pass(
+            f"send {to}", label, lambda: self._transport.send(tensor.detach().view(-1), to=to, label=label)
+        )
+
+    def recv(self, out: Tensor, *, source: int, label: str) -> Work:
+        """Fills `out` with the next message of rank `source`."""
+        return self._pass(
+            f"recv {source}", label, lambda: self._transport.recv(out.view(-1), source=source, label=label)
+        )
+
+    def gather_scalars(self, values: Tensor, *, label: str) -> Tensor:
+        """Gathers a few numbers [k] of every rank into [size, k], the same bits on all ranks. Waits."""
+        full = values.new_empty(self.size, *values.shape)
+        full[self.rank] = values
+        self.counters.count("scalars", numel=full.numel(), itemsize=full.itemsize)
+        self._submit(f"scalars {label}", full, lambda t, name: t.all_gather(full.view(-1), label=name)).wait()
+        return full
+
+    def gather_numbers(
+        self, numbers: Sequence[float], *, label: str, dtype: torch.dtype = torch.float32
+    ) -> list[list[float]]:
+        """A few numbers of every rank, in rank order, on all ranks and on the host, rounded to `dtype`. Waits."""
+        note_read(f"numbers of ranks: {label}")
+        values = torch.tensor(numbers, dtype=dtype, device=self.device)
+        return self.gather_scalars(values, label=label).tolist()
+
+    def gather_objects(self, obj: object) -> list:
+        """Every rank's `obj` (small, picklable) in rank order, on all ranks. Waits."""
+        note_read("objects of ranks")
+        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        size = torch.tensor([data.numel()], device=self.device)
+        sizes = self.gather_scalars(size, label="object sizes").flatten().tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded[: data.numel()].copy_(data)
+        rows = self.gather_scalars(padded, label="objects").cpu()
+        return [pickle.loads(ctypes.string_at(row.data_ptr(), size)) for row, size in zip(rows, sizes, strict=True)]
+
+    def send_object(self, obj: object, *, to: int, label: str) -> list[tuple[Work, Tensor]]:
+        """`obj` (small, picklable) goes to rank `to`, which calls `recv_object`. Returns what must be kept until it is sent."""
+        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(self.device)
+        size = torch.tensor([data.numel()], device=self.device)
+        return [(self.send(tensor, to=to, label=label, kind="scalars"), tensor) for tensor in (size, data)]
+
+    def recv_object(self, *, source: int, label: str) -> Any:
+        """What rank `source` sends by `send_object`. Waits."""
+        note_read("an object of another rank")
+        size = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.recv(size, source=source, label=label).wait()
+        data = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        self.recv(data, source=source, label=label).wait()
+        return pickle.loads(bytes(data.tolist()))
+
+    def barrier(self) -> None:
+        """Returns when every rank has arrived."""
+        self.gather_scalars(torch.zeros(1, device=self.device), label="barrier")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Ends the thread and the connections; peers that still wait see this rank as lost."""
+        for thread in (self._thread, *self._message_threads.values()):
+            if thread is not None:
+                thread.close()
+        self._transport.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
+
+    def _pass(self, direction: str, label: str, run: Callable) -> Work:
+        """Sends or receives one message. Each direction of each pair has its own thread, so no message waits for another pair's."""
+
+        def task():
+            if self.before is not None:
+                self.before(f"{direction.partition(' ')[0]} {label}")
+            with named(f"{direction.partition(' ')[0]} {label}"), torch.no_grad():
+                return run()
+
+        if not self._transport.blocking or self.size == 1:
+            return Work(task(), counters=self.counters)
+        if direction not in self._message_threads:
+            self._message_threads[direction] = SerialThread(name=f"ztk-{direction}", interrupt=self._transport.close)
+        return Work(self._message_threads[direction].submit(task), counters=self.counters)
+
+    def _check(self, full: Tensor) -> None:
+        assert full.is_contiguous() and full.dim() == 1 and full.numel() % self.size == 0, (full.shape, self.size)
+
+    def _submit(
+        self, label: str, tensor: Tensor, run: Callable, *, size: str | None = None, after: Handle | None = None
+    ) -> Work:
+        """size: the size in the label, the same on all ranks; None: the number of elements."""
+        name = f"{label} {size or tensor.numel()} x {str(tensor.dtype)[6:]}"
+
+        def task():
+            if after is not None:
+                after.wait()
+            if self.before is not None:
+                self.before(name)
+            watchdog = self._watchdog
+            if watchdog is not None and is_capturing(tensor):
+                watchdog.pass_over()
+                watchdog = None
+            entered = None if watchdog is None else watchdog.enter(name)
+            pending = (
+                self._run(run, name=name) if self.observe is None else self._run_observed(run, name=name, tensor=tensor)
+            )
+            if watchdog is None or entered is None:
+                return pending
+            if pending is not None:
+                return _Watched(pending, entered=entered, watchdog=watchdog, device=self.device)
+            watchdog.leave(entered)
+            return None
+
+        if self._thread is None:
+            if after is not None and not after.is_immediate:
+                return Work(task, counters=self.counters)
+            if after is None or after.copy is None:
+                return Work(task(), counters=self.counters)
+            with after.copy.on_its_stream():  # the collective is behind the copy, and the current stream computes on
+                pending = task()
+            return Work(after.copy if pending is None else pending, counters=self.counters)
+        return Work(self._thread.submit(task), counters=self.counters, watchdog=self._watchdog)
+
+    def _run(self, run: Callable, *, name: str) -> Any:
+        """Starts the collective; on a blocking transport it is complete on return."""
+        start = time.perf_counter()
+        try:
+            # Grad mode is on by default in a thread, and views of inputs may require gradients.
+            with named(name), torch.no_grad():
+                return run(self._transport, name)
+        finally:
+            self.counters.busy_seconds += time.perf_counter() - start
+
+    def _run_observed(self, run: Callable, *, name: str, tensor: Tensor) -> None:
+        """Runs the collective to its end, on the device too, and reports it to `observe`."""
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        pending = run(self._transport, name)
+        if pending is not None:
+            pending.wait()
+        if on_gpu:
+            torch.cuda.synchronize(self.device)
+        seconds = time.perf_counter() - start
+        self.counters.busy_seconds += seconds
+        kind, _, label = name.partition(" ")
+        assert self.observe is not None
+        self.observe(kind, label, tensor.nbytes, seconds)

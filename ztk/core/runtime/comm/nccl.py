@@ -1,0 +1,62 @@
+"""Collectives on GPUs: NCCL's own, in place on the flat buffers."""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ztk.core.runtime.comm.transport import SeparateMemory
+
+
+class NcclTransport(SeparateMemory):
+    """Calls return at once; `wait()` on what they return orders the current stream behind them.
+
+    The group moves tensors of the host too, by gloo (`connect.backend_of`): there `wait()` makes the host wait.
+
+    An all-reduce of gradients is done as reduce-scatter and all-gather over the same slices as the sharded stages use, so that the order of
+    summation is the same at every stage. `all_sum`, for activations of tensor parallelism, is NCCL's own.
+    """
+
+    blocking = False
+    checks_labels = False
+
+    def __init__(self, *, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank, self._size = group.rank(), group.size()
+
+    def all_gather(self, full: Tensor, *, label: str) -> dist.Work:
+        own = full.chunk(self._size)[self._rank]
+        return dist.all_gather_into_tensor(full, own, group=self._group, async_op=True)
+
+    def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> dist.Work:
+        return dist.reduce_scatter_tensor(out, full, group=self._group, async_op=True)
+
+    def all_reduce(self, full: Tensor, *, own: Tensor, label: str) -> dist.Work:
+        scattered = self.reduce_scatter(full, out=own, label=label)
+        if not full.is_cuda:
+            scattered.wait()  # gloo's calls have no stream that keeps their order, and write the result in their `wait`
+        return self.all_gather(full, label=label)
+
+    def all_sum(self, full: Tensor, *, own: Tensor, label: str) -> dist.Work | None:
+        """As `all_reduce`, `full` [size * n] and `own` [n] of any dtype, in an order of the transport's choice."""
+        return dist.all_reduce(full, group=self._group, async_op=True)
+
+    def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> dist.Work:
+        return dist.all_to_all_single(out, source, group=self._group, async_op=True)
+
+    def all_to_all_uneven(
+        self, source: Tensor, *, out: Tensor, send: Sequence[int], receive: Sequence[int], label: str
+    ) -> dist.Work:
+        return dist.all_to_all_single(out, source, list(receive), list(send), group=self._group, async_op=True)
+
+    def broadcast(self, tensor: Tensor, *, source: int, label: str) -> dist.Work:
+        return dist.broadcast(tensor, group_src=source, group=self._group, async_op=True)
+
+    def send(self, tensor: Tensor, *, to: int, label: str) -> dist.Work:
+        return dist.isend(tensor, group_dst=to, group=self._group)
+
+    def recv(self, out: Tensor, *, source: int, label: str) -> dist.Work:
+        return dist.irecv(out, group_src=source, group=self._group)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,144 @@
+"""Detects ranks that wait in different collectives, for transports that cannot: gloo between machines, NCCL.
+
+Every rank numbers its collectives and writes the last one it entered to a store from time to time. A rank that waits long in one reads
+there which collectives the others entered under the same number. A different label is an error on both sides. A rank that is behind is
+named once, because it may only be slow. On a GPU the host may be in a call that cannot be interrupted, so there the process exits some
+seconds after the error is found, unless the program has exited by itself.
+"""
+
+import functools
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from ztk.core.runtime.comm.errors import CommMismatch
+from ztk.core.runtime.ending import end_with_process, forget, seconds_to_end
+
+logger = logging.getLogger(__name__)
+
+_GRACE_SECONDS = 10.0
+_REMEMBERED = 4096  # collectives: a GPU's host may run this far ahead of the device
+
+
+@dataclass(kw_only=True, slots=True)
+class Entered:
+    """A collective that a rank has begun. since: of `time.monotonic`."""
+
+    number: int
+    label: str
+    since: float
+    is_over: Callable[[], bool] | None = None  # of a transport that does not block, once it is under way
+
+
+class Watchdog:
+    """The watchdog of one communicator. `mismatch` is the error, once it is found."""
+
+    def __init__(
+        self, store: dist.Store, *, name: str, rank: int, size: int, patience: float, ends_process: bool
+    ) -> None:
+        """size: ranks of the communicator. patience: seconds that a collective may take before labels are compared."""
+        self.mismatch: CommMismatch | None = None
+        self._store, self._name, self._rank, self._size, self._patience = store, name, rank, size, patience
+        self._ends_process = ends_process
+        self._number, self._records = 0, False
+        self._labels: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
+        self._open: deque[Entered] = deque()
+        self._lock = threading.Lock()
+        self._reported: set[tuple[int, int]] = set()  # (number, rank) already reported as late
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ztk-watchdog", daemon=True)
+        end_with_process(self._thread, end=functools.partial(_end, self._thread, self._ended))
+        self._thread.start()
+
+    def enter(self, label: str) -> Entered:
+        """A collective begins."""
+        self._records = False
+        with self._lock:
+            self._forget_completed()
+            self._number += 1
+            entered = Entered(number=self._number, label=label, since=time.monotonic())
+            self._labels.append((entered.number, label))
+            self._open.append(entered)
+        return entered
+
+    def leave(self, entered: Entered, *, is_over: Callable[[], bool] | None = None) -> None:
+        """Marks it as complete, or as running on the device until `is_over()`, which may be said again by something else."""
+        with self._lock:
+            if is_over is None:
+                self._open.remove(entered)
+            else:
+                entered.is_over = is_over
+
+    def pass_over(self) -> None:
+        """A collective becomes part of a CUDA graph. Until the next `enter` no event is asked: that would end the recording."""
+        self._records = True
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        try:
+            self._look()
+        finally:
+            forget(threading.current_thread())
+
+    def _look(self) -> None:
+        published = 0
+        while not self._ended.wait(self._patience / 4):
+            with self._lock:
+                self._forget_completed()
+                oldest = self._open[0] if self._open else None
+                number, labels = self._number, list(self._labels)
+            try:
+                if number != published:
+                    self._store.set(self._key(self._rank), json.dumps(labels))
+                    published = number
+                if oldest is not None and self.mismatch is None and time.monotonic() - oldest.since > self._patience:
+                    self._compare(oldest)
+            except RuntimeError:  # the rank that served the store is gone; its end is the cause to show
+                return
+
+    def _forget_completed(self) -> None:
+        """The caller holds the lock."""
+        while not self._records and self._open and (is_over := self._open[0].is_over) is not None and is_over():
+            self._open.popleft()
+
+    def _compare(self, own: Entered) -> None:
+        late = []
+        for rank in range(self._size):
+            if rank == self._rank or not self._store.check([self._key(rank)]):
+                continue
+            theirs = dict(json.loads(self._store.get(self._key(rank))))
+            if own.number in theirs and theirs[own.number] != own.label:
+                self.mismatch = CommMismatch(
+                    f"{self._name}: rank {self._rank} is at '{own.label}', rank {rank} at '{theirs[own.number]}': the ranks "
+                    "ran different modules or shapes"
+                )
+                logger.error("%s", self.mismatch)
+                if self._ends_process and not self._ended.wait(_GRACE_SECONDS):
+                    os._exit(1)
+                return
+            last = max(theirs, default=0)
+            if last < own.number and (own.number, rank) not in self._reported:
+                self._reported.add((own.number, rank))
+                late.append(f"rank {rank} has not arrived yet and was last at '{theirs.get(last, 'nothing')}'")
+        if late:
+            waited = time.monotonic() - own.since
+            text = "%s: rank %d has waited %.0f s at '%s'; %s"
+            logger.warning(text, self._name, self._rank, waited, own.label, "; ".join(late))
+
+    def _key(self, rank: int) -> str:
+        return f"ztk/watchdog/{self._name}/{rank}"
+
+
+def _end(thread: threading.Thread, ended: threading.Event) -> None:
+    ended.set()
+    thread.join(seconds_to_end())

@@ -1,0 +1,85 @@
+"""Ctrl-C and SIGTERM while a run trains: every rank ends after the same step, so that the state it leaves can be saved."""
+
+import os
+import signal
+import time
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+
+from ztk.core.runtime.comm import Comm, connect
+from ztk.core.runtime.process import Process
+
+_KINDS = (signal.SIGINT, signal.SIGTERM)
+_REPEAT_SECONDS = 1.0  # a terminal and a launcher may both pass on the same Ctrl-C
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the training loop after a complete step. number: the signal that this rank received; None: another rank did."""
+
+    def __init__(self, number: int | None) -> None:
+        super().__init__("interrupted")
+        self.number = number
+
+
+class Interrupts:
+    """Inside this context SIGINT and SIGTERM set a flag, and `are_pending` reports it on all ranks after the same step.
+
+    A second signal, a second or more after the first, ends the process at once. Every rank enters the context, which raises Interrupted at its
+    end for a signal that nobody has seen.
+
+    The flags travel over host connections of their own: on a GPU the exchange does not wait for the device, and the counters of the
+    training's collectives do not include it. is_active: False: signals keep their effect, and `are_pending` costs nothing.
+    """
+
+    def __init__(self, process: Process, *, is_active: bool = True) -> None:
+        self._process, self._is_active = process, is_active
+        self._number: int | None = None
+        self._received = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+        self._comm: Comm | None = None
+
+    def __enter__(self) -> Self:
+        if not self._is_active:
+            return self
+        process = self._process
+        if process.world_size > 1:
+            self._comm = connect(
+                device=torch.device("cpu"),
+                one_node=process.local_world_size == process.world_size,
+                timeout_seconds=process.timeout_seconds,
+            )
+        self._before = {kind: signal.signal(kind, self._receive) for kind in _KINDS}
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # One that came after the last step's check, such as while that step was saved, ends the run here.
+        is_late = error is None and self._is_active and self.are_pending()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._comm is not None and error is None:  # after an error the other ranks may be gone
+            self._comm.close()
+        self._comm = None
+        if is_late:
+            self.stop()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._number is None:
+            self._number, self._received = number, now
+        elif now - self._received >= _REPEAT_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def are_pending(self) -> bool:
+        """Whether any rank has received a signal. A collective call."""
+        own = self._number is not None
+        if self._comm is None:
+            return own
+        flag = torch.tensor([float(own)])
+        return bool(self._comm.gather_scalars(flag, label="interrupts").any())
+
+    def stop(self) -> None:
+        """Raises Interrupted."""
+        raise Interrupted(self._number)

@@ -1,0 +1,166 @@
+"""One rank of a run: its number, its device and its communicators."""
+
+import datetime
+import os
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from ztk.core.runtime.comm import Comm, connect, connect_groups
+from ztk.core.runtime.comm.connect import backend_of
+from ztk.core.runtime.comm.transport import SingleRankTransport
+from ztk.core.runtime.mesh import AXES, Mesh, Topology
+from ztk.core.runtime.rendezvous import open_store
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Process:
+    """A started rank. `comm` spans all ranks; in a world of one it moves nothing. `mesh` has the process groups."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+    comm: Comm
+    mesh: Mesh
+    timeout_seconds: float
+
+    @staticmethod
+    def start(*, device: str = "auto", timeout_seconds: float = 600.0) -> "Process":
+        """Reads the launcher's environment, joins the process group and connects the collectives.
+
+        Environment: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` (all absent: a world of one), and either `ZTK_STORE`
+        (path of a file that all ranks of one machine see; no port, no race) or `MASTER_ADDR` and `MASTER_PORT`.
+
+        Raises:
+            ValueError: variables do not fit together, or the machine lacks the requested device.
+        """
+        rank, world, local_rank, local_world = _read_place()
+        chosen = _choose_device(device, local_rank=local_rank)
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        if not dist.is_initialized():
+            _join(rank=rank, world=world, local_world=local_world, device=chosen, timeout=timeout)
+        comm = connect(device=chosen, one_node=local_world == world, timeout_seconds=timeout_seconds)
+        return Process(
+            rank=rank,
+            local_rank=local_rank,
+            world_size=world,
+            local_world_size=local_world,
+            device=chosen,
+            comm=comm,
+            mesh=all_replicas(comm),
+            timeout_seconds=timeout_seconds,
+        )
+
+    def arrange(self, topology: Topology) -> "Process":
+        """This rank with its place in `topology`. A collective call: every rank makes it with the same degrees.
+
+        Raises:
+            ValueError: the degrees do not fit the number of ranks.
+        """
+        topology.replicas(world_size=self.world_size)
+        if topology == Topology():
+            return replace(self, mesh=all_replicas(self.comm))
+        comms: dict[str, Comm] = {}
+        of_data = topology.groups("data", world_size=self.world_size)
+        for axis in AXES:
+            groups = topology.groups(axis, world_size=self.world_size)
+            if axis == "data" and len(groups) == 1:
+                comms[axis] = self.comm
+            elif axis in ("expert_data", "inter_node") and groups == of_data:  # that axis is not cut
+                comms[axis] = comms["data"]
+            else:
+                comms[axis] = self._connect(groups)
+        return replace(self, mesh=Mesh(topology, world=self.comm, comms=comms))
+
+    def _connect(self, groups: list[tuple[int, ...]]) -> Comm:
+        return connect_groups(
+            groups,
+            device=self.device,
+            local_world_size=self.local_world_size,
+            timeout_seconds=self.timeout_seconds,
+        )
+
+    def stop(self) -> None:
+        """Waits until all ranks arrive, then closes the connections. After a failure do not call it: just exit."""
+        self.comm.barrier()
+        self.mesh.close()
+        self.comm.close()
+        dist.destroy_process_group()
+
+
+def all_replicas(comm: Comm) -> Mesh:
+    """The mesh in which every rank is a data-parallel replica."""
+    alone = Comm(SingleRankTransport(), rank=0, size=1, device=comm.device)
+    uncut = ("data", "expert_data", "inter_node")
+    return Mesh(Topology(), world=comm, comms={axis: comm if axis in uncut else alone for axis in AXES})
+
+
+def _read_place() -> tuple[int, int, int, int]:
+    """Rank, world size, local rank, local world size. Raises ValueError at once for what the others would wait for in vain."""
+    world = _variable("WORLD_SIZE", default=1, least=1)
+    rank = _variable("RANK", default=0, most=world - 1)
+    if world > 1 and "RANK" not in os.environ:
+        raise ValueError(f"WORLD_SIZE={world} without RANK: set RANK to this process's number, 0 to {world - 1}")
+    local_world = _variable("LOCAL_WORLD_SIZE", default=world, least=1, most=world)
+    # Not bounded by LOCAL_WORLD_SIZE: it names the GPU, and ranks that go on without a lost one keep theirs.
+    local_rank = _variable("LOCAL_RANK", default=rank)
+    return rank, world, local_rank, local_world
+
+
+def _variable(name: str, *, default: int, least: int = 0, most: int | None = None) -> int:
+    text = os.environ.get(name, str(default))
+    bounds = f"{least} or more" if most is None else f"{least} to {most}"
+    if not (text.isascii() and text.isdigit()) or int(text) < least or (most is not None and int(text) > most):
+        raise ValueError(
+            f"{name}={text}: must be a whole number, {bounds}; start ranks by run.py or torchrun, which set it"
+        )
+    return int(text)
+
+
+def _choose_device(device: str, *, local_rank: int) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"launch.device={device}: must be auto, cpu or cuda")
+    if device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("launch.device=cuda: no GPU is visible to torch; use launch.device=cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"launch.ranks asks for GPU number {local_rank}, this machine has {torch.cuda.device_count()}; "
+            f"use launch.ranks={torch.cuda.device_count()}, or launch.device=cpu"
+        )
+    torch.cuda.init()  # from here on host memory that GPUs copy is page-locked; a rank on the CPU makes no CUDA context
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _join(*, rank: int, world: int, local_world: int, device: torch.device, timeout: datetime.timedelta) -> None:
+    if path := os.environ.get("ZTK_STORE"):
+        store = dist.FileStore(path, world)
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun's store serves every start of the ranks; without a prefix torch would read the addresses of an earlier start.
+        server = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout
+        )
+        store = dist.PrefixStore(f"ztk/start{os.environ['TORCHELASTIC_RESTART_COUNT']}", server)
+    elif "MASTER_ADDR" in os.environ:
+        if "MASTER_PORT" not in os.environ:
+            raise ValueError("MASTER_ADDR without MASTER_PORT: set it to a free port, the same on every rank")
+        store = open_store(
+            os.environ["MASTER_ADDR"],
+            port=int(os.environ["MASTER_PORT"]),
+            rank=rank,
+            world=world,
+            is_one_machine=local_world == world,
+            timeout=timeout,
+        )
+    elif world == 1:
+        store = dist.HashStore()
+    else:
+        raise ValueError(f"WORLD_SIZE={world} without ZTK_STORE or MASTER_ADDR: start ranks by run.py or torchrun")
+    dist.init_process_group(backend_of(device), store=store, rank=rank, world_size=world, timeout=timeout)

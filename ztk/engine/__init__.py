@@ -1,6 +1,0 @@
-"""Forward, backward, step: the one engine behind the library, the command line and the DeepSpeed layer."""
-
-from ztk.engine.control import StepControl, StepMetrics
-from ztk.engine.engine import Engine
-
-__all__ = ["Engine", "StepControl", "StepMetrics"]

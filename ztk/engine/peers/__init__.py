@@ -1,7 +1,0 @@
-"""torch's own ways to train data-parallel, behind the engine's surface: the same experiment, for comparison."""
-
-from ztk.engine.peers.build import parallelize_peer
-from ztk.engine.peers.engine import PeerEngine
-from ztk.engine.peers.wrap import DataParallelPeer, FullyShardedPeer
-
-__all__ = ["DataParallelPeer", "FullyShardedPeer", "PeerEngine", "parallelize_peer"]

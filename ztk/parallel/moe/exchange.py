@@ -1,0 +1,141 @@
+"""Expert parallelism: an all-to-all sends tokens to their experts, another one brings the results back. No token is dropped, no buffer padded.
+
+Rank r of the expert axis has experts [r E/n, (r + 1) E/n). A rank's slots are sorted by expert, so the rows for one rank are contiguous.
+Received rows are sorted by sender, then by expert; the grouped products read them through a permutation. First the ranks gather how many
+choices fell on each expert: one small collective, and the only time in a layer that the host waits for the device, which meanwhile sorts the
+tokens that are sent. Counts have an integer dtype.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ztk.core.runtime import Comm, Mesh
+from ztk.core.runtime.planned import is_planned, note_read
+from ztk.core.runtime.streams import Reading
+from ztk.kernels import Routing, Slots, moe_slots
+from ztk.parallel.moe.all_to_all import AsyncAllToAll
+from ztk.parallel.moe.rows import gather_rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchanged:
+    """rows [S, C]: every slot's result. counts float64 [E]: choices per expert over all ranks of the data axis, each rank's multiplied by
+    the weight of its micro-batch. meanwhile: the result of `meanwhile()`, which ran during the all-to-all."""
+
+    rows: Tensor
+    counts: Tensor
+    meanwhile: Tensor | None
+
+
+class ExpertExchange:
+    """Dispatches a layer's tokens along the mesh's "ep" axis. With one rank on the axis it only sums the counts.
+
+    cut_along: the axis whose ranks have different tokens of one data-parallel rank, or None.
+    """
+
+    def __init__(self, mesh: Mesh, *, label: str, cut_along: Comm | None = None) -> None:
+        self._experts, self._data, self._label = mesh.comm("ep"), mesh.comm("data"), label
+        self._cut_along = cut_along
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        *,
+        routing: Routing,
+        experts: Callable[..., Tensor],
+        meanwhile: Callable[[], Tensor] | None = None,
+        weight: float = 1.0,
+    ) -> Exchanged:
+        """Runs tokens [T, C] through `experts(x, offsets=, order=, position=)` of the ranks that have them. A collective call along "ep"
+        and "data".
+
+        experts: this rank's. meanwhile: work to do during the first all-to-all. weight: of this rank's tokens in `counts`; the ranks'
+        weights have the mean 1.
+        """
+        own_weight = torch.full((1,), weight, device=tokens.device).view(torch.int32)  # its bits, sent with the counts
+        gathered = self._data.gather_scalars(torch.cat([routing.counts, own_weight]), label=f"{self._label} counts")
+        shared, weights = gathered[:, :-1], gathered[:, -1].contiguous().view(torch.float32)  # int32 [data, E], [data]
+        counts = _weighed(shared, weights=weights)
+        if self._cut_along is not None:
+            counts = self._cut_along.gather_scalars(counts, label=f"{self._label} counts").sum(dim=0)
+        if self._experts.size == 1:
+            rows = experts(tokens, offsets=routing.offsets, order=routing.order, position=routing.position)
+            return Exchanged(rows=rows, counts=counts, meanwhile=meanwhile() if meanwhile else None)
+        planned = is_planned(tokens.device)
+        note_read("rows per rank of the experts")
+        reading = None if planned else DispatchPlan.start(shared, experts=self._experts, data=self._data)
+        outgoing = gather_rows(tokens, order=routing.order, position=routing.position)  # while the host reads
+        if reading is None:
+            plan = DispatchPlan.balanced(shared, rows=routing.order.numel(), experts=self._experts)
+        else:
+            plan = reading.finish()
+        to_experts = AsyncAllToAll(
+            self._experts, send=plan.send, receive=plan.receive, label=f"{self._label} to experts"
+        )
+        buffer = to_experts.start(outgoing)
+        between = meanwhile() if meanwhile else None
+        arrived = to_experts.wait(buffer)
+        slots = plan.slots
+        results = experts(arrived, offsets=slots.offsets, order=slots.order, position=slots.position)
+        results = gather_rows(results, order=slots.position.view(-1), position=slots.order.unsqueeze(1))
+        from_experts = AsyncAllToAll(
+            self._experts, send=plan.receive, receive=plan.send, label=f"{self._label} from experts"
+        )
+        rows = from_experts.wait(from_experts.start(results, anchor=arrived))
+        return Exchanged(rows=rows, counts=counts, meanwhile=between)
+
+
+def _weighed(counts: Tensor, *, weights: Tensor) -> Tensor:
+    """counts [ranks, E], weights [ranks] -> float64 [E] with the same sum: the weighted mean of the ranks' shares per expert."""
+    own = counts.sum(dim=1)
+    per_choice = weights.double() / own.clamp_min(1)
+    per_choice = per_choice * (own.sum() / weights.double().sum().clamp_min(torch.finfo(torch.float32).tiny))
+    return (counts * per_choice[:, None]).sum(dim=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DispatchPlan:
+    """How many rows go to which rank, and the slots of the rows that this rank's experts receive."""
+
+    send: list[int]  # rows to each rank of the expert axis
+    receive: list[int]  # rows from each
+    slots: Slots  # of the received rows, one choice each, among this rank's experts
+
+    @staticmethod
+    def balanced(counts: Tensor, *, rows: int, experts: Comm) -> "DispatchPlan":
+        """For counts [data, E] without values: all ranks of the expert axis get equal parts of each rank's `rows`, the first a row more."""
+        send = [rows // experts.size + (rank < rows % experts.size) for rank in range(experts.size)]
+        receive = [send[experts.rank]] * experts.size
+        own = counts.shape[1] // experts.size
+        expert_of_row = torch.empty(sum(receive), dtype=torch.int64, device=counts.device)
+        return DispatchPlan(send=send, receive=receive, slots=moe_slots(expert_of_row.unsqueeze(1), num_experts=own))
+
+    @staticmethod
+    def start(counts: Tensor, *, experts: Comm, data: Comm) -> "PlanUnderWay":
+        """counts: integers [data, E], how many rows every rank of the data axis sends to each expert."""
+        first = data.rank // experts.size * experts.size  # neighbours along the data axis hold different experts
+        by_pair = counts[first : first + experts.size].view(experts.size, experts.size, -1)
+        return PlanUnderWay(by_pair=by_pair, totals=Reading(by_pair.sum(dim=2)), experts=experts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanUnderWay:
+    """by_pair: integers [sender, holder, own experts]. totals: of these [sender, holder]."""
+
+    by_pair: Tensor
+    totals: Reading
+    experts: Comm
+
+    def finish(self) -> DispatchPlan:
+        """Waits until the host knows the totals, for what was computed before `start` and not for what was given to the device since."""
+        totals, rank = self.totals.wait().tolist(), self.experts.rank
+        send = totals[rank]
+        receive = [row[rank] for row in totals]
+        coming = self.by_pair[:, rank]  # [sender, own experts]
+        numbers = torch.arange(coming.shape[1], device=coming.device).repeat(self.experts.size)
+        expert_of_row = numbers.repeat_interleave(coming.flatten(), output_size=sum(receive))
+        slots = moe_slots(expert_of_row.unsqueeze(1), num_experts=coming.shape[1])
+        return DispatchPlan(send=send, receive=receive, slots=slots)

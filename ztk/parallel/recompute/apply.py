@@ -1,0 +1,95 @@
+"""Which modules of a model are recomputed."""
+
+import functools
+import re
+
+from torch import nn
+
+from ztk.core.policies.recompute import RecomputeMode, RecomputePolicy
+from ztk.core.runtime import Comm, MemoryLedger
+from ztk.core.runtime.own_forward import replace_forward
+from ztk.parallel.recompute.region import Regions
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def recompute_blocks(
+    model: nn.Module, *, policy: RecomputePolicy, comm: Comm | None = None, ledger: MemoryLedger | None = None
+) -> list[str]:
+    """Makes the forwards of `model`'s blocks regions and returns the blocks' names. Called after ZeRO has wrapped the forwards.
+
+    comm: of the tensor-parallel ranks, for `partition_inputs`. ledger: counts the saved inputs as "recompute inputs".
+    Raises ValueError if the policy finds no block, for `partition_inputs` without tensor-parallel ranks, and for a Hugging Face model that
+    fills a cache while it trains.
+    """
+    if policy.mode is RecomputeMode.none:
+        return []
+    if policy.partition_inputs and (comm is None or comm.size == 1):
+        raise ValueError(
+            "recompute.partition_inputs=true has no effect without tensor-parallel ranks: leave it out, or use topology.tensor=2 or more"
+        )
+    if getattr(getattr(model, "config", None), "use_cache", False):
+        raise ValueError(
+            "recompute: model.config.use_cache is true, and a block that runs twice would add to the cache twice; set "
+            "model.config.use_cache = False before training (`generate` may still ask for one)"
+        )
+    chosen = blocks(model, policy=policy)[:: policy.every]
+    regions = Regions(policy, num_regions=len(chosen), comm=comm, ledger=ledger)
+    for _, module in chosen:
+        _wrap(module, regions=regions)
+    return [name for name, _ in chosen]
+
+
+def blocks(model: nn.Module, *, policy: RecomputePolicy) -> list[tuple[str, nn.Module]]:
+    """The modules that may be recomputed, in order of definition, each once.
+
+    Raises ValueError for a pattern that matches nothing, and for a model without blocks.
+    """
+    if not policy.modules:
+        found = _elements(model)
+        if not found:
+            raise ValueError(
+                "recompute: the model has no ModuleList, ModuleDict or Sequential of blocks (modules that have submodules); name "
+                "the modules by recompute.modules=['encoder\\\\.layer\\\\.\\\\d+']"
+            )
+        return found
+    named = list(model.named_modules())
+    for pattern in policy.modules:
+        if not any(re.fullmatch(pattern, name) for name, _ in named):
+            raise ValueError(f"recompute.modules={pattern!r}: no module has such a name")
+    found = [(name, module) for name, module in named if any(re.fullmatch(p, name) for p in policy.modules)]
+    for outer, _ in found:
+        for inner, _ in found:
+            if inner.startswith(f"{outer}."):
+                raise ValueError(
+                    f"recompute.modules: {inner} lies inside {outer}, which repeats it anyway; name one of them"
+                )
+    return found
+
+
+def _elements(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Elements of the outermost containers: those that have parameters and submodules, as transformer blocks have."""
+    found: dict[nn.Module, str] = {}
+
+    def visit(module: nn.Module, *, prefix: str) -> None:
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            is_element = isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS)
+            has_parameters = next(child.parameters(), None) is not None
+            if is_element and has_parameters and next(child.children(), None) is not None:
+                found.setdefault(child, path)
+            else:
+                visit(child, prefix=f"{path}.")
+
+    visit(model, prefix="")
+    return [(path, module) for module, path in found.items()]
+
+
+def _wrap(module: nn.Module, *, regions: Regions) -> None:
+    original = module.forward
+
+    @functools.wraps(original)
+    def forward(*args, **kwargs):
+        return regions.run(original, args=args, kwargs=kwargs)
+
+    replace_forward(module, by=forward)

@@ -1,0 +1,188 @@
+"""Where the inputs of recomputed blocks are until the backward: as they are, cut over tensor-parallel ranks, in main memory, in one buffer.
+
+A `SavedInput` is a handle: it returns its tensor as often as the backward asks, and its memory is freed when autograd drops it.
+What is restored has the dtype of what was saved.
+"""
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ztk.core.policies.recompute import RecomputePolicy
+from ztk.core.runtime import Comm, MemoryLedger, Tier
+from ztk.core.runtime.streams import Copy, start_copy
+from ztk.parallel.recompute.arena import Arena, Place, memory
+
+CATEGORY = "recompute inputs"  # in the memory ledger
+
+
+class SavedInput:
+    """A tensor of any shape as it is, for the device tier: no copy, so it must not be changed before the backward."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor, tensor._version
+
+    def restore(self) -> Tensor:
+        """The tensor. Raises RuntimeError if it was changed in place."""
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"the input {tuple(self._tensor.shape)} of a recomputed block was changed in place after the block had run: "
+                "make a new tensor instead (x = x + y for x += y)"
+            )
+        return self._tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Form:
+    """What a flat part was cut from."""
+
+    shape: torch.Size
+    device: torch.device
+
+
+class _SavedPart:
+    """A flat copy of the tensor, or of this rank's part of it, in main memory or on the device.
+
+    previous: the part that was saved before this one, which the backward needs next.
+    """
+
+    def __init__(self, place: Place, *, form: _Form, store: "InputStore", previous: "weakref.ref | None") -> None:
+        self._place, self._form, self._store, self._previous = place, form, store, previous
+        self._is_away = store.inputs_on_cpu and form.device.type != "cpu"
+        self._fetched: tuple[Tensor, Copy | None] | None = None  # on the device, and what fills it
+
+    def restore(self) -> Tensor:
+        """The tensor on the device. Collective over the tensor-parallel ranks if inputs are partitioned."""
+        part = self._place.tensor
+        if self._is_away:
+            self._fetch()
+            assert self._fetched is not None
+            (part, copy), self._fetched = self._fetched, None
+            if copy is not None:
+                copy.wait()
+            if self._previous is not None and (before := self._previous()) is not None:
+                before._fetch()
+        return self._store.full(part, shape=self._form.shape)
+
+    def _fetch(self) -> None:
+        """Starts the copy to the device."""
+        if self._fetched is None:
+            away = self._place.tensor
+            out = torch.empty(away.shape, dtype=away.dtype, device=self._form.device)
+            copy = self._store.copy(self._place, source=away, out=out)
+            self._fetched = out, copy
+
+
+class InputStore:
+    """Takes the inputs of recomputed blocks and hands out their handles."""
+
+    def __init__(
+        self,
+        policy: RecomputePolicy,
+        *,
+        num_regions: int,
+        comm: Comm | None = None,
+        ledger: MemoryLedger | None = None,
+    ) -> None:
+        self._policy, self._ledger = policy, ledger
+        self._comm = comm if policy.partition_inputs and comm is not None and comm.size > 1 else None
+        self._num_checkpoints = policy.num_checkpoints or num_regions
+        self._arenas: dict[tuple, Arena] = {}
+        self._last: weakref.ref | None = None
+
+    @property
+    def inputs_on_cpu(self) -> bool:
+        """Parts are in main memory."""
+        return self._policy.inputs_on_cpu
+
+    @property
+    def copies_inputs(self) -> bool:
+        """Handles have copies, not the tensors themselves."""
+        return self._policy.inputs_on_cpu or self._policy.contiguous or self._comm is not None
+
+    def save(self, tensor: Tensor, *, place: int) -> SavedInput | _SavedPart:
+        """Saves an input of any shape. place: its number among its region's inputs; inputs at one place share a buffer.
+
+        Raises RuntimeError if the contiguous buffer has no place for it.
+        """
+        if not self.copies_inputs:
+            saved = SavedInput(tensor)
+            self._book(saved, tensor)
+            return saved
+        part = self._own_part(tensor)
+        target, arena = self._target(part, place=place)
+        self.copy(target, source=part, out=target.tensor)
+        form = _Form(shape=tensor.shape, device=tensor.device)
+        saved = _SavedPart(target, form=form, store=self, previous=self._last)
+        self._last = weakref.ref(saved)
+        if arena is None:
+            self._book(saved, target.tensor)
+        else:
+            # pyrefly: ignore[missing-attribute]  # a property, which typeshed leaves out of __slots__
+            weakref.finalize(saved, arena.give, target).atexit = False
+        return saved
+
+    @staticmethod
+    def copy(place: Place, *, source: Tensor, out: Tensor) -> Copy | None:
+        """Copies `source` to `out`, both flat [n], into a place or out of it, behind what was copied before. None: it is done."""
+        copy = start_copy(source, out=out, after=place.last_copy)
+        if copy is None:
+            out.copy_(source)
+        else:
+            place.last_copy = copy
+        return copy
+
+    def full(self, part: Tensor, *, shape: torch.Size) -> Tensor:
+        """The tensor of `shape` that `part`, flat, was cut from. Collective over the tensor-parallel ranks if inputs are partitioned."""
+        if self._comm is None:
+            return part.view(shape)
+        full = part.new_empty(part.numel() * self._comm.size)
+        full.chunk(self._comm.size)[self._comm.rank].copy_(part)
+        self._comm.all_gather(full, label="recompute input").wait()
+        return full[: shape.numel()].view(shape)
+
+    def _own_part(self, tensor: Tensor) -> Tensor:
+        """`tensor`, flat: all of it, or this rank's part, padded to equal parts."""
+        flat = tensor.reshape(-1)
+        if self._comm is None:
+            return flat
+        size = -(-flat.numel() // self._comm.size)
+        own = flat[self._comm.rank * size : (self._comm.rank + 1) * size]
+        return own if own.numel() == size else torch.cat([own, own.new_zeros(size - own.numel())])
+
+    def _target(self, part: Tensor, *, place: int) -> tuple[Place, Arena | None]:
+        """Memory for a part, and the contiguous buffer if it lies in one."""
+        device = torch.device("cpu") if self.inputs_on_cpu else part.device
+        if not self._policy.contiguous:
+            return Place(tensor=memory(part.shape, dtype=part.dtype, device=device, beside=part.device)), None
+        key = part.dtype, device, place
+        if key not in self._arenas:
+            self._arenas[key] = Arena(
+                slots=self._num_checkpoints,
+                dtype=part.dtype,
+                device=device,
+                beside=part.device,
+                on_resize=self._book_arena,
+            )
+        arena = self._arenas[key]
+        return arena.take(part.numel()), arena
+
+    def _book(self, handle: object, data: Tensor) -> None:
+        """The ledger counts the bytes until autograd drops the handle."""
+        if self._ledger is None:
+            return
+        entry = {"tier": self._tier, "category": CATEGORY, "nbytes": data.numel() * data.itemsize}
+        self._ledger.add(**entry)
+        # pyrefly: ignore[missing-attribute]  # a property, which typeshed leaves out of __slots__
+        weakref.finalize(handle, self._ledger.remove, **entry).atexit = False
+
+    def _book_arena(self, *, freed: int, taken: int) -> None:
+        if self._ledger is not None:
+            self._ledger.remove(tier=self._tier, category=CATEGORY, nbytes=freed)
+            self._ledger.add(tier=self._tier, category=CATEGORY, nbytes=taken)
+
+    @property
+    def _tier(self) -> Tier:
+        return Tier.host if self._policy.inputs_on_cpu else Tier.device

@@ -1,0 +1,132 @@
+"""A region: a function whose activations are not saved; the backward runs it again from its inputs.
+
+torch's checkpoint without reentrant autograd does the work; this module decides what becomes of the inputs. Checkpoint saves them by
+autograd, so hooks on saved tensors see them. Inputs that need gradients go to an `InputStore`; masks, positions and tables are
+the same tensors in every block and stay where they are. A region inside a region saves nothing: the outer one repeats all of it.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from ztk.core.policies.recompute import RecomputeMode, RecomputePolicy
+from ztk.core.runtime import Comm, MemoryLedger
+from ztk.core.runtime.planned import place_of
+from ztk.core.runtime.saved_tensors import PackedOutside, active_hooks
+from ztk.parallel.recompute import selective
+from ztk.parallel.recompute.inputs import InputStore
+
+Contexts = Callable[[], tuple[Any, Any]]  # makes the contexts around a forward and around its repetition
+
+
+class Regions:
+    """Runs functions as regions under one policy.
+
+    num_regions: how many there are between a forward and its backward, for the contiguous buffer.
+    around: more contexts around a forward and its repetition, for example for random states that torch does not know.
+    comm: of the tensor-parallel ranks, for `partition_inputs`. ledger: counts the saved inputs.
+    """
+
+    def __init__(
+        self,
+        policy: RecomputePolicy,
+        *,
+        num_regions: int = 1,
+        comm: Comm | None = None,
+        ledger: MemoryLedger | None = None,
+        around: Contexts | None = None,
+    ) -> None:
+        self._policy, self._around = policy, around
+        self._store = InputStore(policy, num_regions=num_regions, comm=comm, ledger=ledger)
+
+    def run(self, function: Callable, *, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """`function(*args, **kwargs)`, recomputed in the backward. Without gradients, or with mode `none`, it is just called."""
+        kwargs = dict(kwargs or {})
+        if not torch.is_grad_enabled() or self._policy.mode is RecomputeMode.none:
+            return function(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+
+        def run(*tensors: Tensor) -> Any:
+            given = iter(tensors)
+            leaves = [next(given) if own else leaf for own, leaf in zip(is_tensor, rest, strict=True)]
+            args, kwargs = tree_unflatten(leaves, spec)
+            with _within.one_more():
+                return function(*args, **kwargs)
+
+        with self._saving(tensors):
+            return checkpoint(
+                run,
+                *tensors,
+                use_reentrant=False,
+                preserve_rng_state=self._policy.preserve_rng,
+                context_fn=self._contexts,
+            )
+
+    def _contexts(self) -> tuple[Any, Any]:
+        """Around the forward and around its repetition."""
+        pairs = [make() for make in (self._around, self._selective()) if make is not None]
+        return tuple(_together(contexts) for contexts in zip(*pairs, strict=True)) if pairs else noop_context_fn()
+
+    def _selective(self) -> Contexts | None:
+        return selective.contexts if self._policy.mode is RecomputeMode.selective else None
+
+    @contextmanager
+    def _saving(self, tensors: list[Tensor]) -> Iterator[None]:
+        """Inside, inputs that need gradients are saved in the store, and everything else as without this context."""
+        if _within.depth:
+            yield
+            return
+        places = {_identity(tensor): number for number, tensor in enumerate(t for t in tensors if t.requires_grad)}
+        outer = active_hooks()
+
+        def pack(tensor: Tensor) -> object:
+            place = places.get(_identity(tensor))
+            if place is not None and self._store.copies_inputs:
+                return self._store.save(tensor, place=place)
+            packed = outer[0](tensor) if outer else tensor
+            if packed is tensor and place is not None:
+                return self._store.save(tensor, place=place)
+            return PackedOutside(packed=packed, unpack=outer[1] if outer else None)
+
+        with saved_tensors_hooks(pack, lambda saved: saved.restore()):
+            yield
+
+
+class _Within(threading.local):
+    """depth: how many regions this thread is inside of."""
+
+    depth = 0
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+
+_within = _Within()
+
+
+def _identity(tensor: Tensor) -> tuple:
+    """The same for a tensor and its detached alias."""
+    return place_of(tensor), tensor.dtype, tensor.shape, tensor.stride()
+
+
+@contextmanager
+def _together(contexts: Iterable) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

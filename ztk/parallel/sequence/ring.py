@@ -1,0 +1,215 @@
+"""Ring attention (Liu et al. 2023, https://arxiv.org/abs/2310.01889), balanced for causal attention by zigzag, as Megatron's context
+parallelism is: a contiguous cut leaves the first ranks idle (Brandon et al. 2023, https://arxiv.org/abs/2311.09431).
+
+[Note: Zigzag]
+A sequence of T tokens is cut into 2 N chunks; rank r of N has chunks r and 2 N - 1 - r. At every hop but the first a rank computes two pairs
+of chunks (two of four lie in the future), at the first one three, so all ranks compute equally much.
+
+[Note: The ring]
+Keys and values go from rank to rank. At hop h a rank has those of rank r - h; it posts the exchange that brings the next ones before it
+computes. A block's result is merged by log-sum-exp: with L = log(e^l + e^m), out = out e^(l - L) + part e^(m - L), in fp32.
+In the backward keys and values go around again; P is recomputed from the log-sum-exp over all blocks. dK and dV of a block go in fp32
+behind it, through the ranks that add to them, and from the last one home, where the block's own part is added. All sums have the
+order of the ring, so results depend on N and on nothing else.
+
+[Note: Volume]
+With n = B (T / N) K D elements of a rank's keys, every rank sends 2 n (N - 1) elements in the forward and 4 n (N - 1) in the backward, per
+layer: half of the latter are gradients in fp32. Ulysses sends about 4 B (T / N) H D per direction, whatever N is.
+Results have the dtype of the query.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from ztk.core.runtime import Comm
+from ztk.core.runtime.dispatch_modes import without_dispatch_modes
+from ztk.kernels import PackedPair, Pair, attention_block, attention_block_backward
+from ztk.nn import Documents
+from ztk.parallel.sequence.pairs import Chunks
+
+CHUNKS = 2  # of a rank, see [Note: Zigzag]
+
+
+class RingAttention(nn.Module):
+    """Wraps `core(query, key=, value=)` on [B, T, H, D]; its inputs and output are a rank's chunks [B, T / N, H, D], see [Note: Zigzag].
+
+    `active` False: only the core runs, for sequences that are not cut.
+    """
+
+    def __init__(self, core: nn.Module, *, comm: Comm, name: str) -> None:
+        super().__init__()
+        self.core, self.active = core, False
+        self._comm, self._name = comm, name
+
+    def forward(
+        self, query: Tensor, *, key: Tensor, value: Tensor, documents: Documents | None = None, **options: Any
+    ) -> Tensor:
+        """documents: of the full sequences. options: window and scale, of a core that takes them."""
+        if not self.active:
+            return self.core(query, key=key, value=value, documents=documents, **options)
+        given = {"comm": self._comm, "label": self._name, "documents": documents}
+        return ring_attention(query, key=key, value=value, **given, **options)
+
+
+def ring_attention(
+    query: Tensor,
+    *,
+    key: Tensor,
+    value: Tensor,
+    comm: Comm,
+    label: str,
+    window: int = 0,
+    scale: float | None = None,
+    documents: Documents | None = None,
+) -> Tensor:
+    """Causal attention over sequences of which every rank has two chunks, with gradients.
+
+    query [B, T / N, H, D], key and value [B, T / N, K, D], of the same dtype; returns [B, T / N, H, D]. window w > 0 lets a token see itself
+    and the w - 1 before it. scale: of the scores; None: D ** -0.5. documents: of the full sequences; a token sees its own document alone, and
+    tokens behind the sequences' end see each other. A collective call in the forward and in the backward.
+
+    Raises:
+        ValueError: T / N is odd: a rank has two chunks of one length. Pad the end of the sequence, which no token before it sees. Or a
+            window over documents.
+    """
+    if query.shape[1] % CHUNKS:
+        raise ValueError(
+            f"ring attention: {query.shape[1]} tokens on a rank are not two chunks of one length: pad the sequence"
+        )
+    if window and documents is not None:
+        raise ValueError(f"ring attention: window={window} has no implementation for packed documents: use one of them")
+    chunks = Chunks(
+        length=query.shape[1] // CHUNKS, window=window, starts=_starts(documents, tokens=query.shape[1] * comm.size)
+    )
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    dtype = query.dtype
+    if query.device.type == "cpu" and dtype != torch.float32:  # as in `ztk.nn.attention`
+        query, key, value = query.float(), key.float(), value.float()
+    return _Ring.apply(query, key, value, comm, label, chunks, scale).to(dtype)
+
+
+class _Ring(torch.autograd.Function):
+    """Inside, tensors are [2, B c, heads, D]: a rank's two chunks of c tokens, each of all B sequences, dense."""
+
+    @staticmethod
+    @without_dispatch_modes  # selective recomputation would keep the result of every block, N times a layer's output
+    def forward(ctx, query, key, value, comm, label, chunks, scale):  # noqa: PLR0917 - as torch calls it
+        B = query.shape[0]
+        q, own = _chunks(query), torch.stack([_chunks(key), _chunks(value)])
+        out, lse = [None, None], [None, None]
+        for hop, block in _blocks(own, comm=comm, label=label):
+            for mine, theirs, pair in _pairs(comm, hop=hop, chunks=chunks, device=q.device):
+                part = attention_block(q[mine], block[0, theirs], block[1, theirs], pair=pair, scale=scale)
+                out[mine], lse[mine] = _merged(out[mine], lse[mine], part=part)
+        joined, sums = torch.stack(out).to(query.dtype), torch.stack(lse)
+        ctx.save_for_backward(q, own, joined, sums)
+        ctx.options = comm, label, chunks, scale, B
+        return _joined(joined, batch=B)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        q, own, out, lse = ctx.saved_tensors
+        comm, label, chunks, scale, B = ctx.options
+        d_o, d_q = _chunks(d_out), torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        d_own = torch.zeros(own.shape, dtype=torch.float32, device=q.device)
+        arriving = None  # what the ranks before this one have added up for the block of this hop
+        for hop, block in _blocks(own, comm=comm, label=f"{label} again"):
+            d_block = torch.zeros_like(d_own) if hop else d_own
+            for mine, theirs, pair in _pairs(comm, hop=hop, chunks=chunks, device=q.device):
+                parts = attention_block_backward(
+                    d_o[mine],
+                    q[mine],
+                    block[0, theirs],
+                    block[1, theirs],
+                    out=out[mine],
+                    lse=lse[mine],
+                    pair=pair,
+                    scale=scale,
+                )
+                for total, part in zip((d_q[mine], d_block[0, theirs], d_block[1, theirs]), parts, strict=True):
+                    total.add_(part)
+            if hop:
+                arriving = _passed_on(d_block, arriving=arriving, comm=comm, label=f"gradient of {label}")
+        if arriving is not None:
+            d_own = arriving.wait().add_(d_own)
+        d_k, d_v = (_joined(x, batch=B).to(own.dtype) for x in d_own)
+        return _joined(d_q, batch=B).to(q.dtype), d_k, d_v, None, None, None, None
+
+
+def _blocks(own: Tensor, *, comm: Comm, label: str) -> Iterator[tuple[int, Tensor]]:
+    """(hop, the block of rank r - hop), this rank's own first. The next exchange is posted before a block is handed out."""
+    block = own
+    for hop in range(comm.size):
+        following = _Passed(block, comm=comm, label=label) if hop + 1 < comm.size else None
+        yield hop, block
+        if following is not None:
+            block = following.wait()
+
+
+class _Passed:
+    """A tensor under way to the next rank, and one of the same shape from the rank before."""
+
+    def __init__(self, tensor: Tensor, *, comm: Comm, label: str) -> None:
+        self._sent, self._out = tensor, torch.empty_like(tensor)
+        self._work = comm.pass_on(tensor.view(-1), out=self._out.view(-1), label=label)
+
+    def wait(self) -> Tensor:
+        """What the rank before sent."""
+        self._work.wait()
+        return self._out
+
+
+def _passed_on(d_block: Tensor, *, arriving: _Passed | None, comm: Comm, label: str) -> _Passed:
+    """Adds this rank's part to what arrives, and posts the sum to the next rank."""
+    total = d_block if arriving is None else arriving.wait().add_(d_block)
+    return _Passed(total, comm=comm, label=label)
+
+
+def _pairs(
+    comm: Comm, *, hop: int, chunks: Chunks, device: torch.device
+) -> Iterator[tuple[int, int, Pair | PackedPair]]:
+    """(own chunk, the block's chunk, how they lie) of the pairs that see each other; a query's own chunk first."""
+    source = (comm.rank - hop) % comm.size
+    queries = (comm.rank, 2 * comm.size - 1 - comm.rank)
+    keys = (source, 2 * comm.size - 1 - source)
+    for mine, query in enumerate(queries):
+        for theirs, key in sorted(enumerate(keys), key=lambda item: item[1] != query):
+            if (pair := chunks.pair(query=query, key=key, device=device)) is not None:
+                yield mine, theirs, pair
+
+
+def _starts(documents: Documents | None, *, tokens: int) -> tuple[tuple[int, ...], ...] | None:
+    """Where documents begin in sequences of `tokens` tokens; what pads a sequence's end is a document of its own."""
+    if documents is None:
+        return None
+    length = documents.positions.shape[1]
+    return tuple((*starts, length) if tokens > length else starts for starts in documents.starts)
+
+
+def _merged(out: Tensor | None, lse: Tensor | None, *, part: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Two blocks' results as one, see [Note: The ring]: out fp32 [tokens, H, D], lse fp32 [H, tokens]."""
+    part_out, part_lse = part
+    if out is None or lse is None:
+        return part_out.to(torch.float32, copy=True), part_lse
+    total = torch.logaddexp(lse, part_lse)
+    out.mul_(_by_row(lse - total)).add_(part_out * _by_row(part_lse - total))
+    return out, total
+
+
+def _by_row(exponent: Tensor) -> Tensor:
+    """[H, tokens] -> [tokens, H, 1]."""
+    return exponent.exp().transpose(0, 1)[..., None]
+
+
+def _chunks(x: Tensor) -> Tensor:
+    """[B, 2 c, heads, D] -> [2, B c, heads, D]."""
+    return rearrange(x, "b (two c) h d -> two (b c) h d", two=CHUNKS).contiguous()
+
+
+def _joined(x: Tensor, *, batch: int) -> Tensor:
+    """[2, B c, heads, D] -> [B, 2 c, heads, D]."""
+    return rearrange(x, "two (b c) h d -> b (two c) h d", b=batch)

@@ -1,0 +1,18 @@
+"""Tensor parallelism: each layer's weights cut over the `tp` ranks, which work on the same batch. Applied to a plain module from outside."""
+
+from ztk.parallel.tensor.heads import Heads, is_attention
+from ztk.parallel.tensor.plan import TensorPlan, plan_of
+from ztk.parallel.tensor.policy import TensorPolicy
+from ztk.parallel.tensor.rules import Style, TensorRule
+from ztk.parallel.tensor.shard import shard_tensors
+
+__all__ = [
+    "Heads",
+    "Style",
+    "TensorPlan",
+    "TensorPolicy",
+    "TensorRule",
+    "is_attention",
+    "plan_of",
+    "shard_tensors",
+]

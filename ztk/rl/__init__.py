@@ -1,0 +1,1 @@
+"""Alignment: losses and records, and the rollouts they learn from."""

@@ -1,0 +1,59 @@
+"""Losses of supervised fine-tuning, reward models, direct preference optimisation and policy gradients over packed sequences; their records in
+files."""
+
+from ztk.rl.align.advantages import equal_groups, generalised_advantages, group_advantages
+from ztk.rl.align.averages import token_weights
+from ztk.rl.align.correction import importance_weights
+from ztk.rl.align.dpo import DpoLosses, DpoPolicy, PairLogprobs, dpo_loss, dpo_losses
+from ztk.rl.align.kl import divergence
+from ztk.rl.align.logprobs import answer_logprobs, token_logprobs
+from ztk.rl.align.pairwise import PairwiseLosses, PairwisePolicy, last_values, pairwise_losses
+from ztk.rl.align.policy import PolicyLoss, TokenLoss, policy_loss
+from ztk.rl.align.prompt_records import PromptRecord, Truncation, answer_end, fitted, read_prompts
+from ztk.rl.align.records import ANSWER_END, Example, RecordFormat, Text, chat_prompt, read_examples, text_prompt
+from ztk.rl.align.sequences import Packing, Sequences, segment_sums
+from ztk.rl.align.templates import ChatTemplate, ChatTemplateError
+from ztk.rl.align.tilt import Frontier
+from ztk.rl.align.value import value_loss
+
+__all__ = [
+    "ANSWER_END",
+    "ChatTemplate",
+    "ChatTemplateError",
+    "DpoLosses",
+    "DpoPolicy",
+    "Example",
+    "Frontier",
+    "Packing",
+    "PairLogprobs",
+    "PairwiseLosses",
+    "PairwisePolicy",
+    "PolicyLoss",
+    "PromptRecord",
+    "RecordFormat",
+    "Sequences",
+    "Text",
+    "TokenLoss",
+    "Truncation",
+    "answer_end",
+    "answer_logprobs",
+    "chat_prompt",
+    "divergence",
+    "dpo_loss",
+    "dpo_losses",
+    "equal_groups",
+    "fitted",
+    "generalised_advantages",
+    "group_advantages",
+    "importance_weights",
+    "last_values",
+    "pairwise_losses",
+    "policy_loss",
+    "read_examples",
+    "read_prompts",
+    "segment_sums",
+    "text_prompt",
+    "token_logprobs",
+    "token_weights",
+    "value_loss",
+]

@@ -1,0 +1,100 @@
+"""Direct preference optimisation: losses over log-probabilities of chosen and rejected answers.
+
+Losses have the dtype of the log-probabilities.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ztk.rl.align.sequences import Sequences, segment_sums
+
+LOSSES = ("sigmoid", "ipo", "hinge")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DpoPolicy:
+    """loss: sigmoid (Rafailov et al. 2023, arXiv 2305.18290), ipo (Azar et al. 2023, arXiv 2310.12036), hinge (Zhao et al. 2023, arXiv
+    2305.10425).
+
+    beta: factor of the log ratios; with ipo the margin that is aimed at is 1 / (2 beta). label_smoothing: assumed fraction of pairs whose
+    answers are exchanged (Mitchell 2023, cDPO), of loss=sigmoid. length_normalised: log-probabilities are means over an answer's tokens.
+    sft_weight: factor of the chosen answers' mean negative log-probability per token, added to the loss (arXiv 2404.19733).
+
+    Raises:
+        ValueError: a number out of its range, or an unknown loss.
+    """
+
+    loss: str = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    length_normalised: bool = False
+    sft_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise ValueError(f"dpo.loss={self.loss}: must be one of {', '.join(LOSSES)}")
+        if not self.beta > 0:
+            raise ValueError(f"dpo.beta={self.beta}: must be above 0")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"dpo.label_smoothing={self.label_smoothing}: must be 0 or more and below 0.5")
+        if self.label_smoothing and self.loss != "sigmoid":
+            raise ValueError(
+                f"dpo.label_smoothing={self.label_smoothing}: dpo.loss={self.loss} has none; use 0, or dpo.loss=sigmoid"
+            )
+        if not self.sft_weight >= 0:
+            raise ValueError(f"dpo.sft_weight={self.sft_weight}: must be 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairLogprobs:
+    """Sums of log-probabilities over the tokens of P chosen and P rejected answers, [P] each, and how many tokens they have, int64 [P]."""
+
+    chosen: Tensor
+    rejected: Tensor
+    chosen_tokens: Tensor
+    rejected_tokens: Tensor
+
+    @classmethod
+    def of(cls, logprobs: Tensor, *, sequences: Sequences) -> "PairLogprobs":
+        """From log-probabilities [T] of 2P sequences: all chosen ones, then the rejected ones in the same order."""
+        chosen, rejected = segment_sums(logprobs, lengths=sequences.lengths).chunk(2)
+        chosen_tokens, rejected_tokens = sequences.answer_lengths.chunk(2)
+        return cls(chosen=chosen, rejected=rejected, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DpoLosses:
+    """losses: one per pair, [P], without the term of sft_weight. chosen, rejected: the implicit rewards beta * log(p / p_reference), [P]."""
+
+    losses: Tensor
+    chosen: Tensor
+    rejected: Tensor
+
+
+def dpo_losses(pairs: PairLogprobs, *, policy: DpoPolicy, reference: PairLogprobs | None) -> DpoLosses:
+    """The loss of every pair. reference: the same pairs under the reference; None: there is none, its log-probabilities count as 0."""
+    chosen = pairs.chosen if reference is None else pairs.chosen - reference.chosen
+    rejected = pairs.rejected if reference is None else pairs.rejected - reference.rejected
+    if policy.length_normalised:
+        chosen, rejected = chosen / pairs.chosen_tokens, rejected / pairs.rejected_tokens
+    margin = chosen - rejected
+    if policy.loss == "ipo":
+        losses = (margin - 1 / (2 * policy.beta)).square()
+    elif policy.loss == "hinge":
+        losses = torch.relu(1 - policy.beta * margin)
+    else:
+        smooth = policy.label_smoothing
+        losses = -F.logsigmoid(policy.beta * margin) * (1 - smooth) - F.logsigmoid(-policy.beta * margin) * smooth
+    return DpoLosses(losses=losses, chosen=policy.beta * chosen.detach(), rejected=policy.beta * rejected.detach())
+
+
+def dpo_loss(found: DpoLosses, *, pairs: PairLogprobs, policy: DpoPolicy, num_pairs: int, num_tokens: int) -> Tensor:
+    """This micro-batch's part of the step's loss, a scalar; the parts of all micro-batches and ranks add up to the mean over the step.
+
+    num_pairs: of the step. num_tokens: of the chosen answers of the step.
+    """
+    loss = found.losses.sum() / num_pairs
+    return loss - policy.sft_weight * pairs.chosen.sum() / num_tokens if policy.sft_weight else loss

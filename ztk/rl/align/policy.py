@@ -1,0 +1,79 @@
+"""The policy's loss over the tokens of packed answers: T tokens of S answers, one answer after another.
+
+Every function is pure. Sums that go over all answers of a step are taken over given totals, so no loss depends on how answers are divided
+over micro-batches, packs and ranks, but for the order of additions.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ztk.rl.align.kl import divergence
+from ztk.rl.align.sequences import segment_sums
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyLoss:
+    """See `policy_loss`. ratio: token, sequence. form: clipped, cispo. average: sequence, tokens, constant.
+
+    kl_coef, kl_estimator: of a divergence in the loss; 0: none. dual_clip: None: none.
+    """
+
+    ratio: str = "token"
+    form: str = "clipped"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    average: str = "tokens"
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3_weighted"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLoss:
+    """loss: the weighted sum, a float32 scalar. clipped: tokens whose ratio lies outside of the clipping range, a scalar."""
+
+    loss: Tensor
+    clipped: Tensor
+
+
+def policy_loss(
+    logprobs: Tensor,
+    *,
+    policy: PolicyLoss,
+    old: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    lengths: Tensor | None = None,
+    correction: Tensor | None = None,
+    reference: Tensor | None = None,
+) -> TokenLoss:
+    """The loss to minimise: logprobs, old, advantages, weights of packed answers, float32 or float64 [T] -> the sum over tokens of weight times
+    token loss.
+
+    lengths: of the answers, int64 [S], for policy.ratio=sequence. correction: a further weight per token, [T]. reference: log-probabilities of
+    the reference [T], for a divergence in the loss.
+    """
+    mask = weights > 0
+    log_ratio = torch.where(mask, logprobs - old, 0.0)
+    if policy.ratio == "sequence":  # arXiv 2507.18071: the geometric mean over the answer
+        assert lengths is not None, "a ratio of sequences needs their lengths"
+        means = segment_sums(log_ratio, lengths=lengths) / lengths.clamp(min=1)
+        log_ratio = means.repeat_interleave(lengths, output_size=len(log_ratio))
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - policy.clip_low, 1 + policy.clip_high)
+    if policy.form == "cispo":  # arXiv 2506.13585
+        losses = -clipped.detach() * advantages * logprobs
+    else:
+        losses = -torch.minimum(ratio * advantages, clipped * advantages)
+        if policy.dual_clip is not None:  # arXiv 1912.09729
+            losses = torch.where(advantages < 0, torch.minimum(losses, -policy.dual_clip * advantages), losses)
+    if correction is not None:
+        losses = losses * correction
+    if policy.kl_coef and reference is not None:
+        losses = losses + policy.kl_coef * divergence(
+            logprobs, reference=reference, old=old, estimator=policy.kl_estimator
+        )
+    loss = (torch.where(mask, losses, 0.0) * weights).sum()
+    return TokenLoss(loss=loss, clipped=((ratio != clipped) & mask).sum())

@@ -1,0 +1,104 @@
+"""Prompts that a policy answers: lines of JSON, read and tokenised before the first rollout."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+from ztk.data import ByteTokenizer, SubwordTokenizer
+from ztk.rl.align.lines import read_records
+from ztk.rl.align.records import ANSWER_END, chat_prompt, text_prompt
+from ztk.rl.align.templates import ChatTemplate
+
+Tokenizer = ByteTokenizer | SubwordTokenizer
+
+
+class Truncation(StrEnum):
+    """What goes of a prompt that is too long."""
+
+    left = "left"  # its beginning
+    right = "right"  # its end
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptRecord:
+    """tokens: what the policy continues. text: the same as text, special tokens included. record: the line, for the reward. is_chat: it has
+    messages."""
+
+    tokens: list[int]
+    text: str
+    record: Mapping[str, Any]
+    is_chat: bool = False
+
+
+def read_prompts(paths: Sequence[str], *, tokenizer: Tokenizer, by_template: bool = False) -> list[PromptRecord]:
+    """The lines of all files: {"prompt": text}, or {"prompt": messages} or {"messages": messages} without the answer that is to be drawn.
+
+    paths: files, globs, or folders of *.jsonl. by_template: messages are written by the chat template of the tokenizer's folder, as
+    `task=sft` learns them; otherwise as lines <|role|>.
+
+    Raises:
+        ValueError: lines that are no prompts, each with file, line and fix; no prompts.
+        ChatTemplateError: messages, and no template that can be used.
+    """
+    return read_records(paths, make=partial(_record, tokenizer=tokenizer, by_template=by_template))
+
+
+def answer_end(records: Sequence[PromptRecord], *, tokenizer: Tokenizer, by_template: bool = False) -> int:
+    """The token at which an answer ends: of chats the one that the template writes behind an answer, if it writes one.
+
+    Raises ValueError for texts beside chats, and ChatTemplateError.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        return ANSWER_END
+    chats = [record for record in records if record.is_chat] if by_template else []
+    if not chats:
+        return tokenizer.end
+    if len(chats) < len(records):
+        raise ValueError(
+            "data.path: some prompts are texts and some are messages, whose answers end in different ways by the chat template: write all of "
+            "them as messages, or use data.chat_template=roles"
+        )
+    return tokenizer.token_of(ChatTemplate.open(tokenizer.folder).required_end())
+
+
+def fitted(records: Sequence[PromptRecord], *, most: int, seq_len: int, cut: Truncation | None) -> list[PromptRecord]:
+    """The prompts, each of at most `most` tokens, which leaves room for an answer in `seq_len`. cut: None: a longer one is refused.
+
+    Raises ValueError for a prompt without a token, for one that is too long, and if there is no room for any.
+    """
+    answer = seq_len - most
+    if most < 1:
+        raise ValueError(
+            f"rollout.max_tokens={answer} leaves no token for a prompt in data.seq_len={seq_len}: use data.seq_len={2 * answer}"
+        )
+    shortest, longest = (bound(records, key=lambda record: len(record.tokens)) for bound in (min, max))
+    if not shortest.tokens:
+        raise ValueError(f"the prompt {shortest.text!r} has no token in data.tokenizer: give it a text")
+    length = len(longest.tokens)
+    if length > most and cut is None:
+        raise ValueError(
+            f"the prompt {longest.text[:40]!r}... of {length} tokens and rollout.max_tokens={answer} do not fit into "
+            f"data.seq_len={seq_len}: use data.seq_len={length + answer}, shorter prompts, or data.truncate_prompts=left, which drops "
+            "their beginnings"
+        )
+    part = slice(-most, None) if cut is Truncation.left else slice(most)
+    return [replace(record, tokens=record.tokens[part]) for record in records]
+
+
+def _record(record: Mapping[str, Any], *, tokenizer: Tokenizer, by_template: bool) -> PromptRecord:
+    """Raises ValueError without the place."""
+    prompt = record.get("prompt", record.get("messages"))
+    if isinstance(prompt, str) and prompt:
+        found = text_prompt(prompt, tokenizer=tokenizer)
+        return PromptRecord(tokens=found.tokens, text=found.text, record=record)
+    if not isinstance(prompt, list):
+        raise ValueError('must be an object with a text "prompt", or with "messages"')
+    if prompt and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant":
+        raise ValueError("the last message is an assistant's, and that is what the policy is to write: leave it out")
+    if isinstance(tokenizer, ByteTokenizer):
+        found = chat_prompt(prompt, stop=ANSWER_END)
+    else:
+        found = chat_prompt(prompt, tokenizer=tokenizer, by_template=by_template)
+    return PromptRecord(tokens=found.tokens, text=found.text, record=record, is_chat=True)

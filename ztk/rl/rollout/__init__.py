@@ -1,0 +1,55 @@
+"""Rollouts: samples drawn from the engine that trains, their rewards, and the trainer's bits in their log-probabilities."""
+
+from ztk.rl.rollout.attention import CachedAttention, TextCache, use_cached_attention
+from ztk.rl.rollout.buffer import Buffer, Samples, share_of_rank
+from ztk.rl.rollout.cached import CachedRollouts
+from ztk.rl.rollout.draws import choose, sample_keys, uniforms
+from ztk.rl.rollout.equality import Difference, RolloutMismatch, compare, first_layer, token_logprobs
+from ztk.rl.rollout.guards import GuardPolicy, Guards, RolloutStopped
+from ztk.rl.rollout.head import Answers, answer_logits, large_answers
+from ztk.rl.rollout.hybrid import Requests, RolloutPolicy, generate
+from ztk.rl.rollout.layout import Layout, can_pack, has_cache, lay_out, pack_exactly
+from ztk.rl.rollout.rewards import RewardError, RewardFunction, load_reward, score
+from ztk.rl.rollout.states import states_away
+from ztk.rl.rollout.weights import RolloutWeights, SettledWeights, rollout_weights, settle_weights
+
+__all__ = [
+    "Answers",
+    "Buffer",
+    "CachedAttention",
+    "CachedRollouts",
+    "Difference",
+    "GuardPolicy",
+    "Guards",
+    "Layout",
+    "Requests",
+    "RewardError",
+    "RewardFunction",
+    "RolloutMismatch",
+    "RolloutPolicy",
+    "RolloutStopped",
+    "RolloutWeights",
+    "Samples",
+    "SettledWeights",
+    "TextCache",
+    "answer_logits",
+    "can_pack",
+    "choose",
+    "compare",
+    "first_layer",
+    "generate",
+    "has_cache",
+    "large_answers",
+    "lay_out",
+    "load_reward",
+    "pack_exactly",
+    "rollout_weights",
+    "sample_keys",
+    "score",
+    "settle_weights",
+    "share_of_rank",
+    "states_away",
+    "token_logprobs",
+    "uniforms",
+    "use_cached_attention",
+]

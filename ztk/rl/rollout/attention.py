@@ -1,0 +1,139 @@
+"""The trainer's attention with the bits of the inference engine's, so that answers drawn with a cache have the trainer's log-probabilities.
+
+[Note: The cache's bits]
+Of the native decoder in fp32 on a CPU, attention is the only operation that the inference engine computes in another order than the trainer's
+forward: norms, linear layers (oneDNN's rows have the same bits in any number), rotary embedding and activations give equal bits. Torch's fused
+attention sums over keys in blocks whose borders depend on the number of queries, and differs from position 1 of the first layer on. So the
+trainer computes its forward as the engine does, over the same tiles of queries and blocks of keys: see `blocks`. The gradient needs no bits of
+the engine's.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ztk.inference.attention import BLOCK, Scratch
+from ztk.inference.steps import Span, Step
+from ztk.nn import Documents
+from ztk.nn.attention import CausalAttention
+from ztk.rl.rollout.blocks import Blocks, Segment
+
+
+class CachedAttention(CausalAttention):
+    """softmax(query key^T / sqrt(D)) value over the past, fp32 on the CPU: [B, T, H, D], keys and values [B, T, K, D].
+
+    documents: texts that share a row, each of which has a past of its own, or goes on with another document of no past; None: every row is one
+    text. Inside of `TextCache.used` the tokens of a forward continue the cache's texts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: TextCache | None = None
+
+    def forward(self, query: Tensor, *, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
+        if self.cache is not None:
+            return self.cache.attend(query, key=key, value=value, layer=self)
+        return _Attention.apply(query, key, value, documents)
+
+
+class TextCache:
+    """Keys and values of texts that are drawn token by token, of every layer: each forward computes the new tokens alone.
+
+    texts: how many; one more slot takes what fills a forward up. longest: tokens of a text at most.
+    """
+
+    def __init__(self, *, texts: int, longest: int) -> None:
+        self.texts, self._blocks = texts, -(-longest // BLOCK)
+        self._slabs: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # [texts + 1, blocks, K, BLOCK, D] each
+        self._layers: list[CachedAttention] = []
+        self._module: nn.Module | None = None  # whose layers they are
+        self._spans: list[Span] = []
+        self._step: Step | None = None
+        self._scratch = Scratch()
+
+    @contextmanager
+    def used(self, module: nn.Module, *, spans: list[Span]) -> Iterator[None]:
+        """Inside, one forward of `module`, whose attention is `CachedAttention`, computes the tokens of `spans`; slots are texts."""
+        if self._module is not module:
+            self._module = module
+            self._layers = [part for part in module.modules() if isinstance(part, CachedAttention)]
+        self._spans, self._step = spans, None
+        for layer in self._layers:
+            layer.cache = self
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.cache = None
+
+    def copy(self, source: int, *, target: int, positions: int) -> None:
+        """The first `positions` of one text become another's."""
+        blocks = -(-positions // BLOCK)
+        for slabs in self._slabs.values():
+            for slab in slabs:
+                slab[target, :blocks] = slab[source, :blocks]
+
+    def attend(self, query: Tensor, *, key: Tensor, value: Tensor, layer: nn.Module) -> Tensor:
+        """As `CachedAttention`, of the tokens of the spans [1, N, ...], whose keys and values are kept."""
+        (_, _, H, D), K = query.shape, key.shape[2]
+        if self._step is None:
+            self._step = Step(self._spans, group=H // K, kv_heads=K, head_dim=D, scratch=self._scratch)
+        step, shape = self._step, (self.texts + 1, self._blocks, K, BLOCK, D)
+        if layer not in self._slabs:
+            self._slabs[layer] = (key.new_zeros(shape), value.new_zeros(shape))
+        slabs = self._slabs[layer]
+        for slab, part in zip(slabs, (key, value), strict=True):
+            step.write_into(slab, part=part[0])
+        return step.attend(query[0], keys=slabs[0], values=slabs[1], scale=D**-0.5).unsqueeze(0)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> Tensor:
+        (B, T, H, D), K = query.shape, key.shape[2]
+        starts = tuple(range(0, B * T, T)) if documents is None else _starts(documents, T=T)
+        continued = None if documents is None else documents.continued
+        blocks = _blocks(starts, continued, B * T, K, H // K, D)
+        rows = [x.flatten(0, 1) for x in (query, key, value)]
+        out, lse = blocks.attend(rows[0], key=rows[1], value=rows[2])
+        ctx.save_for_backward(*rows, out, lse)
+        ctx.blocks, ctx.shapes = blocks, [x.shape for x in (query, key, value)]
+        return out.view(query.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        found = ctx.blocks.gradients(d_out.reshape(query.shape), query=query, key=key, value=value, out=out, lse=lse)
+        return *(part.view(shape) for part, shape in zip(found, ctx.shapes, strict=True)), None
+
+
+def _starts(documents: Documents, *, T: int) -> tuple[int, ...]:
+    return tuple(row * T + start for row, starts in enumerate(documents.starts) for start in starts)
+
+
+@functools.lru_cache(maxsize=2)  # the layers of a forward, and of rows all forwards, have the same
+def _blocks(
+    starts: tuple[int, ...], continued: tuple[int, ...] | None, total: int, kv_heads: int, group: int, head_dim: int
+) -> Blocks:
+    """starts: of documents that lie one after another; total: tokens of all. continued: as of `Documents`. group: query heads per key head."""
+    lengths = [end - start for start, end in zip(starts, (*starts[1:], total), strict=True)]
+    segments = []
+    for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        first = -1 if continued is None else continued[number]
+        border, before = (0, 0) if first < 0 else (lengths[first], starts[first])
+        segments.append(Segment(row=start, length=length, start=border, border=border, before=before))
+    return Blocks(segments, tokens=total, kv_heads=kv_heads, group=group, head_dim=head_dim)
+
+
+def use_cached_attention(module: nn.Module) -> None:
+    """Replaces the attention of every block of a native decoder by `CachedAttention`."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is CausalAttention:
+                setattr(parent, name, CachedAttention())

@@ -1,0 +1,164 @@
+"""Samples by the inference engine, with a cache of keys and values: an answer of n tokens takes n steps of one row instead of n full forwards.
+
+Torch's attention adds over the keys in another order than the engine's, so log-probabilities differ in their last bits, unless the trainer
+computes by `rollout.attention`: the loss has to be corrected for it (`rollout.identity=corrected`), or may not care.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ztk.core.runtime.comm import Comm
+from ztk.inference import Completion, Generator, InferencePolicy, SamplingParams
+from ztk.inference.sample import uniform
+from ztk.nn.lora import merged_parameters
+from ztk.rl.rollout.answering import MOST, answers_at_once, can_answer
+from ztk.rl.rollout.buffer import Samples
+from ztk.rl.rollout.hybrid import Requests, RolloutPolicy, answer_by, first_tokens, samples_of
+from ztk.train.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """An answer. tokens: its own. logprobs: of each, float32 numbers. reason: stop, length, or error: the logits are not finite."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    reason: str
+
+
+class CachedRollouts:
+    """Answers by a `Generator` that has a copy of the policy's weights, fp32 in main memory on every rank, adapters merged.
+
+    comm: of the ranks that share a copy, each with a part of every layer; None: every rank has one of its own. The copy is made anew after
+    every optimizer step that the policy has made, when the next samples are drawn.
+    """
+
+    def __init__(self, engine: Engine, *, comm: Comm | None = None) -> None:
+        self._source = _Merged(engine)
+        self._comm = None if comm is None or comm.size == 1 else comm
+        self._generator: Generator | None = None
+        self._step = -1  # the policy's, of the copy
+
+    def generate(self, *, policy: RolloutPolicy, requests: Requests, step: int) -> Samples:
+        """As `ztk.rl.rollout.generate`; log-probabilities are the inference engine's. A collective call; ranks without a common copy draw
+        independently.
+
+        Raises:
+            ValueError: a prompt that leaves no room for the answer, or a model that the inference engine does not compute.
+            FloatingPointError: logits that are not finite.
+        """
+        tokens, lengths = first_tokens(policy, requests=requests)
+        ranks = 1 if self._comm is None else self._comm.size
+        generator = self._loaded(policy, sequences=len(requests.prompts) * ranks)
+        model = generator.own_model
+        if model is not None and can_answer(model):
+            if (longest := int(lengths.max())) + policy.max_tokens > generator.max_len:
+                raise ValueError(
+                    f"a prompt of {longest} tokens and rollout.max_tokens={policy.max_tokens} are more than the {generator.max_len} tokens of "
+                    "this model: shorten the prompt or lower rollout.max_tokens"
+                )
+            draws = _draws(policy, lengths=lengths, requests=requests, step=step)
+            ranks = self._source.engine.process.local_world_size
+            size, parts = answers_at_once(model, tokens=policy.length, ranks=ranks), []
+            for first in range(0, len(lengths), size):
+                rows = slice(first, first + size)
+                given = {"tokens": tokens[rows], "lengths": lengths[rows], "draws": draws[rows]}
+                parts.append(answer_by(model, policy=policy, in_double=True, **given))
+            return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
+        pairs = zip(requests.prompt_numbers.tolist(), requests.copies.tolist(), strict=True)
+        sampling = [
+            SamplingParams(
+                max_tokens=policy.max_tokens,
+                temperature=policy.temperature,
+                stop_token_ids=(policy.stop,),
+                seed=policy.seed,
+                draw_key=("rollout", step, prompt, copy),
+                fp32_logprobs=True,
+            )
+            for prompt, copy in pairs
+        ]
+        prompts = [list(prompt) for prompt in requests.prompts]
+        drawn = self._drawn(generator, prompts=prompts, sampling=sampling)
+        parts = [_parts(drawn, tokens=tokens, lengths=lengths)]
+        return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
+
+    def _drawn(self, generator: Generator, *, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Drawn]:
+        """This rank's answers. Of ranks that share a copy the first draws for all of them, in their order, and the others compute with it."""
+        if self._comm is None:
+            return _answers(generator, prompts=prompts, sampling=sampling)
+        asked = self._comm.gather_objects((prompts, sampling))
+        found = None
+        if generator.follows:
+            generator.follow()
+        else:
+            every = [
+                (prompt, one) for prompts, sampling in asked for prompt, one in zip(prompts, sampling, strict=True)
+            ]
+            found = _answers(generator, prompts=[prompt for prompt, _ in every], sampling=[one for _, one in every])
+            generator.dismiss()
+        answers = self._comm.gather_objects(found)[0]
+        first = sum(len(prompts) for prompts, _ in asked[: self._comm.rank])
+        return answers[first : first + len(prompts)]
+
+    def _loaded(self, policy: RolloutPolicy, *, sequences: int) -> Generator:
+        """sequences: of a rollout, over the ranks that share the copy."""
+        steps = self._source.engine.global_steps
+        if self._generator is None:
+            count = min(MOST, sequences)
+            options = InferencePolicy(max_sequences=count, max_model_len=policy.length)
+            self._generator = Generator(self._source, policy=options, comm=self._comm)
+        elif self._step != steps:
+            self._generator.load(self._source)
+        self._step = steps
+        return self._generator
+
+
+class _Merged:
+    """An engine as the generator reads one: its module, and its full parameters with adapters added to the weights beside them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.module: nn.Module = engine.module
+        self.zero = self
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """A collective call."""
+        return merged_parameters(self.module, read=self.engine.zero.full_parameters)
+
+
+def _answers(generator: Generator, *, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Drawn]:
+    return [_drawn(completion) for (completion,) in generator.generate(prompts, sampling=sampling)]
+
+
+def _drawn(completion: Completion) -> Drawn:
+    return Drawn(
+        tokens=completion.tokens, logprobs=completion.processed_logprobs.tolist(), reason=completion.finish_reason
+    )
+
+
+def _draws(policy: RolloutPolicy, *, lengths: Tensor, requests: Requests, step: int) -> Tensor:
+    """The generator's draws of every answer: float64 [S, max_tokens]."""
+    numbers = zip(requests.prompt_numbers.tolist(), requests.copies.tolist(), lengths.tolist(), strict=True)
+    found = [
+        [uniform(policy.seed, ("rollout", step, prompt, copy), 0, length + index) for index in range(policy.max_tokens)]
+        for prompt, copy, length in numbers
+    ]
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def _parts(answers: list[Drawn], *, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `answer_by`."""
+    logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
+    for row, answer in enumerate(answers):
+        first = int(lengths[row])
+        places = slice(first, first + len(answer.tokens))
+        tokens[row, places] = torch.tensor(answer.tokens, dtype=torch.int64)
+        logprobs[row, places] = torch.tensor(answer.logprobs)
+        if answer.reason == "error":
+            logprobs[row, first] = math.nan
+    counts = torch.tensor([len(answer.tokens) for answer in answers])
+    return counts, logprobs, torch.tensor([answer.reason == "stop" for answer in answers])

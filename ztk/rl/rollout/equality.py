@@ -1,0 +1,122 @@
+"""The log-probability of a token, by one function for rollout and trainer, and the comparison of the two bit by bit.
+
+[Note: The trainer's bits]
+A rollout runs the trainer's own forward. Where texts are packed, nothing that is computed for one depends on the others: see [Note: The bits
+of packed texts] in `layout`. Else rows have the trainer's length and micro-batches the trainer's size, so every product and every attention has
+the operands' shapes of the training step: a causal model's result at a position does not depend on what follows it, and the same kernel on the
+same shapes rounds in the same way. What is compared below is whether that held.
+Experts are the exception: how many rows an expert multiplies depends on later tokens, too.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ztk.inference.sample import fp32_logprobs
+from ztk.rl.rollout.buffer import Samples
+from ztk.rl.rollout.layout import lay_out
+from ztk.rl.rollout.weights import RolloutWeights, rollout_weights
+from ztk.train.engine import Engine
+
+
+class RolloutMismatch(RuntimeError):
+    """The trainer's log-probabilities of a rollout are not those that were stored; the text names the first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """count: tokens whose log-probabilities differ in any bit. first: what to say of the first one; "" if there is none. row, position: its
+    place in the rows of the samples."""
+
+    count: int
+    first: str = ""
+    row: int = 0
+    position: int = 1
+
+
+def token_logprobs(logits: Tensor, *, tokens: Tensor, temperature: float) -> Tensor:
+    """logits [S, T, V] of tokens [S, T] -> log-probability of each token given those before it, float32 [S, T]; 0 for the first."""
+    logprobs = fp32_logprobs(logits[:, :-1], temperature=temperature)
+    chosen = logprobs.gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
+    return torch.cat([torch.zeros_like(chosen[:, :1]), chosen], dim=1)
+
+
+def compare(samples: Samples, *, logprobs: Tensor) -> Difference:
+    """Stored log-probabilities against the trainer's `logprobs` [S, T], over the tokens of the answers."""
+    mask = samples.answer_mask
+    trainer = logprobs.detach().cpu()
+    differs = (samples.logprobs.view(torch.int32) != trainer.view(torch.int32)) & mask
+    count = int(differs.sum())
+    if not count:
+        return Difference(count=0)
+    row, position = differs.nonzero()[0].tolist()
+    stored, found = samples.logprobs[row, position].item(), trainer[row, position].item()
+    return Difference(
+        count=count,
+        row=row,
+        position=position,
+        first=(
+            f"sample {int(samples.numbers[row])}, position {position} (token {int(samples.tokens[row, position])}): the rollout stored "
+            f"{stored!r}, the trainer computes {found!r}"
+        ),
+    )
+
+
+def first_layer(engine: Engine, *, samples: Samples, packs: bool, row: int, position: int) -> str:
+    """Which layer computes another value in the trainer's forward than in a rollout's, for what precedes a token: a sentence.
+
+    samples: those of the micro-batch. packs: their texts are packed; a rollout packed this one with others, here it is computed alone. Both
+    forwards run again. A collective call; afterwards the engine is in the middle of a step.
+    """
+    device, module = engine.process.device, engine.module if packs else None
+    options = {"lengths": samples.lengths, "prompt_lengths": samples.prompt_lengths, "packs": packs}
+    trainers = lay_out(samples.tokens, device=device, module=module, **options)
+    rollouts, own = trainers, row
+    if packs:
+        cut = {"lengths": torch.tensor([position]), "packs": True, "device": device, "module": module}
+        rollouts, own = lay_out(samples.tokens[row : row + 1], **cut), 0
+    with (
+        rollout_weights(engine, weights=RolloutWeights.streamed),
+        _recorded(engine.module, places=rollouts.text(own, count=position)) as drawn,
+    ):
+        rollouts.forward(engine)
+    with _recorded(engine.module, places=trainers.text(row, count=position)) as trained:
+        trainers.forward(engine)
+    for (name, kind, first), (other, _, second) in zip(drawn, trained, strict=False):
+        if name != other:
+            break
+        if first.shape != second.shape or not torch.equal(first, second):
+            where = f"position {_first_position(first, second)}"
+            return f"the first layer that differs between a rollout's forward and the trainer's is {name} ({kind}), from {where} on"
+    return "a rollout's forward has the trainer's bits in every layer, so what drew computes in another way, or the weights have changed since"
+
+
+def _first_position(first: Tensor, second: Tensor) -> int:
+    return int((first != second).flatten(1).any(1).nonzero()[0]) if first.shape == second.shape else 0
+
+
+@contextmanager
+def _recorded(module: nn.Module, *, places: Tensor) -> Iterator[list[tuple[str, str, Tensor]]]:
+    """Name, class and result [count, ...] of every module inside that computes all tokens, in the order in which their forwards end, for those
+    of the flattened tokens at `places`, int64 [count]."""
+    found: list[tuple[str, str, Tensor]] = []
+
+    def hook(name: str) -> Any:
+        def record(part: nn.Module, args: tuple, out: Any) -> None:
+            result = out[0] if isinstance(out, tuple) else out
+            if isinstance(result, Tensor) and result.dim() > 2:
+                own = result.detach().flatten(0, 1).index_select(0, places.to(result.device))
+                found.append((name, type(part).__name__, own))
+
+        return record
+
+    handles = [part.register_forward_hook(hook(name)) for name, part in module.named_modules() if name]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,135 @@
+"""Log-probabilities of answers, and losses of them, from a decoder's last hidden states: no logits beyond a chunk, where all would be large.
+
+See `ztk.kernels.linear_logprob` for what is computed. On a CPU the results have the bits of the way over all logits; on a GPU a product's rows
+depend on their number, which `rollout.identity` finds.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from torch import Tensor, nn
+
+from ztk.core.runtime.own_forward import has_own_forward
+from ztk.kernels import chosen_logprobs, linear_logprob, linear_token_loss
+from ztk.kernels.linear_logprob import TokenLoss
+from ztk.nn import Decoder
+from ztk.nn import loss as losses
+from ztk.nn.linear import Linear, linear
+from ztk.rl.rollout.layout import Layout, has_cache
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Wanted:
+    """index: of positions in the flattened rows, int64 [N]. tokens: what follows there, int64 [N]; None: the logits are wanted. loss_of: None:
+    log-probabilities are wanted, else the sum of their losses."""
+
+    index: Tensor
+    tokens: Tensor | None = None
+    temperature: float = 1.0
+    loss_of: TokenLoss | None = None
+
+
+class AnswerHead(losses.LanguageLoss):
+    """In place of a decoder's `loss`: a forward without targets returns what the calls below want of some positions, else logits [B, T, V]."""
+
+    def __init__(self, *, z_loss: float = 0.0) -> None:
+        super().__init__(z_loss=z_loss)
+        self._wanted: _Wanted | None = None
+
+    def of_head(self, head: nn.Module, *, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        wanted = self._wanted
+        if wanted is None:
+            return super().of_head(head, x=x, targets=targets)
+        rows = x.flatten(0, 1).index_select(0, wanted.index)
+        if wanted.tokens is None:
+            return head(rows)
+        options: dict[str, Any] = {"temperature": wanted.temperature, "product": _product}
+        if wanted.loss_of is None:
+            return linear_logprob(rows, head.weight, wanted.tokens, **options)
+        return linear_token_loss(rows, head.weight, wanted.tokens, loss_of=wanted.loss_of, **options)
+
+    @contextmanager
+    def wanting(self, wanted: _Wanted) -> Iterator[None]:
+        """Of the forwards inside."""
+        self._wanted = wanted
+        try:
+            yield
+        finally:
+            self._wanted = None
+
+
+class Answers:
+    """The answers in a layout to an engine whose logits would be large. See `large_answers`.
+
+    engine: called as a forward. mask: bool [S, length] on the CPU, N tokens of the layout's texts, never a text's first.
+    """
+
+    def __init__(self, engine: Any, *, head: AnswerHead) -> None:
+        self._engine, self._head = engine, head
+
+    def logits(self, layout: Layout, *, index: Tensor) -> Tensor:
+        """At some of the flattened tokens, int64 [S] on the device: [S, V]."""
+        pair = index.repeat(2) if len(index) == 1 else index  # a lone row's product may have other bits
+        with self._head.wanting(_Wanted(index=pair)):
+            return layout.forward(self._engine)[: len(index)]
+
+    def chosen(self, logits: Tensor, *, tokens: Tensor, temperature: float) -> Tensor:
+        """The log-probabilities of `tokens`, int64 [S], under logits [S, V]: float32 [S] on the CPU, as `logprobs` gives them."""
+        scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
+        return chosen_logprobs(scaled, tokens.to(logits.device)).cpu()
+
+    def logprobs(self, layout: Layout, *, mask: Tensor, temperature: float = 1.0) -> Tensor:
+        """Of the tokens of `mask`: float32 [N]."""
+        with self._head.wanting(_tokens_of(layout, mask=mask, temperature=temperature)):
+            return layout.forward(self._engine)
+
+    def token_loss(self, layout: Layout, *, mask: Tensor, loss_of: TokenLoss, temperature: float = 1.0) -> Tensor:
+        """The sum of losses of the tokens of `mask` in their order, a scalar; `loss_of` is called once per chunk."""
+        with self._head.wanting(_tokens_of(layout, mask=mask, temperature=temperature, loss_of=loss_of)):
+            return layout.forward(self._engine)
+
+
+def large_answers(engine: Any, *, rows: int, length: int) -> Answers | None:
+    """None if the logits of `rows` x `length` tokens are small, or the engine's module is no native decoder with a plain output layer."""
+    module = getattr(engine, "module", None)
+    if not _has_plain_head(module):
+        return None
+    weight = module.head.weight
+    is_large = rows * length * len(weight) * weight.dtype.itemsize > losses.LARGE_LOGITS
+    return _answers(engine) if is_large else None
+
+
+def answer_logits(engine: Any, *, layout: Layout, mask: Tensor) -> Tensor:
+    """What predicts the tokens of `mask`, bool [S, length] on the CPU, never a text's first: [N, V].
+
+    Of a decoder whose rows have the same bits in any pack the output layer multiplies these alone; of others, all tokens.
+    """
+    index, module = layout.before(mask), getattr(engine, "module", None)
+    if layout.documents is not None and _has_plain_head(module) and has_cache(module):
+        return _answers(engine).logits(layout, index=index)
+    return layout.forward(engine).flatten(0, 1).index_select(0, index)
+
+
+def _has_plain_head(module: Any) -> TypeGuard[Decoder]:
+    if not isinstance(module, Decoder) or type(module.loss) not in (losses.LanguageLoss, AnswerHead):
+        return False
+    head = module.head
+    return type(head) is Linear and head.bias is None and not has_own_forward(head)
+
+
+def _answers(engine: Any) -> Answers:
+    module = engine.module
+    if not isinstance(module.loss, AnswerHead):
+        module.loss = AnswerHead(z_loss=module.loss.z_loss).train(module.loss.training)
+    return Answers(engine, head=module.loss)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    return linear(x, weight=weight)
+
+
+def _tokens_of(layout: Layout, *, mask: Tensor, temperature: float, loss_of: TokenLoss | None = None) -> _Wanted:
+    chosen = layout.tokens.flatten().index_select(0, layout.places(mask))
+    return _Wanted(index=layout.before(mask), tokens=chosen, temperature=temperature, loss_of=loss_of)

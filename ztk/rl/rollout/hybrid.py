@@ -1,0 +1,276 @@
+"""Samples from the engine that trains, at any stage and tier: no second model, no copy of the weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ztk.inference.model import InferenceModel
+from ztk.inference.sample import fp32_logprobs
+from ztk.rl.rollout.answering import MOST, Drawing, answer, answers_at_once
+from ztk.rl.rollout.attention import TextCache
+from ztk.rl.rollout.buffer import Samples
+from ztk.rl.rollout.draws import choose, sample_keys, uniforms
+from ztk.rl.rollout.head import Answers, large_answers
+from ztk.rl.rollout.layout import Layout, has_cache, lay_out, lay_out_new, new_tokens
+from ztk.rl.rollout.packed import pack_weights
+from ztk.rl.rollout.weights import RolloutWeights, rollout_weights
+from ztk.train.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutPolicy:
+    """length: tokens of a row, prompt, answer and padding; the trainer's rows have the same. micro_batch: texts of a forward, as the trainer's.
+    packs: forwards take texts without padding: see `ztk.rl.rollout.layout`. With the bits of such a pack alone if the engine's module keeps them.
+
+    max_tokens: of an answer. stop, pad: token numbers; an answer ends with `stop`. temperature: divides the logits, for drawing and for the
+    log-probabilities.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    length: int
+    micro_batch: int
+    max_tokens: int
+    stop: int
+    pad: int
+    temperature: float = 1.0
+    seed: int = 0
+    weights: RolloutWeights = RolloutWeights.whole
+    packs: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("length", "micro_batch", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout {name}={getattr(self, name)}: must be 1 or more")
+        if not self.temperature > 0:
+            raise ValueError(f"rollout.temperature={self.temperature}: must be above 0; a policy gradient needs draws")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Requests:
+    """The samples that this rank draws, S of them. prompts: their tokens. numbers: of the samples in the step over all ranks, int64 [S].
+
+    prompt_numbers: of their prompts in the run; copies: which of its prompt's samples each is; int64 [S].
+    """
+
+    prompts: Sequence[Sequence[int]]
+    numbers: Tensor
+    prompt_numbers: Tensor
+    copies: Tensor
+
+
+def generate(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step: int) -> Samples:
+    """Draws an answer to every prompt; rewards are 0 and all samples included. A collective call: every rank has as many samples.
+
+    The forward is the trainer's, over rows of the trainer's shape or over packed texts: see [Note: The trainer's bits] in `equality`. Of packed
+    texts those that have ended are left out; where attention is `CachedAttention`, so are the tokens of forwards before.
+
+    Raises:
+        ValueError: a prompt that leaves no room for the answer, or samples that are no multiple of the micro-batch.
+        FloatingPointError: logits that are not finite.
+    """
+    tokens, lengths = first_tokens(policy, requests=requests)
+    if len(lengths) % policy.micro_batch:
+        raise ValueError(
+            f"{len(lengths)} samples of a rank are no multiple of train.micro_batch_size={policy.micro_batch}: the rollout's forwards "
+            "have the trainer's shape"
+        )
+    keys = sample_keys(seed=policy.seed, step=step, prompts=requests.prompt_numbers, samples=requests.copies)
+    draws = uniforms(keys.unsqueeze(1), positions=lengths.unsqueeze(1) + torch.arange(policy.max_tokens))
+    parts, size = [], policy.micro_batch
+    if policy.packs and has_cache(engine.module):  # one token per text and forward
+        size = max(size, MOST)
+    with rollout_weights(engine, weights=policy.weights):
+        packed = pack_weights(engine) if policy.packs else None
+        if packed is not None:
+            size = answers_at_once(packed, tokens=policy.length, ranks=engine.process.local_world_size)
+        for first in range(0, len(lengths), size):
+            rows = slice(first, first + size)
+            given = {"tokens": tokens[rows], "lengths": lengths[rows], "draws": draws[rows]}
+            if packed is None:
+                parts.append(_answer(engine, policy=policy, **given))
+            else:
+                large = large_answers(engine, rows=len(tokens[rows]), length=tokens.shape[1])
+                parts.append(answer_by(packed, policy=policy, large=large, **given))
+    return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
+
+
+def samples_of(
+    parts: Sequence[tuple[Tensor, Tensor, Tensor]], *, tokens: Tensor, lengths: Tensor, requests: Requests
+) -> Samples:
+    """Of tokens int64 [S, T] with answers behind prompts of `lengths`; parts: of some rows each, in order, what `answer_by` returns.
+
+    Raises:
+        FloatingPointError: a log-probability that is not finite.
+    """
+    counts, logprobs, finished = (torch.cat(column) for column in zip(*parts, strict=True))
+    if not logprobs.isfinite().all():
+        row = int((~logprobs.isfinite()).any(1).nonzero()[0])
+        raise FloatingPointError(f"sample {int(requests.numbers[row])}: the policy's logits are not finite")
+    return Samples(
+        tokens=tokens,
+        numbers=requests.numbers,
+        prompts=requests.prompt_numbers,
+        prompt_lengths=lengths,
+        answer_lengths=counts,
+        finished=finished,
+        logprobs=logprobs,
+        rewards=torch.zeros(len(lengths), dtype=torch.float64),
+        included=torch.ones(len(lengths), dtype=torch.bool),
+    )
+
+
+def first_tokens(policy: RolloutPolicy, *, requests: Requests) -> tuple[Tensor, Tensor]:
+    """Rows that begin with the prompts, int64 [S, T], and the prompts' lengths, int64 [S].
+
+    Raises ValueError for a prompt without a token, and for one that leaves no room for the answer.
+    """
+    lengths = torch.tensor([len(prompt) for prompt in requests.prompts])
+    if (longest := int(lengths.max())) + policy.max_tokens > policy.length:
+        raise ValueError(
+            f"a prompt of {longest} tokens and rollout.max_tokens={policy.max_tokens} do not fit into data.seq_len={policy.length}: use "
+            f"data.seq_len={longest + policy.max_tokens}"
+        )
+    if int(lengths.min()) < 1:
+        raise ValueError("a prompt has no token: an answer needs something to follow")
+    tokens = torch.full((len(lengths), policy.length), policy.pad, dtype=torch.int64)
+    for row, prompt in zip(tokens, requests.prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
+    return tokens, lengths
+
+
+def answer_by(
+    model: InferenceModel,
+    *,
+    policy: RolloutPolicy,
+    tokens: Tensor,
+    lengths: Tensor,
+    draws: Tensor,
+    in_double: bool = False,
+    large: Answers | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Writes answers by a model in memory into `tokens`, int64 [S, T], behind prompts of `lengths`, int64 [S]; returns how many tokens they
+    have, int64 [S], their log-probabilities, float32 [S, T], and whether they ended by themselves, bool [S].
+
+    draws, in_double: see `Drawing`. large: the update reads logits in chunks.
+    """
+
+    def chosen(logits: Tensor, drawn: Tensor) -> Tensor:
+        assert large is not None, "called where it is given"
+        return large.chosen(logits, tokens=drawn, temperature=policy.temperature)
+
+    prompts = [tuple(row[:length]) for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+    drawing = Drawing(
+        max_tokens=policy.max_tokens,
+        stop=policy.stop,
+        temperature=policy.temperature,
+        draws=draws,
+        in_double=in_double,
+        chosen=None if large is None else chosen,
+    )
+    found = answer(model, prompts=prompts, drawing=drawing)
+    logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
+    row, index = (torch.arange(policy.max_tokens) < found.counts.unsqueeze(1)).nonzero().unbind(1)
+    at = lengths[row] + index
+    tokens[row, at], logprobs[row, at] = found.tokens[row, index], found.logprobs[row, index]
+    return found.counts, logprobs, found.finished
+
+
+def _answer(
+    engine: Engine, *, policy: RolloutPolicy, tokens: Tensor, lengths: Tensor, draws: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `answer_by`, by the engine's module."""
+    forwards = _Forwards(engine, policy=policy, texts=len(tokens))
+    logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
+    counts, active = torch.zeros_like(lengths), torch.ones(len(tokens), dtype=torch.bool)
+    large = large_answers(engine, rows=len(tokens), length=tokens.shape[1])
+    for index in range(policy.max_tokens):
+        rows = _computed(active) if policy.packs else torch.arange(len(tokens))
+        positions = lengths[rows] + index  # of the tokens that are drawn now
+        logits = forwards.logits(tokens, rows=rows, lengths=positions, large=large)
+        distribution = fp32_logprobs(logits, temperature=policy.temperature).cpu()
+        drawn = choose(distribution, uniforms=draws[rows, index])
+        if large is None:
+            chosen = distribution.gather(1, drawn.unsqueeze(1)).squeeze(1)
+        else:  # by the function that the update reads chunks with
+            chosen = large.chosen(logits, tokens=drawn, temperature=policy.temperature)
+        goes_on = active[rows]
+        where = rows[goes_on], positions[goes_on]
+        tokens[where], logprobs[where] = drawn[goes_on], chosen[goes_on]
+        counts += active
+        active[rows] &= drawn != policy.stop
+        if not _any(engine, flag=bool(active.any())):
+            break
+    return counts, logprobs, ~active
+
+
+class _Forwards:
+    """The module's forwards of a micro-batch: over texts from their first token on, or over a cache of the ones before."""
+
+    def __init__(self, engine: Engine, *, policy: RolloutPolicy, texts: int) -> None:
+        self._engine, self._packs = engine, policy.packs
+        self._cache: TextCache | None = None
+        if policy.packs and has_cache(engine.module):
+            self._cache = TextCache(texts=texts, longest=policy.length)
+        self._computed = torch.zeros(texts, dtype=torch.int64)  # tokens of each text that the cache has
+
+    def logits(self, tokens: Tensor, *, rows: Tensor, lengths: Tensor, large: Answers | None) -> Tensor:
+        """What follows texts `rows`, int64 [R], of `lengths` tokens each, int64 [R]: [R, V]. tokens: int64 [S, T]."""
+        engine, device = self._engine, self._engine.process.device
+        if self._cache is None:
+            module = engine.module if self._packs else None
+            layout = lay_out(tokens[rows], lengths=lengths, packs=self._packs, device=device, module=module)
+            return self._of(layout, last=layout.at(lengths - 1), large=large)
+        if self._computed.any():
+            return self._continued(tokens, rows=rows, lengths=lengths, large=large)
+        return self._begun(tokens, rows=rows, lengths=lengths, cache=self._cache, large=large)
+
+    def _begun(
+        self, tokens: Tensor, *, rows: Tensor, lengths: Tensor, cache: TextCache, large: Answers | None
+    ) -> Tensor:
+        """As `logits`, of prompts, of which equal ones are computed once."""
+        prompts = [tuple(tokens[row, :length].tolist()) for row, length in zip(rows, lengths, strict=True)]
+        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+        firsts = torch.tensor([prompts.index(prompt) for prompt in numbers])
+        found = self._continued(tokens, rows=rows[firsts], lengths=lengths[firsts], large=large)
+        which = torch.tensor([numbers[prompt] for prompt in prompts])
+        sources = rows[firsts[which]]
+        for source, row, length in zip(sources.tolist(), rows.tolist(), lengths.tolist(), strict=True):
+            if source != row:
+                cache.copy(source, target=row, positions=length)
+        self._computed[rows] = lengths
+        return found[which]
+
+    def _continued(self, tokens: Tensor, *, rows: Tensor, lengths: Tensor, large: Answers | None) -> Tensor:
+        """As `logits`, over the cache of what came before."""
+        engine, cache = self._engine, self._cache
+        since = self._computed[rows].minimum(lengths - 1)
+        new = new_tokens(tokens, rows=rows, since=since, until=lengths)
+        self._computed[rows] = lengths
+        last = new.starts + lengths - since - 1
+        assert cache is not None, "a cache of what came before"
+        filled = lay_out_new(new, filling=cache.texts, module=engine.module, device=engine.process.device)
+        with cache.used(engine.module, spans=filled.spans):
+            return self._of(filled.layout, last=last.to(engine.process.device), large=large)
+
+    def _of(self, layout: Layout, *, last: Tensor, large: Answers | None) -> Tensor:
+        if large is not None:
+            return large.logits(layout, index=last)
+        return layout.forward(self._engine).flatten(0, 1).index_select(0, last)
+
+
+def _computed(active: Tensor) -> Tensor:
+    """Which texts a forward takes, int64 [R]: those that go on, and one where none does, because other ranks may run a forward."""
+    rows = active.nonzero().squeeze(1)
+    return rows if len(rows) else torch.zeros(1, dtype=torch.int64)
+
+
+def _any(engine: Engine, *, flag: bool) -> bool:
+    """Whether any rank has this flag: ranks run equally many forwards, because a forward may gather parameters."""
+    if engine.comm.size == 1:
+        return flag
+    own = torch.tensor([float(flag)], device=engine.process.device)
+    return bool(engine.comm.gather_scalars(own, label="unfinished answers").any())

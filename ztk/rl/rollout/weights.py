@@ -1,0 +1,76 @@
+"""How a rollout sees sharded parameters: gathered once for all its forwards, or a unit at a time."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from ztk.inference.plan import free_memory
+from ztk.train.engine import Engine
+
+
+class RolloutWeights(StrEnum):
+    """What memory the parameters of a rollout take at stage 3. Below it they are full in any case."""
+
+    auto = "auto"  # whole where all parameters fit, else streamed
+    whole = "whole"  # gathered once and kept, as many as zero.max_live_parameters allows; a rollout moves each parameter once
+    streamed = "streamed"  # gathered for every forward and released after it: the memory of training
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SettledWeights:
+    """weights: whole or streamed. reason: a sentence that says why."""
+
+    weights: RolloutWeights
+    reason: str
+
+
+@contextmanager
+def rollout_weights(engine: Engine, *, weights: RolloutWeights) -> Iterator[None]:
+    """Inside, the engine's module runs forwards without gradients, in eval mode. Every rank must enter."""
+    if weights is RolloutWeights.auto:
+        weights = settle_weights(engine).weights
+    with engine.evaluating():
+        if weights is RolloutWeights.streamed:
+            yield
+        else:
+            with engine.zero.gathering.keep_unsharded():
+                yield
+
+
+def settle_weights(engine: Engine, *, free_bytes: int | None = None) -> SettledWeights:
+    """What `auto` is for this engine, the same on all ranks. A collective call.
+
+    free_bytes: where a rank computes; None: what is free there now, on the CPU the rank's part of it.
+    """
+    buckets = {bucket for unit in engine.zero.gathering.units for bucket in unit.buckets}
+    elements = sum(bucket.size for bucket in buckets)
+    nbytes = sum(bucket.size * bucket.traits.dtype.itemsize for bucket in buckets)
+    own = _free_bytes(engine) if free_bytes is None else free_bytes
+    numbers = torch.tensor([float(own)], dtype=torch.float64, device=engine.process.device)
+    least = engine.process.comm.gather_scalars(numbers, label="free memory").min().item()
+    limit = engine.zero.policy.max_kept_parameters
+    if elements > limit:
+        return SettledWeights(
+            weights=RolloutWeights.streamed,
+            reason=f"{elements:,} parameters are more than zero.max_live_parameters={limit:,}",
+        )
+    fits = nbytes <= least
+    return SettledWeights(
+        weights=RolloutWeights.whole if fits else RolloutWeights.streamed,
+        reason=(
+            f"all parameters take {nbytes / 2**20:,.1f} MiB, and {least / 2**20:,.0f} MiB are free "
+            f"{'on every rank' if fits else 'on a rank'}"
+        ),
+    )
+
+
+def _free_bytes(engine: Engine) -> int:
+    """On the device, of which a tenth is left to activations; on the CPU this rank's part of main memory."""
+    if engine.process.device.type != "cuda":
+        return free_memory() // engine.process.local_world_size
+    free = torch.cuda.mem_get_info(engine.process.device)[0]
+    unused = torch.cuda.memory_reserved(engine.process.device) - torch.cuda.memory_allocated(engine.process.device)
+    return (free + unused) * 9 // 10

@@ -1,0 +1,52 @@
+"""A batch in one call, for engines whose caller may also write the loop: forward, backward, step.
+
+A loss has the dtype that the model computes it in.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from ztk.nn.balance import weighing
+from ztk.parallel.pipeline.layers import MicroBatch
+
+
+def take(micro_batches: Iterable, *, count: int) -> list[MicroBatch]:
+    """The next `count` micro-batches. Raises ValueError if there are fewer."""
+    taken = [MicroBatch.of(batch) for batch in islice(micro_batches, count)]
+    if len(taken) < count:
+        raise ValueError(
+            f"train_batch got {len(taken)} micro-batches and needs {count}, the accumulation steps that the engine was built with"
+        )
+    return taken
+
+
+def train_batch(engine, *, micro_batches: Iterable) -> Tensor:
+    """One optimizer step of `engine`; returns this replica's mean loss over its micro-batches, a scalar on the device."""
+    losses = []
+    for batch in take(micro_batches, count=engine.accumulation_steps):
+        with weighing(engine.module, weight=batch.router_weight):  # the backward too, which may recompute
+            loss = batch.weigh(engine(*batch.args, **batch.kwargs))
+            engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return torch.stack(losses).mean()
+
+
+def eval_batch(engine, *, micro_batches: Iterable) -> Tensor:
+    """This replica's mean loss over `micro_batches`, without gradients and in eval mode; a scalar on the device."""
+    with engine.evaluating():
+        return torch.stack(list(_losses(engine, micro_batches=micro_batches))).mean()
+
+
+def eval_losses(engine, *, micro_batches: Iterable) -> Tensor:
+    """The loss of each of `micro_batches`, as `eval_batch`: [n] on the device. Parameters that were gathered for one serve the others."""
+    with engine.evaluating(), engine.zero.gathering.keep_unsharded():
+        return torch.stack(list(_losses(engine, micro_batches=micro_batches)))
+
+
+def _losses(engine, *, micro_batches: Iterable) -> Iterator[Tensor]:
+    for batch in map(MicroBatch.of, micro_batches):
+        yield batch.weigh(engine(*batch.args, **batch.kwargs))

@@ -1,0 +1,53 @@
+"""Warns when a rank's part of a model is read as if it were the model."""
+
+import warnings
+import weakref
+from collections.abc import Callable
+
+from torch import nn
+
+from ztk.zero.buckets.residency import ParameterState
+from ztk.zero.zero import Zero
+
+_TEXT = (
+    "state_dict(): the ranks hold parts of this model. It has this rank's alone, and parameters that are not gathered have no values. For "
+    "full weights use ztk.checkpoint.full_state_dict(engine), `module_state_dict()` of the DeepSpeed engine, or a checkpoint and "
+    "`python -m ztk.checkpoint export`"
+)
+
+
+def warn_of_parts(model: nn.Module, *, zero: Zero, is_cut: bool) -> None:
+    """Makes `model.state_dict()` warn (RuntimeWarning) while it does not have all weights.
+
+    is_cut: other axes than the data's cut the model, so gathering by `zero` does not make it full.
+    """
+    if not (is_cut or zero.policy.shards_parameters):
+        return
+    model.register_state_dict_pre_hook(_Warner(zero, is_cut=is_cut))
+
+
+class _Warner:
+    """The hook. A copy of the model has none of its parts to warn of."""
+
+    def __init__(self, zero: Zero, *, is_cut: bool) -> None:
+        self._zero, self._is_cut = weakref.ref(zero), is_cut  # the model outlives its engine
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        zero = self._zero()
+        sharded = zero is not None and any(bucket.state is ParameterState.sharded for bucket in zero.buckets)
+        if self._is_cut or sharded:
+            warnings.warn(_TEXT, RuntimeWarning, stacklevel=3)
+
+    def __deepcopy__(self, memo: dict) -> Callable:
+        return _silent
+
+    def __reduce__(self) -> tuple:
+        return _make_silent, ()
+
+
+def _silent(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """What a copy has instead."""
+
+
+def _make_silent() -> Callable:
+    return _silent

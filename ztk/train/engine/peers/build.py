@@ -1,0 +1,112 @@
+"""From a plain module and ztk's policies to an engine that is torch's."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ztk.core.precision import PrecisionPolicy
+from ztk.core.runtime import MemoryLedger, PhaseClock, Process
+from ztk.core.runtime.io import IoCounters
+from ztk.optim import OptimizerPolicy
+from ztk.parallel.recompute import RecomputePolicy, recompute_blocks
+from ztk.train.engine.peers.engine import PeerEngine
+from ztk.train.engine.peers.optimizer import torch_optimizer, torch_scaler, torch_schedule
+from ztk.train.engine.peers.wrap import DataParallelPeer, FullyShardedPeer
+
+_PEERS = {peer.name: peer for peer in (DataParallelPeer, FullyShardedPeer)}
+
+
+def parallelize_peer(
+    model: nn.Module,
+    *,
+    kind: str,
+    process: Process,
+    optimizer: OptimizerPolicy,
+    lr_table: Tensor | None = None,
+    precision: PrecisionPolicy | None = None,
+    recompute: RecomputePolicy | None = None,
+    accumulation_steps: int = 1,
+    initial_values: Callable[..., Tensor] | None = None,
+) -> PeerEngine:
+    """Makes `model` train by torch's DistributedDataParallel (`kind="ddp"`) or fully_shard (`"fsdp2"`). A collective call.
+
+    The arguments are those of `ztk.parallelize`, and so are the model's first values, parameter groups, clipping and learning
+    rates (lr_table: [steps]). Parameters stay fp32; 16-bit compute is torch's (autocast, or FSDP's mixed precision). No offloading.
+
+    Raises ValueError for what torch's own does not have.
+    """
+    if kind not in _PEERS:
+        raise ValueError(f"zero.engine={kind}: must be one of {', '.join(_PEERS)}")
+    precision = precision or PrecisionPolicy()
+    if optimizer.states != "fp32" or precision.master not in (None, "fp32") or precision.bf16_master:
+        raise ValueError(
+            f"zero.engine={kind} runs torch's optimizers on float32 weights: use optimizer.states=fp32 without precision.master and without "
+            "precision.bf16_master"
+        )
+    scaler = torch_scaler(precision.loss_scale, device=process.device)
+    meta = any(parameter.is_meta for parameter in model.parameters())
+    if meta and initial_values is None:
+        raise ValueError(
+            "the model is on the meta device and has no values: pass initial_values, or build it on a real one"
+        )
+    if not meta:
+        model.to(process.device)
+        for name, parameter in model.named_parameters():
+            process.comm.broadcast(parameter.data, source=0, label=name).wait()
+    elif kind == "ddp":
+        _materialise(model, device=process.device)
+        _fill(model, initial_values=initial_values)
+    memory = MemoryLedger()
+    recompute_blocks(model, policy=recompute or RecomputePolicy(), ledger=memory)  # inside torch's own hooks
+    peer = _PEERS[kind](model, process=process, precision=precision)
+    if meta and kind == "fsdp2":
+        _materialise(model, device=process.device)
+        _fill(model, initial_values=initial_values)
+    made = torch_optimizer(optimizer, model=model)
+    process.comm.counters.reset()
+    return PeerEngine(
+        model,
+        peer=peer,
+        optimizer=made,
+        schedule=torch_schedule(made, lr_table=lr_table),
+        scaler=scaler,
+        clip_grad_norm=optimizer.clip_grad_norm,
+        process=process,
+        memory=memory,
+        clock=PhaseClock(),
+        io=IoCounters(),
+        accumulation_steps=accumulation_steps,
+    )
+
+
+def _materialise(model: nn.Module, *, device: torch.device) -> None:
+    """Memory for parameters and buffers that are on the meta device. `to_empty` forgets that weights are tied, so they are again."""
+    first: dict[nn.Parameter, str] = {}
+    tied = {}  # name -> the first name of the same parameter
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tied[name] = first.setdefault(parameter, name)
+    model.to_empty(device=device)
+    for name, original in tied.items():
+        if name != original:
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._parameters[leaf] = model.get_parameter(original)
+    if next(model.buffers(), None) is not None:
+        if not hasattr(model, "materialise_buffers"):
+            raise ValueError("the model has buffers on the meta device and no materialise_buffers(device) to fill them")
+        # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
+        model.materialise_buffers(device)
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, *, initial_values: Callable[..., Tensor]) -> None:
+    """The first values; of a sharded parameter only the own rows."""
+    for name, parameter in model.named_parameters():
+        local, start = parameter, 0
+        if isinstance(parameter, DTensor):
+            local = parameter.to_local()
+            rows = -(-parameter.shape[0] // parameter.device_mesh.size())  # as torch.chunk cuts
+            start = min(rows * parameter.device_mesh.get_local_rank(), parameter.shape[0])
+            start *= parameter.numel() // parameter.shape[0]
+        local.copy_(initial_values(name=name, start=start, stop=start + local.numel()).view(local.shape))

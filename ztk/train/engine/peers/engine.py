@@ -1,0 +1,208 @@
+"""The engine's surface over torch's own data parallelism.
+
+Losses and parameters have the dtype that the model computes in.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from ztk.core.runtime import MemoryLedger, PhaseClock, Process, Tier
+from ztk.core.runtime.io import IoCounters
+from ztk.train.engine.batches import eval_batch, train_batch
+from ztk.train.engine.control import StepMetrics
+from ztk.train.engine.peers.wrap import DataParallelPeer, FullyShardedPeer, Traffic
+
+
+class PeerEngine:
+    """Trains `module` as `ztk.train.engine.Engine` does, by torch; built by `parallelize_peer`.
+
+    memory: bytes of the tensors that this rank has, read after every step. What torch gathers or sends for a moment is
+        not among them.
+    clock: forward, backward and optimizer; torch communicates inside the backward, so that phase includes it.
+    comm: counters by formula, see [Note: Counting a peer's traffic] in `wrap.py`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        peer: DataParallelPeer | FullyShardedPeer,
+        optimizer: torch.optim.Optimizer,
+        schedule: LambdaLR,
+        scaler: torch.amp.GradScaler | None,
+        clip_grad_norm: float,
+        process: Process,
+        memory: MemoryLedger,
+        clock: PhaseClock,
+        io: IoCounters,
+        accumulation_steps: int = 1,
+    ) -> None:
+        self.module, self.peer, self.process = module, peer, process
+        self.memory, self.clock, self.io, self.comm = memory, clock, io, process.comm
+        self.accumulation_steps = accumulation_steps
+        self.micro_steps = 0
+        self.global_steps = 0
+        self.optimizer, self._schedule, self._scaler, self._clip = optimizer, schedule, scaler, clip_grad_norm
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._synchronise = True
+        self._fresh = True  # the next backward starts a step
+        self._norm: Tensor | None = None
+        self._lr, self._skipped, self._skipped_total = 0.0, False, 0
+        self._book()
+
+    def __call__(self, *args, **kwargs):
+        """The module's forward. Unlike ztk's, `no_sync` must be open here already, not only around the backward."""
+        trains = torch.is_grad_enabled()
+        with self.clock.phase("forward"):
+            out = self.peer.forward(args, kwargs, synchronise=self._reduces)
+        self._count(self.peer.forward_traffic(trains=trains))
+        return out
+
+    @property
+    def is_accumulation_boundary(self) -> bool:
+        """The optimizer steps after this micro-batch."""
+        return self._synchronise and (self.micro_steps + 1) % self.accumulation_steps == 0
+
+    @property
+    def _reduces(self) -> bool:
+        return self._synchronise and (self.peer.reduces_every_backward or self.is_accumulation_boundary)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of forwards and backwards inside add up locally and are not reduced."""
+        self._synchronise, before = False, self._synchronise
+        try:
+            yield
+        finally:
+            self._synchronise = before
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss, a scalar, over the number of micro-batches, times the loss scale: for `engine.scale(loss).backward()`."""
+        if self._fresh:  # not at the end of the step: `read_metrics` may want to know the norm
+            self.optimizer.zero_grad()
+            self._fresh = False
+        self._count(self.peer.backward_traffic(synchronise=self._reduces))
+        loss = loss / self.accumulation_steps if self.accumulation_steps > 1 else loss
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def backward(self, loss: Tensor) -> None:
+        """Runs the backward of a scalar loss; torch reduces gradients in it."""
+        with self.clock.phase("backward"):
+            self.scale(loss).backward()
+
+    def step(self) -> bool:
+        """Ends a micro-batch. At a boundary the optimizer steps: True, also if overflow made it skip."""
+        boundary = self.is_accumulation_boundary
+        self.micro_steps += 1
+        if not boundary:
+            return False
+        self._lr = self._schedule.get_last_lr()[0]
+        with self.clock.phase("optimizer"):
+            self._skipped = not self._update()
+        self._skipped_total += self._skipped
+        self.global_steps += 1
+        self._fresh = True
+        self._book()
+        return True
+
+    def train_batch(self, micro_batches: Iterable) -> Tensor:
+        """One optimizer step over the next `accumulation_steps` of `micro_batches`; returns this rank's mean loss, a scalar."""
+        return train_batch(self, micro_batches=micro_batches)
+
+    def eval_batch(self, micro_batches: Iterable) -> Tensor:
+        """This rank's mean loss over `micro_batches`, a scalar, without gradients and in eval mode."""
+        return eval_batch(self, micro_batches=micro_batches)
+
+    def _update(self) -> bool:
+        """Unscale, clip, update, next learning rate, as torch's users write it. False if the scaler skipped."""
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        self._norm = None
+        if self._clip:
+            self._norm = nn.utils.clip_grad_norm_(self._parameters, self._clip)
+        if self._scaler is None:
+            self.optimizer.step()
+        else:
+            before = self._scaler.get_scale()
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+            if self._scaler.get_scale() < before:
+                return False
+        self._schedule.step()
+        return True
+
+    def read_metrics(self) -> StepMetrics:
+        """The last step's scalars. A collective call if nothing is clipped: then the norm is computed here."""
+        norm = self._norm
+        if norm is None:
+            norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        return StepMetrics(
+            grad_norm=float(norm),
+            loss_scale=1.0 if self._scaler is None else self._scaler.get_scale(),
+            lr=self._lr,
+            skipped=self._skipped,
+            updates=self.global_steps - self._skipped_total,
+            skipped_total=self._skipped_total,
+        )
+
+    def read_module_metrics(self) -> dict[str, object]:
+        """Peers train dense models, whose modules measure nothing."""
+        return {}
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """No gradients, the module in eval mode, and back."""
+        training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.module.train(training)
+
+    def close(self) -> None:
+        """As of `Engine.close`: nothing of a peer runs on."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the model, frozen ones included."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """All parameters are full inside. Every rank must enter."""
+        return self.peer.gathered()
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, parameter in its full shape) one at a time. Every rank must iterate to the end."""
+        return self.peer.full_parameters()
+
+    def _count(self, traffic: Iterable[Traffic]) -> None:
+        for item in traffic:
+            self.comm.counters.count(item.kind, numel=item.numel, itemsize=item.itemsize)
+            self.comm.counters.calls[item.kind] += item.calls - 1
+
+    def _book(self) -> None:
+        """Brings the ledger up to the tensors that exist now."""
+        existing = {
+            "parameters": [p.data for p in self.module.parameters()],
+            "gradients": [p.grad for p in self._parameters if p.grad is not None],
+            "optimizer": [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)],
+        }
+        booked = self.memory.by_category(Tier.device)
+        for category, tensors in existing.items():
+            more = sum(_local(tensor).nbytes for tensor in tensors) - booked.get(category, 0)
+            if more > 0:
+                self.memory.add(tier=Tier.device, category=category, nbytes=more)
+            elif more < 0:
+                self.memory.remove(tier=Tier.device, category=category, nbytes=-more)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

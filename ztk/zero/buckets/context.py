@@ -1,0 +1,71 @@
+"""What the parts of one `Zero` share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ztk.core.policies.ema import EmaPolicy
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.precision import PrecisionPolicy
+from ztk.core.runtime import MemoryLedger, Mesh, PhaseClock
+from ztk.core.runtime.buffers import BufferPool
+from ztk.core.runtime.part import Part
+from ztk.core.runtime.store import Stores
+from ztk.optim import FlatOptimizer, GroupTable, TorchStep
+from ztk.optim.states import StateFormat
+
+AVERAGE = "ema"  # the kind of state that a moving average of the weights is
+
+
+def stored_states(optimizer: FlatOptimizer | TorchStep, *, with_average: bool) -> StateFormat:
+    """What is stored together per parameter: the optimizer's states, and the average if one is kept on their tier."""
+    return optimizer.format.with_row(AVERAGE) if with_average else optimizer.format
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroContext:
+    """Policies, stores, ranks and counters.
+
+    groups: the optimizer's parameter groups. piece_size: elements that are updated at once; None: a shard.
+    ema: of the average that is kept beside the optimizer's states, or apart where `stores` has a store for it; None: there is none.
+    parts: of the parameters that are cut or copied along other axes than the data's. gathered: the full buffers of sharded buckets.
+    """
+
+    policy: ZeroPolicy
+    precision: PrecisionPolicy
+    optimizer: FlatOptimizer | TorchStep
+    groups: GroupTable
+    stores: Stores
+    mesh: Mesh
+    parts: Mapping[str, Part]
+    piece_size: int | None
+    ledger: MemoryLedger
+    clock: PhaseClock
+    gathered: BufferPool
+    ema: EmaPolicy | None = None
+    states: StateFormat = field(init=False)  # see `stored_states`
+
+    def __post_init__(self) -> None:
+        with_average = self.ema is not None and self.stores.average is None
+        object.__setattr__(self, "states", stored_states(self.optimizer, with_average=with_average))
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Of the states that are kept for a piece beside its master weights, as a checkpoint has them."""
+        return self.states.names if self.stores.average is None else (*self.states.names, AVERAGE)
+
+    @property
+    def state_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each state as it is read, the master weights' first."""
+        return self.states.read_dtypes() | ({} if self.stores.average is None else {AVERAGE: torch.float32})
+
+    @property
+    def described_states(self) -> dict[str, str]:
+        """What is kept of each state, in a word for a manifest."""
+        return self.states.described() | ({} if self.stores.average is None else {AVERAGE: "float32"})
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes."""
+        return self.mesh.world.device

@@ -1,0 +1,152 @@
+"""How a bucket's shards are sent: as they are, or with fewer bytes (ZeRO++, Wang et al. 2023, https://arxiv.org/abs/2306.10209).
+
+Per parameter of 2 bytes on N ranks, in groups of K that share a node's fast links: the forward's gather takes 1.02 bytes instead of 2 when
+weights are sent as int8. The backward's gather stays inside the group, whose ranks together keep a second copy, 2 / K bytes each. The
+gradient takes 0.52 bytes as int4, and with groups only 1 / K of that leaves the group, at the price of a second rounding.
+Buffers have the bucket's dtype.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.runtime import Comm, MemoryLedger, Tier
+from ztk.core.runtime.pending import Handle, Pending, then
+from ztk.kernels import dequantize, dequantize_reduce, quantize, quantized_bytes
+from ztk.zero.buckets.context import ZeroContext
+
+WEIGHT_BITS, GRADIENT_BITS = 8, 4
+
+Fetch = Callable[[], Handle]
+
+
+class Exchange:
+    """Gathers and reduces over `comm`. Buffers are a bucket's: flat, made of `comm.size` equal shards."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def gather(self, full: Tensor, *, label: str, fetch: Fetch) -> Pending:
+        """All shards of `full` [size], in place. fetch: starts to bring the rank's own shard, if it is needed, which comes first."""
+        return self._comm.all_gather(full, label=label, after=fetch())
+
+    def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> Pending:
+        """`out` [shard_size] = the sum over ranks of this rank's shard of `full` [size]."""
+        return self._comm.reduce_scatter(full, out=out, label=label)
+
+    def invalidate(self) -> None:
+        """The shards have new values: what is kept of them is out of date."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Gathered parameters have the bits of their shards."""
+        return True
+
+
+class QuantizedCollectives(Exchange):
+    """An exchange with the savings that `policy` asks for."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        *,
+        policy: ZeroPolicy,
+        sends_int8: bool,
+        hops: tuple[Comm, Comm] | None,
+        ledger: MemoryLedger,
+    ) -> None:
+        """sends_int8: parameters are gathered as int8. hops: the ranks of this rank's group, and the ranks at the same place in the other
+        groups; None: there are no groups."""
+        super().__init__(comm)
+        self._policy, self._sends_int8, self._ledger = policy, sends_int8, ledger
+        self._intra_node, self._inter_node = hops or (None, None)
+        self._keeps_copy = hops is not None and policy.hpz_partition_size > 1
+        self._copy: Tensor | None = None  # this rank's part of the group's copy
+        self._copy_is_current = False
+
+    def gather(self, full: Tensor, *, label: str, fetch: Fetch) -> Pending:
+        if self._copy_is_current:  # nothing is fetched: it would land in `full` when nobody waits for it any more
+            assert self._intra_node is not None
+            full.chunk(self._intra_node.size)[self._intra_node.rank].copy_(self._copy)
+            return self._intra_node.all_gather(full, label=f"{label} inside the node")
+        if self._sends_int8:
+            work = self._gather_quantized(full, label=label, after=fetch())
+        else:
+            work = super().gather(full, label=label, fetch=fetch)
+        return then(work, action=lambda: self._keep_copy(full)) if self._keeps_copy else work
+
+    def _gather_quantized(self, full: Tensor, *, label: str, after: Handle) -> Pending:
+        shards = full.view(self._comm.size, -1)
+        numel = shards.shape[1]
+        packed = full.new_empty(self._comm.size, quantized_bytes(numel, bits=WEIGHT_BITS), dtype=torch.int8)
+
+        def pack() -> None:
+            packed[self._comm.rank].copy_(quantize(shards[self._comm.rank], bits=WEIGHT_BITS)[0])
+
+        def unpack() -> None:  # the own shard too, so that all ranks compute with the same values
+            shards.copy_(dequantize(packed, numel=numel, bits=WEIGHT_BITS, dtype=full.dtype))
+
+        # Behind a copy the packing starts when the shards are awaited: at once, it would stop the current stream until the copy is there.
+        before = then(after, action=pack, is_immediate=after.is_immediate and after.copy is None)
+        return then(self._comm.all_gather(packed.view(-1), label=f"{label} as int8", after=before), action=unpack)
+
+    def _keep_copy(self, full: Tensor) -> None:
+        assert self._intra_node is not None
+        part = full.chunk(self._intra_node.size)[self._intra_node.rank]
+        if self._copy is None:
+            self._copy = torch.empty_like(part)
+            self._ledger.add(tier=Tier.device, category="second shards", nbytes=part.nbytes)
+        self._copy.copy_(part)
+        self._copy_is_current = True
+
+    def invalidate(self) -> None:
+        self._copy_is_current = False
+
+    @property
+    def is_exact(self) -> bool:
+        return not self._sends_int8
+
+    def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> Pending:
+        if not self._policy.quantized_gradients:
+            return super().reduce_scatter(full, out=out, label=label)
+        label = f"{label} as int4"
+        if self._intra_node is None or self._inter_node is None or self._inter_node.size == 1:
+            return _sum_quantized(full.view(self._comm.size, -1), out=out, comm=self._comm, label=label)
+        return self._reduce_in_two_hops(full, out=out, label=label)
+
+    def _reduce_in_two_hops(self, full: Tensor, *, out: Tensor, label: str) -> Pending:
+        """First inside the node, where rank n collects the shards of all ranks at place n of their nodes; then between those ranks."""
+        assert self._intra_node is not None and self._inter_node is not None
+        intra, inter = self._intra_node.size, self._inter_node.size
+        shards = full.view(inter, intra, -1).transpose(0, 1).reshape(intra, -1)  # [intra, inter * shard]
+        partial = torch.empty(shards.shape[1], dtype=torch.float32, device=full.device)
+        first = _sum_quantized(shards, out=partial, comm=self._intra_node, label=f"{label} inside the node")
+
+        def second() -> None:
+            _sum_quantized(partial.view(inter, -1), out=out, comm=self._inter_node, label=label).wait()
+
+        return then(first, action=second)
+
+
+def _sum_quantized(shards: Tensor, *, out: Tensor, comm: Comm, label: str) -> Pending:
+    """out [n] = the sum over ranks of their row for this rank of `shards` [comm.size, n]; rows are sent as int4."""
+    numel = shards.shape[1]
+    packed = quantize(shards, bits=GRADIENT_BITS)
+    received = torch.empty_like(packed)
+    work = comm.all_to_all(packed.view(-1), out=received.view(-1), label=label)
+    return then(
+        work, action=lambda: out.copy_(dequantize_reduce(received, numel=numel, bits=GRADIENT_BITS, dtype=out.dtype))
+    )
+
+
+def exchange_of(axis: str, *, is_trained: bool, context: ZeroContext) -> Exchange:
+    """The exchange of buckets that are sharded over `axis`. Groups inside a node are of data-parallel ranks, so experts have none."""
+    policy, mesh, comm = context.policy, context.mesh, context.mesh.comm(axis)
+    has_groups = axis == "data" and mesh.comm("intra_node").size > 1
+    sends_int8 = policy.quantized_weights or (policy.quantized_nontrainable_weights and not is_trained)
+    if comm.size == 1 or not (sends_int8 or policy.quantized_gradients or has_groups):
+        return Exchange(comm)
+    hops = (mesh.comm("intra_node"), mesh.comm("inter_node")) if has_groups else None
+    return QuantizedCollectives(comm, policy=policy, sends_int8=sends_int8, hops=hops, ledger=context.ledger)

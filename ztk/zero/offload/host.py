@@ -1,0 +1,136 @@
+"""The host tier: shards are stored in main memory, page-locked beside a GPU."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ztk.core.policies.offload import OffloadPolicy
+from ztk.core.runtime.memory import MemoryLedger, Tier
+from ztk.core.runtime.pending import Handle
+from ztk.core.runtime.planned import place_of
+from ztk.core.runtime.streams import Copy, start_copy
+from ztk.zero.offload.pool import AlignedRegion
+from ztk.zero.offload.slot import SlotSpec, check_fits
+
+# [Note: Streams and host memory]
+# Copies between host and device run on streams of their own (`ztk.core.runtime.streams`), so they overlap with computation. `last_copy` is the
+# newest copy of a slot: the CPU may read or change the slot's memory only after it, and the next copy of the slot starts after it.
+# Without it an update on the CPU could overwrite values that are still being copied to the device.
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class HostSlot:
+    """A tensor in main memory."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    category: str
+    spec: SlotSpec
+    tensor: Tensor
+    region: AlignedRegion
+    last_copy: Copy | None = None  # See [Note: Streams and host memory]
+
+
+class HostStore:
+    """Store (see `ztk.core.runtime.store`) in main memory: `fetch` returns the tensor itself, `put` of that tensor is free.
+
+    Between host tensors everything is done when the call returns. Memory is page-aligned and booked in the ledger as
+    the slots' own bytes; pages become resident at the first write.
+    """
+
+    tier = Tier.host
+
+    def __init__(self, policy: OffloadPolicy, *, ledger: MemoryLedger) -> None:
+        self._pin = policy.pin_memory and torch.cuda.is_initialized()
+        self._ledger = ledger
+        self._slots: list[HostSlot] = []
+
+    def allocate(
+        self, *, name: str, shape: tuple[int, ...], dtype: torch.dtype, category: str, keep: bool = False
+    ) -> HostSlot:
+        """A zero-filled slot. keep: has no effect, the slot is in memory anyway."""
+        spec = SlotSpec(name=name, shape=tuple(shape), dtype=dtype, category=category)
+        region = self._region(spec.nbytes)
+        tensor = region.bytes.view(dtype).view(spec.shape)
+        slot = HostSlot(
+            name=name, shape=spec.shape, dtype=dtype, category=category, spec=spec, tensor=tensor, region=region
+        )
+        self._slots.append(slot)
+        self._ledger.add(tier=self.tier, category=category, nbytes=spec.nbytes)
+        return slot
+
+    def _region(self, nbytes: int) -> AlignedRegion:
+        return AlignedRegion(nbytes=nbytes, pin=self._pin)
+
+    def fetch(self, slot: HostSlot) -> Handle:
+        """The slot's tensor, which the CPU may read and change once `wait()` has returned."""
+        return Handle(slot.tensor, finish=None if slot.last_copy is None else slot.last_copy.synchronize)
+
+    def has_room(self, slot: HostSlot) -> bool:
+        """Every slot is in memory."""
+        return True
+
+    def fetch_ahead(self, slot: HostSlot) -> None:
+        """None: reading ahead gains nothing."""
+        return None
+
+    def fetch_into(self, slot: HostSlot, *, out: Tensor) -> Handle:
+        """Copies the slot into `out` (contiguous, of its dtype). On a GPU the current stream may use it once `wait()` was called.
+
+        Raises ValueError if `out` does not fit.
+        """
+        check_fits(out, spec=slot.spec, argument="out")
+        return _handle(out, copy=_copy(slot, source=slot.tensor, out=out.view(slot.shape)))
+
+    def put(self, slot: HostSlot, *, value: Tensor) -> Handle:
+        """Makes `value` the slot's content. On a GPU the current stream may change `value` once `wait()` was called.
+
+        Raises ValueError if `value` does not fit.
+        """
+        check_fits(value, spec=slot.spec, argument="value")
+        if place_of(value) == place_of(slot.tensor):
+            return Handle(value)
+        return _handle(value, copy=_copy(slot, source=value.detach().view(slot.shape), out=slot.tensor))
+
+    def release(self, slot: HostSlot) -> None:
+        """Nothing to do: fetched memory is the slot itself."""
+
+    def forget(self, slot: HostSlot) -> None:
+        """Nothing to do: the slot keeps its memory."""
+
+    def flush(self) -> None:
+        """Waits for copies from the device."""
+        for slot in self._slots:
+            _finish_copy(slot)
+
+    def close(self) -> None:
+        """Frees the memory, but for tensors that are still referenced. Idempotent."""
+        self.flush()
+        for slot in self._slots:
+            slot.region.close()
+            self._ledger.remove(tier=self.tier, category=slot.category, nbytes=slot.spec.nbytes)
+        self._slots.clear()
+
+
+def _copy(slot: HostSlot, *, source: Tensor, out: Tensor) -> Copy | None:
+    """Copies behind the slot's earlier copies. None: between host memory, and it is done."""
+    copy = start_copy(source, out=out, after=slot.last_copy)
+    if copy is None:
+        _finish_copy(slot)
+        out.copy_(source)
+        return None
+    slot.last_copy = copy
+    return copy
+
+
+def _handle(value: Tensor, *, copy: Copy | None) -> Handle:
+    """`value`, once the current stream is behind the copy; None: there is none."""
+    return Handle(value, finish=None if copy is None else copy.wait, copy=copy)
+
+
+def _finish_copy(slot: HostSlot) -> None:
+    """The host may use the slot's memory."""
+    if slot.last_copy is not None:
+        slot.last_copy.synchronize()

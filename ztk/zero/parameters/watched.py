@@ -1,0 +1,109 @@
+"""The class of an engine's parameters.
+
+It notes that a script took hold of `.data`, through which writes leave no other trace, and lets hooks of a script that are registered on a
+parameter run before the engine's, which takes the gradient away. Memory has the dtype of its parameter.
+"""
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ztk.zero.parameters.released import change_class, check_not_made_parameter
+
+TAKES_GRADIENT = "ztk_takes_gradient"  # an attribute of the engine's hook, which stays the last
+_returned: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> references to what reads of `.data` returned
+
+
+class _Watched:
+    """Mixed into the class of every parameter of an engine."""
+
+    _own_class: type
+    _data_was_read: bool
+
+    @property
+    def data(self) -> Tensor:
+        # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
+        return self._note(torch.Tensor.data.__get__(self))
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
+        torch.Tensor.data.__set__(self, value)
+
+    def detach(self) -> Tensor:
+        """As Tensor's. What is written through a numpy array of it leaves no trace, so it counts as a read of `.data`.
+
+        Calls from torch itself do not count: recomputation detaches every weight that it saves, and nobody writes into that.
+        """
+        caller = sys._getframe(1)
+        # pyrefly: ignore[bad-argument-type]  # mixed into nn.Parameter
+        check_not_made_parameter(self, caller=caller)
+        # pyrefly: ignore[bad-argument-type]  # mixed into nn.Parameter
+        value = Tensor.detach(self)
+        is_torchs = caller.f_globals.get("__name__", "").startswith("torch.")
+        return value if is_torchs else self._note(value)
+
+    def _note(self, value: Tensor) -> Tensor:
+        self._data_was_read = True
+        # pyrefly: ignore[bad-argument-type]  # mixed into nn.Parameter
+        _returned[self] = [*_alive(self), weakref.ref(value)]
+        return value
+
+    def register_post_accumulate_grad_hook(self, hook: Callable) -> RemovableHandle:
+        # pyrefly: ignore[bad-argument-type]  # mixed into nn.Parameter
+        handle = Tensor.register_post_accumulate_grad_hook(self, hook)
+        # pyrefly: ignore[missing-attribute]  # mixed into nn.Parameter
+        hooks = self._post_accumulate_grad_hooks
+        for key in [key for key, other in hooks.items() if hasattr(other, TAKES_GRADIENT)]:
+            hooks[key] = hooks.pop(key)  # autograd reads the dict beneath, which move_to_end leaves as it is
+        return handle
+
+
+def watch(parameter: nn.Parameter) -> None:
+    """From now on `take_data_mark` knows of reads of `parameter.data`. Idempotent."""
+    if not isinstance(parameter, _Watched):
+        change_class(parameter, make=_watched)
+
+
+def is_watched(parameter: Tensor) -> bool:
+    """`parameter`, of any shape, is or was an engine's."""
+    return isinstance(parameter, _Watched)
+
+
+def take_data_mark(parameter: nn.Parameter, *, is_viewed: Callable[[], bool]) -> bool:
+    """Whether `.data` was read since the last call, or a script still has what it returned, or a view of that: it may have written there.
+
+    is_viewed: something else than parameters refers to their memory, as a numpy array does.
+    """
+    was_read = parameter.__dict__.pop("_data_was_read", False)
+    if was_read and (_alive(parameter) or is_viewed()):
+        parameter.__dict__["_data_was_read"] = True
+    return was_read
+
+
+def part_from(parameter: nn.Parameter, *, memory: Tensor) -> bool:
+    """What `.data` returned and a script still has keeps its values when `memory` [n], which it shows, gets others: as where `p.data = x` gives
+    a parameter other memory and leaves the old one alone. False if there are views of it, which cannot follow."""
+    for reference in _alive(parameter):
+        kept = reference()
+        if kept is not None and kept.untyped_storage()._cdata == memory.untyped_storage()._cdata:
+            if kept._use_count() > 1:
+                return False
+            kept.data = kept.clone()
+    return True
+
+
+def _alive(parameter: nn.Parameter) -> list[weakref.ref]:
+    """The references of `parameter` whose tensors exist. A view keeps its base, so that of `p.data.view(-1)` is among them."""
+    return [reference for reference in _returned.get(parameter, ()) if reference() is not None]
+
+
+@functools.cache
+def _watched(cls: type) -> type:
+    return type(f"Watched{cls.__name__}", (_Watched, cls), {"__module__": __name__})

@@ -1,0 +1,210 @@
+"""Pieces on their way into memory: the next ones are fetched while the one before them is updated.
+
+[Note: States ahead]
+A third of what a step moves over the disk is reading states, and the disk is nearly idle in the backward. So whenever a bucket is
+reduced, the states of as many pieces are fetched as the pool has room for. The update finds them there.
+
+States and gradients have the dtypes in which they are stored.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ztk.core.runtime import Tier
+from ztk.core.runtime.buffers import BufferPool
+from ztk.core.runtime.pending import Pending
+from ztk.core.runtime.planned import is_planned
+from ztk.core.runtime.store import Slot
+from ztk.core.runtime.streams import Copy, has_streams, start_copy
+from ztk.optim.states import MASTER
+from ztk.zero.buckets.bucket import Bucket
+from ztk.zero.buckets.context import ZeroContext
+from ztk.zero.buckets.piece import Piece
+
+MAX_FETCHED = 8  # pieces, the one that is updated among them: the disk has the next request when it has read one
+MAX_WRITES = 8  # pieces that may be being written back while later ones are updated
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchedPiece:
+    """A piece whose gradient and states, or the momentum of its matrices, are being fetched.
+
+    parameter: one that is its own master weight, into a buffer of the pool, where it is on NVMe. staged: a gradient from the device, on its way
+    to a buffer of the pool.
+    """
+
+    bucket: Bucket
+    piece: Piece
+    states: Pending
+    gradient: Pending | None
+    parameter: Pending | None = None
+    staged: tuple[Tensor, Copy] | None = None
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """The stored states and the gradient [n], where the update runs."""
+        states = self.states.wait()
+        if self.staged is not None:
+            gradient, copy = self.staged
+            copy.synchronize()
+            return states, gradient
+        gradient = self.gradient.wait() if self.gradient else self.piece.of(self.bucket.gradient.full)
+        assert gradient is not None
+        return states, gradient
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchedStates:
+    """A piece in memory. master: float32 [n]; rows: the optimizer's states, float32 [n], which may be changed; gradient: [n]."""
+
+    bucket: Bucket
+    piece: Piece
+    master: Tensor
+    rows: dict[str, Tensor]
+    gradient: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchedMomentum:
+    """A piece with the momentum of its matrices in memory. momentum: float32, laid out by `piece.moments`, which may be changed; gradient:
+    [n]."""
+
+    piece: Piece
+    momentum: Tensor
+    gradient: Tensor
+
+
+class PieceFetcher:
+    """Fetches pieces in order, from whatever store their states are in.
+
+    pool: of buffers beside the optimizer's states. on_host: the update runs in main memory, because the states are there or on a disk.
+    """
+
+    def __init__(self, context: ZeroContext) -> None:
+        self._stores, self._format, self._clock = context.stores, context.states, context.clock
+        self.on_host = context.stores.optimizer.tier is not Tier.device
+        beside_the_device = self.on_host and context.device.type != "cpu"
+        self.pool = BufferPool(
+            device=torch.device("cpu") if beside_the_device and not is_planned(context.device) else context.device,
+            ledger=context.ledger,
+            category="parameters on their way",
+            tier=Tier.host if beside_the_device else Tier.device,
+        )
+        self._ahead: dict[Slot | None, Pending] = {}  # states that are fetched ahead
+
+    # Before the update
+
+    def fetch_ahead(self, slots: Sequence[Slot | None]) -> None:
+        """The first of `slots` that there is room for, see [Note: States ahead]. slots: in the order of use."""
+        for slot in slots[len(self._ahead) :]:
+            pending = self._stores.optimizer.fetch_ahead(slot)
+            if pending is None:
+                return
+            self._ahead[slot] = pending
+
+    def drop_ahead(self) -> None:
+        """Releases what was fetched ahead: no update will use it."""
+        for slot in self._ahead:
+            self._stores.optimizer.release(slot)
+        self._ahead.clear()
+
+    # In the update
+
+    def fetch(self, pieces: Iterable[tuple[Bucket, Piece]], *, momentum: bool = False) -> Iterator[FetchedPiece]:
+        """Pieces in order. Each is fetched while the one before it is updated, and more of them where the store has room.
+
+        momentum: that of matrices in place of the states.
+        """
+        todo = deque(pieces)
+        fetched: deque[FetchedPiece] = deque()
+        while todo or fetched:
+            while todo and len(fetched) < (MAX_FETCHED if self._has_room(_slot(todo[0][1], momentum=momentum)) else 2):
+                bucket, piece = todo.popleft()
+                fetched.append(self._start(bucket, piece=piece, momentum=momentum))
+            yield fetched.popleft()
+
+    def fetch_states(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[FetchedStates]:
+        """Before the update, the states of pieces, which are written back behind their turn. Their gradients stay where they are."""
+        for bucket, piece, states, gradient in self._passing(pieces, momentum=False):
+            rows = self.rows(piece, states=states)
+            master = rows.pop(MASTER) if MASTER in rows else self.resident_parameter(bucket, piece=piece)
+            assert master is not None, "fp32 parameters on a disk have master weights"
+            yield FetchedStates(bucket=bucket, piece=piece, master=master, rows=rows, gradient=gradient)
+
+    def fetch_momentum(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[FetchedMomentum]:
+        """As `fetch_states`, the momentum of matrices alone."""
+        for _, piece, momentum, gradient in self._passing(pieces, momentum=True):
+            yield FetchedMomentum(piece=piece, momentum=momentum, gradient=gradient)
+
+    def _passing(
+        self, pieces: Iterable[tuple[Bucket, Piece]], *, momentum: bool
+    ) -> Iterator[tuple[Bucket, Piece, Tensor, Tensor]]:
+        """Bucket, piece, what is stored of it and the gradient [n], where the update runs; it is written back behind its turn."""
+        writes: deque[Pending] = deque()
+        for fetched in self.fetch(pieces, momentum=momentum):
+            piece = fetched.piece
+            with self._clock.phase("io"):
+                stored, gradient = fetched.wait()
+            yield fetched.bucket, piece, stored, gradient
+            writes.append(self._stores.optimizer.put(_slot(piece, momentum=momentum), value=stored))
+            if len(writes) > MAX_WRITES:
+                writes.popleft().wait()
+            if piece.gradient is not None:
+                self._stores.gradients.release(piece.gradient)
+            self.release_staged(fetched)
+        for write in writes:
+            write.wait()
+
+    def release_staged(self, fetched: FetchedPiece) -> None:
+        """The gradient is not read any more."""
+        if fetched.staged is not None:
+            self.pool.release(fetched.staged[0])
+
+    def rows(self, piece: Piece, *, states: Tensor) -> dict[str, Tensor]:
+        """The rows of a piece's stored states, of any shape, by name: views."""
+        given = {"numel": piece.numel, "has_master": piece.has_master, "with_rows": piece.with_rows}
+        return self._format.views(states, **given)
+
+    def resident_parameter(self, bucket: Bucket, *, piece: Piece) -> Tensor | None:
+        """The parameter's memory [n], if it can be written in place."""
+        if not bucket.traits.shards_parameters:
+            return piece.of(bucket.full)
+        if self._stores.parameters.tier is Tier.nvme:
+            return None
+        return self._stores.parameters.fetch(piece.parameter).wait()
+
+    def _has_room(self, slot: Slot | None) -> bool:
+        return slot in self._ahead or self._stores.optimizer.has_room(slot)
+
+    def _start(self, bucket: Bucket, *, piece: Piece, momentum: bool) -> FetchedPiece:
+        gradient, staged = None, None
+        if piece.gradient is not None:
+            gradient = self._stores.gradients.fetch(piece.gradient)
+        elif self.on_host:
+            staged = self._stage(piece.of(bucket.gradient.full))
+        slot = _slot(piece, momentum=momentum)
+        states = self._ahead.pop(slot, None) or self._stores.optimizer.fetch(slot)
+        parameter = None
+        is_own_master = not (momentum or piece.has_master) and piece.parameter is not None
+        if is_own_master and self._stores.parameters.tier is Tier.nvme:
+            memory = self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
+            parameter = self._stores.parameters.fetch_into(piece.parameter, out=memory)
+        return FetchedPiece(
+            bucket=bucket, piece=piece, states=states, gradient=gradient, parameter=parameter, staged=staged
+        )
+
+    def _stage(self, gradient: Tensor) -> tuple[Tensor, Copy] | None:
+        """Starts to copy a gradient [n] from a GPU to the host; None: it is there."""
+        if not has_streams(gradient):
+            return None
+        buffer = self.pool.acquire(gradient.numel(), dtype=gradient.dtype)
+        copy = start_copy(gradient, out=buffer)
+        assert copy is not None, "one of the two is on a GPU"
+        return buffer, copy
+
+
+def _slot(piece: Piece, *, momentum: bool) -> Slot | None:
+    return piece.momentum if momentum else piece.states

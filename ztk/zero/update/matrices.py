@@ -1,0 +1,221 @@
+"""Muon's matrices: each is collected from the shards, orthogonalised once by its owner, and given back to the shards.
+
+Momentum and weights are updated elementwise, where they are stored; what is between needs the full matrix. Per round of matrices:
+
+1. every rank updates the momentum of its ranges, in the store, and writes their directions into one buffer;
+2. an all-to-all brings the ranges to the matrices' owners, who orthogonalise; a second one brings the results back;
+3. the results take the place of the gradients.
+
+Then the update over pieces applies them like gradients. All this runs in the thread that trains, because it communicates; the
+update over pieces may follow behind the next forward. At stage 0 every rank has every direction, and only the results are sent.
+Where tensor-parallel ranks hold parts of a matrix, its owners bring these together first: see `ztk.zero.update.cut_matrices`.
+Bytes are counted as "muon": a rank's elements of all matrices in each direction. The control is fp32, directions have Muon's dtype.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ztk.core.runtime import Comm
+from ztk.core.runtime.buffers import BufferPool
+from ztk.optim import GroupTable
+from ztk.optim.muon import Muon
+from ztk.zero.buckets.bucket import Bucket
+from ztk.zero.buckets.context import ZeroContext
+from ztk.zero.buckets.piece import Piece
+from ztk.zero.update.cut_matrices import CutMatrices
+from ztk.zero.update.fetching import PieceFetcher
+from ztk.zero.update.owners import Matrix, Round, plan_rounds
+from ztk.zero.update.piece_states import PieceStates
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Batch:
+    """A round among the ranks of `comm`, this rank's pieces with ranges of its matrices, and their parameter groups by name.
+
+    places: where a matrix's ranges begin among this rank's. own: the matrices that it orthogonalises. to_owners: elements that it has of each
+    rank's matrices; from_ranks: that each rank has of its own. Computed once: both grow with the number of ranks.
+    """
+
+    comm: Comm
+    round: Round
+    pieces: tuple[tuple[Bucket, Piece], ...]
+    groups: dict[str, int]
+    places: dict[str, int]
+    own: tuple[Matrix, ...]
+    to_owners: tuple[int, ...]
+    from_ranks: tuple[int, ...]
+
+
+class MatrixUpdate:
+    """Turns the gradients of Muon's matrices into orthogonalised directions. pool: of buffers for them."""
+
+    def __init__(self, buckets: list[Bucket], *, muon: Muon, fetcher: PieceFetcher, context: ZeroContext) -> None:
+        """buckets: the trained ones, in the order of the update."""
+        self._muon, self._fetcher, self._clock, self._states = muon, fetcher, context.clock, PieceStates(context)
+        self._is_replicated = not context.policy.shards_optimizer  # every rank updates everything
+        self._cut = CutMatrices(muon=muon, context=context)
+        self.pool = BufferPool(device=context.device, ledger=context.ledger, category="matrices")
+        self._batches = list(self._plan(buckets, groups=context.groups))
+
+    @property
+    def pieces(self) -> list[tuple[Bucket, Piece]]:
+        """Those with matrices, in the order in which they are fetched first."""
+        return list(dict.fromkeys(entry for batch in self._batches for entry in batch.pieces))
+
+    def run(self, control: Tensor, *, skipped: frozenset[str]) -> None:
+        """After it, gradients of matrices are directions to step along. A collective call of the ranks of every bucket; waits.
+
+        control: of a step that is not skipped, [groups, 16]. skipped: names of parameters that keep their momentum.
+        """
+        for batch in self._batches:
+            self._run_batch(batch, control=control, skipped=skipped)
+
+    # Which matrices together
+
+    def _plan(self, buckets: list[Bucket], *, groups: GroupTable) -> Iterator[_Batch]:
+        comms = list({id(bucket.comm): bucket.comm for bucket in buckets}.values())
+        for comm in comms:
+            own = [bucket for bucket in buckets if bucket.comm is comm]
+            of_name = {
+                placement.name: (bucket, placement)
+                for bucket in own
+                for placement in bucket.layout.placements
+                if groups.rows[placement.group].muon_scale
+            }
+            matrices = [
+                Matrix(
+                    name=name,
+                    shape=placement.shape,
+                    held=tuple(
+                        self._held(bucket, start=placement.offset, stop=placement.stop, rank=rank)
+                        for rank in range(comm.size)
+                    ),
+                    planned=planned[0],
+                    cost=planned[1],
+                )
+                for name, (bucket, placement) in of_name.items()
+                for planned in (self._cut.planned(name, shape=placement.shape),)
+            ]
+            for planned in plan_rounds(matrices, num_ranks=comm.size):
+                names = {matrix.name for matrix in planned.matrices}
+                touched = dict.fromkeys(of_name[matrix.name][0] for matrix in planned.matrices)
+                yield _Batch(
+                    comm=comm,
+                    round=planned,
+                    pieces=tuple(
+                        (bucket, piece)
+                        for bucket in touched
+                        for piece in bucket.pieces
+                        if any(fragment.name in names for fragment in piece.fragments)
+                    ),
+                    groups={name: of_name[name][1].group for name in names},
+                    places=planned.places(comm.rank),
+                    own=tuple(planned.owned(comm.rank)),
+                    to_owners=tuple(planned.sent(comm.rank)),
+                    from_ranks=tuple(planned.received(comm.rank)),
+                )
+
+    def _held(self, bucket: Bucket, *, start: int, stop: int, rank: int) -> range:
+        """Of a parameter at [start, stop) of the bucket, its flat elements that `rank` updates."""
+        if self._is_replicated:
+            return range(stop - start)
+        shard = bucket.layout.shard(rank)
+        first, last = max(start, shard.start), min(stop, shard.stop)
+        return range(first - start, max(first, last) - start)
+
+    # One round
+
+    def _run_batch(self, batch: _Batch, *, control: Tensor, skipped: frozenset[str]) -> None:
+        rank = batch.comm.rank
+        numel = sum(len(matrix.held[rank]) for matrix in batch.round.matrices)
+        parts = self.pool.acquire(numel, dtype=self._muon.dtype)
+        places = {matrix.name: batch.places[matrix.name] - matrix.held[rank].start for matrix in batch.round.matrices}
+        self._update_momentum(batch, parts=parts, places=places, control=control, skipped=skipped)
+        results = self._orthogonalise(batch, parts=parts)
+        self._give_back(batch, results=results, parts=parts)
+        for bucket, piece in batch.pieces:
+            with self._states.gradient(bucket, piece=piece, changes=True) as gradient:
+                for fragment in piece.fragments:
+                    if fragment.name in places:
+                        first = places[fragment.name] + fragment.start
+                        gradient[fragment.place].copy_(parts[first : first + fragment.stop - fragment.start])
+        self.pool.release(parts)
+
+    def _update_momentum(
+        self,
+        batch: _Batch,
+        *,
+        parts: Tensor,
+        places: dict[str, int],
+        control: Tensor,
+        skipped: frozenset[str],
+    ) -> None:
+        """Fills `parts` with the directions of this rank's ranges."""
+        for fetched in self._fetcher.fetch_momentum(batch.pieces):
+            moments = fetched.piece.moments
+            assert moments is not None, "the piece has elements of matrices"
+            for fragment in fetched.piece.fragments:
+                if fragment.name not in places:
+                    continue
+                momentum = fetched.momentum[moments.momentum_of(fragment.place)]
+                direction = self._muon.direction(
+                    momentum.clone() if fragment.name in skipped else momentum,
+                    grad=fetched.gradient[fragment.place],
+                    control=control[batch.groups[fragment.name]],
+                )
+                first = places[fragment.name] + fragment.start
+                parts[first : first + fragment.stop - fragment.start].copy_(direction)
+
+    def _orthogonalise(self, batch: _Batch, *, parts: Tensor) -> list[Tensor]:
+        """The results of this rank's matrices, each [numel]."""
+        own = batch.own
+        if self._is_replicated:
+            flat = [parts[batch.places[matrix.name] :][: matrix.numel].clone() for matrix in own]
+        else:
+            flat = self._collect(batch, parts=parts)
+        return self._cut.orthogonalised(flat, matrices=own)
+
+    def _collect(self, batch: _Batch, *, parts: Tensor) -> list[Tensor]:
+        """This rank's matrices, each [numel] in memory of its own, so that all begin at an aligned address."""
+        comm, own = batch.comm, batch.own
+        received = self.pool.acquire(sum(batch.from_ranks), dtype=parts.dtype)
+        self._move(
+            batch, source=parts, out=received, send=batch.to_owners, receive=batch.from_ranks, label="directions"
+        )
+        flat = [torch.empty(matrix.numel, dtype=parts.dtype, device=parts.device) for matrix in own]
+        offset = 0
+        for rank in range(comm.size):
+            for values, matrix in zip(flat, own, strict=True):
+                held = matrix.held[rank]
+                values[held.start : held.stop].copy_(received[offset : offset + len(held)])
+                offset += len(held)
+        self.pool.release(received)
+        return flat
+
+    def _give_back(self, batch: _Batch, *, results: list[Tensor], parts: Tensor) -> None:
+        """Fills `parts` with the results of this rank's ranges."""
+        comm, own = batch.comm, batch.own
+        sent = self.pool.acquire(sum(batch.from_ranks), dtype=parts.dtype)
+        offset = 0
+        for rank in range(comm.size):
+            for values, matrix in zip(results, own, strict=True):
+                held = matrix.held[rank]
+                sent[offset : offset + len(held)].copy_(values[held.start : held.stop])
+                offset += len(held)
+        self._move(batch, source=sent, out=parts, send=batch.from_ranks, receive=batch.to_owners, label="results")
+        self.pool.release(sent)
+
+    def _move(
+        self, batch: _Batch, *, source: Tensor, out: Tensor, send: Sequence[int], receive: Sequence[int], label: str
+    ) -> None:
+        if batch.comm.size == 1:
+            out.copy_(source)
+            return
+        label = f"{label} of {len(batch.round.matrices)} matrices from {batch.round.matrices[0].name}"
+        with self._clock.phase("communication"):
+            batch.comm.all_to_all_rows(
+                source.view(-1, 1), out=out.view(-1, 1), send=send, receive=receive, label=label, kind="muon"
+            ).wait()

@@ -1,0 +1,217 @@
+"""A piece's states, read and changed one piece at a time, in whatever store they are."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ztk.core.runtime import Tier
+from ztk.core.runtime.planned import host_bytes, is_planned
+from ztk.core.runtime.store import Slot
+from ztk.optim import eight_bit
+from ztk.optim.states import MASTER
+from ztk.zero.buckets.bucket import Bucket
+from ztk.zero.buckets.context import AVERAGE, ZeroContext
+from ztk.zero.buckets.piece import Piece
+
+FROZEN, GRADIENT = "parameter", "gradient"  # kinds of state, beside MASTER and the names of the optimizer's states
+
+
+class PieceStates:
+    """Reads and changes the states of pieces. names: of the optimizer's states, and of the average of the weights if it is kept.
+
+    num_rounded: groups of 8-bit states that were set to numbers which their codes cannot give, see `ztk.optim.eight_bit`.
+    """
+
+    def __init__(self, context: ZeroContext) -> None:
+        self._stores, self._format, self.names = context.stores, context.states, context.state_names
+        self.num_rounded, self._is_planned = 0, is_planned(context.device)
+
+    @contextmanager
+    def reading(self, bucket: Bucket, *, piece: Piece, aside: bool = False) -> Iterator[dict[str, Tensor]]:
+        """The states by kind: "master" and the optimizer's, or "parameter" alone for a frozen bucket, each flat [n], of the dtypes
+        `StateFormat.read_dtypes`. Valid inside.
+
+        aside: for another thread than the one that trains; states pass through memory of their own.
+        """
+        if piece.states is None:
+            yield {FROZEN: self._parameter(bucket, piece=piece)}
+            return
+        with self._fetched(piece.states, aside=aside) as states, self._fetched(piece.momentum, aside=aside) as momentum:
+            rows = self._views(piece, states=states)
+            if piece.moments is not None:
+                rows = piece.moments.spread(rows, momentum=momentum, numel=piece.numel)
+            master = rows.pop(MASTER) if MASTER in rows else self._parameter(bucket, piece=piece)
+            with self.average(piece, aside=aside) as apart:
+                yield self._format.read(rows, master=master) | apart
+
+    @contextmanager
+    def _fetched(self, slot: Slot | None, *, aside: bool) -> Iterator[Any]:
+        """The tensor of a slot of the optimizer's store; None without a slot."""
+        store = self._stores.optimizer
+        if slot is None:
+            yield None
+        elif aside:
+            memory = torch.empty(slot.shape, dtype=slot.dtype)
+            yield store.fetch_into(slot, out=memory).wait()
+        else:
+            fetched = store.fetch(slot).wait()
+            try:
+                yield fetched
+            finally:  # also when the caller stops early
+                store.release(slot)
+
+    @contextmanager
+    def changing(self, piece: Piece) -> Iterator[dict[str, Tensor]]:
+        """The states [n] of a trained piece by kind, "master" only if it has a row, which are written back at the end."""
+        with self._rows(piece) as rows, self.average(piece, changes=True) as apart:
+            if piece.moments is not None:
+                with self._changed(piece.momentum) as momentum:
+                    full = piece.moments.spread(rows, momentum=momentum, numel=piece.numel)
+                    yield full | apart
+                    piece.moments.gather(full, rows=rows, momentum=momentum)
+                return
+            if not self._format.is_eight_bit:
+                yield rows | apart
+                return
+            moments = eight_bit.read_moments(rows)
+            master = {MASTER: eight_bit.read_master(rows[MASTER], rows=rows)} if MASTER in rows else {}
+            yield master | moments | apart
+            for values in master.values():
+                self._write_master(rows, values=values)
+            self.num_rounded += eight_bit.write_moments(rows, **moments)
+
+    @contextmanager
+    def average(self, piece: Piece, *, changes: bool = False, aside: bool = False) -> Iterator[dict[str, Tensor]]:
+        """The average of a trained piece that is stored on a tier of its own, fp32 [n] under `AVERAGE`, where that tier is: on the device or
+        in main memory; else nothing. changes: it is written back at the end. aside: as of `reading`."""
+        store = self._stores.average
+        if store is None or piece.average is None:
+            yield {}
+            return
+        if aside or store.tier is Tier.nvme:  # past the pool, whose buffers the states may take
+            memory = (
+                host_bytes(4 * piece.numel) if self._is_planned else torch.empty(4 * piece.numel, dtype=torch.uint8)
+            )
+            values = store.fetch_into(piece.average, out=memory.view(torch.float32)).wait()
+        else:
+            values = store.fetch(piece.average).wait()
+        yield {AVERAGE: values}
+        if changes:
+            store.put(piece.average, value=values).wait()
+
+    @contextmanager
+    def _rows(self, piece: Piece) -> Iterator[dict[str, Tensor]]:
+        """The rows of a trained piece as they are stored, which are written back at the end."""
+        with self._changed(piece.states) as states:
+            yield self._views(piece, states=states)
+
+    @contextmanager
+    def _changed(self, slot: Slot | None) -> Iterator[Tensor]:
+        """The tensor of a slot of the optimizer's store, which is written back at the end."""
+        assert slot is not None, "of a trained piece"
+        fetched = self._stores.optimizer.fetch(slot).wait()
+        try:
+            yield fetched
+        finally:  # a failed change must not keep a buffer of the pool
+            self._stores.optimizer.put(slot, value=fetched).wait()
+
+    def _views(self, piece: Piece, *, states: Tensor) -> dict[str, Tensor]:
+        """The rows of a piece's stored states by name."""
+        given = {"numel": piece.numel, "has_master": piece.has_master, "with_rows": piece.with_rows}
+        return self._format.views(states, **given)
+
+    @contextmanager
+    def gradient(self, bucket: Bucket, *, piece: Piece, changes: bool = False) -> Iterator[Tensor]:
+        """The reduced gradient [n], which may be changed inside if `changes`."""
+        if piece.gradient is None:
+            yield piece.of(bucket.gradient.full)
+            return
+        gradient = self._stores.gradients.fetch(piece.gradient).wait()
+        try:
+            yield gradient
+        finally:
+            if changes:
+                self._stores.gradients.put(piece.gradient, value=gradient).wait()
+            else:
+                self._stores.gradients.release(piece.gradient)
+
+    def set_master(self, bucket: Bucket, *, piece: Piece, values: Tensor) -> None:
+        """Sets the master weights of a piece to `values`, fp32 [n], and the parameter to their cast."""
+        if piece.states is None:
+            self._set_parameter(bucket, piece=piece, values=values)
+            return
+        self._set_parameter(bucket, piece=piece, values=self._format.cast(values, dtype=bucket.traits.dtype))
+        if piece.has_master or self._format.is_eight_bit:
+            with self._rows(piece) as rows:
+                self._write_master(rows, values=values)
+
+    def _write_master(self, rows: dict[str, Tensor], *, values: Tensor) -> None:
+        """Sets what `rows` have of the master weights `values`, fp32 [n]."""
+        if not self._format.is_eight_bit:
+            rows[MASTER].copy_(values)
+            return
+        high, low = eight_bit.split(values)
+        rows["low"].copy_(low)
+        if MASTER in rows:
+            rows[MASTER].copy_(high)
+
+    def follows(self, piece: Piece) -> bool:
+        """The states have master weights, or a part of them, that a new value of the parameter must reach."""
+        return piece.states is not None and (piece.has_master or self._format.is_eight_bit)
+
+    def follow(self, bucket: Bucket, *, piece: Piece, places: Iterable[tuple[slice, bool]]) -> None:
+        """A script may have changed parameters that are full on every rank. Master weights whose cast is not the parameter's value take that
+        value, the others keep their precision. places: (elements of the piece, whether they were written for certain).
+
+        8-bit states: a parameter that is its own master has nothing to be compared with. So, on every tier alike, one that was written for
+        certain keeps no more bits than it shows. Otherwise `low` stays, half a unit in the last place at most, but beside 0 and what is not
+        finite, with which it decodes to NaN.
+        """
+        with self._rows(piece) as rows:
+            for place, is_written in places:
+                value = piece.of(bucket.full)[place]
+                if self._format.is_eight_bit:
+                    low = rows["low"][place]
+                    value = value.to(low.device)
+                    low.mul_(torch.isfinite(value) & (value != 0) & (not is_written))
+                    if MASTER in rows:
+                        rows[MASTER][place].copy_(value)
+                else:
+                    master = rows[MASTER][place]
+                    value = value.to(master.device)
+                    master.copy_(torch.where(master.to(value.dtype) == value, master, value.to(master.dtype)))
+
+    def start_average(self, piece: Piece, *, values: Tensor) -> None:
+        """The average begins as a copy of the weights `values`, fp32 [n]; nothing where none is kept."""
+        if piece.states is not None and AVERAGE in self.names:
+            with self.changing(piece) as rows:
+                rows[AVERAGE].copy_(values)
+
+    def exchange_average(self, bucket: Bucket, *, piece: Piece) -> None:
+        """The average of a trained piece becomes its master weights, and the other way round; the parameter follows."""
+        with self.changing(piece) as rows:
+            average = rows[AVERAGE].clone()
+            if MASTER in rows:
+                rows[AVERAGE].copy_(rows[MASTER])
+                rows[MASTER].copy_(average)
+            else:
+                rows[AVERAGE].copy_(self._parameter(bucket, piece=piece))
+        self._set_parameter(bucket, piece=piece, values=average)
+
+    def _set_parameter(self, bucket: Bucket, *, piece: Piece, values: Tensor) -> None:
+        bucket.exchange.invalidate()
+        parameter = values.to(bucket.traits.dtype)
+        if piece.parameter is not None:
+            self._stores.parameters.put(piece.parameter, value=parameter).wait()
+        else:
+            piece.of(bucket.full).copy_(parameter)
+
+    def _parameter(self, bucket: Bucket, *, piece: Piece) -> Tensor:
+        """The parameter's values [n] of a piece, in its dtype; a copy where they are stored elsewhere."""
+        if piece.parameter is None:
+            return piece.of(bucket.full)
+        out = torch.empty(piece.numel, dtype=bucket.traits.dtype, device=bucket.comm.device)
+        return self._stores.parameters.fetch_into(piece.parameter, out=out).wait()

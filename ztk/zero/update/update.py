@@ -1,0 +1,314 @@
+"""The optimizer step over shards, wherever they are stored.
+
+Phases, per piece: fetch the next piece, update this one, write the last one back. On the device and in host memory fetching and writing
+back are free; with NVMe the three overlap. The arithmetic is elementwise, so cutting a shard into pieces, or updating all shards on every
+rank (stage 0), gives the same bits as updating the rank's shard in one call.
+
+[Note: Update behind the forward]
+Offloaded states with sharded parameters (stage 3) are updated by a thread while the next forward already runs: the states are 24 of the 34
+bytes per parameter that a step moves over the disk, and clipping needs the end of the backward. Buckets whose parameters are
+full on every rank are updated at once: the thread may not gather, because ranks must agree on the order of collectives. A bucket's
+`residency.updated` future is done when its last parameter write is submitted. Gathering the bucket waits for it, and the store keeps the
+order of write and read. Everything else that touches states calls `finish` first.
+
+[Note: Writes behind]
+The next forward waits for updated parameters, not for what is written back. So the update goes on while writes queue up, and the backward
+has time for the rest of them. A store reads before it writes, and its memory limits both.
+"""
+
+import functools
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ztk.core.runtime import PhaseClock, Tier
+from ztk.core.runtime.pending import Handle, Pending
+from ztk.core.runtime.planned import in_one_memory, is_planned, is_set, on_host
+from ztk.core.runtime.ranges import named
+from ztk.core.runtime.serial import InlineCalls, SerialThread
+from ztk.core.runtime.streams import Copy, start_copy
+from ztk.kernels import Control, behind_step
+from ztk.optim import FlatOptimizer, TorchStep
+from ztk.optim.ema import update_average
+from ztk.optim.states import MASTER
+from ztk.zero.buckets.bucket import Bucket
+from ztk.zero.buckets.context import AVERAGE, ZeroContext
+from ztk.zero.buckets.piece import Piece
+from ztk.zero.update.fetching import MAX_WRITES, FetchedPiece, PieceFetcher
+from ztk.zero.update.matrices import MatrixUpdate
+from ztk.zero.update.missed import MissedUpdates
+from ztk.zero.update.norms import TrustRatios
+from ztk.zero.update.piece_states import PieceStates
+from ztk.zero.update.piece_update import PieceUpdate, TorchPieceUpdate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _WriteBack:
+    """An updated piece that is being written back. parameter: its new values, in a buffer of the pool; None: in place.
+    copy: from that buffer to the device; None: to a store, or it is done."""
+
+    puts: tuple[Pending, ...]
+    parameter: Tensor | None
+    copy: Copy | None = None
+
+
+class ShardUpdate:
+    """Runs the optimizer over all pieces that this rank updates.
+
+    pool: of buffers beside the optimizer's states. missed: the updates that parameters have missed.
+    """
+
+    def __init__(self, buckets: list[Bucket], *, context: ZeroContext) -> None:
+        """buckets: the trained ones, in the order of the update."""
+        self._optimizer, self._stores, self._clock = context.optimizer, context.stores, context.clock
+        self._ema, self._averages, self._states = context.ema, False, PieceStates(context)
+        self._fetcher = PieceFetcher(context)
+        self.pool = self._fetcher.pool
+        self._behind = [bucket for bucket in buckets if self._fetcher.on_host and bucket.traits.shards_parameters]
+        self._at_once = [bucket for bucket in buckets if bucket not in self._behind]
+        # The optimizer does not fill the pool's buffer when a step is skipped, and then nothing may be written from it.
+        self._must_know_of_skips = (
+            self._fetcher.on_host
+            or context.stores.parameters.tier is not Tier.device
+            or isinstance(context.optimizer, TorchStep)  # torch's steps do not look at the control table
+        )
+        self._matrices: MatrixUpdate | None = None
+        if isinstance(context.optimizer, FlatOptimizer) and context.optimizer.muon is not None:
+            self._matrices = MatrixUpdate(buckets, muon=context.optimizer.muon, fetcher=self._fetcher, context=context)
+            self._must_know_of_skips = True
+        self._norms: TrustRatios | None = None
+        if isinstance(context.optimizer, FlatOptimizer) and context.optimizer.lamb is not None:
+            self._norms = TrustRatios(
+                [*self._at_once, *self._behind], lamb=context.optimizer.lamb, fetcher=self._fetcher, context=context
+            )
+            self._must_know_of_skips = True
+        self._thread = _new_thread(context.device) if self._behind else None
+        self._running: Future | None = None
+        self._before_change: Callable[[], None] | None = None
+        self._skipped: frozenset[str] = frozenset()
+        self.missed = MissedUpdates(context.groups.rows)
+        self._piece_update: PieceUpdate | TorchPieceUpdate
+        if isinstance(context.optimizer, TorchStep):
+            self._piece_update = TorchPieceUpdate(context.optimizer)
+        else:
+            self._piece_update = PieceUpdate(
+                context.optimizer, groups=context.groups, missed=self.missed, norms=self._norms
+            )
+        self._corrects_bias = "exp_avg_sq" in context.optimizer.state_names
+        self.take_over: weakref.WeakMethod | None = None  # makes what a script has written into parameters count
+        # The first that are fetched: a store's memory goes to pieces in that order.
+        self._first = [piece.states for _, piece in self._pieces_of((*self._at_once, *self._behind))]
+        if self._matrices is not None:
+            self._first = [piece.momentum for _, piece in self._matrices.pieces]
+        self._overlaps_gather = context.policy.overlap_gather
+        self._is_fetching = False  # the update behind the forward has not fetched everything yet
+
+    def fetch_ahead(self) -> None:
+        """The states of the first pieces that there is room for. Does nothing while the last update still fetches."""
+        if not self._is_fetching:
+            self._fetcher.fetch_ahead(self._first)
+
+    def run(self, control: Tensor, *, skipped: frozenset[str] = frozenset(), averages: bool = False) -> None:
+        """Updates all parameters; whatever uses them next finds them updated. control: [groups, 16] fp32, of `step_control`.
+
+        skipped: names of parameters that keep their values and their states. averages: the average of the weights is updated, too.
+
+        With offloaded states the update runs on the host, and a copy of `control` to the host waits for the device. Where parameters
+        are written to a store, the host waits for the decision to skip.
+        """
+        self._join()
+        self._skipped, self._averages = skipped, averages
+        if self._fetcher.on_host:
+            control = on_host(control, what="decision to step: states are updated on the host")
+        # What parameters miss is counted here, too.
+        must_know = self._must_know_of_skips or (self._corrects_bias and skipped)
+        if must_know and is_set(control[0, Control.skip], what="decision to step: the optimizer does not read it"):
+            self._fetcher.drop_ahead()  # and nothing is read from the medium or written to it
+            return
+        if isinstance(self._optimizer, TorchStep):
+            self._optimizer.begin_step()
+        elif self._corrects_bias:
+            self.missed.note(skipped)
+        for bucket in (*self._at_once, *self._behind):
+            bucket.exchange.invalidate()
+        if self._matrices is not None:
+            self._matrices.run(control, skipped=skipped)
+        if self._norms is not None:
+            self._norms.run(control, skipped=skipped)
+        self._update_all(self._at_once, control=control, clock=self._clock)
+        if self._thread is None:
+            return
+        for bucket in self._behind:
+            bucket.residency.updated = Future()
+        self._is_fetching = True
+        self._running = self._thread.submit(behind_step(functools.partial(self._update_behind, control.clone())))
+
+    def finish(self) -> None:
+        """Takes over what a script has written, then `finish_running`."""
+        self._take_over()
+        self.finish_running()
+
+    def _take_over(self) -> None:
+        take_over = self.take_over and self.take_over()
+        if take_over is not None:
+            take_over()
+
+    def finish_running(self) -> None:
+        """Returns when the last update and its writes have ended; nothing stays fetched ahead. Raises what went wrong in it."""
+        self._join()
+        self._fetcher.drop_ahead()
+
+    def before_change(self, action: Callable[[], None]) -> None:
+        """Calls `action()` once before states change: it waits for another thread that reads them."""
+        self._take_over()
+        self._before_change = action
+
+    def await_last(self) -> None:
+        """For that other thread: returns when the last update has ended. Raises what went wrong in it."""
+        running = self._running
+        if running is not None:
+            running.result()
+
+    def close(self) -> None:
+        """Ends the last update and the thread. Raises what went wrong in the update."""
+        try:
+            self.finish_running()
+        finally:
+            if self._thread is not None:
+                self._thread.close()
+                self._thread = None
+
+    def _join(self) -> None:
+        action, self._before_change = self._before_change, None
+        if action is not None:
+            with self._clock.phase("io"):
+                action()
+        running, self._running = self._running, None
+        if running is not None:
+            with self._clock.phase("io"):
+                running.result()
+
+    def _update_behind(self, control: Tensor) -> None:
+        """See [Note: Update behind the forward]."""
+        try:  # its seconds are hidden behind the forward: on a clock of its own they do not count as the step's
+            self._update_all(self._behind, control=control, clock=PhaseClock())
+        except BaseException as error:
+            for bucket in self._behind:
+                updated = bucket.residency.updated  # None: it is done, and somebody has waited for it
+                if updated is not None and not updated.done():
+                    updated.set_exception(error)
+            self._is_fetching = False
+            raise
+
+    def _update_all(self, buckets: list[Bucket], *, control: Tensor, clock: PhaseClock) -> None:
+        gathers, writes = [], deque()
+        overlaps = self._overlaps_gather and not _something_is_compiled()
+        for current in self._fetcher.fetch(self._pieces_of(buckets)):
+            writes.append(self._update(current, control=control, clock=clock))
+            if len(writes) > MAX_WRITES:
+                self._finish_write(writes.popleft(), clock=clock)
+            bucket = current.bucket
+            if current.piece is bucket.pieces[-1]:
+                if _needs_gather(bucket):
+                    expects = overlaps and not bucket.residency.is_viewed
+                    copy = writes[-1].copy  # the bucket's last; the others are before it on its stream
+                    after = None if copy is None else Handle(finish=copy.wait, is_immediate=True, copy=copy)
+                    gather = bucket.comm.all_gather(bucket.full, label=bucket.traits.name, after=after)
+                    gathers.append((bucket, gather, expects))
+                if bucket.residency.updated is not None:
+                    bucket.residency.updated.set_result(None)
+        self._is_fetching = False
+        for write in writes:
+            self._finish_write(write, clock=clock)
+        with clock.phase("communication"):
+            for bucket, gather, expects in gathers:
+                if expects:
+                    bucket.residency.expect(gather, clock=clock)
+                else:
+                    gather.wait()
+
+    # Phases of one piece
+
+    @staticmethod
+    def _pieces_of(buckets: Iterable[Bucket]) -> list[tuple[Bucket, Piece]]:
+        return [(bucket, piece) for bucket in buckets for piece in bucket.pieces]
+
+    def _update(self, fetched: FetchedPiece, *, control: Tensor, clock: PhaseClock) -> _WriteBack:
+        bucket, piece = fetched.bucket, fetched.piece
+        with clock.phase("io"):
+            states, gradient = fetched.wait()
+            own = None if fetched.parameter is None else fetched.parameter.wait()
+        rows = self._fetcher.rows(piece, states=states)
+        average = rows.pop(AVERAGE, None)
+        resident = self._fetcher.resident_parameter(bucket, piece=piece) if own is None else None
+        if MASTER not in rows:
+            master, out = (resident if own is None else own), None  # master weight and parameter are one
+        elif resident is not None and in_one_memory(resident, second=states):
+            master, out = rows.pop(MASTER), resident
+        else:
+            master, out = rows.pop(MASTER), self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
+        assert master is not None, "there while the update runs"
+        with named(f"update {bucket.traits.name}"):
+            self._piece_update.run(
+                piece, master=master, gradient=gradient, rows=rows, control=control, out=out, skipped=self._skipped
+            )
+        if self._averages and average is not None:
+            self._update_average(average, weights=master, control=control)
+        elif self._averages:
+            with self._states.average(piece, changes=True) as apart:
+                self._update_average(apart[AVERAGE], weights=master.to(apart[AVERAGE].device), control=control)
+        self._fetcher.release_staged(fetched)
+        return self._write_back(bucket, piece=piece, states=states, out=out if own is None else own)
+
+    def _update_average(self, average: Tensor, *, weights: Tensor | None, control: Tensor) -> None:
+        """See `update_average`. Where the host knows of skips, no skipped step comes here."""
+        assert weights is not None and self._ema is not None
+        skip = None if self._must_know_of_skips else control[0, Control.skip].to(average.device)
+        update_average(average, weights=weights, decay=self._ema.decay, skip=skip)
+
+    def _write_back(self, bucket: Bucket, *, piece: Piece, states: Tensor, out: Tensor | None) -> _WriteBack:
+        puts = [self._stores.optimizer.put(piece.states, value=states)]
+        if piece.gradient is not None:
+            self._stores.gradients.forget(piece.gradient)
+        if out is not None and bucket.traits.shards_parameters:
+            puts.append(self._stores.parameters.put(piece.parameter, value=out))
+        parameter = out if self.pool.owns(out) else None
+        copy = None
+        if parameter is not None and not bucket.traits.shards_parameters:
+            copy = start_copy(parameter, out=piece.of(bucket.full))
+            if copy is None:
+                piece.of(bucket.full).copy_(parameter)
+        return _WriteBack(puts=tuple(puts), parameter=parameter, copy=copy)
+
+    def _finish_write(self, write: _WriteBack, *, clock: PhaseClock) -> None:
+        with clock.phase("io"):
+            for put in write.puts:
+                put.wait()
+            if write.copy is not None:
+                write.copy.wait()
+                write.copy.synchronize()  # before the host writes into its buffer again
+        if write.parameter is not None:
+            self.pool.release(write.parameter)
+
+
+def _something_is_compiled() -> bool:
+    """torch.compile was called in this process. What it made reads parameters without asking, and looks at their classes before it does."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and any(backend is not None for backend in frames.cached_backends.values())
+
+
+def _new_thread(device: torch.device) -> SerialThread | InlineCalls:
+    """What runs the update behind the forward."""
+    return InlineCalls() if is_planned(device) else SerialThread(name="ztk-update")
+
+
+def _needs_gather(bucket: Bucket) -> bool:
+    """The parameters are full on every rank, but each rank updated its own part only."""
+    updated = sum(piece.numel for piece in bucket.pieces)
+    return not bucket.traits.shards_parameters and updated < bucket.size
