@@ -276,10 +276,11 @@ kernel, on a CPU torch's operations.
 
 {called()}
 
-Gradients of the native decoder's matrices are written into their bucket by the product that computes them (`ztk.core.runtime.gradient_places`): of a
-layer's nine gradients two, of its norms, are copied. The others reach their bucket by one copy each, when autograd brings them: it runs behind
-the backward's products and frees the gradient at once, where one launch per bucket would keep the gradients of a bucket beside its buffer until
-the last one has come. Parameters are views of what is gathered. So there is no kernel that flattens or unflattens a list of tensors.
+Gradients of the native decoder's matrices are written into their bucket by the product that computes them
+(`ztk.core.runtime.gradient_places`): of a layer's nine gradients two, of its norms, are copied. The others reach their bucket by one copy
+each, when autograd brings them: it runs behind the backward's products and frees the gradient at once, where one launch per bucket would
+keep the gradients of a bucket beside its buffer until the last one has come. Parameters are views of what is gathered. So there is no
+kernel that flattens or unflattens a list of tensors.
 
 One launch updates the states of a bucket that are on a device, with every optimizer but for Muon's matrices and LAMB, whatever parameter groups
 the bucket has and wherever positions in the model jump, by which stochastic rounding draws. A table on the device (`ztk.kernels._tiles`)

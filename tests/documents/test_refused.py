@@ -20,7 +20,7 @@ def test_7_1_flat_tensor_parallel():
 
 
 def test_9_2_moe():
-    """`moe` and `moe_expert_parallel_size`, for four ranks; on two the fix is named. `tests/parallel/moe/test_deepspeed_moe.py` trains by them."""
+    """`moe` and `moe_expert_parallel_size`, for four ranks; on two the fix is named. See `tests/parallel/moe/test_deepspeed_moe.py`."""
     config = config_of("002_9_2.json", **FILLED)
     assert parse_config(config, world_size=4).experts.size == 4
     with pytest.raises(DeepSpeedConfigError, match="moe.ep_size=4: 2 data-parallel ranks .*; start a multiple of 4"):

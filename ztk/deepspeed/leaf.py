@@ -1,6 +1,7 @@
 """Leaf modules: a module of experts is gathered as one, because every rank sends its tokens to other experts.
 
-Units of stage 3 are the elements of module lists (see `ztk.zero.buckets.units`), so each expert would be one, and ranks would gather different ones.
+Units of stage 3 are the elements of module lists (see `ztk.zero.buckets.units`), so each expert would be one, and ranks would gather
+different ones.
 """
 
 from collections.abc import Iterator, Sequence

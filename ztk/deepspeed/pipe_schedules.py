@@ -1,7 +1,7 @@
 """`deepspeed.runtime.pipe.schedule`: DeepSpeed's pipeline schedules as lists of instructions, for scripts that read or extend them.
 
-An engine here runs `ztk.parallel.pipeline.schedule`'s, in the same order of computing but with transfers placed as [Note: One order of all events]
-says: a subclass of these changes nothing in it. DualPipeVSchedule is not offered.
+An engine here runs `ztk.parallel.pipeline.schedule`'s, in the same order of computing but with transfers placed as [Note: One order of all
+events] says: a subclass of these changes nothing in it. DualPipeVSchedule is not offered.
 """
 
 from abc import ABC, abstractmethod

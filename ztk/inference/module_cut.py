@@ -1,7 +1,7 @@
 """The linear layers of a model's own modules, of which a tensor-parallel rank computes a part.
 
-Which layer is cut in which way follows from the module tree (`ztk.parallel.tensor.derived`), or else from the plan that the model brings. Layers that
-no rule names are computed on every rank. Sums have the order of the ranks, as in the engine's own families.
+Which layer is cut in which way follows from the module tree (`ztk.parallel.tensor.derived`), or else from the plan that the model brings.
+Layers that no rule names are computed on every rank. Sums have the order of the ranks, as in the engine's own families.
 """
 
 from collections.abc import Callable, Mapping

@@ -156,7 +156,7 @@ class _LinearByOneDNN(torch.autograd.Function):
 
 
 class _LinearIntoPlace(torch.autograd.Function):
-    """The products of `F.linear`, the gradient of the weight into its place in a bucket if there is one (`ztk.core.runtime.gradient_places`)."""
+    """`F.linear`; writes the weight's gradient into its place in a bucket if there is one (`ztk.core.runtime.gradient_places`)."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, take: Taker | None = None) -> Tensor:

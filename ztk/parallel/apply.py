@@ -75,8 +75,8 @@ def parallelize(
         object's own step, state_dict, load_state_dict and add_param_group raise, and its zero_grad drops the engine's gradients.
     lr_table: fp32 [steps], the multiplier of the learning rate for each update; the last one stays. None: constant.
     experts: a regular expression for the layers whose experts are spread over the mesh's expert axis. None: all layers with experts.
-    pipeline: how a mesh with several stages cuts and runs the model, which is then a `ztk.parallel.pipeline.PipelineModule` or the native decoder.
-        The engine is a `PipelineEngine`.
+    pipeline: how a mesh with several stages cuts and runs the model, which is then a `ztk.parallel.pipeline.PipelineModule` or the native
+        decoder. The engine is a `PipelineEngine`.
     parts: of a model whose tensors are already cut over the mesh's tensor-parallel ranks. None: they are cut here.
     accumulation_steps: micro-batches per step.
     fast_linear: on the CPU, torch's own linear layers in `model` multiply float32 by `ztk.nn.linear`, as the native decoder's do: up to

@@ -1,7 +1,7 @@
 """Traces and memory of some steps: `profile/rank{r}.trace.json.gz` and `profile/rank{r}.memory.json` in the run folder, from every rank.
 
-The trace is Chrome's format (https://ui.perfetto.dev): operations, kernels on a GPU, and the ranges of `ztk.core.runtime.ranges`. Autograd gives an
-operation's backward the sequence number of its forward; by it the row `backward by module` names the module whose gradient is
+The trace is Chrome's format (https://ui.perfetto.dev): operations, kernels on a GPU, and the ranges of `ztk.core.runtime.ranges`. Autograd
+gives an operation's backward the sequence number of its forward; by it the row `backward by module` names the module whose gradient is
 computed. On a GPU `rank{r}.memory.pickle` is the allocator's history for https://pytorch.org/memory_viz.
 """
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: inputs that are copied to main memory and back on a stream of their own. `pytest -m gpu tests/parallel/recompute`."""
+"""Inputs are copied to main memory and back on a stream of their own. `pytest -m gpu tests/parallel/recompute`."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """Who wants to know the gradient of a layer's input before the layer computes the gradient of its weight.
 
-`ztk.parallel.tensor` sums input gradients over ranks: it offers to take them, and `ztk.nn` hands them over in the backward of matrix products, so
-that the sum is under way while the weight's product runs. Gradients have the dtype of the input.
+`ztk.parallel.tensor` sums input gradients over ranks: it offers to take them, and `ztk.nn` hands them over in the backward of matrix
+products, so that the sum is under way while the weight's product runs. Gradients have the dtype of the input.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""Mixtures of experts by DeepSpeed's names: `deepspeed.moe.layer.MoE` is `ztk.parallel.moe.MoE`; its `ep_size`, or the configuration's, makes the
-mesh."""
+"""Mixtures of experts by DeepSpeed's names: `deepspeed.moe.layer.MoE` is `ztk.parallel.moe.MoE`; its `ep_size`, or the configuration's,
+makes the mesh."""
 
 from ztk.deepspeed.experts.mesh import expert_topology
 from ztk.deepspeed.experts.options import give_layer_options

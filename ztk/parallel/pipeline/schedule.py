@@ -4,8 +4,8 @@ A schedule is made in two phases. First comes the order in which each rank compu
 lines below. Then sends and receives are inserted, in the same way for all.
 
 [Note: One order of all events]
-The schedule is simulated once, with equal costs (`ztk.parallel.pipeline.simulate`). Each transfer is placed, on both ranks, at the moment when its
-sender has computed it. So the lists of all ranks are parts of one total order of events. The first event of that order that has not happened
+The schedule is simulated once, with equal costs (`ztk.parallel.pipeline.simulate`). Each transfer is placed, on both ranks, at the moment when
+its sender has computed it. So the lists of all ranks are parts of one total order of events. The first event of it that has not happened
 can always happen: ranks cannot wait for each other in a cycle, even if every send waits for its receiver, and messages between two
 ranks arrive in the expected order.
 """

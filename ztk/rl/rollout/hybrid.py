@@ -22,7 +22,8 @@ from ztk.train.engine import Engine
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutPolicy:
     """length: tokens of a row, prompt, answer and padding; the trainer's rows have the same. micro_batch: texts of a forward, as the trainer's.
-    packs: forwards take texts without padding: see `ztk.rl.rollout.layout`. With the bits of such a pack alone if the engine's module keeps them.
+    packs: forwards take texts without padding: see `ztk.rl.rollout.layout`. With the bits of such a pack alone if the engine's module
+    keeps them.
 
     max_tokens: of an answer. stop, pad: token numbers; an answer ends with `stop`. temperature: divides the logits, for drawing and for the
     log-probabilities.
