@@ -1,9 +1,6 @@
-"""The typed form of one run: every key that a command line may set, its type and what it means.
+"""The typed form of one run: every key's name, type and meaning, which `run.py --help GROUP` prints. `conf/` has the values.
 
-Values stand in `conf/`; this file holds names, types and meanings, which `run.py --help GROUP` prints. None means "plays no part
-in this run" unless its meaning says otherwise: after `ztk.config.to_config` a key that has no effect is None, and what was left to the
-machine is a number. Buckets are counted in elements, memory in bytes, time in seconds, phases of the learning rate in
-optimizer steps.
+After `ztk.config.to_config` a key without effect is None and a value left open is a number. Buckets: elements; memory: bytes; time: seconds.
 """
 
 from dataclasses import dataclass, field
