@@ -288,7 +288,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="kill-", dir=options.folder))
     chance = random.Random(options.seed)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "ztk.parallel", "ztk.checkpoint"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "ztk.parallel.apply", "ztk.checkpoint"])
     moments: Counter[tuple[str, str]] = Counter()
     slowest, num_faulty, start = 0.0, 0, time.perf_counter()
     for number in range(options.runs):

@@ -15,6 +15,7 @@ from ztk.config import GroupReference, build_reference, conf_dir
 from ztk.deepspeed.names.table import MODULES, TOP
 
 ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("core", "parallel", "rl", "train", "zero")  # packages by role; their own `__init__` imports nothing
 CONFIGURATION, LIBRARY, PACKAGES = "reference/configuration.md", "reference/library.md", "reference/{}.md"
 
 
@@ -37,8 +38,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def packages() -> list[str]:
-    """The packages of ztk, in alphabetical order."""
-    return sorted(path.parent.name for path in (ROOT / "ztk").glob("*/__init__.py"))
+    """The packages of ztk with those in its folders (`zero`, `zero.buckets`), in alphabetical order."""
+    files = [*(ROOT / "ztk").glob("*/__init__.py")]
+    files += [path for folder in FOLDERS for path in (ROOT / "ztk" / folder).glob("*/__init__.py")]
+    return sorted(".".join(path.parent.relative_to(ROOT / "ztk").parts) for path in files)
+
+
+def package_of(home: str) -> str:
+    """The package whose page has the names of the module `ztk.HOME`: the longest beginning of its name that is one."""
+    parts = home.split(".")[1:]
+    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next(name for name in names if name in packages())
 
 
 def front_page() -> str:
@@ -82,15 +92,17 @@ def library_page() -> str:
     for name in ztk.__all__:
         home = ztk._HOMES[name]  # where `import ztk` finds it
         anchor = f"{home}.{name}" if home != "ztk.deepspeed" else f"{deepspeed_home(name)}.{name}"
-        page = "library.md" if home == "ztk.parallel" else f"{home.partition('.')[2]}.md"
+        page = "library.md" if name == "parallelize" else f"{package_of(home)}.md"
         lines.append(f"| [`ztk.{name}`]({page}#{anchor}) | {_cell(_first_line(home, name=name))} |")
-    return "\n".join([*lines, "", "::: ztk.parallel.parallelize", ""])
+    return "\n".join([*lines, "", "::: ztk.parallel.apply.parallelize", ""])
 
 
 def package_page(package: str) -> str:
-    """What the package exports, from its docstrings."""
+    """What the package exports, from its docstrings, and the names of `import ztk` that its modules define."""
     if package != "deepspeed":
-        return f"# ztk.{package}\n\n::: ztk.{package}\n"
+        homes = sorted(set(ztk._HOMES.values()) - {f"ztk.{name}" for name in packages()})
+        modules = [f"::: {home}" for home in homes if package_of(home) == package and home != "ztk.parallel.apply"]
+        return "\n\n".join([f"# ztk.{package}", f"::: ztk.{package}", *modules]) + "\n"
     # Its names are looked up when they are used, so no tool that reads the source finds them.
     lines = [
         "# ztk.deepspeed",

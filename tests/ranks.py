@@ -17,7 +17,7 @@ TIMEOUT_SECONDS = 120.0
 
 
 # What ranks and commands (tests/commands.py) import.
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "ztk.parallel", "ztk.cli", "experiments.pretrain"]
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "ztk.parallel.apply", "ztk.cli", "experiments.pretrain"]
 
 
 def forkserver() -> multiprocessing.context.ForkServerContext:

@@ -56,7 +56,7 @@ def plant(moment: str, *, struck: Path) -> None:
 )
 def test_a_rank_killed_while_connecting_is_missed_at_once(tmp_path, moment):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "ztk.parallel"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "ztk.parallel.apply"])
     pipes = []
     for rank in range(RANKS):
         mine, theirs = context.Pipe()
