@@ -53,7 +53,7 @@ class Answers:
             length=config.data.seq_len,
             micro_batch=config.train.micro_batch_size,
             max_tokens=min(LONGEST, config.data.seq_len - longest),
-            stop=STOP,
+            stops=(STOP,),
             pad=PAD,
             temperature=temperature,
             seed=config.train.seed,

@@ -174,8 +174,8 @@ def _read(
         # A stop text that is a special token ends the answer when it is drawn.
         ends = (*opened.ends, *(token for token, text in opened.tokenizer.special.items() if text in stops))
         own = _own(given, ends=ends)
-        if "max_tokens" not in own and config.sampling.max_tokens is None:
-            own["max_tokens"] = _rest_of_context(tokens, generator=generator)
+        if "max_tokens" not in own:
+            own["max_tokens"] = _rest_of_context(tokens, most=config.sampling.max_tokens, generator=generator)
         sampling = replace(usual, draw_key=(number,), **own)
         generator.check(tokens, sampling=sampling)
     except (ValueError, TypeError) as error:
@@ -222,14 +222,16 @@ def _own(given: dict[str, Any], *, ends: tuple[int, ...]) -> dict[str, Any]:
     return own | {"stop_token_ids": (*ends, *own.get("stop_token_ids", ()))}
 
 
-def _rest_of_context(tokens: list[int], *, generator: Generator) -> int:
-    """The longest answer to a prompt that the context and the memory have room for. Raises ValueError if there is none."""
+def _rest_of_context(tokens: list[int], *, most: int | None, generator: Generator) -> int:
+    """The longest answer to a prompt that the context and the memory have room for, of at most so many tokens. Raises ValueError if there is
+    none."""
 
     def check(limit: int) -> None:
         generator.check(tokens, sampling=SamplingParams(max_tokens=limit))
 
     check(1)
-    least, most = 1, max(1, generator.max_len - len(tokens))
+    rest = max(1, generator.max_len - len(tokens))
+    least, most = 1, rest if most is None else min(rest, most)
     while least < most:
         middle = (least + most + 1) // 2
         try:

@@ -7,6 +7,7 @@ import torch
 from experiments.lengths import histogram
 from experiments.tasks import TASKS, Prompt, Task, name_of
 from ztk.config import Config, call_later, is_own
+from ztk.config.generation import end_tokens, generation_file
 from ztk.core.runtime.seed import generator
 from ztk.data import ByteTokenizer, SubwordTokenizer
 from ztk.rl.align import ANSWER_END, PromptRecord, Truncation, answer_end, fitted, read_prompts
@@ -17,7 +18,7 @@ STOP, PAD = ANSWER_END, 0  # bytes of text are never 0
 
 
 class Prompts:
-    """The prompts of a run by number, as tokens of the model, and the reward of an answer to them. stop: the token that ends an answer."""
+    """The prompts of a run by number, as tokens of the model, and the reward of an answer to them. stops: tokens that end an answer."""
 
     def __init__(self, config: Config) -> None:
         """Raises ValueError for a file without prompts, a line that is none, and a reward function that cannot be loaded."""
@@ -25,13 +26,20 @@ class Prompts:
         self.tokenizer = open_tokenizer(config)
         self._records = None if config.rollout.task is not None else self._read(config)
         by_template = config.data.chat_template == "tokenizer"
-        self.stop = answer_end(self._records or [], tokenizer=self.tokenizer, by_template=by_template)
+        end = answer_end(self._records or [], tokenizer=self.tokenizer, by_template=by_template)
+        self.stops = tuple(dict.fromkeys([end, *self._more_ends(config)]))
         self._task: Task | None = None if config.rollout.task is None else TASKS[name_of(config)]
         self._reward: RewardFunction | None = None if self._task is None else self._task.score
         if is_own(config, section="reward"):
             self._reward = call_later(config.own["reward"])
         elif config.reward.function is not None:
             self._reward = load_reward(config.reward.function)
+
+    def _more_ends(self, config: Config) -> tuple[int, ...]:
+        """Those of the model's generation_config.json: a model may end an answer by more tokens than its template's."""
+        if isinstance(self.tokenizer, ByteTokenizer) or config.model.path is None:
+            return ()
+        return end_tokens(generation_file(config.model.path))
 
     def _read(self, config: Config) -> list[PromptRecord]:
         data = config.data

@@ -165,6 +165,7 @@ class Session:
             return Status.done
         if self._external is None:
             self._prepare(config)
+        self._say(*config.notes)
         self._record(folder, overrides=overrides, options=options)
         if self._external is not None and self._external.rank != 0:
             return self._be_rank(config)

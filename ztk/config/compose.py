@@ -30,6 +30,7 @@ from ztk.config.effects import (
 )
 from ztk.config.ema_schema import Evaluated
 from ztk.config.evaluating import choose_engine, take_evaluated
+from ztk.config.generation import take_generation
 from ztk.config.hugging_face import take_sizes
 from ztk.config.keys import SWEEP, as_paths, data_paths, flatten, leaf_types, read, section_of
 from ztk.config.machine import Machine
@@ -194,7 +195,7 @@ def to_config(
         )
     take_rate(config, given=given)
     choose_engine(config, given=given, machine=machine)
-    if faults := take_evaluated(config, given=given):
+    if faults := [*take_evaluated(config, given=given), *take_generation(config, given=given)]:
         raise ConfigError(faults)
     check(config, given=given, machine=machine)
     _settle(config, machine=machine)

@@ -338,7 +338,7 @@ EFFECTS = (
     ),
     Effect(
         keys=(
-            *keys_of("inference", "max_model_len", "held_out", "draft_model"),
+            *keys_of("inference", "max_model_len", "held_out", "draft_model", "generation_config"),
             *keys_of("sampling", "stop", "max_tokens"),
         ),
         when=_prompted,

@@ -90,6 +90,9 @@ class InferenceConfig:
         "take the moving average of the weights, which a run with ema.decay keeps; null: false, the weights that trained",
         default=None,
     )
+    generation_config: bool | None = key(
+        "sampling.* that is not given comes from generation_config.json in the model's folder; null: true", default=None
+    )
     held_out: str | None = key(
         "a text file; its first 2,048 tokens say how much int8 or int4 weights change the perplexity", default=None
     )

@@ -437,6 +437,7 @@ class LaunchConfig:
 class Config:
     """One run. `output_dir` is its run folder, absolute. user: the user's own keys, by attribute or item: a mapping, or a dataclass.
     own: section -> the node of an object of the user's, see `ztk.config.own`. reasons: of values that the user left open, by key.
+    notes: lines that the command prints before the run starts.
     """
 
     task: TaskConfig
@@ -478,3 +479,4 @@ class Config:
 
     def __post_init__(self) -> None:
         self.reasons: dict[str, str] = {}
+        self.notes: list[str] = []

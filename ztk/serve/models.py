@@ -13,6 +13,7 @@ from torch import nn
 from ztk import checkpoint
 from ztk.config import Config
 from ztk.config import load as load_config
+from ztk.config.generation import end_tokens, generation_file
 from ztk.config.schema import DataName
 from ztk.config.text import reads_documents
 from ztk.data import ByteTokenizer, SubwordTokenizer
@@ -156,7 +157,7 @@ def _of_run(recorded: Path, *, name: str, config: Config, module: nn.Module | Pa
     stop = None if tokenizer is not None else _stop_of(config)
     has_chats = config.data.name in CHATS
     by_template = config.data.chat_template == "tokenizer"
-    ends = {stop if tokenizer is None else tokenizer.end}
+    ends = {stop} if tokenizer is None else {tokenizer.end, *end_tokens(generation_file(str(recorded)))}
     if tokenizer is not None and by_template and ChatTemplate.has(tokenizer.folder):
         end = ChatTemplate.open(tokenizer.folder).end
         ends.add(None if end is None else tokenizer.token_of(end))

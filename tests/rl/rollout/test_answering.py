@@ -31,7 +31,7 @@ def model_of(name: str) -> InferenceModel:
 
 def drawing_of(count: int, **options) -> Drawing:
     draws = torch.rand(count, MAX_TOKENS, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    return Drawing(max_tokens=MAX_TOKENS, stop=STOP, temperature=1.5, draws=draws, **options)
+    return Drawing(max_tokens=MAX_TOKENS, stops=(STOP,), temperature=1.5, draws=draws, **options)
 
 
 def alone(model: InferenceModel, *, prompt: tuple[int, ...], found: Answered, row: int) -> torch.Tensor:
@@ -84,7 +84,7 @@ def test_an_answer_does_not_depend_on_those_beside_it():
     prompts = prompts_of(model.description.vocab_size)
     every, drawing = answer(model, prompts=prompts, drawing=drawing_of(len(prompts))), drawing_of(len(prompts))
     for rows in ([0], [4, 2], [9, 1, 8, 3]):
-        part = Drawing(max_tokens=MAX_TOKENS, stop=STOP, temperature=1.5, draws=drawing.draws[rows])
+        part = Drawing(max_tokens=MAX_TOKENS, stops=(STOP,), temperature=1.5, draws=drawing.draws[rows])
         found = answer(model, prompts=[prompts[row] for row in rows], drawing=part)
         for name in ("tokens", "logprobs", "counts", "finished"):
             assert torch.equal(getattr(found, name), getattr(every, name)[rows]), name

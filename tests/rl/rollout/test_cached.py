@@ -41,7 +41,7 @@ def drawn_twice(process: Process, *, config) -> list[dict]:
         prompt_numbers=numbers // 2,
         copies=numbers % 2,
     )
-    options = {"length": 12, "micro_batch": 2, "max_tokens": 6, "stop": 10, "pad": 0, "temperature": 0.8}
+    options = {"length": 12, "micro_batch": 2, "max_tokens": 6, "stops": (10,), "pad": 0, "temperature": 0.8}
     found = []
     for step in range(3):
         samples = cached.generate(policy=RolloutPolicy(**options), requests=requests, step=0)
@@ -107,7 +107,7 @@ def long_answers(process: Process, *, config) -> list[list[int]]:
         prompt_numbers=torch.arange(4),
         copies=torch.zeros(4, dtype=torch.int64),
     )
-    policy = RolloutPolicy(length=170, micro_batch=4, max_tokens=140, stop=300, pad=0, temperature=0.8)
+    policy = RolloutPolicy(length=170, micro_batch=4, max_tokens=140, stops=(300,), pad=0, temperature=0.8)
     samples = CachedRollouts(engine).generate(policy=policy, requests=requests, step=0)
     for own in (False, True):
         if own:

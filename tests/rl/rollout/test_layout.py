@@ -195,7 +195,10 @@ class _Engine:
 @torch.no_grad()
 def test_equal_prompts_are_computed_once_and_each_goes_on_by_itself():
     """By the module, with the bits of full texts."""
-    model, options = decoder(), {"length": 72, "micro_batch": 6, "max_tokens": 8, "stop": 0, "pad": 0, "packs": True}
+    model, options = (
+        decoder(),
+        {"length": 72, "micro_batch": 6, "max_tokens": 8, "stops": (0,), "pad": 0, "packs": True},
+    )
     assert pack_exactly(model, device=CPU)
     policy, tokens, engine = RolloutPolicy(**options), texts(), _Engine(model)
     tokens[1, :60] = tokens[3, :60] = tokens[0, :60]
@@ -214,7 +217,7 @@ def test_equal_prompts_are_computed_once_and_each_goes_on_by_itself():
 @torch.no_grad()
 def test_answers_over_packed_weights_have_the_modules_bits():
     model, lengths = decoder(dim=32, max_seq_len=160), torch.tensor([60, 60, 5, 60, 12, 59, 70, 70])
-    options = {"length": 160, "micro_batch": 8, "max_tokens": 80, "stop": 3, "pad": 0, "packs": True}
+    options = {"length": 160, "micro_batch": 8, "max_tokens": 80, "stops": (3,), "pad": 0, "packs": True}
     assert pack_exactly(model, device=CPU)
     policy, tokens = RolloutPolicy(**options), torch.randint(97, (8, 160), generator=torch.Generator().manual_seed(1))
     tokens[1, :60] = tokens[3, :60] = tokens[0, :60]

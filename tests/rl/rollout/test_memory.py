@@ -24,7 +24,7 @@ def rolled_out(process: Process, *, config, weights: RolloutWeights) -> dict:
     requests = Requests(
         prompts=[[97 + row, 98] for row in range(PROMPTS)], numbers=numbers, prompt_numbers=numbers, copies=numbers * 0
     )
-    options = {"length": LENGTH, "micro_batch": PROMPTS, "max_tokens": 6, "stop": 10, "pad": 0}
+    options = {"length": LENGTH, "micro_batch": PROMPTS, "max_tokens": 6, "stops": (10,), "pad": 0}
     generate(engine, policy=RolloutPolicy(**options, weights=weights), requests=requests, step=0)
     units = [
         sum(bucket.size * bucket.traits.dtype.itemsize for bucket in unit.buckets)

@@ -11,6 +11,7 @@ from experiments.models import build, full_values
 from experiments.prompts import Prompts
 from tests.experiments.test_alignment import config_of as config_of_pairs
 from tests.experiments.test_alignment import play as play_pairs
+from tests.parallel.topology.families import make
 from tests.rl.align.chats import PLAIN, save_tokenizer, train_tokenizer
 from tests.rl.rollout.runs import config_of, digest_of, play, rows_of
 from ztk import checkpoint
@@ -129,8 +130,8 @@ def test_messages_are_written_as_sft_learns_them(tmp_path):
     template = ChatTemplate.open(path)
     tokenizer, asked = SubwordTokenizer.open(path), template.prompt(CHAT)
     assert by_template[0].tokens == by_template[1].tokens == tokenizer.read(asked).tokens
-    assert by_template.stop == tokenizer.token_of("<|im_end|>") and by_template[0].text == asked
-    drawn = torch.tensor([[5, *tokenizer.read("four").tokens, by_template.stop]])
+    assert by_template.stops == (tokenizer.token_of("<|im_end|>"),) and by_template[0].text == asked
+    drawn = torch.tensor([[5, *tokenizer.read("four").tokens, by_template.stops[0]]])
     samples: Any = SimpleNamespace(
         tokens=drawn, prompt_lengths=[1], answer_lengths=[drawn.shape[1] - 1], finished=[True]
     )
@@ -175,3 +176,21 @@ def test_first_weights_that_contradict_each_other_are_refused(tmp_path, monkeypa
     )
     assert "its base is another model; use kl.reference=frozen" in told and "reward.path=/no: no such folder" in told
     assert "data.truncate_prompts=left has no effect here" in faults("data.truncate_prompts=left")
+
+
+def test_answers_end_by_the_tokens_of_the_models_folder(tmp_path):
+    """A model may end an answer by more tokens than its chat template writes."""
+    make("Llama", vocab_size=300, max_position_embeddings=128).save_pretrained(tmp_path / "model")
+    save_tokenizer(train_tokenizer(), path=tmp_path / "model", template=PLAIN)
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7], "temperature": 0.2}))
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    (tmp_path / "mine.py").write_text("def score(prompt, answer, record):\n    return 0.0\n")
+    config = compose(
+        *("task=grpo", "model=hf", f"model.path={tmp_path / 'model'}", "warm_start.steps=0", "rollout.task=null"),
+        *(f"data.path={tmp_path / 'chats.jsonl'}", f"reward.function={tmp_path / 'mine.py'}:score", "data.seq_len=64"),
+        output_dir="/run",
+        machine=Machine(gpus=0, cores=2),
+    )
+    tokenizer = SubwordTokenizer.open(tmp_path / "model")
+    assert Prompts(config).stops == (tokenizer.token_of("<|im_end|>"), 5, 7)
+    assert config.rollout.temperature == 1.0  # the trainer's distribution

@@ -24,12 +24,12 @@ Chosen = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawing:
-    """How answers are drawn. max_tokens: of an answer. stop: ends one. draws: of each answer and token a number in [0, 1), float64
+    """How answers are drawn. max_tokens: of an answer. stops: tokens that end one. draws: of each answer and token a number in [0, 1), float64
     [A, max_tokens]. in_double: they are compared with probabilities in double precision, as `ztk.inference.sample` does. chosen: the
     log-probabilities that are stored; None: those of `fp32_logprobs`."""
 
     max_tokens: int
-    stop: int
+    stops: tuple[int, ...]
     temperature: float
     draws: Tensor
     in_double: bool = False
@@ -76,13 +76,14 @@ def answer(model: InferenceModel, *, prompts: list[tuple[int, ...]], drawing: Dr
     logprobs = torch.zeros(drawing.max_tokens, count)
     counts, finished = torch.full((count,), drawing.max_tokens), torch.zeros(count, dtype=torch.bool)
     live, draws = torch.arange(count), drawing.draws.t().contiguous()
+    stops = torch.tensor(drawing.stops)
     for index in range(drawing.max_tokens):
         drawn, found = _drawn(logits, drawing=drawing, uniforms=draws[index])
         if len(live) == count:
             tokens[index], logprobs[index] = drawn, found
         else:
             tokens[index, live], logprobs[index, live] = drawn, found
-        ends = drawn == drawing.stop
+        ends = torch.isin(drawn, stops)
         if ends.any():
             finished[live[ends]], counts[live[ends]] = True, index + 1
             places = _places(ends.tolist())

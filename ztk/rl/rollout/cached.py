@@ -74,7 +74,7 @@ class CachedRollouts:
             SamplingParams(
                 max_tokens=policy.max_tokens,
                 temperature=policy.temperature,
-                stop_token_ids=(policy.stop,),
+                stop_token_ids=policy.stops,
                 seed=policy.seed,
                 draw_key=("rollout", step, prompt, copy),
                 fp32_logprobs=True,

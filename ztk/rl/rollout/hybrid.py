@@ -25,8 +25,8 @@ class RolloutPolicy:
     packs: forwards take texts without padding: see `ztk.rl.rollout.layout`. With the bits of such a pack alone if the engine's module
     keeps them.
 
-    max_tokens: of an answer. stop, pad: token numbers; an answer ends with `stop`. temperature: divides the logits, for drawing and for the
-    log-probabilities.
+    max_tokens: of an answer. stops, pad: token numbers; an answer ends with one of `stops`. temperature: divides the logits, for drawing
+    and for the log-probabilities.
 
     Raises:
         ValueError: a number out of its range.
@@ -35,7 +35,7 @@ class RolloutPolicy:
     length: int
     micro_batch: int
     max_tokens: int
-    stop: int
+    stops: tuple[int, ...]
     pad: int
     temperature: float = 1.0
     seed: int = 0
@@ -166,7 +166,7 @@ def answer_by(
     prompts = [tuple(row[:length]) for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     drawing = Drawing(
         max_tokens=policy.max_tokens,
-        stop=policy.stop,
+        stops=policy.stops,
         temperature=policy.temperature,
         draws=draws,
         in_double=in_double,
@@ -188,6 +188,7 @@ def _answer(
     logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
     counts, active = torch.zeros_like(lengths), torch.ones(len(tokens), dtype=torch.bool)
     large = large_answers(engine, rows=len(tokens), length=tokens.shape[1])
+    stops = torch.tensor(policy.stops)
     for index in range(policy.max_tokens):
         rows = _computed(active) if policy.packs else torch.arange(len(tokens))
         positions = lengths[rows] + index  # of the tokens that are drawn now
@@ -202,7 +203,7 @@ def _answer(
         where = rows[goes_on], positions[goes_on]
         tokens[where], logprobs[where] = drawn[goes_on], chosen[goes_on]
         counts += active
-        active[rows] &= drawn != policy.stop
+        active[rows] &= ~torch.isin(drawn, stops)
         if not _any(engine, flag=bool(active.any())):
             break
     return counts, logprobs, ~active

@@ -1,0 +1,147 @@
+"""generation_config.json of a model's folder: how its makers draw answers, and the tokens that end one.
+
+Of `sampling.*` the user's values come first, then the file's, then those of the option file. A field for which ztk has no step is
+refused, unless its value changes nothing.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ztk.config.derived import derive
+from ztk.config.schema import Config
+
+FILE = "generation_config.json"
+# The file's field -> the key of `sampling`.
+_TAKEN = {
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
+    **{"max_new_tokens": "max_tokens", "stop_strings": "stop", "num_return_sequences": "n"},
+}
+_CUTS = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "top_h",
+)  # of a distribution that is drawn from
+# Fields that ztk has no step for -> the values that change nothing, besides null and an empty list.
+_NEUTRAL = {
+    **dict.fromkeys(
+        ("num_beams", "num_beam_groups", "encoder_repetition_penalty", "guidance_scale", "typical_p"), (1,)
+    ),
+    **dict.fromkeys(
+        ("epsilon_cutoff", "eta_cutoff", "diversity_penalty", "no_repeat_ngram_size", "penalty_alpha"), (0,)
+    ),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), (0,)),
+    **dict.fromkeys(("bad_words_ids", "force_words_ids", "constraints", "sequence_bias", "suppress_tokens"), ()),
+    **dict.fromkeys(("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids"), ()),
+    **dict.fromkeys(
+        ("exponential_decay_length_penalty", "watermarking_config", "dola_layers", "max_time", "top_h"), ()
+    ),
+}
+_USUAL_LENGTHS = (None, 20)  # of max_length; 20 is transformers' own default
+
+
+def take_generation(config: Config, *, given: frozenset[str]) -> list[str]:
+    """Sets `sampling.*` of `task=generate` and `task=serve` from the file, unless the user set them. Returns one line per fault.
+
+    given: the keys that the user set.
+    """
+    inference = config.inference
+    if config.task.name not in ("generate", "serve") or inference.model is None:
+        return []
+    file = generation_file(inference.model)
+    if file is None or inference.generation_config is False:
+        return []
+    try:
+        found = read_generation(file)
+    except ValueError as error:
+        return [str(error)]
+    values = _sampling(found)
+    open_values = {name: value for name, value in values.items() if f"sampling.{name}" not in given}
+    drawn = given_temperature(config, values=values, given=given) != 0
+    if faults := [*_undone(found, file=file, is_drawn=drawn)]:
+        return faults
+    for name, value in open_values.items():
+        derive(config, key=f"sampling.{name}", value=value, reason=f"from {file}")
+    if open_values:
+        shown = ", ".join(f"{name}={value}" for name, value in open_values.items())
+        config.notes.append(f"sampling of {file}: {shown}")
+    if found.get("max_length") not in _USUAL_LENGTHS:
+        config.notes.append(
+            f"{file}: max_length={found['max_length']} is not used: answers end where the context does; use sampling.max_tokens=N, or "
+            "inference.max_model_len=N"
+        )
+    return []
+
+
+def given_temperature(config: Config, *, values: Mapping[str, Any], given: frozenset[str]) -> float | None:
+    """The temperature that acts."""
+    if "sampling.temperature" in given:
+        return config.sampling.temperature
+    return values.get("temperature", config.sampling.temperature)
+
+
+def generation_file(path: str) -> Path | None:
+    """The file of the model in `path`: a folder that has one, or a run or checkpoint of `model=hf`, whose base model's it is. None: none."""
+    folder = Path(path).expanduser()
+    if (folder / FILE).is_file():
+        return folder / FILE
+    if (folder / "config.json").is_file():
+        return None
+    run = next((place for place in (folder, *folder.absolute().parents[:3]) if (place / "config.yaml").is_file()), None)
+    if run is None:
+        return None
+    recorded = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    base = (recorded.get("model") or {}).get("path")
+    return None if base is None or not Path(base, FILE).is_file() else Path(base, FILE)
+
+
+def read_generation(file: Path) -> dict[str, Any]:
+    """The fields that have a value. Raises ValueError for a file that is no JSON object."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: is no JSON ({error}); repair it, or use inference.generation_config=false") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: must be a JSON object; repair it, or use inference.generation_config=false")
+    return {name: value for name, value in found.items() if value is not None and value != []}
+
+
+def end_tokens(file: Path | None) -> tuple[int, ...]:
+    """The tokens that end an answer; none without a file."""
+    named = None if file is None else read_generation(file).get("eos_token_id")
+    return () if named is None else (named,) if isinstance(named, int) else tuple(named)
+
+
+def _sampling(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `sampling` that the file gives. do_sample=false is the likeliest token; a distribution without a temperature has 1, for
+    which it was made."""
+    values = {key: found[name] for name, key in _TAKEN.items() if name in found}
+    if values.get("top_k", 0) < 0:
+        values["top_k"] = 0
+    if isinstance(values.get("stop"), str):
+        values["stop"] = [values["stop"]]
+    if found.get("do_sample") is False:
+        values["temperature"] = 0.0
+    elif "temperature" not in values and (found.get("do_sample") or any(name in values for name in _CUTS)):
+        values["temperature"] = 1.0
+    return {name: float(value) if name in _FLOATS else value for name, value in values.items()}
+
+
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty")
+
+
+def _undone(found: Mapping[str, Any], *, file: Path, is_drawn: bool) -> Iterator[str]:
+    """One line per field that would change answers here, had ztk its step. is_drawn: False takes the likeliest token."""
+    for name, neutral in _NEUTRAL.items():
+        if name in found and found[name] not in neutral and (is_drawn or name not in _CUTS):
+            yield (
+                f"{file}: {name}={found[name]} changes answers, and ztk has no such step: remove it there, or use "
+                "inference.generation_config=false and sampling.* of your own"
+            )
