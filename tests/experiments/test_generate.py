@@ -239,19 +239,20 @@ def test_a_folder_with_gaps_in_its_ids(tmp_path):
 
 def test_answers_are_drawn_by_the_folders_generation_config(tmp_path):
     """Its length is a bound, not a demand: a prompt near the end of the context is answered as far as there is room."""
-    save_one("bytes, gaps in ids", path=tmp_path)
+    folder = tmp_path / "model"
+    save_one("bytes, gaps in ids", path=folder)
     config = transformers.LlamaConfig(
         **{"vocab_size": 400, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
         **{"num_attention_heads": 2, "max_position_embeddings": 64},
     )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     values = {"do_sample": False, "max_new_tokens": 500, "repetition_penalty": 1.3, "eos_token_id": [5, 7]}
-    (tmp_path / "generation_config.json").write_text(json.dumps(values))
-    opened = open_model(str(tmp_path))
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    opened = open_model(str(folder))
     assert {5, 7} <= set(opened.ends)
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "abc"}\n{"prompt": "abc", "temperature": 0.5, "max_tokens": 500}\n')
-    words = ("task=generate", f"inference.model={tmp_path}", f"inference.prompts={file}")
+    words = ("task=generate", f"inference.model={folder}", f"inference.prompts={file}")
     given = {"opened": opened, "generator": Generator(opened.module)}
     line, too_long = read_prompts(str(file), config=compose(*words, output_dir=str(tmp_path)), **given)
     assert line.sampling.max_tokens == 64 - len(line.tokens)

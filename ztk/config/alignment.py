@@ -4,9 +4,8 @@ import math
 from collections.abc import Iterator
 
 from ztk.config.adapters import starts_adapted
-from ztk.config.align_schema import ChatTemplateName, DpoLossName, DpoReferenceName, RewardLossName
+from ztk.config.align_schema import DpoLossName, DpoReferenceName, RewardLossName
 from ztk.config.hugging_face import is_hugging_face
-from ztk.config.keys import data_paths
 from ztk.config.machine import Machine
 from ztk.config.rollout_schema import TASK_LENGTHS, PromptTask
 from ztk.config.schema import Config, DataName, ZeroEngine
@@ -45,19 +44,10 @@ def _record_faults(config: Config) -> Iterator[str]:
         return
     if not data.seq_len or not (data.stop or has_tokenizer(config)):
         return  # the ranges say so
-    from ztk.data import SubwordTokenizer
-    from ztk.rl.align import RecordFormat, read_examples  # here: torch takes a second, and only files need it
+    from ztk.config.lengths import KEY, records_of  # here: it imports this module
 
     try:
-        tokenizer = SubwordTokenizer.open(str(data.tokenizer)) if has_tokenizer(config) else None
-        examples = read_examples(
-            data_paths(config),
-            record_format=RecordFormat(data.name.value),
-            seq_len=data.seq_len,
-            stop=None if tokenizer else data.stop,
-            tokenizer=tokenizer,
-            by_template=data.chat_template is ChatTemplateName.tokenizer,
-        )
+        examples = records_of(config, seq_len=None if KEY in config.reasons else data.seq_len)
     except ValueError as error:
         yield from str(error).splitlines()
         return

@@ -33,6 +33,7 @@ from ztk.config.evaluating import choose_engine, take_evaluated
 from ztk.config.generation import take_generation
 from ztk.config.hugging_face import take_sizes
 from ztk.config.keys import SWEEP, as_paths, data_paths, flatten, leaf_types, read, section_of
+from ztk.config.lengths import take_lengths
 from ztk.config.machine import Machine
 from ztk.config.own import OBJECTS, USER, is_own, nameless, nodes_of, take_objects, take_user, written_user
 from ztk.config.planning import PLAN, take_measured
@@ -195,7 +196,11 @@ def to_config(
         )
     take_rate(config, given=given)
     choose_engine(config, given=given, machine=machine)
-    if faults := [*take_evaluated(config, given=given), *take_generation(config, given=given)]:
+    if faults := [
+        *take_evaluated(config, given=given),
+        *take_generation(config, given=given),
+        *take_lengths(config, given=given),
+    ]:
         raise ConfigError(faults)
     check(config, given=given, machine=machine)
     _settle(config, machine=machine)

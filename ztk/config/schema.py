@@ -312,7 +312,7 @@ class DataConfig:
     )
     stop: int | None = key("byte that ends an answer of data=chat and data=preferences; 10: a line end", default=None)
     validation_fraction: float | None = key("part of the text held out for evaluation", default=None)
-    seq_len: int = key("tokens per sequence")
+    seq_len: int = key("tokens per sequence; of records in data.path the longest text, where it is not given")
 
 
 @dataclass(kw_only=True)
@@ -436,9 +436,7 @@ class LaunchConfig:
 @dataclass(kw_only=True)
 class Config:
     """One run. `output_dir` is its run folder, absolute. user: the user's own keys, by attribute or item: a mapping, or a dataclass.
-    own: section -> the node of an object of the user's, see `ztk.config.own`. reasons: of values that the user left open, by key.
-    notes: lines that the command prints before the run starts.
-    """
+    own: section -> the node of an object of the user's, see `ztk.config.own`. reasons: of derived values, by key. notes: for the terminal."""
 
     task: TaskConfig
     zero: ZeroConfig

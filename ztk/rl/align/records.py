@@ -138,12 +138,12 @@ def read_examples(
     paths: Sequence[str],
     *,
     record_format: RecordFormat,
-    seq_len: int,
+    seq_len: int | None,
     stop: int | None = None,
     tokenizer: SubwordTokenizer | None = None,
     by_template: bool = False,
 ) -> list[Example]:
-    """The lines of all files. paths: files, globs, or folders of *.jsonl. seq_len: the longest text in tokens. stop: the byte that
+    """The lines of all files. paths: files, globs, or folders of *.jsonl. seq_len: the longest text in tokens; None: any. stop: the byte that
     ends answers of bytes. tokenizer: of the texts; None: they are bytes. by_template: messages are written by the chat template of the
     tokenizer's folder, which is read if there are any.
 
@@ -155,11 +155,13 @@ def read_examples(
     return read_records(paths, make=partial(_example, record_format=record_format, seq_len=seq_len, encoding=encoding))
 
 
-def _example(record: Mapping[str, Any], *, record_format: RecordFormat, seq_len: int, encoding: _Encoding) -> Example:
+def _example(
+    record: Mapping[str, Any], *, record_format: RecordFormat, seq_len: int | None, encoding: _Encoding
+) -> Example:
     """Raises ValueError without the place."""
     make = _chat if record_format is RecordFormat.chat else _preference
     example = make(record, encoding=encoding)
-    if (longest := max(len(text) for text in example.texts)) > seq_len:
+    if seq_len is not None and (longest := max(len(text) for text in example.texts)) > seq_len:
         raise ValueError(
             f"{longest} tokens, and data.seq_len={seq_len}: shorten it, or use data.seq_len={longest} and a model.max_seq_len of as many"
         )

@@ -1,0 +1,136 @@
+"""`data.seq_len` from the records, where the user gives none: the longest text, rounded up, at most the model's context."""
+
+import functools
+from math import lcm
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ztk.config.align_schema import ChatTemplateName
+from ztk.config.alignment import ALIGNMENT_TASKS, RECORDS
+from ztk.config.derived import derive
+from ztk.config.evaluating import multiple_of
+from ztk.config.hugging_face import is_hugging_face
+from ztk.config.keys import data_paths
+from ztk.config.own import is_own
+from ztk.config.rollout import ROLLOUT_TASKS
+from ztk.config.schema import Config, DataName
+from ztk.config.text import has_tokenizer
+
+if TYPE_CHECKING:
+    from ztk.rl.align import Example
+
+_ROW = 8  # rows of a batch are multiples of it
+ANSWER = 256  # tokens of a pretrained model's answer; TRL's max_completion_length
+KEY = "data.seq_len"
+
+
+def take_lengths(config: Config, *, given: frozenset[str]) -> list[str]:
+    """Sets `data.seq_len`, and of rollouts by a pretrained model `rollout.max_tokens`, unless the user set them. Returns one line per fault.
+
+    given: the keys that the user set.
+    """
+    if config.data.path is None or is_own(config, section="data"):
+        return []
+    if "warm_start.steps" not in given and config.warm_start.steps:
+        reason = "its examples are of rollout.task alone, and data.path has others"
+        derive(config, key="warm_start.steps", value=0, reason=reason)
+    try:
+        if config.task.name in ALIGNMENT_TASKS and KEY not in given:
+            return _take_from_records(config)
+        if config.task.name in ROLLOUT_TASKS:
+            return _take_from_prompts(config, given=given)
+    except ValueError as error:
+        return str(error).splitlines()
+    return []
+
+
+def records_of(config: Config, *, seq_len: int | None) -> "tuple[Example, ...]":
+    """The records of `data.path`. seq_len: the longest text; None: any. Raises ValueError for a record that is none or too long."""
+    from ztk.rl.align.lines import files_of  # here: torch takes a second, and only files need it
+
+    data, tokenizer = config.data, str(config.data.tokenizer) if has_tokenizer(config) else None
+    files = files_of(data_paths(config))
+    if tokenizer is not None:
+        files += sorted(file for file in Path(tokenizer).expanduser().glob("*") if file.is_file())
+    stamps = tuple((str(file), (found := file.stat()).st_size, found.st_mtime_ns) for file in files)
+    by_template = data.chat_template is ChatTemplateName.tokenizer
+    stop = None if tokenizer else data.stop
+    options = {"stop": stop, "tokenizer": tokenizer, "by_template": by_template, "stamps": stamps}
+    return _read(paths=tuple(data_paths(config)), record_format=data.name.value, seq_len=seq_len, **options)
+
+
+@functools.lru_cache(maxsize=1)
+def _read(
+    *,
+    paths: tuple[str, ...],
+    record_format: str,
+    seq_len: int | None,
+    stop: int | None,
+    tokenizer: str | None,
+    by_template: bool,
+    stamps: tuple[tuple[str, int, int], ...],
+) -> "tuple[Example, ...]":
+    """Read once for the length and for the rules. stamps: of the files, which may change while the process lives."""
+    from ztk.data import SubwordTokenizer
+    from ztk.rl.align import RecordFormat, read_examples
+
+    found = read_examples(
+        paths,
+        record_format=RecordFormat(record_format),
+        seq_len=seq_len,
+        stop=stop,
+        tokenizer=None if tokenizer is None else SubwordTokenizer.open(tokenizer),
+        by_template=by_template,
+    )
+    return tuple(found)
+
+
+def _take_from_records(config: Config) -> list[str]:
+    data = config.data
+    if data.name not in RECORDS or not (data.stop or has_tokenizer(config)):
+        return []  # the rules say so
+    if config.task.name != "sft" and data.name is not DataName.preferences:
+        return []
+    lengths = [max(len(text) for text in example.texts) for example in records_of(config, seq_len=None)]
+    context = config.model.max_seq_len
+    if not (too_long := sum(length > context for length in lengths)):
+        _derive(config, longest=max(lengths), what="record")
+        return []
+    first = ""
+    try:
+        records_of(config, seq_len=context)
+    except ValueError as error:
+        first = f", the first is {str(error).partition(': ')[0].removeprefix('data.path=')}"
+    return [
+        f"data.path: {too_long:,} of {len(lengths):,} records are longer than the {context:,} tokens of the model (model.max_seq_len); the "
+        f"longest has {max(lengths):,}{first}: shorten them, or leave them out"
+    ]
+
+
+def _take_from_prompts(config: Config, *, given: frozenset[str]) -> list[str]:
+    from ztk.data import ByteTokenizer, SubwordTokenizer
+    from ztk.rl.align import read_prompts  # here: torch takes a second
+
+    data, context = config.data, config.model.max_seq_len
+    if data.name is not DataName.prompts:
+        return []  # the rules say so
+    if is_hugging_face(config.model) and "rollout.max_tokens" not in given:
+        derive(config, key="rollout.max_tokens", value=min(ANSWER, context // 2), reason="TRL's max_completion_length")
+    if KEY in given:
+        return []
+    tokenizer = SubwordTokenizer.open(str(data.tokenizer)) if has_tokenizer(config) else ByteTokenizer()
+    by_template = data.chat_template is ChatTemplateName.tokenizer
+    prompts = read_prompts(data_paths(config), tokenizer=tokenizer, by_template=by_template)
+    longest = max(len(prompt.tokens) for prompt in prompts) + (config.rollout.max_tokens or 0)
+    _derive(config, longest=min(longest, context), what="prompt with rollout.max_tokens")
+    return []
+
+
+def _derive(config: Config, *, longest: int, what: str) -> None:
+    """longest: tokens, as many as the model takes at most. An option file's length stays where it is enough: runs that have it go on."""
+    unit = multiple_of(config.topology)
+    rounded = -(-longest // lcm(_ROW, unit)) * lcm(_ROW, unit)
+    if rounded > config.model.max_seq_len:
+        rounded = -(-longest // unit) * unit
+    if rounded > config.data.seq_len:
+        derive(config, key=KEY, value=rounded, reason=f"the longest {what} of data.path has {longest:,} tokens")
