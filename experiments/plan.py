@@ -9,20 +9,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from experiments import policies
 from experiments.layouts import find_layouts
 from experiments.pretrain import build_model
-from experiments.streams import model_call
-from experiments.user_objects import own_data
+from experiments.work import model_flops, planned_batch, tokens_of_step, without_values
 from ztk import kernels
-from ztk.config import Config, ConfigError, compose, is_own
-from ztk.config.hugging_face import is_hugging_face
-from ztk.config.schema import ModelInit
+from ztk.config import Config, ConfigError, compose
 from ztk.core.policies.hardware import Hardware
-from ztk.data import Batch, Share
 from ztk.planner import Fix, Peer, Plan, Way, fixes, plan
 from ztk.planner.result import size as written
 from ztk.report import RunFolder
@@ -68,7 +63,7 @@ def try_plan(config: Config, *, hardware: Hardware | None = None) -> Plan | str:
 def make_plan(config: Config, *, hardware: Hardware | None = None) -> Plan:
     """The plan of the run that `config` describes. hardware: None: that of `config`. Raises ValueError as `ztk.plan` does."""
     made = plan(
-        lambda: build_planned(config),
+        lambda: without_values(config, build=_model),
         batch=planned_batch(config),
         world_size=config.launch.ranks,
         topology=policies.topology(config),
@@ -84,34 +79,12 @@ def make_plan(config: Config, *, hardware: Hardware | None = None) -> Plan:
         hardware=hardware or policies.hardware(config),
         peer=Peer(way=config.plan.way or Way.ztk, fp8=bool(config.plan.fp8), again=config.plan.again or 0.0),
     )
-    assert config.train.global_batch_size is not None, "settled"
     dtype = str(policies.precision_policy(config).dtype).removeprefix("torch.")
-    count = 0 if is_own(config, section="data") else config.train.global_batch_size * config.data.seq_len
-    is_counted = not is_own(config, section="model") and not is_hugging_face(config.model)
-    flops = policies.decoder_config(config).flops_per_token(config.data.seq_len) if is_counted else 0
-    return replace(made, tokens=count, model_flops=flops * count, dtype=dtype)
+    return replace(made, tokens=tokens_of_step(config), model_flops=model_flops(config, build=_model), dtype=dtype)
 
 
-def planned_batch(config: Config) -> tuple:
-    """The arguments of the model for one micro-batch."""
-    if is_own(config, section="data"):
-        share = Share(micro_batch=config.train.micro_batch_size)
-        batch = own_data(config, share=share)[0].next_batch()
-    else:
-        tokens = torch.empty(config.train.micro_batch_size, config.data.seq_len, dtype=torch.int64)
-        batch = Batch(tokens=tokens, targets=tokens)
-    return model_call(batch, takes_batches=is_own(config, section="model"), device=torch.device("cpu")).args
-
-
-def build_planned(config: Config) -> nn.Module:
-    """The model of the run without values, also of its folder."""
-    if config.model.path is None:
-        return build_model(config)[0]
-    with torch.device("cpu"):  # what `model.kernels` replaces is tried on samples, with the values of buffers
-        model, _ = build_model(replace(config, model=replace(config.model, init=ModelInit.random)))
-    for module in model.modules():
-        module._buffers.update({name: b if b is None else b.to("meta") for name, b in module._buffers.items()})
-    return model
+def _model(config: Config) -> nn.Module:
+    return build_model(config)[0]
 
 
 def find_fixes(config: Config) -> list[Fix]:

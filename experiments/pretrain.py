@@ -18,9 +18,11 @@ from experiments.limits import Limits
 from experiments.ranks import seed_dropout, started
 from experiments.streams import Corpus, held_out_sequences, model_call, open_corpus, open_data
 from experiments.user_objects import add_loss, own_callbacks, own_logits, own_model
+from experiments.work import step_work
 from ztk import checkpoint
 from ztk.config import Config, is_own
 from ztk.config.schema import Evaluated
+from ztk.core.policies.utilization import Work
 from ztk.core.runtime import Process
 from ztk.core.runtime.interrupts import Interrupts
 from ztk.core.runtime.part import InitialValues
@@ -59,7 +61,8 @@ def run(config: Config, *, process: Process) -> None:
             first_loss = evaluate(engine, batches=held_out)
     is_done = limits.is_reached(first_loss)  # by the run that is continued
     steps = engine.global_steps if is_done else config.train.steps
-    with build_reporter(config, engine=engine, past=past, total_steps=steps) as reporter:
+    work = step_work(config, process=process, build=lambda config: build_model(config)[0])
+    with build_reporter(config, engine=engine, past=past, total_steps=steps, work=work) as reporter:
         if isinstance(corpus, TokenCorpus):
             reporter.say("\n".join(corpus.describe()))
         with open_saver(config, engine=engine) as saver:
@@ -346,8 +349,9 @@ def build_reporter(
     past: dict[str, Any],
     parameters: int | None = None,
     total_steps: int | None = None,
+    work: Work | None = None,
 ) -> Reporter:
-    """parameters: those of the full model; None: of the engine's module. total_steps: None: `train.steps`."""
+    """parameters: those of the full model; None: of the engine's module. total_steps: None: `train.steps`. work: see `Reporter`."""
     process, given = engine.process, getattr(engine, "script_optimizer", None)  # the peers' engines have none
     return Reporter(
         policies.report_policy(config, total_steps=total_steps),
@@ -363,6 +367,7 @@ def build_reporter(
         gather=partial(engine.comm.gather_scalars, label="report"),
         parameters=parameters or parameter_count(engine.module) or engine.num_parameters,
         module=engine.module,
+        work=work,
         acted={f"optimizer.{key}": value for key, value in given.describe().items()} if given else None,
         **past,
     )

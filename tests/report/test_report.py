@@ -21,6 +21,7 @@ from ztk.report.summary import rank_totals
 
 ROW_KEYS = {
     *("step", "loss", "lr", "grad_norm", "loss_scale", "skipped", "tokens", "tokens_per_second", "step_seconds"),
+    "tokens_per_second_per_gpu",
     *(f"memory.{tier}_bytes" for tier in ("device", "host", "nvme")),
     *(
         f"comm.{kind}_bytes"

@@ -3,6 +3,7 @@
 from ztk.core.policies.peers import Peer, Way
 from ztk.planner.fitting import Fix, fixes
 from ztk.planner.layouts import Layout, Workload
+from ztk.planner.operations import Operations, count_operations
 from ztk.planner.plan import plan
 from ztk.planner.result import Plan
 from ztk.planner.search import Found, Search, search
@@ -13,6 +14,7 @@ __all__ = [
     "Fix",
     "Found",
     "Layout",
+    "Operations",
     "Peak",
     "Peer",
     "Plan",
@@ -20,6 +22,7 @@ __all__ = [
     "Search",
     "Way",
     "Workload",
+    "count_operations",
     "fixes",
     "plan",
     "search",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ztk.core.policies.hardware import Hardware
+from ztk.core.policies.utilization import utilization
 from ztk.core.runtime import Topology
 from ztk.planner.lanes import StepTime
 from ztk.planner.trace import RankTrace
@@ -36,18 +37,19 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization as in the PaLM paper (arXiv 2204.02311, appendix B): operations of the model, attention counted without the
-        causal mask and nothing that is computed again, in those that the devices' rate in the computing dtype allows."""
+        """Model FLOPs utilization, see `ztk.core.policies.utilization`."""
         if self.hardware is None or self.time is None or not self.model_flops:
             return None
-        return self.model_flops / self.world_size / self.time.seconds / self.hardware.rate(self.dtype)
+        rate = self.hardware.rate(self.dtype)
+        return utilization(self.model_flops / self.world_size, seconds=self.time.seconds, rate=rate)
 
     @property
     def hfu(self) -> float | None:
-        """Hardware FLOPs utilization: as `mfu`, with the operations that the busiest rank computes, recomputation included."""
+        """Hardware FLOPs utilization of the busiest rank, recomputation included."""
         if self.hardware is None or self.time is None or not self.model_flops:
             return None
-        return max(trace.flops for trace in self.classes) / self.time.seconds / self.hardware.rate(self.dtype)
+        most = max(trace.flops for trace in self.classes)
+        return utilization(most, seconds=self.time.seconds, rate=self.hardware.rate(self.dtype))
 
     @property
     def fullest(self) -> RankTrace:

@@ -85,7 +85,7 @@ def trace_rank(
         letters=letters,
     )
     tracker = StepTracker(device=PLANNED.type, computed=None if lanes is None else lanes.compute)
-    with tracker, fused_attention(), watched_host(lanes), _values_are_refused():
+    with tracker, fused_attention(), watched_host(lanes), values_are_refused():
         engine = parallelize(
             model,
             process=process,
@@ -193,7 +193,7 @@ def _no_values(*, name: str, start: int, stop: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def _values_are_refused():
+def values_are_refused():
     """Says what the meta device's errors mean here. Raises ValueError."""
     try:
         yield

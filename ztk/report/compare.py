@@ -16,6 +16,8 @@ METRICS = ("tokens_per_second", "step_seconds_median", "validation_loss", "peak_
 _TRAINING_LOSS = "final_loss"  # of the last batch alone: compared where no run has a validation loss
 _COUNTED = (
     "flops",
+    "model_flops",
+    "hardware_flops",
     "steps",
     "tokens",
     "parameters",

@@ -16,7 +16,7 @@ from ztk.report.statistics import median_interval
 from ztk.report.status import Status, read_status, read_summary
 from ztk.report.sweep import SWEEP, SweepJob, read_sweep
 
-LARGER_IS_BETTER = ("tokens_per_second", "reward_after")
+LARGER_IS_BETTER = ("tokens_per_second", "tokens_per_second_per_gpu", "mfu", "hfu", "reward_after")
 _WORDS = {"true": True, "false": False, "null": None}
 _TIER_BYTES = ("memory.", "peak_memory.")
 _FROM_ENVIRONMENT = ("commit", "device_name", "host")

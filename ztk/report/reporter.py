@@ -12,6 +12,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from ztk.core.policies.profile import ProfilePolicy
+from ztk.core.policies.utilization import Work
 from ztk.report.environment import describe_environment
 from ztk.report.folder import RunFolder, write_failed_summary
 from ztk.report.gauges import Gather, Gauges, gather_json
@@ -81,18 +82,25 @@ class Reporter:
         first_loss: float | None = None,
         last_loss: float | None = None,
         module: nn.Module | None = None,
+        work: Work | None = None,
         acted: Mapping[str, Any] | None = None,
     ) -> None:
         """gather: [k] of every rank -> [world, k] on all. parameters: those of the full model. first_step, first_tokens, digest,
         first_loss, last_loss: steps made, tokens seen, `digest` and losses at the checkpoint from which the run continues. module: whose
-        modules a profile names.
+        modules a profile names. work: what a step computes, on rank 0; None: rows have no `mfu`.
         acted: keys of the configuration and the values that acted, where the program did not use the configured ones. They are in the summary.
         """
         self._acted = dict(acted or {})
         self._policy, self._rank, self._world_size, self._parameters = policy, rank, world_size, parameters
         self._gauges, self._gather, self._first_step = gauges, gather, first_step
         self._rows = RowBuilder(
-            gauges=gauges, gather=gather, first_step=first_step, first_tokens=first_tokens, digest=digest
+            gauges=gauges,
+            gather=gather,
+            first_step=first_step,
+            first_tokens=first_tokens,
+            digest=digest,
+            world_size=world_size,
+            work=work,
         )
         self._rows.first_loss, self._rows.last_loss = first_loss, last_loss
         self._kernels = KernelLog(policy.kernels, gather=gather, device=gauges.device)
@@ -241,14 +249,12 @@ class Reporter:
         self._folder.drop_rows_after(self._first_step)
         if policy.tracker.mode != "disabled":
             self._tracker = WandbTracker(policy.tracker, directory=policy.folder)
+        shown = {"console": self._console, "total_steps": policy.total_steps}
+        shown |= {"device": "GPU" if self._gauges.device.type == "cuda" else "rank"}
         if self._console.is_terminal:
-            self._progress = LiveProgress(
-                console=self._console, total_steps=policy.total_steps, start_step=self._first_step
-            )
+            self._progress = LiveProgress(start_step=self._first_step, **shown)
         else:
-            self._progress = PlainProgress(
-                console=self._console, total_steps=policy.total_steps, seconds=policy.plain_seconds
-            )
+            self._progress = PlainProgress(seconds=policy.plain_seconds, **shown)
         self._say_tracker_notice()
         if self._acted:
             pairs = ", ".join(f"{key}={value}" for key, value in self._acted.items() if value is not None)

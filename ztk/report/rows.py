@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ztk.core.policies.utilization import Work
 from ztk.report.digest import LossDigest
 from ztk.report.gauges import Gather, Gauges
 
@@ -38,12 +39,23 @@ class RowBuilder:
     """Collects steps and makes rows of them.
 
     A row holds, besides `StepMetrics`: `step` counted from 1, `loss` the mean over ranks and micro-batches of that
-    step, `tokens` trained on so far, `skipped` the steps skipped so far, `tokens_per_second` and `step_seconds` as
-    means since the last row, `memory.*_bytes` booked now, `comm.*_bytes` and `io.*_bytes` moved per step since the
-    last row. Memory and moved bytes are those of the rank with the most.
+    step, `tokens` trained on so far, `skipped` the steps skipped so far, `tokens_per_second`, that of one device and
+    `step_seconds` as means since the last row, `mfu` and `hfu` of them if `work` is known, `memory.*_bytes` booked now,
+    `comm.*_bytes` and `io.*_bytes` moved per step since the last row. Memory and moved bytes are those of the rank with the most.
     """
 
-    def __init__(self, *, gauges: Gauges, gather: Gather, first_step: int, first_tokens: int, digest: str) -> None:
+    def __init__(
+        self,
+        *,
+        gauges: Gauges,
+        gather: Gather,
+        first_step: int,
+        first_tokens: int,
+        digest: str,
+        world_size: int = 1,
+        work: Work | None = None,
+    ) -> None:
+        self.world_size, self.work = world_size, work
         self.step = first_step
         self._first_step = first_step
         self.digest = LossDigest(digest)
@@ -107,7 +119,9 @@ class RowBuilder:
             "skipped": metrics.skipped_total,
             "tokens": self.tokens,
             "tokens_per_second": self._new_tokens / seconds,
+            "tokens_per_second_per_gpu": self._new_tokens / seconds / self.world_size,
             "step_seconds": seconds / steps,
+            **(self.work.shares(seconds / steps) if self.work else {}),
             **{key: int(value) for key, value in zip(counters, largest, strict=True)},
         }
         self.flows = {key: total + flows[key] for key, total in self.flows.items()}

@@ -9,15 +9,20 @@ from ztk.report.rows import RowBuilder
 
 
 def summarise(rows: RowBuilder) -> dict[str, Any]:
-    """The metrics of the steps. `tokens_per_second` is that of the median step, so pauses and the first step's warm-up do not count."""
+    """The metrics of the steps. `tokens_per_second`, `mfu` and `hfu` are those of the median step, so pauses and the first step's warm-up do
+    not count."""
     made = max(1, rows.num_steps)
     median = statistics.median(rows.step_seconds) if rows.step_seconds else None
+    speed = rows.num_tokens / made / median if median else None
+    work = rows.work.shares(median) | rows.work.as_dict() if rows.work and median else {}
     return {
         "first_loss": rows.first_loss,
         "final_loss": rows.last_loss,
         "tokens": rows.tokens,
-        "tokens_per_second": rows.num_tokens / made / median if median else None,
+        "tokens_per_second": speed,
+        "tokens_per_second_per_gpu": None if speed is None else speed / rows.world_size,
         "step_seconds_median": median,
+        **work,
         "loss_digest": rows.digest.value,
     }
 

@@ -88,6 +88,7 @@ def describe_end(summary: dict[str, Any]) -> str:
         f"{summary['status']}: {summary['steps']} steps",
         f"loss {_loss(summary['first_loss'])} -> {_loss(summary['final_loss'])}",
         f"{format_count(summary['tokens_per_second'] or 0)} tokens/s",
+        *(f"{name.upper()} {summary[name]:.1%}" for name in ("mfu", "hfu") if summary.get(name) is not None),
         f"{format_count(summary['parameters'])} parameters on {summary['world_size']} ranks",
         f"digest {summary['loss_digest'][:16]}",
     ]

@@ -67,7 +67,8 @@ listeners.push((runs) => {
     if (x && y) points.push({ arm, n: y[0], x: x[1], xLow: x[2], xHigh: x[3], y: y[1], yLow: y[2], yHigh: y[3] });
   }
   const title = (key) => quoted(places.has(key) ? report.columns[places.get(key)].label : "");
-  const form = (key) => (places.has(key) && report.columns[places.get(key)].form === "bytes" ? { tickformat: ".3s", ticksuffix: "B" } : {});
+  const forms = { bytes: { tickformat: ".3s", ticksuffix: "B" }, share: { tickformat: ".1%" } };
+  const form = (key) => (places.has(key) ? forms[report.columns[places.get(key)].form] || {} : {});
   const best = front(points).sort((one, two) => one.x - two.x);
   const traces = points.length ? [
     { x: best.map((point) => point.x), y: best.map((point) => point.y), mode: "lines", name: "front", hoverinfo: "skip", line: { color: themed("faint"), dash: "dot", width: 1.5 } },

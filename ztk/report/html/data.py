@@ -20,6 +20,9 @@ from ztk.report.status import Status, read_summary
 # Keys of summary.json -> what the page calls them.
 METRICS = {
     "tokens_per_second": "tokens/s",
+    "tokens_per_second_per_gpu": "tokens/s/GPU",
+    "mfu": "MFU",
+    "hfu": "HFU",
     "step_seconds_median": "s/step",
     "final_loss": "final loss",
     "validation_loss": "validation loss",
@@ -37,8 +40,8 @@ _OF_THE_MACHINE = ("commit", "device_name", "host")
 def collect(folder: str | os.PathLike) -> dict[str, Any]:
     """The data of the report of every run at or below `folder`: JSON's types alone, numbers finite or None.
 
-    `columns`: key, label, kind ("run", "setting", "metric") and form ("text", "number", "bytes", "seconds") of every column; `runs`: rows
-    in their order; `arms`: name, number of runs, and per metric [n, median, low, high] over the finished ones; `same`: the settings that
+    `columns`: key, label, kind ("run", "setting", "metric") and form ("text", "number", "bytes", "seconds", "share") of every column; `runs`:
+    rows in their order; `arms`: name, number of runs, and per metric [n, median, low, high] over the finished ones; `same`: the settings that
     all runs share; `curves`, `failures`, `predictions`: of the modules with these names. Runs of `task=plan` are predictions, not rows.
 
     Raises:
@@ -50,6 +53,8 @@ def collect(folder: str | os.PathLike) -> dict[str, Any]:
     runs = found.runs[~found.runs["run"].isin(plans)].reset_index(drop=True)
     settings = _settings(found.runs, root=root)
     metrics = [key for key in METRICS if key in runs and runs[key].notna().any() and (runs[key] != 0).any()]
+    if "tokens_per_second" in metrics and _equal(runs, "tokens_per_second_per_gpu", "tokens_per_second"):
+        metrics = [key for key in metrics if key != "tokens_per_second_per_gpu"]
     words = [str(arm).split() for arm in runs["arm"]]
     named = {word.split("=", 1)[0].lstrip("+~") for arm in words for word in arm}
     differing, same = _differing(runs, settings=settings, named=named)
@@ -72,6 +77,11 @@ def collect(folder: str | os.PathLike) -> dict[str, Any]:
         "failures": failures(runs, root=root),
         "predictions": predictions(found, plans=plans, settings=settings, root=root),
     }
+
+
+def _equal(runs: pandas.DataFrame, one: str, other: str) -> bool:
+    """Whether every run that has `one` has the same number in `other`."""
+    return one in runs and bool((runs[one].isna() | (runs[one] == runs[other])).all())
 
 
 def _seen(values: pandas.Series, *, key: str) -> list[str]:
@@ -133,6 +143,8 @@ def _setting(key: str, *, runs: pandas.DataFrame, named: bool) -> dict[str, Any]
 
 
 def _form(key: str) -> str:
+    if key in ("mfu", "hfu"):
+        return "share"
     return "bytes" if key.endswith("_bytes") else "seconds" if "_seconds" in key else "number"
 
 

@@ -58,6 +58,7 @@ function bytes(value) {
 function written(value, form) {
   if (value === null || value === undefined) return "";
   if (form === "bytes") return bytes(value);
+  if (form === "share") return `${(100 * value).toPrecision(3)} %`;
   return typeof value === "number" ? digits(value) : String(value);
 }
 

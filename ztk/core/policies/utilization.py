@@ -1,0 +1,50 @@
+"""MFU and HFU, by one definition for plans, runs and scripts.
+
+MFU, model FLOPs utilization, as in the PaLM paper (https://arxiv.org/abs/2204.02311, appendix B): the operations of the model's forward and
+backward, over those that the devices could compute in the same time at their peak rate in the computing dtype. Attention counts without
+its causal mask, and nothing that is computed twice counts twice. HFU, hardware FLOPs utilization, also counts what the devices compute again:
+recomputed activations, and the scores in the backward of fused attention.
+"""
+
+from dataclasses import dataclass
+
+AGAIN = (
+    1 / 6
+)  # of the operations of attention: its backward has five products in place of four, because it computes the scores again
+
+
+def utilization(flops: float, *, seconds: float, rate: float) -> float:
+    """MFU of the model's operations, HFU of those that are computed. flops: of one device in `seconds`. rate: its peak, per second."""
+    return flops / seconds / rate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Operations of one step over all devices, and the peak of a device.
+
+    hardware_flops: None: nobody has counted them. rate: operations per second of a device at its peak. source: where the rate is from.
+    """
+
+    model_flops: int
+    hardware_flops: int | None
+    devices: int
+    rate: float
+    source: str
+
+    def shares(self, seconds: float) -> dict[str, float]:
+        """`mfu` and `hfu` of steps that take `seconds`; without `hfu` where the operations were not counted."""
+        counted = {"mfu": self.model_flops, "hfu": self.hardware_flops}
+        return {
+            name: utilization(flops / self.devices, seconds=seconds, rate=self.rate)
+            for name, flops in counted.items()
+            if flops is not None
+        }
+
+    def as_dict(self) -> dict[str, float | str]:
+        """The keys of `summary.json`."""
+        values = {
+            "model_flops": self.model_flops,
+            "hardware_flops": self.hardware_flops,
+            "peak_flops_per_second": self.rate,
+        }
+        return {key: value for key, value in values.items() if value is not None} | {"peak_flops_source": self.source}
