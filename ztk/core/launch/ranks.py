@@ -85,7 +85,7 @@ def worker_command(config_path: str | os.PathLike) -> list[str]:
 
 def python_path(*extra: str | os.PathLike) -> str:
     """PYTHONPATH for a child: `extra` first, then the folder that contains ztk, then the current value."""
-    checkout = Path(__file__).resolve().parents[2]
+    checkout = Path(__file__).resolve().parents[3]
     # pyrefly: ignore[incompatible-overload-argument]  # os.fspath of str is str
     return os.pathsep.join([*map(os.fspath, extra), str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
 
