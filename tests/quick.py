@@ -78,7 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if is_quick(item.nodeid):
             item.add_marker("quick")
     slow = [item for item in items if item.get_closest_marker("slow")]
-    if slow and not config.getoption("--slow") and "slow" not in config.getoption("markexpr"):
+    is_asked = config.getoption("--slow") or "slow" in config.getoption("markexpr")
+    if slow and not is_asked and not any("tests/slow" in argument for argument in config.args):
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in set(slow)]
     if config.getoption("--quick-first"):

@@ -1,4 +1,4 @@
-"""Families of transformers beside strategies: what a cell of the table runs, and what it is held to. `scripts/check_families.py` prints it."""
+"""Families of transformers in every strategy: what a cell of the table runs, and its bounds. `tests/slow/test_families.py` runs all."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,6 +1,6 @@
 """One line fine-tunes a small model of transformers on a jsonl with its tokenizer, beside plain transformers.
 
-`scripts/check_finetuning.py` prints it.
+`tests/slow/test_finetuning.py` prints it.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A handful of the cells that `scripts/check_families.py` prints, each a family or a strategy that no other test has."""
+"""A handful of the cells that `tests/slow/test_families.py` prints, each a family or a strategy that no other test has."""
 
 import pytest
 

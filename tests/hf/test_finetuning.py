@@ -1,4 +1,4 @@
-"""One line that fine-tunes a model of transformers on a jsonl with its tokenizer: one of the rows that `scripts/check_finetuning.py` prints."""
+"""One line that fine-tunes a model of transformers on a jsonl with its tokenizer: one row of `tests/slow/test_finetuning.py`."""
 
 from tests.hf.finetuning import by_command, by_transformers, write_model, write_texts
 

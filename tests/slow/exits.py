@@ -1,7 +1,7 @@
 """Processes that end without `destroy()`, also by an exception, end as they should: no abort while threads are inside torch.
 
-    python scripts/check_exits.py                       200 exits beside two busy processes per core, some minutes
-    python scripts/check_exits.py --exits 12 --busy 0   what the tests run
+    python -m tests.slow.exits                       200 exits next to two busy processes per core, some minutes
+    python -m tests.slow.exits --exits 12 --busy 0   few, in some seconds
 
 Every exit is a fork of this process, in which torch is imported, that runs a script to its end and lets the interpreter end. Prints a line
 per kind of script; exit code 1 if any process ended by a signal or with another code than its script's.
@@ -15,9 +15,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch._dynamo  # what the scripts would import one by one, seconds each

@@ -1,25 +1,21 @@
 """Each alignment task learns with its defaults in under three minutes on two CPU cores.
 
-    python scripts/check_learning.py [sft] [reward] [dpo] [grpo] [ppo] [learned] [--work FOLDER]
-
-Runs the commands a user types, one after another, and prints a line per task: seconds, and what was reached against what is asked. `learned` is
-PPO on the reward model of `reward`: its values rise to the end; the true reward beside them rises, and falls again when the policy has
-left what the model was trained on. `run.png` shows both over the divergence. The exit code is 1 if a task learnt less or took longer.
-Nothing else should run meanwhile.
+The commands are those that a user types. `learned` is PPO on the reward model of `reward`: its values rise to the end; the true reward rises,
+and falls again when the policy has left what the model was trained on. Nothing else should run meanwhile.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 MOST_SECONDS = 180.0
 COMMON = ("launch.device=cpu", "launch.ranks=2", "logger=disabled")
 
@@ -92,28 +88,21 @@ def run(claim: Claim, *, folder: Path) -> tuple[float, Mapping, str]:
     return seconds, found, done.stdout + done.stderr
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tasks", nargs="*", help="sft, reward, dpo, grpo, ppo, learned; all of them without a name")
-    parser.add_argument("--work", type=Path, help="a folder for the runs; without it a temporary one")
-    given, wrong = parser.parse_args(), 0
-    with tempfile.TemporaryDirectory() as temporary:
-        work = (given.work or Path(temporary)).resolve()
-        work.mkdir(parents=True, exist_ok=True)
-        every = claims(work)
-        for name in given.tasks or every:
-            if name == "learned" and not (work / "reward" / "checkpoints").is_dir():
-                run(every["reward"], folder=work / "reward")
-            seconds, found, text = run(every[name], folder=work / name)
-            is_right = found["status"] == "done" and every[name].holds(found) and seconds < MOST_SECONDS
-            values = ", ".join(f"{key} {found[key]:.3f}" for key in every[name].shown if key in found)
-            spent = f", {_spent(found):.2f} times the least" if found.get("kl_least") else ""
-            print(f"{'ok   ' if is_right else 'WRONG'} {name}: {seconds:.0f} s; {values}{spent}", flush=True)
-            if found["status"] != "done":
-                print(text[-2000:])
-            wrong += not is_right
-    return int(wrong > 0)
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all runs."""
+    return tmp_path_factory.mktemp("runs")
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+@pytest.mark.parametrize("name", ["sft", "reward", "dpo", "grpo", "ppo", "learned"])
+def test_a_task_learns_with_its_defaults(show, work: Path, name: str):
+    every = claims(work)
+    if name == "learned" and not (work / "reward" / "checkpoints").is_dir():
+        run(every["reward"], folder=work / "reward")
+    seconds, found, text = run(every[name], folder=work / name)
+    values = ", ".join(f"{key} {found[key]:.3f}" for key in every[name].shown if key in found)
+    spent = f", {_spent(found):.2f} times the least" if found.get("kl_least") else ""
+    show(f"{name}: {seconds:.0f} s; {values}{spent}")
+    assert found["status"] == "done", text[-2000:]
+    assert every[name].holds(found)
+    assert seconds < MOST_SECONDS

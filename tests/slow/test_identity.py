@@ -1,27 +1,16 @@
 """Every stage, offload tier and precision on 2 and 4 ranks gives the same bits; fp32 agrees with a plain PyTorch loop.
 
-    python scripts/check_identity.py              72 runs of 20 steps on real text, about 5 minutes on 2 cores
-    python scripts/check_identity.py --ranks 2    half of them
-
-Prints a table of digests over the bits of every loss and every final weight; exit code 1 if a group has more than one.
+72 runs of 20 steps on real text, about 5 minutes on 2 cores.
 """
 
-import argparse
 import functools
 import hashlib
-import itertools
-import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
-from rich.console import Console
-from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tests.ranks import RankPool
 from ztk.core.policies.zero import ZeroPolicy
 from ztk.core.precision import PrecisionPolicy
 from ztk.core.runtime import Process
@@ -37,11 +26,12 @@ CONFIG = DecoderConfig(
 STEPS, SEQUENCES, SEQ_LEN, SEED = 20, 8, 128, 0
 OPTIMIZER = OptimizerPolicy(lr=1e-3, weight_decay=0.1, clip_grad_norm=1.0)
 TIERS = ("none", "cpu", "nvme")
+PLAIN = 1e-5  # relative difference of a loss from the plain loop in fp32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a run left: the global loss of every step, and a digest of the bits of losses and final weights."""
+    """The global loss of every step, a digest of the bits of losses and final weights, and the steps whose gradient was clipped."""
 
     losses: list[float]
     digest: str
@@ -92,8 +82,9 @@ def run(process: Process, *, stage: int, tier: str, precision: str, folder: str)
     )
 
 
-def plain_loop() -> list[float]:
-    """The same training in one process with nothing but PyTorch."""
+@functools.cache
+def plain_losses() -> torch.Tensor:
+    """Losses [STEPS] of the same training in one process by PyTorch alone."""
     model = initialise(Decoder(CONFIG), seed=SEED)
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
@@ -113,42 +104,23 @@ def plain_loop() -> list[float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad_norm)
         optimizer.step()
         losses.append(loss.item())
-    return losses
+    return torch.tensor(losses)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--precision", nargs="+", default=["fp32", "bf16", "fp16"])
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    console = Console()
-    expected = torch.tensor(plain_loop())
-    failed = False
-    for world_size, precision in itertools.product(options.ranks, options.precision):
-        table = Table(title=f"{world_size} ranks, {precision}, {STEPS} steps: digest of losses and weights")
-        for column in ("", *(f"offload={tier}" for tier in TIERS)):
-            table.add_column(column)
-        pool, digests = RankPool(world_size), set()
-        with tempfile.TemporaryDirectory(dir=".") as folder:
-            for stage in range(4):
-                outcomes = [pool.run(run, stage=stage, tier=tier, precision=precision, folder=folder) for tier in TIERS]
-                digests |= {outcome.digest for ranks in outcomes for outcome in ranks}
-                table.add_row(f"zero=stage{stage}", *(ranks[0].digest for ranks in outcomes))
-        pool.close()
-        last = outcomes[-1][0]
-        console.print(table)
-        console.print(
-            f"  digests: {len(digests)}; steps that were clipped: {last.clipped}; last loss {last.losses[-1]:.6f}"
-        )
-        failed |= len(digests) != 1
-        if precision == "fp32":
-            error = float(((torch.tensor(last.losses) - expected) / expected).abs().max())
-            console.print(f"  largest relative difference to a plain PyTorch loop: {error:.1e} (bound 1e-5)")
-            failed |= error > 1e-5
-    console.print("FAILED" if failed else "all equal")
-    return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_stages_and_tiers_have_one_digest(ranks, show, tmp_path: Path, world_size: int, precision: str):
+    pool, digests = ranks(world_size), set()
+    for stage in range(4):
+        for tier in TIERS:
+            outcomes = pool.run(run, stage=stage, tier=tier, precision=precision, folder=str(tmp_path))
+            digests |= {outcome.digest for outcome in outcomes}
+    last = outcomes[0]
+    words = f"{world_size} ranks, {precision}: {len(digests)} digest, {last.clipped} of {STEPS} steps clipped"
+    if precision == "fp32":
+        error = float(((torch.tensor(last.losses) - plain_losses()) / plain_losses()).abs().max())
+        words += f", {error:.1e} from the plain loop"
+        assert error <= PLAIN
+    show(words)
+    assert len(digests) == 1
+    assert last.clipped

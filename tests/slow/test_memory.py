@@ -1,25 +1,16 @@
-"""Resident memory of a rank that trains with `offload=nvme`, beside its buffer pool and working set.
+"""With `offload=nvme` the resident memory of a rank does not grow with the model.
 
-    python scripts/check_memory.py                 a model whose states are about ten times the bound, 2 ranks
-    python scripts/check_memory.py --layers 24     a larger one: the bound does not move
-
-The bound of a rank: the pool, the largest unit's buffers that are gathered or reduced at one time, the activations, and a rank's memory
-before it has a model. Exit code 1 if the resident set exceeds it.
+The bound of a rank: its buffer pool, the largest unit's buffers that are gathered or reduced at one time, the activations, and the rank's
+memory before it has a model. The larger model's states are about ten times the bound.
 """
 
-import argparse
 import functools
 import gc
-import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.ranks import RankPool
 from ztk.core.policies.zero import ZeroPolicy
@@ -32,7 +23,7 @@ from ztk.train.engine import Engine
 from ztk.zero.offload import OffloadPolicy
 
 BUFFERS, BUFFER_BYTES, THREADS, BLOCK_BYTES = 9, 4 << 20, 2, 4 << 20
-SEQ_LEN = 128
+SEQ_LEN, DIM = 128, 768
 ALLOCATOR_SLACK = 64 << 20  # freed temporaries that the C allocator keeps
 
 
@@ -112,31 +103,15 @@ def train(process: Process, *, layers: int, dim: int, folder: str, steps: int) -
     return engine
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=[8, 24])
-    parser.add_argument("--dim", type=int, default=768)
-    options = parser.parse_args()
-    console, failed = Console(), False
-    table = Table(title="MiB per rank, zero=stage3 offload=nvme, bf16, 2 ranks")
-    for column in ("params", "state", "before", "pool", "gathered", "gradients", "bound", "peak", "within"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for layers in options.layers:
-        pool = RankPool(2)
-        with tempfile.TemporaryDirectory(dir=".") as folder:
-            found = pool.run(run, layers=layers, dim=options.dim, folder=folder)[0]
-        pool.close()
-        activations = (
-            layers * SEQ_LEN * options.dim * 2 * 34
-        )  # bytes a block keeps: about 34 values of 2 bytes per element
-        bound = found.before + found.pool + found.gathered + found.gradients + activations + ALLOCATOR_SLACK
-        within = found.peak <= bound
-        failed |= not within
-        values = (found.state, found.before, found.pool, found.gathered, found.gradients, bound, found.peak)
-        table.add_row(f"{found.parameters / 1e6:.0f} M", *(f"{value / 2**20:.0f}" for value in values), str(within))
-    console.print(table)
-    return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.parametrize("layers", [8, 24])
+def test_resident_memory_stays_within_its_bound(show, tmp_path: Path, layers: int):
+    pool = RankPool(2)  # new processes: what other tests have left in memory would count
+    found = pool.run(run, layers=layers, dim=DIM, folder=str(tmp_path))[0]
+    pool.close()
+    activations = layers * SEQ_LEN * DIM * 2 * 34  # a block keeps about 34 values of 2 bytes per element
+    bound = found.before + found.pool + found.gathered + found.gradients + activations + ALLOCATOR_SLACK
+    show(
+        f"{found.parameters / 1e6:.0f} M parameters, MiB of a rank: state {found.state >> 20}, peak {found.peak >> 20}, "
+        f"bound {bound >> 20}, before {found.before >> 20}"
+    )
+    assert found.peak <= bound
