@@ -61,8 +61,8 @@ def _fill_while_full(self: PartitionedParameter, read: Callable) -> None:
 PLANTS = {
     "pretrained": ("ztk.zero.parameters.partitioned.PartitionedParameter.fill", _fill_while_full),
     "loss scale": (
-        "ztk.zero.reduction.GradientReduction.needs_scaled_loss",
-        property(lambda self: False, lambda *_: None),
+        "ztk.zero.reduction.GradientReduction.require_scaled_loss",
+        lambda self: None,
     ),
     "gathered": ("ztk.deepspeed.zero.gathered._is_changed", lambda parameter, *, versions: False),
     "writes": ("ztk.zero.writes.ParameterWrites.take_over", lambda self: None),

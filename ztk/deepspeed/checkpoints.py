@@ -107,8 +107,7 @@ def load_checkpoint(
     else:
         state = _decode(report.extra["deepspeed"])
     if counters:
-        inner.global_steps = report.step
-        inner.micro_steps = report.step * inner.accumulation_steps
+        inner.resume_at(report.step)
         engine.micro_steps, engine.since_step = inner.micro_steps, 0
         samples = state["global_samples"]
         engine.global_samples = report.step * engine.settings.batch.train if samples is None else samples

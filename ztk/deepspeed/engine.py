@@ -27,7 +27,6 @@ from ztk.deepspeed.offloading import OffloadDeviceEnum, StateOffload
 from ztk.deepspeed.optimizer import ShardedOptimizer
 from ztk.deepspeed.saving import Saving
 from ztk.deepspeed.watch.watcher import Watcher
-from ztk.kernels import State
 from ztk.train.engine import Engine
 from ztk.zero.state.offload import StateKind
 
@@ -150,11 +149,9 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._announce()
         take_assigned(self.engine)
         assert self.optimizer is not None
-        if not self.settings.managed_accumulation and self.engine.zero.reduction.has_gradients:
-            self.engine.zero.reduction.reduce_now()  # backwards have not known that they were the last ones
+        if not self.settings.managed_accumulation and self.engine.has_gradients:
+            self.engine.reduce_gradients()  # backwards have not known that they were the last ones
         self.optimizer.step_of_engine()
-        # A step may have ended early: the engine counts complete ones.
-        self.engine.micro_steps = self.engine.global_steps * self.engine.accumulation_steps
         batch = self.settings.batch
         micro = batch.train // batch.accumulation
         self.global_samples += batch.train if self.settings.managed_accumulation else micro * self._backwards
@@ -199,9 +196,8 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         bucket_size: elements; accepted, gradients are reduced in the buffers they lie in.
         """
         del bucket_size
-        reduction = self.engine.zero.reduction
-        if reduction.has_unreduced:
-            reduction.reduce_now()
+        if self.engine.zero.reduction.has_unreduced:
+            self.engine.reduce_gradients()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Another number of micro-batches per step, from now on; the micro-batch stays.
@@ -230,7 +226,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
 
     def _set_batch(self, batch: BatchSizes) -> None:
         self.settings = replace(self.settings, batch=batch)
-        self.engine.accumulation_steps = batch.accumulation
+        self.engine.set_accumulation(batch.accumulation)
         set_averaging(self.engine, settings=self.settings)
         if batch.accumulation > 1 and self.engine.zero.gradient_dtype.itemsize < 4 and self.global_rank == 0:
             logger.warning(
@@ -326,7 +322,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
 
     def _announce(self) -> None:
         """Tells the engine what the coming backward is for."""
-        self.engine.boundary = self.is_gradient_accumulation_boundary()
+        self.engine.decide_boundary(self.is_gradient_accumulation_boundary())
         self.engine.prepare_backward()
         take_changes(self.engine)
 
@@ -378,7 +374,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
     @property
     def skipped_steps(self) -> int:
         """Steps that were skipped because a gradient was not finite. On a GPU this waits for the device."""
-        return int(self.engine.control.state[State.skipped_steps])
+        return self.engine.read_metrics().skipped_total
 
     def destroy(self) -> None:
         """Gives memory and files back. The engine is unusable after it; a model on data-parallel ranks may be initialised

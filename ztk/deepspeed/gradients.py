@@ -16,11 +16,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ztk.deepspeed.log import logger
 from ztk.deepspeed.owners import Owner, owner_of
-from ztk.kernels import sum_of_squares
 from ztk.train.engine import Engine
-from ztk.zero.buckets.gradient import gradient_of, set_gradient
+from ztk.zero.buckets.gradient import gradient_of
 from ztk.zero.parameters.released import change_class
-from ztk.zero.reduction import Backward
 
 _HINT = (
     "p.grad is None: at ZeRO stages 1 to 3 gradients are sharded, so clip_grad_norm_ and changes of p.grad do nothing. Set gradient_clipping "
@@ -86,44 +84,37 @@ def take_changes(engine: Engine) -> None:
     if not _shown:
         return
     for bucket in engine.zero.buckets:
-        changed = False
-        for index, (parameter, placement) in enumerate(zip(bucket.parameters, bucket.layout.placements, strict=True)):
-            if parameter in _shown and bucket.gradient.full is not None:
-                value, before = _shown.pop(parameter)
-                if value is None:  # for `skip_unused`
-                    bucket.gradient.used.discard(index)
-                place = bucket.gradient.full[placement.offset : placement.stop].view(placement.shape)
-                value = torch.zeros_like(before) if value is None else value.detach().to(before)
-                is_same = (value == before) | (value.isnan() & before.isnan())
-                if not bool(is_same.all()):
-                    scaled = value.float() * _divisor(engine, is_reduced=bucket.gradient.squares is not None)
-                    place.copy_(torch.where(is_same, place, scaled.to(place.dtype)))
-                    changed = True
-        if changed and bucket.gradient.squares is not None:
-            bucket.gradient.squares = sum_of_squares(bucket.own(bucket.gradient.full))
+        if bucket.gradient.full is None:
+            continue
+        shown = {index: _shown.pop(p) for index, p in enumerate(bucket.parameters) if p in _shown}
+        changes = {}
+        for index, (value, before) in shown.items():
+            value = torch.zeros_like(before) if value is None else value.detach().to(before)
+            is_same = (value == before) | (value.isnan() & before.isnan())
+            if not bool(is_same.all()):
+                scaled = value.float() * _divisor(engine, is_reduced=bucket.gradient.is_reduced)
+                changes[index] = functools.partial(_changed, value=scaled, is_same=is_same)
+        unused = [index for index, (value, _) in shown.items() if value is None]  # for `skip_unused`
+        engine.zero.reduction.rewrite(bucket, changes=changes, unused=unused)
+
+
+def _changed(place: Tensor, *, value: Tensor, is_same: Tensor) -> Tensor:
+    return torch.where(is_same, place, value.to(place.dtype))
 
 
 def take_assigned(engine: Engine) -> None:
     """At stage 0 a script may call no backward of the engine and set `p.grad` itself (torch.autograd.grad of several losses, meta learning):
     it counts as this rank's own gradient, and is averaged like one. A collective call if any parameter has one."""
-    reduction = engine.zero.reduction
-    if engine.zero.policy.stage > 0 or reduction.has_gradients:
+    if engine.zero.policy.stage > 0 or engine.has_gradients:
         return
-    assigned = [
-        (bucket, index)
+    assigned = {
+        (bucket, index): gradient_of(parameter).detach().float() * _divisor(engine, is_reduced=False)
         for bucket in engine.zero.buckets
         for index, parameter in enumerate(bucket.parameters)
         if bucket.traits.trainable and gradient_of(parameter) is not None
-    ]
-    if not assigned:
-        return
-    reduction.begin(Backward())
-    for bucket, index in assigned:
-        parameter = bucket.parameters[index]
-        scaled = gradient_of(parameter).detach().float() * _divisor(engine, is_reduced=False)
-        set_gradient(parameter, scaled.to(parameter.dtype))
-        reduction.accept(bucket, index=index)
-    reduction.finish()
+    }
+    if assigned:
+        engine.zero.reduction.reduce_given(assigned)
 
 
 def forget_gradients(engine: Engine) -> None:
@@ -168,17 +159,13 @@ def local_gradient(owner: Owner) -> Tensor | None:
 
     In the shape of the parameter, fp32.
     """
-    return None if owner.bucket.gradient.squares is not None else _of_buffer(owner)
+    return None if owner.bucket.gradient.is_reduced else _of_buffer(owner)
 
 
 def _of_buffer(owner: Owner) -> Tensor | None:
     gradient, index = owner.bucket.gradient, [place.name for place in owner.bucket.layout.placements].index(owner.name)
-    is_reduced = gradient.squares is not None
-    if gradient.full is None or not (is_reduced or gradient.has_arrived(index)):
-        return None
-    place = owner.bucket.layout.placements[index]
-    full = gradient.full[place.offset : place.stop].view(place.shape)
-    return full.float() / _divisor(owner.engine, is_reduced=is_reduced)
+    value = gradient.read(index)
+    return None if value is None else value.float() / _divisor(owner.engine, is_reduced=gradient.is_reduced)
 
 
 def _divisor(engine: Engine, *, is_reduced: bool) -> Tensor:
@@ -187,7 +174,7 @@ def _divisor(engine: Engine, *, is_reduced: bool) -> Tensor:
 
 def _warn_once(engine: Engine, *, owner: Owner) -> None:
     first = engine.zero.buckets[0].parameters[0]
-    if first in _warned or not engine.zero.reduction.has_gradients or engine.process.rank:
+    if first in _warned or not engine.has_gradients or engine.process.rank:
         return
     _warned[first] = True
     logger.warning("%s (read of parameter %s)", _HINT, owner.name)

@@ -77,9 +77,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _take(self, client: torch.optim.Optimizer | None, *, engine: Engine) -> ScriptOptimizer | None:
         if client is None:
             return None
-        if engine.script_optimizer is not None:  # `parallelize` has taken it in its own words
-            engine.script_optimizer.release()
-            engine.script_optimizer = None
+        engine.release_optimizer()  # which `parallelize` has taken in its own words
         groups = FixedGroups(client, names=self._groups.names, build="initialize", again=_AGAIN)
         return ScriptOptimizer(client, groups=groups, state=self._no_state, instead=_NOT_HERE, zero_grad=self.zero_grad)
 
@@ -135,7 +133,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`DeepSpeedEngine.zero_grad`."""
-        if self._engine.zero.reduction.has_gradients:
+        if self._engine.has_gradients:
             self.before_drop()
             self._engine.discard_gradients()
             forget_gradients(self._engine)
@@ -166,7 +164,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def needs_scaler(self) -> bool:
         """Whether a loss must be scaled before its backward: `engine.scale(loss).backward()`."""
-        return self._engine.zero.reduction.needs_scaled_loss
+        return self._engine.scales_loss
 
     @property
     def loss_scaler(self) -> EngineLossScale:
@@ -210,15 +208,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises RuntimeError unless a step is due. partition_gradients, external: accepted; the answer is the same.
         """
         del partition_gradients, external
-        zero = self._engine.zero
-        zero.reduction.settle()
-        own = [bucket.gradient.squares for bucket in zero.buckets if bucket.gradient.squares is not None]
-        if not own:
-            raise RuntimeError(
-                "check_overflow(): no reduced gradient now; call it between the backward at a boundary and step()"
-            )
-        found = self._engine.comm.gather_scalars(torch.cat(own).sum().view(1), label="overflow")
-        return not bool(found.isfinite().all())
+        return self._engine.zero.has_overflow()
 
     def state_dict(self) -> dict:
         """As torch.optim's: full states, fp32, in main memory of every rank, and the groups with numbers for parameters. A collective call.
@@ -259,10 +249,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._write_states(owner, values={key: state[number][key] for key in packed.names})
         steps = {number: float(own.get("step", 0.0)) for number, own in state.items()}
         last = max(steps.values())
-        self._engine.control.state[State.step] = last
-        self._engine.zero.missed_updates.restore(
-            {packed.owners[number].name: int(last - own) for number, own in steps.items() if own < last}
-        )
+        missed = {packed.owners[number].name: int(last - own) for number, own in steps.items() if own < last}
+        self._engine.restore_updates(int(last), missed=missed)
 
     def _state_of_torch_step(self, step: TorchStep, *, packed: "_Packed") -> dict:
         """As of the class itself: what it keeps of every parameter that has made a step, and its groups."""
@@ -358,13 +346,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._script is not None:
             self._script.check()
         self._options.check()
-        before, table = self._hyper.clone(), self._engine.control.hyper
+        before = self._hyper.clone()
         for group, row in zip(self.param_groups, self._row_of_group, strict=True):
             if row is None:
                 continue
             values = hyper_row(group, policy=self._policy)
-            self._hyper[row, : len(values)] = torch.tensor(values, dtype=table.dtype)
+            self._hyper[row, : len(values)] = torch.tensor(values, dtype=self._hyper.dtype)
         if torch.equal(self._hyper, before):
             return
-        # Only from pinned memory a copy is asynchronous; torch gives these bytes to nobody else before it is done.
-        table.copy_(self._hyper.pin_memory() if table.is_cuda else self._hyper, non_blocking=True)
+        self._engine.control.set_hyper(self._hyper)

@@ -8,7 +8,6 @@ all copies are updated by the same numbers and remain equal. Bytes are counted a
 import torch
 from torch import Tensor
 
-from ztk.kernels import sum_of_squares
 from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.buckets.context import ZeroContext
 
@@ -32,15 +31,13 @@ class SharedGradients:
                 else:
                     self._store.fetch_into(piece.gradient, out=place).wait()
             self._sum_over_copies(total, bucket=bucket)
-            squares, own = torch.zeros_like(bucket.gradient.squares), bucket.own_pieces
             for piece, place in places:
                 if piece.gradient is None:
                     piece.of(bucket.gradient.full).copy_(place)
                 else:
                     self._store.put(piece.gradient, value=place).wait()
-                if piece in own:
-                    squares += sum_of_squares(place)
-            bucket.gradient.squares = squares
+            own = bucket.own_pieces
+            bucket.gradient.record_squares(place for piece, place in places if piece in own)
 
     def _sum_over_copies(self, gradient: Tensor, *, bucket: Bucket) -> None:
         """`gradient` becomes the sum over the copies, in place."""

@@ -6,8 +6,8 @@ They have the dtype in which they are sent.
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from ztk.core.runtime import MemoryLedger, Tier
 from ztk.core.runtime.buffers import BufferPool
 from ztk.core.runtime.gradient_places import offer_place, withdraw_place
 from ztk.core.runtime.pending import Pending
-from ztk.kernels import sum_of_squares
 from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.buckets.context import ZeroContext
 from ztk.zero.buckets.gradient import gradient_of, set_gradient
@@ -39,11 +38,13 @@ class Backward:
     reduces: its gradients are reduced over the ranks; False: they add up locally (`no_sync`).
     is_last: nothing is added to them before the optimizer steps.
     scope: the buckets that it completes, and reduces if it reduces; None: all. Gradients of other buckets add up locally.
+    scaled: its loss has been multiplied by the loss scale.
     """
 
     reduces: bool = True
     is_last: bool = True
     scope: Collection[Bucket] | None = None
+    scaled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,9 +87,8 @@ class GradientReduction:
         self._order = [bucket for bucket in reversed(buckets) if bucket not in root] + root
         self._completed: list[Bucket] | None = []  # in this order, in the first backward; None: the order is settled
         self._announced = Backward()
-        self.prescale = 1.0  # a rank's gradients are multiplied by it before they are added up
-        self.needs_scaled_loss = False  # a loss scale other than 1 is in effect
-        self.loss_is_scaled = False  # the coming backward's: `Engine.scale` says so
+        self._prescale = 1.0
+        self._needs_scaled_loss = False
         self._current: Backward | None = None  # the backward that runs
         self._task: int | None = None  # autograd's number of it, once a gradient has come
         self._ending: weakref.ref | None = None  # what autograd calls at its end, if nobody else does; dead: it raised
@@ -128,9 +128,20 @@ class GradientReduction:
 
     # Backward
 
+    def require_scaled_loss(self) -> None:
+        """A loss scale other than 1 is in effect: a backward that was not announced as `scaled` is refused."""
+        self._needs_scaled_loss = True
+
+    def set_prescale(self, factor: float) -> None:
+        """A rank's gradients are multiplied by `factor` before they are added up, from the next reduction on."""
+        self._prescale = factor
+
     def announce(self, backward: Backward) -> None:
-        """Says what the next backward is for, which the first gradient begins if `begin` does not."""
-        self._announced = backward
+        """Sets what the next backward is for, which the first gradient begins if `begin` does not.
+
+        A loss that was scaled before stays so until its backward: a script may run another forward between them.
+        """
+        self._announced = replace(backward, scaled=backward.scaled or self._announced.scaled)
 
     def begin(self, backward: Backward | None = None) -> None:
         """A backward begins; None: the one that was announced last.
@@ -153,7 +164,7 @@ class GradientReduction:
         """A further backward of this step adds to gradients that are reduced: scripts call one per loss, and one `step()`."""
         while any(reduction.bucket is bucket for reduction in self._in_flight):
             self._finish_oldest()
-        bucket.gradient.reopen(own=bucket.layout.shard(bucket.comm.rank), prescale=self.prescale)
+        bucket.gradient.reopen(own=bucket.layout.shard(bucket.comm.rank), prescale=self._prescale)
 
     def accept(self, bucket: Bucket, *, index: int) -> None:
         """Takes the gradient that autograd has finished for parameter `index` of `bucket`, and reduces what is complete.
@@ -166,7 +177,7 @@ class GradientReduction:
         ):  # an autograd function returned None; PyTorch calls the hook all the same
             return
         if self._current is None:
-            if self.needs_scaled_loss and not self.loss_is_scaled:
+            if self._needs_scaled_loss and not self._announced.scaled:
                 bucket.parameters[index].grad = None  # autograd stops here, so no other parameter has one
                 self._gathering.reshard_all()
                 raise RuntimeError(
@@ -217,10 +228,14 @@ class GradientReduction:
             for bucket in self._plan:
                 bucket.gradient.is_launched, bucket.gradient.is_final = False, not self._policy.shards_gradients
         self._gathering.reshard_all()
-        self._current, self.loss_is_scaled = None, False
+        self._end_backward()
         if backward.reduces and self._completed is not None and self._plan[-1:] == self._order[-1:]:
             self._settle_order(self._completed)
             self._completed = None
+
+    def _end_backward(self) -> None:
+        """Nothing runs, and no loss waits for its backward."""
+        self._current, self._announced = None, replace(self._announced, scaled=False)
 
     @property
     def has_unreduced(self) -> bool:
@@ -233,9 +248,7 @@ class GradientReduction:
         return (
             self._current is not None
             or bool(self._in_flight)
-            or any(
-                b.gradient.has_local or b.gradient.has_earlier or b.gradient.squares is not None for b in self._buckets
-            )
+            or any(b.gradient.has_local or b.gradient.has_earlier or b.gradient.is_reduced for b in self._buckets)
         )
 
     def unused_names(self) -> frozenset[str]:
@@ -254,6 +267,31 @@ class GradientReduction:
         self.announce(Backward())
         self.begin()
         self.finish()
+
+    def reduce_given(self, gradients: Mapping[tuple[Bucket, int], Tensor]) -> None:
+        """Reduces gradients that no backward of the engine made, as a last backward does. Every rank must call it.
+
+        gradients: by bucket and number of the parameter, each in its parameter's shape, scaled as the engine's are.
+        """
+        self.begin(Backward())
+        for (bucket, index), gradient in gradients.items():
+            set_gradient(bucket.parameters[index], gradient.to(bucket.parameters[index].dtype))
+            self.accept(bucket, index=index)
+        self.finish()
+
+    def rewrite(
+        self, bucket: Bucket, *, changes: Mapping[int, Callable[[Tensor], Tensor]], unused: Collection[int] = ()
+    ) -> None:
+        """Changes gradients of `bucket` where they lie, at stages 0 and 1; the norm follows.
+
+        changes: number of a parameter -> from its gradient, in its shape, to the new one. unused: of parameters that count as without one.
+        """
+        bucket.gradient.used.difference_update(unused)
+        for index, change in changes.items():
+            if (place := bucket.gradient.read(index)) is not None:
+                place.copy_(change(place))
+        if changes and bucket.gradient.is_reduced:
+            bucket.gradient.record_squares([bucket.own(bucket.gradient.full)])
 
     def resident_buffers(self) -> list[Tensor]:
         """The full gradients that stay on the device, at stages 0 and 1: a flat one per bucket."""
@@ -285,8 +323,8 @@ class GradientReduction:
         bucket.gradient.fill_missing(acquire=functools.partial(self._acquire, bucket))
         full, local, label = bucket.gradient.full, None, bucket.traits.name
         assert full is not None, "fill_missing has seen to it"
-        if self.prescale != 1.0:
-            full.mul_(self.prescale)
+        if self._prescale != 1.0:
+            full.mul_(self._prescale)
         if self._policy.stage == 0:
             shard = bucket.own(full)
             work = bucket.comm.all_reduce(full, label=label)
@@ -313,14 +351,14 @@ class GradientReduction:
             self.pool.release(reduction.local)
             self._shards.accumulate(reduction.bucket, shard=reduction.shard, is_last=reduction.is_last)
         elif reduction.is_last:
-            reduction.bucket.gradient.squares = sum_of_squares(reduction.shard)
+            reduction.bucket.gradient.record_squares([reduction.shard])
 
     # Step
 
     def finish_step(self) -> None:
         """Returns when all sums are there. Raises RuntimeError if no backward was reduced since the last step."""
         self.settle()
-        if any(bucket.gradient.squares is None for bucket in self._order):
+        if not all(bucket.gradient.is_reduced for bucket in self._order):
             raise RuntimeError("step() without a synchronised backward since the last step: call backward() first")
 
     def settle(self) -> None:
@@ -344,7 +382,7 @@ class GradientReduction:
             for parameter in bucket.parameters:
                 set_gradient(parameter, None)
         self._gathering.reshard_all()
-        self._current, self.loss_is_scaled = None, False
+        self._end_backward()
         self.forget()
 
     def forget(self) -> None:

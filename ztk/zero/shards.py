@@ -12,7 +12,6 @@ from ztk.core.runtime import PhaseClock, Tier
 from ztk.core.runtime.buffers import BufferPool
 from ztk.core.runtime.pending import Pending
 from ztk.core.runtime.store import Store
-from ztk.kernels import sum_of_squares
 from ztk.zero.buckets.bucket import Bucket
 
 MAX_WRITES = 2  # shards whose buffers are being written at one time
@@ -44,7 +43,7 @@ class ReducedShards:
         total = self._add_on_device(bucket, shard=shard) if self._on_device else self._add_earlier(bucket, shard=shard)
         bucket.gradient.has_earlier = True
         if is_last:
-            bucket.gradient.squares = sum_of_squares(total)
+            bucket.gradient.record_squares([total])
         if not self._on_device:
             self._write_back(bucket, shard=shard)
 

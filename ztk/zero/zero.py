@@ -204,6 +204,18 @@ class Zero:
         self._update.finish_running()  # its thread fetches states, too
         self.reduction.discard()
 
+    def has_overflow(self) -> bool:
+        """Whether a reduced gradient is not finite, on any rank. A collective call; waits for the device.
+
+        Raises RuntimeError unless a step is due.
+        """
+        self.reduction.settle()
+        own = [bucket.gradient.squares for bucket in self._trained if bucket.gradient.is_reduced]
+        if not own:
+            raise RuntimeError("no reduced gradient now: call this between the backward at a boundary and step()")
+        found = self._comm.gather_scalars(torch.cat(own).sum().view(1), label="overflow")
+        return not bool(found.isfinite().all())
+
     def first_non_finite(self) -> str | None:
         """The first parameter, in order of definition, whose reduced gradient is not finite, and of a pipeline's ranks the first's.
 

@@ -119,10 +119,6 @@ class PipelineEngine(DeepSpeedEngine):
         return batches
 
     def _set_batch(self, batch: BatchSizes) -> None:
-        if self.num_stages > 1:
-            self.engine.plan_batch(batch.accumulation)
-        else:
-            self.engine.micro_steps = self.engine.global_steps * batch.accumulation
         self.micro_batches = batch.accumulation
         super()._set_batch(batch)
 

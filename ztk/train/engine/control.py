@@ -62,6 +62,11 @@ class StepControl:
         self.gradient_divisor = float(divisor)
         self._settings[Setting.gradient_divisor] = divisor
 
+    def set_hyper(self, values: Tensor) -> None:
+        """The hyperparameters of all groups from the next step on: fp32 on the host, in the shape of `hyper`. Their copy is not waited for."""
+        # Only from pinned memory a copy is asynchronous; torch gives these bytes to nobody else before it is done.
+        self.hyper.copy_(values.pin_memory() if self.hyper.is_cuda else values, non_blocking=True)
+
     def decide(self, sum_of_squares: Tensor) -> None:
         """Skip or step, clip or not, grow or shrink the scale: fills `control` from the gradients' sum of squares, float64 [1]."""
         self._scale_before.copy_(self.loss_scale)

@@ -3,7 +3,7 @@
 A loss has the dtype that the model computes it in.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -48,10 +48,11 @@ class Engine:
         self.accumulation_steps = accumulation_steps
         self.micro_steps = 0  # backward passes that were stepped over
         self.global_steps = 0  # optimizer steps, skipped ones included
-        self.boundary: bool | None = None  # whether this micro-batch ends a step; None: counted by `accumulation_steps`
+        self._boundary: bool | None = None
         self._synchronise = True
         self._scales_loss = control.scaling.dynamic or control.scaling.initial != 1.0
-        zero.reduction.needs_scaled_loss = self._scales_loss
+        if self._scales_loss:
+            zero.reduction.require_scaled_loss()
         self._module_metrics = module_metrics
         self.script_optimizer: ScriptOptimizer | None = (
             None  # the torch optimizer whose step runs, and that is the caller's
@@ -67,7 +68,54 @@ class Engine:
     def is_accumulation_boundary(self) -> bool:
         """The optimizer steps after this micro-batch."""
         counted = (self.micro_steps + 1) % self.accumulation_steps == 0
-        return self._synchronise and (counted if self.boundary is None else self.boundary)
+        return self._synchronise and (counted if self._boundary is None else self._boundary)
+
+    def decide_boundary(self, is_boundary: bool) -> None:
+        """Decides whether this and the following micro-batches end a step, instead of counting by `accumulation_steps`."""
+        self._boundary = is_boundary
+
+    def set_accumulation(self, steps: int) -> None:
+        """Sets the number of micro-batches per step, from the next step on. Raises ValueError if a pipeline's schedule cannot run them."""
+        self.accumulation_steps = steps
+        self.micro_steps = self.global_steps * steps  # which says where a step ends
+
+    def set_averaging(self, *, prescale: float, divisor: float) -> None:
+        """How the ranks' gradients become one, from the next backward on.
+
+        prescale: what each rank multiplies its gradients by before they are added up. divisor: what the sums of all micro-batches are
+        divided by.
+        """
+        self.zero.reduction.set_prescale(prescale)
+        self.control.set_gradient_divisor(divisor)
+
+    def resume_at(self, step: int) -> None:
+        """Counts on as after `step` steps."""
+        self.global_steps, self.micro_steps = step, step * self.accumulation_steps
+
+    def restore_updates(self, count: int, *, missed: Mapping[str, int]) -> None:
+        """Sets how many updates the optimizer has made, and by name how many of them a parameter of this rank has missed."""
+        self.control.state[State.step] = count
+        self.zero.missed_updates.restore(dict(missed))
+
+    def release_optimizer(self) -> None:
+        """The torch optimizer that the engine took over is its caller's again. Does nothing if there is none."""
+        if self.script_optimizer is not None:
+            self.script_optimizer.release()
+            self.script_optimizer = None
+
+    @property
+    def scales_loss(self) -> bool:
+        """A loss scale other than 1 is in effect: see `scale`."""
+        return self._scales_loss
+
+    @property
+    def has_gradients(self) -> bool:
+        """A backward has left gradients since the last step."""
+        return self.zero.reduction.has_gradients
+
+    def reduce_gradients(self) -> None:
+        """Reduces what backwards under `no_sync` left on the ranks, as a last backward does. Every rank must call it."""
+        self.zero.reduction.reduce_now()
 
     @property
     def synchronises(self) -> bool:
@@ -88,8 +136,7 @@ class Engine:
 
         Where a loss scale is in effect, `loss.backward()` without it raises RuntimeError.
         """
-        self.prepare_backward()
-        self.zero.reduction.loss_is_scaled = True
+        self.prepare_backward(scaled=True)
         return loss.float() * self.control.loss_scale if self._scales_loss else loss  # 65536 is infinite in fp16
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
@@ -105,11 +152,11 @@ class Engine:
             scaled.backward(retain_graph=retain_graph)
             self.zero.reduction.finish()
 
-    def prepare_backward(self) -> None:
-        """Says what the next backward is for; `backward` and `scale` call it by themselves."""
+    def prepare_backward(self, *, scaled: bool = False) -> None:
+        """Announces what the next backward is for; `backward` and `scale` call it by themselves. scaled: its loss is."""
         is_last = self.is_accumulation_boundary
         reduces = self._synchronise and (is_last or self.zero.policy.shards_gradients)
-        self.zero.reduction.announce(Backward(reduces=reduces, is_last=is_last))
+        self.zero.reduction.announce(Backward(reduces=reduces, is_last=is_last, scaled=scaled))
 
     def step(self) -> bool:
         """Ends a micro-batch. At a boundary the optimizer steps: True, also if overflow made it skip.
@@ -128,8 +175,14 @@ class Engine:
                 self.discard_gradients()
                 raise
             self.zero.update(self.control.control, step=self.global_steps + 1)
-        self.global_steps += 1
+        self._end_step()
         return True
+
+    def _end_step(self) -> None:
+        """A step that a caller ended before its last micro-batch counts as a full one."""
+        self.global_steps += 1
+        if self._boundary is not None:
+            self.micro_steps = self.global_steps * self.accumulation_steps
 
     @contextmanager
     def _inside_script_optimizer(self) -> Iterator[None]:
@@ -148,7 +201,7 @@ class Engine:
         self.discard_gradients()
         self.control.state[State.skipped_steps] += 1
         self.micro_steps += 1
-        self.global_steps += 1
+        self._end_step()
 
     def read_metrics(self) -> StepMetrics:
         """The last step's scalars. On a GPU this waits for the device: once per logged step, not more."""
@@ -167,8 +220,7 @@ class Engine:
         init_context: takes the sharded parameters in, so that the model may have another engine; then every rank must call it. None: at stage 3
         the model is unusable, too.
         """
-        if self.script_optimizer is not None:
-            self.script_optimizer.release()
+        self.release_optimizer()
         try:
             self._guard.finish(step=self.global_steps)
         finally:

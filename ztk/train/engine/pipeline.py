@@ -42,20 +42,20 @@ class PipelineEngine(Engine):
         self.timeline: Timeline | None = None
         self._pipeline = self.process.mesh.comm("pp")
         self._wire = Wire(self._pipeline, dynamic_shapes=policy.dynamic_shapes)
-        self.plan_batch(self.accumulation_steps)
+        self.set_accumulation(self.accumulation_steps)
         self._buckets_of = self._buckets_by_stage()
         self._adds_locally = self._gradients_fit()
 
-    def plan_batch(self, accumulation_steps: int) -> None:
-        """Sets the number of micro-batches per step from now on, the same on every rank. Raises ValueError if the schedule cannot run them."""
+    def set_accumulation(self, steps: int) -> None:
+        """As `Engine.set_accumulation`, the same on every rank."""
         schedule = make_schedule(
             self.policy.schedule,
             num_ranks=self._pipeline.size,
-            num_micro_batches=accumulation_steps,
+            num_micro_batches=steps,
             virtual_stages=self.policy.virtual_stages,
         )
-        self.accumulation_steps, self.schedule = accumulation_steps, schedule
-        self.micro_steps = self.global_steps * accumulation_steps  # which says where a step ends
+        super().set_accumulation(steps)
+        self.schedule = schedule
         self._completing = Kind.backward_weight if schedule.is_split else Kind.backward
         own = [action for action in schedule.computes(self._pipeline.rank) if action.kind is self._completing]
         self._last_of = {action.stage: action for action in own}  # after it the stage's gradients are complete

@@ -1,11 +1,13 @@
 """The gradient of one bucket: from autograd into a flat buffer, and how far its reduction is."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from ztk.core.runtime.planned import place_of
+from ztk.kernels import sum_of_squares
 from ztk.zero.buckets.layout import BucketLayout
 
 # What autograd has left in a parameter; a subclass may show scripts something else.
@@ -82,14 +84,28 @@ class BucketGradient:
         placement = self._layout.placements[index]
         return self.full[placement.offset : placement.stop].view(placement.shape)
 
+    def read(self, index: int) -> Tensor | None:
+        """The gradient of parameter `index` in the buffer, reduced or local, as a view in its shape; None: there is none."""
+        return self._view(index) if self.full is not None and (self.is_reduced or self._written[index]) else None
+
+    @property
+    def is_reduced(self) -> bool:
+        """This step's gradient is the sum over the ranks."""
+        return self.squares is not None
+
+    def record_squares(self, parts: Iterable[Tensor]) -> None:
+        """The reduced shard, or the parts of it that this rank counts, are final: their sum of squares is this rank's share of the norm.
+
+        parts: flat.
+        """
+        before = self.squares  # whose device the new one has
+        counted = [sum_of_squares(part).to(part.device if before is None else before.device) for part in parts]
+        self.squares = functools.reduce(torch.add, counted) if counted else torch.zeros_like(before)
+
     @property
     def has_local(self) -> bool:
         """A parameter's local gradient is in the buffer."""
         return self.full is not None and any(self._written)
-
-    def has_arrived(self, index: int) -> bool:
-        """The buffer holds a gradient of parameter `index`."""
-        return self.full is not None and self._written[index]
 
     @property
     def is_complete(self) -> bool:

@@ -6,10 +6,11 @@ A kind of state is "master", a name of the optimizer's states, "parameter" for a
 reduced, still scaled and summed, while a step is due.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from ztk.kernels import sum_of_squares
 from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.buckets.context import ZeroContext
 from ztk.zero.buckets.piece import Piece
@@ -33,7 +34,7 @@ class NamedState:
     def has_gradient(self, bucket: Bucket) -> bool:
         """The gradients of `bucket` are reduced, and a step is due."""
         self._reduction.settle()
-        return bucket.gradient.squares is not None
+        return bucket.gradient.is_reduced
 
     def read(self, bucket: Bucket, *, name: str, kind: str) -> Tensor | None:
         """The state, fp32, in the parameter's shape. None for a gradient unless a step is due. A collective call."""
@@ -111,13 +112,16 @@ class NamedState:
         self._states.set_master(bucket, piece=piece, values=torch.where(unchanged, weights, new))
 
     def _write_gradient(self, bucket: Bucket, *, flat: dict[str, Tensor], pieces: list[Piece]) -> None:
-        squares, own = torch.zeros_like(bucket.gradient.squares), bucket.own_pieces
+        bucket.gradient.record_squares(self._rewritten(bucket, flat=flat, pieces=pieces))
+
+    def _rewritten(self, bucket: Bucket, *, flat: dict[str, Tensor], pieces: list[Piece]) -> Iterator[Tensor]:
+        """The changed gradients of the pieces whose squares this rank counts."""
+        own = bucket.own_pieces
         for piece in pieces:
             with self._states.gradient(bucket, piece=piece, changes=True) as gradient:
                 _copy_fragments(flat, piece=piece, out=gradient)
                 if piece in own:
-                    squares += sum_of_squares(gradient).to(squares.device)
-        bucket.gradient.squares = squares
+                    yield gradient
 
 
 def local_range(bucket: Bucket, *, name: str) -> range:
