@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from transformers import OPTConfig, OPTForCausalLM
 
-from ztk.deepspeed.engine import DeepSpeedEngine
-from ztk.deepspeed.entry import initialize
-from ztk.deepspeed.generation import generate
+from ztk.deepspeed.engine.engine import DeepSpeedEngine
+from ztk.deepspeed.generation.loop import generate
+from ztk.deepspeed.start.entry import initialize
 
 ROUNDS, PROMPT, ANSWER = 4, 32, 64
 SHAPES = ((256, 4, 2048), (512, 6, 8192))  # width, layers, tokens

@@ -21,8 +21,8 @@ from ztk.checkpoint import CheckpointError
 from ztk.checkpoint.convert import import_checkpoint
 from ztk.config import load as load_config
 from ztk.config.evaluating import _record_of
-from ztk.deepspeed.checkpoint_engine import TorchCheckpointEngine
-from ztk.deepspeed.checkpoints import _decode
+from ztk.deepspeed.saved.checkpoints import _decode
+from ztk.deepspeed.saved.files import TorchCheckpointEngine
 from ztk.deepspeed.serving.weights import load_weights
 from ztk.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ztk.hf.causal import open_causal, read_config

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import random_optimizers, scripts
 from ztk.core.runtime import Process
-from ztk.deepspeed.log import logger
+from ztk.deepspeed.tools.log import logger
 from ztk.zero.parameters.partitioned import PartitionedParameter, partitioned_of
 
 WIDTH, STEPS, BATCH = 8, 6, 8
@@ -69,8 +69,11 @@ PLANTS = {
     "replaced": ("ztk.zero.writes.ParameterWrites._check_replaced", lambda self: None),
     "frozen": ("ztk.zero.writes.ParameterWrites.frozen_names", lambda self: frozenset()),
     "aliases": ("ztk.zero.build.check_aliases", lambda model: None),
-    "gradients": ("ztk.deepspeed.engine.take_changes ztk.deepspeed.optimizer.take_changes", lambda engine: None),
-    "zero_grad": ("ztk.deepspeed.optimizer.ShardedOptimizer.zero_grad", lambda self, set_to_none=True: None),
+    "gradients": (
+        "ztk.deepspeed.engine.engine.take_changes ztk.deepspeed.optimizers.sharded.take_changes",
+        lambda engine: None,
+    ),
+    "zero_grad": ("ztk.deepspeed.optimizers.sharded.ShardedOptimizer.zero_grad", lambda self, set_to_none=True: None),
     "placeholders": ("torch._C._set_throw_on_mutable_data_ptr", lambda tensor: None),
     "kept": ("ztk.zero.parameters.watched._alive", lambda parameter: []),
     "hooks": (
@@ -81,10 +84,10 @@ PLANTS = {
     "elementwise": ("ztk.optim.probe._compare", lambda part, **_: None),
     "attributes": ("ztk.optim.torch_step.attributes_of", lambda parameter: {}),
     "identity": ("ztk.optim.reads.Reads.fault", lambda self: None),
-    "options": ("ztk.deepspeed.groups.FixedOptions.check", lambda self: None),
+    "options": ("ztk.deepspeed.optimizers.groups.FixedOptions.check", lambda self: None),
     "groups": ("ztk.optim.script_optimizer.FixedGroups.check", lambda self: None),
     "steps": ("ztk.optim.script_optimizer.ScriptOptimizer.check", lambda self: None),
-    "step hooks": ("ztk.deepspeed.optimizer.take_changes", lambda engine: None),
+    "step hooks": ("ztk.deepspeed.optimizers.sharded.take_changes", lambda engine: None),
     "states": ("ztk.optim.script_optimizer.StateElsewhere._note", lambda self, what: None),
 }
 # The seed of a script that differs in silence where the fault is there.

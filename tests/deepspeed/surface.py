@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
 from ztk.core.runtime import Process, Tier
-from ztk.deepspeed import leaf
+from ztk.deepspeed.zero import leaf
 
 
 def batches(process: Process, *, number: int, size: int = 4) -> list[tuple[Tensor, Tensor]]:

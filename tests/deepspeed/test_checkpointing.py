@@ -12,9 +12,9 @@ import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
 from tests.parallel.recompute.models import LiveBytes
 from ztk.core.runtime import Process
-from ztk.deepspeed import checkpointing
-from ztk.deepspeed.checkpointing import checkpoint
 from ztk.deepspeed.config import DeepSpeedConfigError
+from ztk.deepspeed.recompute import checkpointing
+from ztk.deepspeed.recompute.checkpointing import checkpoint
 
 STAGES = (0, 1, 2, 3)
 

@@ -8,8 +8,8 @@ import torch
 import ztk.deepspeed as deepspeed
 from tests.deepspeed.scripts import build, config, loop
 from ztk.core.runtime import Process
-from ztk.deepspeed import comm
-from ztk.deepspeed.comm_log import bandwidth, size_text, table, trimmed_mean
+from ztk.deepspeed.collectives import comm
+from ztk.deepspeed.collectives.log import bandwidth, size_text, table, trimmed_mean
 
 
 def test_bandwidths_are_those_of_nccl_tests():

@@ -8,7 +8,7 @@ import pytest
 from ztk.cli.convert import main
 from ztk.config import compose
 from ztk.deepspeed.config import parse_config
-from ztk.deepspeed.convert import to_ds_config, to_overrides
+from ztk.deepspeed.config.convert import to_ds_config, to_overrides
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.99], "eps": 1e-6}}
 WARMUP = {"warmup_num_steps": 5, "warmup_min_lr": 1e-4, "warmup_max_lr": 1e-3}

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
-from ztk.deepspeed.log import logger
+from ztk.deepspeed.tools.log import logger
 
 
 def _clip(model, parameters) -> None:

@@ -8,8 +8,8 @@ from torch import nn
 
 import ztk.deepspeed as deepspeed
 from ztk.checkpoint.errors import SaveFailed
-from ztk.deepspeed.log import logger
 from ztk.deepspeed.pipe import PipeDataParallelTopology, PipelineParallelGrid
+from ztk.deepspeed.tools.log import logger
 
 CONFIG = {"train_batch_size": 1}
 

@@ -7,10 +7,10 @@ import numpy
 import pytest
 import torch
 
-from ztk.deepspeed import helpers, memory
 from ztk.deepspeed.config import DeepSpeedConfigError
-from ztk.deepspeed.device import _OF_TORCH, Accelerator, get_accelerator
-from ztk.deepspeed.parsed import DeepSpeedConfig
+from ztk.deepspeed.config.parsed import DeepSpeedConfig
+from ztk.deepspeed.tools import helpers
+from ztk.deepspeed.tools.device import _OF_TORCH, Accelerator, get_accelerator
 
 
 @pytest.fixture
@@ -58,20 +58,20 @@ def test_a_gpus_names_are_torchs():
 
 
 def test_memory_is_seen_when_forced(lines):
-    memory.see_memory_usage("quiet")
+    helpers.see_memory_usage("quiet")
     assert lines() == []
-    memory.see_memory_usage("loud", force=True)
+    helpers.see_memory_usage("loud", force=True)
     first, second = lines()
     assert first == "loud" and second.startswith("CPU virtual memory: used = ")
-    memory.memory_status("here")
-    memory.memory_status("not here", print_rank=3)
+    helpers.memory_status("here")
+    helpers.memory_status("not here", print_rank=3)
     assert lines()[-1].startswith("RANK=0 MEMSTATS here current alloc=") and len(lines()) == 3
     kept = torch.ones(2**26)  # 256 MiB: what it changes is there, within what else the process does
-    memory.memory_status("more")
+    helpers.memory_status("more")
     change = float(lines()[-1].partition("delta=")[2].partition("GB")[0])
     assert 0.2 < change < 0.4 and kept is not None
-    assert memory.get_ma_status() > 2**28
-    memory.empty_cache()
+    assert helpers.get_ma_status() > 2**28
+    helpers.empty_cache()
 
 
 def test_seeds_make_all_three_repeat():

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.deepspeed import hybrid
-from ztk.deepspeed.asked import read_call
 from ztk.deepspeed.config import DeepSpeedConfigError, parse_config
-from ztk.deepspeed.hybrid_texts import Situation, structure_refusal
+from ztk.deepspeed.generation.asked import read_call
+from ztk.deepspeed.generation.texts import Situation, structure_refusal
 from ztk.inference.sample import DrawSteps, _cut, penalised
 from ztk.rl.rollout.weights import RolloutWeights
 

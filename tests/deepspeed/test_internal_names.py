@@ -10,8 +10,8 @@ import torch
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
 from ztk.core.policies.zero import ZeroPolicy
-from ztk.deepspeed import timers
 from ztk.deepspeed.names.tree import module_of
+from ztk.deepspeed.tools import timers
 from ztk.deepspeed.version import git_hash
 
 RECORDED = Path(__file__).parents[1] / "checkpoint" / "data" / "deepspeed"
@@ -420,12 +420,12 @@ def test_small_names(capsys):
 
 
 def test_the_command_behind_another_command(monkeypatch):
-    from ztk.deepspeed.runner import command, remote
+    from ztk.deepspeed.runner import main, remote
 
     runner, seen = module_of("deepspeed.launcher.runner"), []
     monkeypatch.setattr(remote, "EXPORT_ENVS", list(remote.EXPORT_ENVS))
     monkeypatch.setattr(runner, "EXPORT_ENVS", [*runner.EXPORT_ENVS, "ARCTIC"])
-    monkeypatch.setattr(command, "run", lambda args: seen.append(args) or (3 if "bad" in args else 0))
+    monkeypatch.setattr(main, "run", lambda args: seen.append(args) or (3 if "bad" in args else 0))
     runner.main(["--num_gpus", "2", "a.py"])
     with pytest.raises(SystemExit, match="3"):
         runner.main(["bad"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.deepspeed.scripts import config, plain, train
-from ztk.deepspeed.own_optimizers import DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLion
+from ztk.deepspeed.optimizers.own import DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLion
 
 LR, DECAY = 1e-2, 0.1
 ADAMW = functools.partial(torch.optim.AdamW, lr=LR, weight_decay=DECAY)

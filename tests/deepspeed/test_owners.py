@@ -8,7 +8,7 @@ import pytest
 from tests.deepspeed.scripts import build, config, loop
 from ztk import deepspeed
 from ztk.core.runtime import Process
-from ztk.deepspeed.owners import owner_of
+from ztk.deepspeed.engine.owners import owner_of
 
 
 def dropped(process: Process, *, stage: int) -> list[bool]:

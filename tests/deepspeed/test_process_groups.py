@@ -7,9 +7,10 @@ import torch.distributed as dist
 import ztk.deepspeed as deepspeed
 from tests.deepspeed.test_meshes import config, made
 from ztk.core.runtime import Process, Topology
-from ztk.deepspeed import owners, process_groups
+from ztk.deepspeed.collectives import groups as process_groups
+from ztk.deepspeed.collectives.groups import members
+from ztk.deepspeed.engine import owners
 from ztk.deepspeed.names.tree import module_of
-from ztk.deepspeed.process_groups import members
 
 # The ranks of rank 1's groups under an engine of each kind on 4 ranks.
 OF_RANK_1 = {

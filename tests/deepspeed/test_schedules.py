@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 
-from ztk.deepspeed import schedule_names
 from ztk.deepspeed.config.scheduler import TYPES
-from ztk.deepspeed.names import lookup
-from ztk.deepspeed.schedules import SCHEDULES, VALID_LR_SCHEDULES
+from ztk.deepspeed.names import constants, lookup
+from ztk.deepspeed.optimizers.schedules import SCHEDULES, VALID_LR_SCHEDULES
 
 # (schedule, arguments, learning rates, beta1) of AdamW with lr=5e-3
 EXPECTED = [
@@ -273,4 +272,4 @@ def test_deepspeeds_words_for_keys_and_schedules():
     schedule.step(2)
     assert schedule.get_last_lr() == [0.05]
     keys = {key for table in TYPES.values() for key in table} - {"last_batch_iteration", "cycle_momentum"}
-    assert keys <= {getattr(schedule_names, name) for name in schedule_names.__all__}
+    assert keys <= set(constants.SCHEDULES.values())

@@ -9,7 +9,7 @@ from torch import nn
 
 import ztk
 import ztk.deepspeed as deepspeed
-from ztk.deepspeed.log import logger
+from ztk.deepspeed.tools.log import logger
 
 CONFIG = {"train_batch_size": 1, "gradient_clipping": 0.0}
 

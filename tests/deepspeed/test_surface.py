@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts, surface
-from ztk.deepspeed import leaf
+from ztk.deepspeed.zero import leaf
 
 
 @pytest.mark.parametrize(("stage", "evaluate_first"), [(0, True), (2, False), (3, True), (3, False)])

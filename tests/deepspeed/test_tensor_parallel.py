@@ -101,7 +101,7 @@ def test_decoders_without_a_tp_plan(ranks, family):
 def read_full(process: Process, *, stage: int) -> dict:
     """As OpenRLHF saves a model: every parameter on its own, in both contexts."""
     from tests.deepspeed.hybrid import tiny
-    from ztk.deepspeed.zero.replaced import GatherReplacedLayerParams
+    from ztk.deepspeed.zero.gathered import GatherReplacedLayerParams
 
     model = tiny()
     expected = {name: value.detach().clone() for name, value in model.named_parameters()}

@@ -8,7 +8,7 @@ import ztk.deepspeed as deepspeed
 from tests.deepspeed import scripts
 from ztk.checkpoint.errors import CheckpointError
 from ztk.core.runtime import Process
-from ztk.deepspeed import ds_to_universal
+from ztk.deepspeed.saved import ds_to_universal
 from ztk.deepspeed.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 

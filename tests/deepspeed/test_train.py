@@ -7,7 +7,7 @@ import torch
 
 from tests.deepspeed import scripts
 from tests.deepspeed.scripts import config, plain, train
-from ztk.deepspeed.own_optimizers import FusedLamb
+from ztk.deepspeed.optimizers.own import FusedLamb
 
 STAGES = (0, 1, 2, 3)
 

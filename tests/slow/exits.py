@@ -22,8 +22,8 @@ import torch.distributed
 from torch import nn
 
 import ztk.deepspeed as deepspeed
-import ztk.deepspeed.build
-import ztk.deepspeed.serving.entry  # noqa: F401
+import ztk.deepspeed.serving.entry
+import ztk.deepspeed.start.build  # noqa: F401
 
 WIDTH, LIMIT_SECONDS = 1024, 120
 

@@ -30,14 +30,14 @@ def main(arguments: list[str]) -> int:
 
 
 def _ds_config(overrides: list[str]) -> str:
-    from ztk.deepspeed.convert import to_ds_config  # brings torch, which the other commands do without
+    from ztk.deepspeed.config.convert import to_ds_config  # brings torch, which the other commands do without
 
     return json.dumps(to_ds_config(dataclasses.asdict(compose(*overrides, output_dir="."))), indent=2)
 
 
 def _overrides(path: str, *, ranks: int | None) -> str:
     from ztk.deepspeed.config import parse_config
-    from ztk.deepspeed.convert import to_overrides
+    from ztk.deepspeed.config.convert import to_overrides
 
     found = to_overrides(parse_config(path, world_size=ranks or 1), ranks=ranks)
     return "\n".join([*found.words, *(f"# {note}" for note in found.notes)])

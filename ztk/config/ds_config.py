@@ -29,7 +29,7 @@ def expand_ds_config(overrides: list[str], *, machine: Machine) -> Expanded:
     if len(given) > 1 or "," in given[0]:
         raise ConfigError([f"{KEY}={','.join(given)}: one file for one run; start run.py once for every file"])
     from ztk.deepspeed.config import DeepSpeedConfigError, parse_config  # brings torch, which only these runs need here
-    from ztk.deepspeed.convert import to_overrides
+    from ztk.deepspeed.config.convert import to_overrides
 
     others = [word for word in overrides if word.partition("=")[0] != KEY]
     try:

@@ -1,8 +1,6 @@
 """python -m ztk.deepspeed [--num_gpus N --num_nodes M --hostfile F ...] script.py args: DeepSpeed's launcher, with ztk as `deepspeed`."""
 
-import sys
-
 from ztk.deepspeed.runner.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

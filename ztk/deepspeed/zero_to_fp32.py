@@ -26,7 +26,7 @@ from ztk.checkpoint.folder import read_pointer, resolve, usable
 from ztk.checkpoint.manifest import BUFFER, Manifest, read_manifest
 from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.sources import FROZEN, MASTER
-from ztk.deepspeed.log import logger
+from ztk.deepspeed.tools.log import logger
 
 SCRIPT = "zero_to_fp32.py"  # its name beside the checkpoints
 _DTYPES = {

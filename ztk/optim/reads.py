@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 _GIVEN = frozenset(("param_groups", "state", "defaults"))  # attributes that a step over ranges has of its own
 _SKIPPED = ("torch.", "ztk.")
-_COLLECTIVES = ("torch.distributed.distributed_c10d", "ztk.deepspeed.comm")
+_COLLECTIVES = ("torch.distributed.distributed_c10d", "ztk.deepspeed.collectives.comm")
 _ASKING = ("_", "is_", "get_")  # how their functions begin that send nothing
 _DEPTH = 6
 

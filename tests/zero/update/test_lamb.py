@@ -10,7 +10,7 @@ from tests.zero.update.bits import check_bits
 from ztk.checkpoint import load, save
 from ztk.core.runtime import Process
 from ztk.core.runtime.part import Part
-from ztk.deepspeed.own_optimizers import FusedLamb
+from ztk.deepspeed.optimizers.own import FusedLamb
 from ztk.optim import OptimizerPolicy
 
 LAMB = OptimizerPolicy(name="lamb", lr=1e-2, weight_decay=0.1, decay_all=True, clip_grad_norm=0.5)

@@ -9,7 +9,7 @@ from tests.zero.models import Layout, batches, build, make_engine
 from ztk.checkpoint import load, save
 from ztk.core.precision import PrecisionPolicy
 from ztk.core.runtime import Process
-from ztk.deepspeed.own_optimizers import FusedLamb
+from ztk.deepspeed.optimizers.own import FusedLamb
 from ztk.kernels import Control
 from ztk.optim import HyperParameters, OptimizerPolicy
 from ztk.zero.update import update

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ztk.deepspeed.generation import evaluating, generate
+from ztk.deepspeed.generation.loop import evaluating, generate
 from ztk.rl.align import Packing, PolicyLoss, divergence, generalised_advantages, policy_loss, value_loss
 from ztk.rl.rollout.equality import token_logprobs
 

@@ -4,7 +4,7 @@ One file per section holds its table of keys. `parse_config` turns a configurati
 """
 
 from ztk.deepspeed.config.batch import BatchSizes
-from ztk.deepspeed.config.errors import DeepSpeedConfigError
+from ztk.deepspeed.config.keys import DeepSpeedConfigError
 from ztk.deepspeed.config.scheduler import ScheduleChoice
 from ztk.deepspeed.config.settings import Settings, parse_config
 from ztk.deepspeed.config.source import read_source

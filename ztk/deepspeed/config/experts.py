@@ -1,10 +1,12 @@
-"""expert_parallel (DeepSpeed's AutoEP): the experts of a Hugging Face model, spread over ranks."""
+"""expert_parallel (DeepSpeed's AutoEP): the experts of a Hugging Face model, spread over ranks. And moe, with moe_expert_parallel_size, which
+documents write and DeepSpeed does not read: arguments for the `MoE` layers of a model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ztk.deepspeed.config.keys import (
     Findings,
     anything,
+    at_least,
     boolean,
     fixed,
     hint,
@@ -20,7 +22,7 @@ _FOUND = "layers, their sizes and their routing are the model's own; only the ex
 _OWN = "the model's own forward runs its experts"
 _WIRES = "tokens are sent by ztk's own all-to-all, as many rows as were routed"
 _ROUTING = "the model routes as it always does; change its configuration instead, and leave it out"
-KEYS = {
+_EXPERT_KEYS = {
     "enabled": takes(boolean),
     "autoep_size": takes(whole_number(1)),
     "moe_layer_pattern": takes(optional(text)),
@@ -68,7 +70,67 @@ def read_expert_parallel(given: object, *, findings: Findings) -> ExpertParallel
     """The section, or its defaults while it is off or missing."""
     if given is None:
         return ExpertParallel()
-    values = read_section(given, path="expert_parallel.", keys=KEYS, findings=findings)
+    values = read_section(given, path="expert_parallel.", keys=_EXPERT_KEYS, findings=findings)
     if not values.get("enabled", False):
         return ExpertParallel()
     return ExpertParallel(size=values.get("autoep_size", 1), pattern=values.get("moe_layer_pattern"))
+
+
+_BUILT = "belongs to the layer that the script makes"
+_LAYER_KEYS = {
+    "enabled": takes(boolean),
+    "ep_size": takes(whole_number(1)),
+    "num_experts": takes(whole_number(1)),
+    "k": takes(whole_number(1)),
+    "capacity_factor": takes(at_least(0)),
+    "eval_capacity_factor": takes(at_least(0)),
+    "min_capacity": takes(whole_number(0)),
+    "use_residual": takes(boolean),
+    "noisy_gate_policy": takes(optional(one_of("Jitter", "RSample"))),
+    "drop_tokens": takes(boolean),
+    "use_rts": takes(boolean),
+    "top2_2nd_expert_sampling": takes(boolean),
+    "moe_param_group": hint(
+        boolean, "experts may be in any parameter group; ztk reduces their gradients rightly in each"
+    ),
+    "use_tutel": fixed(False, why=f"{_BUILT}, and ztk routes by its own kernels; leave it out"),
+    "enable_expert_tensor_parallelism": fixed(False, why="an expert is never cut over ranks; leave it out"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerOptions:
+    """Arguments of `MoE` by their names, for layers that leave them at their defaults; a layer that has another value is refused."""
+
+    values: dict[str, object] = field(default_factory=dict)
+
+
+def read_moe(given: dict, *, top: dict, findings: Findings) -> LayerOptions:
+    """given: the full configuration; top: its top-level values that take effect. A section that is switched off gives nothing."""
+    section = given.get("moe")
+    values = {} if section is None else read_section(section, path="moe.", keys=_LAYER_KEYS, findings=findings)
+    is_on = values.pop("enabled", True)
+    values = values if is_on else {}
+    size = top.get("moe_expert_parallel_size")
+    if size is not None and not is_on and size > 1:
+        findings.faults.append(f"moe_expert_parallel_size={size}: asks for experts, and moe.enabled is false; keep one")
+    if size is not None and values.setdefault("ep_size", size) != size:
+        findings.faults.append(
+            f"moe_expert_parallel_size={size}: moe.ep_size={values['ep_size']} says another; keep one"
+        )
+    return LayerOptions(values=values)
+
+
+def join_sizes(experts: ExpertParallel, *, options: LayerOptions, ranks: int, findings: Findings) -> ExpertParallel:
+    """Over how many of `ranks` data-parallel ranks both sections together spread the experts."""
+    sizes = {"expert_parallel.autoep_size": experts.size, "moe.ep_size": options.values.get("ep_size", 1)}
+    asked = {key: size for key, size in sizes.items() if size > 1}
+    if len(set(asked.values())) > 1:
+        findings.faults.append(f"{' and '.join(f'{key}={size}' for key, size in asked.items())}: keep one")
+    for key, size in asked.items():
+        if ranks % size:
+            findings.faults.append(
+                f"{key}={size}: {ranks} data-parallel rank{'s' if ranks > 1 else ''} cannot be divided by {size}; start a multiple of "
+                f"{size}, or write a divisor of {ranks}"
+            )
+    return ExpertParallel(size=max(sizes.values()), pattern=experts.pattern)

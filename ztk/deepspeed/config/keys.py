@@ -223,3 +223,15 @@ def one_of(*words: str) -> Convert:
 def optional(convert: Convert) -> Convert:
     """null, or what `convert` takes."""
     return lambda value: None if value is None else convert(value)
+
+
+class DeepSpeedConfigError(ValueError):
+    """Everything that is wrong with a configuration, one line each in `faults`."""
+
+    def __init__(self, faults: list[str]) -> None:
+        self.faults = faults
+        head = "the DeepSpeed configuration is refused:\n  " if len(faults) > 1 else ""
+        super().__init__(head + "\n  ".join(faults))
+
+    def __reduce__(self) -> tuple:
+        return DeepSpeedConfigError, (self.faults,)

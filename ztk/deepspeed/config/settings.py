@@ -6,26 +6,25 @@ import torch
 
 from ztk.core.policies.zero import ZeroPolicy
 from ztk.core.precision import PrecisionPolicy
-from ztk.deepspeed.config.absent import check_absent, read_checkpoint
-from ztk.deepspeed.config.activations import ActivationCheckpointing, read_activation_checkpointing
-from ztk.deepspeed.config.averaging import Averaging, read_averaging
-from ztk.deepspeed.config.batch import BatchSizes, solve_batch
-from ztk.deepspeed.config.errors import DeepSpeedConfigError
-from ztk.deepspeed.config.experts import ExpertParallel, read_expert_parallel
-from ztk.deepspeed.config.hybrid import Hybrid, read_hybrid
-from ztk.deepspeed.config.keys import Findings, read_section
-from ztk.deepspeed.config.leaf import LeafModules
-from ztk.deepspeed.config.moe import LayerOptions, join_sizes, read_moe
+from ztk.deepspeed.config.batch import Averaging, BatchSizes, read_averaging, solve_batch
+from ztk.deepspeed.config.experts import ExpertParallel, LayerOptions, join_sizes, read_expert_parallel, read_moe
+from ztk.deepspeed.config.keys import DeepSpeedConfigError, Findings, read_section
+from ztk.deepspeed.config.modules import (
+    ActivationCheckpointing,
+    Hybrid,
+    read_activation_checkpointing,
+    read_hybrid,
+    read_pipeline,
+)
 from ztk.deepspeed.config.offload import read_offload
 from ztk.deepspeed.config.optimizer import read_optimizer
-from ztk.deepspeed.config.pipeline import read_pipeline
 from ztk.deepspeed.config.precision import Precision
 from ztk.deepspeed.config.scheduler import ScheduleChoice, read_scheduler
 from ztk.deepspeed.config.source import read_source
 from ztk.deepspeed.config.tensor import TensorSettings, read_tensor_parallel
-from ztk.deepspeed.config.top import ELSEWHERE, KEYS
+from ztk.deepspeed.config.top import ELSEWHERE, KEYS, check_absent, read_checkpoint
 from ztk.deepspeed.config.watching import Watching, read_watching
-from ztk.deepspeed.config.zero import Zero
+from ztk.deepspeed.config.zero import LeafModules, Zero
 from ztk.optim import OptimizerPolicy
 from ztk.zero.offload import OffloadPolicy
 

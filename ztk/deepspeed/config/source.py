@@ -8,9 +8,8 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 
-from ztk.deepspeed.config.errors import DeepSpeedConfigError
 from ztk.deepspeed.config.hjson import parse_hjson
-from ztk.deepspeed.config.keys import Findings
+from ztk.deepspeed.config.keys import DeepSpeedConfigError, Findings
 
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
 _TRAILING_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.DOTALL)

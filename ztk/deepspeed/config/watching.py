@@ -3,7 +3,7 @@
 import importlib.util
 from dataclasses import dataclass, field
 
-from ztk.deepspeed.comm_log import LogSwitches
+from ztk.deepspeed.collectives.log import LogSwitches
 from ztk.deepspeed.config.keys import (
     Findings,
     anything,

@@ -1,5 +1,8 @@
 """zero_optimization, and where its shards are stored."""
 
+from dataclasses import dataclass
+from typing import Any
+
 from ztk.core.policies.zero import ZeroPolicy
 from ztk.deepspeed.config.keys import (
     Effect,
@@ -13,7 +16,6 @@ from ztk.deepspeed.config.keys import (
     takes,
     whole_number,
 )
-from ztk.deepspeed.config.leaf import read_leaf_modules
 
 _NOT_YET = "not offered by ztk yet; leave it out"
 _SIZES = whole_number(0)
@@ -186,3 +188,40 @@ def _section(values: dict, *, name: str, old: str, findings: Findings) -> object
             if "cpu_offload_use_pin_memory" in values:
                 section["pin_memory"] = values["cpu_offload_use_pin_memory"]
     return section
+
+
+USUAL_CLASSES = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeafModules:
+    """Classes by their names or full names, modules by their names or the ends of their names. wanted: what the configuration named."""
+
+    classes: tuple[str, ...] = USUAL_CLASSES
+    names: tuple[str, ...] = ()
+    name_suffixes: tuple[str, ...] = ()
+    wanted: frozenset[str] = frozenset()
+
+
+def _words(value: object) -> tuple[str, ...]:
+    words = [value] if isinstance(value, str) else value
+    if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
+        raise ValueError('must be a list of names, such as ["MixtralSparseMoeBlock"]')
+    return tuple(dict.fromkeys(words))
+
+
+_LEAF_KEYS = {"classes": takes(_words), "names": takes(_words), "name_suffixes": takes(_words)}
+
+
+def read_leaf_modules(given: object, *, findings: Findings) -> LeafModules:
+    """The section, or DeepSpeed's usual classes if there is none."""
+    if given is None:
+        return LeafModules()
+    values: dict[str, Any] = read_section(
+        given, path="zero_optimization.leaf_module.", keys=_LEAF_KEYS, findings=findings
+    )
+    return LeafModules(**values, wanted=frozenset(word for words in values.values() for word in words))

@@ -1,7 +1,6 @@
 """Mixtures of experts by DeepSpeed's names: `deepspeed.moe.layer.MoE` is `ztk.parallel.moe.MoE`; its `ep_size`, or the configuration's,
 makes the mesh."""
 
-from ztk.deepspeed.experts.mesh import expert_topology
-from ztk.deepspeed.experts.options import give_layer_options
+from ztk.deepspeed.experts.layers import expert_topology, give_layer_options
 
 __all__ = ["expert_topology", "give_layer_options"]

@@ -1,9 +1,10 @@
 """Which module of ztk stands for which module of DeepSpeed, and of `deepspeed_chat`.
 
-A row is `"deepspeed.x": "ztk.y"`, the module itself, or `"deepspeed.x": {"ztk.y": "name name"}`, a module that holds those names
-(`"*"`: all that `ztk.y` offers). A module above others needs a row of its own and is never ztk's module itself, which would not know
-what stands under it; nor has this layer a module of its own by that name, which would take its place. Nothing is imported before it is
-used. A module that is not here does not exist: importing it raises ModuleNotFoundError.
+A row is `"deepspeed.x": "ztk.y"`, the module itself, or `"deepspeed.x": {"ztk.y": "name name"}`, a module that holds those names. `"*"`
+stands for all that `ztk.y` offers, and `ztk.y:TABLE` for a table there, of names with their values. A module above others needs a row of its
+own and is never ztk's module itself, which would not know what stands under it; nor has this layer a module of its own by that name, which
+would take its place. Nothing is imported before it is used. A module that is not here does not exist: importing it raises
+ModuleNotFoundError.
 """
 
 Row = str | dict[str, str]
@@ -19,57 +20,70 @@ _PARAMETER_STATES = {
     ),
 }
 _LEAF_MODULES = {
-    "ztk.deepspeed.leaf": (
+    "ztk.deepspeed.zero.leaf": (
         "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix "
         "unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
     ),
 }
 
+ZERO: dict[str, str] = {  # names of `deepspeed.zero`
+    "ztk.deepspeed.zero.estimates": (
+        "estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live "
+        "estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live"
+    ),
+    "ztk.deepspeed.zero.gathered": "GatheredParameters register_external_parameter unregister_external_parameter",
+    "ztk.deepspeed.zero.hooks": "DeepSpeedZeRoOffload unwrap_model_for_generation",
+    "ztk.deepspeed.zero.init": "DeepSpeedTensorOverride Init",
+    "ztk.deepspeed.zero.parameter": "ZeroParamStatus ZeroParamType",
+    "ztk.deepspeed.zero.tiling": "TiledLinear TiledLinearReturnBias",
+    **_PARAMETER_STATES,
+}
 TOP: dict[str, str] = {  # names of `deepspeed` itself
-    "ztk.deepspeed.arguments": "add_config_arguments init_distributed",
-    "ztk.deepspeed.autotp": "tp_model_init",
+    "ztk.deepspeed.start.process": "add_config_arguments init_distributed",
+    "ztk.deepspeed.start.mesh": "tp_model_init",
     "ztk.deepspeed.config": "DeepSpeedConfigError",
-    "ztk.deepspeed.engine": "DeepSpeedEngine",
-    "ztk.deepspeed.helpers": "OnDevice",
-    "ztk.deepspeed.hybrid": "DeepSpeedHybridEngine",
-    "ztk.deepspeed.parsed": "DeepSpeedConfig",
-    "ztk.deepspeed.entry": "initialize",
-    "ztk.deepspeed.log": "log_dist logger",
+    "ztk.deepspeed.engine.engine": "DeepSpeedEngine",
+    "ztk.deepspeed.tools.helpers": "OnDevice",
+    "ztk.deepspeed.generation.hybrid": "DeepSpeedHybridEngine",
+    "ztk.deepspeed.config.parsed": "DeepSpeedConfig",
+    "ztk.deepspeed.start.entry": "initialize",
+    "ztk.deepspeed.tools.log": "log_dist logger",
     "ztk.deepspeed.names": "install",
     "ztk.deepspeed.pipe.engine": "PipelineEngine",
     "ztk.deepspeed.pipe": "PipelineModule",
-    "ztk.deepspeed.device": "get_accelerator",
-    "ztk.deepspeed.schedules": "VALID_LR_SCHEDULES",
+    "ztk.deepspeed.tools.device": "get_accelerator",
+    "ztk.deepspeed.optimizers.schedules": "VALID_LR_SCHEDULES",
     "ztk.deepspeed.serving.config": "DeepSpeedInferenceConfig default_inference_config",
     "ztk.deepspeed.serving.engine": "InferenceEngine",
     "ztk.deepspeed.serving.entry": "init_inference",
     "ztk.deepspeed.version": (
         "__version__ __version_major__ __version_minor__ __version_patch__ __git_hash__ __git_branch__"
     ),
-    "ztk.deepspeed.loader": "RepeatingLoader",
+    "ztk.deepspeed.start.loader": "RepeatingLoader",
     **_PARAMETER_STATES,
 }
 
+PACKAGES = {"deepspeed": TOP, "deepspeed.zero": ZERO}  # whose modules are ztk's own
 MODULES: dict[str, Row] = {
     "deepspeed": "ztk.deepspeed",
     "deepspeed.accelerator": {
-        "ztk.deepspeed.device": "get_accelerator is_current_accelerator_supported Accelerator",
+        "ztk.deepspeed.tools.device": "get_accelerator is_current_accelerator_supported Accelerator",
     },
     "deepspeed.accelerator.real_accelerator": {
-        "ztk.deepspeed.device": "get_accelerator is_current_accelerator_supported",
+        "ztk.deepspeed.tools.device": "get_accelerator is_current_accelerator_supported",
     },
     "deepspeed.checkpoint": {},
-    "deepspeed.checkpoint.constants": "ztk.deepspeed.checkpoint_constants",
-    "deepspeed.checkpoint.ds_to_universal": "ztk.deepspeed.ds_to_universal",
-    "deepspeed.checkpoint.utils": {"ztk.deepspeed.checkpoints": "clone_tensors_for_torch_save"},
-    "deepspeed.checkpointing": "ztk.deepspeed.checkpointing",
-    "deepspeed.comm": "ztk.deepspeed.comm",
+    "deepspeed.checkpoint.constants": {"ztk.deepspeed.names.constants:CHECKPOINT": "*"},
+    "deepspeed.checkpoint.ds_to_universal": "ztk.deepspeed.saved.ds_to_universal",
+    "deepspeed.checkpoint.utils": {"ztk.deepspeed.saved.checkpoints": "clone_tensors_for_torch_save"},
+    "deepspeed.checkpointing": "ztk.deepspeed.recompute.checkpointing",
+    "deepspeed.comm": "ztk.deepspeed.collectives.comm",
     "deepspeed.compression": {},
-    "deepspeed.compression.helper": {"ztk.deepspeed.helpers": "recursive_getattr recursive_setattr"},
-    "deepspeed.constants": "ztk.deepspeed.constants",
+    "deepspeed.compression.helper": {"ztk.deepspeed.tools.helpers": "recursive_getattr recursive_setattr"},
+    "deepspeed.constants": {"ztk.deepspeed.names.constants:TOP": "*"},
     "deepspeed.env_report": {"ztk.report.__main__": "main"},
     "deepspeed.git_version_info": {
-        "ztk.deepspeed.engine_names": "accelerator_name installed_ops torch_info",
+        "ztk.deepspeed.names.constants:BUILD": "*",
         "ztk.deepspeed.version": "version git_hash git_branch",
     },
     "deepspeed.inference": {
@@ -80,25 +94,25 @@ MODULES: dict[str, Row] = {
     "deepspeed.inference.engine": {"ztk.deepspeed.serving.engine": "InferenceEngine"},
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": {
-        "ztk.deepspeed.runner.command": "main",
+        "ztk.deepspeed.runner.main": "main",
         "ztk.deepspeed.runner.remote": "DEEPSPEED_ENVIRONMENT_NAME EXPORT_ENVS",
     },
     "deepspeed.module_inject": {},
-    "deepspeed.module_inject.layers": {"ztk.deepspeed.zero.replaced": "GatherReplacedLayerParams"},
+    "deepspeed.module_inject.layers": {"ztk.deepspeed.zero.gathered": "GatherReplacedLayerParams"},
     "deepspeed.monitor": {},
     "deepspeed.monitor.config": {"ztk.deepspeed.watch.monitors": "get_monitor_config"},
     "deepspeed.monitor.monitor": {"ztk.deepspeed.watch.monitors": "MonitorMaster"},
-    "deepspeed.ops": {"ztk.deepspeed.op_builders": "__compatible_ops__"},
-    "deepspeed.ops.adagrad": {"ztk.deepspeed.own_optimizers": "DeepSpeedCPUAdagrad"},
-    "deepspeed.ops.aio": {"ztk.deepspeed.op_builders": "AsyncIOBuilder"},
-    "deepspeed.ops.adam": {"ztk.deepspeed.own_optimizers": "DeepSpeedCPUAdam FusedAdam"},
-    "deepspeed.ops.adam.cpu_adam": {"ztk.deepspeed.own_optimizers": "DeepSpeedCPUAdam"},
-    "deepspeed.ops.adam.fused_adam": {"ztk.deepspeed.own_optimizers": "FusedAdam"},
-    "deepspeed.ops.lamb": {"ztk.deepspeed.own_optimizers": "FusedLamb"},
-    "deepspeed.ops.lion": {"ztk.deepspeed.own_optimizers": "DeepSpeedCPULion FusedLion"},
-    "deepspeed.ops.op_builder": {"ztk.deepspeed.op_builders": "*"},
-    "deepspeed.ops.op_builder.all_ops": {"ztk.deepspeed.op_builders": "ALL_OPS"},
-    "deepspeed.ops.op_builder.builder": {"ztk.deepspeed.op_builders": "OpBuilder"},
+    "deepspeed.ops": {"ztk.deepspeed.tools.op_builders": "__compatible_ops__"},
+    "deepspeed.ops.adagrad": {"ztk.deepspeed.optimizers.own": "DeepSpeedCPUAdagrad"},
+    "deepspeed.ops.aio": {"ztk.deepspeed.tools.op_builders": "AsyncIOBuilder"},
+    "deepspeed.ops.adam": {"ztk.deepspeed.optimizers.own": "DeepSpeedCPUAdam FusedAdam"},
+    "deepspeed.ops.adam.cpu_adam": {"ztk.deepspeed.optimizers.own": "DeepSpeedCPUAdam"},
+    "deepspeed.ops.adam.fused_adam": {"ztk.deepspeed.optimizers.own": "FusedAdam"},
+    "deepspeed.ops.lamb": {"ztk.deepspeed.optimizers.own": "FusedLamb"},
+    "deepspeed.ops.lion": {"ztk.deepspeed.optimizers.own": "DeepSpeedCPULion FusedLion"},
+    "deepspeed.ops.op_builder": {"ztk.deepspeed.tools.op_builders": "*"},
+    "deepspeed.ops.op_builder.all_ops": {"ztk.deepspeed.tools.op_builders": "ALL_OPS"},
+    "deepspeed.ops.op_builder.builder": {"ztk.deepspeed.tools.op_builders": "OpBuilder"},
     "deepspeed.pipe": "ztk.deepspeed.pipe",
     "deepspeed.profiling": {},
     "deepspeed.profiling.flops_profiler": {"ztk.deepspeed.watch.flops": "FlopsProfiler get_model_profile"},
@@ -124,48 +138,47 @@ MODULES: dict[str, Row] = {
     # deepspeed.runtime
     "deepspeed.runtime": {},
     "deepspeed.runtime.activation_checkpointing": {},
-    "deepspeed.runtime.activation_checkpointing.checkpointing": "ztk.deepspeed.checkpointing",
+    "deepspeed.runtime.activation_checkpointing.checkpointing": "ztk.deepspeed.recompute.checkpointing",
     "deepspeed.runtime.checkpoint_engine": {
-        "ztk.deepspeed.checkpoint_engine": "CheckpointCommitInfo TorchCheckpointEngine",
+        "ztk.deepspeed.saved.files": "CheckpointCommitInfo TorchCheckpointEngine",
     },
     "deepspeed.runtime.checkpoint_engine.checkpoint_engine": {
-        "ztk.deepspeed.checkpoint_engine": "CheckpointCommitInfo CheckpointEngine",
+        "ztk.deepspeed.saved.files": "CheckpointCommitInfo CheckpointEngine",
     },
     "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": {
-        "ztk.deepspeed.checkpoint_engine": "TorchCheckpointEngine",
+        "ztk.deepspeed.saved.files": "TorchCheckpointEngine",
     },
-    "deepspeed.runtime.config_utils": {"ztk.deepspeed.config_model": "DeepSpeedConfigModel"},
-    "deepspeed.runtime.constants": "ztk.deepspeed.runtime_constants",
-    "deepspeed.runtime.dataloader": {"ztk.deepspeed.loader": "DeepSpeedDataLoader RepeatingLoader"},
-    "deepspeed.runtime.base_optimizer": {"ztk.deepspeed.optimizer_types": "DeepSpeedOptimizer ZeROOptimizer"},
-    "deepspeed.runtime.bf16_optimizer": {"ztk.deepspeed.optimizer_types": "BF16_Optimizer"},
+    "deepspeed.runtime.config_utils": {"ztk.deepspeed.tools.config_model": "DeepSpeedConfigModel"},
+    "deepspeed.runtime.constants": {"ztk.deepspeed.names.constants:RUNTIME": "*"},
+    "deepspeed.runtime.dataloader": {"ztk.deepspeed.start.loader": "DeepSpeedDataLoader RepeatingLoader"},
+    "deepspeed.runtime.base_optimizer": {"ztk.deepspeed.optimizers.sharded": "DeepSpeedOptimizer ZeROOptimizer"},
+    "deepspeed.runtime.bf16_optimizer": {"ztk.deepspeed.optimizers.sharded": "BF16_Optimizer"},
     "deepspeed.runtime.config": {
         "ztk.deepspeed.config": "DeepSpeedConfigError",
-        "ztk.deepspeed.parsed": "DeepSpeedConfig",
+        "ztk.deepspeed.config.parsed": "DeepSpeedConfig",
     },
     "deepspeed.runtime.engine": {
-        "ztk.deepspeed.engine": "DeepSpeedEngine",
-        "ztk.deepspeed.engine_names": "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable autocast_if_enabled",
+        "ztk.deepspeed.engine.engine": (
+            "DeepSpeedEngine DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable autocast_if_enabled"
+        ),
         "ztk.parallel.moe": "MoE",
     },
     "deepspeed.runtime.fp16": {},
-    "deepspeed.runtime.fp16.fused_optimizer": {"ztk.deepspeed.optimizer_types": "FP16_Optimizer"},
-    "deepspeed.runtime.fp16.unfused_optimizer": {"ztk.deepspeed.optimizer_types": "FP16_UnfusedOptimizer"},
+    "deepspeed.runtime.fp16.fused_optimizer": {"ztk.deepspeed.optimizers.sharded": "FP16_Optimizer"},
+    "deepspeed.runtime.fp16.unfused_optimizer": {"ztk.deepspeed.optimizers.sharded": "FP16_UnfusedOptimizer"},
     "deepspeed.runtime.fp16.loss_scaler": {
-        "ztk.deepspeed.loss_scaler": (
-            "CONSECUTIVE_HYSTERESIS DELAYED_SHIFT INITIAL_LOSS_SCALE MIN_LOSS_SCALE SCALE_WINDOW DynamicLossScaler LossScaler "
-            "LossScalerBase"
-        ),
+        "ztk.deepspeed.optimizers.loss_scaler": "DynamicLossScaler LossScaler LossScalerBase",
+        "ztk.deepspeed.names.constants:LOSS_SCALE": "*",
     },
-    "deepspeed.runtime.hybrid_engine": {"ztk.deepspeed.hybrid": "DeepSpeedHybridEngine"},
+    "deepspeed.runtime.hybrid_engine": {"ztk.deepspeed.generation.hybrid": "DeepSpeedHybridEngine"},
     "deepspeed.runtime.lr_schedules": {
-        "ztk.deepspeed.schedule_names": "*",
-        "ztk.deepspeed.schedules": "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR",
+        "ztk.deepspeed.names.constants:SCHEDULES": "*",
+        "ztk.deepspeed.optimizers.schedules": "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR",
     },
     "deepspeed.runtime.pipe": {"ztk.deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec ProcessTopology"},
     "deepspeed.runtime.pipe.engine": {"ztk.deepspeed.pipe.engine": "PipelineEngine PipelineError"},
     "deepspeed.runtime.pipe.module": {"ztk.deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec"},
-    "deepspeed.runtime.pipe.schedule": {"ztk.deepspeed.pipe_schedules": "*"},
+    "deepspeed.runtime.pipe.schedule": {"ztk.deepspeed.pipe.schedules": "*"},
     "deepspeed.runtime.pipe.topology": {
         "ztk.deepspeed.pipe": (
             "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology"
@@ -178,30 +191,36 @@ MODULES: dict[str, Row] = {
         "ztk.deepspeed.ulysses.tiles": "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP sequence_tiled_compute",
     },
     "deepspeed.runtime.utils": {
-        "ztk.deepspeed.helpers": (
-            "call_to_str clip_grad_norm_ copy_to_device ensure_directory_exists get_only_unique_item move_to_device set_random_seed"
+        "ztk.deepspeed.tools.helpers": (
+            "call_to_str clip_grad_norm_ copy_to_device empty_cache ensure_directory_exists get_ma_status get_only_unique_item "
+            "memory_status move_to_device partition_balanced partition_uniform see_memory_usage set_random_seed"
         ),
-        "ztk.deepspeed.memory": "empty_cache get_ma_status memory_status see_memory_usage",
-        "ztk.deepspeed.partitions": "partition_balanced partition_uniform",
     },
-    "deepspeed.runtime.zero": {"ztk.deepspeed.zero": "*"},
-    "deepspeed.runtime.zero.config": {"ztk.deepspeed.saved_types": "ZeroStageEnum"},
+    "deepspeed.runtime.zero": ZERO,
+    "deepspeed.runtime.zero.config": {"ztk.deepspeed.saved.types": "ZeroStageEnum"},
     "deepspeed.runtime.zero.offload_config": {
-        "ztk.deepspeed.offloading": "OffloadDeviceEnum OffloadStateTypeEnum",
+        "ztk.deepspeed.engine.offloading": "OffloadDeviceEnum OffloadStateTypeEnum",
     },
-    "deepspeed.runtime.zero.parameter_offload": {"ztk.deepspeed.zero": "DeepSpeedZeRoOffload"},
+    "deepspeed.runtime.zero.parameter_offload": {"ztk.deepspeed.zero.hooks": "DeepSpeedZeRoOffload"},
     "deepspeed.runtime.zero.tiling": {"ztk.deepspeed.zero.tiling": "TiledLinear TiledLinearReturnBias"},
-    "deepspeed.runtime.zero.utils": {"ztk.deepspeed.engine_names": "is_zero_param"},
-    "deepspeed.runtime.zero.partition_parameters": "ztk.deepspeed.zero.partition_parameters",
+    "deepspeed.runtime.zero.utils": {"ztk.deepspeed.zero.parameter": "is_zero_param"},
+    "deepspeed.runtime.zero.partition_parameters": {
+        "ztk.deepspeed.tools.device": "get_accelerator",
+        "ztk.deepspeed.zero.gathered": "GatheredParameters register_external_parameter unregister_external_parameter",
+        "ztk.deepspeed.zero.init": (
+            "DeepSpeedTensorOverride Init _orig_torch_arange zero_wrapper_for_fp_tensor_constructor"
+        ),
+        "ztk.deepspeed.zero.parameter": "ZeroParamStatus ZeroParamType is_zero_param",
+    },
     "deepspeed.runtime.zero.stage3": {
-        "ztk.deepspeed.optimizer_types": "DeepSpeedZeroOptimizer_Stage3",
-        "ztk.deepspeed.zero": (
+        "ztk.deepspeed.optimizers.sharded": "DeepSpeedZeroOptimizer_Stage3",
+        "ztk.deepspeed.zero.estimates": (
             "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold"
         ),
     },
     "deepspeed.runtime.zero.stage_1_and_2": {
-        "ztk.deepspeed.optimizer_types": "DeepSpeedZeroOptimizer",
-        "ztk.deepspeed.zero": (
+        "ztk.deepspeed.optimizers.sharded": "DeepSpeedZeroOptimizer",
+        "ztk.deepspeed.zero.estimates": (
             "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold"
         ),
     },
@@ -210,23 +229,20 @@ MODULES: dict[str, Row] = {
     "deepspeed.sequence.layer": {"ztk.deepspeed.ulysses.layer": "DistributedAttention"},
     # deepspeed.utils
     "deepspeed.utils": {
-        "ztk.deepspeed.helpers": "OnDevice instrument_w_nvtx",
-        "ztk.deepspeed.log": "logger log_dist",
-        "ztk.deepspeed.loader": "RepeatingLoader",
+        "ztk.deepspeed.tools.helpers": "OnDevice instrument_w_nvtx",
+        "ztk.deepspeed.tools.log": "logger log_dist",
+        "ztk.deepspeed.start.loader": "RepeatingLoader",
         **_PARAMETER_STATES,
         **_LEAF_MODULES,
     },
-    "deepspeed.utils.groups": {"ztk.deepspeed.process_groups": "*"},
-    "deepspeed.utils.init_on_device": {"ztk.deepspeed.helpers": "OnDevice"},
-    "deepspeed.utils.nvtx": {"ztk.deepspeed.helpers": "instrument_w_nvtx"},
-    "deepspeed.utils.logging": {"ztk.deepspeed.log": "logger log_dist print_dist"},
-    "deepspeed.utils.tensor_fragment": {"ztk.deepspeed.saved_types": "fragment_address", **_PARAMETER_STATES},
+    "deepspeed.utils.groups": {"ztk.deepspeed.collectives.groups": "*"},
+    "deepspeed.utils.init_on_device": {"ztk.deepspeed.tools.helpers": "OnDevice"},
+    "deepspeed.utils.nvtx": {"ztk.deepspeed.tools.helpers": "instrument_w_nvtx"},
+    "deepspeed.utils.logging": {"ztk.deepspeed.tools.log": "logger log_dist print_dist"},
+    "deepspeed.utils.tensor_fragment": {"ztk.deepspeed.saved.types": "fragment_address", **_PARAMETER_STATES},
     "deepspeed.utils.timer": {
-        "ztk.deepspeed.timers": (
-            "BACKWARD_GLOBAL_TIMER BACKWARD_INNER_GLOBAL_TIMER BACKWARD_INNER_MICRO_TIMER BACKWARD_MICRO_TIMER "
-            "BACKWARD_REDUCE_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER FORWARD_GLOBAL_TIMER FORWARD_MICRO_TIMER STEP_GLOBAL_TIMER "
-            "STEP_MICRO_TIMER SynchronizedWallClockTimer ThroughputTimer trim_mean"
-        ),
+        "ztk.deepspeed.names.constants:TIMERS": "*",
+        "ztk.deepspeed.tools.timers": "SynchronizedWallClockTimer ThroughputTimer trim_mean",
     },
     "deepspeed.utils.z3_leaf_module": _LEAF_MODULES,
     "deepspeed.utils.zero_to_fp32": "ztk.deepspeed.zero_to_fp32",

@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Mapping
 from types import ModuleType
 
-from ztk.deepspeed.names.table import MODULES, TOP
+from ztk.deepspeed.names.table import MODULES, PACKAGES
 
 
 class Facade(ModuleType):
@@ -34,14 +34,17 @@ def module_of(name: str) -> ModuleType:
     return importlib.import_module(row) if isinstance(row, str) else Facade(name, homes=row)
 
 
-def lookup(name: str) -> object:
-    """A name of `deepspeed` itself: a function, a class, or a module under it. Raises AttributeError."""
-    return _named(name, homes=TOP, module="deepspeed")
+def lookup(name: str, module: str = "deepspeed") -> object:
+    """A name of `deepspeed` itself, or of another package that is ztk's own: a function, a class, or a module under it.
+
+    Raises AttributeError.
+    """
+    return _named(name, homes=PACKAGES[module], module=module)
 
 
 def names_of(module: str) -> list[str]:
     """What `module` offers by the table: its names, and the modules right under it."""
-    row = TOP if module == "deepspeed" else MODULES[module]
+    row = PACKAGES.get(module, MODULES[module])
     listed = [] if isinstance(row, str) else [n for home, names in row.items() for n in _expand(names, home=home)]
     below = [other.rpartition(".") for other in MODULES]
     return sorted({*listed, *(child for parent, _, child in below if parent == module)})
@@ -50,7 +53,9 @@ def names_of(module: str) -> list[str]:
 def _named(name: str, *, homes: Mapping[str, str], module: str) -> object:
     for home, names in homes.items():
         if name in _expand(names, home=home):
-            return getattr(importlib.import_module(home), name)
+            place, _, table = home.partition(":")
+            found = importlib.import_module(place)
+            return getattr(found, table)[name] if table else getattr(found, name)
     if f"{module}.{name}" in MODULES:
         return module_of(f"{module}.{name}")
     raise AttributeError(f"{module}.{name}: not offered by ztk; docs/deepspeed.md says what is")
@@ -59,7 +64,10 @@ def _named(name: str, *, homes: Mapping[str, str], module: str) -> object:
 def _expand(names: str, *, home: str) -> list[str]:
     if names != "*":
         return names.split()
-    module = importlib.import_module(home)
+    place, _, table = home.partition(":")
+    module = importlib.import_module(place)
+    if table:
+        return list(getattr(module, table))
     return list(getattr(module, "__all__", None) or _defined_in(module))
 
 

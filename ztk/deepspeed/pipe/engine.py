@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ztk.deepspeed.config.batch import BatchSizes
-from ztk.deepspeed.engine import DeepSpeedEngine
-from ztk.deepspeed.loader import RepeatingLoader
+from ztk.deepspeed.engine.engine import DeepSpeedEngine
+from ztk.deepspeed.start.loader import RepeatingLoader
 from ztk.parallel.pipeline import MicroBatch
 from ztk.train.engine.pipeline import PipelineEngine as PipelinedEngine
 

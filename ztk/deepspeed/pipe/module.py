@@ -6,7 +6,7 @@ from torch import nn
 
 from ztk.core.runtime import Process, Topology
 from ztk.deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
-from ztk.deepspeed.started import arrange, this_process
+from ztk.deepspeed.start.process import arrange, this_process
 from ztk.parallel import pipeline
 from ztk.parallel.pipeline import LayerSpec, PipelinePolicy
 from ztk.parallel.pipeline.stages import split

@@ -7,7 +7,7 @@ from math import prod
 import torch.distributed as dist
 
 from ztk.core.runtime import Process
-from ztk.deepspeed.started import this_process
+from ztk.deepspeed.start.process import this_process
 
 
 class ProcessTopology:

@@ -6,21 +6,23 @@ import socket
 import subprocess
 import sys
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from ztk.core.launch import Child, first_cause, python_path, run_children
+from ztk.deepspeed.names.tree import module_of
 from ztk.deepspeed.runner import hosts as where
+from ztk.deepspeed.runner import remote
 from ztk.deepspeed.runner.hosts import Host
-from ztk.deepspeed.runner.node import run_node
+from ztk.deepspeed.runner.node import Plan, run_node
 from ztk.deepspeed.runner.options import HOSTFILE, Options, read_options
-from ztk.deepspeed.runner.plan import Plan
 from ztk.deepspeed.runner.remote import Reach, address_of, check_launcher, is_local, reach
 
 _PORT = 29500
 
 
-def main(arguments: list[str]) -> int:
+def run(arguments: list[str]) -> int:
     """Returns the exit code: of the script's first failed rank, 0 if all ended well, 2 if nothing could be started."""
     options = read_options(arguments)
     try:
@@ -146,3 +148,14 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The command: `python -m ztk.deepspeed ARGS`, and `deepspeed.launcher.runner.main` for programs with commands of their own.
+
+    args: None for this process's. Raises SystemExit with the code of a failure.
+    """
+    remote.EXPORT_ENVS[:] = list(module_of("deepspeed.launcher.runner").EXPORT_ENVS)  # a program may have set it there
+    code = run(list(sys.argv[1:] if args is None else args))
+    if code:
+        raise SystemExit(code)

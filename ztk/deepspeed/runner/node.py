@@ -1,17 +1,69 @@
-"""The ranks of one machine.
+"""One machine of a run: the plan that every machine is told, the command of one rank, and the ranks of this machine.
 
 python -m ztk.deepspeed.runner.node PLAN NODE     # NODE: the machine's number in the plan, or its name
 """
 
+import ast
+import base64
+import dataclasses
+import json
 import os
+import re
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from ztk.core.launch import Child, allocator_settings, first_cause, python_path, run_children
 from ztk.deepspeed.names import SHIM
-from ztk.deepspeed.runner.plan import Plan
-from ztk.deepspeed.runner.script import rank_command
+from ztk.deepspeed.runner.hosts import Host
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One run of one script.
+
+    script: a path, a module's name if `module`, or any command if not `python`. pass_local_rank: as an argument, to a script that
+    knows it. log_folder: one file per rank instead of the terminal. bind_cores: every rank runs on its own part of `cores` (None: of all).
+    run_id: a word that no other run has.
+    """
+
+    hosts: tuple[Host, ...]
+    master_addr: str
+    master_port: int
+    script: str
+    arguments: tuple[str, ...]
+    module: bool
+    python: bool
+    pass_local_rank: bool
+    log_folder: str | None
+    bind_cores: bool
+    cores: tuple[int, ...] | None
+    quiet: bool
+    run_id: str
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all machines."""
+        return sum(len(host.slots) for host in self.hosts)
+
+    def first_rank_of(self, node: int) -> int:
+        """Ranks are numbered machine by machine."""
+        return sum(len(host.slots) for host in self.hosts[:node])
+
+    def encoded(self) -> str:
+        """One word of a command line."""
+        return base64.urlsafe_b64encode(json.dumps(dataclasses.asdict(self)).encode()).decode()
+
+    @staticmethod
+    def decoded(word: str) -> "Plan":
+        """The plan that `encoded` made the word of."""
+        values = json.loads(base64.urlsafe_b64decode(word))
+        hosts = tuple(Host(name=host["name"], slots=tuple(host["slots"])) for host in values.pop("hosts"))
+        tuples = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+        return Plan(hosts=hosts, **(values | tuples))
 
 
 def run_node(plan: Plan, *, node: int) -> int:
@@ -86,6 +138,72 @@ def _child(plan: Plan, *, node: int, local_rank: int, folder: Path | None) -> Ch
 
 def _ranks(plan: Plan, node: int) -> int:
     return len(plan.hosts[node].slots)
+
+
+# How a script declares the argument: argparse, click and the like; a dataclass that Hugging Face's parser reads.
+_DECLARED = re.compile(r"""["'](--local[_-]rank)["'=]|^\s+(local_rank)\s*:""", re.MULTILINE)
+
+
+def rank_command(plan: Plan, *, local_rank: int) -> list[str]:
+    """What the rank runs. DeepSpeed appends --local_rank to every script and those that do not know it fail; here it is asked first."""
+    python = [sys.executable, "-u"] if plan.python else []
+    module = ["-m"] if plan.module else []
+    word = local_rank_word(plan.script, module=plan.module) if plan.pass_local_rank else None
+    own = [f"{word}={local_rank}"] if word else []
+    return [*python, *module, plan.script, *own, *plan.arguments]
+
+
+def local_rank_word(script: str, *, module: bool = False) -> str | None:
+    """`--local_rank` or `--local-rank`, whichever `script` or a module beside it declares; None if none does."""
+    path = _file_of_module(script) if module else Path(script)
+    if path is None or not path.is_file():
+        return None
+    for source in _with_neighbours(path):
+        if match := _DECLARED.search(source):
+            return match[1] or "--local_rank"
+    return None
+
+
+def _with_neighbours(path: Path, *, seen: set[Path] | None = None) -> Iterator[str]:
+    """The text of a file, and of what it imports from its own folder."""
+    seen = set() if seen is None else seen
+    if path in seen:
+        return
+    seen.add(path)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    yield text
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module or "", *(".".join(filter(None, (node.module, alias.name))) for alias in node.names)}
+    for name in sorted(filter(None, names)):
+        place = path.parent.joinpath(*name.split("."))
+        for file in (place.with_name(f"{place.name}.py"), place / "__init__.py"):
+            if file.is_file():
+                yield from _with_neighbours(file, seen=seen)
+
+
+def _file_of_module(name: str) -> Path | None:
+    """Where `python -m name` begins, found without importing what lies above it."""
+    path = [str(Path.cwd()), *sys.path]
+    *above, last = name.split(".")
+    for part in above:
+        spec = PathFinder.find_spec(part, path)
+        if spec is None or not spec.submodule_search_locations:
+            return None
+        path = list(spec.submodule_search_locations)
+    spec = PathFinder.find_spec(last, path)
+    if spec is None:
+        return None
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations))) / "__main__.py"
+    return Path(spec.origin) if spec.origin else None
 
 
 def _main(arguments: list[str]) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ztk.core.launch import python_path
 from ztk.deepspeed.runner.hosts import LOCALHOST, Host
-from ztk.deepspeed.runner.plan import Plan
+from ztk.deepspeed.runner.node import Plan
 
 LAUNCHERS = ("ssh", "slurm")
 # DeepSpeed's other launchers -> the variable in which a task finds the number of its machine, one task per machine.

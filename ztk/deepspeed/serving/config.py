@@ -151,7 +151,7 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorParallel:
-    """tp_size: ranks that share every layer. mpu: says so instead, see `ztk.deepspeed.mpu`."""
+    """tp_size: ranks that share every layer. mpu: says so instead, see `ztk.deepspeed.start.mesh`."""
 
     tp_size: int = 1
     mpu: object = None

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ztk.deepspeed.asked import is_watched, read_call
+from ztk.deepspeed.generation.asked import is_watched, read_call
 from ztk.inference import Generator, InferencePolicy
 from ztk.inference.plan import free_memory
 

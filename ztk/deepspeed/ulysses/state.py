@@ -5,7 +5,7 @@ Neighbouring ranks share one. Every rank has a data-parallel part of the gradien
 
 import torch.distributed as dist
 
-from ztk.deepspeed.process_groups import group_of_ranks
+from ztk.deepspeed.collectives.groups import group_of_ranks
 
 _size: int | None = None
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ztk.deepspeed.config.errors import DeepSpeedConfigError
-from ztk.deepspeed.config.keys import Findings
+from ztk.deepspeed.config.keys import DeepSpeedConfigError, Findings
 from ztk.deepspeed.config.watching import CometPolicy, FilesPolicy, MonitorPolicy, WandbPolicy, read_watching
-from ztk.deepspeed.log import logger
+from ztk.deepspeed.tools.log import logger
 
 Event = tuple[str, float, int]
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from ztk.core.runtime import Tier
-from ztk.deepspeed import comm
+from ztk.deepspeed.collectives import comm
 from ztk.deepspeed.config import Settings
-from ztk.deepspeed.log import logger
-from ztk.deepspeed.memory import see_memory_usage
+from ztk.deepspeed.tools.helpers import see_memory_usage
+from ztk.deepspeed.tools.log import logger
 from ztk.deepspeed.watch.clock import Throughput, WallClock
 from ztk.deepspeed.watch.flops import FlopsProfiler
 from ztk.deepspeed.watch.monitors import Event, MonitorMaster

@@ -1,14 +1,14 @@
 """`GatheredParameters`: parameters unsharded for a while, and their changes written back."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import ItemsView, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ztk.deepspeed.owners import Owner, owner_of
-from ztk.deepspeed.zero.external import register_external_parameter
+from ztk.deepspeed.engine.owners import Owner, owner_of
 from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.parameters.partitioned import partitioned_of
 from ztk.zero.parameters.released import forget_saved
@@ -171,3 +171,84 @@ def _buckets(parameters: Iterable[nn.Parameter]) -> dict[Bucket, Owner]:
     """The engines' sharded buckets in which the parameters lie."""
     owners = [owner for parameter in _ordered(parameters) if (owner := owner_of(parameter)) is not None]
     return {owner.bucket: owner for owner in owners if owner.bucket.traits.shards_parameters}
+
+
+class GatherReplacedLayerParams:
+    """Inside, `param.data` is the full tensor on every rank, where ranks hold parts of it. Every rank enters and leaves.
+
+    params: a parameter or parameters, of any shape; those that ranks hold in full stay as they are, and at stage 3 all are unsharded.
+    module: the model or layer, accepted. What is written inside is lost: load weights by `engine.load_module_state_dict`.
+    """
+
+    def __init__(self, params: torch.Tensor | Iterable[torch.Tensor], module: nn.Module, enabled: bool = True) -> None:
+        given = [params] if isinstance(params, torch.Tensor) else [param for param in params if param is not None]
+        self.module, self.enabled, self.params = module, enabled, given if enabled else []
+        self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._open = ExitStack()
+
+    def __enter__(self) -> None:
+        self._open.enter_context(GatheredParameters(self.params))
+        for param in self.params:
+            owner = owner_of(param)
+            full = None if owner is None else _full(param, owner=owner)
+            if full is not None:
+                self._own.append((param, param.data))
+                param.data = full
+
+    def __exit__(self, *error: object) -> None:
+        for param, own in self._own:
+            param.data = own
+        self._own.clear()
+        self._open.close()
+
+
+def _full(param: torch.Tensor, *, owner: Owner) -> torch.Tensor | None:
+    """The full tensor; None if this rank has it."""
+    part = owner.engine.zero.state.part_of(owner.name, bucket=owner.bucket)
+    if part.is_full:
+        return None
+    comm, numel = owner.engine.process.mesh.comm("tp"), 1
+    for extent in part.full_shape:
+        numel *= extent
+    flat = torch.zeros(-(-numel // comm.size) * comm.size, dtype=param.dtype, device=param.device)
+    full = flat[:numel].view(part.full_shape)
+    if part.replica == 0:
+        part.of(full).copy_(param.detach())
+    comm.all_reduce(flat, label=owner.name).wait()
+    return full
+
+
+# DeepSpeed has to be told of parameters that a module uses though another one owns them. ztk gathers a parameter wherever it is read, so the
+# register is only kept: it is checked, and shown to those who look into it.
+
+_external: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = (
+    WeakKeyDictionary()
+)  # module -> {id of the parameter: parameter}
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Notes that `module`'s forward uses `parameter`. Raises RuntimeError for anything but a module and a parameter."""
+    _check_external(module, parameter)
+    _external.setdefault(module, {})[id(parameter)] = parameter
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Undoes `register_external_parameter`. Raises RuntimeError if the parameter is not registered."""
+    _check_external(module, parameter)
+    if _external.get(module, {}).pop(id(parameter), None) is None:
+        raise RuntimeError(
+            f"a parameter of shape {tuple(parameter.shape)} is not a registered external parameter of {type(module).__name__}; "
+            "register_external_parameter(module, parameter) comes first"
+        )
+
+
+def external_parameters(module: nn.Module) -> ItemsView[int, nn.Parameter]:
+    """What is registered for `module`: pairs of an id and a parameter."""
+    return _external.get(module, {}).items()
+
+
+def _check_external(module: object, parameter: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise RuntimeError(f"module: must be a torch.nn.Module, not {type(module).__name__}")
+    if not isinstance(parameter, nn.Parameter):
+        raise RuntimeError(f"parameter: must be a torch.nn.Parameter, not {type(parameter).__name__}")

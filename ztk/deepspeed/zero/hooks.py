@@ -6,8 +6,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ztk.deepspeed.zero.external import external_parameters
-from ztk.deepspeed.zero.gathered import GatheredParameters
+from ztk.deepspeed.zero.gathered import GatheredParameters, external_parameters
 
 
 class DeepSpeedZeRoOffload:

@@ -1,5 +1,6 @@
 """`zero.Init`: a model larger than any rank's memory is built sharded, and `initialize` takes it over as it is."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from enum import Enum
@@ -18,13 +19,16 @@ from ztk.deepspeed.config.keys import Findings
 from ztk.deepspeed.config.offload import read_offload
 from ztk.deepspeed.config.source import read_source
 from ztk.deepspeed.config.zero import Zero
-from ztk.deepspeed.started import this_process
+from ztk.deepspeed.start.process import this_process
 from ztk.deepspeed.zero.parameter import name_parameter
 from ztk.zero.offload import NvmeStore, OffloadPolicy
 from ztk.zero.parameters.construction import construction, shard_module
 from ztk.zero.parameters.partitioned import ZeroInitContext
 
 _BLOCK_BYTES = 1 << 20
+_orig_torch_arange = (
+    torch.arange
+)  # transformers compares with it when it replaces `zero_wrapper_for_fp_tensor_constructor`
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, None)
 
 
@@ -170,3 +174,14 @@ def _store(policy: OffloadPolicy, *, process: Process) -> Store:
         case Tier.nvme:  # shards stream through the threads' blocks; nothing needs the pool
             small = replace(policy, buffer_count=MIN_BUFFER_COUNT, buffer_bytes=_BLOCK_BYTES)
             return NvmeStore(small, rank=process.rank, ledger=ledger, counters=IoCounters())
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable, target_fp_dtype: torch.dtype | None) -> Callable:
+    """A constructor like `fn` whose floating-point tensors have target_fp_dtype. DeepSpeed's Init replaces torch's constructors by such
+    ones, transformers replaces this function; ztk's Init leaves torch alone and does not call it."""
+
+    def wrapped(*args, **kwargs) -> torch.Tensor:
+        tensor = fn(*args, **kwargs)
+        return tensor.to(target_fp_dtype) if target_fp_dtype is not None and tensor.is_floating_point() else tensor
+
+    return wrapped

@@ -8,7 +8,7 @@ Values that are set have any floating-point dtype.
 import torch
 from torch import Tensor, nn
 
-from ztk.deepspeed.owners import Owner, owner_of
+from ztk.deepspeed.engine.owners import Owner, owner_of
 from ztk.deepspeed.zero.states import check_state, divisor_of, need_gradient, weights_of
 from ztk.zero.state.named import local_range
 from ztk.zero.update.piece_states import GRADIENT, MASTER

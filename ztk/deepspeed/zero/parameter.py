@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ztk.deepspeed.owners import owner_of
+from ztk.deepspeed.engine.owners import owner_of
 from ztk.deepspeed.zero.gathered import pin, unpin, unpin_unchanged
 from ztk.deepspeed.zero.states import weights_of
 from ztk.zero.buckets.residency import ParameterState
@@ -130,6 +130,11 @@ def name_parameter(parameter: nn.Parameter) -> None:
     if not hasattr(parameter, "ds_id"):  # a copy of a parameter has the class and no number
         # pyrefly: ignore[missing-attribute]  # its class has it now
         parameter.ds_id = next(_numbers)
+
+
+def is_zero_param(parameter: object) -> bool:
+    """A parameter of stage 3, or built under `zero.Init`."""
+    return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
 
 
 @functools.cache

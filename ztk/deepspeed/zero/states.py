@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from ztk.deepspeed.gradients import local_gradient
-from ztk.deepspeed.owners import Owner, owner_of
+from ztk.deepspeed.engine.gradients import local_gradient
+from ztk.deepspeed.engine.owners import Owner, owner_of
 from ztk.optim import TorchStep
 from ztk.zero.state.named import local_range
 from ztk.zero.update.piece_states import FROZEN, GRADIENT, MASTER

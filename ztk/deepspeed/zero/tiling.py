@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ztk.deepspeed.partitions import partition_uniform
+from ztk.deepspeed.tools.helpers import partition_uniform
 
 
 class TiledLinear(nn.Module):

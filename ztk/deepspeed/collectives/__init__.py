@@ -1,0 +1,1 @@
+"""torch.distributed's collectives under DeepSpeed's names, their log, and the groups of ranks."""

@@ -1,0 +1,378 @@
+"""`deepspeed.comm`: torch.distributed's functions, and a log of what they and the engine's own collectives took.
+
+`configure(enabled=True)` or the section `comms_logger` of the configuration switches the log on, `log_summary()` prints it. A logged call
+is waited for, asynchronous ones and those on a GPU included: that is what its time means, and it costs the overlap.
+
+Shapes and dtypes are those of torch.distributed: any, equal on all ranks; `all_gather_into_tensor` and `reduce_scatter_tensor` take the
+parts of all ranks one after the other along the first dimension. dst, src: global ranks.
+"""
+
+import functools
+import inspect
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import (
+    ReduceOp,
+    destroy_process_group,
+    get_rank,
+    get_world_size,
+    is_available,
+    is_initialized,
+    new_group,
+)
+
+from ztk.core.runtime import Comm
+from ztk.deepspeed.collectives.log import CommsLog, table
+from ztk.deepspeed.start.process import init_distributed
+
+__all__ = [
+    "P2POp",
+    "ReduceOp",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "allgather_fn",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "comms_logger",
+    "configure",
+    "destroy_process_group",
+    "gather",
+    "get_all_ranks_from_group",
+    "get_comm_operation_count",
+    "get_global_rank",
+    "get_local_rank",
+    "get_logged_comm_ops",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced",
+    "has_coalescing_manager",
+    "has_comm_data",
+    "has_reduce_scatter_tensor",
+    "inference_all_reduce",
+    "init_distributed",
+    "initialize_mesh_device",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "log_summary",
+    "monitored_barrier",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_fn",
+    "reduce_scatter_tensor",
+    "reset_log",
+    "scatter",
+    "send",
+    "watch",
+]
+
+comms_logger = CommsLog()
+_watched: weakref.WeakSet[Comm] = weakref.WeakSet()  # the engines' own
+# What the engine's collectives are called here, where DeepSpeed's engine calls these.
+_OF_ENGINE = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
+_GIVEN = ("tensor", "input_tensor_list", "input_list", "p2p_op_list")  # what a rank gives to an operation
+
+
+# The log
+
+
+def configure(
+    deepspeed_config: object = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: Sequence[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Switches the log; None leaves a switch as it is. deepspeed_config: a configuration with a section `comms_logger`."""
+    given = {"enabled": enabled, "prof_all": prof_all, "verbose": verbose, "debug": debug}
+    if prof_ops is not None:
+        given["prof_ops"] = tuple(prof_ops)
+    if deepspeed_config is not None:
+        # pyrefly: ignore[missing-attribute]  # a mapping or a configuration object with get
+        section = deepspeed_config.get("comms_logger", {})
+        given = section | {key: value for key, value in given.items() if value is not None}
+    for key, value in given.items():
+        if value is not None:
+            setattr(comms_logger.switches, key, value)
+    for engines in _watched:
+        _observe(engines)
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict | None:
+    """Rank 0 prints all operations by size with counts, times and bandwidths. Every rank calls it.
+
+    show_straggler: and how much of the time a rank waited for the others to arrive. return_dict: returns the numbers, on every rank.
+    """
+    dist.barrier()
+    result = comms_logger.result(stragglers=comms_logger.stragglers() if show_straggler else None)
+    if dist.get_rank() == 0:
+        print(table(result), flush=True)
+    dist.barrier()
+    return result if return_dict else None
+
+
+def reset_log() -> None:
+    """Forgets all calls."""
+    comms_logger.records.clear()
+
+
+def has_comm_data() -> bool:
+    """Whether a call was logged."""
+    return bool(comms_logger.records)
+
+
+def get_comm_operation_count() -> int:
+    """How many calls were logged."""
+    return comms_logger.count()
+
+
+def get_logged_comm_ops() -> list[str]:
+    """The operations that were logged."""
+    return list(comms_logger.records)
+
+
+def watch(comm: Comm) -> None:
+    """Logs the collectives of an engine from now on, as far as the switches say at any time."""
+    _watched.add(comm)
+    _observe(comm)
+
+
+def _observe(comm: Comm) -> None:
+    def observe(kind: str, label: str, nbytes: int, seconds: float) -> None:
+        operation = _OF_ENGINE.get(kind, kind)
+        if not comms_logger.switches.wants(operation, prof=False):
+            return
+        own = nbytes // comm.size if kind in _OF_ENGINE else nbytes  # a slice, of the buffer that holds all ranks'
+        name = f"{operation} | [Caller Func: {label}]" if comms_logger.switches.debug else operation
+        comms_logger.append(name, operation=operation, nbytes=own, seconds=seconds, ranks=comm.size)
+
+    comm.observe = observe if comms_logger.switches.enabled else None
+
+
+def _logged(operation: Callable) -> Callable:
+    """Times a call if the log wants it. The call takes prof, log_name and debug, as DeepSpeed's do."""
+    signature, own_name = inspect.signature(operation), operation.__name__
+
+    @functools.wraps(operation)
+    def call(*args, prof: bool = False, log_name: str | None = None, debug: object = None, **kwargs):
+        name = log_name or own_name
+        if not comms_logger.switches.wants(name, prof=prof):
+            return operation(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        ranks = dist.get_world_size(given.get("group"))
+        nbytes = _bytes(next((given[key] for key in _GIVEN if key in given), None))
+        if comms_logger.switches.debug:
+            name = f"{name} | [Caller Func: {sys._getframe(1).f_code.co_name}]"
+        _synchronize()
+        start = time.perf_counter()
+        result = operation(*args, **kwargs)
+        for work in result if isinstance(result, list) else [result]:
+            if hasattr(work, "wait"):
+                work.wait()
+        _synchronize()
+        comms_logger.append(
+            name,
+            operation=own_name,
+            nbytes=nbytes // ranks if own_name.startswith("reduce_scatter") else nbytes,
+            seconds=time.perf_counter() - start,
+            ranks=ranks,
+        )
+        return result
+
+    return call
+
+
+def _bytes(value: object) -> int:
+    match value:
+        case Tensor():
+            return value.nbytes
+        case P2POp():
+            return value.tensor.nbytes
+        case list() | tuple():
+            return sum(map(_bytes, value))
+    return 0
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+# Collectives. Every function takes prof=True to be logged alone, log_name and debug besides. Those of torch.distributed as they are:
+
+all_reduce, reduce, broadcast = _logged(dist.all_reduce), _logged(dist.reduce), _logged(dist.broadcast)
+all_gather, reduce_scatter, all_to_all = (
+    _logged(dist.all_gather),
+    _logged(dist.reduce_scatter),
+    _logged(dist.all_to_all),
+)
+gather, scatter = _logged(dist.gather), _logged(dist.scatter)
+all_gather_object, broadcast_object_list = _logged(dist.all_gather_object), _logged(dist.broadcast_object_list)
+barrier, monitored_barrier = _logged(dist.barrier), _logged(dist.monitored_barrier)
+send, recv, batch_isend_irecv = _logged(dist.send), _logged(dist.recv), _logged(dist.batch_isend_irecv)
+
+# And those that take other names than torch's.
+
+
+@_logged
+def all_gather_into_tensor(output_tensor: Tensor, tensor: Tensor, group=None, async_op: bool = False):
+    """torch.distributed's `all_gather_into_tensor`."""
+    return dist.all_gather_into_tensor(output_tensor, tensor, group=group, async_op=async_op)
+
+
+def allgather_fn(output_tensor: Tensor, input_tensor: Tensor, group=None, async_op: bool = False):
+    """As `all_gather_into_tensor`."""
+    return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def all_gather_coalesced(output_tensors: list[Tensor], input_tensors: list[Tensor], group=None, async_op: bool = False):
+    """One gather for every pair of tensors."""
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    return _together([all_gather_into_tensor(o, i, group=group, async_op=async_op) for o, i in pairs], async_op)
+
+
+@_logged
+def inference_all_reduce(tensor: Tensor, op=ReduceOp.SUM, group=None):
+    """As `all_reduce`, and returns when it is done."""
+    return dist.all_reduce(tensor, op=op, group=group)
+
+
+def all_reduce_coalesced(tensors: list[Tensor], op=ReduceOp.SUM, group=None, async_op: bool = False):
+    """One sum for every tensor."""
+    return _together([all_reduce(tensor, op=op, group=group, async_op=async_op) for tensor in tensors], async_op)
+
+
+@_logged
+def reduce_scatter_tensor(output_tensor: Tensor, tensor: Tensor, op=ReduceOp.SUM, group=None, async_op: bool = False):
+    """torch.distributed's `reduce_scatter_tensor`."""
+    return dist.reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
+
+
+def reduce_scatter_fn(output_tensor: Tensor, tensor: Tensor, op=ReduceOp.SUM, group=None, async_op: bool = False):
+    """As `reduce_scatter_tensor`."""
+    return reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
+
+
+@_logged
+def all_to_all_single(
+    output: Tensor, tensor: Tensor, output_split_sizes=None, input_split_sizes=None, group=None, async_op: bool = False
+):
+    """torch.distributed's `all_to_all_single`."""
+    return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
+
+
+# From rank to rank
+
+
+def isend(tensor: Tensor, dst: int, group=None, tag: int = 0, **log):
+    """Never logged: to wait for it here could wait for ever."""
+    del log
+    return dist.isend(tensor, dst, group=group, tag=tag)
+
+
+def irecv(tensor: Tensor, src: int | None = None, group=None, tag: int = 0, **log):
+    """Never logged: to wait for it here could wait for ever."""
+    del log
+    return dist.irecv(tensor, src, group=group, tag=tag)
+
+
+class P2POp(dist.P2POp):
+    """One message of `batch_isend_irecv`. op: `isend` or `irecv`, of this module or of torch. peer: a global rank."""
+
+    def __new__(cls, op: Callable, tensor: Tensor, peer: int | None = None, group=None, tag: int = 0, **more):
+        return super().__new__(cls, _torchs(op), tensor, peer, group, tag, **more)
+
+    def __init__(self, op: Callable, tensor: Tensor, peer: int | None = None, group=None, tag: int = 0, **more) -> None:
+        super().__init__(_torchs(op), tensor, peer, group, tag, **more)
+
+
+def _torchs(op: Callable) -> Callable:
+    return {isend: dist.isend, irecv: dist.irecv}.get(op, op)
+
+
+class _Works:
+    """Several works that are waited for together."""
+
+    def __init__(self, works: list) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _together(works: list, async_op: bool) -> _Works | None:
+    return _Works(works) if async_op else None
+
+
+# Who is who
+
+
+def get_local_rank() -> int:
+    """Of this rank on its machine, as the launcher says."""
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", 0)))
+
+
+def get_world_group():
+    """The group of all ranks."""
+    return dist.group.WORLD
+
+
+def get_global_rank(group=None, group_rank: int = 0) -> int:
+    """The global rank of `group_rank` in `group`, None for all ranks."""
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+def get_all_ranks_from_group(group=None) -> list[int]:
+    """The global ranks of `group`, None for all."""
+    return dist.get_process_group_ranks(group)
+
+
+def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]):
+    """torch's device mesh over all ranks."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return dist.device_mesh.init_device_mesh(kind, mesh_shape, mesh_dim_names=mesh_dim_names)
+
+
+def has_all_gather_into_tensor() -> bool:
+    """Always: torch has it."""
+    return True
+
+
+def has_reduce_scatter_tensor() -> bool:
+    """Always: torch has it."""
+    return True
+
+
+def has_all_reduce_coalesced() -> bool:
+    """Always: it is above."""
+    return True
+
+
+def has_coalescing_manager() -> bool:
+    """Always: torch has it."""
+    return True

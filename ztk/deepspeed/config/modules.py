@@ -1,0 +1,163 @@
+"""Sections about what runs around the model: activation_checkpointing, pipeline, hybrid_engine."""
+
+from dataclasses import dataclass
+
+from ztk.deepspeed.config.keys import (
+    Findings,
+    anything,
+    boolean,
+    fixed,
+    hint,
+    optional,
+    read_section,
+    takes,
+    whole_number,
+)
+from ztk.rl.rollout.weights import RolloutWeights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationCheckpointing:
+    """The section, in its own words."""
+
+    partition_activations: bool = False
+    contiguous_memory_optimization: bool = False
+    number_checkpoints: int | None = None
+    cpu_checkpointing: bool = False
+    synchronize_checkpoint_boundary: bool = False
+    profile: bool = False
+
+    @property
+    def buffer_size(self) -> int | None:
+        """For how many checkpointed calls of one forward the contiguous buffer has room; None: there is no such buffer."""
+        return self.number_checkpoints if self.contiguous_memory_optimization else None
+
+    def notes(self) -> list[str]:
+        """Which options change nothing without another."""
+        found = []
+        if self.partition_activations:
+            found.append(
+                "partition_activations=True: acts among tensor-parallel ranks; without them inputs are not cut"
+            )
+        if self.contiguous_memory_optimization and self.number_checkpoints is None:
+            found.append(
+                "contiguous_memory_optimization=True: allocates no buffer without number_checkpoints, the number of checkpointed calls "
+                "of one forward; every input is stored by itself"
+            )
+        if self.number_checkpoints is not None and not self.contiguous_memory_optimization:
+            found.append(
+                f"number_checkpoints={self.number_checkpoints}: has no effect without contiguous_memory_optimization"
+            )
+        return found
+
+
+_ACTIVATION_KEYS = {
+    "partition_activations": takes(boolean),
+    "contiguous_memory_optimization": takes(boolean),
+    "number_checkpoints": takes(optional(whole_number(1))),
+    "cpu_checkpointing": takes(boolean),
+    "synchronize_checkpoint_boundary": takes(boolean),
+    "profile": takes(boolean),
+}
+_PATH = "activation_checkpointing."
+_ELSEWHERE = {"partitioned_activations": "there is no such key; did you mean partition_activations?"}
+
+
+def read_activation_checkpointing(given: object, *, findings: Findings) -> ActivationCheckpointing | None:
+    """The section, or None if there is none."""
+    if given is None:
+        return None
+    values = read_section(given, path=_PATH, keys=_ACTIVATION_KEYS, findings=findings, elsewhere=_ELSEWHERE)
+    section = ActivationCheckpointing(**values)
+    findings.notes += [f"{_PATH}{note}" for note in section.notes()]
+    return section
+
+
+_BUILT = "stages are cut and seeded when the script builds its PipelineModule, before there is a configuration"
+_UNCUT = (
+    "activations and gradients cross stages uncut; layers of a PipelineModule are not cut over tensor-parallel ranks"
+)
+_PIPELINE_KEYS = {
+    "stages": hint(anything, _BUILT, usual=("auto",)),
+    "partition": hint(anything, _BUILT, usual=("best",)),
+    "seed_layers": hint(boolean, _BUILT, usual=(False,)),
+    "activation_checkpoint_interval": takes(whole_number()),
+    "pipe_partitioned": hint(boolean, _UNCUT, usual=(True,)),
+    "grad_partitioned": hint(boolean, _UNCUT, usual=(True,)),
+    "use_reentrant": hint(boolean, "layers are always recomputed without reentrant autograd", usual=(True, False)),
+}
+
+
+def read_pipeline(given: object, *, findings: Findings) -> int:
+    """`pipeline.activation_checkpoint_interval`; 0 leaves the module's own."""
+    if given is None:
+        return 0
+    values = read_section(given, path="pipeline.", keys=_PIPELINE_KEYS, findings=findings)
+    return values.get("activation_checkpoint_interval", 0)
+
+
+_HYBRID_KEYS = {
+    "enabled": takes(boolean),
+    "max_out_tokens": takes(whole_number(1)),
+    "inference_tp_size": takes(whole_number(1)),
+    "release_inference_cache": takes(boolean),
+    "pin_parameters": takes(boolean),
+    "tp_gather_partition_size": hint(
+        whole_number(1),
+        "with pin_parameters=false as many layers are gathered ahead as stage3_prefetch_bucket_size has room for",
+        usual=(8,),
+    ),
+    "enable_cuda_graph": fixed(False, why="not offered by ztk; leave it out"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hybrid:
+    """max_out_tokens: of prompt and answer together. weights: gathered once for a text, or for every forward. releases: buffers of
+    gathered parameters are given back after every text."""
+
+    max_out_tokens: int
+    weights: RolloutWeights
+    releases: bool
+
+
+def read_hybrid(given: object, *, stage: int, world_size: int, tensor_degree: int, findings: Findings) -> Hybrid | None:
+    """The section; None while it is off or missing."""
+    if given is None:
+        return None
+    own = Findings()
+    values = read_section(given, path="hybrid_engine.", keys=_HYBRID_KEYS, findings=own)
+    findings.faults += own.faults
+    if not values.get("enabled", False):
+        return None
+    findings.notes += own.notes
+    size, pinned = values.get("inference_tp_size", 1), values.get("pin_parameters", True)
+    if world_size % size:
+        fitting = max(k for k in range(1, size) if world_size % k == 0)
+        findings.faults.append(
+            f"hybrid_engine.inference_tp_size={size}: {world_size} ranks cannot be divided by it; {fitting} would fit"
+        )
+    if tensor_degree > 1:
+        findings.faults.append(
+            "hybrid_engine.enabled: not offered with tensor_parallel, whose ranks would draw different tokens; leave one of them out"
+        )
+    if stage < 3:
+        acting = [
+            name
+            for name, acts in (("pin_parameters=False", not pinned), (f"inference_tp_size={size}", size > 1))
+            if acts
+        ]
+        findings.notes += [
+            f"hybrid_engine.{name}: acts at stage 3; this is stage {stage}, where every rank keeps all parameters"
+            for name in acting
+        ]
+    elif size > 1:
+        findings.notes.append(
+            f"hybrid_engine.inference_tp_size={size}: no layer is cut; every rank gathers one unit at a time instead, as with "
+            "pin_parameters=false"
+        )
+    return Hybrid(
+        max_out_tokens=values.get("max_out_tokens", 512),
+        weights=RolloutWeights.whole if pinned and size == 1 else RolloutWeights.streamed,
+        releases=values.get("release_inference_cache", False),
+    )

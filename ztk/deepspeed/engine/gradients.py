@@ -1,0 +1,185 @@
+"""`p.grad` of an engine's parameters.
+
+At stage 0 it is the averaged gradient without loss scale, from the backward to the step, made of the engine's buffer when somebody reads it:
+a script may clip it, change it in place or set it, and the step uses what it finds. An element that nobody changed keeps its bits in the
+buffer. Before the last micro-batch it is this rank's own sum so far. From stage 1 on a rank has a part of the gradients, and `p.grad` is
+None, as DeepSpeed's; the first read says what to use, and an assignment raises.
+"""
+
+import functools
+import inspect
+import sys
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ztk.deepspeed.engine.owners import Owner, owner_of
+from ztk.deepspeed.tools.log import logger
+from ztk.train.engine import Engine
+from ztk.zero.buckets.gradient import gradient_of
+from ztk.zero.parameters.released import change_class
+
+_HINT = (
+    "p.grad is None: at ZeRO stages 1 to 3 gradients are sharded, so clip_grad_norm_ and changes of p.grad do nothing. Set gradient_clipping "
+    "in the configuration; deepspeed.utils.safe_get_full_grad(p) and safe_set_full_grad(p, value) read and change a gradient"
+)
+_REFUSED = (
+    "p.grad = a tensor: at ZeRO stages 1 to 3 gradients are sharded, so the step would not use it, and the next backward would add to it. Use "
+    "deepspeed.utils.safe_set_full_grad(p, value) after the backward, or stage 0"
+)
+_CLIPPED = (
+    "torch.nn.utils.clip_grad_value_ at ZeRO stages 1 to 3: gradients are sharded and p.grad is None. Set gradient_clipping in the "
+    "configuration, which clips the norm; or clamp each gradient after the backward: deepspeed.utils.safe_set_full_grad(p, "
+    "deepspeed.utils.safe_get_full_grad(p).clamp(-c, c)); or use stage 0"
+)
+_CLIPS_BY_VALUE = {clip.__code__ for clip in (nn.utils.clip_grad_value_, inspect.unwrap(nn.utils.clip_grad_value_))}
+_shown: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (what the script has, what the buffer held)
+_warned: WeakIdKeyDictionary = WeakIdKeyDictionary()  # engines' first parameters
+
+
+class _WithGradient:
+    """Mixed into the class of an engine's parameters."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
+        own = torch.Tensor.grad.__get__(self)
+        if own is not None:
+            return own
+        return _shown[self][0] if self in _shown else _show(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
+        is_autograds = torch.Tensor.grad.__get__(self) is not None  # in a hook, before the engine takes it
+        if is_autograds or (self not in _shown and _show(self) is None):
+            if value is not None and not is_autograds and _is_sharded(self):
+                raise RuntimeError(_REFUSED)
+            # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
+            torch.Tensor.grad.__set__(self, value)
+            return
+        # pyrefly: ignore[missing-attribute]  # mixed into nn.Parameter
+        if value is not None and value.shape != self.shape:
+            raise RuntimeError(
+                # pyrefly: ignore[missing-attribute]  # mixed into nn.Parameter
+                f"p.grad = a tensor of shape {tuple(value.shape)}: the parameter has {tuple(self.shape)}"
+            )
+        _shown[self] = value, _shown[self][1]
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+def show_gradients(model: nn.Module) -> None:
+    """Gives the parameters of an engine the `grad` above."""
+    for parameter in model.parameters():
+        if not isinstance(parameter, _WithGradient):
+            change_class(parameter, make=_with_gradient)
+
+
+def take_changes(engine: Engine) -> None:
+    """Writes what scripts changed about `p.grad` since it was read into the engine's buffers; the norm follows."""
+    if not _shown:
+        return
+    for bucket in engine.zero.buckets:
+        if bucket.gradient.full is None:
+            continue
+        shown = {index: _shown.pop(p) for index, p in enumerate(bucket.parameters) if p in _shown}
+        changes = {}
+        for index, (value, before) in shown.items():
+            value = torch.zeros_like(before) if value is None else value.detach().to(before)
+            is_same = (value == before) | (value.isnan() & before.isnan())
+            if not bool(is_same.all()):
+                scaled = value.float() * _divisor(engine, is_reduced=bucket.gradient.is_reduced)
+                changes[index] = functools.partial(_changed, value=scaled, is_same=is_same)
+        unused = [index for index, (value, _) in shown.items() if value is None]  # for `skip_unused`
+        engine.zero.reduction.rewrite(bucket, changes=changes, unused=unused)
+
+
+def _changed(place: Tensor, *, value: Tensor, is_same: Tensor) -> Tensor:
+    return torch.where(is_same, place, value.to(place.dtype))
+
+
+def take_assigned(engine: Engine) -> None:
+    """At stage 0 a script may call no backward of the engine and set `p.grad` itself (torch.autograd.grad of several losses, meta learning):
+    it counts as this rank's own gradient, and is averaged like one. A collective call if any parameter has one."""
+    if engine.zero.policy.stage > 0 or engine.has_gradients:
+        return
+    assigned = {
+        (bucket, index): gradient_of(parameter).detach().float() * _divisor(engine, is_reduced=False)
+        for bucket in engine.zero.buckets
+        for index, parameter in enumerate(bucket.parameters)
+        if bucket.traits.trainable and gradient_of(parameter) is not None
+    }
+    if assigned:
+        engine.zero.reduction.reduce_given(assigned)
+
+
+def forget_gradients(engine: Engine) -> None:
+    """The gradients are dropped: what scripts have of them counts no more."""
+    for bucket in engine.zero.buckets if _shown else ():
+        for parameter in bucket.parameters:
+            _shown.pop(parameter, None)
+
+
+def _show(parameter: nn.Parameter) -> Tensor | None:
+    owner = owner_of(parameter)
+    if owner is None or not owner.bucket.traits.trainable:
+        return None
+    engine = owner.engine
+    if engine.zero.policy.stage > 0:
+        if _is_clipped_by_value():
+            raise RuntimeError(_CLIPPED)
+        _warn_once(engine, owner=owner)
+        return None
+    engine.zero.reduction.settle()
+    value = _of_buffer(owner)
+    if value is None:
+        return None
+    value = value.to(parameter.dtype)
+    _shown[parameter] = value, value.clone()
+    return value
+
+
+def _is_clipped_by_value() -> bool:
+    """`p.grad` is read by torch's `clip_grad_value_`, perhaps in a comprehension there."""
+    frame = sys._getframe(3)  # behind `_show` and the property
+    return frame.f_code in _CLIPS_BY_VALUE or (frame.f_back is not None and frame.f_back.f_code in _CLIPS_BY_VALUE)
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    owner = owner_of(parameter)
+    return owner is not None and owner.bucket.traits.trainable and owner.engine.zero.policy.stage > 0
+
+
+def local_gradient(owner: Owner) -> Tensor | None:
+    """What the backwards so far have left of a gradient that is not reduced, this rank's own; None if nothing.
+
+    In the shape of the parameter, fp32.
+    """
+    return None if owner.bucket.gradient.is_reduced else _of_buffer(owner)
+
+
+def _of_buffer(owner: Owner) -> Tensor | None:
+    gradient, index = owner.bucket.gradient, [place.name for place in owner.bucket.layout.placements].index(owner.name)
+    value = gradient.read(index)
+    return None if value is None else value.float() / _divisor(owner.engine, is_reduced=gradient.is_reduced)
+
+
+def _divisor(engine: Engine, *, is_reduced: bool) -> Tensor:
+    return engine.control.loss_scale * (engine.control.gradient_divisor if is_reduced else engine.accumulation_steps)
+
+
+def _warn_once(engine: Engine, *, owner: Owner) -> None:
+    first = engine.zero.buckets[0].parameters[0]
+    if first in _warned or not engine.has_gradients or engine.process.rank:
+        return
+    _warned[first] = True
+    logger.warning("%s (read of parameter %s)", _HINT, owner.name)
+
+
+@functools.cache
+def _with_gradient(cls: type) -> type:
+    return type(f"Graded{cls.__name__}", (_WithGradient, cls), {"__module__": __name__})

@@ -1,0 +1,207 @@
+"""Texts of the hybrid engine by ztk's inference engine, or why transformers' own loop has to draw them.
+
+The inference engine computes with a copy of the weights, float32 in main memory, which is read from the shards for every text: whatever a
+script does to the weights between two texts, the next one has them. The copy goes when the text is complete.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ztk.core.runtime.own_forward import has_own_forward
+from ztk.deepspeed.generation.adapters import adapted_layers, merged_parameters
+from ztk.deepspeed.generation.asked import Asked, is_watched, read_call
+from ztk.deepspeed.tools.log import logger
+from ztk.inference import Generator, InferencePolicy
+from ztk.inference.describe import FAMILIES, describe
+from ztk.inference.plan import free_memory
+from ztk.rl.rollout.weights import RolloutWeights, rollout_weights
+from ztk.train.engine import Engine
+from ztk.zero.parameters.construction import construction_suspended
+
+_MOST_SEQUENCES = 64  # in one step
+_COPIES = 2  # of the weights while they are read: as they come, and in the processor's own layout
+_ATTENTION = {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"}
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Situation:
+    """What decides for all calls alike who draws the texts. streams: parameters are gathered a unit at a time. elements: of the model.
+
+    most_elements: that may be full at once; None: all are on every rank. free_bytes: of main memory, this rank's part.
+    """
+
+    streams: bool
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    elements: int
+    most_elements: int | None
+    free_bytes: int
+
+    def refusal(self) -> str | None:
+        """Why transformers' loop draws; None: nothing is against the engine."""
+        if self.streams:
+            return "parameters are gathered a unit at a time (pin_parameters=false or inference_tp_size above 1)"
+        if self.devices != {"cpu"}:
+            return "the model is not on the CPU, where the inference engine would compute"
+        if not self.dtypes <= _DTYPES:
+            return "the inference engine takes weights of float32, bfloat16 and float16"
+        if self.most_elements is not None and self.elements > self.most_elements:
+            return (
+                f"a copy has {self.elements:,} parameters, more than stage3_max_live_parameters={self.most_elements:,}"
+            )
+        if (needed := _COPIES * 4 * self.elements) > self.free_bytes:
+            return f"reading a copy takes {needed / 2**20:,.0f} MiB, and {self.free_bytes / 2**20:,.0f} MiB are free"
+        return None
+
+
+class EngineTexts:
+    """Answers calls of `generate` from a training engine's weights. weights: how a text may gather them where they are sharded."""
+
+    def __init__(self, engine: Engine, *, weights: RolloutWeights) -> None:
+        self._engine, self._model = engine, engine.module
+        self._shards = engine.zero.policy.shards_parameters
+        self._streams = self._shards and weights is RolloutWeights.streamed
+        self._model_refusal: str | None = None  # of a model that was looked at
+        self._max_len = 0  # 0: the model was not looked at yet
+        self._is_compared = False
+        self.said: list[str] = []  # who drew texts so far, each once, and why
+
+    def answer(self, args: tuple, kwargs: Mapping[str, object]) -> Tensor | None:
+        """int64 [B n, T + longest answer], as transformers returns it; None if its own loop has to answer, which is logged once with the
+        reason. A collective call where parameters are sharded: the ranks agree on who answers.
+
+        Raises:
+            FloatingPointError: logits that are not finite.
+            ValueError: weights that have become not finite.
+        """
+        refusal = self._refusal()
+        asked = read_call(self._model, args=args, kwargs=kwargs) if refusal is None else refusal
+        if isinstance(asked, Asked) and asked.longest > self._max_len:
+            asked = f"a text may have {asked.longest} tokens, and the model {self._max_len}"
+        if not self._all(isinstance(asked, Asked)):
+            self._say(
+                f"transformers' own loop: {asked if isinstance(asked, str) else 'another rank asked for what it alone does'}"
+            )
+            return None
+        assert isinstance(asked, Asked), "all ranks have"
+        generator = self._opened(sequences=asked.answers)
+        if generator is None:
+            self._say(f"transformers' own loop: {self._model_refusal}")
+            return None
+        dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in self._model.parameters()}
+        self._say(f"ztk's inference engine, float32 over weights of {' and '.join(sorted(dtypes))}")
+        try:
+            return asked.answered_by(generator)
+        finally:
+            generator.close()
+
+    def _opened(self, *, sequences: int) -> Generator | None:
+        """Over the present weights. None for a model that turns out not to be computed as it computes itself. A collective call.
+
+        Raises ValueError for weights that have become not finite.
+        """
+        try:
+            policy = InferencePolicy(max_sequences=min(_MOST_SEQUENCES, sequences))
+            generator = Generator(_Source(self._engine), policy=policy)
+            if not self._is_compared:
+                with rollout_weights(self._engine, weights=RolloutWeights.whole):
+                    generator.compare_with(self._model)
+                self._is_compared = True
+        except ValueError as error:
+            if self._is_compared:
+                raise  # weights that are not finite
+            self._model_refusal = str(error)
+            return None
+        return generator
+
+    def _refusal(self) -> str | None:
+        if (refusal := self._situation().refusal()) is not None:
+            return refusal
+        if self._max_len == 0 and self._model_refusal is None:
+            self._look_at_model()
+        if self._model_refusal is not None:
+            return self._model_refusal
+        if is_watched(self._model) or any(has_own_forward(module) for module in self._model.modules()):
+            return "hooks, or a forward that was replaced, would not see what the inference engine computes"
+        if any(layer.fuse_lora for layer in adapted_layers(self._model).values()):
+            return "adapters are merged by hand"
+        return None
+
+    def _situation(self) -> Situation:
+        zero, process = self._engine.zero, self._engine.process
+        return Situation(
+            streams=self._streams,
+            devices=frozenset({process.device.type}),
+            dtypes=frozenset(parameter.dtype for parameter in self._model.parameters()),
+            elements=self._engine.num_parameters,
+            most_elements=zero.policy.max_kept_parameters if self._shards else None,
+            free_bytes=free_memory() // process.local_world_size,
+        )
+
+    def _look_at_model(self) -> None:
+        refusal = structure_refusal(self._model)
+        if refusal is None:
+            try:
+                self._max_len = describe(self._model).description.max_len
+            except ValueError as error:
+                refusal = str(error)
+        self._model_refusal = refusal
+
+    def _all(self, flag: bool) -> bool:
+        """Whether every rank that has to take part says so."""
+        comm = self._engine.comm
+        if not self._shards or comm.size == 1:
+            return flag
+        own = torch.tensor([float(flag)], device=self._engine.process.device)
+        return bool(comm.gather_scalars(own, label="who generates").all())
+
+    def _say(self, who: str) -> None:
+        if who in self.said:
+            return
+        self.said.append(who)
+        if self._engine.process.rank == 0:
+            logger.info("generate: by %s", who)
+
+
+class _Source:
+    """A training engine as a `Generator` reads one: its full parameters with adapters added to the weights beside them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.module: nn.Module = engine.module
+        self.zero, self._read = self, engine.zero.full_parameters
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """A collective call."""
+        return merged_parameters(self.module, read=self._read)
+
+
+def structure_refusal(model: Any) -> str | None:
+    """Why a model is not what its configuration says: the engine computes by the configuration, so another module in its place would be
+    left out. DeepSpeed-Chat's adapters are known. None: it is."""
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    if kind not in FAMILIES:
+        return f"model_type={kind}: the inference engine computes {', '.join(sorted(FAMILIES))}"
+    if getattr(type(model).generate, "__qualname__", "") != "GenerationMixin.generate":
+        return f"{type(model).__name__} has a generate() of its own"
+    attention = model.config._attn_implementation
+    if attention not in _ATTENTION:
+        return f"attn_implementation={attention} is none of transformers' own"
+    with construction_suspended(), torch.random.fork_rng(devices=[]), torch.device("meta"):
+        plain = type(model)(copy.deepcopy(model.config))
+    adapted = tuple(adapted_layers(model))
+    own, expected = (
+        {
+            name: type(module)
+            for name, module in one.named_modules()
+            if not any(name == layer or name.startswith(f"{layer}.") for layer in adapted)
+        }
+        for one in (model, plain)
+    )
+    other = next((name for name in {**expected, **own} if own.get(name) is not expected.get(name)), None)
+    return None if other is None else f"the module {other or 'itself'} is not the one that {type(model).__name__} makes"

@@ -1,0 +1,1 @@
+"""Functions whose activations are recomputed, in DeepSpeed's words, and their random states."""

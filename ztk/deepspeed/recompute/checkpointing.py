@@ -1,0 +1,241 @@
+"""`deepspeed.checkpointing`: functions whose activations are recomputed, in DeepSpeed's words, over `ztk.parallel.recompute`.
+
+    deepspeed.checkpointing.configure(None, deepspeed_config="ds_config.json")
+    y = deepspeed.checkpointing.checkpoint(block, x, mask)
+
+`initialize` configures it from the section activation_checkpointing, so `configure` is for scripts that want something else. All of it
+works without reentrant autograd: inputs need not require gradients, and keyword arguments and any structure may go in.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from ztk.core.runtime import Comm
+from ztk.core.runtime.comm import connect_groups
+from ztk.deepspeed.config import DeepSpeedConfigError, read_source
+from ztk.deepspeed.config.keys import Findings
+from ztk.deepspeed.config.modules import ActivationCheckpointing, read_activation_checkpointing
+from ztk.deepspeed.recompute.random import (
+    CudaRNGStatesTracker,
+    get_cuda_rng_tracker,
+    repeating,
+    reseed_model_parallel,
+    seed_model_parallel,
+)
+from ztk.deepspeed.start.process import this_process
+from ztk.deepspeed.tools.device import get_accelerator
+from ztk.deepspeed.tools.log import logger
+from ztk.parallel.recompute import RecomputePolicy, Regions
+
+__all__ = [
+    "CheckpointFunction",
+    "CudaRNGStatesTracker",
+    "checkpoint",
+    "configure",
+    "get_cuda_rng_tracker",
+    "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
+    "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
+    "reset",
+    "set_num_layers",
+]
+
+
+class _Checkpointing:
+    """What `configure` has set; DeepSpeed has one per process."""
+
+    def __init__(self) -> None:
+        self.options = ActivationCheckpointing()
+        self.is_configured = False
+        self.comm: Comm | None = None  # of the tensor-parallel ranks
+        self._regions: Regions | None = None
+
+    @property
+    def regions(self) -> Regions:
+        if self._regions is None:
+            options = self.options
+            policy = RecomputePolicy(
+                mode="full",
+                inputs_on_cpu=options.cpu_checkpointing,
+                partition_inputs=options.partition_activations,
+                contiguous=options.buffer_size is not None,
+                num_checkpoints=options.buffer_size,
+            )
+            self._regions = Regions(policy, comm=self.comm, around=self._around)
+        return self._regions
+
+    def set(self, options: ActivationCheckpointing) -> None:
+        self.options = options
+        self.forget_buffers()
+
+    def forget_buffers(self) -> None:
+        """The next checkpoint starts with fresh ones; graphs that still run keep theirs."""
+        self._regions = None
+
+    def _around(self) -> tuple[Any, Any]:
+        """Contexts around a forward and around its repetition: named random states, waiting and timing."""
+        states = get_cuda_rng_tracker().get_states()
+        return self._observed("forward"), self._repeated(states)
+
+    @contextmanager
+    def _repeated(self, states: dict) -> Iterator[None]:
+        with self._observed("recomputed forward"), repeating(states):
+            yield
+
+    @contextmanager
+    def _observed(self, name: str) -> Iterator[None]:
+        options, accelerator = self.options, get_accelerator()
+        waits = options.synchronize_checkpoint_boundary or options.profile
+        if waits:
+            accelerator.synchronize()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if waits:
+                accelerator.synchronize()
+            if options.profile:
+                logger.info("checkpointing: %s: %.2f ms", name, 1000 * (time.perf_counter() - start))
+
+
+_checkpointing = _Checkpointing()
+
+
+def configure(
+    mpu_: object,
+    deepspeed_config: object = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Sets what `checkpoint` does from now on. Arguments outrank the section activation_checkpointing of `deepspeed_config`.
+
+    mpu_: the tensor-parallel ranks, by get_tensor_model_parallel_group() or get_model_parallel_group(); None: as before. With one, a
+        collective call.
+    partition_activations: each tensor-parallel rank keeps its part of the inputs; changes nothing without such ranks.
+    contiguous_checkpointing: inputs lie in one buffer for `num_checkpoints` calls; without that number every input is stored by itself.
+    checkpoint_in_cpu: inputs wait in main memory. Works, as contiguous does, without partition_activations, too.
+    synchronize, profile: wait for the GPU at every boundary; log milliseconds.
+
+    Options that change nothing are logged. Raises DeepSpeedConfigError for a section with faults.
+    """
+    if mpu_ is not None:
+        _checkpointing.comm = _tensor_parallel_comm(mpu_)
+    given = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    options = replace(_section_of(deepspeed_config), **given)
+    for note in options.notes():
+        logger.info("checkpointing: %s", note)
+    _checkpointing.set(options)
+    _checkpointing.is_configured = True
+
+
+def configure_from(section: ActivationCheckpointing, *, comm: Comm | None = None) -> None:
+    """Called by `initialize` if the configuration has the section. comm: of the tensor-parallel ranks."""
+    _checkpointing.comm = comm if comm is not None else _checkpointing.comm
+    _checkpointing.set(section)
+    _checkpointing.is_configured = True
+
+
+def is_configured() -> bool:
+    """`configure` was called, or `initialize` had the section."""
+    return _checkpointing.is_configured
+
+
+def checkpoint(function: Callable, *args, **kwargs) -> Any:
+    """`function(*args, **kwargs)`, run again in the backward instead of keeping its activations. A list or tuple of results comes back
+    as a tuple, one of length one as its element."""
+    result = _checkpointing.regions.run(function, args=args, kwargs=kwargs)
+    if not isinstance(result, (list, tuple)):
+        return result
+    return result[0] if len(result) == 1 else tuple(result)
+
+
+non_reentrant_checkpoint = checkpoint
+
+
+class CheckpointFunction:
+    """For scripts that call `CheckpointFunction.apply(function, all_outputs, *args)`."""
+
+    @staticmethod
+    def apply(run_function: Callable, all_outputs: list, *args) -> Any:
+        """As `checkpoint`; the results are appended to `all_outputs`, too."""
+        result = checkpoint(run_function, *args)
+        all_outputs += result if isinstance(result, tuple) else [result]
+        return result
+
+
+def reset() -> None:
+    """Drops the contiguous buffer, for evaluations whose forwards have no backward."""
+    _checkpointing.forget_buffers()
+
+
+def set_num_layers(nlayers: int) -> None:
+    """The number of checkpoints in the contiguous buffer."""
+    _checkpointing.set(replace(_checkpointing.options, number_checkpoints=nlayers))
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Changes that option alone."""
+    _checkpointing.set(replace(_checkpointing.options, partition_activations=partition_activation))
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seeds the default generator with `seed` and the state "model-parallel-rng" with one of each tensor-parallel rank's own."""
+    seed_model_parallel(seed, rank=_tensor_parallel_rank())
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Seeds the state "model-parallel-rng" anew."""
+    reseed_model_parallel(seed, rank=_tensor_parallel_rank())
+
+
+def _tensor_parallel_rank() -> int:
+    return 0 if _checkpointing.comm is None else _checkpointing.comm.rank
+
+
+def _section_of(config: object) -> ActivationCheckpointing:
+    if config is None:
+        return ActivationCheckpointing()
+    findings = Findings()
+    section = read_activation_checkpointing(read_source(config).get("activation_checkpointing"), findings=findings)
+    if findings.faults:
+        raise DeepSpeedConfigError(findings.faults)
+    return section or ActivationCheckpointing()
+
+
+def _tensor_parallel_comm(mpu: object) -> Comm:
+    """Collectives of the ranks that `mpu` names; every rank makes this call."""
+    for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
+        if hasattr(mpu, name):
+            group = getattr(mpu, name)()
+            break
+    else:
+        raise ValueError(f"mpu_={mpu!r:.80}: must have get_tensor_model_parallel_group() or get_model_parallel_group()")
+    if isinstance(group, Comm):
+        return group
+    process = this_process()
+    groups = process.comm.gather_objects(tuple(dist.get_process_group_ranks(group)))
+    return connect_groups(
+        list(dict.fromkeys(groups)),
+        device=process.device,
+        local_world_size=process.local_world_size,
+        timeout_seconds=process.timeout_seconds,
+    )

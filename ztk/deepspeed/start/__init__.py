@@ -1,0 +1,1 @@
+"""From a script's first call to an engine: arguments, ranks, mesh, data and `initialize`."""

@@ -1,0 +1,249 @@
+"""`initialize`: from a script's arguments to an engine."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from ztk.core.policies.optimizer import TORCH
+from ztk.deepspeed.config import DeepSpeedConfigError, Settings, parse_config, read_source
+from ztk.deepspeed.config.optimizer import make_torch_optimizer
+from ztk.deepspeed.engine import owners
+from ztk.deepspeed.engine.engine import DeepSpeedEngine
+from ztk.deepspeed.generation.hybrid import DeepSpeedHybridEngine
+from ztk.deepspeed.optimizers.groups import TrainedGroups, count_beyond, groups_of_client, groups_of_config
+from ztk.deepspeed.optimizers.schedules import SCHEDULES
+from ztk.deepspeed.optimizers.sharded import ShardedOptimizer
+from ztk.deepspeed.pipe import engine as pipes
+from ztk.deepspeed.pipe.module import PipelineModule
+from ztk.deepspeed.start.build import NO_OPTIMIZER, Builder, default_optimizer
+from ztk.deepspeed.start.mesh import arranged, check_asked_dtype, in_sequences, parts_of, with_asked_degree
+from ztk.deepspeed.start.process import DEFAULT_PORT, this_process
+from ztk.deepspeed.tools.log import logger, show_messages
+from ztk.zero.parameters.construction import construction_suspended
+
+
+@construction_suspended()
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable | None = None,
+    model_parameters: Iterable | None = None,
+    training_data: Dataset | None = None,
+    lr_scheduler: object | Callable | None = None,
+    distributed_port: int = DEFAULT_PORT,
+    mpu: object = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable | None = None,
+    config: object = None,
+    mesh_param: tuple[int, int] | None = None,
+    config_params: object = None,
+) -> tuple[DeepSpeedEngine, ShardedOptimizer | None, DataLoader | None, object | None]:
+    """DeepSpeed's `initialize`: (engine, optimizer, dataloader, lr_scheduler). Every rank calls it alike.
+
+    args: may hold `deepspeed_config`, the path of the configuration.
+    optimizer: a fresh torch optimizer that is elementwise, or a callable that makes one of the parameters; None: the configuration's,
+        which a passed one outranks. Its own parameters are trained, whatever else model_parameters lists.
+        With neither, AdamW at DeepSpeed's defaults; where model_parameters and a schedule are missing too, its states are made when the
+        first forward runs with gradients on, so that a model that only evaluates takes no memory for them.
+    model_parameters: what is trained: parameters, or groups {"params": [...], "lr": ...}; None: all that require a gradient.
+    training_data, collate_fn: a dataset; the third item is then a loader of this rank's micro-batches.
+    lr_scheduler: an object with `step()`, or a callable that makes one of the optimizer; it outranks the configuration's.
+    mpu: says which ranks share a model that the script has cut itself, see `ztk.deepspeed.start.mesh`.
+    mesh_param: (data-parallel ranks, ranks per sequence), as sequence_parallel_size in the configuration: the script's own layers divide
+        sequences over neighbouring ranks, see `ztk.deepspeed.ulysses`.
+    config, config_params: dict, path, or base64 of JSON.
+
+    Raises DeepSpeedConfigError (a ValueError) with every fault of the configuration; ValueError for other arguments, among them a model
+    that another engine holds.
+    """
+    if model is None:
+        raise ValueError("model is missing: initialize(model=...) takes the module to train")
+    _check_free(model)
+    source = with_asked_degree(_source(args, config=config, config_params=config_params), model=model)
+    process = this_process(distributed_port, dist_init_required=dist_init_required)
+    is_pipeline = isinstance(model, PipelineModule)
+    if is_pipeline:
+        process = model.process  # which knows the stages
+    elif mpu is not None:
+        process = arranged(process, mpu)
+    process = in_sequences(process, mesh_param=mesh_param, config=read_source(source))
+    settings = parse_config(source, world_size=process.mesh.replicas)
+    check_asked_dtype(model, settings=settings)
+    if is_pipeline and not settings.managed_accumulation:
+        raise ValueError("managed_gradient_accumulation=false: a pipeline's train_batch() is one step; leave it out")
+    _check_hybrid(model, settings=settings)
+    show_messages(settings.log_level)
+    if model_parameters is not None:
+        # An empty list, of a script that only evaluates, is as good as none; an iterator that was used before is a mistake.
+        only_evaluates = (
+            optimizer is None and lr_scheduler is None and settings.optimizer is None and settings.schedule is None
+        )
+        model_parameters = None if only_evaluates and model_parameters in ([], ()) else list(model_parameters)
+    settings = _passed_first(
+        settings, optimizer=optimizer, lr_scheduler=lr_scheduler, model_parameters=model_parameters
+    )
+    if process.rank == 0:
+        for note in settings.notes:
+            logger.info("config: %s", note)
+    trainable = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    has_schedule = lr_scheduler is not None or settings.schedule is not None
+    trained = _trained(
+        model,
+        settings=settings,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        trains=bool(trainable) and (model_parameters is not None or has_schedule),
+    )
+    if trained and optimizer is None and settings.optimizer is None and process.rank == 0:
+        logger.warning(NO_OPTIMIZER)
+    _check_schedule(lr_scheduler, settings=settings, trained=trained)
+    builder = Builder(
+        model=model,
+        settings=settings,
+        process=process,
+        trainable=trainable,
+        parts=None if mpu is None or is_pipeline else parts_of(model, process=process),
+    )
+    engine, sharded = builder.build(trained)
+    made = _class_of_engine(settings, is_pipeline=is_pipeline)(
+        engine,
+        builder=builder,
+        optimizer=sharded,
+        lr_scheduler=_scheduler(lr_scheduler, settings=settings, optimizer=sharded),
+        collate_fn=collate_fn,
+    )
+    if training_data is not None:
+        made.training_dataloader = made.deepspeed_io(training_data)
+    if settings.activation_checkpointing is not None:
+        from ztk.deepspeed.recompute import checkpointing  # not imported by those who do not use it
+
+        checkpointing.configure_from(settings.activation_checkpointing, comm=engine.process.mesh.comm("tp"))
+    return made, made.optimizer, made.training_dataloader, made.lr_scheduler
+
+
+def _class_of_engine(settings: Settings, *, is_pipeline: bool) -> type[DeepSpeedEngine]:
+    if settings.hybrid is None:
+        return pipes.PipelineEngine if is_pipeline else DeepSpeedEngine
+    return DeepSpeedHybridEngine
+
+
+def _check_hybrid(model: nn.Module, *, settings: Settings) -> None:
+    """Refuses before the model is touched."""
+    if settings.hybrid is not None and not hasattr(type(model), "generate"):
+        raise ValueError(
+            f"hybrid_engine.enabled: {type(model).__name__} has no generate(); leave the section out for a model that does not write texts"
+        )
+
+
+def _check_free(model: nn.Module) -> None:
+    """Raises ValueError for parameters in another engine's buffers. What it only reads, unsharded on every rank, may be shared."""
+    for name, parameter in model.named_parameters():
+        owner = owners.owner_of(parameter)
+        if owner is None:
+            continue
+        only_read = not (owner.bucket.traits.trainable or owner.bucket.traits.shards_parameters)
+        if only_read and any(bucket.traits.trainable for bucket in owner.engine.zero.buckets):
+            continue
+        raise ValueError(
+            f"parameter {name} belongs to an engine already, that of an earlier initialize: call its destroy() before, which leaves the "
+            "weights in the model; or build the model anew"
+        )
+
+
+def _source(args: object, *, config: object, config_params: object) -> object:
+    of_args = getattr(args, "deepspeed_config", None)
+    given = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": of_args,
+        "args.deepscale_config": getattr(args, "deepscale_config", None),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        raise DeepSpeedConfigError(["config is missing: pass config=dict or path, or args.deepspeed_config"])
+    if len(given) > 1:
+        raise DeepSpeedConfigError([f"the configuration is given twice, by {' and '.join(given)}; keep one"])
+    return next(iter(given.values()))
+
+
+def _passed_first(
+    settings: Settings, *, optimizer: object, lr_scheduler: object, model_parameters: list | None
+) -> Settings:
+    """The settings where an argument of `initialize` outranks the configuration, as in DeepSpeed, with a note on each."""
+    notes = []
+    if optimizer is not None and settings.optimizer is not None:
+        notes.append("optimizer: is passed to initialize, too; the passed one counts")
+    if lr_scheduler is not None and settings.schedule is not None:
+        notes.append("scheduler: is passed to initialize, too; the passed one counts")
+    if isinstance(optimizer, torch.optim.Optimizer) and model_parameters is not None:
+        beyond = count_beyond(optimizer, model_parameters=model_parameters)
+        if beyond:
+            notes.append(
+                f"model_parameters: the optimizer lacks {beyond} of them; its own are trained, the others are frozen"
+            )
+    return replace(
+        settings,
+        optimizer=None if optimizer is not None else settings.optimizer,
+        schedule=None if lr_scheduler is not None else settings.schedule,
+        notes=(*settings.notes, *notes),
+    )
+
+
+def _trained(
+    model: nn.Module,
+    *,
+    settings: Settings,
+    optimizer: object,
+    model_parameters: list | None,
+    trains: bool,
+) -> TrainedGroups | None:
+    """None if there is no optimizer. trains: without one, there is one all the same."""
+    if optimizer is not None:
+        return groups_of_client(
+            optimizer,
+            model=model,
+            model_parameters=model_parameters,
+            clip=settings.gradient_clipping,
+            skip_unused=settings.skip_unused,
+        )
+    policy = settings.optimizer
+    if policy is None and trains:
+        policy = default_optimizer(settings)
+    if policy is not None and policy.name == TORCH:
+        return groups_of_client(
+            lambda parameters: make_torch_optimizer(settings.given["optimizer"], parameters=parameters),
+            model=model,
+            model_parameters=model_parameters,
+            clip=settings.gradient_clipping,
+            skip_unused=settings.skip_unused,
+        )
+    if policy is not None and settings.skip_unused:
+        policy = replace(policy, skip_unused=True)
+    return policy and groups_of_config(policy, model=model, model_parameters=model_parameters)
+
+
+def _check_schedule(given: object, *, settings: Settings, trained: TrainedGroups | None) -> None:
+    """Refuses before the model is touched."""
+    if given is None and settings.schedule is None:
+        return
+    if trained is None:
+        raise ValueError("a learning rate schedule needs something to train, and no parameter requires a gradient")
+    if given is not None and not hasattr(given, "step") and not callable(given):
+        raise ValueError(f"lr_scheduler={given!r:.80}: must have step(), or make something that has")
+    if settings.schedule is not None:
+        scratch = SimpleNamespace(param_groups=[dict(group) for group in trained.groups])
+        SCHEDULES[settings.schedule.type](scratch, **settings.schedule.params)
+
+
+def _scheduler(given: Any, *, settings: Settings, optimizer: ShardedOptimizer | None) -> Any:
+    if settings.schedule is not None:
+        return SCHEDULES[settings.schedule.type](optimizer, **settings.schedule.params)
+    if given is None or hasattr(given, "step"):
+        return given
+    assert optimizer is not None, "a schedule is built for an optimizer"
+    return given(optimizer.optimizer)

@@ -1,0 +1,1 @@
+"""What scripts import besides: the device, the log, timers, small functions."""

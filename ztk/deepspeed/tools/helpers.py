@@ -1,0 +1,229 @@
+"""Small functions of `deepspeed.runtime.utils` and `deepspeed.utils` that scripts import: nested data, memory that is in use, partitions.
+
+A norm has the dtype of the gradients.
+"""
+
+import functools
+import os
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ztk.core.runtime.system_memory import machine_memory, process_memory
+from ztk.deepspeed.tools.device import get_accelerator
+from ztk.deepspeed.tools.log import logger, show_messages
+from ztk.parallel.pipeline.partition import balanced, uniform
+
+
+def set_random_seed(seed: int) -> None:
+    """Of random, numpy and torch."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**63)
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """The folder of a file."""
+    os.makedirs(os.path.dirname(filename) or ".", exist_ok=True)
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """The object at a dotted name."""
+    return functools.reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Sets the object at a dotted name."""
+    parent, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, name, module)
+
+
+def move_to_device(item: Any, device: object, criterion_func: Callable[[object], bool] | None = None) -> Any:
+    """Tensors in lists, tuples and dicts to a device. What criterion_func is true for keeps being the same tensor object."""
+    if criterion_func is not None and criterion_func(item):
+        item.data = item.to(device).data
+        return item
+    if isinstance(item, (list, tuple)):
+        return type(item)([move_to_device(value, device, criterion_func) for value in item])
+    if isinstance(item, dict):
+        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
+    return item.to(device) if hasattr(item, "to") else item
+
+
+def copy_to_device(item: Any, device: object, criterion_func: Callable[[object], bool]) -> Any:
+    """Copies of what criterion_func is true for, in lists, tuples and dicts; the rest as it is."""
+    if criterion_func(item):
+        return item.to(device)
+    if isinstance(item, (list, tuple)):
+        return type(item)([copy_to_device(value, device, criterion_func) for value in item])
+    if isinstance(item, dict):
+        return {key: copy_to_device(value, device, criterion_func) for key, value in item.items()}
+    return item
+
+
+def clip_grad_norm_(
+    parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0, mpu: None = None
+) -> Tensor:
+    """Clips `.grad` of a plain model and returns the norm, a scalar. An engine clips by itself, see `gradient_clipping`.
+
+    Raises ValueError for an mpu: parts of parameters on several ranks have their norm in the engine alone.
+    """
+    if mpu is not None:
+        raise ValueError(
+            "mpu: not offered here; set gradient_clipping in the configuration, which clips over all ranks"
+        )
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+
+def call_to_str(base: str, *args: object, **kwargs: object) -> str:
+    """`base(1, key=2)`."""
+    words = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
+    return f"{base}({', '.join(words)})"
+
+
+def get_only_unique_item(items: Iterable) -> object:
+    """Raises RuntimeError unless all items are equal."""
+    found = set(items)
+    if len(found) != 1:
+        raise RuntimeError(f"expected one value, found {sorted(map(str, found))}")
+    return found.pop()
+
+
+def instrument_w_nvtx(func: Callable) -> Callable:
+    """A decorator: every call is a range that a GPU profiler shows."""
+
+    @functools.wraps(func)
+    def call(*args, **kwargs):
+        accelerator = get_accelerator()
+        accelerator.range_push(func.__qualname__)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            accelerator.range_pop()
+
+    return call
+
+
+class OnDevice:
+    """A context: floating-point tensors that a model makes have this dtype and lie on this device, "meta" for no memory at all."""
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
+        self.dtype, self.device, self.enabled = dtype, device, enabled
+        self._place: torch.device | None = None
+        self._before: torch.dtype | None = None
+
+    def __enter__(self) -> "OnDevice":
+        if self.enabled:
+            self._before, self._place = torch.get_default_dtype(), torch.device(self.device)
+            torch.set_default_dtype(self.dtype)
+            self._place.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.enabled:
+            assert self._place is not None
+            self._place.__exit__(*error)
+            torch.set_default_dtype(self._before)
+
+
+GIB = 2**30
+
+
+def get_ma_status() -> int:
+    """Bytes that this process has allocated on its device; 0 on other ranks than 0."""
+    return 0 if dist.is_initialized() and dist.get_rank() else get_accelerator().memory_allocated()
+
+
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """Logs the device's memory and what changed since the last call. print_rank: -1 for every rank."""
+    global _last
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if print_rank not in (-1, rank):
+        return
+    if reset_max:
+        get_accelerator().reset_peak_memory_stats()
+    now = _now()
+    before, _last = _last, now
+    show_messages(None)
+    logger.info(
+        "RANK=%d MEMSTATS %s current alloc=%.4fGB (delta=%.4fGB max=%.4fGB) current cache=%.4fGB (delta=%.4fGB max=%.4fGB)",
+        *(rank, msg, now.allocated / GIB, (now.allocated - before.allocated) / GIB, now.most_allocated / GIB),
+        *(now.reserved / GIB, (now.reserved - before.reserved) / GIB, now.most_reserved / GIB),
+    )
+
+
+def empty_cache() -> None:
+    """Gives what the GPU's allocator holds in reserve back, and forgets its peaks."""
+    get_accelerator().empty_cache()
+    get_accelerator().reset_peak_memory_stats()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Device:
+    """Bytes on the GPU, or of this process."""
+
+    allocated: int = 0
+    most_allocated: int = 0
+    reserved: int = 0
+    most_reserved: int = 0
+
+
+_last = _Device()
+
+
+def _now() -> _Device:
+    device = get_accelerator()
+    return _Device(
+        allocated=device.memory_allocated(),
+        most_allocated=device.max_memory_allocated(),
+        reserved=device.memory_reserved(),
+        most_reserved=device.max_memory_reserved(),
+    )
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Rank 0 logs the GPU's and the machine's memory after `message`; nothing happens unless `force`. Resets the GPU's peaks."""
+    if not force or (dist.is_initialized() and dist.get_rank()):
+        return
+    show_messages(None)
+    logger.info(message)
+    if not get_accelerator().is_synchronized_device():  # a GPU
+        now = _now()
+        values = (now.allocated, now.most_allocated, now.reserved, now.most_reserved)
+        logger.info("MA %.2f GB, max MA %.2f GB, CA %.2f GB, max CA %.2f GB", *(nbytes / GIB for nbytes in values))
+        get_accelerator().reset_peak_memory_stats()
+    host, own = machine_memory(), process_memory()
+    used = host["MemTotal"] - host["MemAvailable"]
+    logger.info(
+        "CPU virtual memory: used = %.2f GB, percent = %.1f%%, this process = %.2f GB",
+        used / GIB,
+        100 * used / host["MemTotal"],
+        own["VmRSS"] / GIB,
+    )
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """num_parts + 1 bounds: part p is items [bounds[p], bounds[p + 1]). With fewer items than parts the last parts are empty."""
+    _check_parts(num_parts)
+    if num_items <= num_parts:
+        return [min(part, num_items) for part in range(num_parts + 1)]
+    return [0, *(part.stop for part in uniform(num_items, num_stages=num_parts))]
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Bounds like `partition_uniform`'s, of the cut whose heaviest part is lightest; of several, the most even one."""
+    _check_parts(num_parts)
+    if len(weights) <= num_parts:
+        return partition_uniform(len(weights), num_parts)
+    return [0, *(part.stop for part in balanced(weights, num_stages=num_parts))]
+
+
+def _check_parts(num_parts: int) -> None:
+    if num_parts < 1:
+        raise ValueError(f"num_parts={num_parts}: must be 1 or more")
