@@ -18,74 +18,24 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import (
-    ReduceOp,
-    destroy_process_group,
-    get_rank,
-    get_world_size,
-    is_available,
-    is_initialized,
-    new_group,
-)
+from torch.distributed import ReduceOp
 
 from ztk.core.runtime import Comm
 from ztk.deepspeed.collectives.log import CommsLog, table
-from ztk.deepspeed.start.process import init_distributed
+from ztk.deepspeed.start.process import init_distributed as init_distributed
 
 __all__ = [
-    "P2POp",
-    "ReduceOp",
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "allgather_fn",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_object_list",
-    "comms_logger",
-    "configure",
-    "destroy_process_group",
-    "gather",
-    "get_all_ranks_from_group",
-    "get_comm_operation_count",
-    "get_global_rank",
-    "get_local_rank",
-    "get_logged_comm_ops",
-    "get_rank",
-    "get_world_group",
-    "get_world_size",
-    "has_all_gather_into_tensor",
-    "has_all_reduce_coalesced",
-    "has_coalescing_manager",
-    "has_comm_data",
-    "has_reduce_scatter_tensor",
-    "inference_all_reduce",
-    "init_distributed",
-    "initialize_mesh_device",
-    "irecv",
-    "is_available",
-    "is_initialized",
-    "isend",
-    "log_summary",
-    "monitored_barrier",
-    "new_group",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_fn",
-    "reduce_scatter_tensor",
-    "reset_log",
-    "scatter",
-    "send",
-    "watch",
+    *("P2POp", "ReduceOp", "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object"),
+    *("all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "allgather_fn", "barrier"),
+    *("batch_isend_irecv", "broadcast", "broadcast_object_list", "comms_logger", "configure"),
+    *("destroy_process_group", "gather", "get_all_ranks_from_group", "get_comm_operation_count"),
+    *("get_global_rank", "get_local_rank", "get_logged_comm_ops", "get_rank", "get_world_group"),
+    *("get_world_size", "has_all_gather_into_tensor", "has_all_reduce_coalesced", "has_coalescing_manager"),
+    *("has_comm_data", "has_reduce_scatter_tensor", "inference_all_reduce", "init_distributed"),
+    *("initialize_mesh_device", "irecv", "is_available", "is_initialized", "isend", "log_summary"),
+    *("monitored_barrier", "new_group", "recv", "reduce", "reduce_scatter", "reduce_scatter_fn"),
+    *("reduce_scatter_tensor", "reset_log", "scatter", "send", "watch"),
 ]
-
 comms_logger = CommsLog()
 _watched: weakref.WeakSet[Comm] = weakref.WeakSet()  # the engines' own
 # What the engine's collectives are called here, where DeepSpeed's engine calls these.
@@ -221,16 +171,15 @@ def _synchronize() -> None:
 
 # Collectives. Every function takes prof=True to be logged alone, log_name and debug besides. Those of torch.distributed as they are:
 
-all_reduce, reduce, broadcast = _logged(dist.all_reduce), _logged(dist.reduce), _logged(dist.broadcast)
-all_gather, reduce_scatter, all_to_all = (
-    _logged(dist.all_gather),
-    _logged(dist.reduce_scatter),
-    _logged(dist.all_to_all),
-)
-gather, scatter = _logged(dist.gather), _logged(dist.scatter)
-all_gather_object, broadcast_object_list = _logged(dist.all_gather_object), _logged(dist.broadcast_object_list)
-barrier, monitored_barrier = _logged(dist.barrier), _logged(dist.monitored_barrier)
-send, recv, batch_isend_irecv = _logged(dist.send), _logged(dist.recv), _logged(dist.batch_isend_irecv)
+all_reduce, reduce, broadcast = map(_logged, (dist.all_reduce, dist.reduce, dist.broadcast))
+all_gather, reduce_scatter, all_to_all = map(_logged, (dist.all_gather, dist.reduce_scatter, dist.all_to_all))
+gather, scatter, send, recv = map(_logged, (dist.gather, dist.scatter, dist.send, dist.recv))
+all_gather_object, broadcast_object_list = map(_logged, (dist.all_gather_object, dist.broadcast_object_list))
+barrier, monitored_barrier = map(_logged, (dist.barrier, dist.monitored_barrier))
+batch_isend_irecv = _logged(dist.batch_isend_irecv)
+
+is_available, is_initialized, destroy_process_group = dist.is_available, dist.is_initialized, dist.destroy_process_group
+get_rank, get_world_size, new_group = dist.get_rank, dist.get_world_size, dist.new_group
 
 # And those that take other names than torch's.
 
@@ -285,15 +234,16 @@ def all_to_all_single(
 # From rank to rank
 
 
-def isend(tensor: Tensor, dst: int, group=None, tag: int = 0, **log):
-    """Never logged: to wait for it here could wait for ever."""
-    del log
+# Never logged: to wait for one of these could wait for ever. prof, log_name and debug are accepted.
+
+
+def isend(tensor: Tensor, dst: int, group=None, tag: int = 0, prof=False, log_name=None, debug=None):
+    """torch.distributed's `isend`."""
     return dist.isend(tensor, dst, group=group, tag=tag)
 
 
-def irecv(tensor: Tensor, src: int | None = None, group=None, tag: int = 0, **log):
-    """Never logged: to wait for it here could wait for ever."""
-    del log
+def irecv(tensor: Tensor, src: int | None = None, group=None, tag: int = 0, prof=False, log_name=None, debug=None):
+    """torch.distributed's `irecv`."""
     return dist.irecv(tensor, src, group=group, tag=tag)
 
 
@@ -359,20 +309,8 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
 
 
 def has_all_gather_into_tensor() -> bool:
-    """Always: torch has it."""
+    """Always: torch has it, as it has what the functions of the names below ask for."""
     return True
 
 
-def has_reduce_scatter_tensor() -> bool:
-    """Always: torch has it."""
-    return True
-
-
-def has_all_reduce_coalesced() -> bool:
-    """Always: it is above."""
-    return True
-
-
-def has_coalescing_manager() -> bool:
-    """Always: torch has it."""
-    return True
+has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = has_all_gather_into_tensor

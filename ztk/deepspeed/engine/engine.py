@@ -20,8 +20,8 @@ from ztk.deepspeed.engine.buffers import naming_buffers
 from ztk.deepspeed.engine.getters import Getters
 from ztk.deepspeed.engine.gradients import take_assigned, take_changes
 from ztk.deepspeed.engine.offloading import OffloadDeviceEnum, StateOffload
-from ztk.deepspeed.engine.saving import Saving
 from ztk.deepspeed.optimizers.sharded import ShardedOptimizer
+from ztk.deepspeed.saved.checkpoints import Saving
 from ztk.deepspeed.start.build import Builder, set_averaging
 from ztk.deepspeed.start.loader import loader_of
 from ztk.deepspeed.tools.log import logger

@@ -1,6 +1,8 @@
 """DeepSpeed's engine answers many questions by methods; a script that calls them must find methods."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -8,15 +10,23 @@ import torch.distributed as dist
 from ztk.core.runtime import Tier
 from ztk.deepspeed.collectives.groups import data_parallel_group_of, sequence_group_of
 from ztk.deepspeed.config.parsed import DeepSpeedConfig
-from ztk.deepspeed.watch.flops import FlopsProfiler
-from ztk.deepspeed.watch.monitors import MonitorMaster
 from ztk.train.engine import Engine
 
 if TYPE_CHECKING:
     from ztk.deepspeed.config import Settings
     from ztk.deepspeed.optimizers.sharded import ShardedOptimizer
-    from ztk.deepspeed.watch.clock import Throughput
     from ztk.deepspeed.watch.watcher import Watcher
+
+
+def _method(path: str, doc: str) -> Callable[["Getters"], Any]:
+    """A method that returns what the engine has at a dotted path."""
+    read = attrgetter(path)
+
+    def get(self: "Getters") -> Any:
+        return read(self)
+
+    get.__doc__ = doc
+    return get
 
 
 class Getters:
@@ -28,74 +38,63 @@ class Getters:
     optimizer: "ShardedOptimizer | None"
     _watcher: "Watcher"
 
-    def train_batch_size(self) -> int:
-        """Samples of a step, over all ranks."""
-        return self.settings.batch.train
+    train_batch_size = _method("settings.batch.train", "Samples of a step, over all ranks.")
+    train_micro_batch_size_per_gpu = _method("settings.batch.micro", "Samples of a rank's micro-batch.")
+    gradient_accumulation_steps = _method("settings.batch.accumulation", "Micro-batches of a step.")
+    gradient_clipping = _method("settings.gradient_clipping", "The largest norm of a gradient; 0: not clipped.")
+    zero_optimization_stage = _method("settings.zero.stage", "The ZeRO stage.")
+    zero_optimization_partition_weights = _method("settings.zero.shards_parameters", "Whether parameters are sharded.")
+    zero_optimization_partition_gradients = _method("settings.zero.shards_gradients", "Whether gradients are sharded.")
+    zero_gather_16bit_weights_on_model_save = _method(
+        "settings.gathers_on_save", "Whether `save_16bit_model` may gather sharded parameters."
+    )
+    zero_reduce_bucket_size = _method("settings.zero.bucket_size", "Elements of a bucket.")
+    zero_prefetch_bucket_size = _method(
+        "settings.zero.prefetch_bucket_size", "Elements that are gathered ahead of their use."
+    )
+    zero_max_live_parameters = _method(
+        "settings.zero.max_live_parameters", "Gathered elements above which nothing is gathered ahead."
+    )
+    zero_max_reuse_distance = _method(
+        "settings.zero.max_reuse_distance", "A unit stays gathered if it is used again within this many elements."
+    )
+    zero_param_persistence_threshold = _method(
+        "settings.zero.param_persistence_threshold", "Elements below which a parameter stays gathered."
+    )
+    fp16_auto_cast = _method("settings.casts_inputs", "Whether floating inputs are cast to the model's dtype.")
+    loss_scale = _method("settings.static_loss_scale", "As configured, 0 for dynamic; `optimizer.cur_scale` is in use.")
+    steps_per_print = _method("settings.steps_per_print", "Steps between lines of progress; None: there are no lines.")
+    wall_clock_breakdown = _method("settings.wall_clock_breakdown", "Whether forward, backward and step are timed.")
+    memory_breakdown = _method("settings.memory_breakdown", "Whether memory is printed with the times.")
+    dump_state = _method("settings.dump_state", "Whether the configuration is printed at the start.")
+    dataloader_drop_last = _method("settings.drop_last", "Whether a loader leaves out a last batch that is not full.")
 
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a rank's micro-batch."""
-        return self.settings.batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step."""
-        return self.settings.batch.accumulation
+    device = property(attrgetter("engine.process.device"))
+    local_rank = property(attrgetter("engine.process.local_rank"), doc="This rank's place on its machine.")
+    global_rank = property(attrgetter("engine.process.rank"), doc="This rank's place among all.")
+    world_size = property(attrgetter("engine.process.world_size"), doc="The number of ranks.")
+    config = property(attrgetter("settings.given"), doc="The configuration as it was given.")
+    communication_data_type = property(
+        attrgetter("engine.zero.gradient_dtype"), doc="The dtype in which gradients are sent and add up."
+    )
+    monitor = property(attrgetter("_watcher.monitor"), doc="The configuration's; scripts write events of their own.")
+    flops_profiler = property(attrgetter("_watcher.flops"), doc="The configuration's; None: it asks for none.")
+    tput_timer = property(
+        attrgetter("_watcher.throughput"), doc="Samples per second, counted from the first read on or where printed."
+    )
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """train_batch_size, micro-batch size, accumulation steps."""
         batch = self.settings.batch
         return batch.train, batch.micro, batch.accumulation
 
-    def gradient_clipping(self) -> float:
-        """The largest norm of a gradient; 0: not clipped."""
-        return self.settings.gradient_clipping
-
     def zero_optimization(self) -> bool:
         """Whether anything is sharded: stage 1 or more."""
         return self.settings.zero.stage > 0
 
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
-        return self.settings.zero.stage
-
-    def zero_optimization_partition_weights(self) -> bool:
-        """Whether parameters are sharded: stage 3."""
-        return self.settings.zero.shards_parameters
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are sharded: stages 2 and 3."""
-        return self.settings.zero.shards_gradients
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether `save_16bit_model` may gather sharded parameters."""
-        return self.settings.gathers_on_save
-
     def zero_cpu_offload(self) -> bool:
         """The optimizer's states are stored in main memory."""
         return self.settings.offload.optimizer is Tier.cpu
-
-    def zero_reduce_bucket_size(self) -> int:
-        """Elements of a bucket."""
-        return self.settings.zero.bucket_size
-
-    def zero_prefetch_bucket_size(self) -> int:
-        """Elements that are gathered ahead of their use."""
-        return self.settings.zero.prefetch_bucket_size
-
-    def zero_max_live_parameters(self) -> int:
-        """Gathered elements above which nothing is gathered ahead."""
-        return self.settings.zero.max_live_parameters
-
-    def zero_max_reuse_distance(self) -> int:
-        """A unit stays gathered if it is used again within this many elements."""
-        return self.settings.zero.max_reuse_distance
-
-    def zero_param_persistence_threshold(self) -> int:
-        """Elements below which a parameter stays gathered."""
-        return self.settings.zero.param_persistence_threshold
-
-    def fp16_auto_cast(self) -> bool:
-        """Whether floating inputs are cast to the model's dtype."""
-        return self.settings.casts_inputs
 
     def fp16_enabled(self) -> bool:
         """Whether the model computes in float16."""
@@ -109,18 +108,13 @@ class Getters:
         """Whether the loss scale changes; see `loss_scale`."""
         return self.settings.static_loss_scale == 0
 
-    def loss_scale(self) -> float:
-        """As in the configuration, 0 for dynamic; `optimizer.cur_scale` is the one in use."""
-        return self.settings.static_loss_scale
+    def flops_profiler_enabled(self) -> bool:
+        """Whether the configuration asks for a FLOPs profile."""
+        return self.settings.watching.flops is not None
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Of the model, and in which gradients add up."""
         return self.settings.precision.dtype, self.engine.zero.gradient_dtype
-
-    @property
-    def communication_data_type(self) -> torch.dtype:
-        """The dtype in which gradients are sent and add up."""
-        return self.engine.zero.gradient_dtype
 
     def optimizer_name(self) -> str | None:
         """As in the configuration, or the class of the script's optimizer."""
@@ -139,7 +133,7 @@ class Getters:
         return self._of_groups("lr")
 
     def get_type(self) -> list:
-        """What every group says of its `type`; 0.0 for one that says nothing."""
+        """The `type` of every group; 0.0 for one without."""
         return self._of_groups("type")
 
     def get_mom(self) -> list:
@@ -153,42 +147,6 @@ class Getters:
         """Of the last step's averaged gradient before clipping; None before the first. On a GPU this waits for the device."""
         return self.engine.read_metrics().grad_norm if self.engine.global_steps else None
 
-    def get_data_parallel_rank(self) -> int:
-        """This rank's place among those that compute on different data."""
-        mesh = self.engine.process.mesh
-        return mesh.comm("data").rank // mesh.topology.sequence
-
-    def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share this rank's sequences; None where sequences are not divided."""
-        mesh = self.engine.process.mesh
-        return sequence_group_of(mesh.topology) if mesh.topology.sequence > 1 else None
-
-    def get_model_parallel_rank(self) -> int:
-        """This rank's place among those that share the layers."""
-        return self.engine.process.mesh.comm("tp").rank
-
-    get_tensor_parallel_rank = get_model_parallel_rank
-
-    def steps_per_print(self) -> int | None:
-        """Steps between lines of progress; None: there are no lines."""
-        return self.settings.steps_per_print
-
-    def wall_clock_breakdown(self) -> bool:
-        """Whether the times of forward, backward and step are printed."""
-        return self.settings.wall_clock_breakdown
-
-    def memory_breakdown(self) -> bool:
-        """Whether memory is printed with the times."""
-        return self.settings.memory_breakdown
-
-    def dump_state(self) -> bool:
-        """Whether the configuration is printed at the start."""
-        return self.settings.dump_state
-
-    def flops_profiler_enabled(self) -> bool:
-        """Whether the configuration asks for a FLOPs profile."""
-        return self.settings.watching.flops is not None
-
     def get_wall_clock_timers(self) -> dict[str, float]:
         """Milliseconds of fwd, bwd and step, of the last step; with `_microstep` of the last micro-batch. Empty unless measured."""
         clock = self._watcher.clock
@@ -196,29 +154,21 @@ class Getters:
             return {}
         return {**clock.step, **{f"{name}_microstep": spent for name, spent in clock.micro.items()}}
 
-    @property
-    def monitor(self) -> MonitorMaster:
-        """The monitors of the configuration; scripts write events of their own to them."""
-        return self._watcher.monitor
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place among those that compute on different data."""
+        mesh = self.engine.process.mesh
+        return mesh.comm("data").rank // mesh.topology.sequence
 
-    @property
-    def flops_profiler(self) -> FlopsProfiler | None:
-        """The profiler of the configuration; None: it asks for none."""
-        return self._watcher.flops
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share this rank's sequences; None where sequences are not divided."""
+        topology = self.engine.process.mesh.topology
+        return sequence_group_of(topology) if topology.sequence > 1 else None
 
-    @property
-    def tput_timer(self) -> "Throughput":
-        """Samples per second: `avg_samples_per_sec()`, `update_epoch_count()`; counted from the first read on, or where they are printed."""
-        return self._watcher.throughput
+    def get_model_parallel_rank(self) -> int:
+        """This rank's place among those that share the layers."""
+        return self.engine.process.mesh.comm("tp").rank
 
-    def dataloader_drop_last(self) -> bool:
-        """Whether a loader leaves out a last batch that is not full."""
-        return self.settings.drop_last
-
-    @property
-    def config(self) -> dict:
-        """The configuration as it was given."""
-        return self.settings.given
+    get_tensor_parallel_rank = get_model_parallel_rank
 
     @property
     def _config(self) -> DeepSpeedConfig:
@@ -234,25 +184,6 @@ class Getters:
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
         """The script's own optimizer, else the sharded one."""
         return None if self.optimizer is None else self.optimizer.optimizer
-
-    @property
-    def device(self) -> torch.device:
-        return self.engine.process.device
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's place on its machine."""
-        return self.engine.process.local_rank
-
-    @property
-    def global_rank(self) -> int:
-        """This rank's place among all."""
-        return self.engine.process.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self.engine.process.world_size
 
     @property
     def dp_world_size(self) -> int:

@@ -12,11 +12,8 @@ Row = str | dict[str, str]
 _PARAMETER_STATES = {
     "ztk.deepspeed.zero.states": (
         "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
-        "safe_set_full_optimizer_state safe_update_full_grad_vectorized"
-    ),
-    "ztk.deepspeed.zero.local": (
-        "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_local_fp32_param "
-        "safe_set_local_grad safe_set_local_optimizer_state"
+        "safe_set_full_optimizer_state safe_update_full_grad_vectorized safe_get_local_fp32_param safe_get_local_grad "
+        "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state"
     ),
 }
 _LEAF_MODULES = {

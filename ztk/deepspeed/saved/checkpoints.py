@@ -14,7 +14,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,180 +25,257 @@ from ztk.checkpoint.folder import read_pointer
 from ztk.checkpoint.full import is_cut, persistent_buffers
 from ztk.checkpoint.sources import reason_of
 from ztk.deepspeed import zero_to_fp32
+from ztk.deepspeed.config import Settings
+from ztk.deepspeed.engine.offloading import StateOffload
 from ztk.deepspeed.engine.owners import Owner, owner_of
 from ztk.deepspeed.tools.log import logger
 from ztk.deepspeed.zero.gathered import GatheredParameters
+from ztk.train.engine import Engine
+
+if TYPE_CHECKING:
+    from ztk.deepspeed.optimizers.sharded import ShardedOptimizer
 
 LATEST = "latest"
 
 
-def save_checkpoint(
-    engine, *, folder: str | os.PathLike, tag: object, client_state: dict, save_latest: bool, trained_only: bool = False
-) -> None:
-    """Collective. See `DeepSpeedEngine.save_checkpoint`. Raises ValueError for a tag that is no name of a folder."""
-    folder, comm, is_default = Path(folder), engine.engine.comm, tag is None
-    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    if not tag or Path(tag).name != tag or tag == ".." or tag != tag.strip():
-        raise ValueError(f"tag={tag!r}: must be the name of a folder, without a path and without spaces around it")
-    _check_tag(tag, comm=comm, validation=engine.settings.tag_validation)
-    agreement = Agreement(comm, error=SaveFailed)
-    with agreement.step():
-        if comm.rank == 0:
-            claim_tag(engine, folder=folder, tag=tag, is_default=is_default)
-            if engine.since_step:
-                logger.warning(
-                    "save_checkpoint after %d of %d micro-batches of a step: their gradients are not saved, a run that resumes begins the step "
-                    "anew",
-                    engine.since_step,
-                    engine.settings.batch.accumulation,
-                )
-    scheduler = engine.lr_scheduler
-    state = {
-        "client_state": client_state,
-        "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
-        "param_groups": None if engine.optimizer is None else engine.optimizer.groups_state(),
-        "global_samples": engine.global_samples,
-    }
-    checkpoint.save(
-        engine.engine, folder=folder / tag, extra={"deepspeed": _encode(state)}, keep=1, trained_only=trained_only
-    )
-    with agreement.step():
-        if comm.rank == 0:
-            zero_to_fp32.leave_script(folder)
-            if save_latest:
-                claim_latest(engine, folder=folder)
-                temporary = folder / f"{LATEST}.tmp"
-                temporary.write_text(tag)
-                os.replace(temporary, folder / LATEST)
+class Saving:
+    """The engine's methods around checkpoints and full weights. Every rank calls these alike, but for what is said to be local.
 
-
-def load_checkpoint(
-    engine,
-    *,
-    folder: str | os.PathLike,
-    tag: object,
-    strict: bool,
-    optimizer_states: bool,
-    scheduler_states: bool,
-    counters: bool,
-    custom: Callable | None,
-) -> tuple[str | None, dict]:
-    """Collective. See `DeepSpeedEngine.load_checkpoint`."""
-    folder, inner = Path(folder), engine.engine
-    if custom is not None:
-        _check_custom(engine, what="load_checkpoint")
-    if tag is None:
-        pointer = folder / LATEST
-        tag = read_pointer(pointer) if pointer.is_file() else None
-        tag = inner.comm.gather_objects(tag)[0]
-        if tag is None:
-            logger.warning("%s has no file `latest`: nothing is loaded; give a tag to name a checkpoint", folder)
-            return None, {}
-    if engine.optimizer is not None:
-        inner.discard_gradients()  # of micro-batches of a step that was begun before: they belong to the old weights
-        engine.since_step = 0
-    # A custom function sets the weights; what else is asked for must still fit.
-    strict = (strict and custom is None) or optimizer_states
-    report = checkpoint.load(inner, path=folder / str(tag), weights_only=not optimizer_states, strict=strict)
-    if custom is not None:
-        full = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, str(tag))
-        load_module(engine, state=full, strict=True, custom=custom)
-    if not isinstance(report.extra, dict) or "deepspeed" not in report.extra:
-        state = {"client_state": {}, "lr_scheduler": None, "param_groups": None, "global_samples": None}
-    else:
-        state = _decode(report.extra["deepspeed"])
-    if counters:
-        inner.resume_at(report.step)
-        engine.micro_steps, engine.since_step = inner.micro_steps, 0
-        samples = state["global_samples"]
-        engine.global_samples = report.step * engine.settings.batch.train if samples is None else samples
-    if optimizer_states and engine.optimizer is not None and state["param_groups"] is not None:
-        engine.optimizer.load_groups_state(state["param_groups"])
-    if scheduler_states and state["lr_scheduler"] is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
-        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
-    return str(report.path.parent), state["client_state"]
-
-
-def save_16bit_model(engine, *, folder: str | os.PathLike, filename: str, exclude_frozen: bool) -> bool:
-    """Collective. See `DeepSpeedEngine.save_16bit_model`."""
-    path, comm = Path(folder) / filename, engine.engine.comm
-    if engine.settings.zero.shards_parameters and not engine.settings.gathers_on_save:
-        logger.warning("%s is not saved: set zero_optimization.stage3_gather_16bit_weights_on_model_save to true", path)
-        return False
-    state = consolidated_state_dict(engine, exclude_frozen=exclude_frozen)
-    agreement = Agreement(comm, error=SaveFailed)
-    with agreement.step():
-        if comm.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(state, path)
-    return True
-
-
-def module_state_dict(
-    engine, *, destination: dict | None, prefix: str, keep_vars: bool, exclude_frozen: bool
-) -> dict[str, torch.Tensor]:
-    """See `DeepSpeedEngine.module_state_dict`. Collective at stage 3 and where ranks hold parts of the model.
-
-    Values have the shapes of the full parameters. Raises ValueError for keep_vars where they are copies.
+    Weights have the dtype that the model computes in.
     """
-    module = engine.module
-    if engine.settings.zero.shards_parameters or is_cut(engine.engine):
-        if keep_vars:
-            raise ValueError(
-                "keep_vars=True: at stage 3, and where ranks hold parts of the model, full weights are copies; use "
-                "zero.GatheredParameters"
-            )
-        full = checkpoint.full_state_dict(engine.engine, everywhere=True, exclude_frozen=exclude_frozen)
-        state = {} if destination is None else destination
-        assert full is not None
-        state |= {f"{prefix}{name}": value for name, value in full.items()}
-        return state
-    state = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-    for name, parameter in module.named_parameters():
-        if exclude_frozen and not parameter.requires_grad:
-            state.pop(f"{prefix}{name}", None)
-    return state
 
+    engine: Engine
+    module: nn.Module
+    optimizer: "ShardedOptimizer | None"
+    settings: Settings
+    _states: StateOffload
+    lr_scheduler: Any
+    global_samples: int
+    micro_steps: int
+    since_step: int
 
-def load_module(engine, *, state: Mapping[str, torch.Tensor], strict: bool, custom: Callable | None) -> None:
-    """See `DeepSpeedEngine.load_module_state_dict`. Collective. state: values in the shapes of the full parameters.
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike,
+        tag: str | None = None,
+        client_state: dict | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes `save_dir/tag/` (default tag: global_stepN), the tag into `save_dir/latest`, and the script zero_to_fp32.py beside it.
 
-    Raises ValueError for other shapes, and if strict for names that one has and the other has not.
-    """
-    module, comm = engine.module, engine.engine.comm
-    if custom is not None:
-        _check_custom(engine, what="load_module_state_dict")
-        with GatheredParameters(module.parameters(), modifier_rank=0):
-            custom(src=state, dst=module)
-        return
-    expected = {name for own in comm.gather_objects(list(_names(module))) for name in own}  # of the full model
-    missing, unexpected = sorted(expected - set(state)), sorted(set(state) - expected)
-    if strict and (missing or unexpected):
-        raise ValueError(
-            f"load_module_state_dict: missing {', '.join(missing[:5]) or 'nothing'}, unexpected "
-            f"{', '.join(unexpected[:5]) or 'nothing'}; strict=False loads what both have"
+        client_state: plain values and tensors; `load_checkpoint` gives them back. exclude_frozen_parameters: the trained ones alone; whoever
+        loads has the others from where they came.
+        Raises SaveFailed on all ranks if any fails, ValueError for a tag that is no name of a folder and for a client_state that cannot be
+        read back safely.
+        """
+        self._states.need(what="save_checkpoint")
+        folder, comm, is_default = Path(save_dir), self.engine.comm, tag is None
+        tag = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
+        if not tag or Path(tag).name != tag or tag == ".." or tag != tag.strip():
+            raise ValueError(f"tag={tag!r}: must be the name of a folder, without a path and without spaces around it")
+        _check_tag(tag, comm=comm, validation=self.settings.tag_validation)
+        agreement = Agreement(comm, error=SaveFailed)
+        with agreement.step():
+            if comm.rank == 0:
+                claim_tag(self, folder=folder, tag=tag, is_default=is_default)
+                if self.since_step:
+                    logger.warning(
+                        "save_checkpoint after %d of %d micro-batches of a step: their gradients are not saved, a run that resumes begins "
+                        "the step anew",
+                        self.since_step,
+                        self.settings.batch.accumulation,
+                    )
+        scheduler = self.lr_scheduler
+        state = {
+            "client_state": client_state or {},
+            "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+            "param_groups": None if self.optimizer is None else self.optimizer.groups_state(),
+            "global_samples": self.global_samples,
+        }
+        checkpoint.save(
+            self.engine,
+            folder=folder / tag,
+            extra={"deepspeed": _encode(state)},
+            keep=1,
+            trained_only=exclude_frozen_parameters,
         )
-    own, errors = _own_part(engine, state=state)
-    for prefix, part in module.named_modules():
-        prefix = f"{prefix}." if prefix else ""
-        parameters = list(part.parameters(recurse=False))
-        with GatheredParameters(parameters, modifier_rank=0), torch.no_grad():
-            # pyrefly: ignore[missing-attribute]  # every parameter of the engine has an owner
-            if any(owner.bucket.comm.rank == 0 for owner in map(owner_of, parameters)):
-                part._load_from_state_dict(dict(own), prefix, {}, False, [], [], errors)
-    if errors := [error for rank in comm.gather_objects(errors) for error in rank]:
-        raise ValueError(f"load_module_state_dict: {errors[0]}")
-    for name, buffer in persistent_buffers(module):  # every rank has its own
-        if name in state:
-            buffer.data.copy_(state[name])
+        with agreement.step():
+            if comm.rank == 0:
+                zero_to_fp32.leave_script(folder)
+                if save_latest:
+                    claim_latest(self, folder=folder)
+                    temporary = folder / f"{LATEST}.tmp"
+                    temporary.write_text(tag)
+                    os.replace(temporary, folder / LATEST)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable | None = None,
+    ) -> tuple[str | None, dict]:
+        """Sets the engine's state from a checkpoint saved at any stage and number of ranks.
+
+        tag: None reads `load_dir/latest`. Returns (folder, client_state), or (None, {}) if there is no `latest`.
+        load_module_strict: False, together with load_module_only or load_optimizer_states=False, loads what model and checkpoint both have;
+        with optimizer states they must fit in any case.
+        custom_load_fn: called on every rank as custom_load_fn(src=full fp32 weights by name, dst=module) with all parameters unsharded, instead
+        of loading the weights by name; rank 0's result counts. Raises ValueError where ranks hold parts of the model.
+        Raises CheckpointError on all ranks for a checkpoint that is missing, damaged or of another model.
+        """
+        self._states.need(what="load_checkpoint")
+        folder, engine = Path(load_dir), self.engine
+        optimizer_states = load_optimizer_states and not load_module_only
+        if custom_load_fn is not None:
+            _check_custom(engine, what="load_checkpoint")
+        if tag is None:
+            pointer = folder / LATEST
+            tag = engine.comm.gather_objects(read_pointer(pointer) if pointer.is_file() else None)[0]
+            if tag is None:
+                logger.warning("%s has no file `latest`: nothing is loaded; give a tag to name a checkpoint", folder)
+                return None, {}
+        if self.optimizer is not None:
+            engine.discard_gradients()  # of micro-batches of a step that was begun before: they belong to the old weights
+            self.since_step = 0
+        # A custom function sets the weights; what else is asked for must still fit.
+        strict = (load_module_strict and custom_load_fn is None) or optimizer_states
+        report = checkpoint.load(engine, path=folder / str(tag), weights_only=not optimizer_states, strict=strict)
+        if custom_load_fn is not None:
+            full = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, str(tag))
+            self.load_module_state_dict({"module": full}, custom_load_fn=custom_load_fn)
+        state: dict[str, Any] = dict.fromkeys(("lr_scheduler", "param_groups", "global_samples"))
+        state["client_state"] = {}
+        if isinstance(report.extra, dict) and "deepspeed" in report.extra:
+            state = _decode(report.extra["deepspeed"])
+        if not load_module_only:
+            engine.resume_at(report.step)
+            self.micro_steps, self.since_step = engine.micro_steps, 0
+            samples = state["global_samples"]
+            self.global_samples = report.step * self.settings.batch.train if samples is None else samples
+        if optimizer_states and self.optimizer is not None and state["param_groups"] is not None:
+            self.optimizer.load_groups_state(state["param_groups"])
+        scheduler = state["lr_scheduler"] if load_lr_scheduler_states and not load_module_only else None
+        if scheduler is not None and hasattr(self.lr_scheduler, "load_state_dict"):
+            self.lr_scheduler.load_state_dict(scheduler)
+        return str(report.path.parent), state["client_state"]
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes the weights in the model's dtype as one state_dict file.
+
+        False, and nothing written, at stage 3 unless `stage3_gather_16bit_weights_on_model_save` is set.
+        """
+        self._states.need(what="save_16bit_model")
+        path, comm = Path(save_dir) / save_filename, self.engine.comm
+        if self.settings.zero.shards_parameters and not self.settings.gathers_on_save:
+            logger.warning(
+                "%s is not saved: set zero_optimization.stage3_gather_16bit_weights_on_model_save to true", path
+            )
+            return False
+        state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        with Agreement(comm, error=SaveFailed).step():
+            if comm.rank == 0:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                torch.save(state, path)
+        return True
+
+    save_fp16_model = save_16bit_model  # its old name
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """The full weights in main memory on rank 0, None on the others; at every stage."""
+        return checkpoint.full_state_dict(self.engine, exclude_frozen=exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def module_state_dict(
+        self,
+        destination: dict | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Tensor]:
+        """The module's state_dict; at stage 3, and where ranks hold parts of the model, the full model's in main memory on every rank,
+        in full shapes. Otherwise the call is local.
+
+        Raises ValueError for keep_vars where full weights are copies.
+        """
+        if self.settings.zero.shards_parameters or is_cut(self.engine):
+            if keep_vars:
+                raise ValueError(
+                    "keep_vars=True: at stage 3, and where ranks hold parts of the model, full weights are copies; use "
+                    "zero.GatheredParameters"
+                )
+            full = checkpoint.full_state_dict(self.engine, everywhere=True, exclude_frozen=exclude_frozen_parameters)
+            assert full is not None
+            made = {} if destination is None else destination
+            made |= {f"{prefix}{name}": value for name, value in full.items()}
+            return made
+        state: Any = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for name, parameter in self.module.named_parameters():
+            if exclude_frozen_parameters and not parameter.requires_grad:
+                state.pop(f"{prefix}{name}", None)
+        return state
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Mapping[str, Tensor]],
+        strict: bool = True,
+        custom_load_fn: Callable | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Loads `checkpoint["module"]`, weights by name in their full shapes, into the module, master weights included.
+
+        Rank 0's values count. One module's parameters are unsharded at a time; with custom_load_fn, called as
+        custom_load_fn(src=..., dst=module), all of them.
+        Where ranks hold parts of the model, each takes its own part of `checkpoint["module"]`, which must hold full weights on every
+        rank, and custom_load_fn raises ValueError, as do other shapes and, if strict, names that one has and the other has not.
+        fetch_z3_params: accepted; sharded parameters are always unsharded for it.
+        """
+        del fetch_z3_params
+        state, module, comm = checkpoint["module"], self.module, self.engine.comm
+        if custom_load_fn is not None:
+            _check_custom(self.engine, what="load_module_state_dict")
+            with GatheredParameters(module.parameters(), modifier_rank=0):
+                custom_load_fn(src=state, dst=module)
+            return
+        expected = {name for own in comm.gather_objects(list(_names(module))) for name in own}  # of the full model
+        missing, unexpected = sorted(expected - set(state)), sorted(set(state) - expected)
+        if strict and (missing or unexpected):
+            raise ValueError(
+                f"load_module_state_dict: missing {', '.join(missing[:5]) or 'nothing'}, unexpected "
+                f"{', '.join(unexpected[:5]) or 'nothing'}; strict=False loads what both have"
+            )
+        own, errors = _own_part(self.engine, state=state)
+        for prefix, part in module.named_modules():
+            prefix = f"{prefix}." if prefix else ""
+            parameters = list(part.parameters(recurse=False))
+            with GatheredParameters(parameters, modifier_rank=0), torch.no_grad():
+                # pyrefly: ignore[missing-attribute]  # every parameter of the engine has an owner
+                if any(owner.bucket.comm.rank == 0 for owner in map(owner_of, parameters)):
+                    part._load_from_state_dict(dict(own), prefix, {}, False, [], [], errors)
+        if errors := [error for rank in comm.gather_objects(errors) for error in rank]:
+            raise ValueError(f"load_module_state_dict: {errors[0]}")
+        for name, buffer in persistent_buffers(module):  # every rank has its own
+            if name in state:
+                buffer.data.copy_(state[name])
 
 
-def _own_part(engine, *, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+def _own_part(engine: Engine, *, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """`state` with what this rank's model holds of every full parameter, and what is wrong with it."""
     own, errors = dict(state), []
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         owner: Owner = owner_of(parameter)
-        part = engine.engine.zero.state.part_of(owner.name, bucket=owner.bucket)
+        part = engine.zero.state.part_of(owner.name, bucket=owner.bucket)
         if name not in own or part.is_full:
             continue
         value = own.pop(name)
@@ -209,17 +286,12 @@ def _own_part(engine, *, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor]
     return own, errors
 
 
-def _check_custom(engine, *, what: str) -> None:
-    if is_cut(engine.engine):
+def _check_custom(engine: Engine, *, what: str) -> None:
+    if is_cut(engine):
         raise ValueError(
             f"{what}(custom_load_fn=): the ranks hold parts of the model (pipeline, tensor or expert parallel), which a function of "
             "the full weights cannot fill; rename what it loads first, and use load_module_state_dict"
         )
-
-
-def consolidated_state_dict(engine, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor] | None:
-    """See `full_state_dict`: name -> value in the shape of the full parameter."""
-    return checkpoint.full_state_dict(engine.engine, exclude_frozen=exclude_frozen)
 
 
 def _names(module: nn.Module) -> Iterator[str]:

@@ -1,7 +1,9 @@
-"""safe_get/set: one parameter's full weight, gradient or optimizer state in fp32.
+"""safe_get/set: one parameter's weight, gradient or optimizer state in fp32; in full, or what this rank keeps of it.
 
-Shapes of what is read and set are those of the full parameter. Collective calls: every rank makes them alike.
-Values that are set have any floating-point dtype."""
+Shapes in full are those of the full parameter, and the calls are collective: every rank makes them alike. `..._local_...` works without the
+other ranks and at stage 3 only, as in DeepSpeed: ztk shards flat buffers of many parameters, so a rank keeps any range of a parameter's
+elements, a part, all of it or nothing, in the flat shape [n]. Values that are set have any floating-point dtype.
+"""
 
 from collections.abc import Callable, Iterable
 
@@ -14,13 +16,13 @@ from ztk.optim import TorchStep
 from ztk.zero.state.named import local_range
 from ztk.zero.update.piece_states import FROZEN, GRADIENT, MASTER
 
+# In full
+
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The master weight, fp32, in the parameter's shape; None for a parameter of no engine."""
+    """The master weight; None for a parameter of no engine."""
     owner = owner_of(param)
-    if owner is None:
-        return None
-    return owner.engine.zero.named_state.read(owner.bucket, name=owner.name, kind=weights_of(owner))
+    return None if owner is None else _read(owner, kind=weights_of(owner))
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -30,53 +32,51 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     None at other times and for a parameter of no engine.
     """
     owner = owner_of(param)
-    if owner is None or not owner.bucket.traits.trainable:
+    if owner is None or not _trained(owner):
         return None
-    gradient = owner.engine.zero.named_state.read(owner.bucket, name=owner.name, kind=GRADIENT)
+    gradient = _read(owner, kind=GRADIENT)
     if gradient is not None:
-        return gradient / divisor_of(owner)
+        return gradient / _divisor_of(owner)
     return None if owner.engine.synchronises else local_gradient(owner)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """State `optim_state_key` ("exp_avg", "exp_avg_sq", "momentum_buffer"), fp32; None for a parameter that is not trained.
+    """State `optim_state_key` ("exp_avg", "exp_avg_sq", "momentum_buffer"); None for a parameter that is not trained.
 
     Raises ValueError for a state that the optimizer does not have.
     """
     owner = owner_of(param)
-    if owner is None or not owner.bucket.traits.trainable:
+    if owner is None or not _trained(owner):
         return None
-    check_state(owner, key=optim_state_key)
-    return owner.engine.zero.named_state.read(owner.bucket, name=owner.name, kind=optim_state_key)
+    _check_state(owner, key=optim_state_key)
+    return _read(owner, kind=optim_state_key)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Sets the master weight and with it the parameter. value: in the parameter's shape, the same on all ranks."""
-    owner = owned(param, value=value)
-    owner.engine.zero.named_state.write(owner.bucket, values={owner.name: value}, kind=weights_of(owner))
-
-
-def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Sets one optimizer state. value: in the parameter's shape, the same on all ranks.
-
-    Raises ValueError for a frozen parameter, a state that the optimizer does not have, and another shape.
-    """
-    owner = owned(param, value=value)
-    if not owner.bucket.traits.trainable:
-        raise ValueError(f"parameter {owner.name} is frozen and has no optimizer states")
-    check_state(owner, key=optim_state_key, sets=True)
-    owner.engine.zero.named_state.write(owner.bucket, values={owner.name: value}, kind=optim_state_key)
+    """Sets the master weight and with it the parameter. value: the same on all ranks."""
+    owner = _owned(param, value=value)
+    _write(owner, value=value, kind=weights_of(owner))
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Sets the gradient that the coming step will use, as `safe_get_full_grad` gives it; norm and clipping follow.
 
-    value: in the parameter's shape, the same on all ranks. Raises ValueError if no step is due.
+    value: the same on all ranks. Raises ValueError if no step is due.
     """
-    owner = owned(param, value=value)
-    need_gradient(owner)
-    scaled = value.detach().reshape(-1).to(owner.engine.process.device, torch.float32) * divisor_of(owner)
-    owner.engine.zero.named_state.write(owner.bucket, values={owner.name: scaled}, kind=GRADIENT)
+    owner = _owned(param, value=value)
+    _write(owner, value=_scaled(owner, value=value), kind=GRADIENT)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Sets one optimizer state. value: the same on all ranks.
+
+    Raises ValueError for a frozen parameter, a state that the optimizer does not have, and another shape.
+    """
+    owner = _owned(param, value=value)
+    if not _trained(owner):
+        raise ValueError(f"parameter {owner.name} is frozen and has no optimizer states")
+    _check_state(owner, key=optim_state_key, sets=True)
+    _write(owner, value=value, kind=optim_state_key)
 
 
 def safe_update_full_grad_vectorized(
@@ -88,36 +88,117 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, update_func(gradient, param))
 
 
-def divisor_of(owner: Owner) -> Tensor:
-    """What a reduced gradient is larger by, a scalar, than the averaged, unscaled one."""
-    control = owner.engine.control
-    return control.loss_scale * control.gradient_divisor
+# What this rank keeps: what a `get` returns, a `set` takes; a `get` returns None for a frozen parameter.
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """The master weights."""
+    owner = _sharded(param)
+    return _read(owner, kind=MASTER, local=True) if _trained(owner) else None
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    """The gradient that the coming step will use, averaged, without loss scale: between the backward at a boundary and `step()`."""
+    owner = _sharded(param)
+    gradient = _read(owner, kind=GRADIENT, local=True) if _trained(owner) else None
+    return None if gradient is None else gradient / _divisor_of(owner)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """One optimizer state."""
+    owner = _sharded(param)
+    if not _trained(owner):
+        return None
+    _check_state(owner, key=optim_state_key)
+    return _read(owner, kind=optim_state_key, local=True)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Sets the master weights and with them the parameter; of a parameter that is never sharded all ranks must call it."""
+    owner = _fitting(param, value=value)
+    _write(owner, value=value, kind=weights_of(owner), local=True)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Sets the gradient, as `safe_get_local_grad` gives it. Raises ValueError if no step is due."""
+    owner = _fitting(param, value=value)
+    _write(owner, value=_scaled(owner, value=value), kind=GRADIENT, local=True)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Sets one optimizer state."""
+    owner = _fitting(param, value=value)
+    _check_state(owner, key=optim_state_key, sets=True)
+    _write(owner, value=value, kind=optim_state_key, local=True)
 
 
 def weights_of(owner: Owner) -> str:
     """The kind of state that a parameter's weights are."""
-    return MASTER if owner.bucket.traits.trainable else FROZEN
+    return MASTER if _trained(owner) else FROZEN
 
 
-def owned(param: nn.Parameter, *, value: Tensor) -> Owner:
-    """Whose the parameter is; raises ValueError if it is nobody's or `value` does not fit it."""
-    owner = owner_of(param)
-    if owner is None:
-        raise ValueError("the parameter belongs to no engine; pass one of engine.module's, after initialize")
-    if not isinstance(value, torch.Tensor) or value.shape != param.shape:
-        raise ValueError(f"value for {owner.name}: must be a tensor of shape {tuple(param.shape)}")
-    return owner
+def _read(owner: Owner, *, kind: str, local: bool = False) -> Tensor | None:
+    state = owner.engine.zero.named_state
+    return (state.read_local if local else state.read)(owner.bucket, name=owner.name, kind=kind)
 
 
-def need_gradient(owner: Owner) -> None:
-    """Raises ValueError unless there is a reduced gradient."""
+def _write(owner: Owner, *, value: Tensor, kind: str, local: bool = False) -> None:
+    state = owner.engine.zero.named_state
+    if local:
+        state.write_local(owner.bucket, name=owner.name, kind=kind, value=value)
+    else:
+        state.write(owner.bucket, values={owner.name: value}, kind=kind)
+
+
+def _trained(owner: Owner) -> bool:
+    return owner.bucket.traits.trainable
+
+
+def _divisor_of(owner: Owner) -> Tensor:
+    """A reduced gradient is larger by this scalar than the averaged, unscaled one."""
+    control = owner.engine.control
+    return control.loss_scale * control.gradient_divisor
+
+
+def _scaled(owner: Owner, *, value: Tensor) -> Tensor:
+    """`value` as the engine keeps a gradient. Raises ValueError unless there is a reduced one."""
     if not owner.engine.zero.named_state.has_gradient(owner.bucket):
         raise ValueError(
             f"parameter {owner.name} has no reduced gradient now: set it between the backward at a boundary and step()"
         )
+    return value.detach().reshape(-1).to(owner.engine.process.device, torch.float32) * _divisor_of(owner)
 
 
-def check_state(owner: Owner, *, key: str, sets: bool = False) -> None:
+def _owned(param: nn.Parameter, *, value: Tensor) -> Owner:
+    """Whose the parameter is; raises ValueError if it is nobody's or `value` does not fit it."""
+    owner = owner_of(param)
+    if owner is None:
+        raise ValueError("the parameter belongs to no engine; pass one of engine.module's, after initialize")
+    if not isinstance(value, Tensor) or value.shape != param.shape:
+        raise ValueError(f"value for {owner.name}: must be a tensor of shape {tuple(param.shape)}")
+    return owner
+
+
+def _sharded(param: nn.Parameter) -> Owner:
+    owner = owner_of(param)
+    if owner is None or not owner.engine.zero.policy.shards_parameters:
+        raise ValueError(
+            "local parts exist at stage 3 only, of an engine's parameters; use safe_get_full_* and safe_set_full_*"
+        )
+    return owner
+
+
+def _fitting(param: nn.Parameter, *, value: Tensor) -> Owner:
+    owner = _sharded(param)
+    if not _trained(owner):
+        raise ValueError(f"parameter {owner.name} is frozen: it has no master weights, gradient or optimizer states")
+    expected = len(local_range(owner.bucket, name=owner.name))
+    if not isinstance(value, Tensor) or value.numel() != expected:
+        raise ValueError(f"value for {owner.name}: must be a tensor of {expected} elements, what this rank keeps of it")
+    return owner
+
+
+def _check_state(owner: Owner, *, key: str, sets: bool = False) -> None:
     """Raises ValueError for a state that the optimizer does not keep. sets: also for one that its first step would overwrite."""
     optimizer = owner.engine.zero.optimizer
     if sets and isinstance(optimizer, TorchStep) and local_range(owner.bucket, name=owner.name):
