@@ -22,7 +22,7 @@ from torch.distributed import ReduceOp
 
 from ztk.core.runtime import Comm
 from ztk.deepspeed.collectives.log import CommsLog, table
-from ztk.deepspeed.start.process import init_distributed as init_distributed
+from ztk.deepspeed.start import process
 
 __all__ = [
     *("P2POp", "ReduceOp", "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object"),
@@ -180,6 +180,7 @@ batch_isend_irecv = _logged(dist.batch_isend_irecv)
 
 is_available, is_initialized, destroy_process_group = dist.is_available, dist.is_initialized, dist.destroy_process_group
 get_rank, get_world_size, new_group = dist.get_rank, dist.get_world_size, dist.new_group
+init_distributed = process.init_distributed
 
 # And those that take other names than torch's.
 
