@@ -50,38 +50,35 @@ class _Axis:
 
     name: str
 
-    def ranks(self) -> list[int]:
-        """In the order of the axis."""
+    def ranks(self, group_name: str | None = None) -> list[int]:
+        """In the order of the axis. group_name: of an axis of experts alone, see `_ExpertAxis`."""
         _need_ranks()
         world_size = dist.get_world_size()
         return list(members(self.name, topology=_topology(), rank=dist.get_rank(), world_size=world_size))
 
-    def size(self) -> int:
-        return len(self.ranks())
+    def size(self, group_name: str | None = None) -> int:
+        return len(self.ranks(group_name))
 
-    def rank(self) -> int:
+    def rank(self, group_name: str | None = None) -> int:
         """This rank's place in the group."""
-        return self.ranks().index(dist.get_rank())
+        return self.ranks(group_name).index(dist.get_rank())
 
-    def first(self) -> int:
+    def first(self, group_name: str | None = None) -> int:
         """The rank, among all, of the group's first."""
-        return self.ranks()[0]
+        return self.ranks(group_name)[0]
 
-    def group(self) -> dist.ProcessGroup:
+    def group(self, group_name: str | None = None) -> dist.ProcessGroup:
         """A collective call of the group's ranks when it is first asked for."""
-        return _group(tuple(self.ranks()))
+        return _group(tuple(self.ranks(group_name)))
 
 
-@dataclass(frozen=True, slots=True)
-class _ExpertAxis:
-    """The same for an axis of experts. group_name: "ep_size_N", where N ranks together hold a layer's experts.
+class _ExpertAxis(_Axis):
+    """The same for an axis of experts. Every answer takes a group_name: "ep_size_N", where N ranks together hold a layer's experts.
 
     Raises ValueError for an N that the engine's experts are not spread over; 1, all experts on every rank, goes with any.
     """
 
-    name: str
-
-    def ranks(self, group_name: str) -> list[int]:
+    def ranks(self, group_name: str | None = None) -> list[int]:
         size, own = _expert_size(group_name), _topology().expert
         if size == own:
             return _Axis(self.name).ranks()
@@ -91,19 +88,6 @@ class _ExpertAxis:
             f"{group_name}: no engine has experts over {size} ranks, the newest has them over {own}; use ep_size_{own}, or build "
             f"MoE(..., ep_size={size}) and call initialize before"
         )
-
-    def size(self, group_name: str) -> int:
-        return len(self.ranks(group_name))
-
-    def rank(self, group_name: str) -> int:
-        return self.ranks(group_name).index(dist.get_rank())
-
-    def first(self, group_name: str) -> int:
-        return self.ranks(group_name)[0]
-
-    def group(self, group_name: str) -> dist.ProcessGroup:
-        """As `_Axis.group`."""
-        return _group(tuple(self.ranks(group_name)))
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
         """By name, of the sizes that there are."""
@@ -235,9 +219,9 @@ def _topology() -> Topology:
     return Topology() if engine is None else engine.process.mesh.topology
 
 
-def _expert_size(group_name: str) -> int:
+def _expert_size(group_name: str | None) -> int:
     _need_ranks()
-    word, _, size = group_name.rpartition("_")
+    word, _, size = (group_name or "").rpartition("_")
     if word != "ep_size" or not size.isdecimal():
         raise ValueError(f"group_name={group_name!r}: must be ep_size_N, such as {_get_max_expert_size_name()}")
     return int(size)

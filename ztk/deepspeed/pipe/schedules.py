@@ -6,6 +6,8 @@ events] says: a subclass of these changes nothing in it. DualPipeVSchedule is no
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any
 
 from ztk.deepspeed.tools.helpers import call_to_str
 
@@ -23,18 +25,6 @@ class PipeInstruction:
         return call_to_str(self.name, **self.kwargs)
 
 
-class OptimizerStep(PipeInstruction):
-    """The optimizer's step, after all gradients are reduced."""
-
-
-class ReduceGrads(PipeInstruction):
-    """Gradients are reduced over data-parallel ranks of the stage."""
-
-
-class ReduceTiedGrads(PipeInstruction):
-    """Gradients of tied layers are reduced over the stages that hold them."""
-
-
 class BufferOpInstruction(PipeInstruction):
     """Something with the stage's buffer `buffer_id`."""
 
@@ -42,32 +32,22 @@ class BufferOpInstruction(PipeInstruction):
         super().__init__(buffer_id=buffer_id, **kwargs)
 
 
-class LoadMicroBatch(BufferOpInstruction):
-    """The next micro-batch into a buffer: inputs on the first stage, labels on the last."""
+def _kind(name: str, doc: str, *, base: type[PipeInstruction] = BufferOpInstruction) -> Any:
+    return type(name, (base,), {"__doc__": doc, "__module__": __name__})
 
 
-class ForwardPass(BufferOpInstruction):
-    """The stage's forward of a buffer."""
-
-
-class BackwardPass(BufferOpInstruction):
-    """The stage's backward of a buffer."""
-
-
-class SendActivation(BufferOpInstruction):
-    """The output, to the next stage."""
-
-
-class RecvActivation(BufferOpInstruction):
-    """The input, from the stage before."""
-
-
-class SendGrad(BufferOpInstruction):
-    """The gradient of the input, to the stage before."""
-
-
-class RecvGrad(BufferOpInstruction):
-    """The gradient of the output, from the next stage."""
+OptimizerStep = _kind("OptimizerStep", "The optimizer's step, after all gradients are reduced.", base=PipeInstruction)
+ReduceGrads = _kind("ReduceGrads", "Gradients, over the data-parallel ranks of the stage.", base=PipeInstruction)
+ReduceTiedGrads = _kind(
+    "ReduceTiedGrads", "Those of tied layers, over the stages that hold them.", base=PipeInstruction
+)
+LoadMicroBatch = _kind("LoadMicroBatch", "The next one into a buffer: inputs on the first stage, labels on the last.")
+ForwardPass = _kind("ForwardPass", "The stage's forward of a buffer.")
+BackwardPass = _kind("BackwardPass", "The stage's backward of a buffer.")
+SendActivation = _kind("SendActivation", "The output, to the next stage.")
+RecvActivation = _kind("RecvActivation", "The input, from the stage before.")
+SendGrad = _kind("SendGrad", "The gradient of the input, to the stage before.")
+RecvGrad = _kind("RecvGrad", "The gradient of the output, from the next stage.")
 
 
 class PipeSchedule(ABC):
@@ -94,20 +74,9 @@ class PipeSchedule(ABC):
         """Micro-batches that the stage holds at once."""
         return self.micro_batches
 
-    @property
-    def stage(self) -> int:
-        """This stage, from 0."""
-        return self.stage_id
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages there are."""
-        return self.stages
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of a step."""
-        return self.micro_batches
+    stage = property(attrgetter("stage_id"), doc="This stage, from 0.")
+    num_stages = property(attrgetter("stages"), doc="How many stages there are.")
+    num_micro_batches = property(attrgetter("micro_batches"), doc="Micro-batches of a step.")
 
     @property
     def is_first_stage(self) -> bool:

@@ -7,11 +7,10 @@ Kernels that are not torch's own are not seen.
 
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,7 +31,7 @@ from ztk.deepspeed.watch.flops_text import (
 )
 from ztk.nn.linear import Linear
 
-_aten = torch.ops.aten
+_FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 # Operations per element of what goes in: a norm takes the mean, the variance and then scales.
 _PER_INPUT = {
     "native_layer_norm": 5,
@@ -88,7 +87,7 @@ class FlopsProfiler:
         self._counter.__enter__()
         torch.zeros(
             1
-        ).neg()  # torch makes a mode ready at its first operation, which takes seconds: before a module is timed
+        ).neg()  # torch makes a mode ready at its first operation, which takes seconds: before modules are timed
         self.started = True
 
     def stop_profile(self) -> None:
@@ -113,23 +112,19 @@ class FlopsProfiler:
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
         """Operations of the model's forward."""
-        total = self.of(self.model).flops
-        return number_to_string(total) if as_string else total
+        return _shown(self.of(self.model).flops, as_string and number_to_string)
 
     def get_total_macs(self, as_string: bool = False) -> int | str:
         """Multiply-accumulates of the model's forward."""
-        total = self.of(self.model).macs
-        return macs_to_string(total) if as_string else total
+        return _shown(self.of(self.model).macs, as_string and macs_to_string)
 
     def get_total_duration(self, as_string: bool = False) -> float | str:
         """Seconds of the model's forward."""
-        total = self.of(self.model).seconds
-        return duration_to_string(total) if as_string else total
+        return _shown(self.of(self.model).seconds, as_string and duration_to_string)
 
     def get_total_params(self, as_string: bool = False) -> int | str:
         """Elements of the model's parameters."""
-        total = parameters_of(self.model)
-        return params_to_string(total) if as_string else total
+        return _shown(parameters_of(self.model), as_string and params_to_string)
 
     def of(self, module: nn.Module) -> ModuleCost:
         """A module's costs with those of the modules in it. One that is only a container took as long as its children."""
@@ -261,6 +256,10 @@ def parameters_of(module: nn.Module) -> int:
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
 
 
+def _shown(value: float, text: Callable | Literal[False]) -> Any:
+    return text(value) if text else value
+
+
 def _write(text: str, *, output_file: str | None) -> None:
     if output_file:
         path = Path(output_file)
@@ -291,47 +290,30 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         began = time.perf_counter()
         kwargs = kwargs or {}
-        rule = _rule_of(func)
-        if rule is _Rule.PARTS and self._open:  # only in inference mode; elsewhere its parts come by themselves
+        if self._open and _is_made_of_parts(func):
             with self:
                 return func.decompose(*args, **kwargs)
         called = time.perf_counter()
         out = func(*args, **kwargs)
         done = time.perf_counter()
-        if self._open and rule is not _Rule.FREE:
-            costs = self._costs[self._open[-1][0]]
-            if rule is _Rule.PRODUCT:
-                products = _products(func._overloadpacket, args=args, kwargs=kwargs, out=out)
-                costs.macs += products // 2
-                costs.flops += products
-            else:
-                costs.flops += _elementwise(func, rule=rule, args=args, out=out)
+        if self._open:
+            costs, operations = self._costs[self._open[-1][0]], _count(func, args=args, kwargs=kwargs, out=out)
+            costs.flops += operations
+            costs.macs += operations // 2 if _is_product(func) else 0
         self._own_seconds += (called - began) + (time.perf_counter() - done)
         return out
 
 
-class _Rule(Enum):
-    """How the operations of one of torch's functions are counted."""
-
-    PRODUCT = 1
-    PER_INPUT = 2
-    PER_OUTPUT = 3
-    PARTS = 4
-    FREE = 5
-
-
 @functools.cache
-def _rule_of(func: torch._ops.OpOverload) -> _Rule:
-    packet, name = func._overloadpacket, _name(func)
-    if packet in flop_registry or packet is _aten._scaled_dot_product_flash_attention_for_cpu:
-        return _Rule.PRODUCT
-    if name in _PER_INPUT:
-        return _Rule.PER_INPUT
-    if name in _PER_OUTPUT:
-        return _Rule.PER_OUTPUT
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-        return _Rule.PARTS
-    return _Rule.FREE
+def _is_made_of_parts(func: torch._ops.OpOverload) -> bool:
+    """In inference mode such a function comes as a whole; elsewhere its parts come by themselves."""
+    if _is_product(func) or _name(func) in (*_PER_INPUT, *_PER_OUTPUT):
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def _is_product(func: torch._ops.OpOverload) -> bool:
+    return func._overloadpacket in flop_registry or func._overloadpacket is _FLASH_ON_CPU
 
 
 def _name(func: torch._ops.OpOverload) -> str:
@@ -339,17 +321,15 @@ def _name(func: torch._ops.OpOverload) -> str:
     return func._overloadpacket.__name__.removesuffix("_")
 
 
-def _products(packet, *, args: tuple, kwargs: dict, out: object) -> int:
-    if packet is _aten._scaled_dot_product_flash_attention_for_cpu:
+def _count(func: torch._ops.OpOverload, *, args: tuple, kwargs: dict, out: object) -> int:
+    """Operations of one call."""
+    if func._overloadpacket is _FLASH_ON_CPU:
         return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
-    return flop_registry[packet](*args, **kwargs, out_val=out)
-
-
-def _elementwise(func: torch._ops.OpOverload, *, rule: _Rule, args: tuple, out: object) -> int:
-    tensor = args[0] if rule is _Rule.PER_INPUT else out
-    if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-        return 0
-    return tensor.numel() * (_PER_INPUT[_name(func)] if rule is _Rule.PER_INPUT else 1)
+    if _is_product(func):
+        return flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+    name = _name(func)
+    tensor, each = (args[0], _PER_INPUT[name]) if name in _PER_INPUT else (out, int(name in _PER_OUTPUT))
+    return each * tensor.numel() if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() else 0
 
 
 def _now() -> float:
