@@ -30,6 +30,7 @@ from torch import Tensor
 from scripts.kernel_records import Record
 from scripts.results import commit_of, folder_of
 from scripts.time_limit import OutOfTime, time_limit
+from tests.kernels.aot.cases import CASES
 from ztk.kernels import ALL_OPS, OpSpec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -266,7 +267,7 @@ def bench_one(
             torch.cuda.empty_cache()
     memory, matmul = floor_bytes / p50 / 1e6, flops / p50 / 1e9
     shares = {"memory": memory / limits.copy_gb_per_s}
-    if any(case.matrix_instructions for case in spec.aot) or spec.name == "linear_cross_entropy":
+    if any(case.matrix_instructions for case in CASES[spec.name]) or spec.name == "linear_cross_entropy":
         shares["matmul"] = matmul / limits.matmul_tflop_per_s
     limit = max(shares, key=lambda name: shares[name])
     return Row(

@@ -2,8 +2,8 @@
 
 `python scripts/bench_launch.py` runs the real path of an op on a GPU, with a stand-in for what the driver does: the way to the launcher,
 the launcher with the results that it allocates, and the launch up to the call that starts a compiled kernel. Columns, in microseconds: the
-launches of an op by Triton and by `ztk.kernels._jit`, once their sizes are known; the op without autograd, by torch's dispatcher with
-Triton's launch, by torch's dispatcher, and the short way (`ztk.kernels._direct`); what of the last is its results' allocation.
+launches of an op by Triton and by `ztk.kernels.launch.jit`, once their sizes are known; the op without autograd, by torch's dispatcher with
+Triton's launch, by torch's dispatcher, and the short way (`ztk.kernels.launch.direct`); what of the last is its results' allocation.
 """
 
 import os
@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
 
+from tests.kernels.aot.record import _tensors
 from tests.kernels.stand_in import launching
-from ztk.kernels import ALL_OPS, _empty, _library
-from ztk.kernels._jit import Bound, Prepared
-from ztk.kernels._library import LAUNCHERS, operator, set_backend
-from ztk.kernels._machine import MACHINES, assume
-from ztk.kernels._record import _tensors
+from ztk.kernels import ALL_OPS
+from ztk.kernels.launch import library, memory
+from ztk.kernels.launch.jit import Bound, Prepared
+from ztk.kernels.launch.library import LAUNCHERS, operator, set_backend
+from ztk.kernels.launch.machine import MACHINES, assume
 
 ROUNDS, CALLS = 30, 60
 
@@ -121,10 +122,10 @@ def further_cases() -> dict[str, tuple[str, tuple]]:
         for name in spec.differentiable:
             if isinstance(inputs[name], torch.Tensor):
                 inputs[name].requires_grad_()
-        _library.set_watch(note)
+        library.set_watch(note)
         outputs = [out for out in _tensors(spec.op(**inputs)) if out.requires_grad]
         torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
-        _library.set_watch(None)
+        library.set_watch(None)
         for op, args in called.items():
             if op not in known:
                 known.add(op)
@@ -178,7 +179,7 @@ def allocations_of(call: Callable[[], object]) -> list[tuple]:
         noted.append((fast, args, {}))
         return fast(*args)
 
-    with Noting(), mock.patch.dict(_empty._FAST, {False: note}):
+    with Noting(), mock.patch.dict(memory._FAST, {False: note}):
         call()
     return noted
 
@@ -187,7 +188,7 @@ def row(op: str, args: tuple) -> list[float]:
     """The columns; launches and allocations are summed over the op's."""
     launcher = LAUNCHERS[op]
     dispatched = operator(op)
-    short = _library._short_way(dispatched, launch=launcher)
+    short = library._short_way(dispatched, launch=launcher)
     launches, allocations = launches_of(lambda: launcher(*args)), allocations_of(lambda: launcher(*args))
 
     def launch() -> None:
@@ -227,7 +228,7 @@ def main() -> None:
     with (
         assume(MACHINES["sm_90"]),  # as the stand-in
         launching(lambda *_: None),
-        mock.patch.object(_library, "interpreting", lambda: True),
+        mock.patch.object(library, "interpreting", lambda: True),
     ):
         for name, (op, args) in (cases() | further_cases()).items():
             launch, short_launch, op_usual, op_dispatched, op_short, allocation = row(op, args)

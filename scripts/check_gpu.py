@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.results import commit_of, folder_of
 from scripts.time_limit import GRACE_SECONDS
+from tests.kernels.aot.case import TARGETS
 from ztk.core.launch import allocator_settings
-from ztk.kernels._spec import TARGETS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 JUDGED_STEPS = 100

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.kernel_callers import HOT_PATHS, callers
 from scripts.kernel_records import Record
 from scripts.results import RESULTS
+from tests.kernels.aot.cases import CASES
 from ztk.kernels import ALL_OPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,7 +69,7 @@ def refresh_aot(ops: str = "") -> None:
     # Behind ROOT what this process had: the Triton that names the file may come from there.
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path}
-    command = [sys.executable, "-m", "ztk.kernels.aot", "--json", *(["--ops", ops] if ops else [])]
+    command = [sys.executable, "-m", "tests.kernels.aot", "--json", *(["--ops", ops] if ops else [])]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     if not done.stdout.strip():
         raise RuntimeError(f"the ahead-of-time report failed:\n{done.stderr[-2000:]}")
@@ -134,7 +135,9 @@ def floors() -> str:
         for shape in spec.bench_shapes:
             moved, flops = spec.num_bytes(shape, ITEMSIZE), spec.num_flops(shape)
             by_memory = moved / COPY_GB_PER_S / 1e6
-            is_product = spec.name == "linear_cross_entropy" or any(case.matrix_instructions for case in spec.aot)
+            is_product = spec.name == "linear_cross_entropy" or any(
+                case.matrix_instructions for case in CASES[spec.name]
+            )
             by_flops = flops / MATMUL_TFLOP_PER_S / 1e9 if is_product else 0.0
             backward = spec.num_bytes_backward(shape, ITEMSIZE) if spec.num_bytes_backward else 0
             bound = "matmul" if by_flops > by_memory else "memory"
@@ -151,7 +154,7 @@ def called() -> str:
     rows = []
     for spec in ALL_OPS:
         names = [f"`{name}`" for name in found[spec.name]]
-        kernels = [f"`{name}`" for name in sorted({case.kernel.__name__ for case in spec.aot})]
+        kernels = [f"`{name}`" for name in sorted({case.kernel for case in CASES[spec.name]})]
         if other := KERNELS_OF.get(spec.name):
             kernels.append(f"those of `{other}`")
         rows.append([HOT_PATHS[spec.name], f"`{spec.name}`", ", ".join(kernels), ", ".join(names)])
@@ -283,7 +286,7 @@ keep the gradients of a bucket beside its buffer until the last one has come. Pa
 kernel that flattens or unflattens a list of tensors.
 
 One launch updates the states of a bucket that are on a device, with every optimizer but for Muon's matrices and LAMB, whatever parameter groups
-the bucket has and wherever positions in the model jump, by which stochastic rounding draws. A table on the device (`ztk.kernels._tiles`)
+the bucket has and wherever positions in the model jump, by which stochastic rounding draws. A table on the device (`ztk.kernels.shared.tiles`)
 says for every 1,024 elements, on AMD GPUs 2,048, which row of the control table is theirs, and which position: 32 bytes, 0.03 per element,
 where an update moves 12 to 28, and one to five instructions per element more, nine for `adamw_bf16` on sm_100 ("three segments" below).
 
@@ -343,22 +346,22 @@ registers, but fill its pipeline twice per tile; one loop chooses the descriptor
 Rows of no multiple of 16 bytes take pointers, one program per processor and up to 255 registers: with 128, as before, they spilled 266 times or
 more, and now 6 to 80 times.
 
-A kernel is launched by `ztk.kernels._jit`, which finds the compiled program by a tuple of what Triton's own C function says of the
+A kernel is launched by `ztk.kernels.launch.jit`, which finds the compiled program by a tuple of what Triton's own C function says of the
 arguments. Launchers of small ops bind a kernel to its grid, numbers, constexprs and options in a function of the sizes alone, which keeps its
 results, and what memory the op's results take: of a call whose sizes are known only the tensors are looked at, their dtypes and addresses
-([Note: What a repeated launch costs]). An op on a GPU that nobody looks at is its launcher (`ztk.kernels._direct`): torch's dispatcher is
+([Note: What a repeated launch costs]). An op on a GPU that nobody looks at is its launcher (`ztk.kernels.launch.direct`): torch's dispatcher is
 called where a mode, a trace, a transform, a profiler or autograd wants to see it. Where no gradients are recorded, norms, gated activations
 and `rope` leave `autograd.Function` out, too, and norms take tensors of any number of dimensions without views around them.
 
 From Hopper on the kernels of a decoding step are launched while the kernel before them still runs ([Note: Programmatic dependent launch] in
-`ztk/kernels/_dependent_launch.py`), norms and routes of training with them. They wait before their first access to memory: the report below
+`ztk/kernels/launch/dependent.py`), norms and routes of training with them. They wait before their first access to memory: the report below
 fails for one whose PTX or assembled code does not.
 
 `python scripts/bench_launch.py` prints the host's microseconds per op, with a stand-in for what the driver does. Triton 3.9.0, torch
 2.13.0, one core without other work, the least of 30 rounds, and of eight runs the median; launches are those of all the op's kernels. Before:
 commit 4c59ab7, with launches that look at every argument and grids and constexprs that are computed per call, beside other work:
 
-| op (kernels) | launches: Triton | `_jit` | op: before | now | of it: its results |
+| op (kernels) | launches: Triton | `jit` | op: before | now | of it: its results |
 | --- | ---: | ---: | ---: | ---: | ---: |
 | `swiglu` (1) | 6.6 | 2.1 | 5.8 | 4.3 | 0.9 |
 | `swiglu_backward` (1) | 7.3 | 2.4 | 7.3 | 5.5 | 1.8 |
@@ -400,9 +403,9 @@ Each of these ops of one kernel takes less than 6, which was the goal; those of 
 of a launch is 0.13 for each tensor, the questions to Triton whether somebody looks, 0.2, and the call that starts the program, 0.5; the way to
 the launcher is nine questions to torch, 0.4, and types of arguments, 1.0 to 1.3 in all; sizes, strides and dtypes are read once, 0.06 to
 0.15 each, and looked up in 0.1 to 0.3; a result takes 1.0 by `torch.empty`, 0.8 by `empty_like`, and 0.4 to 0.5 by the function that
-torch.compile's code calls, if its shape, strides and dtype are kept with the launch (`_empty`). The first call with new sizes takes longer,
-`rms_norm`'s launcher 13 in place of 4: it goes the way of all arguments, and keeps what it finds. `rms_norm(x, weight)` without gradients
-took 11.3 and takes 6.6, `swiglu(gate, up)` 7.9 and 6.5. The driver's own part, and what Triton's
+torch.compile's code calls, if its shape, strides and dtype are kept with the launch (`launch.memory`). The first call with new sizes takes
+longer, `rms_norm`'s launcher 13 in place of 4: it goes the way of all arguments, and keeps what it finds. `rms_norm(x, weight)` without
+gradients took 11.3 and takes 6.6, `swiglu(gate, up)` 7.9 and 6.5. The driver's own part, and what Triton's
 launcher asks it about every address, are in none of these numbers.
 
 The script prints the other ops, too. Routes take 11 for three kernels, where they took 32 before their launches were kept, losses of the router
@@ -417,7 +420,7 @@ of rows changes from step to step: it is no part of what is kept but its bits, f
 
 ## Ahead-of-time metrics
 
-The compilers' results for every kernel, on any machine: `python -m ztk.kernels.aot`. A budget is registers, stack (zero
+The compilers' results for every kernel, on any machine: `python -m tests.kernels.aot`. A budget is registers, stack (zero
 unless the spec gives a reason), the widest global load and store, barriers, the target's matrix instructions and
 instructions per element. gfx942 reports vector registers. `python scripts/kernels_page.py --aot` compiles with the Triton at hand
 and keeps the rows of the others.

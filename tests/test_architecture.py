@@ -26,13 +26,13 @@ LIBRARY_LEVELS = 8  # levels 0 to 8 import only these
 LIBRARY_IMPORTS = {"torch", "triton", "einops", "safetensors", "numpy", "ztk"}
 STANDARD_LIBRARY = sys.stdlib_module_names
 FILES = sorted((ROOT / "ztk").rglob("*.py"))
-KERNEL_FILES = sorted((ROOT / "ztk" / "kernels").glob("*.py"))
+KERNEL_FILES = sorted((ROOT / "ztk" / "kernels").rglob("*.py"))
 HOST_SYNCHRONISATION = {"item", "tolist", "cpu", "synchronize", "numpy"}
 MAX_LINES = 480
 # DeepSpeed's signatures.
 POSITIONAL_PACKAGES = {"deepspeed"}
 # Implementations of registered ops, which torch's dispatcher calls by position.
-POSITIONAL_FILES = {"_cross_entropy_cpu.py"}
+POSITIONAL_FILES = {"cross_entropy_cpu.py"}
 # Signatures of Python's, transformers' or ztk's own protocols, and of DeepSpeed's and torch's classes outside of these packages.
 PROTOCOL_SIGNATURES = {
     "attention_forward",

@@ -11,29 +11,32 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+from tests.kernels.aot.cases import CASES
+from tests.kernels.aot.compile import compile_case, compile_launch, read_cubin
+from tests.kernels.aot.disassemble import code_of, disassemble
+from tests.kernels.aot.record import launch_of
 from tests.kernels.planting import planted, spec_of
-from ztk.kernels import ALL_OPS, _attention_launch, _flat, grouped_gemm
-from ztk.kernels._attention_launch import Part
-from ztk.kernels._disassemble import code_of, disassemble
-from ztk.kernels._machine import Architecture
-from ztk.kernels._record import launch_of
-from ztk.kernels.aot import compile_case, compile_launch, read_cubin
+from ztk.kernels import ALL_OPS
+from ztk.kernels.launch.machine import Architecture
+from ztk.kernels.ops import grouped_gemm
+from ztk.kernels.shared import attention_tiles, flat
+from ztk.kernels.shared.attention_tiles import Part
 
 TARGET = "sm_90"
 
 
-def broken(op: str, *, kernel: str, specs=ALL_OPS) -> str:
+def broken(op: str, *, kernel: str) -> str:
     """The broken budgets of the first case of the kernel that the op launches."""
-    spec = next(spec for spec in specs if spec.name == op)
-    case = next(case for case in spec.aot if case.kernel.__name__ == kernel and TARGET in case.targets)
+    spec = next(spec for spec in ALL_OPS if spec.name == op)
+    case = next(case for case in CASES[op] if case.kernel == kernel and TARGET in case.targets)
     row = compile_case(case, spec=spec, arch=TARGET)
     return "" if row.ok else row.reason
 
 
 def thirty_two_per_thread() -> str:
     """An elementwise kernel that converts layouts through shared memory."""
-    launch = _flat.launch_flat
-    module = importlib.import_module("ztk.kernels.adamw_bf16")
+    launch = flat.launch_flat
+    module = importlib.import_module("ztk.kernels.ops.adamw_bf16")
     more = mock.patch.object(module, "launch_flat", lambda *args, **options: launch(*args, **options, per_thread=32))
     with more:
         return broken("adamw_bf16", kernel="_adamw_bf16")
@@ -41,7 +44,7 @@ def thirty_two_per_thread() -> str:
 
 def attention_with_one_stage() -> str:
     """No tile of keys is loaded ahead."""
-    table = _attention_launch._TABLE[Part.forward]
+    table = attention_tiles._TABLE[Part.forward]
     single = tuple((held, step, warps, 1) for held, step, warps, _ in table[Architecture.hopper])
     with mock.patch.dict(table, {Architecture.hopper: single}):
         return broken("attention", kernel="_attention_fwd")
@@ -67,19 +70,23 @@ def two_more_exponentials_per_logit(folder: Path) -> str:
         "    b_sum = b_sum * tl.exp2(",
         "    b_p += 1e-9 * (tl.exp2(b_x * 0.5) + tl.exp2(b_x * 0.25))\n    b_sum = b_sum * tl.exp2(",
     )
-    with planted(folder, file="cross_entropy.py", old=old, new=new, backend="auto") as package:
-        spec = spec_of(package, "cross_entropy")
-        compiled = __import__(f"{package.__name__}.aot", fromlist=["compile_case"]).compile_case
-        row = compiled(spec.aot[0], spec=spec, arch=TARGET)
+    with planted(folder, file="ops/cross_entropy.py", old=old, new=new, backend="auto") as package:
+        spec, compiled = (
+            spec_of(package, "cross_entropy"),
+            importlib.import_module(f"{package.__name__}.aot.compile").compile_case,
+        )
+        row = compiled(CASES[spec.name][0], spec=spec, arch=TARGET)
         return "" if row.ok else row.reason
 
 
 def early(folder: Path, *, old: str, new: str) -> str:
     """A kernel that is launched before the one in front of it has ended, whose wait is not where it must be."""
-    with planted(folder, file="cache_rows.py", old=old, new=new, backend="auto") as package:
-        spec = spec_of(package, "cache_rows")
-        compiled = __import__(f"{package.__name__}.aot", fromlist=["compile_case"]).compile_case
-        row = compiled(spec.aot[0], spec=spec, arch=TARGET)
+    with planted(folder, file="ops/cache_rows.py", old=old, new=new, backend="auto") as package:
+        spec, compiled = (
+            spec_of(package, "cache_rows"),
+            importlib.import_module(f"{package.__name__}.aot.compile").compile_case,
+        )
+        row = compiled(CASES[spec.name][0], spec=spec, arch=TARGET)
         return "" if row.ok else row.reason
 
 
@@ -95,7 +102,7 @@ def early_kernels(folder: Path) -> dict[str, str]:
 
 def alone_and_together() -> dict[str, list]:
     """Kernels with branches, calls and returns, of which the targets count from each kernel's start."""
-    cases = [(spec, case) for spec in ALL_OPS if spec.name in ("rope", "cache_rows") for case in spec.aot]
+    cases = [(spec, case) for spec in ALL_OPS if spec.name in ("rope", "cache_rows") for case in CASES[spec.name]]
     binaries = [compile_launch(launch_of(spec, case=case, target=TARGET), arch=TARGET) for spec, case in cases]
     alone = [read_cubin("-sass", binary=binary) for binary in binaries]
     together = disassemble([code_of(binary.asm["cubin"]) for binary in binaries], arch=TARGET)

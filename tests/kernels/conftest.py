@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ztk.kernels import _empty, set_backend
+from ztk.kernels import set_backend
+from ztk.kernels.launch import memory
 
 
 @pytest.fixture(autouse=True)
@@ -28,5 +29,5 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(torch, "empty", poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
-    if (fast := _empty._FAST[True]) is not None:  # allocates the results of launchers on a GPU
-        monkeypatch.setitem(_empty._FAST, True, poison(fast))
+    if (fast := memory._FAST[True]) is not None:  # allocates the results of launchers on a GPU
+        monkeypatch.setitem(memory._FAST, True, poison(fast))

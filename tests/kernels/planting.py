@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 import ztk.kernels
-from ztk.kernels import _library
+from ztk.kernels.launch import library
 
 SOURCE = Path(ztk.kernels.__file__).parent
+AOT = Path(__file__).parent / "aot"
 _numbers = itertools.count()
 
 
@@ -26,19 +27,24 @@ _numbers = itertools.count()
 def planted(
     folder: Path, *, file: str, old: str, new: str, nth: int = 0, backend: str = "triton"
 ) -> Iterator[ModuleType]:
-    """The package with the nth `old` in `file` replaced by `new`, `backend` chosen. Raises AssertionError where the
-    source does not say `old`."""
+    """The package with the nth `old` in `file`, a path such as ops/rope.py, replaced by `new`, `backend` chosen, and with the ahead-of-time
+    tooling as its `aot`. Raises AssertionError where the source does not say `old`."""
     name = f"planted_{next(_numbers)}"
     package = folder / name
     package.mkdir()
-    for path in SOURCE.glob("*.py"):
+    for path in (*SOURCE.rglob("*.py"), *AOT.rglob("*.py")):
+        place = path.relative_to(SOURCE) if path.is_relative_to(SOURCE) else Path("aot") / path.relative_to(AOT)
         text = path.read_text()
-        if path.name == file:
+        if str(place) == file:
             parts = text.split(old)
             assert len(parts) > nth + 1, f"{file} does not say {old!r} {nth + 1} times"
             text = old.join(parts[: nth + 1]) + new + old.join(parts[nth + 1 :])
-        text = text.replace("ztk.kernels", name).replace('NAMESPACE = "ztk"', f'NAMESPACE = "{name}"')
-        (package / path.name).write_text(text.replace("torch.ops.ztk.", f"torch.ops.{name}."))
+        text = text.replace("tests.kernels.aot", f"{name}.aot").replace("ztk.kernels", name)
+        text = text.replace('NAMESPACE = "ztk"', f'NAMESPACE = "{name}"').replace(
+            "torch.ops.ztk.", f"torch.ops.{name}."
+        )
+        (package / place).parent.mkdir(parents=True, exist_ok=True)
+        (package / place).write_text(text)
     sys.path.insert(0, str(folder))
     try:
         module = importlib.import_module(name)
@@ -63,9 +69,9 @@ def load_copy(function, *, old: str, new: str, tmp_path, monkeypatch):
     path = tmp_path / "planted.py"
     namespace = f"planted_copy_{next(_numbers)}"  # FLOPs are registered once per namespace
     path.write_text(source.replace(old, new).replace("torch.ops.ztk.", f"torch.ops.{namespace}."))
-    monkeypatch.setattr(_library, "LIBRARY", torch.library.Library(namespace, "DEF"))
-    monkeypatch.setattr(_library, "NAMESPACE", namespace)
-    monkeypatch.setattr(_library, "LAUNCHERS", {})  # or the ops' own would launch the copy's kernels from here on
+    monkeypatch.setattr(library, "LIBRARY", torch.library.Library(namespace, "DEF"))
+    monkeypatch.setattr(library, "NAMESPACE", namespace)
+    monkeypatch.setattr(library, "LAUNCHERS", {})  # or the ops' own would launch the copy's kernels from here on
     spec = importlib.util.spec_from_file_location("planted", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from ztk.kernels import _empty, _library
+from ztk.kernels.launch import library, memory
 
 
 class Driver:
@@ -58,7 +58,7 @@ def launching(start: Callable[..., None]) -> Iterator[Driver]:
     with (
         mock.patch.object(JITFunction, "_do_compile", compiled),
         mock.patch.object(driver, "_active", stand_in),
-        mock.patch.object(_library, "is_on_current_gpu", lambda tensor: True),
-        mock.patch.dict(_empty._FAST, {False: torch._C._dynamo.guards._empty_strided_cpu}),
+        mock.patch.object(library, "is_on_current_gpu", lambda tensor: True),
+        mock.patch.dict(memory._FAST, {False: torch._C._dynamo.guards._empty_strided_cpu}),
     ):
         yield stand_in

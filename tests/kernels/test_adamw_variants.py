@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from ztk.kernels import set_backend
-from ztk.kernels._flat import control_row
-from ztk.kernels._rounding import random_bits_cpu, round_stochastic_bf16_cpu
-from ztk.kernels.adamw_8bit import adamw_8bit, decode_master, decode_moments, encode_master
-from ztk.kernels.adamw_bf16 import adamw_bf16
-from ztk.kernels.adamw_stochastic import adamw_stochastic
+from ztk.kernels.ops.adamw_8bit import adamw_8bit, decode_master, decode_moments, encode_master
+from ztk.kernels.ops.adamw_bf16 import adamw_bf16
+from ztk.kernels.ops.adamw_stochastic import adamw_stochastic
+from ztk.kernels.shared.flat import control_row
+from ztk.kernels.shared.rounding import random_bits_cpu, round_stochastic_bf16_cpu
 
 N = 65536 * 2 + 4096 + 96
 CUTS = {"halves": (N // 64 * 32,), "odd": (32, 96, 1056, 65536 - 32, 65536 + 64), "piece": (65536,)}

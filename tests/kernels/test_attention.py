@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ztk.kernels import set_backend
-from ztk.kernels.attention import attention, attention_reference, attention_varlen
+from ztk.kernels.ops.attention import attention, attention_reference, attention_varlen
 
 
 def relative(actual, expected):

@@ -5,7 +5,7 @@ import torch
 
 from tests.device_tagged import DeviceMismatch, Tagged, gpu_tensors
 from ztk.kernels import ALL_OPS
-from ztk.kernels._machine import MACHINES, assume
+from ztk.kernels.launch.machine import MACHINES, assume
 
 
 @pytest.mark.parametrize("spec", ALL_OPS, ids=lambda spec: spec.name)

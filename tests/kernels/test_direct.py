@@ -12,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ztk.kernels import _library, layer_norm, rms_norm, rope, set_backend, swiglu
+from ztk.kernels import layer_norm, rms_norm, rope, set_backend, swiglu
+from ztk.kernels.launch import library
 from ztk.zero.parameters.watched import watch
 
 X, WEIGHT = torch.randn(4, 16), torch.ones(16)
@@ -29,7 +30,7 @@ class Seen(torch.Tensor):
 @pytest.fixture
 def ways(monkeypatch) -> list[str]:
     """Of each call of `op`."""
-    monkeypatch.setattr(_library, "is_on_current_gpu", lambda tensor: tensor.device.type == "cpu")
+    monkeypatch.setattr(library, "is_on_current_gpu", lambda tensor: tensor.device.type == "cpu")
     return []
 
 
@@ -38,13 +39,13 @@ def op(ways) -> Callable:
     """`rms_norm`, which only notes its way."""
 
     class Dispatcher:
-        _schema = _library.operator("rms_norm")._schema
+        _schema = library.operator("rms_norm")._schema
 
         def __call__(self, *args):
             ways.append("dispatcher")
             return X
 
-    return _library._short_way(Dispatcher(), launch=lambda *args: ways.append("launcher") or X)
+    return library._short_way(Dispatcher(), launch=lambda *args: ways.append("launcher") or X)
 
 
 def watched() -> nn.Parameter:
@@ -87,11 +88,11 @@ class Looking(TorchDispatchMode):
 
 @contextlib.contextmanager
 def timed() -> Iterator[None]:
-    _library.set_watch(lambda name, run, args, on_gpu: run(*args))
+    library.set_watch(lambda name, run, args, on_gpu: run(*args))
     try:
         yield
     finally:
-        _library.set_watch(None)
+        library.set_watch(None)
 
 
 CONTEXTS = {

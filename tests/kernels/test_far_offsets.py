@@ -36,7 +36,7 @@ def last_programs(monkeypatch):
 WIDE = "program_id(0).to(tl.int64)"
 NARROW = "program_id(0).to(tl.int32)"
 
-# What the offsets of an optimizer's kernel begin at, `_tiles.part_of` says.
+# What the offsets of an optimizer's kernel begin at, `shared.tiles.part_of` says.
 FLAT = {
     **dict.fromkeys([adamw, adamw_bf16, adamw_stochastic, sgd, lion], ("first + tl", "first.to(tl.int32) + tl")),
     adamw_8bit: ("first // _GROUP", "(first // _GROUP).to(tl.int32)"),

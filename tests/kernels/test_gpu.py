@@ -8,9 +8,9 @@ import torch
 
 from tests.kernels.test_ops import cases, check_against_reference
 from ztk.kernels import adamw, rms_norm, step_control, sum_of_squares, swiglu
-from ztk.kernels._flat import control_row
-from ztk.kernels._library import interpreting
-from ztk.kernels.step_control import SPEC as STEP_CONTROL
+from ztk.kernels.launch.library import interpreting
+from ztk.kernels.ops.step_control import SPEC as STEP_CONTROL
+from ztk.kernels.shared.flat import control_row
 
 pytestmark = [
     pytest.mark.gpu,

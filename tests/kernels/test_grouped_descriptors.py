@@ -6,12 +6,12 @@ import sys
 import pytest
 import torch
 
+from tests.kernels.aot.record import _Launching
 from tests.kernels.planting import planted
 from ztk.kernels import grouped_matmul, grouped_matmul_pair, set_backend
-from ztk.kernels._descriptors import Layout, can_describe
-from ztk.kernels._jit import Bound
-from ztk.kernels._machine import MACHINES, assume
-from ztk.kernels._record import _Launching
+from ztk.kernels.launch.descriptors import Layout, can_describe
+from ztk.kernels.launch.jit import Bound
+from ztk.kernels.launch.machine import MACHINES, assume
 
 SIZES = E, D, N = 3, 40, 24  # tiles are of 64 x 128
 OFFSETS = torch.tensor([0, 5, 5, 9], dtype=torch.int32)  # the second expert has no token
@@ -26,7 +26,7 @@ def product(*, package=None, spoilt: int | None, pair: bool) -> list[torch.Tenso
         for weight in weights:
             weight[spoilt] = float("nan")
     package = sys.modules["ztk.kernels"] if package is None else package
-    machine = sys.modules[f"{package.__name__}._machine"]
+    machine = sys.modules[f"{package.__name__}.launch.machine"]
     with machine.assume(machine.MACHINES["sm_90"]):
         outs = (package.grouped_matmul_pair if pair else package.grouped_matmul)(x, *weights, offsets=OFFSETS)
         outs = outs if pair else (outs,)
@@ -58,7 +58,7 @@ def test_a_tile_ends_with_its_expert(poisoned):
 )
 def test_a_descriptor_that_covers_the_next_expert_is_caught(new, tmp_path, poisoned):
     with (
-        planted(tmp_path, file="grouped_gemm.py", old="shape=shape, strides", new=f"{new}, strides") as package,
+        planted(tmp_path, file="ops/grouped_gemm.py", old="shape=shape, strides", new=f"{new}, strides") as package,
         pytest.raises(AssertionError),
     ):
         check_neighbours(package=package)

@@ -13,12 +13,13 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from ztk.kernels import ALL_OPS, _empty, attention, rope
-from ztk.kernels._jit import Bound
-from ztk.kernels._library import LAUNCHERS
-from ztk.kernels._machine import MACHINES, assume
-from ztk.kernels._record import _Launching, _tensors
-from ztk.kernels._spec import OpSpec
+from tests.kernels.aot.record import _Launching, _tensors
+from ztk.kernels import ALL_OPS, attention, rope
+from ztk.kernels.launch import memory
+from ztk.kernels.launch.jit import Bound
+from ztk.kernels.launch.library import LAUNCHERS
+from ztk.kernels.launch.machine import MACHINES, assume
+from ztk.kernels.shared.spec import OpSpec
 
 SPECS = {spec.name: spec for spec in ALL_OPS}
 BOUND = (
@@ -96,7 +97,7 @@ def test_all_that_is_kept_is_found():
     found = {function.__module__ for function in kept_functions()}
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("ztk.kernels.")]
     assert {module.__name__ for module in modules if "@kept" in inspect.getsource(module)} <= found
-    assert {"ztk.kernels.rms_norm", "ztk.kernels._glu"} <= found  # the latter's is in closures of launchers
+    assert {"ztk.kernels.ops.rms_norm", "ztk.kernels.shared.glu"} <= found  # the latter's is in closures of launchers
 
 
 # What keeps the memory of results with a launch, and the values whose lack in a key is found. In all cases the others follow from these, or
@@ -152,16 +153,16 @@ def test_short_results_are_those_of_torch(dtype):
 
     def made() -> list[torch.Tensor]:
         shapes = (), (5,), (0,), (2, 5), (2, 0, 3), (4, 3, 1, 2)
-        by_memory = [_empty.maker(like)(*_empty.memory_of(*shape, dtype=dtype)) for shape in shapes]
+        by_memory = [memory.maker(like)(*memory.memory_of(*shape, dtype=dtype)) for shape in shapes]
         assert [tensor.shape for tensor in by_memory] == list(shapes)
-        matrix = _empty.empty_matrix(2, columns=5, dtype=dtype, like=like)
-        return [_empty.empty_vector(5, dtype=dtype, like=like), matrix, *by_memory]
+        matrix = memory.empty_matrix(2, columns=5, dtype=dtype, like=like)
+        return [memory.empty_vector(5, dtype=dtype, like=like), matrix, *by_memory]
 
     usual = made()
-    with mock.patch.dict(_empty._FAST, {False: torch._C._dynamo.guards._empty_strided_cpu}):
+    with mock.patch.dict(memory._FAST, {False: torch._C._dynamo.guards._empty_strided_cpu}):
         fast = made()
         with torch.inference_mode():
-            assert _empty.empty_vector(0, dtype=dtype, like=like).is_inference()
+            assert memory.empty_vector(0, dtype=dtype, like=like).is_inference()
     for one, other in zip(usual, fast, strict=True):
         assert (one.shape, one.stride(), one.dtype, one.device) == (
             other.shape,

@@ -12,8 +12,8 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels.stand_in import launching
-from ztk.kernels._descriptors import Layout
-from ztk.kernels._jit import LaunchedKernel, Prepared, bind, jit
+from ztk.kernels.launch.descriptors import Layout
+from ztk.kernels.launch.jit import LaunchedKernel, Prepared, bind, jit
 
 
 def _body(x_ptr, y_ptr, N, M, eps, FLAG: tl.constexpr, BLOCK: tl.constexpr = 64):

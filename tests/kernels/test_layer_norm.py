@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from ztk.kernels import set_backend
-from ztk.kernels._machine import INTERPRETER
-from ztk.kernels._rows import resident_programs
-from ztk.kernels.layer_norm import LaunchConfig, layer_norm, layer_norm_reference
+from ztk.kernels.launch.grids import resident_programs
+from ztk.kernels.launch.machine import INTERPRETER
+from ztk.kernels.ops.layer_norm import LaunchConfig, layer_norm, layer_norm_reference
 
 
 @pytest.fixture(params=["triton", "auto"])

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ztk.kernels import set_backend
-from ztk.kernels.linear_cross_entropy import _run, chunk_rows, linear_cross_entropy, linear_cross_entropy_reference
+from ztk.kernels.ops.linear_cross_entropy import _run, chunk_rows, linear_cross_entropy, linear_cross_entropy_reference
 
 
 class Largest(TorchDispatchMode):

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ztk.kernels import _machine
-from ztk.kernels._machine import Architecture, machine
+from ztk.kernels.launch import machine as machines
+from ztk.kernels.launch.machine import Architecture, machine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,11 +38,11 @@ def test_the_machine_of_a_gpu(capability, driver, architecture, early, monkeypat
     monkeypatch.setattr(ctypes, "CDLL", Driver)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    _machine._of_device.cache_clear()
+    machines._of_device.cache_clear()
     try:
         found = machine(torch.device("cuda", 0))
     finally:
-        _machine._of_device.cache_clear()
+        machines._of_device.cache_clear()
     assert (found.architecture, found.processors, found.dependent_launch) == (architecture, 132, early)
 
 

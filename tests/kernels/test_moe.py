@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from ztk.kernels import set_backend
-from ztk.kernels.grouped_gemm import grouped_matmul
-from ztk.kernels.moe_combine import moe_combine
-from ztk.kernels.moe_routing import moe_route, moe_slots
+from ztk.kernels.ops.grouped_gemm import grouped_matmul
+from ztk.kernels.ops.moe_combine import moe_combine
+from ztk.kernels.ops.moe_routing import moe_route, moe_slots
 
 
 @pytest.fixture(params=["triton", "auto"])

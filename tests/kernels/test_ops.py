@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ztk.kernels import ALL_OPS, _machine, set_backend
+from ztk.kernels import ALL_OPS, set_backend
+from ztk.kernels.launch import machine as machines
 
 WORST_OVER_RMS = 32  # the worst single element may be this many times the allowed root mean square error
 
@@ -123,8 +124,8 @@ def test_kernel_matches_reference(spec, shape, variant, dtype, poisoned):
     check_against_reference(spec, shape, variant, dtype)
 
 
-def check_reach(spec, reach, *, machine=_machine) -> None:
-    """The op against its reference for one `Reach`, with the tiles of its target. machine: the `_machine` of the op's package: a copy's
+def check_reach(spec, reach, *, machine=machines) -> None:
+    """The op against its reference for one `Reach`, with the tiles of its target. machine: the `launch.machine` of the op's package: a copy's
     launchers know an architecture by its own enumeration."""
     with machine.assume(machine.MACHINES[reach.target]):
         check_against_reference(spec, reach.shape, reach.inputs, reach.dtype)

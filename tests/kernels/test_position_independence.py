@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from ztk.kernels import activate_cpu, adamw, lion, sgd, sum_of_squares
-from ztk.kernels._activation import ACTIVATIONS
-from ztk.kernels._cpu import GRAIN, VECTORS, even_cuts
-from ztk.kernels._cpu import UPDATE_PIECE as PIECE
-from ztk.kernels._flat import control_row
+from ztk.kernels.shared.activation import ACTIVATIONS
+from ztk.kernels.shared.cpu import GRAIN, VECTORS, even_cuts
+from ztk.kernels.shared.cpu import UPDATE_PIECE as PIECE
+from ztk.kernels.shared.flat import control_row
 
 N = PIECE + 65536 + 4096 + 48
 CUTS = {

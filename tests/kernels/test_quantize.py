@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ztk.kernels import set_backend
-from ztk.kernels.quantize import dequantize, dequantize_reduce, quantize, quantized_bytes
+from ztk.kernels.ops.quantize import dequantize, dequantize_reduce, quantize, quantized_bytes
 
 CASES = [(8, 32), (8, 256), (4, 32), (4, 128)]
 

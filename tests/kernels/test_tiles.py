@@ -5,9 +5,9 @@ import torch
 
 from tests.kernels.test_adamw_variants import STEPS as NARROW
 from ztk.kernels import UpdatePart, adamw, lion, set_backend, sgd, tiles_of
-from ztk.kernels._flat import control_row
-from ztk.kernels._machine import INTERPRETER
-from ztk.kernels._tiles import TILE_PER_THREAD, threads
+from ztk.kernels.launch.machine import INTERPRETER
+from ztk.kernels.shared.flat import control_row
+from ztk.kernels.shared.tiles import TILE_PER_THREAD, threads
 
 CPU = torch.device("cpu")
 TILE = TILE_PER_THREAD * threads(INTERPRETER)

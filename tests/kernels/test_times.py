@@ -8,8 +8,8 @@ import torch
 
 from ztk import kernels
 from ztk.kernels import ALL_OPS, Ceilings, KernelTimes
-from ztk.kernels import _library as library
-from ztk.kernels._work import visible_pairs, work_of
+from ztk.kernels.launch import library
+from ztk.kernels.work import visible_pairs, work_of
 
 # Statistics, control rows and offsets come on top of `num_bytes`, which counts rows of these widths.
 SHAPES = {

@@ -5,7 +5,7 @@ import torch
 
 from ztk import kernels
 from ztk.core.precision import LossScalePolicy, control_settings, control_state
-from ztk.kernels._flat import control_row
+from ztk.kernels.shared.flat import control_row
 from ztk.optim import OptimizerPolicy, SchedulePolicy, eight_bit, flat_optimizer, group_parameters, lr_table
 
 STEPS, N = 6, 48

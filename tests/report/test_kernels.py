@@ -8,7 +8,7 @@ import torch
 from tests.report.test_report import Metrics, alone, make_gauges, rows_of
 from ztk import kernels
 from ztk.kernels import Ceilings
-from ztk.kernels._library import get_watch
+from ztk.kernels.launch.library import get_watch
 from ztk.report import KernelPolicy
 from ztk.report.kernels import FIELDS, KernelLog
 from ztk.report.reporter import Reporter, ReportPolicy

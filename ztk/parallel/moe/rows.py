@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ztk.kernels.moe_combine import combine
+from ztk.kernels.ops.moe_combine import combine
 
 
 def gather_rows(x: Tensor, *, order: Tensor, position: Tensor) -> Tensor:

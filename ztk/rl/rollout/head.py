@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ztk.core.runtime.own_forward import has_own_forward
 from ztk.kernels import chosen_logprobs, linear_logprob, linear_token_loss
-from ztk.kernels.linear_logprob import TokenLoss
+from ztk.kernels.ops.linear_logprob import TokenLoss
 from ztk.nn import Decoder
 from ztk.nn import loss as losses
 from ztk.nn.linear import Linear, linear

@@ -1,0 +1,65 @@
+"""The kernels of a decoding step, attention excepted."""
+
+import torch
+
+from tests.kernels.aot.case import TARGETS, AotCase
+
+
+def linear(
+    kind: str, *, kernel: str = "_linear_rows", variant: str = "", targets: tuple[str, ...] = TARGETS, **options: object
+) -> AotCase:
+    few = kernel == "_linear_few"
+    return AotCase(
+        kernel=kernel, shape=(1 if few else 64, 4096, 4096), variant=variant or kind, targets=targets, matrix_instructions=not few,
+        inputs={"kind": kind, **options}, vector_store_bytes=0, vector_reason="a row of few outputs per program is written",
+    )  # fmt: skip
+
+
+CASES = {
+    "linear_rows": (
+        *(linear(kind) for kind in ("plain", "int8", "fp8", "int4")),
+        *(linear(kind, kernel="_linear_few", exact=False, targets=("sm_80", "sm_90")) for kind in ("plain", "int4")),
+    ),
+    "gated_rows": (
+        linear("plain", variant="gate and up"),
+        linear("int4", variant="gate and up, int4", targets=("sm_90",)),
+    ),
+    "cache_rows": (
+        AotCase(
+            kernel="_cache_rows",
+            shape=(64, 32, 8, 128),
+            max_barriers=0,
+            vector_load_bytes=0,
+            vector_store_bytes=0,
+            vector_reason="a warp has one head: four elements a thread",
+            min_programs=16,
+        ),
+    ),
+    "draw_rows": (
+        AotCase(
+            kernel="_draw_tiles",
+            shape=(64, 4096, 128256),
+            matrix_instructions=True,
+            vector_store_bytes=0,
+            vector_reason="six numbers per row",
+        ),
+        AotCase(
+            kernel="_merge_draws",
+            shape=(64, 4096, 128256),
+            vector_load_bytes=0,
+            vector_store_bytes=0,
+            vector_reason="six numbers per row and tile, a program per row",
+        ),
+    ),
+    "select_rows": (
+        AotCase(
+            kernel="_select_rows",
+            shape=(64, 128256),
+            dtype=torch.float32,
+            max_stack_bytes=8,
+            stack_reason="two numbers of a row, on sm_80, for a fourth program on a processor",
+            vector_store_bytes=0,
+            vector_reason="three numbers per row",
+        ),
+    ),
+}

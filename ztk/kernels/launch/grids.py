@@ -1,0 +1,40 @@
+"""Sizes of grids and tiles on the host.
+
+Triton's own `cdiv` and `next_power_of_2` take constexprs, too, which costs 2 microseconds a call.
+"""
+
+from ztk.kernels.launch.machine import Architecture, Machine
+
+REGISTERS = 65536  # of a processor
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up, of a >= 0 and b > 0."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is not below n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def resident_programs(target: Machine, *, num_warps: int, registers: int) -> int:
+    """Programs that stay on the machine together: of as many none waits for a round of its own.
+
+    registers: a thread's, at most; the ahead-of-time budgets hold the kernel to it (`AotCase.resident`), see `register_limit`.
+    """
+    return target.processors * _fitting(registers, num_warps=num_warps, target=target)
+
+
+def register_limit(registers: int, *, num_warps: int, target: Machine) -> dict[str, int]:
+    """The launch option under which as many programs fit as `resident_programs` counts on, whatever the version of the compiler chooses:
+    Triton 3.6 takes 98 and 105 registers where 3.9 takes 80 and 64. Without it where one program fits anyway, and on AMD, which has none.
+    """
+    if target.architecture is Architecture.cdna or _fitting(registers, num_warps=num_warps, target=target) == 1:
+        return {}
+    return {"maxnreg": registers}
+
+
+def _fitting(registers: int, *, num_warps: int, target: Machine) -> int:
+    """Programs that one processor holds at once."""
+    return max(1, REGISTERS // (registers * num_warps * target.warp_size))

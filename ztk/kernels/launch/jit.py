@@ -1,0 +1,240 @@
+"""Kernels that are launched in little host time: what Triton compiled for a kind of arguments is found again without Triton's binder.
+
+[Note: What a launch costs]
+`kernel[grid](...)` of Triton binds arguments by name, prints the options into a string, and looks the program up by that string: 7 to 9
+microseconds for a kernel of a dozen arguments, and small kernels run for less. Here constexprs and options are looked up once per call, or
+once for good (`Prepared`), and then a tuple of what Triton's own C function says of the other arguments: type, multiple of 16, value of
+one, on AMD GPUs whether it is smaller than 2 GiB. So two calls share a program exactly if Triton would share it, and what is new goes to
+Triton. Arguments that the key could not tell apart (constexprs by position, floats among constexprs, of which 0.0 and -0.0 are equal),
+hooks of profilers, debugging and the interpreter take Triton's way every time.
+
+[Note: What a repeated launch costs]
+A layer's launches repeat: the sizes are those of the step before, and with them grid, numbers, constexprs and options. A launcher of a small
+op computes them in a function of the sizes alone, which is `kept`, and binds the kernel to them. Such a function cannot forget a size: it
+has no tensor. What remains of a launch are tensors. Their dtypes and their device are looked up, and that all addresses are multiples of
+16 is tested, in half the time of Triton's function; any other address, a device of AMD, where sizes of memory count, too, and all
+that is named above go to `Prepared`.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
+
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction, native_specialize_impl
+
+from ztk.kernels.launch.descriptors import ALIGNMENT, Layout
+
+_EXACT = frozenset(
+    {bool, int, str, type(None), triton.language.dtype}
+)  # of constexprs and options: equal ones are the same
+MOST_PROGRAMS, MOST_PROGRAMS_ACROSS = 2**31, 2**16 - 1  # of a launch; along its second and third axis
+_REST = ((), (1, 1), (1,), ())  # of a grid's three axes, by the number of those that are given
+_NO_HOOKS = (None, None, None)  # what is told to them, and the two
+_WIDE = 1 << 31  # numbers from here on have 64 bits
+_NO_LAYOUTS: Mapping[int, Layout] = {}
+KEPT = 1024  # sizes of a kernel's launches; of more the ones that were not used for longest are computed again
+
+# Of a function of a launch's sizes, machine and other values that returns it. By position, because names would double the time of a
+# look-up (0.26 to 0.52 us). Equal values are one: of 0.0 and -0.0, which an eps or a scale has no use for, the first.
+kept = functools.lru_cache(maxsize=KEPT)
+
+
+class LaunchedKernel(JITFunction):
+    """A kernel as `triton.jit` makes it, with a shorter way to a program that it has launched before."""
+
+    def __init__(self, fn: Callable, **options: Any) -> None:
+        """fn, options: as for `triton.jit`."""
+        super().__init__(fn, **options)
+        runtime = [parameter for parameter in self.params if not parameter.is_constexpr]
+        self.num_runtime = len(runtime)
+        is_first = all(parameter.num < len(runtime) for parameter in runtime)
+        self.is_simple = is_first and not any(parameter.has_default for parameter in runtime)
+        self.marks = (  # columns of arguments of Triton's function: is_const, specialises the value, and its alignment
+            tuple(parameter.is_const for parameter in runtime),
+            tuple(not parameter.do_not_specialize for parameter in runtime),
+            tuple(not parameter.do_not_specialize_on_alignment for parameter in runtime),
+        )
+        self._prepared: dict[tuple, Prepared] = {}  # by constexprs and options, and their types
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        return functools.partial(self.launch, grid)
+
+    def launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> Any:
+        """Launches a program per element of `grid` on the current device's current stream; `args`, `named`: as of the kernel."""
+        return self.prepared(**named).launch(grid, *args)
+
+    def prepared(self, **named: Any) -> "Prepared":
+        """The kernel with its constexprs and options: the same one for the same values, if they can be told apart."""
+        values = tuple(named.values())
+        key = (*named, *values, *map(type, values))
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = Prepared(self, **named)
+            if prepared.is_short:
+                self._prepared[key] = prepared
+        return prepared
+
+
+class Prepared:
+    """A kernel with its constexprs and options: `prepared.launch(grid, *args)` is `kernel[grid](*args, **named)`."""
+
+    def __init__(self, kernel: Any, **named: Any) -> None:
+        """kernel: as `jit` makes it. named: its constexprs and options."""
+        self.kernel, self.named = kernel, named
+        self.is_short = (
+            isinstance(kernel, LaunchedKernel) and kernel.is_simple and _EXACT.issuperset(map(type, named.values()))
+        )
+        if self.is_short:
+            constexprs = kernel.params[kernel.num_runtime :]
+            self.constexprs = tuple(named.get(parameter.name, parameter.default) for parameter in constexprs)
+            # By device and kind of arguments: what starts the program, what it is started with, and the program.
+            self._programs: dict[tuple, tuple[Callable, tuple, Any]] = {}
+
+    def launch(self, grid: tuple[int, ...], *args: Any) -> Any:
+        """As of the kernel."""
+        kernel = self.kernel
+        if not self.is_short or len(args) != kernel.num_runtime or kernel.pre_run_hooks or _is_observed():
+            return self._launch_usually(grid, args)
+        active = driver.active
+        device = active.get_current_device()
+        backend = kernel.device_caches[device][3]
+        key = (device, *map(native_specialize_impl, itertools.repeat(backend), args, *kernel.marks))
+        found = self._programs.get(key)
+        if found is None:
+            program = self._launch_usually(grid, args)
+            if _is_compiled(program):
+                self._programs[key] = program.run, (program.function, program.packed_metadata, *_NO_HOOKS), program
+            return program
+        start, of_program, program = found
+        start(*grid, *_REST[len(grid)], active.get_current_stream(device), *of_program, *args, *self.constexprs)
+        return program
+
+    def _launch_usually(self, grid: tuple[int, ...], args: tuple) -> Any:
+        """Triton's launch, which compiles what is not compiled."""
+        if isinstance(self.kernel, LaunchedKernel):
+            return self.kernel.run(*args, grid=grid, warmup=False, **self.named)
+        return self.kernel[grid](*args, **self.named)
+
+
+class Bound:
+    """A kernel with all but its tensors: `bound.launch(*tensors)` is `kernel[grid](*tensors, *numbers, **named)`. See [Note: What a repeated
+    launch costs].
+    """
+
+    def __init__(
+        self, prepared: Prepared, *, grid: tuple[int, ...], numbers: tuple[float, ...], layouts: Mapping[int, Layout]
+    ) -> None:
+        """As of `bind`."""
+        self.prepared, self.grid, self.numbers, self.layouts = prepared, grid, numbers, layouts
+        self._axes = *grid, *_REST[len(grid)]
+        self._describe = [(place, layout.describe_aligned) for place, layout in layouts.items()]
+        # Device and dtypes, of aligned tensors, what starts the program, and what it is started with before and behind the tensors. One or
+        # two as a rule: to compare a key takes 0.05 us, to look it up by its hash 0.15.
+        self._programs: list[tuple[list, Callable, tuple, tuple]] = []
+
+    def launch(self, *tensors: Tensor | None, count: int | None = None) -> None:
+        """tensors: the kernel's first arguments, of any dtype. count: a number behind them that changes from launch to launch and that the
+        kernel does not specialise."""
+        prepared = self.prepared
+        if not prepared.is_short or prepared.kernel.pre_run_hooks or _is_observed():
+            prepared.launch(self.grid, *self.arguments(tensors, count=count))
+            return
+        active = driver.active
+        device = active.get_current_device()
+        key, addresses = [device], 0
+        for tensor in tensors:
+            if tensor is None:
+                key.append(None)
+            else:
+                key.append(tensor.dtype)
+                addresses |= tensor.data_ptr()
+        is_usual = not addresses % ALIGNMENT and (count is None or count < _WIDE)
+        if is_usual:
+            for known, start, of_program, behind in self._programs:
+                if known == key:
+                    handed = list(tensors) if count is None else [*tensors, count]
+                    for place, describe in self._describe:
+                        if (tensor := handed[place]) is not None:
+                            handed[place] = describe(tensor)
+                    start(*self._axes, active.get_current_stream(device), *of_program, *handed, *behind)
+                    return
+        program = prepared.launch(self.grid, *self.arguments(tensors, count=count))
+        if is_usual:
+            self._keep(program, key=key, has_count=count is not None)
+
+    def arguments(self, tensors: Sequence[Tensor | None], *, count: int | None) -> list[Any]:
+        """The kernel's but for constexprs: tensors, of any shape, or descriptors of those that have a layout, and numbers. Its own are those of
+        `launch`.
+
+        Raises AssertionError for a tensor with a layout whose address is not a multiple of 16.
+        """
+        arguments: list[Any] = [*tensors, *(() if count is None else (count,)), *self.numbers]
+        for place, layout in self.layouts.items():
+            if (tensor := tensors[place]) is not None:
+                arguments[place] = layout.describe(tensor)
+        return arguments
+
+    def _keep(self, program: Any, *, key: list, has_count: bool) -> None:
+        """For tensors of this key."""
+        prepared, (device, *dtypes) = self.prepared, key
+        num_args, target = len(dtypes) + has_count + len(self.numbers), prepared.kernel.device_caches[device][2]
+        if target.backend == "cuda" and num_args == prepared.kernel.num_runtime and _is_compiled(program):
+            behind = (*self.numbers, *prepared.constexprs)
+            self._programs.append((key, program.run, (program.function, program.packed_metadata, *_NO_HOOKS), behind))
+
+
+def bind(
+    kernel: Any, *numbers: float, grid: tuple[int, ...], layouts: Mapping[int, Layout] = _NO_LAYOUTS, **named: Any
+) -> Bound:
+    """`kernel`, as `jit` makes it, with `numbers`, its arguments behind the tensors, its grid, its constexprs and options.
+
+    layouts: of tensors that it gets as descriptors, by place. Raises ValueError for a grid outside of CUDA's limits: Triton's launcher skips a
+    launch of more than 2^31 programs without an error.
+    """
+    if math.prod(grid) >= MOST_PROGRAMS or max(grid[1:], default=1) > MOST_PROGRAMS_ACROSS:
+        raise ValueError(
+            f"{kernel.__name__}: a launch of {' x '.join(map(str, grid))} programs is outside of CUDA's limits; use smaller tensors"
+        )
+    prepared = kernel.prepared(**named) if isinstance(kernel, LaunchedKernel) else Prepared(kernel, **named)
+    return Bound(prepared, grid=grid, numbers=numbers, layouts=layouts)
+
+
+def _is_compiled(program: Any) -> bool:
+    """What a launch returned can be launched again; which one has a `result` is being compiled."""
+    return program is not None and not hasattr(program, "result")
+
+
+def _is_observed() -> object:
+    """Whether something is set that Triton's launch looks at in every call."""
+    runtime = knobs.runtime
+    enter, leave = (
+        runtime.launch_enter_hook,
+        runtime.launch_exit_hook,
+    )  # functions, or chains of hooks that may be empty
+    return (
+        (enter is not None and getattr(enter, "calls", True))
+        or (leave is not None and getattr(leave, "calls", True))
+        or runtime.debug
+        or knobs.compilation.instrumentation_mode
+    )
+
+
+@overload
+def jit(fn: Callable) -> LaunchedKernel: ...
+
+
+@overload
+def jit(*, do_not_specialize: list[str]) -> Callable[[Callable], LaunchedKernel]: ...
+
+
+def jit(fn: Callable | None = None, **options: Any) -> Any:
+    """`triton.jit` for kernels that launchers start, options included; under TRITON_INTERPRET=1 it is `triton.jit`."""
+    if fn is None:
+        return functools.partial(jit, **options)
+    return triton.jit(fn, **options) if knobs.runtime.interpret else LaunchedKernel(fn, **options)

@@ -1,0 +1,172 @@
+"""Lion on a flat partition: unscale, clip, skip, update and the 16-bit copy in one pass.
+
+    g       = grad * grad_coefficient
+    master  = master * (1 - lr * weight_decay) - lr * sign(beta1 * exp_avg + (1 - beta1) * g)
+    exp_avg = beta2 * exp_avg + (1 - beta2) * g
+    out     = master, rounded
+
+Reads 10 and writes 10 bytes per parameter with a 16-bit gradient and `out`.
+
+Chen et al., https://arxiv.org/abs/2302.06675
+"""
+
+import functools
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ztk.kernels.launch.jit import jit
+from ztk.kernels.shared.control import BETA1, BETA2, COEFFICIENT, LR, SKIP, WEIGHT_DECAY, Control
+from ztk.kernels.shared.cpu import UPDATE_PIECE, scaled_float32, scratch
+from ztk.kernels.shared.flat import (
+    FLOAT32,
+    GRAD_DTYPES,
+    check_flat,
+    dispatch,
+    flat_launches,
+    flat_spec,
+    launch_flat,
+    make_flat_inputs,
+    register_update,
+    write_unless_skipped,
+)
+from ztk.kernels.shared.math import cast
+from ztk.kernels.shared.spec import compute_dtype
+from ztk.kernels.shared.tiles import each_tile, part_of
+
+
+@jit
+def _lion(
+    master_ptr, grad_ptr, exp_avg_ptr, control_ptr, out_ptr, tiles_ptr, N, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One tile of the module docstring's update"""
+    if tl.load(control_ptr + SKIP) == 0.0:
+        first, stop, control_ptr, _ = part_of(tiles_ptr, control_ptr, N, 0, PROGRAMS, BLOCK)
+        o_n = first + tl.arange(0, BLOCK)
+        m_n = o_n < stop
+        coefficient = tl.load(control_ptr + COEFFICIENT)
+        lr = tl.load(control_ptr + LR)
+        beta1 = tl.load(control_ptr + BETA1)
+        beta2 = tl.load(control_ptr + BETA2)
+        weight_decay = tl.load(control_ptr + WEIGHT_DECAY)
+
+        b_p = tl.load(master_ptr + o_n, mask=m_n, other=0.0)
+        b_g = tl.load(grad_ptr + o_n, mask=m_n, other=0.0).to(tl.float32) * coefficient
+        b_m = tl.load(exp_avg_ptr + o_n, mask=m_n, other=0.0)
+        b_direction = beta1 * b_m + (1.0 - beta1) * b_g
+        b_sign = tl.where(b_direction > 0.0, 1.0, tl.where(b_direction < 0.0, -1.0, 0.0))
+        b_p = b_p * (1.0 - lr * weight_decay) - lr * b_sign
+        b_m = beta2 * b_m + (1.0 - beta2) * b_g
+
+        tl.store(master_ptr + o_n, b_p, mask=m_n)
+        tl.store(exp_avg_ptr + o_n, b_m, mask=m_n)
+        if out_ptr is not None:
+            tl.store(out_ptr + o_n, cast(b_p, out_ptr.dtype.element_ty), mask=m_n)
+
+
+_launches = flat_launches(_lion)
+
+
+def _launch(
+    master: Tensor, grad: Tensor, exp_avg: Tensor, control: Tensor, out: Tensor | None, tiles: Tensor | None
+) -> None:
+    launch_flat(_launches, master, grad, exp_avg, control, out, tiles=tiles)
+
+
+def _cpu(master: Tensor, grad: Tensor, exp_avg: Tensor, control: list, out: Tensor | None) -> None:
+    # Only operations that round once (mul, add, sub, sign): torch runs tails and thread borders through scalar code, which
+    # may contract a multiply-add differently from the vector code, and an element's bits must not depend on its place.
+    c = control
+    beta1, beta2, lr = c[Control.beta1], c[Control.beta2], c[Control.lr]
+    for start in range(0, master.numel(), UPDATE_PIECE):
+        cut = slice(start, start + UPDATE_PIECE)
+        p, m = master[cut], exp_avg[cut]
+        g = scaled_float32(grad[cut], scale=c[Control.grad_coefficient], slot=0)
+        direction, scaled_g = scratch(p.numel(), slot=1), scratch(p.numel(), slot=2)
+        torch.mul(m, beta1, out=direction)
+        torch.mul(g, 1.0 - beta1, out=scaled_g)
+        direction.add_(scaled_g).sign_().mul_(lr)
+        p.mul_(1.0 - lr * c[Control.weight_decay]).sub_(direction)
+        torch.mul(g, 1.0 - beta2, out=scaled_g)
+        m.mul_(beta2).add_(scaled_g)
+        if out is not None:
+            out[cut].copy_(p)
+
+
+_op = register_update(
+    "lion(Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor control, Tensor(c!)? out, Tensor? tiles) -> ()",
+    launch=_launch,
+    update=_cpu,
+)
+
+
+def lion(
+    master: Tensor,
+    *,
+    grad: Tensor,
+    exp_avg: Tensor,
+    control: Tensor,
+    out: Tensor | None = None,
+    tiles: Tensor | None = None,
+) -> None:
+    """One Lion step in place.
+
+    Skipping and the independence of an element from its place are those of `adamw`.
+
+    Args:
+        master: float32 [n], n a multiple of 16.
+        exp_avg: as `master`.
+        grad: float32, bfloat16 or float16 [n].
+        control: one row float32 [16] of `step_control`.
+        out: optional 16-bit [n] that receives the rounded master.
+        tiles: of `tiles_of` for this n, where parts have hyperparameters of their own: one launch for all. `control` is then float32
+            [rows, 16], of which the tiles name theirs; elements of no tile stay as they are.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype or device, or not contiguous.
+    """
+    tensors = {"master": (master, FLOAT32), "grad": (grad, GRAD_DTYPES), "exp_avg": (exp_avg, FLOAT32)}
+    check_flat("lion", tensors=tensors | {"out": (out, GRAD_DTYPES)}, control=control, tiles=tiles)
+    dispatch(
+        _op, reference=lion_reference, master=master, grad=grad, exp_avg=exp_avg, control=control, out=out, tiles=tiles
+    )
+
+
+def lion_reference(
+    master: Tensor,
+    *,
+    grad: Tensor,
+    exp_avg: Tensor,
+    control: Tensor,
+    out: Tensor | None = None,
+    tiles: Tensor | None = None,
+) -> None:
+    """The same update, one plain operation at a time."""
+    if tiles is not None:
+        for part in each_tile(tiles, master=master, grad=grad, exp_avg=exp_avg, out=out, control=control):
+            lion_reference(**part)
+        return
+    c = control.to(compute_dtype(master))
+    g = grad.to(c.dtype) * c[Control.grad_coefficient]
+    sign = (c[Control.beta1] * exp_avg + (1 - c[Control.beta1]) * g).sign()
+    p = master * (1 - c[Control.lr] * c[Control.weight_decay]) - c[Control.lr] * sign
+    m = c[Control.beta2] * exp_avg + (1 - c[Control.beta2]) * g
+    write_unless_skipped(c, (out, p), (master, p), (exp_avg, m))
+
+
+_make_inputs = functools.partial(
+    make_flat_inputs, states={"master": torch.clone, "exp_avg": torch.clone}, with_out=True
+)
+
+SPEC = flat_spec(
+    "lion",
+    op=lion,
+    reference=lion_reference,
+    make_inputs=_make_inputs,
+    mutated=("master", "exp_avg", "out"),
+    bench_shapes=((1 << 28,),),
+    variants=({}, {"with_out": False}, {"skip": True}, {"segments": True}),
+    traffic=lambda itemsize: 16 + 2 * itemsize,
+    flops=8,
+)

@@ -1,0 +1,126 @@
+"""Products of rows of x with weights as they are stored: one tile in a kernel, and all of them on a CPU."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ztk.kernels.launch.grids import cdiv
+from ztk.kernels.launch.machine import Architecture, Machine
+from ztk.kernels.shared.math import dot
+from ztk.kernels.shared.weight_formats import GROUP, load_steps, scale_of
+
+_BLOCK_G = tl.constexpr(GROUP)
+_COLUMNS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchConfig:
+    """Outputs and inputs of a program's step, warps and pipeline stages."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    @staticmethod
+    def for_weight(N: int, *, itemsize: int, target: Machine) -> "LaunchConfig":
+        """itemsize: bytes of an element of x. As many outputs per program as leave programs for three of four processors."""
+        block_n = 128
+        while block_n > 16 and cdiv(N, block_n) < target.processors * 3 // 4:
+            block_n //= 2
+        if itemsize == 4:
+            return LaunchConfig(block_n=min(block_n, 32), block_k=32, num_warps=4, num_stages=1)
+        stages = 2 if target.architecture is Architecture.cdna else 3
+        return LaunchConfig(block_n=block_n, block_k=64 if block_n == 128 else 128, num_warps=4, num_stages=stages)
+
+
+@triton.jit
+def product_tile(
+    x_ptr, weight_ptr, scales_ptr, o_x, m_m, o_n, m_n, N, K, FORMAT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """x W^T of one tile, float32 [BLOCK_M, BLOCK_N], summed over inputs from 0 on; o_x: int64, where its rows begin"""
+    dtype = x_ptr.dtype.element_ty
+    b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    if FORMAT == "int4":
+        o_h = tl.arange(0, _BLOCK_G // 2)
+        row_bytes = tl.cdiv(K, _BLOCK_G) * (_BLOCK_G // 2)
+        for i_g in range(0, tl.cdiv(K, _BLOCK_G)):
+            o_w = o_n.to(tl.int64)[None, :] * row_bytes + (o_h + i_g * (_BLOCK_G // 2))[:, None]
+            b_w = tl.load(weight_ptr + o_w, mask=m_n[None, :], other=0)
+            o_k = o_h + i_g * _BLOCK_G
+            b_low = tl.load(x_ptr + o_x[:, None] + o_k[None, :], mask=m_m[:, None] & (o_k < K)[None, :], other=0.0)
+            o_k += _BLOCK_G // 2
+            b_high = tl.load(x_ptr + o_x[:, None] + o_k[None, :], mask=m_m[:, None] & (o_k < K)[None, :], other=0.0)
+            b_part = dot(b_low, ((b_w & 15).to(tl.float32) - 8.0).to(dtype), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+            b_part = dot(b_high, ((b_w >> 4).to(tl.float32) - 8.0).to(dtype), b_part)
+            b_sum = tl.sum(b_low.to(tl.float32) + b_high.to(tl.float32), axis=1)
+            p_scale = scales_ptr + (tl.cast(i_g, tl.int64) * N + o_n) * 2
+            b_scale = tl.load(p_scale, mask=m_n, other=0.0).to(tl.float32)
+            b_zero = tl.load(p_scale + 1, mask=m_n, other=0.0).to(tl.float32)
+            b_acc += b_part * b_scale[None, :] + b_sum[:, None] * b_zero[None, :]
+        return b_acc
+    else:
+        o_k = tl.arange(0, BLOCK_K)
+        p_x = x_ptr + o_x[:, None] + o_k[None, :]
+        p_w = weight_ptr + o_n.to(tl.int64)[None, :] * K + o_k[:, None]
+        for i_k in range(0, K, BLOCK_K):
+            m_k = i_k + o_k < K
+            b_x = tl.load(p_x, mask=m_m[:, None] & m_k[None, :], other=0.0)
+            b_w = load_steps(p_w, m_k[:, None] & m_n[None, :], FORMAT, dtype)
+            b_acc = dot(b_x, b_w, b_acc)
+            p_x += BLOCK_K
+            p_w += BLOCK_K
+        return b_acc * scale_of(scales_ptr, o_n, m_n, FORMAT)[None, :]
+
+
+@triton.jit
+def few_product(
+    x_ptr, weight_ptr, scales_ptr, o_m, m_m, o_n, m_n, N, K, FORMAT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """x W^T of one tile, float32 [BLOCK_M, BLOCK_N], element by element; BLOCK_K sums apart are added up at the end"""
+    b_acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], dtype=tl.float32)
+    o_x = o_m.to(tl.int64) * K
+    if FORMAT == "int4":
+        o_h = tl.arange(0, BLOCK_K)  # half a group
+        row_bytes = tl.cdiv(K, 2 * BLOCK_K) * BLOCK_K
+        for i_g in range(0, tl.cdiv(K, 2 * BLOCK_K)):
+            o_w = o_n.to(tl.int64)[:, None] * row_bytes + (o_h + i_g * BLOCK_K)[None, :]
+            b_w = tl.load(weight_ptr + o_w, mask=m_n[:, None], other=0)
+            o_k = o_h + i_g * (2 * BLOCK_K)
+            b_low = tl.load(x_ptr + o_x[:, None] + o_k[None, :], mask=m_m[:, None] & (o_k < K)[None, :], other=0.0)
+            o_k += BLOCK_K
+            b_high = tl.load(x_ptr + o_x[:, None] + o_k[None, :], mask=m_m[:, None] & (o_k < K)[None, :], other=0.0)
+            p_scale = scales_ptr + (tl.cast(i_g, tl.int64) * N + o_n) * 2
+            b_scale = tl.load(p_scale, mask=m_n, other=0.0).to(tl.float32)[:, None]
+            b_zero = tl.load(p_scale + 1, mask=m_n, other=0.0).to(tl.float32)[:, None]
+            b_low_w = ((b_w & 15).to(tl.float32) - 8.0) * b_scale + b_zero
+            b_high_w = ((b_w >> 4).to(tl.float32) - 8.0) * b_scale + b_zero
+            b_acc += b_low.to(tl.float32)[:, None, :] * b_low_w[None, :, :]
+            b_acc += b_high.to(tl.float32)[:, None, :] * b_high_w[None, :, :]
+    else:
+        for i_k in range(0, K, BLOCK_K):
+            o_k = i_k + tl.arange(0, BLOCK_K)
+            m_k = o_k < K
+            p_w = weight_ptr + o_n.to(tl.int64)[:, None] * K + o_k[None, :]
+            b_w = load_steps(p_w, m_n[:, None] & m_k[None, :], FORMAT, tl.float32)
+            b_x = tl.load(x_ptr + o_x[:, None] + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
+            b_acc += b_x.to(tl.float32)[:, None, :] * b_w[None, :, :]
+    return tl.sum(b_acc, axis=2) * scale_of(scales_ptr, o_n, m_n, FORMAT)[None, :]
+
+
+def times_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """float32 x [M, K] times weight [N, K] transposed, [M, N]. oneDNN's rows have the same bits for every number of rows but one, if there
+    are enough columns."""
+    N = weight.shape[0]
+    if not torch.backends.mkldnn.is_available() or not x.numel() or not N:
+        return F.linear(x, weight)
+    rows = x.repeat(2, 1) if len(x) == 1 else x
+    wide = F.pad(weight, (0, 0, 0, _COLUMNS - N)) if N < _COLUMNS else weight
+    product = torch.ops.mkldnn._linear_pointwise(rows.contiguous(), wide.contiguous(), None, "none", [], "")
+    return product[: len(x), :N].contiguous()

@@ -1,0 +1,99 @@
+"""One launch of an optimizer over parts of a partition that have hyperparameters, or positions in the model, of their own.
+
+A table on the device says for every tile of `TILE_PER_THREAD` elements per thread where it begins and ends, which row of the control table
+is its own, and what to add to an element's index for its position in the model, by which random bits are drawn. A position can be 2^62, so
+the table is int64. A tile is as large for every op and dtype: kernels with fewer elements per thread have several programs for one, so no
+table can be too coarse for a kernel, which would leave elements as they were.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ztk.kernels.launch.grids import cdiv
+from ztk.kernels.launch.machine import Machine, machine
+from ztk.kernels.shared.control import CONTROL_COLUMNS
+
+ALIGNMENT = 16  # elements: a partition consists of 64-byte units of float32
+NUM_WARPS = 4
+TILE_PER_THREAD = 8  # elements, the most that an optimizer's kernel has
+_FIELDS = 4
+_GROUP = 32  # elements that share a scale of 8-bit states
+
+_ALIGNMENT, _COLUMNS = tl.constexpr(ALIGNMENT), tl.constexpr(CONTROL_COLUMNS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdatePart:
+    """Elements [start, stop) of a partition, from a multiple of 32 to one of 16.
+
+    row: of the control table. position: of the first element in the model.
+    """
+
+    start: int
+    stop: int
+    row: int
+    position: int = 0
+
+
+def tiles_of(parts: Sequence[UpdatePart], *, device: torch.device) -> Tensor:
+    """int64 [tiles, 4] on `device`: first element, end, row, and position less index, of every tile of these parts. To be made once: it comes
+    from the host."""
+    size = TILE_PER_THREAD * threads(machine(device))
+    tiles = [
+        (first, min(first + size, part.stop), part.row, part.position - part.start)
+        for part in parts
+        for first in range(part.start, part.stop, size)
+    ]
+    assert not any(first % _GROUP or stop % ALIGNMENT for first, stop, *_ in tiles), "parts are padded"
+    if device.type == "meta":
+        return torch.empty((len(tiles), _FIELDS), dtype=torch.int64, device=device)
+    return torch.tensor(tiles, dtype=torch.int64).reshape(-1, _FIELDS).to(device)
+
+
+def check_tiles(op: str, *, tiles: Tensor) -> None:
+    """Raise ValueError unless they can be of `tiles_of`: int64 [tiles, 4]."""
+    if tiles.dtype != torch.int64 or tiles.dim() != 2 or tiles.shape[1] != _FIELDS:
+        raise ValueError(
+            f"{op}: tiles {tuple(tiles.shape)} {tiles.dtype} are not of tiles_of: int64 [tiles, {_FIELDS}]"
+        )
+
+
+def threads(target: Machine) -> int:
+    """Of a program."""
+    return target.warp_size * NUM_WARPS
+
+
+@triton.jit
+def part_of(tiles_ptr, control_ptr, N, start, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+    """(first element, end, control row, position less index) of this program: of its tile, which has PROGRAMS of them, or of [0, N)"""
+    i_n = tl.program_id(0).to(tl.int64)
+    first = i_n * BLOCK
+    stop = N
+    shift = start
+    if tiles_ptr is not None:
+        p_tile = tiles_ptr + i_n // PROGRAMS * 4
+        first = tl.multiple_of(tl.load(p_tile), _ALIGNMENT) + i_n % PROGRAMS * BLOCK
+        stop = tl.multiple_of(tl.load(p_tile + 1), _ALIGNMENT)
+        control_ptr += tl.load(p_tile + 2) * _COLUMNS
+        shift = tl.load(p_tile + 3)
+    return first, stop, control_ptr, shift
+
+
+def each_tile(tiles: Tensor, *, group: int = 1, control: Tensor | list, **named) -> Iterator[dict]:
+    """The arguments `named` and `control` of an update of the elements of each of `tiles`, int64 [tiles, 4]: its rows of tensors [n], which the
+    first is, or [ceil(n / group)], and `start`, if there is one, as its position."""
+    n = next(iter(named.values())).numel()
+    for first, stop, row, shift in tiles.tolist():
+        cuts = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
+        for name, value in named.items():
+            if isinstance(value, Tensor):
+                is_full = value.numel() == n
+                cuts[name] = value[first:stop] if is_full else value[first // group : cdiv(stop, group)]
+        if "start" in named:
+            cuts["start"] = first + shift
+        yield {**cuts, "control": control[row]}
