@@ -353,6 +353,10 @@ results, and what memory the op's results take: of a call whose sizes are known 
 called where a mode, a trace, a transform, a profiler or autograd wants to see it. Where no gradients are recorded, norms, gated activations
 and `rope` leave `autograd.Function` out, too, and norms take tensors of any number of dimensions without views around them.
 
+The short launch uses private names of torch and Triton, which `ztk.kernels.launch.private` lists with the releases that it was tested with.
+With other releases, or with the environment variable `ZTK_LAUNCH=public`, kernels are launched by Triton's public functions: the same programs,
+5 to 15 microseconds of the host more per op.
+
 From Hopper on the kernels of a decoding step are launched while the kernel before them still runs ([Note: Programmatic dependent launch] in
 `ztk/kernels/launch/dependent.py`), norms and routes of training with them. They wait before their first access to memory: the report below
 fails for one whose PTX or assembled code does not.

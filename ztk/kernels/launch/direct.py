@@ -1,4 +1,4 @@
-"""An op's launcher, called where torch's dispatcher would do nothing but call it.
+"""The fast path of an op: its launcher is called without torch's dispatcher where the dispatcher would do nothing but call it.
 
 [Note: What an op costs]
 By torch's dispatcher an op costs the host about two microseconds beside its launcher: arguments become torch's values and Python's again.
@@ -12,33 +12,43 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ztk.kernels.launch.private import (
+    IS_SHORT,
+    NO_DISPATCH,
+    NO_FUNCTION,
+    PRE_DISPATCH,
+    current_gpu,
+    dispatch_modes,
+    function_modes,
+    is_included,
+    is_profiled,
+    is_tracing,
+    transforms,
+)
+
 # Of arguments that are no tensors, by the schema's.
 _TYPES = {"int": int, "float": float, "bool": bool, "str": str, "ScalarType": torch.dtype}
-_modes, _functions = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_transforms, _is_tracing = torch._C._are_functorch_transforms_active, torch._C._is_tracing
-_is_compiling = torch.compiler.is_compiling
-_is_profiled, _records = torch._C._autograd._profiler_enabled, torch.is_grad_enabled
-_is_included, _PRE_DISPATCH = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
+_is_compiling, _records = torch.compiler.is_compiling, torch.is_grad_enabled
 
 
 def is_plain() -> bool:
-    """Whether this thread runs ops for their values alone: no gradients, no tracing, nobody who looks on."""
-    return not (
-        _is_compiling()  # the first: of the others torch.compile knows nothing
+    """Whether this thread runs ops for their values alone, without gradients, tracing, modes or a profiler, and the short path is on."""
+    return IS_SHORT and not (
+        _is_compiling()  # first: torch.compile cannot trace the others
         or _records()
-        or _modes()
-        or _functions()
-        or _transforms()
-        or _is_tracing()
-        or _is_profiled()
+        or dispatch_modes()
+        or function_modes()
+        or transforms()
+        or is_tracing()
+        or is_profiled()
         or forward_ad._current_level >= 0
-        or _is_included(_PRE_DISPATCH)
+        or is_included(PRE_DISPATCH)
     )
 
 
 def is_on_current_gpu(tensor: Tensor) -> bool:
     """Whether a kernel that is launched now can work on `tensor`, of any shape and dtype."""
-    return tensor.is_cuda and tensor.get_device() == torch._C._cuda_getDevice()
+    return tensor.is_cuda and tensor.get_device() == current_gpu()
 
 
 def first_tensor(schema: torch.FunctionSchema, *, kinds: tuple[type, ...]) -> int | None:
@@ -64,7 +74,5 @@ def _is_ordinary(kind: type) -> bool:
     if kind is Tensor:
         return True
     return (
-        issubclass(kind, Tensor)
-        and kind.__torch_function__ is torch._C._disabled_torch_function_impl
-        and kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+        issubclass(kind, Tensor) and kind.__torch_function__ is NO_FUNCTION and kind.__torch_dispatch__ is NO_DISPATCH
     )

@@ -24,11 +24,10 @@ from typing import Any, overload
 
 import triton
 from torch import Tensor
-from triton import knobs
-from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction, native_specialize_impl
+from triton import JITFunction, knobs
 
 from ztk.kernels.launch.descriptors import ALIGNMENT, Layout
+from ztk.kernels.launch.private import IS_SHORT, driver, native_specialize_impl
 
 _EXACT = frozenset(
     {bool, int, str, type(None), triton.language.dtype}
@@ -206,7 +205,7 @@ def bind(
 
 
 def _is_compiled(program: Any) -> bool:
-    """What a launch returned can be launched again; which one has a `result` is being compiled."""
+    """Whether the program that a launch returned can be launched again. Kernels with a pending `result` are still compiling."""
     return program is not None and not hasattr(program, "result")
 
 
@@ -234,7 +233,7 @@ def jit(*, do_not_specialize: list[str]) -> Callable[[Callable], LaunchedKernel]
 
 
 def jit(fn: Callable | None = None, **options: Any) -> Any:
-    """`triton.jit` for kernels that launchers start, options included; under TRITON_INTERPRET=1 it is `triton.jit`."""
+    """`triton.jit` with a shorter launch; `triton.jit` itself under TRITON_INTERPRET=1 and without the short path."""
     if fn is None:
         return functools.partial(jit, **options)
-    return triton.jit(fn, **options) if knobs.runtime.interpret else LaunchedKernel(fn, **options)
+    return triton.jit(fn, **options) if knobs.runtime.interpret or not IS_SHORT else LaunchedKernel(fn, **options)

@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from ztk.kernels.launch.direct import first_tensor, is_on_current_gpu, is_plain
+from ztk.kernels.launch.private import IS_SHORT
 
 NAMESPACE = "ztk"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -106,7 +107,7 @@ def register(schema: str, *, triton: Callable, cpu: Callable, fake: Callable) ->
     LIBRARY.impl(name, _cpu_entry(name, triton=triton, cpu=cpu), "CPU")
     LIBRARY.impl(name, _cuda_entry(name, triton), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
-    return _short_way(operator(name), launch=triton)
+    return _short_way(operator(name), launch=triton) if IS_SHORT else operator(name)
 
 
 def _short_way(op: Any, *, launch: Callable) -> Callable:

@@ -13,10 +13,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ztk.kernels.launch.private import IS_SHORT, empty_strided_cuda
+
 Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides of a contiguous tensor, dtype
 
-# By `is_cuda`; on the current GPU. Not a public function: a torch without it takes the usual one.
-_FAST = {True: getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None), False: None}
+_FAST = {
+    True: empty_strided_cuda if IS_SHORT else None,
+    False: None,
+}  # by `is_cuda`; on the current GPU. None: by torch.empty
 
 
 def memory_of(*shape: int, dtype: torch.dtype) -> Memory:
