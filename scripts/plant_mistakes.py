@@ -56,7 +56,7 @@ def _mistakes() -> tuple[Mistake, ...]:
         ("offset", "rope", "ops/rope.py", "p_out[:, None] + HALF + o_half", "p_out[:, None] + o_half", 0),
         ("offset", "cross_entropy", "ops/cross_entropy.py", "tail - BLOCK - first", "tail - first - LANES", 0),
         ("offset", "layer_norm", "shared/wide_norm.py", "o_n = start + tl.arange(0, BLOCK)", "o_n = tl.arange(0, BLOCK)", 2),
-        ("offset", "adamw_bf16", "ops/adamw_bf16.py", "random_bits(shift + o_n", "random_bits(o_n", 0),
+        ("offset", "adamw_bf16", "shared/adam.py", "random_bits(shift + o_n", "random_bits(o_n", 0),
         ("offset", "attention", "ops/attention_backward.py", "i_key // BLOCK_M * BLOCK_M", "i_key // BLOCK_M * BLOCK_M + BLOCK_M", 0),
         ("term", "adamw", "shared/adam.py", "inverse_bias2 + eps", "inverse_bias2", 0),
         ("term", "rms_norm", "ops/rms_norm.py", "b_hat * b_mean[:, None]", "b_hat", 0),

@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 from tests.kernels.large import BEYOND, behind, run_last_programs
-from tests.kernels.planting import load_copy
+from tests.kernels.planting import load_copy, spec_of
+from tests.kernels.planting import planted as copied
 from ztk.kernels import (
-    adamw,
     adamw_8bit,
-    adamw_bf16,
-    adamw_stochastic,
     cast_copy,
     cross_entropy,
     lion,
@@ -38,7 +36,7 @@ NARROW = "program_id(0).to(tl.int32)"
 
 # What the offsets of an optimizer's kernel begin at, `shared.tiles.part_of` says.
 FLAT = {
-    **dict.fromkeys([adamw, adamw_bf16, adamw_stochastic, sgd, lion], ("first + tl", "first.to(tl.int32) + tl")),
+    **dict.fromkeys([sgd, lion], ("first + tl", "first.to(tl.int32) + tl")),
     adamw_8bit: ("first // _GROUP", "(first // _GROUP).to(tl.int32)"),
     **dict.fromkeys([cast_copy, swiglu], (WIDE, NARROW)),
 }
@@ -85,6 +83,23 @@ def check_planted(check, *, modules) -> None:
     check(right)
     with pytest.raises(AssertionError):
         check(wrong)
+
+
+@pytest.mark.parametrize("op", ["adamw", "adamw_bf16", "adamw_stochastic"])
+def test_adam_ops(op, tmp_path, monkeypatch):
+    """Their kernels share a template, so the mistake is in a copy of the package."""
+    failed = []
+    for new in ("first + tl", "first.to(tl.int32) + tl"):
+        with (
+            copied(tmp_path, file="shared/adam.py", old="first + tl", new=new) as package,
+            monkeypatch.context() as patch,
+        ):
+            run_last_programs(PROGRAMS, monkeypatch=patch)
+            try:
+                check_flat(getattr(package, op), spec=spec_of(package, op))
+            except AssertionError:
+                failed.append(new)
+    assert failed == ["first.to(tl.int32) + tl"]
 
 
 @pytest.mark.parametrize("function", FLAT, ids=lambda f: f.__name__)

@@ -19,23 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels.launch.jit import jit
-from ztk.kernels.shared.adam import update, update_cpu, updated
-from ztk.kernels.shared.control import SKIP
-from ztk.kernels.shared.flat import (
-    FLOAT32,
-    GRAD_DTYPES,
-    check_flat,
-    dispatch,
-    flat_launches,
-    flat_spec,
-    launch_flat,
-    make_flat_inputs,
-    register_update,
-    write_unless_skipped,
-)
-from ztk.kernels.shared.math import cast
-from ztk.kernels.shared.spec import compute_dtype
-from ztk.kernels.shared.tiles import each_tile, part_of
+from ztk.kernels.shared import flat
+from ztk.kernels.shared.adam import adam_cpu, adam_reference, adam_tile
 
 
 @jit
@@ -44,54 +29,19 @@ def _adamw(
     DECOUPLED: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the module docstring's update"""
-    if tl.load(control_ptr + SKIP) == 0.0:
-        first, stop, control_ptr, _ = part_of(tiles_ptr, control_ptr, N, 0, PROGRAMS, BLOCK)
-        o_n = first + tl.arange(0, BLOCK)
-        m_n = o_n < stop
-        b_p = tl.load(master_ptr + o_n, mask=m_n, other=0.0)
-        b_g = tl.load(grad_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
-        b_m = tl.load(exp_avg_ptr + o_n, mask=m_n, other=0.0)
-        b_v = tl.load(exp_avg_sq_ptr + o_n, mask=m_n, other=0.0)
-        b_p, b_m, b_v = update(control_ptr, b_p, b_g, b_m, b_v, DECOUPLED)
-        tl.store(master_ptr + o_n, b_p, mask=m_n)
-        tl.store(exp_avg_ptr + o_n, b_m, mask=m_n)
-        tl.store(exp_avg_sq_ptr + o_n, b_v, mask=m_n)
-        if out_ptr is not None:
-            tl.store(out_ptr + o_n, cast(b_p, out_ptr.dtype.element_ty), mask=m_n)
+    adam_tile(
+        master_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, control_ptr, out_ptr, tiles_ptr, N, 0, 0, DECOUPLED, PROGRAMS, BLOCK
+    )  # fmt: skip
 
 
-_launches = flat_launches(_adamw, "DECOUPLED")
+def _cpu(master, grad, exp_avg, exp_avg_sq, control, out, decoupled) -> None:
+    adam_cpu(master, grad, exp_avg, exp_avg_sq, control=control, out=out, decoupled=decoupled)
 
 
-def _launch(
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    control: Tensor,
-    out: Tensor | None,
-    decoupled: bool,
-    tiles: Tensor | None,
-) -> None:
-    launch_flat(_launches, master, grad, exp_avg, exp_avg_sq, control, out, tiles=tiles, constexprs=(decoupled,))
-
-
-def _cpu(
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    control: list,
-    out: Tensor | None,
-    decoupled: bool,
-) -> None:
-    update_cpu(master, grad, exp_avg, exp_avg_sq, control=control, out=out, decoupled=decoupled)
-
-
-_op = register_update(
+_op = flat.register(
     "adamw(Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor control, Tensor(d!)? out, "
     "bool decoupled, Tensor? tiles) -> ()",
-    launch=_launch,
+    kernel=_adamw,
     update=_cpu,
 )
 
@@ -126,48 +76,31 @@ def adamw(
     Raises:
         ValueError: a tensor of another shape, dtype or device, or not contiguous.
     """
-    states = {"exp_avg": (exp_avg, FLOAT32), "exp_avg_sq": (exp_avg_sq, FLOAT32), "out": (out, GRAD_DTYPES)}
-    tensors = {"master": (master, FLOAT32), "grad": (grad, GRAD_DTYPES)} | states
-    check_flat("adamw", tensors=tensors, control=control, tiles=tiles)
-    dispatch(
-        _op, reference=adamw_reference, master=master, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, control=control,
+    states = {
+        "exp_avg": (exp_avg, flat.FLOAT32),
+        "exp_avg_sq": (exp_avg_sq, flat.FLOAT32),
+        "out": (out, flat.GRAD_DTYPES),
+    }
+    tensors = {"master": (master, flat.FLOAT32), "grad": (grad, flat.GRAD_DTYPES)} | states
+    flat.check("adamw", tensors=tensors, control=control, tiles=tiles)
+    flat.dispatch(
+        _op, reference=_reference, master=master, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, control=control,
         out=out, decoupled=decoupled, tiles=tiles,
     )  # fmt: skip
 
 
-def adamw_reference(
-    master: Tensor,
-    *,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    control: Tensor,
-    out: Tensor | None = None,
-    decoupled: bool = True,
-    tiles: Tensor | None = None,
-) -> None:
-    """The same update, one plain operation at a time."""
-    if tiles is not None:
-        states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "out": out}
-        for part in each_tile(tiles, master=master, grad=grad, **states, control=control, decoupled=decoupled):
-            adamw_reference(**part)
-        return
-    c = control.to(compute_dtype(master))
-    p, m, v = updated(master, g=grad.to(c.dtype), m=exp_avg, v=exp_avg_sq, control=c, decoupled=decoupled)
-    write_unless_skipped(c, (out, p), (master, p), (exp_avg, m), (exp_avg_sq, v))
+@flat.by_tiles
+def _reference(master, grad, exp_avg, exp_avg_sq, control, out=None, decoupled=True) -> None:
+    adam_reference(master, grad, exp_avg, exp_avg_sq, control=control, out=out, decoupled=decoupled)
 
 
 _STATES = {"master": torch.clone, "exp_avg": lambda x: x * 0.1, "exp_avg_sq": lambda x: x.square() * 0.01}
 
-
-_make_inputs = functools.partial(make_flat_inputs, states=_STATES, with_out=True)
-
-
-SPEC = flat_spec(
+SPEC = flat.spec(
     "adamw",
     op=adamw,
-    reference=adamw_reference,
-    make_inputs=_make_inputs,
+    reference=_reference,
+    make_inputs=functools.partial(flat.make_inputs, states=_STATES, with_out=True),
     mutated=("master", "exp_avg", "exp_avg_sq", "out"),
     bench_shapes=((1 << 24,), (1 << 28,), (1_000_000_000,)),
     variants=({}, {"with_out": False}, {"decoupled": False}, {"skip": True}, {"eps": 0.1}, {"segments": True}),

@@ -26,23 +26,12 @@ from torch import Tensor
 
 from ztk.kernels.launch.grids import cdiv
 from ztk.kernels.launch.jit import jit
+from ztk.kernels.shared import flat
 from ztk.kernels.shared.adam import update, update_cpu, updated
 from ztk.kernels.shared.control import SKIP, STEP, Control
 from ztk.kernels.shared.cpu import PIECE
-from ztk.kernels.shared.flat import (
-    BFLOAT16,
-    GRAD_DTYPES,
-    check_flat,
-    control_row,
-    dispatch,
-    flat_launches,
-    flat_spec,
-    launch_flat,
-    register_update,
-    segment_inputs,
-)
 from ztk.kernels.shared.rounding import random_bits, random_bits_cpu, random_bits_like
-from ztk.kernels.shared.tiles import each_tile, part_of
+from ztk.kernels.shared.tiles import part_of
 
 GROUP = 32
 SMALLEST_NORMAL = 2.0**-126  # of float32; a constant below it would be float64, and make the kernel compute in it
@@ -124,17 +113,6 @@ def _adamw_8bit(
         _store_scale(p_scale_v, b_scale, m_g)
 
 
-_launches = flat_launches(_adamw_8bit)
-
-
-def _launch(
-    param, low, grad, code_m, code_v, scale_m, scale_v, control, seed: int, start: int, tiles: Tensor | None
-) -> None:
-    launch_flat(
-        _launches, param, low, grad, code_m, code_v, scale_m, scale_v, control, tiles=tiles, numbers=(seed, start), per_thread=8,
-    )  # fmt: skip
-
-
 def _grouped(x: Tensor) -> Tensor:
     """[n] as [groups, 32], zero-padded."""
     if x.numel() % GROUP == 0:
@@ -198,11 +176,12 @@ def _cpu(param, low, grad, code_m, code_v, scale_m, scale_v, control: list, seed
         _write(*state, p=p, m=m, v=v, random=random)
 
 
-_op = register_update(
+_op = flat.register(
     "adamw_8bit(Tensor(a!) param, Tensor(b!) low, Tensor grad, Tensor(c!) code_m, Tensor(d!) code_v, "
     "Tensor(e!) scale_m, Tensor(f!) scale_v, Tensor control, int seed, int start, Tensor? tiles) -> ()",
-    launch=_launch,
+    kernel=_adamw_8bit,
     update=_cpu,
+    per_thread=(8, 8),
     group=GROUP,
 )
 
@@ -244,40 +223,21 @@ def adamw_8bit(
         ValueError: a tensor of another shape, dtype or device, or not contiguous; another `start`.
     """
     tensors = {
-        "param": (param, BFLOAT16), "low": (low, (torch.int8,)), "grad": (grad, GRAD_DTYPES),
+        "param": (param, flat.BFLOAT16), "low": (low, (torch.int8,)), "grad": (grad, flat.GRAD_DTYPES),
         "code_m": (code_m, (torch.int8,)), "code_v": (code_v, (torch.uint8,)),
     }  # fmt: skip
-    groups = {"scale_m": (scale_m, BFLOAT16), "scale_v": (scale_v, BFLOAT16)}
-    check_flat("adamw_8bit", tensors=tensors, control=control, tiles=tiles, groups=groups, group=GROUP)
+    groups = {"scale_m": (scale_m, flat.BFLOAT16), "scale_v": (scale_v, flat.BFLOAT16)}
+    flat.check("adamw_8bit", tensors=tensors, control=control, tiles=tiles, groups=groups, group=GROUP)
     if start % GROUP:
         raise ValueError(f"adamw_8bit: start={start} must be a multiple of {GROUP}; cut the buffer there")
-    dispatch(
-        _op, reference=adamw_8bit_reference, param=param, low=low, grad=grad, code_m=code_m, code_v=code_v,
+    flat.dispatch(
+        _op, reference=_by_tiles, param=param, low=low, grad=grad, code_m=code_m, code_v=code_v,
         scale_m=scale_m, scale_v=scale_v, control=control, seed=seed, start=start, tiles=tiles,
     )  # fmt: skip
 
 
-def adamw_8bit_reference(
-    param: Tensor,
-    *,
-    low: Tensor,
-    grad: Tensor,
-    code_m: Tensor,
-    code_v: Tensor,
-    scale_m: Tensor,
-    scale_v: Tensor,
-    control: Tensor,
-    seed: int = 0,
-    start: int = 0,
-    tiles: Tensor | None = None,
-) -> None:
+def _reference(param, low, grad, code_m, code_v, scale_m, scale_v, control, seed=0, start=0) -> None:
     """Decode, update, encode, without pieces."""
-    if tiles is not None:
-        state = {"low": low, "code_m": code_m, "code_v": code_v, "scale_m": scale_m, "scale_v": scale_v}
-        named = {"param": param, "grad": grad, **state, "seed": seed, "start": start}
-        for part in each_tile(tiles, group=GROUP, control=control, **named):
-            adamw_8bit_reference(**part)
-        return
     if control[Control.skip]:
         return
     p = decode_master(param, low=low)
@@ -287,15 +247,14 @@ def adamw_8bit_reference(
     _write(param, low, code_m, code_v, scale_m, scale_v, p=p, m=m, v=v, random=random)
 
 
-def _decoded(
-    *, param: Tensor, low: Tensor, grad: Tensor, code_m: Tensor, code_v: Tensor, scale_m: Tensor, scale_v: Tensor,
-    control: Tensor, seed: int, start: int, tiles: Tensor | None = None, run=adamw_8bit,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+_by_tiles = flat.by_tiles(_reference, group=GROUP)
+
+
+def _decoded(*, run=adamw_8bit, **inputs) -> tuple[Tensor, Tensor, Tensor]:
     """(master, exp_avg, exp_avg_sq) after the step: the form in which two implementations are compared."""
-    state = {"low": low, "code_m": code_m, "code_v": code_v, "scale_m": scale_m, "scale_v": scale_v}
-    run(param, grad=grad, control=control, seed=seed, start=start, tiles=tiles, **state)
-    m, v = decode_moments(code_m=code_m, code_v=code_v, scale_m=scale_m, scale_v=scale_v)
-    return decode_master(param, low=low), m, v
+    run(**inputs)
+    moments = decode_moments(**{name: inputs[name] for name in ("code_m", "code_v", "scale_m", "scale_v")})
+    return decode_master(inputs["param"], low=inputs["low"]), *moments
 
 
 def _make_inputs(shape, *, dtype, device, skip=False, start=0, fresh=False, segments=False) -> dict[str, object]:
@@ -319,15 +278,15 @@ def _make_inputs(shape, *, dtype, device, skip=False, start=0, fresh=False, segm
         _write(*(state[name] for name in names), p=master, m=m, v=v, random=random)
     state["grad"] = torch.randn(n).to(dtype)
     inputs = {name: tensor.to(device) for name, tensor in state.items()}
-    control = control_row(skip=skip, device=device)
+    control = flat.control_row(skip=skip, device=device)
     inputs |= {"control": control, "seed": 7, "start": start}
-    return inputs | (segment_inputs(n, control=control) if segments else {})
+    return inputs | (flat.segment_inputs(n, control=control) if segments else {})
 
 
-SPEC = flat_spec(
+SPEC = flat.spec(
     "adamw_8bit",
     op=_decoded,
-    reference=functools.partial(_decoded, run=adamw_8bit_reference),
+    reference=functools.partial(_decoded, run=_by_tiles),
     make_inputs=_make_inputs,
     small_shapes=((16,), (528,), (4128,), (0,)),
     variants=({}, {"start": (1 << 32) - 32}, {"skip": True}, {"fresh": True}, {"segments": True}),

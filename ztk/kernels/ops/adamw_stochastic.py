@@ -10,30 +10,12 @@ gradient takes four.
 
 import functools
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels.launch.jit import jit
-from ztk.kernels.shared.adam import update, update_cpu, updated
-from ztk.kernels.shared.control import SKIP, STEP, Control
-from ztk.kernels.shared.cpu import PIECE
-from ztk.kernels.shared.flat import (
-    BFLOAT16,
-    GRAD_DTYPES,
-    check_flat,
-    dispatch,
-    flat_launches,
-    flat_spec,
-    launch_flat,
-    make_flat_inputs,
-    register_update,
-    write_unless_skipped,
-)
-from ztk.kernels.shared.math import cast
-from ztk.kernels.shared.rounding import random_bits, random_bits_like, round_stochastic_bf16, round_stochastic_bf16_cpu
-from ztk.kernels.shared.spec import compute_dtype
-from ztk.kernels.shared.tiles import each_tile, part_of
+from ztk.kernels.shared import flat
+from ztk.kernels.shared.adam import adam_cpu, adam_reference, adam_tile
 
 
 @jit(do_not_specialize=["seed", "start"])
@@ -42,58 +24,21 @@ def _adamw_stochastic(
     PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of the AdamW update, parameters and second moments rounded stochastically"""
-    if tl.load(control_ptr + SKIP) == 0.0:
-        first, stop, control_ptr, shift = part_of(tiles_ptr, control_ptr, N, start, PROGRAMS, BLOCK)
-        o_n = first + tl.arange(0, BLOCK)
-        m_n = o_n < stop
-        b_p = tl.load(param_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
-        b_g = tl.load(grad_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
-        b_m = tl.load(exp_avg_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
-        b_v = tl.load(exp_avg_sq_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
-        b_p, b_m, b_v = update(control_ptr, b_p, b_g, b_m, b_v, True)
-        b_random = random_bits(shift + o_n, tl.load(control_ptr + STEP), seed)
-        tl.store(param_ptr + o_n, round_stochastic_bf16(b_p, b_random), mask=m_n)
-        tl.store(exp_avg_ptr + o_n, cast(b_m, exp_avg_ptr.dtype.element_ty), mask=m_n)
-        tl.store(exp_avg_sq_ptr + o_n, round_stochastic_bf16(b_v, b_random >> 16), mask=m_n)
+    adam_tile(
+        param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, control_ptr, None, tiles_ptr, N, seed, start, True, PROGRAMS, BLOCK
+    )  # fmt: skip
 
 
-_launches = flat_launches(_adamw_stochastic)
+def _cpu(param, grad, exp_avg, exp_avg_sq, control, seed, start) -> None:
+    adam_cpu(param, grad, exp_avg, exp_avg_sq, control=control, seed=seed, start=start)
 
 
-def _launch(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    control: Tensor,
-    seed: int,
-    start: int,
-    tiles: Tensor | None,
-) -> None:
-    per_thread = 8 if grad.element_size() == 2 else 4
-    launch_flat(
-        _launches, param, grad, exp_avg, exp_avg_sq, control, tiles=tiles, numbers=(seed, start), per_thread=per_thread
-    )
-
-
-def _cpu(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, control: list, seed: int, start: int
-) -> None:
-    for first in range(0, param.numel(), PIECE):
-        cut = slice(first, first + PIECE)
-        p, m, v = param[cut].float(), exp_avg[cut].float(), exp_avg_sq[cut].float()
-        update_cpu(p, grad[cut], m, v, control=control)
-        random = random_bits_like(p, start=start + first, step=int(control[Control.step]), seed=seed)
-        param[cut].copy_(round_stochastic_bf16_cpu(p, random))
-        exp_avg[cut].copy_(m)
-        exp_avg_sq[cut].copy_(round_stochastic_bf16_cpu(v, random >> 16))
-
-
-_op = register_update(
+_op = flat.register(
     "adamw_stochastic(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor control, "
     "int seed, int start, Tensor? tiles) -> ()",
-    launch=_launch,
+    kernel=_adamw_stochastic,
     update=_cpu,
+    per_thread=(8, 4),
 )
 
 
@@ -125,56 +70,31 @@ def adamw_stochastic(
     Raises:
         ValueError: a tensor of another shape, dtype or device, or not contiguous.
     """
-    states = {"exp_avg": (exp_avg, BFLOAT16), "exp_avg_sq": (exp_avg_sq, BFLOAT16)}
-    tensors = {"param": (param, BFLOAT16), "grad": (grad, GRAD_DTYPES)} | states
-    check_flat("adamw_stochastic", tensors=tensors, control=control, tiles=tiles)
-    dispatch(
-        _op, reference=adamw_stochastic_reference, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq,
+    states = {"exp_avg": (exp_avg, flat.BFLOAT16), "exp_avg_sq": (exp_avg_sq, flat.BFLOAT16)}
+    tensors = {"param": (param, flat.BFLOAT16), "grad": (grad, flat.GRAD_DTYPES)} | states
+    flat.check("adamw_stochastic", tensors=tensors, control=control, tiles=tiles)
+    flat.dispatch(
+        _op, reference=_reference, param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq,
         control=control, seed=seed, start=start, tiles=tiles,
     )  # fmt: skip
 
 
-def adamw_stochastic_reference(
-    param: Tensor,
-    *,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    control: Tensor,
-    seed: int = 0,
-    start: int = 0,
-    tiles: Tensor | None = None,
-) -> None:
-    """The same update, one plain operation at a time; float64 tensors are not rounded."""
-    if tiles is not None:
-        states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        for part in each_tile(tiles, param=param, grad=grad, **states, control=control, seed=seed, start=start):
-            adamw_stochastic_reference(**part)
-        return
-    c = control.to(compute_dtype(param))
-    p, m, v = updated(param.to(c.dtype), g=grad.to(c.dtype), m=exp_avg.to(c.dtype), v=exp_avg_sq.to(c.dtype), control=c)
-    if param.dtype == torch.bfloat16:
-        random = random_bits_like(p, start=start, step=int(c[Control.step]), seed=seed)
-        p, v = round_stochastic_bf16_cpu(p, random), round_stochastic_bf16_cpu(v, random >> 16)
-    write_unless_skipped(c, (param, p), (exp_avg, m), (exp_avg_sq, v))
+@flat.by_tiles
+def _reference(param, grad, exp_avg, exp_avg_sq, control, seed=0, start=0) -> None:
+    adam_reference(param, grad, exp_avg, exp_avg_sq, control=control, seed=seed, start=start)
 
 
-_make_inputs = functools.partial(
-    make_flat_inputs,
-    states={
-        "param": Tensor.bfloat16,
-        "exp_avg": lambda x: (x * 0.1).bfloat16(),
-        "exp_avg_sq": lambda x: (x.square() * 0.01).bfloat16(),
-    },
-    seed=7,
-    start=0,
-)
+_STATES = {
+    "param": Tensor.bfloat16,
+    "exp_avg": lambda x: (x * 0.1).bfloat16(),
+    "exp_avg_sq": lambda x: (x.square() * 0.01).bfloat16(),
+}
 
-SPEC = flat_spec(
+SPEC = flat.spec(
     "adamw_stochastic",
     op=adamw_stochastic,
-    reference=adamw_stochastic_reference,
-    make_inputs=_make_inputs,
+    reference=_reference,
+    make_inputs=functools.partial(flat.make_inputs, states=_STATES, seed=7, start=0),
     mutated=("param", "exp_avg", "exp_avg_sq"),
     variants=({}, {"start": (1 << 32) - 16}, {"skip": True}, {"segments": True}),
     traffic=lambda itemsize: 12 + itemsize,

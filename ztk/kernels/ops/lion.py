@@ -17,23 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels.launch.jit import jit
+from ztk.kernels.shared import flat
 from ztk.kernels.shared.control import BETA1, BETA2, COEFFICIENT, LR, SKIP, WEIGHT_DECAY, Control
 from ztk.kernels.shared.cpu import UPDATE_PIECE, scaled_float32, scratch
-from ztk.kernels.shared.flat import (
-    FLOAT32,
-    GRAD_DTYPES,
-    check_flat,
-    dispatch,
-    flat_launches,
-    flat_spec,
-    launch_flat,
-    make_flat_inputs,
-    register_update,
-    write_unless_skipped,
-)
 from ztk.kernels.shared.math import cast
 from ztk.kernels.shared.spec import compute_dtype
-from ztk.kernels.shared.tiles import each_tile, part_of
+from ztk.kernels.shared.tiles import part_of
 
 
 @jit
@@ -65,15 +54,6 @@ def _lion(
             tl.store(out_ptr + o_n, cast(b_p, out_ptr.dtype.element_ty), mask=m_n)
 
 
-_launches = flat_launches(_lion)
-
-
-def _launch(
-    master: Tensor, grad: Tensor, exp_avg: Tensor, control: Tensor, out: Tensor | None, tiles: Tensor | None
-) -> None:
-    launch_flat(_launches, master, grad, exp_avg, control, out, tiles=tiles)
-
-
 def _cpu(master: Tensor, grad: Tensor, exp_avg: Tensor, control: list, out: Tensor | None) -> None:
     # Only operations that round once (mul, add, sub, sign): torch runs tails and thread borders through scalar code, which
     # may contract a multiply-add differently from the vector code, and an element's bits must not depend on its place.
@@ -94,9 +74,9 @@ def _cpu(master: Tensor, grad: Tensor, exp_avg: Tensor, control: list, out: Tens
             out[cut].copy_(p)
 
 
-_op = register_update(
+_op = flat.register(
     "lion(Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor control, Tensor(c!)? out, Tensor? tiles) -> ()",
-    launch=_launch,
+    kernel=_lion,
     update=_cpu,
 )
 
@@ -126,43 +106,32 @@ def lion(
     Raises:
         ValueError: a tensor of another shape, dtype or device, or not contiguous.
     """
-    tensors = {"master": (master, FLOAT32), "grad": (grad, GRAD_DTYPES), "exp_avg": (exp_avg, FLOAT32)}
-    check_flat("lion", tensors=tensors | {"out": (out, GRAD_DTYPES)}, control=control, tiles=tiles)
-    dispatch(
-        _op, reference=lion_reference, master=master, grad=grad, exp_avg=exp_avg, control=control, out=out, tiles=tiles
+    tensors = {"master": (master, flat.FLOAT32), "grad": (grad, flat.GRAD_DTYPES), "exp_avg": (exp_avg, flat.FLOAT32)}
+    flat.check("lion", tensors=tensors | {"out": (out, flat.GRAD_DTYPES)}, control=control, tiles=tiles)
+    flat.dispatch(
+        _op, reference=_reference, master=master, grad=grad, exp_avg=exp_avg, control=control, out=out, tiles=tiles
     )
 
 
-def lion_reference(
-    master: Tensor,
-    *,
-    grad: Tensor,
-    exp_avg: Tensor,
-    control: Tensor,
-    out: Tensor | None = None,
-    tiles: Tensor | None = None,
-) -> None:
+@flat.by_tiles
+def _reference(master, grad, exp_avg, control, out=None) -> None:
     """The same update, one plain operation at a time."""
-    if tiles is not None:
-        for part in each_tile(tiles, master=master, grad=grad, exp_avg=exp_avg, out=out, control=control):
-            lion_reference(**part)
-        return
     c = control.to(compute_dtype(master))
     g = grad.to(c.dtype) * c[Control.grad_coefficient]
     sign = (c[Control.beta1] * exp_avg + (1 - c[Control.beta1]) * g).sign()
     p = master * (1 - c[Control.lr] * c[Control.weight_decay]) - c[Control.lr] * sign
     m = c[Control.beta2] * exp_avg + (1 - c[Control.beta2]) * g
-    write_unless_skipped(c, (out, p), (master, p), (exp_avg, m))
+    flat.write_unless_skipped(c, (out, p), (master, p), (exp_avg, m))
 
 
 _make_inputs = functools.partial(
-    make_flat_inputs, states={"master": torch.clone, "exp_avg": torch.clone}, with_out=True
+    flat.make_inputs, states={"master": torch.clone, "exp_avg": torch.clone}, with_out=True
 )
 
-SPEC = flat_spec(
+SPEC = flat.spec(
     "lion",
     op=lion,
-    reference=lion_reference,
+    reference=_reference,
     make_inputs=_make_inputs,
     mutated=("master", "exp_avg", "out"),
     bench_shapes=((1 << 28,),),

@@ -14,23 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ztk.kernels.launch.jit import jit
+from ztk.kernels.shared import flat
 from ztk.kernels.shared.control import COEFFICIENT, LR, MOMENTUM, SKIP, WEIGHT_DECAY, Control
 from ztk.kernels.shared.cpu import UPDATE_PIECE, scaled_float32
-from ztk.kernels.shared.flat import (
-    FLOAT32,
-    GRAD_DTYPES,
-    check_flat,
-    dispatch,
-    flat_launches,
-    flat_spec,
-    launch_flat,
-    make_flat_inputs,
-    register_update,
-    write_unless_skipped,
-)
 from ztk.kernels.shared.math import cast
 from ztk.kernels.shared.spec import compute_dtype
-from ztk.kernels.shared.tiles import each_tile, part_of
+from ztk.kernels.shared.tiles import part_of
 
 
 @jit
@@ -63,21 +52,6 @@ def _sgd(
             tl.store(out_ptr + o_n, cast(b_p, out_ptr.dtype.element_ty), mask=m_n)
 
 
-_launches = flat_launches(_sgd, "NESTEROV")
-
-
-def _launch(
-    master: Tensor,
-    grad: Tensor,
-    momentum_buffer: Tensor | None,
-    control: Tensor,
-    out: Tensor | None,
-    nesterov: bool,
-    tiles: Tensor | None,
-) -> None:
-    launch_flat(_launches, master, grad, momentum_buffer, control, out, tiles=tiles, constexprs=(nesterov,))
-
-
 def _cpu(
     master: Tensor, grad: Tensor, momentum_buffer: Tensor | None, control: list, out: Tensor | None, nesterov: bool
 ) -> None:
@@ -104,10 +78,10 @@ def _cpu(
             out[cut].copy_(p)
 
 
-_op = register_update(
+_op = flat.register(
     "sgd(Tensor(a!) master, Tensor grad, Tensor(b!)? momentum_buffer, Tensor control, Tensor(c!)? out, bool nesterov, "
     "Tensor? tiles) -> ()",
-    launch=_launch,
+    kernel=_sgd,
     update=_cpu,
 )
 
@@ -139,53 +113,44 @@ def sgd(
     Raises:
         ValueError: a tensor of another shape, dtype or device, or not contiguous; `nesterov` without a buffer.
     """
-    tensors = {"master": (master, FLOAT32), "grad": (grad, GRAD_DTYPES), "momentum_buffer": (momentum_buffer, FLOAT32)}
-    check_flat("sgd", tensors=tensors | {"out": (out, GRAD_DTYPES)}, control=control, tiles=tiles)
+    tensors = {
+        "master": (master, flat.FLOAT32),
+        "grad": (grad, flat.GRAD_DTYPES),
+        "momentum_buffer": (momentum_buffer, flat.FLOAT32),
+    }
+    flat.check("sgd", tensors=tensors | {"out": (out, flat.GRAD_DTYPES)}, control=control, tiles=tiles)
     if nesterov and momentum_buffer is None:
         raise ValueError("sgd: nesterov=True needs a momentum_buffer; pass one, or nesterov=False")
-    dispatch(
-        _op, reference=sgd_reference, master=master, grad=grad, momentum_buffer=momentum_buffer, control=control, out=out,
+    flat.dispatch(
+        _op, reference=_reference, master=master, grad=grad, momentum_buffer=momentum_buffer, control=control, out=out,
         nesterov=nesterov, tiles=tiles,
     )  # fmt: skip
 
 
-def sgd_reference(
-    master: Tensor,
-    *,
-    grad: Tensor,
-    momentum_buffer: Tensor | None = None,
-    control: Tensor,
-    out: Tensor | None = None,
-    nesterov: bool = False,
-    tiles: Tensor | None = None,
-) -> None:
+@flat.by_tiles
+def _reference(master, grad, control, momentum_buffer=None, out=None, nesterov=False) -> None:
     """The same update, one plain operation at a time."""
-    if tiles is not None:
-        named = {"master": master, "grad": grad, "momentum_buffer": momentum_buffer, "out": out, "nesterov": nesterov}
-        for part in each_tile(tiles, **named, control=control):
-            sgd_reference(**part)
-        return
     c = control.to(compute_dtype(master))
     step = buffer = grad.to(c.dtype) * c[Control.grad_coefficient] + c[Control.weight_decay] * master
     if momentum_buffer is not None:
         buffer = c[Control.momentum] * momentum_buffer + step
         step = step + c[Control.momentum] * buffer if nesterov else buffer
     p = master - c[Control.lr] * step
-    write_unless_skipped(c, (out, p), (master, p), (momentum_buffer, buffer))
+    flat.write_unless_skipped(c, (out, p), (master, p), (momentum_buffer, buffer))
 
 
 def _make_inputs(
     shape: tuple[int, ...], *, dtype: torch.dtype, device: str, momentum: bool = True, **options: object
 ) -> dict[str, object]:
     states = {"master": torch.clone, "momentum_buffer": torch.clone}
-    inputs = make_flat_inputs(shape, dtype=dtype, device=device, states=states, **({"with_out": True} | options))
+    inputs = flat.make_inputs(shape, dtype=dtype, device=device, states=states, **({"with_out": True} | options))
     return inputs if momentum else inputs | {"momentum_buffer": None}
 
 
-SPEC = flat_spec(
+SPEC = flat.spec(
     "sgd",
     op=sgd,
-    reference=sgd_reference,
+    reference=_reference,
     make_inputs=_make_inputs,
     mutated=("master", "momentum_buffer", "out"),
     bench_shapes=((1 << 28,),),

@@ -1,12 +1,34 @@
-"""The update that all AdamW kernels share, on the device, on CPU tensors and in plain torch; formulas in `adamw`."""
+"""The update that the AdamW ops share, on the device, on CPU tensors and in plain torch; formulas in `ops/adamw.py`.
+
+`adam_tile`, `adam_cpu` and `adam_reference` are a template for ops that store parameters and moments in different dtypes. Float32 tensors are
+not rounded. In bfloat16 exp_avg is rounded to nearest, parameters and exp_avg_sq stochastically (`rounding`): parameters take the low half of
+an element's random bits and exp_avg_sq the high half, or the low half where the parameters are float32.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ztk.kernels.shared.control import BETA1, BETA2, BIAS1, BIAS2, COEFFICIENT, EPS, LR, WEIGHT_DECAY, Control
-from ztk.kernels.shared.cpu import UPDATE_PIECE, scaled_float32
+from ztk.kernels.shared.control import (
+    BETA1,
+    BETA2,
+    BIAS1,
+    BIAS2,
+    COEFFICIENT,
+    EPS,
+    LR,
+    SKIP,
+    STEP,
+    WEIGHT_DECAY,
+    Control,
+)
+from ztk.kernels.shared.cpu import PIECE, UPDATE_PIECE, scaled_float32
+from ztk.kernels.shared.flat import write_unless_skipped
+from ztk.kernels.shared.math import cast
+from ztk.kernels.shared.rounding import random_bits, random_bits_like, round_stochastic_bf16, round_stochastic_bf16_cpu
+from ztk.kernels.shared.spec import compute_dtype
+from ztk.kernels.shared.tiles import part_of
 
 
 @triton.jit
@@ -29,6 +51,38 @@ def update(control_ptr, b_p, b_g, b_m, b_v, DECOUPLED: tl.constexpr):
     b_v = beta2 * b_v + (1.0 - beta2) * b_g * b_g
     b_p = b_p - step_size * (b_m / (tl.sqrt(b_v) * inverse_bias2 + eps))
     return b_p, b_m, b_v
+
+
+@triton.jit
+def adam_tile(
+    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, control_ptr, out_ptr, tiles_ptr, N, seed, start,
+    DECOUPLED: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One tile of the update, and the parameters rounded into `out`; a skipped step reads one number"""
+    if tl.load(control_ptr + SKIP) == 0.0:
+        first, stop, control_ptr, shift = part_of(tiles_ptr, control_ptr, N, start, PROGRAMS, BLOCK)
+        o_n = first + tl.arange(0, BLOCK)
+        m_n = o_n < stop
+        b_p = tl.load(param_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+        b_g = tl.load(grad_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+        b_m = tl.load(exp_avg_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+        b_v = tl.load(exp_avg_sq_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+        b_p, b_m, b_v = update(control_ptr, b_p, b_g, b_m, b_v, DECOUPLED)
+        if exp_avg_sq_ptr.dtype.element_ty == tl.bfloat16:
+            b_random = random_bits(shift + o_n, tl.load(control_ptr + STEP), seed)
+            if param_ptr.dtype.element_ty == tl.bfloat16:
+                tl.store(param_ptr + o_n, round_stochastic_bf16(b_p, b_random), mask=m_n)
+                b_random = b_random >> 16
+            else:
+                tl.store(param_ptr + o_n, b_p, mask=m_n)
+            tl.store(exp_avg_ptr + o_n, cast(b_m, exp_avg_ptr.dtype.element_ty), mask=m_n)
+            tl.store(exp_avg_sq_ptr + o_n, round_stochastic_bf16(b_v, b_random), mask=m_n)
+        else:
+            tl.store(param_ptr + o_n, b_p, mask=m_n)
+            tl.store(exp_avg_ptr + o_n, b_m, mask=m_n)
+            tl.store(exp_avg_sq_ptr + o_n, b_v, mask=m_n)
+        if out_ptr is not None:
+            tl.store(out_ptr + o_n, cast(b_p, out_ptr.dtype.element_ty), mask=m_n)
 
 
 _NEVER = torch.tensor(1e30, device="cpu")  # a step count at which beta^step is 0, so torch's own bias corrections are 1
@@ -69,6 +123,32 @@ def update_cpu(
             out[cut].copy_(p[cut])
 
 
+def adam_cpu(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, control: list[float], out: Tensor | None = None,
+    decoupled: bool = True, seed: int = 0, start: int = 0,
+) -> None:  # fmt: skip
+    """The template on CPU tensors, all [n]."""
+    if exp_avg_sq.dtype == torch.float32:
+        update_cpu(param, grad, exp_avg, exp_avg_sq, control=control, out=out, decoupled=decoupled)
+        return
+    for first in range(0, param.numel(), PIECE):
+        cut = slice(first, first + PIECE)
+        p, m, v = (
+            param[cut].float(),
+            exp_avg[cut].float(),
+            exp_avg_sq[cut].float(),
+        )  # float32 parameters change in place
+        update_cpu(p, grad[cut], m, v, control=control, decoupled=decoupled)
+        random = random_bits_like(p, start=start + first, step=int(control[Control.step]), seed=seed)
+        if param.dtype == torch.bfloat16:
+            param[cut].copy_(round_stochastic_bf16_cpu(p, random))
+            random = random >> 16
+        exp_avg[cut].copy_(m)
+        exp_avg_sq[cut].copy_(round_stochastic_bf16_cpu(v, random))
+        if out is not None:
+            out[cut].copy_(p)
+
+
 def updated(
     p: Tensor, *, g: Tensor, m: Tensor, v: Tensor, control: Tensor, decoupled: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,3 +165,20 @@ def updated(
     p = p * (1 - c[Control.lr] * c[Control.weight_decay]) if decoupled else p
     denominator = v.sqrt() / c[Control.bias_correction2_sqrt] + c[Control.eps]
     return p - c[Control.lr] / c[Control.bias_correction1] * m / denominator, m, v
+
+
+def adam_reference(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, control: Tensor, out: Tensor | None = None,
+    decoupled: bool = True, seed: int = 0, start: int = 0,
+) -> None:  # fmt: skip
+    """The template one plain operation at a time, all [n]; float64 tensors are not rounded."""
+    c = control.to(compute_dtype(param))
+    p, g, m, v = (x.to(c.dtype) for x in (param, grad, exp_avg, exp_avg_sq))
+    p, m, v = updated(p, g=g, m=m, v=v, control=c, decoupled=decoupled)
+    new_p, new_v = p, v
+    if exp_avg_sq.dtype == torch.bfloat16:
+        random = random_bits_like(p, start=start, step=int(c[Control.step]), seed=seed)
+        if param.dtype == torch.bfloat16:
+            new_p, random = round_stochastic_bf16_cpu(p, random), random >> 16
+        new_v = round_stochastic_bf16_cpu(v, random)
+    write_unless_skipped(c, (out, p), (param, new_p), (exp_avg, m), (exp_avg_sq, new_v))

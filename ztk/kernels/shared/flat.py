@@ -5,7 +5,6 @@ A thread holds four elements where float32 and 16-bit tensors are combined: more
 shared memory (5 to 23 barriers in an elementwise kernel), fewer leave vector loads narrow. Tensors have the dtypes that the op gives them.
 """
 
-import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ztk.kernels.launch import library
 from ztk.kernels.launch.grids import cdiv
 from ztk.kernels.launch.jit import Bound, bind, kept
-from ztk.kernels.launch.library import register, use_reference
 from ztk.kernels.launch.machine import Machine, machine
 from ztk.kernels.shared.control import CONTROL_COLUMNS, Control
 from ztk.kernels.shared.spec import OpSpec
@@ -38,7 +37,7 @@ GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Expected = dict[str, tuple[Tensor | None, tuple[torch.dtype, ...]]]
 
 
-def check_flat(
+def check(
     op: str,
     *,
     tensors: Expected,
@@ -81,63 +80,73 @@ def check_flat(
         raise ValueError(f"{op}: control is {tuple(control.shape)} {control.dtype}; pass {wanted}")
 
 
-def flat_launches(kernel: Any, *names: str) -> Callable[..., Bound]:
-    """Of a kernel of tensors, their number of elements and further numbers: the machine, sizes, those numbers, and the constexprs of these
-    names -> its launch, of so many tiles, or over all elements where `tiles` is None."""
+def register(
+    schema: str,
+    *,
+    kernel: Any,
+    update: Callable,
+    per_thread: tuple[int, int] = (PER_THREAD, PER_THREAD),
+    group: int = 1,
+) -> Callable:
+    """Register an optimizer op whose last argument is `Tensor? tiles`, int64 [tiles, 4], and return the op to call.
+
+    kernel: takes the schema's tensors, `tiles`, the number of elements, and the schema's integers; its constexprs are the schema's bools in
+    capitals, PROGRAMS of a tile, and BLOCK, elements of a program. per_thread: elements of a thread, for 16-bit and for float32 gradients.
+    update: takes the schema's arguments without `tiles`, CPU tensors and `control` as a list. With tiles it is called once per tile, and in a
+    skipped step not at all. group: as of `check`.
+    """
+    arguments = [argument.split() for argument in schema[schema.index("(") + 1 : schema.index(") ->")].split(", ")][:-1]
+    names = [name for _, name in arguments]
+    num_tensors, grad, control = (
+        sum(kind.startswith("Tensor") for kind, _ in arguments),
+        names.index("grad"),
+        names.index("control"),
+    )
+    flags = [name.upper() for kind, name in arguments if kind == "bool"]
 
     @kept
-    def bound(
-        target: Machine, N: int, tiles: int | None, per_thread: int, numbers: tuple[int, ...], *constexprs: object
-    ) -> Bound:
-        block, per_tile = per_thread * threads(target), TILE_PER_THREAD // per_thread
+    def bound(target: Machine, N: int, tiles: int | None, elements: int, *options: int) -> Bound:
+        block, per_tile = elements * threads(target), TILE_PER_THREAD // elements
         assert per_tile or tiles is None, "a tile has a program at least"
         programs = cdiv(N, block) if tiles is None else tiles * per_tile
-        sizes = dict(zip(names, constexprs, strict=True)) | {"PROGRAMS": per_tile, "BLOCK": block}
+        numbers, values = options[: len(options) - len(flags)], options[len(options) - len(flags) :]
+        sizes = dict(zip(flags, values, strict=True)) | {"PROGRAMS": per_tile, "BLOCK": block}
         return bind(kernel, N, *numbers, grid=(programs,), **sizes, num_warps=NUM_WARPS, enable_fp_fusion=True)
 
-    return bound
-
-
-def launch_flat(
-    launches: Callable[..., Bound],
-    *tensors: Tensor | None,
-    tiles: Tensor | None,
-    numbers: tuple[int, ...] = (),
-    per_thread: int = PER_THREAD,
-    constexprs: tuple = (),
-) -> None:
-    """Launch of `flat_launches` over the elements of the first tensor, in blocks of BLOCK elements, or over those of `tiles`, int64 [tiles, 4],
-    which the kernel takes behind the tensors."""
-    first = tensors[0]
-    assert first is not None
-    N, count = first.numel(), None if tiles is None else tiles.shape[0]
-    if N and count != 0:
-        launches(machine(first.device), N, count, per_thread, numbers, *constexprs).launch(*tensors, tiles)
-
-
-def register_update(schema: str, *, launch: Callable, update: Callable, group: int = 1) -> Callable:
-    """Register an optimizer op, whose last argument is `tiles`. `update` takes the others, works on CPU tensors, with `control` as a list, and
-    updates the elements of one tile where there are tiles; a skipped step does not reach it. group: as of `check_flat`."""
-    names = list(inspect.signature(update).parameters)
-    place = names.index("control")
+    def launch(*args):
+        first, tiles = args[0], args[-1]
+        N, count = first.numel(), None if tiles is None else tiles.shape[0]
+        if N and count != 0:
+            elements = per_thread[args[grad].element_size() == 4]
+            bound(machine(first.device), N, count, elements, *args[num_tensors:-1]).launch(*args[:num_tensors], tiles)
 
     def cpu(*args):
         *args, tiles = args
-        args[place] = control = args[place].tolist()
-        if (control if tiles is None else control[0])[Control.skip]:
+        args[control] = rows = args[control].tolist()
+        if (rows if tiles is None else rows[0])[Control.skip]:
             return
         if tiles is None:
             update(*args)
             return
-        for part in each_tile(tiles, group=group, **dict(zip(names, args, strict=True))):
-            update(**part)
+        for part in each_tile(tiles, group=group, named=dict(zip(names, args, strict=True))):
+            update(*part.values())
 
-    return register(schema, triton=launch, cpu=cpu, fake=lambda *_: None)
+    return library.register(schema, triton=launch, cpu=cpu, fake=lambda *_: None)
+
+
+def by_tiles(reference: Callable, *, group: int = 1) -> Callable:
+    """`reference`, which takes an op's arguments by name but for `tiles`, tile by tile where they are given. group: as of `check`."""
+
+    def run(*, tiles: Tensor | None = None, **named: Any) -> None:
+        for part in [named] if tiles is None else each_tile(tiles, group=group, named=named):
+            reference(**part)
+
+    return run
 
 
 def dispatch(op: Callable, *, reference: Callable, **named: object) -> None:
     """Call the op with the values in the order of its schema, or the reference by name."""
-    if use_reference():
+    if library.use_reference():
         reference(**named)
     else:
         op(*named.values())
@@ -176,7 +185,7 @@ def control_row(
     return torch.tensor(row, dtype=torch.float32, device=device)
 
 
-def make_flat_inputs(
+def make_inputs(
     shape: tuple[int, ...],
     *,
     dtype: torch.dtype,
@@ -215,7 +224,7 @@ def segment_inputs(n: int, *, control: Tensor) -> dict[str, Tensor]:
     return {"tiles": tiles_of(parts, device=control.device), "control": torch.stack([control, plain])}
 
 
-def flat_spec(name: str, *, op: Callable, traffic: Callable[[int], float], flops: int, **rest: object) -> OpSpec:
+def spec(name: str, *, op: Callable, traffic: Callable[[int], float], flops: int, **rest: object) -> OpSpec:
     """The OpSpec of an optimizer op: `traffic(itemsize)` bytes and `flops` operations per element."""
     defaults = {"small_shapes": ((16,), (528,), (2064,), (0,)), "bench_shapes": ((1 << 28,), (1_000_000_000,))}
     return OpSpec(

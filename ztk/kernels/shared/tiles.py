@@ -8,6 +8,7 @@ table can be too coarse for a kernel, which would leave elements as they were.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -84,16 +85,17 @@ def part_of(tiles_ptr, control_ptr, N, start, PROGRAMS: tl.constexpr, BLOCK: tl.
     return first, stop, control_ptr, shift
 
 
-def each_tile(tiles: Tensor, *, group: int = 1, control: Tensor | list, **named) -> Iterator[dict]:
-    """The arguments `named` and `control` of an update of the elements of each of `tiles`, int64 [tiles, 4]: its rows of tensors [n], which the
-    first is, or [ceil(n / group)], and `start`, if there is one, as its position."""
+def each_tile(tiles: Tensor, *, group: int, named: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The arguments `named` of an update, in their order, for the elements of each of `tiles`, int64 [tiles, 4]: the tile's part of tensors
+    [n], as the first one is, or [ceil(n / group)], its row of `control`, and its position as `start`."""
     n = next(iter(named.values())).numel()
     for first, stop, row, shift in tiles.tolist():
-        cuts = {name: value for name, value in named.items() if not isinstance(value, Tensor)}
+        part = dict(named)
         for name, value in named.items():
-            if isinstance(value, Tensor):
-                is_full = value.numel() == n
-                cuts[name] = value[first:stop] if is_full else value[first // group : cdiv(stop, group)]
-        if "start" in named:
-            cuts["start"] = first + shift
-        yield {**cuts, "control": control[row]}
+            if name == "control":
+                part[name] = value[row]
+            elif name == "start":
+                part[name] = first + shift
+            elif isinstance(value, Tensor):
+                part[name] = value[first:stop] if value.numel() == n else value[first // group : cdiv(stop, group)]
+        yield part
