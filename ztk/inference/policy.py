@@ -31,7 +31,7 @@ class InferencePolicy:
         decoding); 0: none. A draft counts only if it is the token that would have been drawn.
     draft_tokens: draft tokens per step of the generator's draft model, where nothing was looked up; 0: there is none.
     weights: stored (fp32), int8 or int4; see [Note: Quantised weights] in ztk/inference/quantised.py. Over blocks: stored (the dtype of the
-        module's parameters on a GPU), bf16 (on a GPU), int8, int4 or fp8 (e4m3 with a scale per output), see ztk/kernels/shared/weight_formats.py.
+        module's parameters on a GPU), bf16 (on a GPU), int8, int4 or fp8 (e4m3 with a scale per output), see `ztk.kernels.shared`.
     offload: layers that do not fit into memory are read from a packed folder in every pass, past the page cache. Of its keys `parameters`
         is nvme, and `nvme_path`, `block_bytes`, `threads` and `direct_io` count. A model that is no packed folder is packed into
         `nvme_path` first, and that copy ends with the generator. With `cache="blocks"` layers stay, and the blocks of preempted sequences
