@@ -25,7 +25,7 @@ from tests.inference.schedules import alone, run_schedule
 from ztk.core.policies.inference import BLOCK_WEIGHTS, CACHES, WEIGHTS
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache
-from ztk.inference.cache import Cache
+from ztk.inference.slab_cache import SlabCache
 
 MODELS = ("native", "llama", "gemma3", "mixtral", "bloom")
 LONGEST = 3  # blocks of a sequence
@@ -66,17 +66,17 @@ def notices_a_scrambled_block(model: nn.Module) -> bool:
 
 def notices_a_scrambled_entry(model: nn.Module) -> bool:
     """A prefix that is copied gets one wrong number."""
-    expected, copy = alone(model), Cache.copy
+    expected, copy = alone(model), SlabCache.copy
 
-    def scrambled(self: Cache, source: int, *, target: int, positions: int) -> None:
+    def scrambled(self: SlabCache, source: int, *, target: int, positions: int) -> None:
         copy(self, source, target=target, positions=positions)
         self.keys[1][target, 0, 0, 2, 0] += 0.5
 
-    Cache.copy = scrambled
+    SlabCache.copy = scrambled
     try:
         return any(run_schedule(model, seed=seed)[0] != expected for seed in range(SCRAMBLED))
     finally:
-        Cache.copy = copy
+        SlabCache.copy = copy
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.inference.trained import held_out, trained_decoder
-from ztk.inference import Generator, InferencePolicy, SamplingParams, block_opening, perplexity
+from ztk.inference import Generator, InferencePolicy, SamplingParams, memory, perplexity
 from ztk.nn import Decoder
 
 PROMPTS, ANSWER = 8, 48
@@ -38,7 +38,7 @@ def main() -> None:
     for name, policy in [*POLICIES.items(), *((name, POLICIES[FP8_CACHE]) for name in LARGER)]:
         if name == LARGER[0]:
             enlarge_keys(model)
-        without = mock.patch.object(block_opening, "find_scales", lambda model, *, cache: None)
+        without = mock.patch.object(memory, "find_scales", lambda model, *, cache: None)
         with without if name == LARGER[1] else nullcontext():
             generator = Generator(model, policy=policy)
         cost = perplexity(generator, tokens=text)

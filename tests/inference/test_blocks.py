@@ -9,12 +9,12 @@ import torch
 
 from tests.inference.models import VOCABULARY, build, build_decoder
 from tests.inference.schedules import alone, run_schedule
-from ztk.inference import Generator, InferencePolicy, SamplingParams, block_opening, block_swap
+from ztk.inference import Generator, InferencePolicy, SamplingParams, block_swap, memory, probe
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache
 from ztk.inference.block_pool import BlockPool
 from ztk.inference.graphs import CudaCapture, DecodeGraphs
-from ztk.inference.sample import DrawSteps, _cut, penalised
+from ztk.inference.sample import DrawSteps, _cut, penalised, select
 from ztk.kernels import set_backend
 from ztk.zero.offload import OffloadPolicy
 
@@ -74,7 +74,7 @@ def test_an_fp8_cache_has_a_scale_per_head(factor, monkeypatch):
             block.attention.key.weight[:size] *= factor
             block.attention.query.weight[: group * size] /= factor
     assert values() == expected
-    monkeypatch.setattr(block_opening, "find_scales", lambda model, *, cache: None)
+    monkeypatch.setattr(memory, "find_scales", lambda model, *, cache: None)
     assert values() != expected
 
 
@@ -143,7 +143,7 @@ def test_sampling_steps_are_made_where_the_logits_are():
         {"temperature": 0, "presence_penalty": 0.5, "frequency_penalty": 1.5},
     ]
     steps = [DrawSteps(sampling=SamplingParams(**one), prompt=[1, 2], answer=[3, 3, 9]) for one in options]
-    drawn = model.select(
+    drawn = select(
         model.logits(x), steps=steps, temperatures=[one.sampling.temperature for one in steps], keys=list(range(5))
     )
     for logits, one, own in zip(model.logits(x).double(), steps, drawn, strict=True):
@@ -286,7 +286,7 @@ def test_rows_of_other_bits_are_reported_and_answered(monkeypatch, caplog):
     model, sampling = build_decoder(), SamplingParams(max_tokens=4, temperature=0)
     wanted = answers(model, sampling=sampling, **BLOCKS)
     assert not caplog.records
-    monkeypatch.setattr(block_opening.torch, "equal", lambda *args: False)
+    monkeypatch.setattr(probe.torch, "equal", lambda *args: False)
     found = answers(model, sampling=sampling, **BLOCKS)
     assert [own[0].tokens for own in found] == [own[0].tokens for own in wanted]
     assert "an answer depends on the sequences of its batch, as with inference.exact=false" in caplog.text

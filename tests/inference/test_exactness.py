@@ -8,8 +8,8 @@ import torch
 
 from tests.inference.models import build, build_decoder
 from tests.inference.schedules import alone, run_schedule
-from ztk.inference import Generator, SamplingParams, attention, cache, engine, products, rows
-from ztk.inference.steps import Span, Step
+from ztk.inference import Generator, SamplingParams, attention, engine, products, rows, slab_cache
+from ztk.inference.steps import Places, Span
 
 MODELS = {
     "native": build_decoder,
@@ -35,13 +35,13 @@ def test_a_scrambled_cache_entry_is_noticed(monkeypatch):
     """The same check fails when a prefix that is reused has one wrong number in one layer."""
     model = build_decoder()
     expected = alone(model)
-    copy = cache.Cache.copy
+    copy = slab_cache.SlabCache.copy
 
     def scrambled(self, source, *, target, positions):
         copy(self, source, target=target, positions=positions)
         self.keys[1][target, 0, 0, 2, 0] += 0.5
 
-    monkeypatch.setattr(cache.Cache, "copy", scrambled)
+    monkeypatch.setattr(slab_cache.SlabCache, "copy", scrambled)
     assert any(run_schedule(model, seed=seed)[0] != expected for seed in range(4))
 
 
@@ -141,7 +141,7 @@ def test_attention_equals_its_definition(window, softcap, alibi):
     ]
     query = torch.randn(11, H, D)
     found = torch.full_like(query, float("nan"))
-    for tiles in Step(spans, group=H // K, kv_heads=K, head_dim=D).groups:
+    for tiles in Places(spans, group=H // K, kv_heads=K, head_dim=D).groups:
         options = {"scale": 0.3, "window": window, "softcap": softcap, "slopes": slopes}
         found[tiles.targets] = attention.attend(query, tiles=tiles, keys=keys, values=values, **options)
     for span in spans:
@@ -169,12 +169,12 @@ def test_attention_of_sequences_side_by_side_has_the_bits_of_each_alone(heads):
     keys, values = torch.randn(8, 2, K, attention.BLOCK, D), torch.randn(8, 2, K, attention.BLOCK, D)
     spans = [Span(slot=slot, start=11 * slot, length=1, row=row) for row, slot in enumerate((1, 7, 2, 4, 5, 6))]
     query = torch.randn(len(spans), heads, D)
-    step = Step(spans, group=heads // K, kv_heads=K, head_dim=D)
+    step = Places(spans, group=heads // K, kv_heads=K, head_dim=D)
     assert any(tiles.side_by_side for tiles in step.groups)
     found = step.attend(query, keys=keys, values=values, **options)
     for span in spans:
         own = slice(span.row, span.row + 1)
-        alone = Step([replace(span, row=0)], group=heads // K, kv_heads=K, head_dim=D)
+        alone = Places([replace(span, row=0)], group=heads // K, kv_heads=K, head_dim=D)
         assert not any(tiles.side_by_side for tiles in alone.groups)
         assert torch.equal(found[own], alone.attend(query[own], keys=keys, values=values, **options)), span
 
@@ -217,9 +217,9 @@ def test_many_sequences_attend_as_one_does(lengths):
     ]
     each = torch.zeros_like(query)
     options = {"keys": keys, "values": values, "scale": 0.25}
-    together = Step(spans, group=2, kv_heads=2, head_dim=16).attend(query, **options)
+    together = Places(spans, group=2, kv_heads=2, head_dim=16).attend(query, **options)
     for span in spans:
         alone = Span(slot=span.slot, start=span.start, length=span.length, row=0)
         own = slice(span.row, span.row + span.length)
-        each[own] = Step([alone], group=2, kv_heads=2, head_dim=16).attend(query[own], **options)
+        each[own] = Places([alone], group=2, kv_heads=2, head_dim=16).attend(query[own], **options)
     assert torch.equal(together, each) and together.abs().amax(dim=(1, 2)).min() > 0

@@ -14,17 +14,16 @@ from tests.inference.test_room import LONG, UNIT
 from ztk.core.runtime import PeerLost
 from ztk.inference import Generator, InferencePolicy, SamplingParams, probe
 from ztk.inference.block_cache import BlockCache
-from ztk.inference.block_weights import Placement, RowsProduct
 from ztk.inference.cut import Cut
 from ztk.inference.describe import describe
+from ztk.inference.kernel_products import RowsProduct
 from ztk.inference.parallel import _INLINE
 from ztk.inference.parts import blank, item_of
+from ztk.inference.placement import Placement
 from ztk.inference.products import Affine
 from ztk.inference.quantised import FORMATS
 from ztk.inference.ranks import Ranks
-from ztk.inference.recorded import RecordedBlocks, Repeating
 from ztk.inference.steps import Span
-from ztk.kernels import linear_rows
 from ztk.zero.offload import OffloadPolicy
 
 PROMPTS = [[3, 1, 4], [5] * 20, [(7 * i + 3) % VOCABULARY for i in range(70)]]
@@ -101,12 +100,13 @@ def test_random_schedules_change_no_bit(ranks, name, weights):
 def test_followers_are_told_new_blocks_alone():
     """Of a sequence that goes on; of one that took another's slot, all that differ. Their tables are the leader's then."""
     of, place = describe(build_decoder()).description, {"device": torch.device("cpu"), "dtype": torch.float32}
-    leader, follower = (kind(of, slots=2, blocks=9, **place) for kind in (RecordedBlocks, BlockCache))
-    repeating, span = Repeating(follower), Span(slot=1, start=0, length=1, row=0)
+    leader, follower = (BlockCache(of, slots=2, blocks=9, **place) for _ in range(2))
+    leader.record()
+    span = Span(slot=1, start=0, length=1, row=0)
     for table, told in (([3, 4], 2), ([3, 4, 7], 1), ([3, 4, 7], 0), ([5, 4], 2), ([8], 2)):
         leader.tables[1] = list(table)
         log = leader.take_log([span])
-        repeating.repeat(log)
+        follower.repeat(log)
         assert follower.tables[1] == table and len(log) == 4 * told
 
 
@@ -134,7 +134,7 @@ def test_ranks_compute_with_the_quantised_weights_of_one(kind, size, width):
     """Rows of one input each show the weights; heads are cut inside groups of int4, too."""
     weight = torch.randn(32, width, generator=torch.Generator().manual_seed(width)) * torch.linspace(0.1, 9, width)
     place = Placement(device=torch.device("cpu"), dtype=torch.float32, kind=kind)
-    makes = [partial(RowsProduct, kind=kind, placement=place)] + ([] if kind == "fp8" else [FORMATS[kind][0]])
+    makes = [partial(RowsProduct, form=kind, placement=place)] + ([] if kind == "fp8" else [FORMATS[kind][0]])
     for make in makes:
 
         def shown(affine: Affine, make=make) -> torch.Tensor:
@@ -143,9 +143,7 @@ def test_ranks_compute_with_the_quantised_weights_of_one(kind, size, width):
                 again = blank(item_of("out", value=product))  # as streamed layers are built
                 again.adopt(product.tensors())
                 assert torch.equal(again(x), product(x))
-                return product(x)
-            x = torch.nn.functional.pad(x, (product.front, 0))
-            return linear_rows(x, product.weight, product.scales, None, None)
+            return product(x)
 
         each = range(0, width + 1, width // size)
         full = Affine(weight=weight)
@@ -367,7 +365,7 @@ def failing_step(process: ztk.Process, *, failing: int) -> str:
     comm = process.arrange(ztk.Topology(tensor=2)).mesh.comm("tp")
     generator = Generator(build_decoder(), comm=comm)
     if process.rank == failing:
-        generator._model.mlp = fail
+        generator._model.ops.mlp = fail
     with pytest.raises((Planted, PeerLost)) as caught:
         generator.follow() if generator.follows else generator.generate([PROMPTS[0]], sampling=GREEDY)
     return type(caught.value).__name__

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ztk.inference.attention import BLOCK
-from ztk.inference.cache import Cache
+from ztk.inference.slab_cache import SlabCache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class AnswerCache:
     """
 
     def __init__(
-        self, prompts: Cache, *, lengths: Sequence[int], prompt_of: Sequence[int], longest: int, shares: bool
+        self, prompts: SlabCache, *, lengths: Sequence[int], prompt_of: Sequence[int], longest: int, shares: bool
     ) -> None:
         self.filled = [length // BLOCK if shares else 0 for length in lengths]
         self.prompt_of, self.live = list(prompt_of), len(prompt_of)

@@ -17,10 +17,11 @@ from ztk.inference.answer_cache import AnswerCache, Kept
 from ztk.inference.attention import BLOCK
 from ztk.inference.describe import Description
 from ztk.inference.equal_shapes import EqualShapes
-from ztk.inference.rows import constant, turns
+from ztk.inference.rows import constant
+from ztk.inference.steps import Attention, RowStep
 
 
-class AnswerStep:
+class AnswerStep(RowStep):
     """Where the rows of a step are: row n is the next token of answer n. positions: int64 [live answers].
 
     lengths: of the answers' prompts. `next` goes on to the following token, `keep` leaves out answers that have ended.
@@ -29,12 +30,12 @@ class AnswerStep:
     def __init__(
         self, cache: AnswerCache, *, description: Description, shapes: EqualShapes, lengths: list[int]
     ) -> None:
+        super().__init__()
         K, D = description.kv_heads, description.head_dim
         G = description.heads // K
         self._cache, self._shapes, self._sizes = cache, shapes, (K, G, D)
         self.positions = torch.tensor(lengths)
         self._since = 0  # tokens of every answer so far
-        self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
         rows = shapes.rows_for(G)
         assert rows is not None, "the processor has been tried"
         # Rows beyond the group's are multiplied, too, and not read.
@@ -60,16 +61,8 @@ class AnswerStep:
         self.positions = self.positions[places]
         self._arrange()
 
-    def rotary(self, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """`turns` of the rows by one of the model's rotary tables."""
-        found = self._rotary.get(id(table))
-        if found is None:
-            found = self._rotary[id(table)] = turns(table, positions=self.positions)
-        return found
-
-    def write(self, key: Tensor, *, value: Tensor, cache: AnswerCache, layer: int) -> None:
-        """Keys and values [answers, K, D] of all rows into the cache."""
-        own, (A, _, D) = cache.own[layer], key.shape
+    def write(self, key: Tensor, *, value: Tensor, layer: int) -> None:
+        own, (A, _, D) = self._cache.own[layer], key.shape
         if self._common is None:
             own.view(-1, D).index_copy_(0, self._lines, torch.cat([key, value], dim=1).view(-1, D))
             return
@@ -77,18 +70,9 @@ class AnswerStep:
         for kept, rows in zip(own.unbind(), (key, value), strict=True):
             kept[block, :A, :, place].copy_(rows)
 
-    def attend(
-        self,
-        query: Tensor,
-        *,
-        keys: Kept,
-        values: Kept,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        slopes: Tensor | None = None,
-    ) -> Tensor:
-        """As `ztk.inference.attention.attend`: query [answers, H, D] -> fp32 [answers, H, D]."""
+    def read(self, query: Tensor, *, by: Attention) -> Tensor:
+        keys, values = self._cache.keys[by.layer], self._cache.values[by.layer]
+        scale, window, softcap, slopes = by.scale, by.window, by.softcap, by.slopes
         (A, H, _), (K, G, D), views = query.shape, self._sizes, self._views
         torch.mul(query.view(A, K, G, D), constant(scale), out=views.counted_queries)
         for key, out in zip(views.of(keys), views.products, strict=True):

@@ -6,15 +6,20 @@ import torch
 from torch import Tensor
 
 from ztk.inference.attention import BLOCK
+from ztk.inference.block_steps import BlockStep, block_step
 from ztk.inference.block_swap import MainMemory, Swap
+from ztk.inference.cache import Cache
 from ztk.inference.describe import Description
+from ztk.inference.steps import Span
 from ztk.kernels import copy_blocks
 
+_COPY, _SAVE, _RESTORE, _DROP, _SHORTEN, _PLACE = range(6)
 
-class BlockCache:
+
+class BlockCache(Cache):
     """store: [blocks, layers, 2, K, 64, D], so that a block of all layers is one piece of memory. tables: per slot, its blocks in order.
 
-    dtype: of keys and values; uint8: fp8 (e4m3), with `scales` fp32 [layers, 2, K] or None: [Note: Scales of an fp8 cache] in `block_opening`.
+    dtype: of keys and values; uint8: fp8 (e4m3), with `scales` fp32 [layers, 2, K] or None: [Note: Scales of an fp8 cache] in `memory`.
     swap: where copies of preempted sequences' blocks go.
     """
 
@@ -28,11 +33,16 @@ class BlockCache:
         dtype: torch.dtype,
         swap: Swap | None = None,
     ) -> None:
+        super().__init__()
+        self._group = description.heads // description.kv_heads
         shape = (blocks, description.layers, 2, description.kv_heads, BLOCK, description.head_dim)
         self._store = torch.empty(shape, dtype=dtype, device=device)
         self.scales: Tensor | None = None
         self.tables: list[list[int]] = [[] for _ in range(slots)]
         self.blocks, self.device, self.dtype, self.swap = blocks, device, dtype, swap or MainMemory()
+        self._copies: dict[int, Any] = {}  # by numbers, which are the same on all ranks
+        self._saved = 0  # copies so far
+        self._told: list[list[int]] = [[] for _ in range(slots)]  # tables as the other ranks have them
 
     @property
     def positions(self) -> int:
@@ -56,22 +66,73 @@ class BlockCache:
         """fp32 [2, K]: what a stored number of each head's keys and values is times."""
         return None if self.scales is None else self.scales[layer]
 
+    def step(self, spans: list[Span]) -> BlockStep:
+        return block_step(spans, cache=self, tables=self.tables, group=self._group)
+
+    def recompute(self, slot: int, *, tokens: list[int]) -> list[int]:
+        """Keys and values of tokens that have been computed are written where they are, in blocks that it shares by the same numbers again."""
+        return tokens[: len(self.tables[slot]) * BLOCK]
+
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         """Blocks become others: (source, target) each."""
+        for source, target in pairs:
+            self._note(_COPY, source, target)
         flat = self._store.view(self.blocks, -1)
         copy_blocks(flat, torch.tensor(pairs, dtype=torch.int64).to(self.device))
 
-    def save(self, blocks: list[int]) -> list[Any]:
-        """Copies of blocks elsewhere, until `drop`; what is returned stands for them. Raises DiskError as `SwapFile`."""
-        return self.swap.write([self._bytes(block) for block in blocks])
+    def save(self, blocks: list[int]) -> list[int]:
+        """Copies of blocks elsewhere, until `drop`; the numbers stand for them. Raises DiskError as `SwapFile`."""
+        handles = self.swap.write([self._bytes(block) for block in blocks])
+        numbers = list(range(self._saved, self._saved + len(blocks)))
+        self._saved += len(blocks)
+        self._copies.update(zip(numbers, handles, strict=True))
+        for block in blocks:
+            self._note(_SAVE, block)
+        return numbers
 
-    def restore(self, copies: list[Any], *, blocks: list[int]) -> None:
+    def restore(self, copies: list[int], *, blocks: list[int]) -> None:
         """What `save` gave, into other blocks. Raises DiskError as `SwapFile`."""
-        self.swap.read(copies, into=[self._bytes(block) for block in blocks])
+        for number, block in zip(copies, blocks, strict=True):
+            self._note(_RESTORE, number, block)
+        self.swap.read([self._copies[number] for number in copies], into=[self._bytes(block) for block in blocks])
 
-    def drop(self, copies: list[Any]) -> None:
+    def drop(self, copies: list[int]) -> None:
         """What `save` gave is not needed any more."""
-        self.swap.free(copies)
+        for number in copies:
+            self._note(_DROP, number)
+        self.swap.free([self._copies.pop(number) for number in copies])
+
+    def close(self) -> None:
+        self.swap.close()
+
+    def take_log(self, spans: list[Span]) -> list[int]:
+        """With how the tables of these sequences have changed."""
+        for span in spans:
+            own, told = self.tables[span.slot], self._told[span.slot]
+            if len(told) > len(own):
+                self._note(_SHORTEN, span.slot, len(own))
+                del told[len(own) :]
+            same = len(told) if own[: len(told)] == told else 0  # a sequence that goes on: its new blocks alone
+            for place, block in enumerate(own[same:], start=same):
+                if place >= len(told) or told[place] != block:
+                    self._note(_PLACE, span.slot, place, block)
+            told[:] = own
+        return super().take_log(spans)
+
+    def _repeat(self, what: int, *, numbers: list[int]) -> None:
+        first, second, third = numbers
+        if what == _COPY:
+            self.copy([(first, second)])
+        elif what == _SAVE:
+            self.save([first])
+        elif what == _RESTORE:
+            self.restore([first], blocks=[second])
+        elif what == _DROP:
+            self.drop([first])
+        elif what == _SHORTEN:
+            del self.tables[first][second:]
+        else:
+            self.tables[first][second : second + 1] = [third]
 
     def _bytes(self, block: int) -> Tensor:
         return self._store[block].view(-1).view(torch.uint8)

@@ -1,75 +1,56 @@
-"""Keys and values of the sequences that are computed: a slab per sequence."""
+"""What a cache of keys and values has, and how ranks that share a model keep theirs alike."""
 
-import torch
+from abc import ABC, abstractmethod
 
-from ztk.inference.attention import BLOCK, Scratch
-from ztk.inference.describe import Description
-
-GROWTH = 4  # blocks by which all slabs grow
+from ztk.inference.steps import Span, Step
 
 
-def rounded(positions: int) -> int:
-    """Positions of a slab with room for so many."""
-    return -(-positions // (GROWTH * BLOCK)) * GROWTH * BLOCK
+class Cache(ABC):
+    """Keys and values of several sequences, each in a slot.
 
-
-class Cache:
-    """keys[layer] and values[layer]: fp32 [slots, blocks, K, 64, D]; the blocks that a query sees are one piece of memory.
-
-    scratch: memory for attention over it.
-
-    On a CPU a slab per sequence is read in one piece; gathering pages of 16 tokens costs 15 to 18 times as much.
+    Where ranks share a model, the leader's cache writes down what is done to it, as four numbers each, and the others repeat that.
     """
 
-    def __init__(self, description: Description, *, slots: int) -> None:
-        self.scratch = Scratch()
-        shape = (slots, 0, description.kv_heads, BLOCK, description.head_dim)
-        self.keys = [torch.zeros(shape) for _ in range(description.layers)]
-        self.values = [torch.zeros(shape) for _ in range(description.layers)]
+    def __init__(self) -> None:
+        self._log: list[int] | None = None
 
     @property
-    def positions(self) -> int:
-        """Positions that every slab has memory for."""
-        return self.keys[0].shape[1] * BLOCK
-
-    @property
-    def slots(self) -> int:
-        """Sequences that there is a slab for."""
-        return self.keys[0].shape[0]
-
-    @property
+    @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of all slabs."""
-        return sum(slab.nbytes for slab in (*self.keys, *self.values))
+        """Bytes of all keys and values."""
 
-    def reserve(self, positions: int) -> None:
-        """Grows all slabs to at least `positions`."""
-        if positions > self.positions:
-            self.arrange(slots=self.slots, positions=positions)
+    @abstractmethod
+    def step(self, spans: list[Span]) -> Step:
+        """The places of a step's rows, which attend over this cache."""
 
-    def arrange(self, *, slots: int, positions: int) -> None:
-        """So many slots from now on, of `positions` rounded up; what lies in both layouts stays. One layer's slab at a time is there twice."""
-        wanted = (slots, rounded(positions) // BLOCK)
-        if wanted == self.keys[0].shape[:2]:
-            return
-        self.scratch.release()
-        for slabs in (self.keys, self.values):
-            for number, slab in enumerate(slabs):
-                kept = slice(min(slots, slab.shape[0])), slice(min(wanted[1], slab.shape[1]))
-                # Not by cat: glibc does not reuse the gap that a temporary of zeros leaves, which doubled the resident memory.
-                laid_out = slab.new_zeros(*wanted, *slab.shape[2:])
-                laid_out[kept] = slab[kept]
-                slabs[number] = laid_out
+    @abstractmethod
+    def recompute(self, slot: int, *, tokens: list[int]) -> list[int]:
+        """Those of the slot's tokens that are computed once more, alone, in the memory that it has."""
 
-    def copy(self, source: int, *, target: int, positions: int) -> None:
-        """The first `positions` of one slot become another's."""
-        full, rest = divmod(positions, BLOCK)
-        for slab in (*self.keys, *self.values):
-            slab[target, :full] = slab[source, :full]
-            if rest:
-                slab[target, full, :, :rest] = slab[source, full, :, :rest]
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the threads that move blocks. Idempotent."""
 
-    def clear(self, slot: int) -> None:
-        """Zeros a slot: what a broken sequence left would make NaN of a masked zero."""
-        for slab in (*self.keys, *self.values):
-            slab[slot] = 0
+    # Ranks
+
+    def record(self) -> None:
+        """From now on changes are written down for `take_log`."""
+        self._log = []
+
+    def take_log(self, spans: list[Span]) -> list[int]:
+        """What was done since the last time, and what the others need for a step of `spans`."""
+        log, self._log = self._log or [], []
+        return log
+
+    def repeat(self, log: list[int]) -> None:
+        """Does what `take_log` gave on the leader. Raises DiskError as `SwapFile`."""
+        for at in range(0, len(log), 4):
+            self._repeat(log[at], numbers=log[at + 1 : at + 4])
+
+    @abstractmethod
+    def _repeat(self, what: int, *, numbers: list[int]) -> None:
+        """One change."""
+
+    def _note(self, what: int, *numbers: int) -> None:
+        if self._log is not None:
+            self._log += [what, *numbers, *[0] * (3 - len(numbers))]

@@ -10,8 +10,10 @@ from typing import Protocol
 import torch
 
 from ztk.inference.model import InferenceModel
+from ztk.inference.module_model import ModuleModel
 from ztk.inference.policy import SamplingParams
 from ztk.inference.sample import NothingDrawn, draw
+from ztk.inference.slab_cache import SlabCache
 from ztk.inference.steps import Span
 
 PROMPT_TOKENS = 2048  # computed at one time
@@ -30,9 +32,9 @@ class Drafted(Protocol):
 class DraftModel:
     """A small model with a cache of its own, whose slots are the engine's. count: tokens that it proposes at most."""
 
-    def __init__(self, model: InferenceModel, *, slots: int, count: int) -> None:
+    def __init__(self, model: InferenceModel | ModuleModel, *, slots: int, count: int) -> None:
         self.model, self.count = model, count
-        self._cache = model.new_cache(slots=slots)
+        self._cache = SlabCache(model.description, slots=slots)
         self._contents: list[list[int]] = [[] for _ in range(slots)]
 
     def arrange(self, *, slots: int, positions: int) -> None:
@@ -75,7 +77,7 @@ class DraftModel:
             while start < len(wanted):
                 part = wanted[start : start + PROMPT_TOKENS]
                 span = Span(slot=sequence.slot, start=start, length=len(part), row=0)
-                self.model.step_logits(torch.tensor(part), spans=[span], cache=self._cache, rows=[])
+                self.model.own_logits(torch.tensor(part), spans=[span], cache=self._cache, rows=[])
                 start += len(part)
             self._contents[sequence.slot] = wanted
 
@@ -86,7 +88,7 @@ class DraftModel:
             tokens.append(drafts[-1] if drafts else sequence.tokens[-1])
             spans.append(Span(slot=sequence.slot, start=len(sequence.tokens) + len(drafts) - 1, length=1, row=row))
             self._contents[sequence.slot] = [*sequence.tokens, *drafts]
-        return self.model.step_logits(torch.tensor(tokens), spans=spans, cache=self._cache, rows=list(range(len(rows))))
+        return self.model.own_logits(torch.tensor(tokens), spans=spans, cache=self._cache, rows=list(range(len(rows))))
 
 
 def _drawn(line: torch.Tensor, *, sequence: Drafted, drafts: list[int]) -> int:

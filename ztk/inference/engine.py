@@ -15,21 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from ztk.core.runtime.comm import Comm
-from ztk.inference.block_cache import BlockCache
-from ztk.inference.block_opening import find_scales
 from ztk.inference.block_schedule import BlockScheduler
 from ztk.inference.graphs import graphs_of
+from ztk.inference.memory import drafts_of, find_scales, open_draft, shared_memory
 from ztk.inference.model import InferenceModel
 from ztk.inference.opening import TrainingEngine, UnreadModel, from_module, from_packed, reopened, settled
-from ztk.inference.over_blocks import OverBlocks
 from ztk.inference.packed import Packed
-from ztk.inference.parallel import Leading, follow
+from ztk.inference.parallel import Computing, Leading, follow
 from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
 from ztk.inference.probe import check_model, check_module, settle_products
 from ztk.inference.ranks import Ranks, computing, opening
 from ztk.inference.room import drafting_of
 from ztk.inference.schedule import Sequence, logprob_values
-from ztk.inference.sharing import drafts_of, open_draft, shared_memory
 from ztk.inference.stepping import Stepper
 
 
@@ -101,9 +98,14 @@ class Generator:
                 drafts=drafts,
                 ranks=self._ranks,
             )
+        leads = self._ranks is not None and self._ranks.comm.rank == 0
+        self._computing = (
+            Leading(self._model, cache=self._cache, ranks=self._ranks)
+            if leads
+            else Computing(self._model, cache=self._cache)
+        )
         self._stepper = Stepper(
-            self._model,
-            cache=self._cache,
+            self._computing,
             scheduler=self._scheduler,
             graphs=graphs_of(self._model, cache=self._cache),
             ranks=self._ranks,
@@ -271,32 +273,28 @@ class Generator:
             with opening(self._ranks):  # the first rank alone has requests
                 self._check_idle()
             with opening(self._ranks):
-                self._model = reopened(
-                    engine, model=self._model, subject=self._subject, policy=self.policy, ranks=self._ranks
-                )
+                self._model = reopened(engine, model=self._model, subject=self._subject, ranks=self._ranks)
             settle_products(self._model, exact=self._lone)
             find_scales(self._model, cache=self._cache)
-            self._stepper.model, self._stepper.graphs = self._model, graphs_of(self._model, cache=self._cache)
+            self._computing.model, self._stepper.graphs = self._model, graphs_of(self._model, cache=self._cache)
             self._scheduler.forget()
 
     def compare_with(self, module: nn.Module) -> None:
         """Raises ValueError where `module`, the causal language model of transformers that the weights are of, computes other logits."""
-        assert not isinstance(self._model, OverBlocks), "a model over slabs"
         check_module(self._model, module=module)
 
     @property
     def own_model(self) -> InferenceModel | None:
         """What computes a step, where this process has all of it in memory and over slabs; None elsewhere."""
-        is_own = isinstance(self._model, InferenceModel) and self._model.ranks is None and self._streamed is None
-        return self._model if is_own else None
+        model = self._model
+        is_own = isinstance(model, InferenceModel) and model.ranks is None and not model.placement.has_blocks
+        return model if is_own and self._streamed is None else None
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the linear layers and the head, scales included; of a packed folder those of its layers and the head."""
         if self._packed_bytes is not None:
             return self._packed_bytes
-        if isinstance(self._model, OverBlocks):
-            return self._model.nbytes
         return sum(product.nbytes for product in self._model.products())
 
     @property
@@ -311,8 +309,7 @@ class Generator:
         """Ends the threads that move layers or blocks, and `follow` on the other ranks. Nothing is computed afterwards. Idempotent."""
         if self._streamed is not None:
             self._streamed.close()
-        if isinstance(self._cache, BlockCache):
-            self._cache.swap.close()
+        self._cache.close()
         if self.leads and not self._closed:
             self.dismiss()
         self._closed = True
@@ -322,7 +319,7 @@ class Generator:
     @property
     def leads(self) -> bool:
         """Other ranks follow this one."""
-        return isinstance(self._model, Leading)
+        return isinstance(self._computing, Leading)
 
     @property
     def follows(self) -> bool:
@@ -338,18 +335,18 @@ class Generator:
         """
         assert self._ranks is not None and self.follows, "a rank that follows"
         with computing(self._ranks):
-            follow(self._model, cache=self._cache, ranks=self._ranks)
+            follow(self._computing, ranks=self._ranks)
 
     def dismiss(self) -> None:
         """On the first rank: ends `follow` on the others, so that all can call `load`; they may follow again."""
-        assert isinstance(self._model, Leading), "the rank that leads"
-        self._model.dismiss()
+        assert isinstance(self._computing, Leading), "the rank that leads"
+        self._computing.dismiss()
 
     def beat(self) -> None:
         """On the first rank, where nothing is computed for a while: says so to the others. Else nothing. Raises PeerLost if one is gone."""
-        if isinstance(self._model, Leading):
+        if isinstance(self._computing, Leading):
             with self._lock:
-                self._model.beat()
+                self._computing.beat()
 
     def forget_prefixes(self) -> None:
         """Later prompts are computed from their first token."""

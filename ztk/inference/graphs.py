@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache
-from ztk.inference.block_model import BlockModel
-from ztk.inference.block_steps import BlockStep, padded_tables
-from ztk.inference.over_blocks import drawn_of
-from ztk.inference.sample import Drawn
+from ztk.inference.block_steps import BlockStep, padded
+from ztk.inference.cache import Cache
+from ztk.inference.model import InferenceModel
+from ztk.inference.module_model import ModuleModel
+from ztk.inference.sample import Drawn, drawn_of
 from ztk.inference.steps import Span
 from ztk.kernels import TILE_COLUMNS, make_tiles
 
@@ -72,7 +73,7 @@ class _Captured:
 class DecodeGraphs:
     """Steps in which each sequence has one row that is drawn by the temperature alone."""
 
-    def __init__(self, model: BlockModel, *, cache: BlockCache, capture: Capture) -> None:
+    def __init__(self, model: InferenceModel, *, cache: BlockCache, capture: Capture) -> None:
         self._model, self._cache, self._capture = model, cache, capture
         of = model.description
         self._group = of.heads // of.kv_heads
@@ -85,7 +86,7 @@ class DecodeGraphs:
 
     def run(self, tokens: list[int], *, spans: list[Span], temperatures: list[float], keys: list[int]) -> list[Drawn]:
         """Computes one row per span, whose places are in the cache's tables, and draws a token for each."""
-        rows, tables = len(spans), padded_tables(self._cache, slots=[span.slot for span in spans])
+        rows, tables = len(spans), padded([self._cache.tables[span.slot] for span in spans])
         size, width = _power_of_two(rows), _power_of_two(len(tables[0]))
         found = self._captured.get((size, width))
         if found is None:
@@ -110,11 +111,12 @@ class DecodeGraphs:
         """A graph over buffers of padding alone."""
 
         def empty(*shape: int, dtype: torch.dtype, value: int = 0) -> Tensor:
-            return torch.full(shape, value, dtype=dtype, device=self._model.device)
+            return torch.full(shape, value, dtype=dtype, device=self._model.placement.device)
 
         tokens, keys = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.int64)
         temperatures = empty(rows, dtype=torch.float32)
         step = BlockStep(
+            cache=self._cache,
             positions=empty(rows, dtype=torch.int64),
             places=empty(rows, dtype=torch.int64, value=-1),
             tables=empty(rows, width, dtype=torch.int32),
@@ -123,8 +125,8 @@ class DecodeGraphs:
         )
 
         def compute() -> Tensor:
-            x = self._model.compute(tokens, step=step, cache=self._cache)
-            return self._model.drawn(x, temperatures=temperatures, keys=keys)
+            x = self._model.compute(tokens, step=step)
+            return self._model.draw(x, temperatures=temperatures, keys=keys)
 
         graph, results = self._capture(compute)
         return _Captured(graph=graph, tokens=tokens, step=step, temperatures=temperatures, keys=keys, results=results)
@@ -140,10 +142,9 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def graphs_of(model: object, *, cache: object) -> DecodeGraphs | None:
-    """Graphs of decoding, where one rank computes the model over blocks on a GPU."""
-    if not isinstance(model, BlockModel) or not isinstance(cache, BlockCache) or model.device.type != "cuda":
+def graphs_of(model: InferenceModel | ModuleModel, *, cache: Cache) -> DecodeGraphs | None:
+    """Graphs of decoding, where one rank computes the model over blocks on a GPU; with ranks each step begins with what the leader says."""
+    if not isinstance(model, InferenceModel) or not model.can_draw or model.placement.device.type != "cuda":
         return None
-    if model.ranks is not None:
-        return None  # each step begins with what the leader says
+    assert isinstance(cache, BlockCache), "the model computes over blocks"
     return DecodeGraphs(model, cache=cache, capture=CudaCapture())

@@ -7,81 +7,102 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from ztk.inference.block_cache import BlockCache
-from ztk.inference.block_model import BlockModel
-from ztk.inference.cache import Cache
 from ztk.inference.graphs import DecodeGraphs
 from ztk.inference.model import InferenceModel
-from ztk.inference.module_model import ModuleModel
-from ztk.inference.over_blocks import OverBlocks
-from ztk.inference.ranks import Ranks, computing
-from ztk.inference.sample import Drawn, DrawSteps, draw_plain, draws_plainly, draws_together, noise_key, selects
-from ztk.inference.schedule import Sequence, Work
+from ztk.inference.parallel import Computing
+from ztk.inference.sample import (
+    Drawn,
+    DrawSteps,
+    draw_plain,
+    drawn_of,
+    draws_plainly,
+    draws_together,
+    noise_key,
+    select,
+    selects,
+)
+from ztk.inference.schedule import Work
 from ztk.inference.steps import Span
 
 _PLAIN, _SELECTED, _WRITTEN = "plain", "selected", "written"
+Lines = Tensor | list[Drawn]  # of one work: logits fp32 [rows, V] on the CPU, or what was drawn
 
 
 def lines_of(
     tokens: list[int],
     *,
-    model: InferenceModel | ModuleModel | OverBlocks,
+    computing: Computing,
     works: list[Work],
     needed: list[list[int]],
     spans: list[Span],
-    cache: Cache | BlockCache,
     graphs: DecodeGraphs | None,
-    ranks: Ranks | None,
-) -> list[Tensor | list[Drawn]]:
-    """Computes a step. For each work, whose rows `needed` draw or are scored: logits fp32 [rows, V] on the CPU, or what was drawn.
+) -> list[Lines]:
+    """Computes a step, and draws from the rows of each work that are `needed`, or returns their logits.
 
     Which of the two depends on the sequence alone, so that its tokens do not depend on its neighbours.
     """
-    rows = [[span.row + row for row in own] for span, own in zip(spans, needed, strict=True)]
-    if not isinstance(model, OverBlocks):
-        assert isinstance(cache, Cache), "the model computes over slabs"
-        flat = [row for own in rows for row in own]
-        with computing(ranks):
-            logits = model.step_logits(torch.tensor(tokens), spans=spans, cache=cache, rows=flat)
-        return _drawn_together(logits, works=works, counts=[len(own) for own in rows])
-    assert isinstance(cache, BlockCache), "the model computes over blocks"
-    kinds = [_kind(work, rows=own) for work, own in zip(works, rows, strict=True)]
+    rows, counts = (
+        [span.row + row for span, own in zip(spans, needed, strict=True) for row in own],
+        list(map(len, needed)),
+    )
+    if not computing.model.placement.has_blocks:
+        logits = computing.logits(tokens, spans=spans, rows=rows)
+        return _drawn_together(logits, works=works, counts=counts)
+    kinds = [_kind(work, count=count) for work, count in zip(works, counts, strict=True)]
     if graphs is not None and set(kinds) == {_PLAIN} and len(tokens) == len(works):
-        sequences = [work.sequence for work in works]
-        drawn = graphs.run(tokens, spans=spans, **_heat([(one, len(one.tokens)) for one in sequences]))
+        drawn = graphs.run(tokens, spans=spans, **_heat([(work, 0) for work in works]))
         return [[one] for one in drawn]
-    # Other steps end with logits, of which ranks compute parts.
-    drawing = model if isinstance(model, BlockModel) and model.ranks is None else None
+    return _drawn_on_device(
+        tokens, computing=computing, works=works, kinds=kinds, counts=counts, spans=spans, rows=rows
+    )
+
+
+def _drawn_on_device(
+    tokens: list[int],
+    *,
+    computing: Computing,
+    works: list[Work],
+    kinds: list[str],
+    counts: list[int],
+    spans: list[Span],
+    rows: list[int],
+) -> list[Lines]:
+    """As `lines_of`, where the device draws: without logits where the model can, or from them."""
+    model = computing.model
+    drawing = model if isinstance(model, InferenceModel) and model.can_draw and _PLAIN in kinds else None
     if drawing is None:
-        flat = [row for own in rows for row in own]
-        with computing(ranks):
-            x = model.step_logits(torch.tensor(tokens), spans=spans, cache=cache, rows=flat)
-        rows = _split(range(len(flat)), counts=[len(own) for own in rows])
+        x, places = computing.logits(tokens, spans=spans, rows=rows), _split(range(len(rows)), counts=counts)
     else:
-        x = drawing.forward(torch.tensor(tokens), spans=spans, cache=cache)
-    found: list[Tensor | list[Drawn]] = [torch.empty(0, model.description.vocab_size)] * len(works)
+        x = drawing.forward(torch.tensor(tokens), spans=spans, cache=computing.cache)
+        places = _split(rows, counts=counts)
+    found: list[Lines] = [torch.empty(0, model.description.vocab_size)] * len(works)
     for kind in set(kinds):
-        which = [number for number, own in enumerate(kinds) if own == kind]
-        chosen = x[[row for number in which for row in rows[number]]]
-        counts = [len(rows[number]) for number in which]
-        places = [
-            (works[number], offset) for number, count in zip(which, counts, strict=True) for offset in range(count)
-        ]
-        if not places:
+        which = [number for number, own in enumerate(kinds) if own == kind and counts[number]]
+        if not which:
             continue
-        heat = _heat([(work.sequence, len(work.sequence.tokens) + offset) for work, offset in places])
+        own = [counts[number] for number in which]
+        chosen = x[[place for number in which for place in places[number]]]
+        draws = [(works[number], offset) for number in which for offset in range(counts[number])]
         if kind == _PLAIN and drawing is not None:
-            parts: list = _split(drawing.draw(chosen, **heat), counts=counts)
+            parts: list = _split(_plain(chosen, model=drawing, draws=draws), counts=own)
         else:
             logits = chosen if drawing is None else drawing.logits(chosen)
-            steps = [_steps(work, offset=offset) for work, offset in places]
             if kind == _WRITTEN:
-                parts = list(logits.cpu().split(counts))
+                parts = list(logits.cpu().split(own))
             else:
-                parts = _split(model.select(logits, steps=steps, **heat), counts=counts)
+                steps = [_steps(work, offset=offset) for work, offset in draws]
+                parts = _split(select(logits, steps=steps, **_heat(draws)), counts=own)
         for number, part in zip(which, parts, strict=True):
             found[number] = part
     return found
+
+
+def _plain(x: Tensor, *, model: InferenceModel, draws: list[tuple[Work, int]]) -> list[Drawn]:
+    """By the temperature alone, from rows of the model's forward."""
+    heat, device = _heat(draws), model.placement.device
+    temperatures = torch.tensor(heat["temperatures"], dtype=torch.float32).to(device)
+    keys = torch.tensor(heat["keys"], dtype=torch.int64).to(device)
+    return drawn_of(model.draw(x, temperatures=temperatures, keys=keys))
 
 
 def _steps(work: Work, *, offset: int) -> DrawSteps:
@@ -96,10 +117,10 @@ def _split(items: Iterable, *, counts: list[int]) -> list[list]:
     return [list(islice(each, count)) for count in counts]
 
 
-def _drawn_together(logits: Tensor, *, works: list[Work], counts: list[int]) -> list[Tensor | list[Drawn]]:
+def _drawn_together(logits: Tensor, *, works: list[Work], counts: list[int]) -> list[Lines]:
     """Of logits fp32 [R, V], `counts` rows of each work: what `draw` draws from a single row, for all at once; the logits, where a sequence
     draws several rows, by other steps, or not at all, or where they are not finite."""
-    found: list[Tensor | list[Drawn]] = list(logits.split(counts))
+    found: list[Lines] = list(logits.split(counts))
     plain = [
         number
         for number, work in enumerate(works)
@@ -117,10 +138,11 @@ def _drawn_together(logits: Tensor, *, works: list[Work], counts: list[int]) -> 
     return found
 
 
-def _heat(draws: list[tuple[Sequence, int]]) -> dict[str, list]:
-    """Temperatures and keys of draws, each of a sequence at a position."""
-    keys = [noise_key(of.sampling, sample=of.sample, position=position) for of, position in draws]
-    return {"temperatures": [of.sampling.temperature for of, _ in draws], "keys": keys}
+def _heat(draws: list[tuple[Work, int]]) -> dict[str, list]:
+    """Temperatures and keys of draws after the first drafts of a work, so many each."""
+    each = [(work.sequence, len(work.sequence.tokens) + offset) for work, offset in draws]
+    keys = [noise_key(of.sampling, sample=of.sample, position=position) for of, position in each]
+    return {"temperatures": [of.sampling.temperature for of, _ in each], "keys": keys}
 
 
 def is_finite(lines: Tensor | list[Drawn]) -> bool:
@@ -130,11 +152,11 @@ def is_finite(lines: Tensor | list[Drawn]) -> bool:
     return all(math.isfinite(line.logprob) for line in lines)
 
 
-def _kind(work: Work, *, rows: list[int]) -> str:
-    """How the work's rows become tokens, which the sequence alone decides: every row draws one by nothing but the temperature, or by steps
-    that a kernel makes, or the host needs the logits."""
+def _kind(work: Work, *, count: int) -> str:
+    """How so many rows of the work become tokens, which the sequence alone decides: every row draws one by nothing but the temperature, or by
+    steps that a kernel makes, or the host needs the logits."""
     sampling = work.sequence.sampling
-    if not rows or _scores(work) or not selects(sampling):
+    if not count or _scores(work) or not selects(sampling):
         return _WRITTEN
     return _PLAIN if draws_plainly(sampling) else _SELECTED
 

@@ -1,38 +1,29 @@
-"""The forward of every family over the cache: rows of several sequences at once.
+"""The forward of every family: rows of several sequences at once, over slabs or over blocks.
 
-Rows have the dtype that the engine computes in.
+A layer is norm, projection of queries, keys and values, attention over the cache (`Step.attend`), output projection with the residual, norm,
+MLP or experts with the residual. The cache decides where keys and values lie; the placement decides which products and operations compute.
 """
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ztk.inference.answer_cache import AnswerCache
-from ztk.inference.answer_step import AnswerStep
 from ztk.inference.cache import Cache
+from ztk.inference.caches import scratch
 from ztk.inference.cut import own_slopes
 from ztk.inference.describe import Subject
-from ztk.inference.over_slabs import OverSlabs
-from ztk.inference.products import Affine, Product
+from ztk.inference.kernel_products import RowsProduct
+from ztk.inference.ops import ops_of
+from ztk.inference.placement import Placement
+from ztk.inference.products import Product
 from ztk.inference.ranks import Ranks
-from ztk.inference.rows import rms_norm, rope, share
-from ztk.inference.steps import Span, Step
-from ztk.inference.weights import Layer, Mlp, Weights
-from ztk.kernels import activate_cpu
-
-ACTIVATIONS = {  # transformers' names -> those of `ztk.kernels`
-    "silu": "silu",
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
+from ztk.inference.rows import share
+from ztk.inference.steps import Attention, Span, Step
+from ztk.inference.weights import Layer, Weights
+from ztk.kernels import draw_rows
 
 
-class InferenceModel(OverSlabs):
+class InferenceModel:
     """Computes a step of several sequences. Not a Module: it has no gradients, and weights are replaced all at once.
 
     ranks: those that share the model; `weights` are this rank's part then, and `description` says its heads.
@@ -41,33 +32,38 @@ class InferenceModel(OverSlabs):
         ValueError: an activation that is not supported.
     """
 
-    def __init__(self, subject: Subject, *, weights: Weights, ranks: Ranks | None = None) -> None:
-        self._full, self.ranks, self.weights = subject.description, ranks, weights
+    def __init__(
+        self, subject: Subject, *, weights: Weights, placement: Placement | None = None, ranks: Ranks | None = None
+    ) -> None:
+        self.placement, self.ranks, self.weights = placement or Placement(), ranks, weights
+        self._full = subject.description
         self.description = self._full if ranks is None else ranks.cut.own(self._full)
-        if self.description.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation {self.description.activation} is not supported by the inference engine: it has "
-                f"{', '.join(ACTIVATIONS)}"
-            )
-        self._tables = subject.tables
-        self._activation = ACTIVATIONS[self.description.activation]
-        self._slopes = alibi_slopes(self._full.heads) if self._full.is_alibi else None
-        if ranks is not None and self._slopes is not None:
-            self._slopes = own_slopes(self._slopes, cut=ranks.cut)
+        self.ops = ops_of(self.description, placement=self.placement)
+        self._attention = self._attention_of(subject)
+
+    @property
+    def can_draw(self) -> bool:
+        """`draw` draws tokens without their logits."""
+        return self.placement.has_blocks and self.ranks is None
 
     def products(self) -> list[Product]:
         """Those in memory, the head last."""
         return self.weights.products()
 
+    def scratch(self, positions: int, *, dtype: torch.dtype | None = None) -> Cache:
+        """A cache for one sequence of so many tokens; dtype: of blocks, None: the model's."""
+        return scratch(self.description, placement=self.placement, positions=positions, dtype=dtype)
+
     def own_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
-        """As `step_logits`, where every rank that shares the model makes the call: tokens int64 [M]."""
+        """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows. Every rank that shares the model makes the call."""
         x = self.forward(tokens, spans=spans, cache=cache)
         if not rows:
-            return x.new_empty(0, self.description.vocab_size)
+            return x.new_empty(0, self.description.vocab_size, dtype=torch.float32)
         return self.logits(x if rows == list(range(len(x))) else x[rows])
 
     def own_broken(self, tokens: list[int], *, span: Span, cache: Cache) -> int | None:
-        """The first layer whose output is not finite, where every rank that shares the model makes the call; None: all are."""
+        """The first layer whose output is not finite, of rows of one sequence alone; None: all are. Every rank that shares the model makes the
+        call."""
         found: list[int] = []
         self.forward(torch.tensor(tokens), spans=[span], cache=cache, broken=found)
         return found[0] if found else None
@@ -77,146 +73,141 @@ class InferenceModel(OverSlabs):
 
         broken: gets the number of the first layer whose output is not finite.
         """
-        of = self.description
-        sizes = {"group": of.heads // of.kv_heads, "kv_heads": of.kv_heads, "head_dim": of.head_dim}
-        step = Step(spans, scratch=cache.scratch, **sizes)
-        return self._through(tokens, step=step, cache=cache, broken=broken)
+        return self.compute(tokens.to(self.placement.device), step=cache.step(spans), broken=broken)
 
-    def next_logits(self, tokens: Tensor, *, step: AnswerStep, cache: AnswerCache) -> Tensor:
-        """One token of every answer in `cache`, int64 [A], in memory that one process has alone -> logits of the next ones, fp32 [A, V]."""
-        return self.logits(self._through(tokens, step=step, cache=cache))
-
-    def _through(
-        self,
-        tokens: Tensor,
-        *,
-        step: Step | AnswerStep,
-        cache: Cache | AnswerCache,
-        broken: list[int] | None = None,
-    ) -> Tensor:
+    def compute(self, tokens: Tensor, *, step: Step, broken: list[int] | None = None) -> Tensor:
+        """As `forward`, of tokens int64 [M] on the device. The host reads nothing of it."""
         x = self.embed(tokens, step=step)
         for number, layer in enumerate(self.weights.layers):
-            x = self.block(x, layer=layer, number=number, step=step, cache=cache)
+            x = self.block(x, layer=layer, number=number, step=step)
             if broken is not None and not broken and not x.isfinite().all():
                 broken.append(number)
-        return self.norm(x, by=self.weights.norm)
+        return self.ops.norm(x, by=self.weights.norm)
+
+    def next_logits(self, tokens: Tensor, *, step: Step) -> Tensor:
+        """One token of every answer of `step`, int64 [A], in memory that one process has alone -> logits of the next ones, fp32 [A, V]."""
+        return self.logits(self.compute(tokens, step=step))
 
     def logits(self, x: Tensor) -> Tensor:
         """x [R, C] of `forward` -> fp32 [R, V]."""
         found = self.weights.head(x)
         if self.ranks is not None:
-            found = self.ranks.join(found)[:, : self.description.vocab_size]
+            found = self.ranks.join(found)[:, : self.description.vocab_size].contiguous()
         if self.description.logit_softcap:
             cap = self.description.logit_softcap
             found = torch.tanh(found / cap) * cap
         return found
 
+    def draw(self, x: Tensor, *, temperatures: Tensor, keys: Tensor) -> Tensor:
+        """Where `can_draw`, a token for each row of x [R, C] of `forward`, without its logits: temperatures fp32 [R], keys int64 [R] of
+        `noise_key` -> tokens and both log-probabilities, fp64 [3, R] on the device."""
+        head, cap = RowsProduct.of(self.weights.head), self.description.logit_softcap or 0.0
+        return torch.stack([
+            part.double() for part in draw_rows(x, head.weight, head.scales, temperatures, keys, softcap=cap)
+        ])  # fmt: skip
+
     # Parts
 
-    def embed(self, tokens: Tensor, *, step: Step | AnswerStep) -> Tensor:
+    def embed(self, tokens: Tensor, *, step: Step) -> Tensor:
         """tokens int64 [M] -> the first block's input [M, C]."""
         of = self.description
         x = F.embedding(tokens, self.weights.embedding)
         if of.embedding_scale != 1:
-            x = x * torch.tensor(of.embedding_scale)
+            x = x * of.embedding_scale
         if self.weights.positions is not None:
             x = x + self.weights.positions[step.positions + of.position_offset]
         if self.weights.embedding_norm is not None:
-            x = self.norm(x, by=self.weights.embedding_norm)
+            x = self.ops.norm(x, by=self.weights.embedding_norm)
         return x
 
-    def block(
-        self, x: Tensor, *, layer: Layer, number: int, step: Step | AnswerStep, cache: Cache | AnswerCache
-    ) -> Tensor:
+    def block(self, x: Tensor, *, layer: Layer, number: int, step: Step) -> Tensor:
         """One block with the weights of `layer`: x [M, C] -> [M, C]. number: of the layer."""
-        normed = x if layer.before_attention is None else self.norm(x, by=layer.before_attention)
-        attended = self._attention(normed, layer=layer, number=number, step=step, cache=cache)
-        if layer.after_attention is not None:
-            attended = self.norm(attended, by=layer.after_attention)
+        norm = self.ops.norm
+        normed = x if layer.before_attention is None else norm(x, by=layer.before_attention)
+        attended = self._attended(normed, layer=layer, number=number, step=step)
         if self.description.parallel:
-            before = normed if layer.before_mlp is None else self.norm(x, by=layer.before_mlp)
-            return attended + self._feed_forward(before, layer=layer) + x
-        x = x + attended
-        normed = x if layer.before_mlp is None else self.norm(x, by=layer.before_mlp)
-        fed = self._feed_forward(normed, layer=layer)
-        if layer.after_mlp is not None:
-            fed = self.norm(fed, by=layer.after_mlp)
-        return x + fed
+            before = normed if layer.before_mlp is None else norm(x, by=layer.before_mlp)
+            return self._feed_forward(before, layer=layer, residual=self._added(layer.out, attended, residual=x))
+        if layer.after_attention is None:
+            x = self._added(layer.out, attended, residual=x)
+            normed = x if layer.before_mlp is None else norm(x, by=layer.before_mlp)
+        else:
+            added = norm(self._added(layer.out, attended), by=layer.after_attention)
+            x, normed = self.ops.add_and_norm(x, added=added, by=layer.before_mlp)
+        if layer.after_mlp is None:
+            return self._feed_forward(normed, layer=layer, residual=x)
+        return x + norm(self._feed_forward(normed, layer=layer), by=layer.after_mlp)
 
-    def _attention(self, x: Tensor, *, layer: Layer, number: int, step: Any, cache: Any) -> Tensor:
-        """step, cache: of one kind."""
-        of = self.description
-        rows, both = layer.qkv(x).view(x.shape[0], -1, of.head_dim), of.heads + of.kv_heads
-        turned, value = rows[:, :both], rows[:, both:]
-        if of.qk_norm != "none":
-            turned = self._normed(turned[:, : of.heads], key=turned[:, of.heads :], layer=layer)
-        if of.rotary_dims:
-            cos, sin = step.rotary(self._tables[of.tables[number]])
-            turned = rope(turned, cos=cos, sin=sin)
-        step.write(turned[:, of.heads :], value=value, cache=cache, layer=number)
-        out = step.attend(
-            turned[:, : of.heads],
-            keys=cache.keys[number],
-            values=cache.values[number],
-            scale=of.scale,
-            window=of.windows[number],
-            softcap=of.softcap,
-            slopes=self._slopes,
-        )
-        return self._summed(layer.out(out.flatten(1)))
-
-    def _normed(self, query: Tensor, *, key: Tensor, layer: Layer) -> Tensor:
-        """Queries and keys [M, heads, D] after their norms, one after the other."""
-        of = self.description
-        if of.qk_norm == "heads":
-            return torch.cat([self.norm(query, by=layer.query_norm), self.norm(key, by=layer.key_norm)], dim=1)
-        query, key = self._normed_together(query.flatten(1), key=key.flatten(1), layer=layer)
-        return torch.cat([query, key], dim=1).unflatten(1, (-1, of.head_dim))
+    def _attended(self, x: Tensor, *, layer: Layer, number: int, step: Step) -> Tensor:
+        """x [M, C] -> what every head has read [M, H D]."""
+        of, rows, norms = self.description, layer.qkv(x), None
+        if of.qk_norm == "all":
+            query, key, value = rows.split([of.heads * of.head_dim, *[of.kv_heads * of.head_dim] * 2], dim=1)
+            rows = torch.cat([*self._normed_together(query, key=key, layer=layer), value], dim=1)
+        elif of.qk_norm == "heads":
+            assert layer.query_norm is not None and layer.key_norm is not None, "the family has these norms"
+            norms = layer.query_norm.weight, layer.key_norm.weight
+        return step.attend(rows, by=self._attention[number], norms=norms)
 
     def _normed_together(self, query: Tensor, *, key: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
         """Norms over all heads, those of other ranks included."""
+        assert layer.query_norm is not None and layer.key_norm is not None, "the family has these norms"
+        norm = self.ops.norm
         if self.ranks is None:
-            return self.norm(query, by=layer.query_norm), self.norm(key, by=layer.key_norm)
-        queries = self.norm(self.ranks.join(query), by=layer.query_norm)
-        keys = self.norm(self.ranks.join_keys(key, description=self._full), by=layer.key_norm)
+            return norm(query.contiguous(), by=layer.query_norm), norm(key.contiguous(), by=layer.key_norm)
+        queries = norm(self.ranks.join(query), by=layer.query_norm)
+        keys = norm(self.ranks.join_keys(key, description=self._full), by=layer.key_norm)
         return self.ranks.own_heads(queries, keys=keys, description=self._full)
 
-    def _summed(self, partial: Tensor) -> Tensor:
-        return partial if self.ranks is None else self.ranks.sum(partial)
+    def _added(self, product: Product, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+        """The product of all ranks, plus `residual`."""
+        if self.ranks is None:
+            return product(x, residual)
+        return _plus(self.ranks.sum(product(x)), residual=residual)
 
-    def _feed_forward(self, x: Tensor, *, layer: Layer) -> Tensor:
+    def _feed_forward(self, x: Tensor, *, layer: Layer, residual: Tensor | None = None) -> Tensor:
+        if self.ranks is None:
+            return self._own_feed_forward(x, layer=layer, residual=residual)
+        return _plus(self.ranks.sum(self._own_feed_forward(x, layer=layer, residual=None)), residual=residual)
+
+    def _own_feed_forward(self, x: Tensor, *, layer: Layer, residual: Tensor | None) -> Tensor:
+        """The MLP or the experts, plus `residual`."""
         if layer.experts is None:
             assert layer.mlp is not None, "a layer has an MLP or experts"
-            return self._summed(self.mlp(x, weights=layer.mlp))
-        assert layer.router is not None, "experts have a router"
-        probabilities = torch.softmax(layer.router(x), dim=-1)
-        weights, chosen = probabilities.topk(self.description.experts_per_token, dim=-1)
-        if self.description.normalise_experts:
-            weights = weights / weights.sum(-1, keepdim=True)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(layer.experts):  # in this order for every token
-            rows, place = torch.where(chosen == number)
-            if len(rows):
-                out[rows] += self.mlp(x[rows], weights=expert) * weights[rows, place, None]
-        if layer.mlp is not None:  # the shared expert
-            shared = self.mlp(x, weights=layer.mlp)
-            out = out + (shared if layer.shared_gate is None else share(layer.shared_gate(x)) * shared)
-        return self._summed(out)
+            return self.ops.mlp(x, weights=layer.mlp, residual=residual)
+        out = self.ops.experts(x, layer=layer)
+        if layer.mlp is not None and layer.shared_gate is None:
+            out = self.ops.mlp(x, weights=layer.mlp, residual=out)
+        elif layer.mlp is not None and layer.shared_gate is not None:
+            out = out + share(layer.shared_gate(x)).to(x.dtype) * self.ops.mlp(x, weights=layer.mlp)
+        return _plus(out, residual=residual)
 
-    def mlp(self, x: Tensor, *, weights: Mlp) -> Tensor:
-        """x [M, C] -> [M, C]; of a model that ranks share this rank's part of the sum."""
-        raised = weights.up(x)
-        if weights.gate is None:
-            return weights.down(activate_cpu(raised, activation=self._activation))
-        gate = weights.gate(x)
-        return weights.down(activate_cpu(gate, activation=self._activation).mul_(raised))
+    def _attention_of(self, subject: Subject) -> list[Attention]:
+        """Of each layer."""
+        of, place = self.description, self.placement.device
+        tables = [(cos.to(place), sin.to(place)) for cos, sin in subject.tables]
+        slopes = alibi_slopes(self._full.heads) if self._full.is_alibi else None
+        if slopes is not None:
+            slopes = (slopes if self.ranks is None else own_slopes(slopes, cut=self.ranks.cut)).to(place)
+        return [
+            Attention(
+                layer=number,
+                heads=of.heads,
+                kv_heads=of.kv_heads,
+                head_dim=of.head_dim,
+                scale=of.scale,
+                window=of.windows[number],
+                softcap=of.softcap,
+                slopes=slopes,
+                table=tables[of.tables[number]] if of.rotary_dims else None,
+                eps=of.norm_eps,
+            )
+            for number in range(of.layers)
+        ]
 
-    def norm(self, x: Tensor, *, by: Affine | None) -> Tensor:
-        """The family's norm over the last dimension: x [M, C] -> [M, C]."""
-        assert by is not None, "the family has this norm"
-        if self.description.norm == "layer":
-            return F.layer_norm(x, x.shape[-1:], by.weight, by.bias, self.description.norm_eps)
-        return rms_norm(x, weight=by.weight, eps=self.description.norm_eps)
+
+def _plus(x: Tensor, *, residual: Tensor | None) -> Tensor:
+    return x if residual is None else residual + x
 
 
 def alibi_slopes(heads: int) -> Tensor:

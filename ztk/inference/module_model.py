@@ -15,7 +15,6 @@ import copy
 import inspect
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,13 +26,14 @@ from torch import Tensor, nn
 
 from ztk.core.runtime import CommMismatch, PeerLost
 from ztk.inference.cache import Cache
+from ztk.inference.caches import scratch
 from ztk.inference.describe import FAMILIES, Description
 from ztk.inference.module_cut import Linear, ModuleCut
-from ztk.inference.over_slabs import OverSlabs
+from ztk.inference.placement import Placement
 from ztk.inference.products import Affine, Product
-from ztk.inference.quantised import FORMATS
 from ztk.inference.ranks import Ranks
-from ztk.inference.steps import Span, Step
+from ztk.inference.steps import Attention, Span, Step
+from ztk.inference.weights import products_of
 from ztk.kernels import activate_cpu
 
 NAME = "ztk_cache"
@@ -84,36 +84,43 @@ def _reasons(module: Any) -> Iterator[str]:
         yield f"rope_type={ropes.pop()}: its angles depend on the text's length"
 
 
-class OwnModules(ABC):
-    """A copy of a model's modules that computes rows of several sequences. What their cache is, subclasses know.
+class ModuleModel:
+    """A copy of a model's modules that computes rows of several sequences, with the same interface to the engine as `InferenceModel`.
 
-    state: the parameters by name, in their full shapes and any dtype. form: what becomes of them. ranks: those that share the linear layers.
+    state: the parameters by name, in their full shapes and any dtype. ranks: those that share the linear layers; `description` says this
+    rank's heads then.
 
     Raises:
         ValueError: a model that cannot run over the cache, or that its ranks cannot divide, with the reason.
     """
 
-    scratch: Callable[..., Any]  # of the class beside this one: a cache for one sequence of so many tokens
+    can_draw = False  # the module ends with logits
 
     def __init__(
-        self, module: Any, *, state: Mapping[str, Tensor], form: "Form", ranks: Ranks | None, device: torch.device
+        self, module: Any, *, state: Mapping[str, Tensor], placement: Placement, ranks: Ranks | None = None
     ) -> None:
         reason = refusal_of(module)
         if reason is not None:
             raise _refused(module, reason=reason)
-        self.description, self._device = _description(module), device
+        self.description, self.placement, self.ranks = _description(module), placement, ranks
         self._products = list[Product]()
         cut = None if ranks is None else ModuleCut(module, ranks=ranks, description=self.description)
-        self._module = _copy_over_products(module, state=state, form=form, cut=cut, placed=self._placed)
+        self._module = _copy_over_products(module, state=state, placement=placement, cut=cut, placed=self._placed)
         for part in self._module.modules():
-            part._buffers = {name: None if own is None else own.to(device) for name, own in part._buffers.items()}
+            part._buffers = {
+                name: None if own is None else own.to(placement.device) for name, own in part._buffers.items()
+            }
         self._slots_of_layers = _attention_layers(self._module)
         self._blocks = _blocks(self._module, count=self.description.layers)
         self._try_out()
 
-    @abstractmethod
-    def attention(self, spans: list[Span], *, cache: Any) -> "Attention":
-        """How a step attends over `cache`."""
+    def products(self) -> list[Product]:
+        """Its linear layers that are in memory."""
+        return self._products
+
+    def scratch(self, positions: int, *, dtype: torch.dtype | None = None) -> Cache:
+        """As of `InferenceModel`."""
+        return scratch(self.description, placement=self.placement, positions=positions, dtype=dtype)
 
     def _placed(self, name: str, layer: Linear) -> None:
         """A linear layer has its product."""
@@ -124,18 +131,24 @@ class OwnModules(ABC):
         tokens: Tensor,
         *,
         spans: list[Span],
-        cache: Any,
+        cache: Cache,
         rows: list[int],
         heads: "dict[int, Heads] | None" = None,
     ) -> Tensor:
         """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows; every rank that shares the model makes the call. heads:
         gets those of each layer, and nothing attends."""
-        attention, device = self.attention(spans, cache=cache), self._device
-        one = _Pass(attention=attention, layers=self._slots_of_layers, description=self.description, heads=heads)
+        step, device = cache.step(spans), self.placement.device
+        one = _Pass(
+            step=step,
+            dtype=self.placement.dtype,
+            layers=self._slots_of_layers,
+            description=self.description,
+            heads=heads,
+        )
         with _computing(one):
             found = self._module(
                 input_ids=tokens.unsqueeze(0).to(device),
-                position_ids=attention.positions.unsqueeze(0),
+                position_ids=step.positions.unsqueeze(0),
                 attention_mask=torch.ones(
                     1, len(tokens), dtype=torch.int64, device=device
                 ),  # else documents are looked for
@@ -163,8 +176,8 @@ class OwnModules(ABC):
         except (RuntimeError, TypeError, AttributeError, LookupError, NotImplementedError, AssertionError) as error:
             raise _refused(self._module, reason=f"its forward fails over the cache ({error})") from error
 
-    def own_broken(self, tokens: list[int], *, span: Span, cache: Any) -> int | None:
-        """The first layer whose output is not finite, of rows of one sequence alone; None: all are."""
+    def own_broken(self, tokens: list[int], *, span: Span, cache: Cache) -> int | None:
+        """As of `InferenceModel`."""
         found: list[int] = []
 
         def look(number: int, out: Any) -> None:
@@ -182,53 +195,6 @@ class OwnModules(ABC):
             for handle in handles:
                 handle.remove()
         return found[0] if found else None
-
-
-class ModuleModel(OwnModules, OverSlabs):
-    """Over slabs, with the same interface to the engine as `InferenceModel`.
-
-    state: the parameters by name, in their full shapes and any dtype. kind: the format of the linear layers. ranks: those that share them;
-    `description` says this rank's heads then. Raises ValueError as `OwnModules`.
-    """
-
-    def __init__(self, module: Any, *, state: Mapping[str, Tensor], kind: str, ranks: Ranks | None = None) -> None:
-        layer, head = FORMATS[kind]
-        cpu = torch.device("cpu")
-        super().__init__(module, state=state, form=Form(layer=layer, head=head, place=_fp32), ranks=ranks, device=cpu)
-
-    def products(self) -> list[Product]:
-        """Its linear layers."""
-        return self._products
-
-    def attention(self, spans: list[Span], *, cache: Cache) -> "Attention":
-        """How a step attends over `cache`."""
-        of = self.description
-        sizes = {"group": of.heads // of.kv_heads, "kv_heads": of.kv_heads, "head_dim": of.head_dim}
-        step = Step(spans, scratch=cache.scratch, **sizes)
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, *, layer: int, **options: Any) -> Tensor:
-            step.write(key.float(), value=value.float(), cache=cache, layer=layer)
-            return step.attend(query.float(), keys=cache.keys[layer], values=cache.values[layer], **options)
-
-        return Attention(positions=step.positions, attend=attend)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Form:
-    """layer, head: make products of a linear layer and of the head. place: where the other parameters are, and in which dtype."""
-
-    layer: Callable[[Affine], Product]
-    head: Callable[[Affine], Product]
-    place: Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Attention:
-    """positions: int64 [M] of a step's rows. attend(query [M, H, D], key and value [M, K, D], layer=, scale=, window=, softcap=) -> [M, H, D];
-    key and value are in the cache afterwards."""
-
-    positions: Tensor
-    attend: Callable[..., Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,10 +219,11 @@ class _Activation(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pass:
-    """What attention needs of the step that is computed. layers: attention modules by id -> their place in the cache. heads: gets those of
-    each layer, in place of attention."""
+    """What attention needs of the step that is computed. dtype: of its rows. layers: attention modules by id -> their place in the cache.
+    heads: gets those of each layer, in place of attention."""
 
-    attention: Attention
+    step: Step
+    dtype: torch.dtype
     layers: dict[int, int]
     description: Description
     heads: dict[int, Heads] | None
@@ -295,15 +262,19 @@ def _attend_over_cache(  # noqa: PLR0917 - as transformers calls it
         return q.new_zeros(1, len(q), own.query, width), None
     if own != Heads(query=of.heads, key=of.kv_heads, size=of.head_dim) or width > of.head_dim:
         raise ValueError(f"has heads of another shape in layer {layer}")
-    out = one.attention.attend(
-        q,
-        k,
-        F.pad(v, (0, of.head_dim - width)),
+    how = Attention(
         layer=layer,
+        heads=of.heads,
+        kv_heads=of.kv_heads,
+        head_dim=of.head_dim,
         scale=of.head_dim**-0.5 if scaling is None else scaling,
         window=int(attention_mask[0]) or None,
         softcap=softcap,
+        eps=of.norm_eps,
     )
+    parts = (q, k, F.pad(v, (0, of.head_dim - width)))
+    rows = torch.cat([part.flatten(1).to(one.dtype) for part in parts], dim=1)
+    out = one.step.attend(rows, by=how).unflatten(1, (of.heads, -1))
     return out[None, ..., :width].to(query.dtype), None
 
 
@@ -331,14 +302,14 @@ def _copy_over_products(
     module: Any,
     *,
     state: Mapping[str, Tensor],
-    form: Form,
+    placement: Placement,
     cut: ModuleCut | None,
     placed: Callable[[str, Linear], None],
 ) -> Any:
     """A copy that shares what `state` has where it need not be moved, with products in place of linear layers. placed: is called with name and
     layer of each."""
     shared = {id(value): value for value in (*module.parameters(), *module.buffers())}
-    own = copy.deepcopy(module, memo=shared)
+    own, (product, head_product, _) = copy.deepcopy(module, memo=shared), products_of(placement)
     head = own.get_output_embeddings()
     embedding = _name_of(own, own.get_input_embeddings().weight)  # the head's, too, where they are tied
     for name, part in list(own.named_modules()):
@@ -352,7 +323,7 @@ def _copy_over_products(
         weight, bias = state.get(f"{name}.weight"), state.get(f"{name}.bias")
         found = _fp32(state[embedding] if weight is None else weight)
         affine = Affine(weight=found.t().contiguous() if columns else found, bias=None if bias is None else _fp32(bias))
-        made = form.head if part is head else form.layer
+        made = head_product if part is head else product
         layer = Linear(made(affine)) if cut is None else cut.linear(name, full=affine, product=made)
         _replace(own, name=name, by=layer)
         placed(name, layer)
@@ -360,7 +331,7 @@ def _copy_over_products(
         cut.tell_attention(own)
     for name, _ in list(own.named_parameters()):
         owner, _, leaf = name.rpartition(".")
-        setattr(own.get_submodule(owner), leaf, nn.Parameter(form.place(state[name]), requires_grad=False))
+        setattr(own.get_submodule(owner), leaf, nn.Parameter(placement.place(state[name]), requires_grad=False))
     modeling, masks = sys.modules[_MODELS], sys.modules[_MASKS]
     modeling.ALL_ATTENTION_FUNCTIONS.register(NAME, _attend_over_cache)
     masks.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _window_marker)

@@ -19,6 +19,7 @@ from ztk.inference.layer_file import LayerFile, LayerWriter
 from ztk.inference.module_cut import Linear
 from ztk.inference.module_model import ModuleModel, blocks_name
 from ztk.inference.parts import Values, blank
+from ztk.inference.placement import Placement
 from ztk.inference.products import Product
 from ztk.inference.ranks import Ranks
 from ztk.inference.steps import Span
@@ -36,14 +37,20 @@ class StreamedModuleModel(ModuleModel):
     """
 
     def __init__(
-        self, module: Any, *, state: Mapping[str, Tensor], kind: str, folder: Path, ranks: Ranks | None = None
+        self,
+        module: Any,
+        *,
+        state: Mapping[str, Tensor],
+        placement: Placement,
+        folder: Path,
+        ranks: Ranks | None = None,
     ) -> None:
         count = getattr(module.config, "num_hidden_layers", 0)
         self._prefix, self._pending = blocks_name(module, count=count), dict[str, Product]()
         self._number, self._layers, self._ring = 0, _NO_LAYERS, None
         self._pass: Iterator[Values] | None = None
         with LayerWriter(folder, count=count) as self._writer:
-            super().__init__(module, state=state, kind=kind, ranks=ranks)
+            super().__init__(module, state=state, placement=placement, ranks=ranks)
         self.file: LayerFile[Values] = LayerFile(
             folder=folder, count=count, items=self._writer.items, nbytes=self._writer.nbytes, build=_as_they_are
         )

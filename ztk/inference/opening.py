@@ -12,20 +12,15 @@ from torch import Tensor, nn
 
 from ztk.core.policies.offload import OffloadPolicy
 from ztk.core.runtime.host_memory import return_freed_memory
-from ztk.inference.block_model import BlockModel
-from ztk.inference.block_opening import check_block_rows, placement_of
-from ztk.inference.block_weights import Placement, collect_blocks
 from ztk.inference.cut import Cut
 from ztk.inference.describe import FAMILIES, Description, Subject, describe
 from ztk.inference.layer_file import LayerFile
 from ztk.inference.model import InferenceModel
-from ztk.inference.module_blocks import ModuleBlockModel
 from ztk.inference.module_model import ModuleModel, is_own_family
 from ztk.inference.module_stream import StreamedModuleModel
-from ztk.inference.over_blocks import OverBlocks
 from ztk.inference.packed import Packed, pack
-from ztk.inference.parallel import LeadingBlockModel, LeadingModel, LeadingModuleModel, LeadingStreamedModuleModel
 from ztk.inference.parts import Built, Values
+from ztk.inference.placement import Placement, placement_of
 from ztk.inference.plan import (
     USUAL_SEQUENCES,
     USUAL_STEP_TOKENS,
@@ -44,7 +39,7 @@ from ztk.inference.probe import check_module
 from ztk.inference.ranks import Ranks
 from ztk.inference.rates import measure, measure_modules
 from ztk.inference.stream import StreamedLayers
-from ztk.inference.weights import Layer, ResidentLayers, Weights, collect
+from ztk.inference.weights import Layer, ResidentLayers, collect
 from ztk.nn import Decoder
 
 
@@ -83,10 +78,10 @@ class UnreadModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """A model that computes, over slabs or over blocks. plan, streamed: None where all weights are in memory and were not planned.
+    """A model that computes. plan, streamed: None where all weights are in memory and were not planned.
     packed_bytes: of the layers and the head of a packed folder."""
 
-    model: InferenceModel | ModuleModel | OverBlocks
+    model: InferenceModel | ModuleModel
     subject: Subject
     plan: StreamPlan | None = None
     streamed: StreamedLayers | None = None
@@ -112,89 +107,42 @@ def from_module(
         module, state = model.module, model.state
     else:
         module, state = model.module, _gathered(model)
-    is_checked = isinstance(model, nn.Module) and not isinstance(model, Decoder)
-    if not is_own_family(module):
-        return _from_own_modules(
-            module, state=state, policy=policy, ranks=ranks, drafting=drafting, is_checked=is_checked
-        )
-    subject, placement = describe(module), placement_of(policy, module=module)
-    if is_checked and (
-        policy.weights != "stored" or policy.offload is not None or ranks is not None or placement is not None
-    ):
-        # In fp32, where a difference means that the engine misread the model, not that weights were rounded.
-        check_module(_built(subject, state=state, kind="stored", ranks=None), module=module)
-    if placement is not None:
-        blocks = _over_blocks(subject, state=state, placement=placement, policy=policy, ranks=ranks)
-        if policy.exact:
-            check_block_rows(blocks)
-        return Opened(model=blocks, subject=subject)
-    if policy.offload is not None:
-        return _from_state(
-            state, subject=subject, policy=policy, offload=policy.offload, ranks=ranks, drafting=drafting
-        )
-    built = _built(subject, state=state, kind=policy.weights, ranks=ranks)
-    if is_checked and policy.weights == "stored" and ranks is None:
-        check_module(built, module=module)
-    return Opened(model=built, subject=subject)
-
-
-def reopened(
-    engine: TrainingEngine,
-    *,
-    model: InferenceModel | ModuleModel | OverBlocks,
-    subject: Subject,
-    policy: InferencePolicy,
-    ranks: Ranks | None,
-) -> InferenceModel | ModuleModel | OverBlocks:
-    """The same `model` with the weights that a training engine has now. A collective call."""
-    state, kind = _gathered(engine), policy.weights
-    if isinstance(model, ModuleBlockModel):
-        return ModuleBlockModel(engine.module, state=state, placement=model.placement, exact=policy.exact)
-    if isinstance(model, BlockModel):
-        placement = model.weights.placement
-        return _over_blocks(subject, state=state, placement=placement, policy=policy, ranks=ranks)
-    if not is_own_family(engine.module):
-        return _of_own_modules(engine.module, state=state, kind=kind, ranks=ranks)
-    return _built(subject, state=state, kind=kind, ranks=ranks)
-
-
-def _from_own_modules(
-    module: nn.Module,
-    *,
-    state: Mapping[str, Tensor],
-    policy: InferencePolicy,
-    ranks: Ranks | None,
-    drafting: Drafting | None,
-    is_checked: bool,
-) -> Opened:
-    """A model of none of the engine's families, by its own modules."""
-    kind, placement = getattr(module.config, "model_type", ""), placement_of(policy, module=module)
-    if placement is not None and ranks is not None:
+    is_checked, own = isinstance(model, nn.Module) and not isinstance(model, Decoder), is_own_family(module)
+    placement = placement_of(policy, module=module)
+    if not own and placement.has_blocks and ranks is not None:
+        kind = getattr(module.config, "model_type", "")
         raise ValueError(
             f"model_type={kind}: topology.tensor above 1 with a cache of blocks is for {', '.join(sorted(FAMILIES))}; leave it out"
         )
-    if is_checked and (policy.weights != "stored" or placement is not None):
-        # In fp32, where a difference means that the engine misread the model, not that weights were rounded.
-        check_module(_of_own_modules(module, state=state, kind="stored", ranks=ranks), module=module, eager=True)
-    if placement is not None:
-        blocks = ModuleBlockModel(module, state=state, placement=placement, exact=policy.exact)
-        if policy.exact:
-            check_block_rows(blocks)
-        return _of_modules(blocks)
-    if policy.offload is None:
-        opened = _of_modules(_of_own_modules(module, state=state, kind=policy.weights, ranks=ranks))
+    subject = describe(module) if own else None
+    plain = Placement()
+    # In fp32, where a difference means that the engine misread the model, not that weights were rounded.
+    is_plain = placement == plain and (ranks is None or not own) and (policy.offload is None or not own)
+    if is_checked and not is_plain:
+        first = _built(module, subject=subject, state=state, placement=plain, ranks=None if own else ranks)
+        check_module(first, module=module, eager=not own)
+    if policy.offload is None or placement.has_blocks:
+        built = _built(module, subject=subject, state=state, placement=placement, ranks=ranks)
+        opened = Opened(model=built, subject=subject or Subject(description=built.description, tables=[]))
+    elif subject is not None:
+        opened = _from_state(
+            state, subject=subject, policy=policy, offload=policy.offload, ranks=ranks, drafting=drafting
+        )
     else:
         opened = _streamed_modules(
             module, state=state, policy=policy, offload=policy.offload, ranks=ranks, drafting=drafting
         )
-    if is_checked and policy.weights == "stored":
-        assert isinstance(opened.model, ModuleModel), "over slabs"
-        check_module(opened.model, module=module, eager=True)
+    if is_checked and is_plain:
+        check_module(opened.model, module=module, eager=not own)
     return opened
 
 
-def _of_modules(model: ModuleModel | ModuleBlockModel) -> Opened:
-    return Opened(model=model, subject=Subject(description=model.description, tables=[]))
+def reopened(
+    engine: TrainingEngine, *, model: InferenceModel | ModuleModel, subject: Subject, ranks: Ranks | None
+) -> InferenceModel | ModuleModel:
+    """The same `model` with the weights that a training engine has now. A collective call."""
+    own = subject if is_own_family(engine.module) else None
+    return _built(engine.module, subject=own, state=_gathered(engine), placement=model.placement, ranks=ranks)
 
 
 def _streamed_modules(
@@ -210,14 +158,9 @@ def _streamed_modules(
     assert offload.nvme_path is not None, "the policy has a folder"
     folder = Path(offload.nvme_path) / f"packed-{uuid.uuid4().hex}"
     folder.mkdir(parents=True)
-    options = {"state": state, "kind": policy.weights, "folder": folder}
     try:
-        leads = ranks is not None and ranks.comm.rank == 0
-        model = (
-            LeadingStreamedModuleModel(module, ranks=ranks, **options)
-            if leads
-            else StreamedModuleModel(module, ranks=ranks, **options)
-        )
+        placement = Placement(kind=policy.weights)
+        model = StreamedModuleModel(module, state=state, placement=placement, folder=folder, ranks=ranks)
 
         def measured(layers: StreamedLayers[Values], positions: int) -> Rates:
             model.stream(layers)
@@ -235,45 +178,24 @@ def _streamed_modules(
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return replace(_of_modules(model), plan=plan, streamed=layers, packed_bytes=model.packed_bytes)
+    subject = Subject(description=model.description, tables=[])
+    return Opened(model=model, subject=subject, plan=plan, streamed=layers, packed_bytes=model.packed_bytes)
 
 
-def _of_own_modules(module: nn.Module, *, state: Mapping[str, Tensor], kind: str, ranks: Ranks | None) -> ModuleModel:
-    """The model by its own modules, or this rank's part of it."""
-    if ranks is not None and ranks.comm.rank == 0:
-        return LeadingModuleModel(module, state=state, kind=kind, ranks=ranks)
-    return ModuleModel(module, state=state, kind=kind, ranks=ranks)
-
-
-def _built(subject: Subject, *, state: Mapping[str, Tensor], kind: str, ranks: Ranks | None) -> InferenceModel:
-    """The model over a state in memory, or this rank's part of it."""
-    return _over(
-        subject,
-        weights=collect(state, description=subject.description, kind=kind, cut=_cut(subject, ranks=ranks)),
-        ranks=ranks,
-    )
-
-
-def _over(subject: Subject, *, weights: Weights, ranks: Ranks | None) -> InferenceModel:
-    if ranks is not None and ranks.comm.rank == 0:
-        return LeadingModel(subject, weights=weights, ranks=ranks)
-    return InferenceModel(subject, weights=weights, ranks=ranks)
-
-
-def _over_blocks(
-    subject: Subject,
+def _built(
+    module: nn.Module,
     *,
+    subject: Subject | None,
     state: Mapping[str, Tensor],
     placement: Placement,
-    policy: InferencePolicy,
     ranks: Ranks | None,
-) -> BlockModel:
-    """The model over a cache of blocks, or this rank's part of it."""
+) -> InferenceModel | ModuleModel:
+    """The model over a state in memory, or this rank's part of it. subject: None, where the model runs its own modules."""
+    if subject is None:
+        return ModuleModel(module, state=state, placement=placement, ranks=ranks)
     cut = _cut(subject, ranks=ranks)
-    weights = collect_blocks(state, description=subject.description, placement=placement, cut=cut)
-    if ranks is not None and ranks.comm.rank == 0:
-        return LeadingBlockModel(subject, weights=weights, exact=policy.exact, ranks=ranks)
-    return BlockModel(subject, weights=weights, exact=policy.exact, ranks=ranks)
+    weights = collect(state, description=subject.description, placement=placement, cut=cut)
+    return InferenceModel(subject, weights=weights, placement=placement, ranks=ranks)
 
 
 def _cut(subject: Subject, *, ranks: Ranks | None) -> Cut | None:
@@ -308,7 +230,7 @@ def from_packed(packed: Packed, *, policy: InferencePolicy, drafting: Drafting |
     if policy.offload is None:
         weights, subject = packed.read_rest()
         weights.layers = ResidentLayers(packed.read_layer(number).layer for number in range(packed.description.layers))
-        model = InferenceModel(subject, weights=weights)
+        model = InferenceModel(subject, weights=weights, placement=Placement(kind=policy.weights))
         return Opened(model=model, subject=subject, packed_bytes=packed.weight_bytes)
     return _streamed(packed, policy=policy, offload=policy.offload, ranks=None, drafting=drafting)
 
@@ -355,7 +277,8 @@ def _streamed(
 
     def measured(layers: StreamedLayers[Layer], positions: int) -> Rates:
         weights.layers = layers
-        models.append(_over(subject, weights=weights, ranks=ranks))
+        placement = Placement(kind=packed.weights)
+        models.append(InferenceModel(subject, weights=weights, placement=placement, ranks=ranks))
         return measure(models[0], layers=layers, positions=positions)
 
     models: list[InferenceModel] = []

@@ -38,8 +38,9 @@ from ztk.inference.parts import (
     tensors_of,
     values_of,
 )
+from ztk.inference.placement import Placement
 from ztk.inference.products import Affine, Product
-from ztk.inference.weights import Layer, ResidentLayers, WeightReader, Weights, products_of
+from ztk.inference.weights import Layer, ResidentLayers, WeightReader, Weights
 
 MANIFEST, REST = "packed.json", "rest.bin"
 VERSION = 3
@@ -186,7 +187,7 @@ def pack(
     partial = target.with_name(f"{target.name}.partial-{uuid.uuid4().hex[:8]}")
     partial.mkdir()
     try:
-        reader = WeightReader(state, description=subject.description, products=products_of(weights), cut=cut)
+        reader = WeightReader(state, description=subject.description, placement=Placement(kind=weights), cut=cut)
         manifest = _write(partial, subject=subject, reader=reader)
         manifest |= {"weights": weights, "key": key, "extra": extra or {}}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")

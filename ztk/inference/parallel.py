@@ -7,48 +7,61 @@ gathered and added in the order of the ranks, on each rank, so a row has the sam
 joined. Followers draw nothing, so ranks cannot disagree about a token.
 """
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ztk.core.runtime.comm import Comm
-from ztk.inference.block_cache import BlockCache
-from ztk.inference.block_model import BlockModel
-from ztk.inference.block_swap import Swap
-from ztk.inference.block_weights import BlockWeights
 from ztk.inference.cache import Cache
-from ztk.inference.describe import Subject
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel
-from ztk.inference.module_stream import StreamedModuleModel
-from ztk.inference.over_blocks import OverBlocks
-from ztk.inference.over_slabs import OverSlabs
-from ztk.inference.ranks import Ranks
-from ztk.inference.recorded import RecordedBlocks, RecordedCache, Repeating
+from ztk.inference.ranks import Ranks, computing
 from ztk.inference.steps import Span
-from ztk.inference.weights import Weights
 
 BEAT_SECONDS = 2.0  # an idle leader says so this often: followers wait for it, and it hears of a follower that is gone
 _INLINE = 4096  # numbers of the broadcast of a step; a longer message has a second one
 _STEP, _LOCATE, _BEAT, _END = range(4)
 
 
-class Leading:
-    """A model on rank 0: what it is asked to compute, all ranks compute."""
+class Computing:
+    """Steps of `model` over `cache`, by this process alone. `Generator.load` replaces the model."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._channel = Channel(ranks.comm)
+    def __init__(self, model: InferenceModel | ModuleModel, *, cache: Cache) -> None:
+        self.model, self.cache = model, cache
 
-    def tell_step(self, tokens: Tensor, *, spans: list[Span], log: list[int], rows: list[int]) -> None:
-        """The others compute this step: tokens int64 [M]."""
-        self._channel.send(_STEP, tokens.tolist(), log, _flat(spans), rows)
+    def logits(self, tokens: list[int], *, spans: list[Span], rows: list[int]) -> Tensor:
+        """One step: fp32 [len(rows), V] of those rows, on the device."""
+        return self.model.own_logits(torch.tensor(tokens), spans=spans, cache=self.cache, rows=rows)
 
-    def tell_to_locate(self, tokens: list[int], *, log: Sequence[int] = (), slot: int = 0, rows: int = 0) -> None:
-        """The others compute a sequence once more, alone, in its slot, so many rows at a time."""
-        self._channel.send(_LOCATE, tokens, log, [slot, rows])
+    def first_broken(self, tokens: list[int], *, slot: int, rows: int) -> int | None:
+        """The first layer whose output is not finite, of the sequence in `slot`, which is computed once more, alone, in its own memory; None:
+        all are. rows: of a step at most."""
+        computed, found = self.cache.recompute(slot, tokens=tokens), []
+        for start in range(0, len(computed), rows):
+            part = computed[start : start + rows]
+            span = Span(slot=slot, start=start, length=len(part), row=0)
+            found.append(self.model.own_broken(part, span=span, cache=self.cache))
+        return min((number for number in found if number is not None), default=None)
+
+
+class Leading(Computing):
+    """On rank 0: what is computed here, the other ranks compute, too, over their parts of the model."""
+
+    def __init__(self, model: InferenceModel | ModuleModel, *, cache: Cache, ranks: Ranks) -> None:
+        super().__init__(model, cache=cache)
+        self._channel, self._ranks = Channel(ranks.comm), ranks
+        cache.record()
+
+    def logits(self, tokens: list[int], *, spans: list[Span], rows: list[int]) -> Tensor:
+        with computing(self._ranks):
+            self._channel.send(_STEP, tokens, self.cache.take_log(spans), _flat(spans), rows)
+            return super().logits(tokens, spans=spans, rows=rows)
+
+    def first_broken(self, tokens: list[int], *, slot: int, rows: int) -> int | None:
+        with computing(self._ranks):
+            self._channel.send(_LOCATE, tokens, self.cache.take_log([]), [slot, rows])
+            return super().first_broken(tokens, slot=slot, rows=rows)
 
     def beat(self) -> None:
         """Says that it is idle."""
@@ -59,107 +72,25 @@ class Leading:
         self._channel.send(_END)
 
 
-class LeadingOverSlabs(Leading, OverSlabs):
-    """In front of a model over slabs; tensors are those of the model, of the same shapes and dtypes: fp32 [R, V] logits."""
-
-    def new_cache(self, *, slots: int) -> Cache:
-        return RecordedCache(self.description, slots=slots)
-
-    def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
-        assert isinstance(cache, RecordedCache), "new_cache has made it"
-        self.tell_step(tokens, spans=spans, log=cache.take_log(), rows=rows)
-        return super().step_logits(tokens, spans=spans, cache=cache, rows=rows)
-
-    def first_broken(self, tokens: list[int], *, cache: Cache, slot: int, rows: int) -> int | None:
-        assert isinstance(cache, RecordedCache), "new_cache has made it"
-        self.tell_to_locate(tokens, log=cache.take_log(), slot=slot, rows=rows)
-        return super().first_broken(tokens, cache=cache, slot=slot, rows=rows)
-
-
-class LeadingModel(LeadingOverSlabs, InferenceModel):
-    """By the engine's own forward."""
-
-    def __init__(self, subject: Subject, *, weights: Weights, ranks: Ranks) -> None:
-        InferenceModel.__init__(self, subject, weights=weights, ranks=ranks)
-        Leading.__init__(self, ranks)
-
-
-class LeadingBlockModel(Leading, BlockModel):
-    """Over blocks; tensors are those of `BlockModel`, of the same shapes and dtypes: fp32 [R, V] logits."""
-
-    def __init__(self, subject: Subject, *, weights: BlockWeights, exact: bool, ranks: Ranks) -> None:
-        BlockModel.__init__(self, subject, weights=weights, exact=exact, ranks=ranks)
-        Leading.__init__(self, ranks)
-
-    def new_cache(
-        self, *, slots: int, blocks: int, dtype: torch.dtype | None = None, swap: Swap | None = None
-    ) -> BlockCache:
-        of, kind = self.description, self.dtype if dtype is None else dtype
-        return RecordedBlocks(of, slots=slots, blocks=blocks, device=self.device, dtype=kind, swap=swap)
-
-    def step_logits(self, tokens: Tensor, *, spans: list[Span], cache: BlockCache, rows: list[int]) -> Tensor:
-        assert isinstance(cache, RecordedBlocks), "new_cache has made it"
-        self.tell_step(tokens, spans=spans, log=cache.take_log(spans), rows=rows)
-        return self.own_logits(tokens, spans=spans, cache=cache, rows=rows)
-
-    def first_broken(self, tokens: list[int], *, cache: BlockCache, slot: int, rows: int) -> int | None:
-        assert isinstance(cache, RecordedBlocks), "new_cache has made it"
-        self.tell_to_locate(tokens, log=cache.take_log([]), slot=slot, rows=rows)
-        return super().first_broken(tokens, cache=cache, slot=slot, rows=rows)
-
-
-class LeadingModuleModel(LeadingOverSlabs, ModuleModel):
-    """By a model's own modules. state: parameters of any shape and dtype."""
-
-    def __init__(self, module: Any, *, state: Mapping[str, Tensor], kind: str, ranks: Ranks) -> None:
-        ModuleModel.__init__(self, module, state=state, kind=kind, ranks=ranks)
-        Leading.__init__(self, ranks)
-
-
-class LeadingStreamedModuleModel(LeadingOverSlabs, StreamedModuleModel):
-    """By a model's own modules, whose layers are read. state: parameters of any shape and dtype."""
-
-    def __init__(self, module: Any, *, state: Mapping[str, Tensor], kind: str, folder: Path, ranks: Ranks) -> None:
-        StreamedModuleModel.__init__(self, module, state=state, kind=kind, folder=folder, ranks=ranks)
-        Leading.__init__(self, ranks)
-
-
-def follow(model: InferenceModel | ModuleModel | OverBlocks, *, cache: Cache | BlockCache, ranks: Ranks) -> None:
+def follow(own: Computing, *, ranks: Ranks) -> None:
     """Computes this rank's part of what the leader is asked, until it dismisses the others.
 
     Raises:
         PeerLost: the leader is gone.
     """
-    channel, repeating = Channel(ranks.comm), Repeating(cache)
+    channel = Channel(ranks.comm)
     while True:
         kind, *lists = channel.receive()
         if kind == _END:
             return
         if kind == _STEP:
             tokens, log, spans, rows = lists
-            repeating.repeat(log)
-            model.step_logits(torch.tensor(tokens), spans=_spans(spans), cache=cache, rows=rows)
+            own.cache.repeat(log)
+            own.logits(tokens, spans=_spans(spans), rows=rows)
         elif kind == _LOCATE:
             tokens, log, (slot, rows) = lists
-            repeating.repeat(log)
-            first_broken(tokens, model=model, cache=cache, slot=slot, rows=rows)
-
-
-def first_broken(
-    tokens: list[int],
-    *,
-    model: InferenceModel | ModuleModel | OverBlocks,
-    cache: Cache | BlockCache,
-    slot: int,
-    rows: int,
-) -> int | None:
-    """The first layer whose output is not finite, of a sequence that is computed once more, alone; None: all are. slot: its own. rows: of a
-    step at most."""
-    if isinstance(model, OverBlocks):
-        assert isinstance(cache, BlockCache), "the model computes over blocks"
-        return model.first_broken(tokens, cache=cache, slot=slot, rows=rows)
-    assert isinstance(cache, Cache), "the model computes over slabs"
-    return model.first_broken(tokens, cache=cache, slot=slot, rows=rows)
+            own.cache.repeat(log)
+            own.first_broken(tokens, slot=slot, rows=rows)
 
 
 class Channel:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ztk.core.runtime.system_memory import machine_memory
 from ztk.inference.attention import BLOCK
-from ztk.inference.cache import rounded
 from ztk.inference.describe import Description
 from ztk.inference.parts import Item
+from ztk.inference.slab_cache import rounded
 from ztk.inference.steps import QUERIES
 from ztk.inference.stream import BUFFERS
 

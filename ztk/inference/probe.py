@@ -1,5 +1,6 @@
 """Checks when a model is loaded: its rows do not depend on each other, and it computes what its module computes."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,25 +9,30 @@ import torch
 from torch import Tensor
 
 from ztk.inference.attention import differing_tile
+from ztk.inference.cache import Cache
 from ztk.inference.describe import Description
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel
-from ztk.inference.over_blocks import OverBlocks
 from ztk.inference.products import Product
+from ztk.inference.slab_cache import SlabCache
 from ztk.inference.steps import Span
-from ztk.inference.weights import Mlp
+
+_log = logging.getLogger(__name__)
 
 _ROWS = (2, 3, 5, 8, 17, 33, 64, 130)
+_PIECES = (1, 2, 5, 8, 17, 33, 64)  # rows of steps over blocks
 _TOKENS = 48
 # Of the largest logit. fp32: rounding stays below 1e-5, an option of config.json that is read wrongly shows as percents; 16 bits: the module
 # itself rounds by 2^-8 in each operation.
 _DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
-def check_model(model: InferenceModel | ModuleModel | OverBlocks) -> frozenset[tuple[str, tuple[int, int]]]:
-    """`check_tiles` and `check_rows`; of a model that runs its own modules their products, and texts beside each other; one over blocks has
-    been checked when it was opened. Raises ValueError as they do."""
-    if isinstance(model, OverBlocks):
+def check_model(model: InferenceModel | ModuleModel) -> frozenset[tuple[str, tuple[int, int]]]:
+    """`check_tiles` and `check_rows`; of a model that runs its own modules their products, and texts beside each other; over blocks
+    `check_block_rows`. Raises ValueError as they do."""
+    if model.placement.has_blocks:
+        if model.placement.exact:
+            check_block_rows(model)
         return frozenset()
     check_tiles(model.description)
     if isinstance(model, InferenceModel):
@@ -36,15 +42,10 @@ def check_model(model: InferenceModel | ModuleModel | OverBlocks) -> frozenset[t
     return exact
 
 
-def settle_products(
-    model: InferenceModel | ModuleModel | OverBlocks, *, exact: frozenset[tuple[str, tuple[int, int]]]
-) -> None:
-    """Products compute where they are from now on, in huge pages; those of these kinds and shapes need not compute a lone row twice."""
-    if isinstance(model, OverBlocks):
-        return  # its kernels have one path for every number of rows
+def settle_products(model: InferenceModel | ModuleModel, *, exact: frozenset[tuple[str, tuple[int, int]]]) -> None:
+    """Products compute where they are from now on; those of these kinds and shapes need not compute a lone row twice."""
     for product in model.products():
-        product.doubles = product_key(product) not in exact
-        product.use_huge_pages()
+        product.settle(doubles=product_key(product) not in exact)
 
 
 def check_rows(model: InferenceModel) -> frozenset[tuple[str, tuple[int, int]]]:
@@ -60,12 +61,12 @@ def check_rows(model: InferenceModel) -> frozenset[tuple[str, tuple[int, int]]]:
     mlps = {
         (mlp.up.shape, mlp.down.shape): mlp
         for layer in model.weights.layers.held
-        for mlp in (layer.mlp, *(layer.experts or [])[:1])
+        for mlp in (layer.mlp, *(layer.experts[:1] if isinstance(layer.experts, list) else []))
         if mlp is not None
     }
     for name, compute in (
-        ("norms", lambda rows: model.norm(rows, by=model.weights.norm)),
-        *(("an MLP", partial(_mlp, model, weights=mlp)) for mlp in mlps.values()),
+        ("norms", lambda rows: model.ops.norm(rows, by=model.weights.norm)),
+        *(("an MLP", partial(model.ops.mlp, weights=mlp)) for mlp in mlps.values()),
     ):
         odd = _differ(compute, x=x, counts=(1, *_ROWS))
         if odd:
@@ -114,7 +115,7 @@ def check_schedules(model: ModuleModel) -> None:
     middle, rows = len(text) // 3, list(range(len(text)))
     alone, span = model.scratch(len(text)), Span(slot=0, start=0, length=len(text), row=0)
     expected = model.own_logits(text, spans=[span], cache=alone, rows=rows)
-    cache, found = model.new_cache(slots=3), []
+    cache, found = SlabCache(of, slots=3), []
     cache.reserve(len(text))
     for start, stop in ((0, middle), (middle, middle + 1), (middle + 1, len(text))):
         other = Span(slot=0, start=start, length=stop - start, row=0)
@@ -128,13 +129,39 @@ def check_schedules(model: ModuleModel) -> None:
         )
 
 
+@torch.inference_mode()
+def check_block_rows(model: InferenceModel | ModuleModel) -> None:
+    """Computes one text in one piece, and in pieces of other numbers of rows, and compares the bits.
+
+    Logs a warning where they differ: the model still answers, as with `exact=False`, but an answer then depends on the sequences of its batch.
+    """
+    of = model.description
+    length = min(sum(_PIECES), of.max_len)
+    tokens = random_tokens(of.vocab_size, count=length)
+
+    def logits(start: int, *, count: int, cache: Cache) -> Tensor:
+        span = Span(slot=0, start=start, length=count, row=0)
+        return model.own_logits(tokens[start : start + count], spans=[span], cache=cache, rows=list(range(count)))
+
+    full, start = logits(0, count=length, cache=model.scratch(length)), 0
+    cache = model.scratch(length)
+    for piece in _PIECES:
+        count = min(piece, length - start)
+        if not count:
+            return
+        if not torch.equal(logits(start, count=count, cache=cache), full[start : start + count]):
+            _log.warning(
+                "steps of %d and %d rows differ on this device: an answer depends on the sequences of its batch, as with inference.exact=false",
+                count,
+                length,
+            )
+            return
+        start += count
+
+
 def random_tokens(vocabulary: int, *, count: int) -> Tensor:
     """The same int64 [count] every time; torch's own generator stays where it is."""
     return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0))
-
-
-def _mlp(model: InferenceModel, rows: Tensor, *, weights: Mlp) -> Tensor:
-    return model.mlp(rows, weights=weights)
 
 
 def product_key(product: Product) -> tuple[str, tuple[int, int]]:

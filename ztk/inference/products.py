@@ -68,10 +68,13 @@ class Product:
         else:
             self._weight = affine.weight
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The product, plus `residual`."""
         if self.doubles and x.shape[0] == 1:
-            return self.multiply(x.repeat(2, 1))[:1]
-        return self.multiply(x)
+            found = self.multiply(x.repeat(2, 1))[:1]
+        else:
+            found = self.multiply(x)
+        return found if residual is None else found.add_(residual)
 
     def tensors(self) -> dict[str, Tensor]:
         """Its memory by name, [*] of any dtype: what is written there changes the product. An opaque part is uint8 [bytes]."""
@@ -88,8 +91,9 @@ class Product:
             own = over(tensor, like=getattr(self, f"_{name}")) if name in self.opaque else tensor
             setattr(self, f"_{name}", own)
 
-    def use_huge_pages(self) -> None:
-        """Moves what it computes with into huge pages."""
+    def settle(self, *, doubles: bool) -> None:
+        """Computes where it is from now on, in huge pages."""
+        self.doubles = doubles
         for tensor in self.tensors().values():
             use_huge_pages(tensor)
 

@@ -10,16 +10,15 @@ from functools import partial
 
 import torch
 
-from ztk.inference.cache import Cache
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_stream import StreamedModuleModel
-from ztk.inference.over_slabs import OverSlabs
 from ztk.inference.parts import Values
 from ztk.inference.plan import Rates
 from ztk.inference.policy import SamplingParams
 from ztk.inference.probe import random_rows
 from ztk.inference.sample import draw
-from ztk.inference.steps import Span, Step
+from ztk.inference.slab_cache import SlabCache
+from ztk.inference.steps import Span
 from ztk.inference.stream import BUFFERS, StreamedLayers
 from ztk.inference.weights import Layer
 
@@ -86,21 +85,20 @@ class _Trial:
 
     def __init__(self, model: InferenceModel, *, rows: int, at: int) -> None:
         self.model, of = model, model.description
-        self._cache = Cache(replace(of, layers=1, windows=of.windows[:1], tables=of.tables[:1]), slots=_SLOTS)
-        self._cache.reserve(at + 1)
+        cache = SlabCache(replace(of, layers=1, windows=of.windows[:1], tables=of.tables[:1]), slots=_SLOTS)
+        cache.reserve(at + 1)
         spans = [Span(slot=row % _SLOTS, start=at, length=1, row=row) for row in range(rows)]
-        group = of.heads // of.kv_heads
-        self._step = Step(spans, group=group, kv_heads=of.kv_heads, head_dim=of.head_dim)
+        self._step = cache.step(spans)
         self._tokens, self._x = torch.zeros(rows, dtype=torch.int64), random_rows(rows, columns=of.dim)
 
     def block(self, layer: Layer) -> None:
         """One layer."""
-        self.model.block(self._x, layer=layer, number=0, step=self._step, cache=self._cache)
+        self.model.block(self._x, layer=layer, number=0, step=self._step)
 
     def ends(self) -> None:
         """Embedding and head."""
         model = self.model
-        model.logits(model.norm(model.embed(self._tokens, step=self._step), by=model.weights.norm))
+        model.logits(model.ops.norm(model.embed(self._tokens, step=self._step), by=model.weights.norm))
 
 
 def _link(layers: StreamedLayers) -> float:
@@ -138,7 +136,7 @@ def _pass_seconds(trial: _Trial) -> float:
     return trial.model.description.layers * _seconds(lambda: trial.block(next(held))) + _seconds(trial.ends)
 
 
-def _draw(model: OverSlabs) -> None:
+def _draw(model: InferenceModel | StreamedModuleModel) -> None:
     line = random_rows(1, columns=model.description.vocab_size)[0]
     for _ in range(_DRAWS):
         draw(line, sampling=SamplingParams(), prompt=[0], answer=[], sample=0)

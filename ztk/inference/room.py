@@ -14,12 +14,13 @@ what is free, with all the rest.
 
 from dataclasses import dataclass
 
-from ztk.inference.cache import rounded
 from ztk.inference.draft import PROMPT_TOKENS, DraftModel
-from ztk.inference.over_slabs import OverSlabs
+from ztk.inference.model import InferenceModel
+from ztk.inference.module_model import ModuleModel
 from ztk.inference.plan import Drafting, attention_bytes, free_memory, row_bytes, row_logits_bytes, token_bytes
 from ztk.inference.policy import InferencePolicy
 from ztk.inference.ranks import Ranks
+from ztk.inference.slab_cache import rounded
 
 _BESIDE_BLOCKS = 0.2  # of the free memory
 
@@ -62,7 +63,12 @@ class Room:
 
 
 def room_of(
-    model: OverSlabs, *, policy: InferencePolicy, slots: int, drafts: DraftModel | None, ranks: Ranks | None
+    model: InferenceModel | ModuleModel,
+    *,
+    policy: InferencePolicy,
+    slots: int,
+    drafts: DraftModel | None,
+    ranks: Ranks | None,
 ) -> Room:
     """What slabs may take beside everything that is in memory now: `policy.cache_tokens`, or what is free. All ranks that share the model make
     the call and get the least of theirs.
@@ -98,18 +104,18 @@ def room_of(
 
 
 def room_of_drafts(drafts: DraftModel, *, slots: int) -> Room:
-    """What a draft model's slabs may take beside a cache of blocks, which takes `block_opening._SHARE` of what is free."""
+    """What a draft model's slabs may take beside a cache of blocks, which takes `memory._SHARE` of what is free."""
     of = drafts.model.description
     nbytes = int(_BESIDE_BLOCKS * free_memory())
     return Room(slots=slots, nbytes=nbytes, token=token_bytes(of), shared=attention_bytes(of, positions=1))
 
 
-def drafting_of(model: OverSlabs) -> Drafting:
+def drafting_of(model: InferenceModel | ModuleModel) -> Drafting:
     """What a draft model takes beside streamed layers."""
     nbytes = sum(product.nbytes for product in model.products())
     return Drafting(description=model.description, nbytes=nbytes, working=_working(model, rows=PROMPT_TOKENS))
 
 
-def _working(model: OverSlabs, *, rows: int) -> int:
+def _working(model: InferenceModel | ModuleModel, *, rows: int) -> int:
     """What a step of so many rows computes with; the head counts as a layer, because prompts may be scored."""
     return rows * row_bytes(model.description, inner=max(product.shape[0] for product in model.products()))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ztk.inference.policy import SamplingParams
+from ztk.kernels import select_rows
 
 _FIRST, _MARGIN = 1024, 1e-9  # tokens that top-p looks at first; see `_likeliest_mass`
 
@@ -35,6 +36,35 @@ class DrawSteps:
     sampling: SamplingParams
     prompt: list[int]
     answer: list[int]
+
+
+def drawn_of(results: Tensor) -> list[Drawn]:
+    """fp64 [3, R] of tokens and both log-probabilities, for which the host waits once."""
+    return [
+        Drawn(token=int(token), logprob=logprob, processed_logprob=processed, top=None)
+        for token, logprob, processed in zip(*results.cpu().tolist(), strict=True)
+    ]
+
+
+def select(logits: Tensor, *, steps: list[DrawSteps], temperatures: list[float], keys: list[int]) -> list[Drawn]:
+    """A token for each row of logits fp32 [R, V], drawn on their device after the sampling steps of each; keys: see `noise_key`."""
+    lines = [penalised(line, steps=one) for line, one in zip(logits, steps, strict=True)]
+    scores = torch.stack(lines) if any(changes_scores(one.sampling) for one in steps) else logits
+
+    def column(values: list, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(logits.device)
+
+    asked = [one.sampling for one in steps]
+    results = select_rows(
+        logits,
+        scores,
+        column(temperatures),
+        column(keys, dtype=torch.int64),
+        column([one.top_k for one in asked], dtype=torch.int32),
+        column([one.top_p for one in asked]),
+        column([one.min_p for one in asked]),
+    )
+    return drawn_of(torch.stack([part.double() for part in results]))
 
 
 def uniform(*parts: object) -> float:

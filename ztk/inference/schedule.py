@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ztk.inference.cache import Cache, rounded
 from ztk.inference.draft import DraftModel, common_length
 from ztk.inference.policy import Completion, InferencePolicy, PromptLogprob, SamplingParams
 from ztk.inference.room import Room
+from ztk.inference.slab_cache import SlabCache, rounded
 
 _WORTH_WAITING = 64  # tokens of a prefix that another sequence is computing right now
 
@@ -85,7 +85,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, policy: InferencePolicy, *, cache: Cache, room: Room | None = None, drafts: DraftModel | None = None
+        self, policy: InferencePolicy, *, cache: SlabCache, room: Room | None = None, drafts: DraftModel | None = None
     ) -> None:
         self._policy, self._cache, self._draft_model = policy, cache, drafts
         self._room = room or Room(slots=policy.max_sequences)
@@ -156,7 +156,7 @@ class Scheduler:
         self.waiting.clear()
         self.running.clear()
         for kept in (self._cache, self._draft_model):
-            if isinstance(kept, Cache | DraftModel):
+            if isinstance(kept, SlabCache | DraftModel):
                 kept.arrange(slots=slots, positions=0)
         self._contents, self._free = [[] for _ in range(slots)], deque(range(slots))
 

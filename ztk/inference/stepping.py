@@ -15,16 +15,11 @@ import torch
 from torch import Tensor
 
 from ztk.core.runtime.comm import CommMismatch, PeerLost
-from ztk.inference.block_cache import BlockCache
-from ztk.inference.cache import Cache
 from ztk.inference.graphs import DecodeGraphs
-from ztk.inference.lines import is_finite, lines_of
-from ztk.inference.model import InferenceModel
-from ztk.inference.module_model import ModuleModel
-from ztk.inference.over_blocks import OverBlocks
-from ztk.inference.parallel import first_broken
+from ztk.inference.lines import Lines, is_finite, lines_of
+from ztk.inference.parallel import Computing
 from ztk.inference.policy import Output, PromptLogprob
-from ztk.inference.ranks import Ranks, computing
+from ztk.inference.ranks import Ranks
 from ztk.inference.sample import Drawn, NothingDrawn, draw, likeliest
 from ztk.inference.schedule import Scheduler, Sequence, Work
 from ztk.inference.steps import Span
@@ -33,23 +28,22 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Stepper:
-    """Computes the sequences of `scheduler`. sequences: of each open request. model, graphs: `Generator.load` replaces them.
+    """Computes the sequences of `scheduler`. sequences: of each open request. graphs: `Generator.load` replaces them.
 
     rows: tokens of a step at most.
     """
 
     def __init__(
         self,
-        model: InferenceModel | ModuleModel | OverBlocks,
+        computing: Computing,
         *,
-        cache: Cache | BlockCache,
         scheduler: Scheduler,
         graphs: DecodeGraphs | None,
         ranks: Ranks | None,
         rows: int,
     ) -> None:
-        self.model, self.graphs, self.sequences = model, graphs, dict[int, list[Sequence]]()
-        self._cache, self._scheduler, self._ranks, self._rows = cache, scheduler, ranks, rows
+        self._computing, self.graphs, self.sequences = computing, graphs, dict[int, list[Sequence]]()
+        self._scheduler, self._ranks, self._rows = scheduler, ranks, rows
         self.lost = False
 
     def step(self) -> list[Output]:
@@ -88,13 +82,13 @@ class Stepper:
 
     # Parts
 
-    def _lines(self, works: list[Work], *, needed: list[list[int]]) -> list[Tensor | list[Drawn]]:
+    def _lines(self, works: list[Work], *, needed: list[list[int]]) -> list[Lines]:
         tokens, spans = [], []
         for work in works:
             spans.append(Span(slot=work.sequence.slot, start=work.start, length=len(work.tokens), row=len(tokens)))
             tokens += work.tokens
-        step = {"spans": spans, "cache": self._cache, "graphs": self.graphs, "ranks": self._ranks}
-        return lines_of(tokens, model=self.model, works=works, needed=needed, **step)
+        step = {"spans": spans, "computing": self._computing, "graphs": self.graphs}
+        return lines_of(tokens, works=works, needed=needed, **step)
 
     def _raise_if_lost(self, error: Exception) -> None:
         """Raises `error` where nothing can be computed after it."""
@@ -118,7 +112,7 @@ class Stepper:
                 outputs += self._taken(work, rows=rows, lines=lines)
         return outputs
 
-    def _taken(self, work: Work, *, rows: list[int], lines: Tensor | list[Drawn]) -> list[Output]:
+    def _taken(self, work: Work, *, rows: list[int], lines: Lines) -> list[Output]:
         outputs: list[Output] = []
         try:
             outputs.extend(self._take(work, rows=rows, lines=lines))
@@ -137,7 +131,7 @@ class Stepper:
             return list(range(len(work.tokens)))
         return [len(work.tokens) - 1] if stop == len(sequence.tokens) else []
 
-    def _take(self, work: Work, *, rows: list[int], lines: "Tensor | list[Drawn]") -> Iterator[Output]:
+    def _take(self, work: Work, *, rows: list[int], lines: Lines) -> Iterator[Output]:
         """Draws from the rows of one work: each draft counts while it is the token that is drawn."""
         sequence = work.sequence
         if not is_finite(lines):
@@ -199,10 +193,9 @@ class Stepper:
 
     def _broken(self, sequence: Sequence) -> Output:
         """Ends a sequence whose logits are not finite. The layer is found by computing it once more, alone."""
-        with computing(self._ranks):
-            place = {"slot": sequence.slot, "rows": self._rows}
-            found = first_broken(sequence.tokens, model=self.model, cache=self._cache, **place)
-        where = "in the head" if found is None else f"after layer {found} of {self.model.description.layers}"
+        found = self._computing.first_broken(sequence.tokens, slot=sequence.slot, rows=self._rows)
+        layers = self._computing.model.description.layers
+        where = "in the head" if found is None else f"after layer {found} of {layers}"
         text = f"the logits are not finite, first {where}: check the weights (NaN or inf in them, or an overflow of the stored dtype)"
         return self._failed(sequence, error=text)
 

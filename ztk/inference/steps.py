@@ -1,14 +1,14 @@
-"""Where the rows of a step are: computed once, used by every layer."""
+"""Where the rows of a step are, and how they attend: computed once, used by every layer."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ztk.inference.attention import BLOCK, Scratch, Tiles, attend, lone_tile_of, tile_of
-from ztk.inference.cache import Cache
-from ztk.inference.rows import turns
+from ztk.inference.rows import rms_norm, rope, turns
 
 QUERIES = 2 * BLOCK  # queries of a sequence whose scores exist at one time
 _SCORES = 4 * QUERIES  # places times blocks of keys: of short sequences more are computed at once
@@ -24,9 +24,96 @@ class Span:
     row: int
 
 
-class Step:
-    """The places of a step's M rows. positions: int64 [M]. group: query heads per key head, of which there are `kv_heads`. head_dim: elements
-    of a head. scratch: memory for attention."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """How layer `layer` attends. window: a query sees that many keys, itself included; None: all before it. softcap: scores become
+    c tanh(score / c). slopes [H]: ALiBi's. table: rotary, (cosine, sine) [positions, R / 2] each. eps: of norms over each head."""
+
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    slopes: Tensor | None = None
+    table: tuple[Tensor, Tensor] | None = None
+    eps: float = 0.0
+
+
+class Step(Protocol):
+    """The rows of a step, over any cache."""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [M], on the device that computes."""
+        ...
+
+    def attend(self, rows: Tensor, *, by: Attention, norms: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Norms and turns queries and keys, writes keys and values into the cache, and attends over each row's past.
+
+        rows: queries, keys and values [M, (H + 2 K) D]; norms: weights [D] over each head of queries and of keys. Returns [M, H D].
+        """
+        ...
+
+
+class RowStep(ABC):
+    """A `Step` by torch's operations on the CPU. Subclasses have the places of keys and values."""
+
+    positions: Tensor
+
+    def __init__(self) -> None:
+        self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @abstractmethod
+    def write(self, key: Tensor, *, value: Tensor, layer: int) -> None:
+        """Keys and values [M, K, D] of all rows into the cache."""
+
+    @abstractmethod
+    def read(self, query: Tensor, *, by: Attention) -> Tensor:
+        """Attention of query [M, H, D], whose keys are written: fp32 [M, H, D]."""
+
+    def attend(self, rows: Tensor, *, by: Attention, norms: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        heads, both = by.heads, by.heads + by.kv_heads
+        x = rows.view(rows.shape[0], -1, by.head_dim)
+        turned, value = x[:, :both], x[:, both:]
+        if norms is not None:
+            parts = zip((turned[:, :heads], turned[:, heads:]), norms, strict=True)
+            turned = torch.cat([rms_norm(part, weight=weight, eps=by.eps) for part, weight in parts], dim=1)
+        if by.table is not None:
+            cos, sin = self._turns(by.table)
+            turned = rope(turned, cos=cos, sin=sin)
+        self.write(turned[:, heads:], value=value, layer=by.layer)
+        return self.read(turned[:, :heads], by=by).flatten(1)
+
+    def _turns(self, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """`turns` of the rows by one of the model's rotary tables."""
+        found = self._rotary.get(id(table))
+        if found is None:
+            found = self._rotary[id(table)] = turns(table, positions=self.positions)
+        return found
+
+
+class SlabStep(RowStep):
+    """Over slabs: keys and values of each layer [slots, blocks, K, BLOCK, D]."""
+
+    def __init__(self, places: "Places", *, keys: list[Tensor], values: list[Tensor]) -> None:
+        super().__init__()
+        self.places, self._keys, self._values = places, keys, values
+        self.positions = places.positions
+
+    def write(self, key: Tensor, *, value: Tensor, layer: int) -> None:
+        self.places.write(self._keys[layer], part=key)
+        self.places.write(self._values[layer], part=value)
+
+    def read(self, query: Tensor, *, by: Attention) -> Tensor:
+        how = {"scale": by.scale, "window": by.window, "softcap": by.softcap, "slopes": by.slopes}
+        return self.places.attend(query, keys=self._keys[by.layer], values=self._values[by.layer], **how)
+
+
+class Places:
+    """Where a step's M rows are in slabs. positions: int64 [M]. group: query heads per key head, of which there are `kv_heads`. head_dim:
+    elements of a head. scratch: memory for attention."""
 
     def __init__(
         self, spans: list[Span], *, group: int, kv_heads: int, head_dim: int, scratch: Scratch | None = None
@@ -35,7 +122,6 @@ class Step:
         self.positions = torch.tensor([place for _, place in at])
         self._at, self._places = at, {}
         self._scratch = scratch or Scratch()
-        self._rotary: dict[int, tuple[Tensor, Tensor]] = {}
         lone = lone_tile_of(group, head_dim=head_dim, kv_heads=kv_heads)
         single = [span for span in spans if span.length == 1]
         any_place = lone < tile_of(group) or lone == 1
@@ -44,19 +130,7 @@ class Step:
         ]
         self.groups += _many([span for span in spans if span.length > 1], tile=tile_of(group))
 
-    def rotary(self, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """`turns` of the rows by one of the model's rotary tables."""
-        found = self._rotary.get(id(table))
-        if found is None:
-            found = self._rotary[id(table)] = turns(table, positions=self.positions)
-        return found
-
-    def write(self, key: Tensor, *, value: Tensor, cache: Cache, layer: int) -> None:
-        """Keys and values [M, K, D] of all rows into the cache."""
-        for slabs, rows in ((cache.keys, key), (cache.values, value)):
-            self.write_into(slabs[layer], part=rows)
-
-    def write_into(self, slab: Tensor, *, part: Tensor) -> None:
+    def write(self, slab: Tensor, *, part: Tensor) -> None:
         """Keys or values [M, K, D] of all rows into a layer's slab [slots, blocks, K, BLOCK, D], which is contiguous."""
         _, blocks, K, _, D = slab.shape
         slab.view(-1, D).index_copy_(0, self._lines(blocks, kv_heads=K), part.reshape(-1, D))

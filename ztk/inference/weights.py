@@ -7,6 +7,7 @@ the vectorised code than the others, so that an element's bits would depend on t
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,10 +16,19 @@ from torch import Tensor
 
 from ztk.inference.cut import Cut
 from ztk.inference.describe import Description
+from ztk.inference.kernel_products import RowsProduct
+from ztk.inference.placement import Placement
 from ztk.inference.products import Affine, Product
 from ztk.inference.quantised import FORMATS
 
 _INNER = 64
+# What `InferencePolicy.weights` names: formats of `ztk.kernels` for the layers and the head.
+_KERNEL_FORMATS = {
+    "stored": ("plain", "plain"),
+    "int8": ("int8", "int8"),
+    "int4": ("int4", "int8"),
+    "fp8": ("fp8", "fp8"),
+}
 
 Products = tuple[Callable[[Affine], Product], ...]  # for linear layers, the head, and routers with what weights experts
 
@@ -36,7 +46,8 @@ class Mlp:
 class Layer:
     """One block. qkv: queries, keys and values in one product. A norm that the family has not is None.
 
-    experts: of a sparse MLP, with router [E, C]; mlp is its shared expert then, whose result shared_gate [1, C] weights where there is one.
+    experts: of a sparse MLP, with router [E, C]; for the kernels they are stacked in one. mlp is the shared expert then, whose result
+    shared_gate [1, C] weights where there is one.
     """
 
     qkv: Product
@@ -49,7 +60,7 @@ class Layer:
     query_norm: Affine | None = None
     key_norm: Affine | None = None
     router: Product | None = None
-    experts: list[Mlp] | None = None
+    experts: list[Mlp] | Mlp | None = None
     shared_gate: Product | None = None
 
 
@@ -240,23 +251,37 @@ _NAMES = {
 
 
 def collect(
-    state: Mapping[str, Tensor], *, description: Description, kind: str = "stored", cut: Cut | None = None
+    state: Mapping[str, Tensor],
+    *,
+    description: Description,
+    placement: Placement | None = None,
+    cut: Cut | None = None,
 ) -> Weights:
-    """The engine's weights on the CPU, from a model's parameters by name, in their full shapes: fp32, but linear layers and
-    head of the format `kind`. cut: a tensor-parallel rank takes its part of them.
+    """The engine's weights as `placement` has them (None: fp32 on the CPU), one layer after the other, from a model's parameters by name, in
+    their full shapes and any dtype. cut: a tensor-parallel rank takes its part of them.
 
     Raises:
         ValueError: `state` lacks a parameter, or one is not finite.
     """
-    reader = WeightReader(state, description=description, products=products_of(kind), cut=cut)
+    reader = WeightReader(state, description=description, placement=placement or Placement(), cut=cut)
     weights = reader.rest()
     weights.layers = ResidentLayers(reader.layer(number) for number in range(description.layers))
     return weights
 
 
-def products_of(kind: str) -> Products:
-    """Of the CPU's engine: for layers, head and routers, in the format `kind`."""
-    return (*FORMATS[kind], Product)
+def products_of(placement: Placement) -> Products:
+    """For layers, head and routers."""
+    if not placement.has_blocks:
+        return (*FORMATS[placement.kind], Product)
+    layer, head = _KERNEL_FORMATS[placement.kind]
+    forms = ((layer, False), (head, True), ("plain", True))
+    layers, heads, routers = (partial(RowsProduct, form=form, placement=placement, wide=wide) for form, wide in forms)
+    return layers, heads, routers
+
+
+def _stacked(experts: list[Mlp]) -> Mlp:
+    gate, up, down = ([getattr(expert, part) for expert in experts] for part in ("gate", "up", "down"))
+    return Mlp(gate=RowsProduct.stacked(gate), up=RowsProduct.stacked(up), down=RowsProduct.stacked(down))
 
 
 def _joined(parts: list[Affine]) -> Affine:
@@ -275,20 +300,20 @@ class WeightReader:
     """
 
     def __init__(
-        self, state: Mapping[str, Tensor], *, description: Description, products: Products, cut: Cut | None = None
+        self, state: Mapping[str, Tensor], *, description: Description, placement: Placement, cut: Cut | None = None
     ) -> None:
         self._state, self._of, self._names = state, description, _NAMES[description.family]
-        self._cut = cut or Cut()
-        self._product, self._head_product, self._plain_product = products
+        self._cut, self._placement = cut or Cut(), placement
+        self._product, self._head_product, self._plain_product = products_of(placement)
 
     def rest(self) -> Weights:
         """Everything but the layers."""
         names, embedding = self._names, self._tensor(f"{self._names.embedding}.weight")
         head = Affine(weight=embedding) if self._of.is_tied else self._affine(names.head)
         return Weights(
-            embedding=embedding,
-            positions=self._tensor(f"{names.positions}.weight") if names.positions else None,
-            embedding_norm=self._affine(names.embedding_norm) if names.embedding_norm else None,
+            embedding=self._placement.place(embedding),
+            positions=self._placement.place(self._tensor(f"{names.positions}.weight")) if names.positions else None,
+            embedding_norm=self._norm(names.embedding_norm) if names.embedding_norm else None,
             layers=ResidentLayers(),
             norm=self._norm(names.norm),
             head=self._head_product(self._cut.vocabulary(head)),
@@ -352,6 +377,8 @@ class WeightReader:
         experts = self._native_experts if self._of.family == "native" else self._pretrained_experts
         layer.router, triples = experts(block)
         layer.experts = [self._padded(gate=gate, up=up, down=down) for gate, up, down in triples]
+        if self._placement.has_blocks:
+            layer.experts = _stacked(layer.experts)
         shared = self._names.shared
         if f"{block}{shared}.{self._names.parts[1]}.weight" in self._state:
             gate, up, down = (self._affine(f"{block}{shared}.{part}") for part in self._names.parts)
@@ -392,10 +419,11 @@ class WeightReader:
         )
 
     def _norm(self, name: str) -> Affine:
-        norm = self._affine(name)
+        """In fp32, which norms compute in."""
+        norm, device = self._affine(name), self._placement.device
         if self._of.norm_offset:
             norm.weight = norm.weight + self._of.norm_offset
-        return norm
+        return Affine(weight=norm.weight.to(device), bias=None if norm.bias is None else norm.bias.to(device))
 
     def _matrix(self, name: str) -> Affine:
         """A linear layer, or GPT-2's Conv1D, whose weight is [in, out]."""

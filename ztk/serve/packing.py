@@ -22,6 +22,7 @@ from ztk.inference.describe import FAMILIES, describe
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel, is_own_family
 from ztk.inference.packed import MANIFEST, VERSION, FolderTaken, Packed, open_packed, pack
+from ztk.inference.placement import Placement
 from ztk.inference.probe import check_module
 from ztk.inference.weights import collect
 from ztk.serve.models import Opened, open_model, open_packed_model, recorded_run, with_tokenizer
@@ -198,7 +199,7 @@ def _check(folder: Path, *, state: Parameters) -> None:
     module = _cut(config, state=state)
     own = dict(module.named_parameters())
     if not is_own_family(module):
-        check_module(ModuleModel(module, state=own, kind="stored"), module=module, eager=True)
+        check_module(ModuleModel(module, state=own, placement=Placement()), module=module, eager=True)
         return
     subject = describe(module)
     check_module(InferenceModel(subject, weights=collect(own, description=subject.description)), module=module)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ztk.inference.attention import Scratch
-from ztk.inference.steps import Span, Step
+from ztk.inference.steps import Places, Span
 from ztk.rl.rollout import blocks
 from ztk.rl.rollout.blocks import Blocks, Segment
 
@@ -20,7 +20,7 @@ def drawn(tokens: int, *, heads: int, kv_heads: int, head_dim: int) -> list[torc
 def engines(query: torch.Tensor, *, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """By the inference engine, of one text."""
     (T, H, D), K, slabs = query.shape, key.shape[1], []
-    step = Step([Span(slot=0, start=0, length=T, row=0)], group=H // K, kv_heads=K, head_dim=D, scratch=Scratch())
+    step = Places([Span(slot=0, start=0, length=T, row=0)], group=H // K, kv_heads=K, head_dim=D, scratch=Scratch())
     for part in (key, value):
         slab = part.new_zeros(1, -(-T // 64), K, 64, D)
         step.write_into(slab, part=part)

@@ -14,6 +14,7 @@ from ztk.inference.equal_shapes import EqualShapes, equal_shapes
 from ztk.inference.model import InferenceModel
 from ztk.inference.plan import free_memory
 from ztk.inference.sample import fp32_logprobs
+from ztk.inference.slab_cache import SlabCache
 from ztk.inference.steps import Span
 from ztk.rl.rollout.draws import choose
 
@@ -92,7 +93,7 @@ def answer(model: InferenceModel, *, prompts: list[tuple[int, ...]], drawing: Dr
             live, draws, drawn = live[places], draws[:, places], drawn[places]
             step.keep(places)
         if index + 1 < drawing.max_tokens:
-            logits = model.next_logits(drawn, step=step, cache=cache)
+            logits = model.next_logits(drawn, step=step)
             step.next()
     return Answered(tokens=tokens.t(), logprobs=logprobs.t(), counts=counts, finished=finished)
 
@@ -106,7 +107,7 @@ def given_answer(model: InferenceModel, *, prompt: tuple[int, ...], answer: list
     for number, token in enumerate(answer):
         if number:
             step.next()
-        found.append(model.next_logits(torch.tensor([token] * copies), step=step, cache=cache))
+        found.append(model.next_logits(torch.tensor([token] * copies), step=step))
     return torch.stack(found)
 
 
@@ -119,7 +120,7 @@ def _begun(
 ) -> tuple[Tensor, AnswerCache]:
     """What follows each answer's prompt, logits fp32 [A, V], and the cache. prompt_of: of each answer."""
     of, lengths = model.description, [len(prompt) for prompt in prompts]
-    cache = model.new_cache(slots=len(prompts))
+    cache = SlabCache(of, slots=len(prompts))
     cache.reserve(max(lengths))
     spans, flat = [], []
     for slot, prompt in enumerate(prompts):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ztk.inference.attention import BLOCK, Scratch
-from ztk.inference.steps import Span, Step
+from ztk.inference.steps import Places, Span
 from ztk.nn import Documents
 from ztk.nn.attention import CausalAttention
 from ztk.rl.rollout.blocks import Blocks, Segment
@@ -53,7 +53,7 @@ class TextCache:
         self._layers: list[CachedAttention] = []
         self._module: nn.Module | None = None  # whose layers they are
         self._spans: list[Span] = []
-        self._step: Step | None = None
+        self._places: Places | None = None
         self._scratch = Scratch()
 
     @contextmanager
@@ -62,7 +62,7 @@ class TextCache:
         if self._module is not module:
             self._module = module
             self._layers = [part for part in module.modules() if isinstance(part, CachedAttention)]
-        self._spans, self._step = spans, None
+        self._spans, self._places = spans, None
         for layer in self._layers:
             layer.cache = self
         try:
@@ -81,15 +81,15 @@ class TextCache:
     def attend(self, query: Tensor, *, key: Tensor, value: Tensor, layer: nn.Module) -> Tensor:
         """As `CachedAttention`, of the tokens of the spans [1, N, ...], whose keys and values are kept."""
         (_, _, H, D), K = query.shape, key.shape[2]
-        if self._step is None:
-            self._step = Step(self._spans, group=H // K, kv_heads=K, head_dim=D, scratch=self._scratch)
-        step, shape = self._step, (self.texts + 1, self._blocks, K, BLOCK, D)
+        if self._places is None:
+            self._places = Places(self._spans, group=H // K, kv_heads=K, head_dim=D, scratch=self._scratch)
+        places, shape = self._places, (self.texts + 1, self._blocks, K, BLOCK, D)
         if layer not in self._slabs:
             self._slabs[layer] = (key.new_zeros(shape), value.new_zeros(shape))
         slabs = self._slabs[layer]
         for slab, part in zip(slabs, (key, value), strict=True):
-            step.write_into(slab, part=part[0])
-        return step.attend(query[0], keys=slabs[0], values=slabs[1], scale=D**-0.5).unsqueeze(0)
+            places.write(slab, part=part[0])
+        return places.attend(query[0], keys=slabs[0], values=slabs[1], scale=D**-0.5).unsqueeze(0)
 
 
 class _Attention(torch.autograd.Function):

@@ -10,11 +10,11 @@ tokens, 1.6 million parameters, two cores of an EPYC with AVX512: 2.0 ms, and by
 import torch
 from torch import Tensor
 
-from ztk.inference.cache import Cache
 from ztk.inference.describe import describe
 from ztk.inference.model import InferenceModel
 from ztk.inference.plan import free_memory
 from ztk.inference.probe import random_tokens
+from ztk.inference.slab_cache import SlabCache
 from ztk.inference.steps import Span
 from ztk.inference.weights import collect
 from ztk.nn import Decoder, DecoderConfig
@@ -69,7 +69,7 @@ def _agree(model: InferenceModel, *, module: Decoder) -> bool:
     layout = lay_out(text[None], lengths=torch.tensor([len(text)]), packs=True, device=text.device, module=module)
     first = int(layout.starts[0])
     expected = layout.forward(module).flatten(0, 1)[first : first + len(text)]
-    cache, start = Cache(of, slots=1), 0
+    cache, start = SlabCache(of, slots=1), 0
     cache.reserve(len(text))
     for count in _PIECES:
         piece = text[start : start + count]

@@ -1,0 +1,59 @@
+"""Products with a model's weights by ztk's kernels over rows, on the device that computes."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ztk.inference.placement import Placement
+from ztk.inference.products import Affine, Product, in_groups
+from ztk.inference.quantised import GROUP
+from ztk.kernels import linear_rows, quantise_weight
+
+
+class RowsProduct(Product):
+    """x [M, K] -> [M, N]. weight [N, K], or [E, N, K] of experts, in `form`, a format of `ztk.kernels`, with its scales, and bias [N]. Rows of
+    int4 begin with `front` columns that are another rank's. wide: the result is fp32, whatever x is."""
+
+    def __init__(self, affine: Affine, *, form: str, placement: Placement, wide: bool = False) -> None:
+        if form == "plain":
+            self.weight, self.scales = affine.weight.to(placement.device, placement.dtype).contiguous(), None
+        else:
+            full, own, self.front = in_groups(affine, group=GROUP if form == "int4" else 1)
+            weight, scales = quantise_weight(full.to(placement.device), kind=form)
+            assert scales is not None, "formats of 8 and 4 bits have them"
+            each = weight.shape[1] / full.shape[1]  # bytes of an input
+            self.weight = weight[:, int(own.start * each) : int(own.stop * each)].contiguous()
+            self.scales = scales if form != "int4" else scales[own.start // GROUP : own.stop // GROUP].clone()
+        self.bias = None if affine.bias is None else affine.bias.to(placement.device, placement.dtype)
+        self.shape = (affine.weight.shape[-2], affine.weight.shape[-1])
+        self._exact, self._wide = placement.exact, wide
+        self.nbytes = self.weight.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None, *, activation: str = "none") -> Tensor:
+        options = {"activation": activation, "exact": self._exact, "wide": self._wide}
+        return linear_rows(self.padded(x), self.weight, self.scales, self.bias, residual, **options)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """x [M, K] after zeros for the inputs of another rank."""
+        return F.pad(x, (self.front, 0)) if self.front else x
+
+    def settle(self, *, doubles: bool) -> None:
+        """The kernels have one path for every number of rows."""
+
+    @staticmethod
+    def of(product: Product | None) -> "RowsProduct":
+        """A product of a model whose placement has blocks."""
+        assert isinstance(product, RowsProduct), "the placement's products are the kernels'"
+        return product
+
+    @classmethod
+    def stacked(cls, products: "list[RowsProduct]") -> "RowsProduct":
+        """One product of as many experts."""
+        first, found = products[0], cls.__new__(cls)
+        found.weight, found.shape, found.front = torch.stack([one.weight for one in products]), first.shape, first.front
+        found.scales, found.bias = (
+            torch.stack([getattr(one, name) for one in products]) if getattr(first, name) is not None else None
+            for name in ("scales", "bias")
+        )
+        found.nbytes = sum(one.nbytes for one in products)
+        return found

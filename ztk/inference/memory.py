@@ -1,0 +1,155 @@
+"""What the sequences of an engine share: the cache, who has which part of it, and a model that drafts.
+
+[Note: Scales of an fp8 cache]
+e4m3 has numbers up to 448, and above 2^-6 eight steps per power of two. So a head whose keys are larger (biases of some models give hundreds)
+would be cut off, and one whose keys are small would lose its smaller elements. Each head of each layer has a scale for its keys and one for its
+values: the power of two with which the largest element of a fixed text lies between 28 and 56. Other texts may have elements eight times
+as large, and one 1,800 times smaller than the largest still has three bits behind its first. A power of two changes no number that fits,
+and scales follow from the weights alone, so answers are as exact as without.
+"""
+
+import torch
+from torch import nn
+
+from ztk.inference.attention import BLOCK
+from ztk.inference.block_cache import BlockCache, block_bytes
+from ztk.inference.block_schedule import BlockScheduler
+from ztk.inference.block_swap import SwapFile
+from ztk.inference.cache import Cache
+from ztk.inference.draft import DraftModel
+from ztk.inference.model import InferenceModel
+from ztk.inference.module_model import ModuleModel
+from ztk.inference.opening import from_module
+from ztk.inference.plan import StreamPlan, free_memory
+from ztk.inference.policy import InferencePolicy
+from ztk.inference.probe import check_model, random_tokens, settle_products
+from ztk.inference.ranks import Ranks
+from ztk.inference.room import Room, room_of, room_of_drafts
+from ztk.inference.schedule import Scheduler
+from ztk.inference.slab_cache import SlabCache
+from ztk.inference.steps import Span
+
+_SHARE = 0.8  # of the free memory that the cache may take
+_SCALED = 256  # tokens of the text that scales are found by
+_LARGEST = 56  # at most, of its elements divided by their scale
+
+
+def open_draft(
+    module: nn.Module | None, *, policy: InferencePolicy, follows: bool
+) -> InferenceModel | ModuleModel | None:
+    """The draft model, with weights of the same format. follows: this rank draws nothing.
+
+    Raises:
+        ValueError: `policy.draft_tokens` without a model or the other way round, or a draft that is not computed so.
+    """
+    count = policy.draft_tokens
+    if (module is None) != (count == 0):
+        raise ValueError(
+            f"inference.draft_tokens={count} {'without' if module is None else 'with'} a draft model: give both, or neither"
+        )
+    if module is None or follows:
+        return None
+    if policy.weights == "fp8" or any(parameter.device.type != "cpu" for parameter in module.parameters()):
+        raise ValueError(
+            "the draft model is computed on the CPU, with weights as stored, int8 or int4: pass one that is there"
+        )
+    own = InferencePolicy(weights=policy.weights, cache="slabs", device="cpu")
+    model = from_module(module, policy=own).model
+    settle_products(model, exact=check_model(model))
+    return model
+
+
+def drafts_of(
+    model: InferenceModel | ModuleModel | None, *, policy: InferencePolicy, vocabulary: int
+) -> DraftModel | None:
+    """Drafts of an opened model. vocabulary: tokens of the model that answers. Raises ValueError for another one."""
+    if model is None:
+        return None
+    size = model.description.vocab_size
+    if size != vocabulary:
+        raise ValueError(
+            f"the draft model has {size} tokens and the model {vocabulary}: use one with the same tokenizer"
+        )
+    assert policy.max_sequences is not None, "the policy is settled"
+    return DraftModel(model, slots=policy.max_sequences, count=policy.draft_tokens)
+
+
+def shared_memory(
+    model: InferenceModel | ModuleModel,
+    *,
+    policy: InferencePolicy,
+    positions: int,
+    plan: StreamPlan | None,
+    drafts: DraftModel | None,
+    ranks: Ranks | None,
+) -> tuple[Cache, Scheduler]:
+    """The cache of all sequences, and who shares it. positions: tokens of a sequence at most. plan: of streamed layers, which has counted the
+    slabs at their longest. ranks: those that share the model, all of which make the call.
+
+    Raises:
+        ValueError: there is not enough memory for one sequence.
+    """
+    slots = policy.max_sequences
+    assert slots is not None, "the policy is settled"
+    if model.placement.has_blocks:
+        blocks, room = _block_cache(model, policy=policy, slots=slots, positions=positions), None
+        if drafts is not None:
+            room = room_of_drafts(drafts, slots=slots)
+        return blocks, BlockScheduler(policy, cache=blocks, drafts=drafts, draft_room=room)
+    room = Room(slots=slots) if plan else room_of(model, policy=policy, slots=slots, drafts=drafts, ranks=ranks)
+    cache = SlabCache(model.description, slots=slots)
+    return cache, Scheduler(policy, cache=cache, room=room, drafts=drafts)
+
+
+def _block_cache(
+    model: InferenceModel | ModuleModel, *, policy: InferencePolicy, slots: int, positions: int
+) -> BlockCache:
+    """A cache for `slots` sequences of up to `positions` tokens each, or for as many of those tokens as fit into memory.
+
+    Raises:
+        ValueError: not one sequence fits.
+    """
+    of, place = model.description, model.placement
+    dtype = torch.uint8 if policy.cache_dtype == "fp8" else place.dtype
+    each = -(-positions // BLOCK)
+    if policy.cache_tokens is not None:
+        blocks = policy.cache_tokens // BLOCK
+    else:
+        free = free_memory() if place.device.type == "cpu" else torch.cuda.mem_get_info(place.device)[0]
+        blocks = min(slots * each, int(free * _SHARE) // block_bytes(of, dtype=dtype))
+        blocks = blocks if model.ranks is None else min(model.ranks.gather(blocks))
+    if blocks < each:
+        raise ValueError(
+            f"the cache has {blocks * BLOCK} tokens in blocks of {BLOCK}, and one sequence may have {positions}: lower "
+            "inference.max_model_len, or raise inference.cache_tokens"
+        )
+    swap = None
+    if policy.offload is not None:
+        pin = place.device.type == "cuda"
+        swap = SwapFile(policy.offload, nbytes=block_bytes(of, dtype=dtype), pin=pin)
+    cache = BlockCache(of, slots=slots, blocks=blocks, device=place.device, dtype=dtype, swap=swap)
+    find_scales(model, cache=cache)
+    return cache
+
+
+@torch.inference_mode()
+def find_scales(model: InferenceModel | ModuleModel, *, cache: Cache) -> None:
+    """Gives an fp8 cache, in which nothing is kept, the scales of the model's weights; every rank that shares the model makes the call."""
+    if not isinstance(cache, BlockCache) or cache.dtype != torch.uint8:
+        return
+    of, length = model.description, min(_SCALED, model.description.max_len)
+    plain = model.scratch(length)
+    assert isinstance(plain, BlockCache), "the model computes over blocks"
+    tokens, span = random_tokens(of.vocab_size, count=length), Span(slot=0, start=0, length=length, row=0)
+    model.own_logits(tokens, spans=[span], cache=plain, rows=[])
+    largest = [
+        torch.stack(
+            [
+                part.transpose(1, 2).flatten(0, 1)[:length].abs().amax((0, 2))
+                for part in (plain.keys(layer), plain.values(layer))
+            ]
+        )
+        for layer in range(of.layers)
+    ]
+    exponents = torch.log2(torch.stack(largest).float() / _LARGEST).ceil()
+    cache.scales = torch.where(exponents.isfinite(), exponents, 0.0).exp2()
