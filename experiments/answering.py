@@ -14,8 +14,8 @@ from torch import nn
 from experiments.ranks import started
 from ztk import kernels
 from ztk.config import Config
-from ztk.config.effects import streams_layers
-from ztk.config.inference_schema import CacheFormat
+from ztk.core.policies.inference import CacheFormat
+from ztk.core.policies.runs import streams_layers
 from ztk.core.policies.tier import Tier
 from ztk.core.runtime.comm import Comm
 from ztk.inference import Generator, InferencePolicy, Packed, SamplingParams, perplexity, perplexity_of_stored

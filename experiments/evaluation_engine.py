@@ -19,8 +19,8 @@ from ztk.checkpoint.values import CheckpointValues
 from ztk.config import Config
 from ztk.config import load as load_config
 from ztk.config.evaluating import multiple_of, usual_window
-from ztk.config.hugging_face import is_hugging_face
-from ztk.config.schema import ModelInit
+from ztk.core.policies.model import ModelInit
+from ztk.core.policies.runs import is_hugging_face
 from ztk.core.runtime import Process
 from ztk.core.runtime.part import InitialValues
 from ztk.hf.causal import open_causal

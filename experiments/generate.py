@@ -14,7 +14,7 @@ import torch
 
 from experiments.answering import Answering, answering, cost_of_weights, release_module, usual_sampling
 from ztk.config import Config
-from ztk.config.inference_schema import SamplingConfig
+from ztk.core.policies.inference import SamplingConfig
 from ztk.data.lines import parse_line
 from ztk.inference import Completion, Generator, SamplingParams
 from ztk.report import RunFolder

@@ -8,9 +8,9 @@ from pathlib import Path
 from experiments import policies
 from experiments.pretrain import build_model
 from ztk.config import Config, ConfigError, compose
-from ztk.config.hugging_face import is_hugging_face
-from ztk.config.schema import ModelInit
 from ztk.core.policies.compact import master_of
+from ztk.core.policies.model import ModelInit
+from ztk.core.policies.runs import is_hugging_face
 from ztk.hf.counts import ModelCounts, count_model
 from ztk.optim import flat_optimizer
 from ztk.planner import Plan, Search, Workload, search

@@ -5,7 +5,7 @@ import time
 import torch
 from torch import Tensor
 
-from ztk.config.schema import TrainConfig
+from ztk.core.policies.train import TrainConfig
 from ztk.train.engine import Engine
 from ztk.train.loop import Loop
 

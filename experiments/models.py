@@ -12,7 +12,7 @@ from experiments.pretrain import adapted, build_model
 from experiments.prompts import PAD, STOP
 from experiments.tasks import TASKS, name_of
 from ztk.config import Config
-from ztk.config.rollout_schema import StrategyConfig
+from ztk.core.policies.rollout import StrategyConfig
 from ztk.core.runtime import Process
 from ztk.core.runtime.part import InitialValues
 from ztk.core.runtime.seed import generator

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from experiments.user_objects import own_learning_rates, own_optimizer, planned_optimizer
 from ztk import checkpoint
 from ztk.config import Config, is_own
-from ztk.config.hugging_face import is_hugging_face
-from ztk.config.precision_schema import LossScaleConfig, PrecisionConfig
-from ztk.config.rollout_schema import StrategyConfig
-from ztk.config.schema import OffloadConfig, ParameterTier, ZeroConfig
 from ztk.core.policies.ema import EmaPolicy
 from ztk.core.policies.hardware import Hardware
+from ztk.core.policies.offload import OffloadConfig, ParameterTier
+from ztk.core.policies.precision import LossScaleConfig, PrecisionConfig
 from ztk.core.policies.profile import ProfilePolicy
-from ztk.core.policies.zero import ZeroPolicy
+from ztk.core.policies.rollout import StrategyConfig
+from ztk.core.policies.runs import is_hugging_face
+from ztk.core.policies.zero import ZeroConfig, ZeroPolicy
 from ztk.core.precision import LossScalePolicy, PrecisionPolicy
 from ztk.core.runtime import Topology
 from ztk.kernels import Ceilings

@@ -21,7 +21,7 @@ from experiments.user_objects import add_loss, own_callbacks, own_logits, own_mo
 from experiments.work import step_work
 from ztk import checkpoint
 from ztk.config import Config, is_own
-from ztk.config.schema import Evaluated
+from ztk.core.policies.train import Evaluated
 from ztk.core.policies.utilization import Work
 from ztk.core.runtime import Process
 from ztk.core.runtime.interrupts import Interrupts

@@ -10,10 +10,10 @@ from experiments import policies
 from experiments.streams import model_call
 from experiments.user_objects import own_data
 from ztk.config import Config, is_own
-from ztk.config.hugging_face import is_hugging_face
-from ztk.config.schema import ModelInit
-from ztk.core.policies.measured import read_measured
+from ztk.core.policies.hardware import read_measured
+from ztk.core.policies.model import ModelInit
 from ztk.core.policies.peaks import peak_rate
+from ztk.core.policies.runs import is_hugging_face
 from ztk.core.policies.utilization import AGAIN, Work
 from ztk.core.runtime import Process
 from ztk.data import Batch, Share

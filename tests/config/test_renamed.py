@@ -4,7 +4,9 @@ import pytest
 
 from ztk.config import ConfigError, Machine, compose, from_yaml, rename_keys, to_yaml
 from ztk.config.keys import leaf_types, read
-from ztk.config.renamed import RENAMED
+from ztk.config.renamed import renamed
+
+RENAMED = renamed()
 
 CPU = Machine(gpus=0, cores=2)
 USES = {

@@ -20,8 +20,8 @@ from experiments.examples import Examples, ExampleStream, Step
 from experiments.models import full_values
 from experiments.reference import FrozenReference, PrecomputedReference
 from ztk.config import Config, Machine, compose
+from ztk.config.errors import ConfigError
 from ztk.config.keys import read, write
-from ztk.config.rules import ConfigError
 from ztk.core.runtime import Process
 from ztk.report import plot
 

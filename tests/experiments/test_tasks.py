@@ -5,7 +5,7 @@ import pytest
 from experiments.lengths import histogram
 from experiments.tasks import TASKS
 from ztk.config import Machine, compose
-from ztk.config.rollout_schema import TASK_LENGTHS, PromptTask
+from ztk.core.policies.rollout import TASK_LENGTHS, PromptTask
 
 EXAMPLES = {
     "sorting": ("dbace>", "abcde"),

@@ -13,7 +13,7 @@ from tests.parallel.topology.families import make
 from tests.planner.test_fits import HARDWARE
 from ztk import report
 from ztk.config import compose
-from ztk.core.policies.measured import write_measured
+from ztk.core.policies.hardware import write_measured
 from ztk.core.policies.peaks import peak_rate
 from ztk.core.policies.recompute import RecomputePolicy
 from ztk.planner import count_operations

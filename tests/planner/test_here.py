@@ -16,8 +16,7 @@ from ztk.calibrate.__main__ import main
 from ztk.calibrate.measure import METHODS
 from ztk.calibrate.rank import describe
 from ztk.config import ConfigError, compose, from_yaml, to_yaml
-from ztk.core.policies.hardware import NAMES
-from ztk.core.policies.measured import read_measured, write_measured
+from ztk.core.policies.hardware import NAMES, read_measured, write_measured
 
 WITHOUT_NETWORK = replace(HARDWARE, name="here", network_latency=None, network_bandwidth=None, source="measured today")
 COMMAND = "python -m ztk.calibrate"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ztk.config.machine import Machine
 from ztk.core.launch import RankError, run_ranks
-from ztk.core.policies.measured import measured_path, write_measured
+from ztk.core.policies.hardware import measured_path, write_measured
 
 RANKS_WITHOUT_GPU = 2  # as a run has
 

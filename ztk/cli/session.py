@@ -173,7 +173,7 @@ class Session:
             return self._start_ranks(config) if self._external is None else self._be_rank(config, beat=beat)
 
     def _prepare_arguments(self) -> str | None:
-        """Sets `sys.argv` for Hydra. Returns the configuration that --cfg job asks for; None: there is a run."""
+        """Sets `sys.argv` for Hydra. Returns the configuration that --cfg job and --cfg all ask for; None: there is a run."""
         arguments = sys.argv[1:]
         if self._external:
             try:
@@ -201,10 +201,10 @@ class Session:
         if resumed.taken:
             self._say(f"options of the run that continues: {shlex.join(resumed.taken)}")
         words = configuration.parse_arguments(resumed.words, folders=folders, sweep=sweep)
-        if _asks_for_job(flags):
+        if (asked := _shown(flags)) is not None:
             folder = next((word.partition("=")[2] for word in words if word.startswith("hydra.run.dir=")), _FOLDER)
             config = configuration.compose(*overrides, output_dir=folder, machine=self._machine(), folders=extra)
-            return configuration.to_explained_yaml(config).rstrip()
+            return configuration.to_explained_yaml(config, acting_alone=asked == "job").rstrip()
         line = read_line(words, flags=flags)
         sys.argv[1:] = line.flags + line.words
         if line.options is not None:
@@ -344,11 +344,14 @@ class Session:
         return jobs
 
 
-def _asks_for_job(flags: list[str]) -> bool:
-    """Whether `--cfg job` is there, for the full configuration: of a part (`--package`) Hydra shows what it composes."""
+def _shown(flags: list[str]) -> str | None:
+    """`job` or `all`, as `--cfg` has it; None without it, and with `--package`, where Hydra shows a part of what it composes."""
     joined = " ".join(flags).replace("=", " ").split()
-    asks = any(pair in (("--cfg", "job"), ("-c", "job")) for pair in pairwise(joined))
-    return asks and not {"--package", "-p"} & set(joined)
+    if {"--package", "-p"} & set(joined):
+        return None
+    return next(
+        (value for flag, value in pairwise(joined) if flag in ("--cfg", "-c") and value in ("job", "all")), None
+    )
 
 
 def _end(number: int, frame: object) -> None:

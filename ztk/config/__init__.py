@@ -15,18 +15,19 @@ from ztk.config.compose import (
     to_yaml,
 )
 from ztk.config.ds_config import expand_ds_config
+from ztk.config.errors import ConfigError
 from ztk.config.hardware import hardware_values
 from ztk.config.identity import check_resumed, differences, hash_of, job_hash
 from ztk.config.machine import Machine
-from ztk.config.own import call_later, callback_nodes, find, instantiate, is_own
+from ztk.config.own import call_later, callback_nodes, find, instantiate
 from ztk.config.reference import GroupReference, KeyReference, build_reference, find_reference
 from ztk.config.renamed import rename_keys
 from ztk.config.resumed import take_run_words
-from ztk.config.rules import ConfigError
-from ztk.config.schema import Config
 from ztk.config.sweep import SweepWords, only_resume, take_sweep_keys
-from ztk.config.sweep_schema import RepeatWith, SweepConfig
-from ztk.config.text import prepare_text, reads_documents, text_policy, tokenizer_of_run
+from ztk.config.text import prepare_text, text_policy, tokenizer_of_run
+from ztk.core.policies.config import Config
+from ztk.core.policies.runs import is_own, reads_documents
+from ztk.core.policies.sweep import RepeatWith, SweepConfig
 
 __all__ = [
     "SWEEPER",

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
-from ztk.config.hugging_face import is_hugging_face
-from ztk.config.schema import Config, ModelInit
 from ztk.config.topology import DEGREES
+from ztk.core.policies.config import Config
+from ztk.core.policies.model import ModelInit
+from ztk.core.policies.runs import is_hugging_face
 
 _TASKS = ("sft", "reward", "dpo", "grpo", "ppo")  # that begin with the weights of another run, or make some
 _LAYERS = ("query", "key", "value", "out", "gate", "up", "down")  # of a block of ztk's decoder

@@ -4,22 +4,21 @@ import math
 from collections.abc import Iterator
 
 from ztk.config.adapters import starts_adapted
-from ztk.config.align_schema import DpoLossName, DpoReferenceName, RewardLossName
-from ztk.config.hugging_face import is_hugging_face
+from ztk.config.lengths import KEY, records_of
 from ztk.config.machine import Machine
-from ztk.config.rollout_schema import TASK_LENGTHS, PromptTask
-from ztk.config.schema import Config, DataName, ZeroEngine
-from ztk.config.text import has_tokenizer
 from ztk.config.topology import DEGREES, replicas_of, settled_ranks
-
-ALIGNMENT_TASKS = ("sft", "reward", "dpo")
-RECORDS = (DataName.chat, DataName.preferences)
+from ztk.core.policies.align import DpoLossName, DpoReferenceName, RewardLossName
+from ztk.core.policies.config import Config
+from ztk.core.policies.data import DataName
+from ztk.core.policies.rollout import TASK_LENGTHS, PromptTask
+from ztk.core.policies.runs import ALIGNING, RECORDS, has_tokenizer, is_hugging_face
+from ztk.core.policies.zero import ZeroEngine
 
 
 def alignment_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     """One line per fault, each with its fix."""
     name, data = config.task.name, config.data.name
-    if name not in ALIGNMENT_TASKS:
+    if name not in ALIGNING:
         if data in RECORDS:
             yield f"data={data.value}: records are for task=sft, reward and dpo; use one of them, or another data than {data.value}"
         return
@@ -44,8 +43,6 @@ def _record_faults(config: Config) -> Iterator[str]:
         return
     if not data.seq_len or not (data.stop or has_tokenizer(config)):
         return  # the ranges say so
-    from ztk.config.lengths import KEY, records_of  # here: it imports this module
-
     try:
         examples = records_of(config, seq_len=None if KEY in config.reasons else data.seq_len)
     except ValueError as error:

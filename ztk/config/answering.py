@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ztk.config.batch import checkpoint_fault
-from ztk.config.effects import ANSWERING, DRAWING, by_training, device_of, streams_layers
 from ztk.config.evaluating import evaluating_faults, is_of_training
-from ztk.config.inference_schema import CacheKind, WeightFormat
-from ztk.config.keys import as_paths, read, written
+from ztk.config.keys import read, written
 from ztk.config.machine import Machine
-from ztk.config.schema import Config, DeviceName
 from ztk.config.topology import DEGREES
-from ztk.core.policies.inference import ONLY_NVME, cache_faults
+from ztk.core.policies.config import Config
+from ztk.core.policies.inference import ONLY_NVME, CacheKind, WeightFormat, cache_faults
+from ztk.core.policies.runs import ANSWERING, DRAWING, as_paths, by_training, device_of, streams_layers
 from ztk.core.policies.tier import Tier
+from ztk.core.policies.train import DeviceName
 
 _SECTIONS = (
     *("task", "inference", "sampling", "serve", "eval", "weights"),

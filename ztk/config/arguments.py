@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ztk.config.ds_config import KEY as DS_CONFIG
+from ztk.config.errors import ConfigError
 from ztk.config.keys import expected, holds_int, holds_number, line_types, section_of
 from ztk.config.own import FREE, OBJECTS, TARGET
-from ztk.config.rules import ConfigError
 from ztk.config.suggest import near_keys, near_options
 from ztk.core.policies.suggest import did_you_mean
 

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ztk.config.effects import infers
-from ztk.config.schema import Config, PipelineSchedule
 from ztk.config.topology import fits, replicas_of
+from ztk.core.policies.config import Config
 from ztk.core.policies.pipeline import interleaved_faults
+from ztk.core.policies.runs import infers
+from ztk.core.policies.topology import PipelineSchedule
 
 AUTO = "auto"  # checkpoint.resume: the run folder's own latest checkpoint, if it has one
 

@@ -19,37 +19,41 @@ from ztk.config.arguments import OVERLAY_MARK, parse_arguments
 from ztk.config.batch import AUTO, forwards_of, record_of, round_faults, run_record, settle_batch
 from ztk.config.derived import explained
 from ztk.config.ds_config import expand_ds_config
-from ztk.config.effects import (
-    ANSWERING,
-    device_of,
-    infers,
-    null_inactive_keys,
-    others_offload,
-    settle_parameter_tier,
-    times_kernels,
-)
-from ztk.config.ema_schema import Evaluated
+from ztk.config.effects import null_inactive_keys, null_unused_defaults, settle_parameter_tier
+from ztk.config.errors import ConfigError
 from ztk.config.evaluating import choose_engine, take_evaluated
 from ztk.config.generation import take_generation
 from ztk.config.hugging_face import take_sizes
-from ztk.config.keys import SWEEP, as_paths, data_paths, flatten, leaf_types, read, section_of
+from ztk.config.keys import SWEEP, flatten, leaf_types, no_values, read, run_keys, section_of
 from ztk.config.lengths import take_lengths
 from ztk.config.machine import Machine
-from ztk.config.own import OBJECTS, USER, is_own, nameless, nodes_of, take_objects, take_user, written_user
+from ztk.config.own import OBJECTS, USER, nameless, nodes_of, take_objects, take_user, written_user
 from ztk.config.planning import PLAN, take_measured
 from ztk.config.rates import take_rate
 from ztk.config.renamed import hint_of, rename_keys, rename_recorded
-from ztk.config.rollout import ROLLOUT_TASKS
-from ztk.config.rules import ConfigError, check
-from ztk.config.scheduler_schema import SchedulerName
-from ztk.config.schema import Config, DataName
+from ztk.config.rules import check
 from ztk.config.suggest import near_keys
-from ztk.config.text import BYTES, TRAIN
 from ztk.config.text_rules import follow_tokenizer
 from ztk.config.topology import replicas_of, settled_ranks
-from ztk.core.policies.schedule import wsd_steps
+from ztk.core.policies.config import Config
+from ztk.core.policies.data import DataName
+from ztk.core.policies.runs import (
+    ANSWERING,
+    BYTES,
+    TRAIN,
+    as_paths,
+    data_paths,
+    device_of,
+    draws,
+    infers,
+    is_own,
+    others_offload,
+    times_kernels,
+)
+from ztk.core.policies.schedule import SchedulerName, wsd_steps
 from ztk.core.policies.suggest import did_you_mean
 from ztk.core.policies.tier import Tier
+from ztk.core.policies.train import Evaluated
 
 _OVERLAYS = (
     "algorithm.",
@@ -175,13 +179,14 @@ def to_config(
         and not _chosen("data", overrides=overrides)
     ):
         config.data.name = DataName.files  # a path says enough
+    null_unused_defaults(config, given=given, machine=machine)
     if (
         not is_own(config, section="model")
         and config.task.name not in ANSWERING
         and (faults := follow_tokenizer(config, given=given))
     ):
         raise ConfigError(faults)
-    if (algorithm := options.get("algorithm")) and config.task.name not in ROLLOUT_TASKS:
+    if (algorithm := options.get("algorithm")) and not draws(config):
         raise ConfigError(
             [f"algorithm={algorithm} has no effect with task={config.task.name}: use task=grpo or task=ppo"]
         )
@@ -226,9 +231,25 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.create(OmegaConf.to_container(values)), nodes_of(config)))
 
 
-def to_explained_yaml(config: Config) -> str:
-    """What `save` writes, as a text: `to_yaml`, where values that the user left open have their reasons as comments."""
-    return explained(to_yaml(config), reasons=config.reasons)
+def to_explained_yaml(config: Config, *, acting_alone: bool = False) -> str:
+    """What `save` writes, as a text: `to_yaml`, where values that the user left open have their reasons as comments. acting_alone: without
+    the keys that take no part in the run."""
+    text = to_yaml(config)
+    if acting_alone:
+        text = OmegaConf.to_yaml(_acting(OmegaConf.to_container(OmegaConf.create(text))))
+    return explained(text, reasons=config.reasons)
+
+
+def _acting(values: Any, *, prefix: str = "") -> dict[str, Any]:
+    """Nested values without those of ztk's keys that are None, and without sections that have no others."""
+    kept = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and any(key.startswith(f"{prefix}{name}.") for key in run_keys()):
+            if inner := _acting(value, prefix=f"{prefix}{name}."):
+                kept[name] = inner
+        elif value is not None or prefix + name not in run_keys():
+            kept[name] = value
+    return kept
 
 
 def load(path: str | os.PathLike) -> Config:
@@ -243,7 +264,7 @@ def from_yaml(text: str) -> Config:
         raise ConfigError(faults)
     choices, own, user = _without_objects(choices)
     recorded = rename_recorded(OmegaConf.to_container(choices))
-    config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), recorded))
+    config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), no_values(), recorded))
     config.own, config.user = own, user
     return config
 
@@ -283,7 +304,7 @@ def _typed(choices: DictConfig) -> Config:
 
 
 def _given(config: Config, *, overrides: Sequence[str], options: Mapping[str, str | None]) -> frozenset[str]:
-    """The keys set by the user: on the command line, or in an experiment to another value than the options say. And the groups of which
+    """The keys set by the user: on the command line, or in an experiment to another value than defaults and options. And the groups of which
     the command line chooses an option.
     """
     known = leaf_types()
@@ -291,7 +312,7 @@ def _given(config: Config, *, overrides: Sequence[str], options: Mapping[str, st
     sources = [("", Path(conf_dir(), "config.yaml"))]
     sources += [(f"{group}.", Path(conf_dir(), group, f"{option}.yaml")) for group, option in options.items() if option]
     sources.sort(key=lambda source: _OVERLAYS.index(source[0]) if source[0] in _OVERLAYS else -1)
-    usual = {}
+    usual = {name: key.default for name, key in run_keys().items()}
     for prefix, path in sources:
         if path.is_file() and not prefix.startswith(("hydra/", "experiment", "sweep")):
             text = path.read_text()

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from ztk.config.keys import write
-from ztk.config.schema import Config
+from ztk.core.policies.config import Config
 
 
 def derive(config: Config, *, key: str, value: Any, reason: str) -> None:

@@ -6,8 +6,8 @@ Other overrides on the line take precedence. Keys of the file that run.py does n
 
 from dataclasses import dataclass
 
+from ztk.config.errors import ConfigError
 from ztk.config.machine import Machine
-from ztk.config.rules import ConfigError
 
 KEY = "ds_config"
 _RANKS_WITHOUT_GPU = 2

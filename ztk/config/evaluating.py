@@ -6,16 +6,21 @@ from pathlib import Path
 
 import yaml
 
-from ztk.config.effects import by_training
-from ztk.config.eval_schema import EvalEngine
-from ztk.config.hugging_face import NAME, sizes_of
-from ztk.config.inference_schema import WeightFormat
+from ztk.config.hugging_face import sizes_of
 from ztk.config.keys import read, written
 from ztk.config.machine import Machine
-from ztk.config.precision_schema import DType, LossScaleConfig, PrecisionConfig
-from ztk.config.schema import Config, DataName, ModelConfig, ModelInit, PipelineSchedule, TopologyConfig, ZeroEngine
+from ztk.config.renamed import rename_recorded
 from ztk.config.topology import DEGREES, sequence_ranks
+from ztk.core.policies.config import Config
+from ztk.core.policies.data import DataName
+from ztk.core.policies.evaluation import EvalEngine
+from ztk.core.policies.inference import WeightFormat
+from ztk.core.policies.model import ModelConfig, ModelInit
+from ztk.core.policies.precision import DType, LossScaleConfig, PrecisionConfig
+from ztk.core.policies.runs import HUGGING_FACE, by_training
 from ztk.core.policies.tier import Tier
+from ztk.core.policies.topology import PipelineSchedule, TopologyConfig
+from ztk.core.policies.zero import ZeroEngine
 
 USUAL_WINDOW = 2048  # tokens that task=eval gives a model at most, where eval.seq_len says nothing
 _SECTIONS = ("zero", "topology")
@@ -113,7 +118,7 @@ def _model_of(folder: Path, *, usual: ModelConfig) -> ModelConfig:
         none = {"hidden_dim": None, "rope_theta": None, "norm_eps": None, "tie_embeddings": None, "experts": None}
         sizes = sizes_of(folder, key="inference.model")
         return replace(
-            usual, name=NAME, path=str(folder), init=ModelInit.pretrained, kernels=False, **none | dict(sizes)
+            usual, name=HUGGING_FACE, path=str(folder), init=ModelInit.pretrained, kernels=False, **none | dict(sizes)
         )
     recorded = _record_of(folder)
     if recorded["task"]["name"] == "reward":
@@ -128,8 +133,6 @@ def _model_of(folder: Path, *, usual: ModelConfig) -> ModelConfig:
 
 def _record_of(folder: Path) -> dict:
     """The recorded configuration of a run, by its folder or one of its checkpoints. Raises ValueError where there is none."""
-    from ztk.config.renamed import rename_recorded  # here: it imports the rules, which import this
-
     places = (folder, *folder.absolute().parents[:3])
     found = next((place / "config.yaml" for place in places if (place / "config.yaml").is_file()), None)
     if found is None:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from ztk.config.derived import derive
-from ztk.config.schema import Config
+from ztk.core.policies.config import Config
 
 FILE = "generation_config.json"
 # The file's field -> the key of `sampling`.

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from ztk.config.compose import conf_dir
-from ztk.core.policies.measured import HERE, read_measured
+from ztk.core.policies.hardware import HERE, read_measured
 
 
 def hardware_values(name: str) -> dict[str, Any]:

@@ -7,9 +7,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ztk.config.schema import Config, DataName, ModelConfig, ModelInit, Packing, ZeroEngine
+from ztk.core.policies.config import Config
+from ztk.core.policies.data import DataName, Packing
+from ztk.core.policies.model import ModelConfig, ModelInit
+from ztk.core.policies.runs import HUGGING_FACE, is_hugging_face
+from ztk.core.policies.zero import ZeroEngine
 
-NAME = "hf"
 _SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "max_seq_len")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
@@ -19,15 +22,10 @@ _DIVIDING = ("pretrain", "sft", "plan", "eval")  # tasks whose loss is that of t
 _ENDLESS = 1 << 30  # no learned positions: as long as memory allows
 
 
-def is_hugging_face(model: ModelConfig) -> bool:
-    """Whether the model is one of transformers."""
-    return model.name == NAME
-
-
 def take_sizes(choices: DictConfig) -> list[str]:
     """Fills the sizes of `model=hf` in a composed configuration from its folder. Returns one line per fault."""
     model = choices.model
-    if model.get("name") != NAME:
+    if model.get("name") != HUGGING_FACE:
         return []
     given = [name for name in _SIZES if not OmegaConf.is_missing(model, name)]
     if given:

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
-from ztk.config.effects import CEILINGS, device_of, times_kernels
 from ztk.config.machine import Machine
-from ztk.config.schema import Config, KernelBackend, LoggerMode
-from ztk.core.policies.measured import HERE
+from ztk.core.policies.config import Config
+from ztk.core.policies.hardware import CEILINGS, HERE
+from ztk.core.policies.runs import device_of, times_kernels
+from ztk.core.policies.train import KernelBackend, LoggerMode
 
 
 def kernel_faults(config: Config, *, machine: Machine) -> Iterator[str]:

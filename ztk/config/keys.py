@@ -9,30 +9,47 @@ from enum import Enum
 from typing import Any
 
 from ztk.config.own import USER, nodes_of, written_user
-from ztk.config.schema import Config
-from ztk.config.sweep_schema import SweepConfig
+from ztk.core.policies.config import Config
+from ztk.core.policies.key import Key, declared_keys
+from ztk.core.policies.sweep import SweepConfig
 
 SWEEP = "sweep"  # the section whose keys are those of a command line, not of a run
 
 
 @functools.cache
-def leaf_types(section: type = Config, *, prefix: str = "") -> dict[str, Any]:
-    """`{"train.steps": int, ...}` for every key that holds a value."""
-    found = {}
-    hints = typing.get_type_hints(section)
-    for name, hint in hints.items():
-        if section is Config and name in ("user", "own"):
-            continue  # no keys of ztk's
-        if is_dataclass(hint):
-            found |= leaf_types(hint, prefix=f"{prefix}{name}.")
-        else:
-            found[prefix + name] = hint
-    return found
+def run_keys() -> dict[str, Key]:
+    """Every key of a run, by its dotted name."""
+    return declared_keys(Config)
+
+
+@functools.cache
+def line_keys() -> dict[str, Key]:
+    """Everything that a command line may set: the keys of a run and of a sweep."""
+    return run_keys() | declared_keys(SweepConfig, prefix=f"{SWEEP}.")
+
+
+@functools.cache
+def leaf_types() -> dict[str, Any]:
+    """`{"train.steps": int, ...}` for everything in a run's configuration that holds a value."""
+    return {name: key.hint for name, key in run_keys().items()} | {"output_dir": str}
 
 
 def line_types() -> dict[str, Any]:
-    """`leaf_types` and the keys of a sweep: everything that a command line may set."""
-    return leaf_types() | leaf_types(SweepConfig, prefix=f"{SWEEP}.")
+    """`leaf_types` and the keys of a sweep."""
+    return leaf_types() | {name: key.hint for name, key in line_keys().items()}
+
+
+def no_values() -> dict[str, Any]:
+    """None for every key that may be None, nested as a configuration: what a record does not name took no part."""
+    found: dict[str, Any] = {}
+    for name, key in run_keys().items():
+        if type(None) in typing.get_args(key.hint):
+            *sections, last = name.split(".")
+            owner = found
+            for section in sections:
+                owner = owner.setdefault(section, {})
+            owner[last] = None
+    return found
 
 
 def section_of(key: str) -> type:
@@ -111,13 +128,3 @@ def holds_number(hint: Any) -> bool:
 def holds_int(hint: Any) -> bool:
     """Whether a key of this type takes a whole number."""
     return hint is int or (isinstance(hint, types.UnionType) and int in typing.get_args(hint))
-
-
-def data_paths(config: Config) -> list[str]:
-    """`data.path` as a list."""
-    return as_paths(config.data.path)
-
-
-def as_paths(value: object) -> list[str]:
-    """A path, or a list of them, as a list."""
-    return [str(entry) for entry in value] if isinstance(value, list) else [str(value)]

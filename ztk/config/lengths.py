@@ -5,16 +5,11 @@ from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ztk.config.align_schema import ChatTemplateName
-from ztk.config.alignment import ALIGNMENT_TASKS, RECORDS
 from ztk.config.derived import derive
 from ztk.config.evaluating import multiple_of
-from ztk.config.hugging_face import is_hugging_face
-from ztk.config.keys import data_paths
-from ztk.config.own import is_own
-from ztk.config.rollout import ROLLOUT_TASKS
-from ztk.config.schema import Config, DataName
-from ztk.config.text import has_tokenizer
+from ztk.core.policies.config import Config
+from ztk.core.policies.data import ChatTemplateName, DataName
+from ztk.core.policies.runs import ALIGNING, RECORDS, data_paths, draws, has_tokenizer, is_hugging_face, is_own
 
 if TYPE_CHECKING:
     from ztk.rl.align import Example
@@ -35,9 +30,9 @@ def take_lengths(config: Config, *, given: frozenset[str]) -> list[str]:
         reason = "its examples are of rollout.task alone, and data.path has others"
         derive(config, key="warm_start.steps", value=0, reason=reason)
     try:
-        if config.task.name in ALIGNMENT_TASKS and KEY not in given:
+        if config.task.name in ALIGNING and KEY not in given:
             return _take_from_records(config)
-        if config.task.name in ROLLOUT_TASKS:
+        if draws(config):
             return _take_from_prompts(config, given=given)
     except ValueError as error:
         return str(error).splitlines()

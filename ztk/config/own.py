@@ -14,8 +14,8 @@ from typing import Any, get_args, get_type_hints
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from ztk.config.rollout_schema import RewardConfig
-from ztk.config.schema import Config
+from ztk.core.policies.config import Config
+from ztk.core.policies.rollout import RewardConfig
 
 TARGET, SCHEMA, USER, CALLBACKS = "_target_", "_schema_", "user", "callbacks"
 # Groups without keys of ztk's.
@@ -52,11 +52,6 @@ _TASKS = {
     CALLBACKS: ("pretrain",),
     "reward": ("grpo", "ppo"),
 }
-
-
-def is_own(config: Config, *, section: str) -> bool:
-    """Whether the object of this section is the user's."""
-    return section in config.own
 
 
 def is_own_key(config: Config, *, key: str) -> bool:

@@ -4,13 +4,12 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig
 
-from ztk.config.effects import CEILINGS
 from ztk.config.machine import Machine
-from ztk.config.schema import Config, ZeroEngine
 from ztk.config.topology import settled_ranks
-from ztk.core.policies.hardware import REQUIRED
-from ztk.core.policies.measured import COMMAND, HERE, read_measured
+from ztk.core.policies.config import Config
+from ztk.core.policies.hardware import CEILINGS, COMMAND, HERE, REQUIRED, read_measured
 from ztk.core.policies.plan import untraced
+from ztk.core.policies.zero import ZeroEngine
 
 PLAN = "plan"
 

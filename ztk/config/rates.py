@@ -1,10 +1,10 @@
 """`optimizer.lr` of AdamW by task, method and size, where the user gives none. The option files have the rates of small models."""
 
 from ztk.config.derived import derive
-from ztk.config.hugging_face import is_hugging_face
-from ztk.config.optimizer_schema import OptimizerName
-from ztk.config.own import is_own
-from ztk.config.schema import Config, ModelConfig, ModelInit
+from ztk.core.policies.config import Config
+from ztk.core.policies.model import ModelConfig, ModelInit
+from ztk.core.policies.optimizer import OptimizerName
+from ztk.core.policies.runs import is_hugging_face, is_own
 
 SMALL = 5_000_000  # up to so many parameters the option files' rates stay
 # Parameters up to -> the rate from random weights, and who trained with it.

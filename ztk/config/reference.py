@@ -9,12 +9,12 @@ from typing import Any
 import yaml
 
 from ztk.config.arguments import OVERLAY_MARK, options_of
-from ztk.config.effects import EFFECTS
-from ztk.config.keys import expected, flatten, line_types, section_of, written
+from ztk.config.errors import ConfigError
+from ztk.config.keys import expected, flatten, line_keys, section_of, written
 from ztk.config.own import FREE
-from ztk.config.rules import ConfigError, range_of
-from ztk.config.schema import Config
 from ztk.config.suggest import near_keys
+from ztk.core.policies.config import Config
+from ztk.core.policies.key import Key
 from ztk.core.policies.suggest import did_you_mean
 
 # Groups that hold no keys of their own: a file of theirs sets keys and options of the others.
@@ -67,10 +67,8 @@ def build_reference(folders: Sequence[str]) -> dict[str, GroupReference]:
             for option, path in files.items()
             if not _is_overlay(path)
         }
-        if not files and group in root:
-            values = {"": dict(flatten(root[group], prefix=f"{group}."))}
         values |= overlays
-        keys = [key for key in line_types() if key.startswith(f"{group}.")]
+        keys = [key for key in line_keys() if key.startswith(f"{group}.")]
         found[group] = GroupReference(
             name=group,
             meaning=(FREE | _SETS).get(group) or _summary(section_of(f"{group}.").__doc__),
@@ -92,34 +90,34 @@ def find_reference(topic: str, *, reference: dict[str, GroupReference]) -> Group
 
 
 def _key_reference(key: str, *, values: dict[str, dict[str, Any]], usual: str) -> KeyReference:
-    field = next(field for field in fields(section_of(key)) if field.name == key.rpartition(".")[2])
+    declared = line_keys()[key]
     return KeyReference(
         name=key,
-        takes=_takes(key),
-        default=_default(
-            key, values=values, usual=usual, otherwise=None if field.default is MISSING else field.default
-        ),
-        meaning=field.metadata["meaning"],
-        only=", or with ".join(effect.only for effect in EFFECTS if key in effect.keys),
+        takes=_takes(declared),
+        default=_default(declared, values=values, usual=usual),
+        meaning=declared.meaning,
+        only=declared.acts.words if declared.acts else "",
     )
 
 
-def _takes(key: str) -> str:
+def _takes(key: Key) -> str:
     """The type, then the range, then null."""
-    kind, limits = expected(line_types()[key]), range_of(key)
+    kind, limits = expected(key.hint), key.range.brief if key.range else ""
     name, null, _ = kind.partition(" or null")
     return f"{name}, {limits}{',' * bool(null)}{null}" if limits else kind
 
 
-def _default(key: str, *, values: dict[str, dict[str, Any]], usual: str, otherwise: Any) -> str:
-    """`1; 2 with pp2, pp2_dp2; 4 with pp4`: the usual option's value, then the options that set another one."""
+def _default(key: Key, *, values: dict[str, dict[str, Any]], usual: str) -> str:
+    """`1; 2 with pp2, pp2_dp2; 4 with pp4`: the usual option's value or the declared one, then the options that set another one."""
     by_value: dict[str, list[str]] = {}
     for option, set_here in values.items():
-        if key in set_here:
-            by_value.setdefault(_written(set_here[key]), []).append(option)
+        if key.name in set_here:
+            by_value.setdefault(_written(set_here[key.name]), []).append(option)
     first = [value for value, options in by_value.items() if usual in options]
+    if not first and key.default is not MISSING and (key.default is not None or key.acts is None):
+        first = [written(key.default)]
     others = [f"{value} with {', '.join(options)}" for value, options in by_value.items() if value not in first]
-    return "; ".join(first + others) or written(otherwise)
+    return "; ".join(first + others) or "null"
 
 
 def _written(value: Any) -> str:

@@ -1,16 +1,18 @@
 """Keys of the command line that have a new name. The old name is accepted for one release, with a note."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ztk.config.rules import ConfigError
+from ztk.config.errors import ConfigError
+from ztk.config.keys import run_keys
 
-# The names of ZeRO++ and of Megatron since the release after 0.1.0; the one after that removes the old ones.
-RENAMED = {
-    "zero.secondary_shards": "zero.hpz_partition_size",
-    "topology.sequence_norms": "topology.sequence_parallel",
-}
+
+@functools.cache
+def renamed() -> dict[str, str]:
+    """Old name -> new name."""
+    return {key.was: name for name, key in run_keys().items() if key.was is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +29,7 @@ def rename_keys(overrides: Sequence[str]) -> Renamed:
     keys = {_key(word) for word in overrides}
     for word in overrides:
         old = _key(word)
-        new = RENAMED.get(old)
+        new = renamed().get(old)
         if new is None:
             words.append(word)
         elif new in keys:
@@ -42,17 +44,17 @@ def rename_keys(overrides: Sequence[str]) -> Renamed:
 
 def rename_recorded(values: Mapping[str, Any]) -> dict[str, Any]:
     """The nested values of a `config.yaml` under today's names; an earlier release may have written it."""
-    renamed = {section: dict(keys) if isinstance(keys, Mapping) else keys for section, keys in values.items()}
-    for old, new in RENAMED.items():
+    found = {section: dict(keys) if isinstance(keys, Mapping) else keys for section, keys in values.items()}
+    for old, new in renamed().items():
         section, _, name = old.partition(".")
-        if isinstance(renamed.get(section), dict) and name in renamed[section]:
-            renamed[section][new.partition(".")[2]] = renamed[section].pop(name)
-    return renamed
+        if isinstance(found.get(section), dict) and name in found[section]:
+            found[section][new.partition(".")[2]] = found[section].pop(name)
+    return found
 
 
 def hint_of(text: str) -> str:
     """`; it is called ... now` if `text`, a complaint about an option file, quotes an old name; else nothing."""
-    for old, new in RENAMED.items():
+    for old, new in renamed().items():
         if f"'{old.partition('.')[2]}'" in text:
             return f"; it is called {new} now"
     return ""

@@ -5,38 +5,32 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ztk.config.adapters import starts_adapted
-from ztk.config.effects import device_of
-from ztk.config.hugging_face import dropouts_of, family_of, is_hugging_face
+from ztk.config.hugging_face import dropouts_of, family_of
 from ztk.config.machine import Machine
-from ztk.config.own import is_own
-from ztk.config.rollout_schema import (
+from ztk.config.topology import DEGREES, replicas_of, settled_ranks
+from ztk.core.policies.config import Config
+from ztk.core.policies.data import DataName
+from ztk.core.policies.rollout import (
     TASK_LENGTHS,
-    AdvantageScale,
     BaselineName,
-    KlEstimator,
-    KlPlace,
     ReferenceName,
     RolloutEngineName,
     RolloutIdentity,
 )
-from ztk.config.schema import Config, DataName, ZeroEngine
-from ztk.config.text import has_tokenizer
-from ztk.config.topology import DEGREES, replicas_of, settled_ranks
-
-ROLLOUT_TASKS = ("grpo", "ppo")
+from ztk.core.policies.runs import device_of, draws, has_tokenizer, is_hugging_face, is_own
+from ztk.core.policies.zero import ZeroEngine
 
 
 def rollout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     """One line per fault, each with its fix."""
     name = config.task.name
-    if name not in ROLLOUT_TASKS:
+    if not draws(config):
         if config.data.name is DataName.prompts:
             yield f"data=prompts: task={name} reads text; use data=stdlib, or task=grpo"
         return
     yield from _strategy_faults(config, machine=machine)
     yield from _data_faults(config)
     yield from _batch_faults(config, machine=machine)
-    yield from _algorithm_faults(config)
 
 
 def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
@@ -239,29 +233,3 @@ def _batch_faults(config: Config, *, machine: Machine) -> Iterator[str]:
             f"rollout.group_size={rollout.group_size}: advantage.baseline={config.advantage.baseline.value} compares answers to one "
             "prompt; use rollout.group_size=8, or advantage.baseline=critic"
         )
-
-
-def _algorithm_faults(config: Config) -> Iterator[str]:
-    advantage, kl, name = config.advantage, config.kl, config.task.name
-    critic = advantage.baseline is BaselineName.critic
-    if name == "grpo" and critic:
-        yield "advantage.baseline=critic: task=grpo has no critic; use task=ppo, or advantage.baseline=mean"
-    if name == "ppo" and advantage.baseline is not None and not critic:
-        yield f"advantage.baseline={advantage.baseline.value}: task=ppo trains a critic; use task=grpo, or advantage.baseline=critic"
-    if critic and advantage.scale is AdvantageScale.group:
-        yield "advantage.scale=group: values of a critic have no groups; use advantage.scale=batch"
-    if config.rollout.drop_equal_groups and config.rollout.group_size == 1:
-        yield (
-            "rollout.drop_equal_groups=true: with rollout.group_size=1 every answer would be left out; use rollout.drop_equal_groups=false, or "
-            "rollout.group_size=8"
-        )
-    if kl.coef and kl.place is KlPlace.loss and kl.estimator is KlEstimator.k1:
-        yield "kl.estimator=k1 has no gradient in the loss (its expectation is zero): use kl.estimator=k3_weighted, or kl.place=reward"
-    if kl.coef and kl.place is KlPlace.reward and kl.estimator is KlEstimator.k3_weighted:
-        yield "kl.estimator=k3_weighted is a loss: use kl.estimator=k1, or kl.place=loss"
-    if kl.reference is ReferenceName.lora_off and not config.lora.rank:
-        yield "kl.reference=lora_off: is the policy without its adapters, and there are none; use lora=adapter, or kl.reference=frozen"
-    if kl.reference is ReferenceName.none and kl.coef:
-        yield f"kl.coef={kl.coef:g} needs a reference: use kl.reference=frozen, or kl.coef=0"
-    if kl.reference is ReferenceName.none and kl.stop_above is not None:
-        yield f"kl.stop_above={kl.stop_above:g} needs a reference: use kl.reference=frozen, or leave it out"

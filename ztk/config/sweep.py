@@ -7,10 +7,10 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from ztk.config.errors import ConfigError
 from ztk.config.hardware import hardware_values
-from ztk.config.keys import SWEEP
-from ztk.config.rules import ConfigError
-from ztk.config.sweep_schema import SWEEP_RANGES, RepeatWith, SweepConfig
+from ztk.config.keys import SWEEP, line_keys
+from ztk.core.policies.sweep import RepeatWith, SweepConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,8 @@ def take_sweep_keys(words: Sequence[str]) -> SweepWords:
             continue
         value = override.value()
         values[key.removeprefix(f"{SWEEP}.")] = value
-        reason = SWEEP_RANGES[key].fault(value) if key in SWEEP_RANGES and value is not None else ""
+        allowed = line_keys()[key].range
+        reason = allowed.fault(value) if allowed is not None and value is not None else ""
         faults += [f"{word}: {reason}"] if reason else []
     options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SweepConfig), values))
     assert isinstance(options, SweepConfig)

@@ -1,49 +1,16 @@
 """`data=stdlib` and `data=files`: how a run reads text."""
 
-import functools
-import glob
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ztk.config.keys import data_paths
-from ztk.config.schema import Config, DataName, OnError, Packing
-from ztk.core.policies.text import is_structured
+from ztk.core.policies.config import Config
+from ztk.core.policies.data import OnError, Packing
+from ztk.core.policies.runs import BYTES, data_paths, reads_documents
 
 if TYPE_CHECKING:
     from ztk.data import TextPolicy
-
-TEXT = (DataName.stdlib, DataName.files)
-BYTES, TRAIN = "bytes", "train"
-
-
-def has_tokenizer(config: Config) -> bool:
-    """Whether tokens are those of a tokenizer, not bytes."""
-    return config.data.tokenizer not in (None, BYTES)
-
-
-def reads_documents(config: Config) -> bool:
-    """Whether text is read as documents and tokenised once; otherwise the bytes of the files are read as they are."""
-    data = config.data
-    if data.name not in TEXT:
-        return False
-    if has_tokenizer(config) or data.mixture is not None:
-        return True
-    return data.name is DataName.files and data.path is not None and _has_structured(tuple(data_paths(config)))
-
-
-@functools.lru_cache(maxsize=8)
-def _has_structured(paths: tuple[str, ...]) -> bool:
-    for entry in map(os.path.expanduser, paths):
-        if os.path.isdir(entry):
-            for _, folders, names in os.walk(entry):
-                folders[:] = [name for name in folders if not name.startswith(".")]
-                if any(is_structured(Path(name)) for name in names if not name.startswith(".")):
-                    return True
-        elif is_structured(Path(entry)) or any(is_structured(Path(name)) for name in glob.iglob(entry, recursive=True)):
-            return True
-    return False
 
 
 def tokenizer_of_run(path: str | os.PathLike) -> Path | None:

@@ -5,11 +5,13 @@ from pathlib import Path
 
 from ztk.config.batch import AUTO
 from ztk.config.derived import derive
-from ztk.config.hugging_face import is_hugging_face
-from ztk.config.keys import data_paths, written
+from ztk.config.keys import written
 from ztk.config.machine import Machine
-from ztk.config.schema import Config, DataName, ModelInit
-from ztk.config.text import TEXT, TRAIN, has_tokenizer, tokenizer_of_run
+from ztk.config.text import tokenizer_of_run
+from ztk.core.policies.config import Config
+from ztk.core.policies.data import DataName
+from ztk.core.policies.model import ModelInit
+from ztk.core.policies.runs import TEXT, TRAIN, data_paths, has_tokenizer, is_hugging_face
 
 _SLOW = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")  # of tokenizers that are not fast ones
 

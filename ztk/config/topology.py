@@ -3,11 +3,13 @@
 import math
 from collections.abc import Iterator
 
-from ztk.config.effects import device_of, infers
 from ztk.config.machine import Machine
-from ztk.config.schema import Config, PipelineSchedule, TopologyConfig, ZeroEngine
+from ztk.core.policies.config import Config
 from ztk.core.policies.layout import hpz_faults, recompute_faults
 from ztk.core.policies.pipeline import interleaved_faults, partition_faults
+from ztk.core.policies.runs import device_of, infers
+from ztk.core.policies.topology import PipelineSchedule, TopologyConfig
+from ztk.core.policies.zero import ZeroEngine
 
 RANKS_WITHOUT_GPU = 2
 DEGREES = ("pipeline", "tensor", "context", "sequence", "expert")

@@ -14,8 +14,8 @@ from ztk import checkpoint
 from ztk.config import Config
 from ztk.config import load as load_config
 from ztk.config.generation import end_tokens, generation_file
-from ztk.config.schema import DataName
-from ztk.config.text import reads_documents
+from ztk.core.policies.data import DataName
+from ztk.core.policies.runs import reads_documents
 from ztk.data import ByteTokenizer, SubwordTokenizer
 from ztk.inference import UnreadModel
 from ztk.inference.packed import MANIFEST, Packed, open_packed

@@ -10,7 +10,7 @@ import torch
 from experiments import rollout_loop
 from experiments.prompts import Prompts
 from tests.rl.rollout.runs import REWARD, config_of, play, rows_of
-from ztk.config.rollout_schema import KlEstimator, KlPlace, RolloutWeightsName, StageName
+from ztk.core.policies.rollout import KlEstimator, KlPlace, RolloutWeightsName, StageName
 from ztk.core.policies.tier import Tier
 from ztk.core.runtime import Process
 from ztk.rl.rollout import Samples

@@ -16,7 +16,7 @@ from tests.rl.align.chats import PLAIN, save_tokenizer, train_tokenizer
 from tests.rl.rollout.runs import config_of, digest_of, play, rows_of
 from ztk import checkpoint
 from ztk.config import ConfigError, Machine, compose
-from ztk.config.rollout_schema import StageName
+from ztk.core.policies.rollout import StageName
 from ztk.core.runtime import Process
 from ztk.data import ByteTokenizer, SubwordTokenizer
 from ztk.rl.align import ChatTemplate, Truncation, fitted, read_prompts

@@ -1,5 +1,4 @@
-"""What a user chooses: small frozen dataclasses, their ranges and the rules between them. Needs neither torch nor Hydra.
-
-The packages that follow a policy offer it under their own name (`ztk.zero.ZeroPolicy`). `ztk.config` takes its ranges and messages from
-here, so every rule is written once.
+"""What a user chooses. Every key of the command line is declared here once, as a field of its section (`key`, `config`): type, default, range,
+meaning, the runs in which it acts, what it contradicts, its old name. Next to the sections are the small frozen dataclasses that the engine
+takes, with the rules between them. Needs neither torch nor Hydra.
 """

@@ -1,11 +1,53 @@
 """Whether an exponential moving average of the weights is kept."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
+from ztk.core.policies.key import Changes, When, key, ranges_of
 from ztk.core.policies.ranges import BELOW_ONE, COUNT, range_faults, refuse
 from ztk.core.policies.tier import Tier
 
-RANGES = {"decay": BELOW_ONE, "every": COUNT}
+if TYPE_CHECKING:
+    from ztk.core.policies.config import Config
+
+_MAY_AVERAGE = When(
+    "task=pretrain or task=plan, and zero=stage0 to stage3",
+    lambda config, machine: config.task.name in ("pretrain", "plan") and config.zero.engine == "ztk",
+)
+_AVERAGES = When("ema.decay above 0", lambda config, machine: bool(config.ema.decay))
+
+
+def _every(config: "Config") -> Iterator[str]:
+    if config.ema.every is not None and config.ema.every > config.train.steps:
+        yield (
+            f"ema.every={config.ema.every} would never come with train.steps={config.train.steps}: use ema.every=1, or leave out ema.decay"
+        )
+
+
+@dataclass(kw_only=True)
+class EmaConfig:
+    """An exponential moving average of the weights, in fp32 shards."""
+
+    changes: ClassVar = Changes.experiment
+
+    decay: float | None = key(
+        "part of the average that an update leaves, such as 0.999; the rest is the new weights; null or 0: no average is kept",
+        range=BELOW_ONE,
+        acts=_MAY_AVERAGE,
+        optional=True,
+    )
+    every: int | None = key(
+        "optimizer steps between updates of the average", default=1, range=COUNT, acts=_AVERAGES, contradicts=_every
+    )
+    offload: Tier | None = key(
+        "tier of the average: none (the device), cpu (main memory), nvme (files); null: as offload.optimizer",
+        acts=_AVERAGES,
+        optional=True,
+    )
+
+
+RANGES = ranges_of(EmaConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,31 +1,86 @@
-"""The device, the node and the network that a plan is made for; `conf/hardware/` has the numbers of some, with their sources."""
+"""The device, the node and the network that a plan is made for: `conf/hardware/` has the numbers of some with their sources, and
+`hardware=here` those of this machine, in a file that `python -m ztk.calibrate` writes."""
 
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
 
 from ztk.core.policies.curves import curve_faults
+from ztk.core.policies.key import Changes, When, key, ranges_of
 from ztk.core.policies.ranges import COUNT, NOT_NEGATIVE, POSITIVE, SIZE, SIZE_OR_ZERO, Range, range_faults, refuse
+from ztk.core.policies.runs import times_kernels
 
-RANGES: dict[str, Range] = {
-    "capacity_bytes": SIZE,
-    "reserve_bytes": SIZE_OR_ZERO,
-    "link_latency": NOT_NEGATIVE,
-    "network_latency": NOT_NEGATIVE,
-    "ranks_per_node": COUNT,
-    "operation_latency": NOT_NEGATIVE,
-    "multiprocessors": SIZE_OR_ZERO,
-    "overlap_cost": Range(low=0, high=1),
-    "attention_length": NOT_NEGATIVE,
-    **{
-        f"{name}_share": Range(low=0, high=1, above=True)
-        for name in ("product", "fp8", "attention", "memory", "link", "network", "host", "pcie")
-    },
-    **{f"{dtype}_rate": POSITIVE for dtype in ("bf16", "fp16", "fp32", "fp8")},
-    **{
-        f"{name}_bandwidth": POSITIVE
-        for name in ("memory", "host", "pcie", "disk_read", "disk_write", "link", "network")
-    },
-}
+HERE = "here"
+COMMAND = "python -m ztk.calibrate"
+CEILINGS = ("memory_bandwidth", "bf16_rate", "fp16_rate", "fp32_rate")  # that floors of kernels are counted with
+_SHARE = Range(low=0, high=1, above=True)
+_PLANNED = When("task=plan and hardware=NAME", lambda config, machine: config.task.name == "plan")
+_COUNTED = When(
+    "task=plan or kernels.log_every above 0, and hardware=NAME",
+    lambda config, machine: config.task.name == "plan" or times_kernels(config),
+)
+
+
+@dataclass(kw_only=True)
+class HardwareConfig:
+    """The device, the node and the network that a plan is made for, and whose floors `kernels.log_every` compares with. Bandwidths are one
+    way, per device."""
+
+    acts: ClassVar = _PLANNED
+    optional: ClassVar = True
+    changes: ClassVar = Changes.experiment
+
+    name: str | None = key("name of the hardware", acts=_COUNTED)
+    capacity_bytes: int | None = key("bytes of device memory that the driver offers", range=SIZE)
+    reserve_bytes: int | None = key(
+        "bytes of it that the CUDA context, NCCL and the allocator's rounding take", range=SIZE_OR_ZERO
+    )
+    bf16_rate: float | None = key("operations per second of dense products in bf16", range=POSITIVE, acts=_COUNTED)
+    fp16_rate: float | None = key("operations per second of dense products in fp16", range=POSITIVE, acts=_COUNTED)
+    fp32_rate: float | None = key("operations per second of dense products in fp32", range=POSITIVE, acts=_COUNTED)
+    memory_bandwidth: float | None = key("bytes per second of device memory", range=POSITIVE, acts=_COUNTED)
+    host_bandwidth: float | None = key("bytes per second of main memory, a device's share", range=POSITIVE)
+    pcie_bandwidth: float | None = key("bytes per second between device and host", range=POSITIVE)
+    disk_read_bandwidth: float | None = key("bytes per second read from the disk, a device's share", range=POSITIVE)
+    disk_write_bandwidth: float | None = key("bytes per second written to the disk, a device's share", range=POSITIVE)
+    link_latency: float | None = key("seconds before a collective inside a node moves", range=NOT_NEGATIVE)
+    link_bandwidth: float | None = key("bytes per second between the devices of a node", range=POSITIVE)
+    network_latency: float | None = key("seconds before a collective between nodes moves", range=NOT_NEGATIVE)
+    network_bandwidth: float | None = key("bytes per second between nodes", range=POSITIVE)
+    ranks_per_node: int | None = key("devices of a node", range=COUNT)
+    operation_latency: float | None = key("seconds that an operation takes at least; null: 0", range=NOT_NEGATIVE)
+    fp8_rate: float | None = key("operations per second of dense products in fp8; null: there are none", range=POSITIVE)
+    product_share: float | None = key("share of a rate that large products reach; null: 1", range=_SHARE)
+    fp8_share: float | None = key("share of fp8_rate that the products of linear layers reach; null: 1", range=_SHARE)
+    attention_share: float | None = key("share of a rate that causal attention reaches; null: 1", range=_SHARE)
+    attention_length: float | None = key(
+        "sequence length at which attention reaches half of it; null: 0", range=NOT_NEGATIVE
+    )
+    memory_share: float | None = key("share of memory_bandwidth that operations on rows reach; null: 1", range=_SHARE)
+    link_share: float | None = key("share of link_bandwidth that large collectives reach; null: 1", range=_SHARE)
+    network_share: float | None = key("share of network_bandwidth that large collectives reach; null: 1", range=_SHARE)
+    host_share: float | None = key("share of host_bandwidth that an update reaches; null: 1", range=_SHARE)
+    pcie_share: float | None = key("share of pcie_bandwidth that pinned copies reach; null: 1", range=_SHARE)
+    overlap_cost: float | None = key(
+        "part of a collective's seconds by which it delays computing meanwhile; null: 0", range=Range(low=0, high=1)
+    )
+    multiprocessors: int | None = key(
+        "of a device, over which the tiles of products are spread; null: not counted", range=SIZE_OR_ZERO
+    )
+    curves: dict[str, Any] | None = key(
+        "of a CPU: seconds by amount of work, `python -m ztk.calibrate` measures them; null: rates alone"
+    )
+    source: str | None = key("where the numbers are from, in the words of the plan")
+    file: str | None = key(
+        "file of hardware=here, which `python -m ztk.calibrate --to FILE` writes; null: ztk/hardware.json below $XDG_CACHE_HOME or ~/.cache",
+        acts=_COUNTED,
+    )
+
+
+RANGES = ranges_of(HardwareConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +143,6 @@ class Hardware:
         Raises:
             ValueError: it was never measured.
         """
-        from ztk.core.policies.measured import read_measured  # here: that file imports this one
-
         return Hardware(**read_measured(file))
 
     def __post_init__(self) -> None:
@@ -120,3 +173,40 @@ REQUIRED = tuple(  # of an option on the command line
     for field in fields(Hardware)
     if field.default is MISSING or (field.name.startswith("network_") and field.default is None)
 )
+
+
+def measured_path(file: str | os.PathLike | None = None) -> Path:
+    """`file`, else `ztk/hardware.json` below $XDG_CACHE_HOME or ~/.cache."""
+    if file is not None:
+        return Path(file).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ztk" / "hardware.json"
+
+
+def read_measured(file: str | os.PathLike | None = None) -> dict[str, Any]:
+    """Keywords of `Hardware`. file: see `measured_path`.
+
+    Raises:
+        ValueError: nobody has written the file, or it is no file of `python -m ztk.calibrate`.
+    """
+    path = measured_path(file)
+    command = COMMAND if file is None else f"{COMMAND} --to {file}"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        values = content["hardware"]
+    except FileNotFoundError:
+        raise ValueError(f"hardware=here: {path} was never written: run `{command}`") from None
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        raise ValueError(f"hardware=here: {path} is no description of hardware ({error}): run `{command}`") from None
+    if unknown := sorted(set(values) - {"name", *NAMES}):
+        raise ValueError(f"hardware=here: {path} has unknown numbers, {', '.join(unknown)}: run `{command}`")
+    return values
+
+
+def write_measured(content: Mapping[str, Any], *, file: str | os.PathLike | None = None) -> Path:
+    """Writes `content` (with the keys "hardware" and "sources") and returns the path; a reader sees the old file or the new one."""
+    path = measured_path(file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    draft.replace(path)
+    return path

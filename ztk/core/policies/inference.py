@@ -1,50 +1,239 @@
 """What a user chooses about answers: how sequences share the engine, and how one is drawn. Ranges of both, once."""
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar
 
-from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, INT32_MAX, INT64_MAX, SIZE, Range
+from ztk.core.policies.key import Changes, When, key, ranges_of, tasks
+from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, INT64_MAX, SIZE, Range
+from ztk.core.policies.runs import ANSWERING, infers, offloads
+from ztk.core.policies.tier import Tier
 
 WEIGHTS = ("stored", "int8", "int4")
 BLOCK_WEIGHTS = (*WEIGHTS, "bf16", "fp8")  # of the engine over a cache of blocks
 CACHES = ("slabs", "blocks")
 CACHE_DTYPES = ("stored", "fp8")
-RANGES = {
-    "max_sequences": COUNT,
-    "max_step_tokens": COUNT,
-    "max_model_len": COUNT,
-    "lookup_tokens": COUNT_OR_ZERO,
-    "cache_tokens": COUNT,
-    "draft_tokens": COUNT_OR_ZERO,
-    "memory_bytes": SIZE,
-}
+
+
+class WeightFormat(StrEnum):
+    """inference.weights: how weights are stored."""
+
+    stored = "stored"
+    int8 = "int8"
+    int4 = "int4"
+    bf16 = "bf16"
+    fp8 = "fp8"
+
+
+class CacheKind(StrEnum):
+    """inference.cache: how keys and values are kept."""
+
+    slabs = "slabs"
+    blocks = "blocks"
+
+
+class CacheFormat(StrEnum):
+    """inference.cache_dtype: the format of keys and values in blocks."""
+
+    stored = "stored"
+    fp8 = "fp8"
+
+
+_MODEL = "task=generate, task=serve or task=eval"
+ANSWERS = When(_MODEL, lambda config, machine: config.task.name in ANSWERING)
+_NAMED = When(f"{_MODEL}, and inference.model=FOLDER", ANSWERS.test)
+_INFERS = When(f"{_MODEL}, and without eval.engine=training", lambda config, machine: infers(config))
+_STREAMS = When(
+    "task=generate, serve or eval and offload=nvme",
+    lambda config, machine: infers(config) and offloads(config, tier=Tier.nvme),
+)
+_PROMPTED, _GENERATES, _SERVES = tasks("generate", "serve"), tasks("generate"), tasks("serve")
+_DRAFTS = When(
+    f"inference.draft_model=FOLDER, and {_PROMPTED.words}",
+    lambda config, machine: _PROMPTED.test(config, machine) and config.inference.draft_model is not None,
+)
+
+
+@dataclass(kw_only=True)
+class InferenceConfig:
+    """Which model answers, and how sequences share it."""
+
+    acts: ClassVar = _INFERS
+    changes: ClassVar = Changes.experiment
+
+    model: str | None = key(
+        "a run folder, a checkpoint, or a folder that transformers reads; with task=generate, serve and eval it must be given",
+        acts=_NAMED,
+        is_path=True,
+    )
+    prompts: str | None = key(
+        'a jsonl file, each line {"prompt": "text"} or {"tokens": [1, 2]}, with sampling keys of its own where it has them; null: one '
+        "prompt, a line break, and the answer is printed",
+        acts=_GENERATES,
+        optional=True,
+        is_path=True,
+    )
+    max_sequences: int | None = key(
+        "sequences that are computed in one step; others wait; null: 32, with offload=nvme as many as its plan finds",
+        range=COUNT,
+        optional=True,
+    )
+    max_step_tokens: int | None = key(
+        "tokens of one step; a longer prompt is computed in several; null: 512, with offload=nvme what its plan finds",
+        range=COUNT,
+        optional=True,
+    )
+    memory_bytes: int | None = key(
+        "with offload=nvme: memory for layers, caches and activations; null: 80 % of what is free",
+        range=SIZE,
+        acts=_STREAMS,
+        optional=True,
+    )
+    max_model_len: int | None = key(
+        "tokens of one sequence, prompt and answer; null: what the model was made for",
+        range=COUNT,
+        acts=_PROMPTED,
+        optional=True,
+    )
+    lookup_tokens: int | None = key(
+        "draft tokens per step, found in the text itself; 0: none. They change no token",
+        default=0,
+        range=COUNT_OR_ZERO,
+        acts=_PROMPTED,
+    )
+    draft_model: str | None = key(
+        "a smaller model with the same tokens, run folder or folder of transformers, which drafts where nothing was looked up; null: none",
+        acts=_PROMPTED,
+        optional=True,
+        is_path=True,
+    )
+    draft_tokens: int | None = key(
+        "draft tokens per step of inference.draft_model. They change no token",
+        default=4,
+        range=COUNT_OR_ZERO,
+        acts=_DRAFTS,
+    )
+    weights: WeightFormat | None = key(
+        "stored: as the model's folder has them, or fp32 on the CPU; int8: a scale per output channel; int4: groups of 128 inputs, the head in "
+        "int8; on a GPU also bf16, and with a cache of blocks fp8 (e4m3)"
+    )
+    cache: CacheKind | None = key(
+        "slabs: one per sequence, on the CPU alone; blocks: of 64 tokens, shared by sequences that begin alike; null: blocks on a GPU",
+        optional=True,
+    )
+    cache_tokens: int | None = key(
+        "tokens of all sequences together that there is memory for; others wait; null: what fits into the free memory",
+        range=COUNT,
+        optional=True,
+    )
+    cache_dtype: CacheFormat | None = key(
+        "keys and values of a cache of blocks: stored (that of the computation) or fp8; null: stored", optional=True
+    )
+    exact: bool | None = key(
+        "over blocks, a sequence has the same bits whatever is computed beside it; false: products of up to eight rows are faster on a GPU; "
+        "null: true",
+        optional=True,
+    )
+    ema: bool | None = key(
+        "take the moving average of the weights, which a run with ema.decay keeps; null: false, the weights that trained",
+        acts=ANSWERS,
+        optional=True,
+    )
+    generation_config: bool | None = key(
+        "sampling.* that is not given comes from generation_config.json in the model's folder; null: true",
+        acts=_PROMPTED,
+        optional=True,
+    )
+    held_out: str | None = key(
+        "a text file; its first 2,048 tokens say how much int8 or int4 weights change the perplexity",
+        acts=_PROMPTED,
+        optional=True,
+        is_path=True,
+    )
+
+
+@dataclass(kw_only=True)
+class SamplingConfig:
+    """How an answer is drawn. A request may say otherwise."""
+
+    acts: ClassVar = _PROMPTED
+    changes: ClassVar = Changes.experiment
+
+    max_tokens: int | None = key(
+        "tokens of an answer at most; null: the rest of the context", range=COUNT, optional=True
+    )
+    temperature: float | None = key(
+        "divides the logits; 0: the likeliest token", default=0.8, range=Range(low=1e-6, zero=True)
+    )
+    top_k: int | None = key("only so many of the likeliest tokens; 0: all", default=0, range=COUNT_OR_ZERO)
+    top_p: float | None = key(
+        "only the likeliest tokens that together have this probability",
+        default=1.0,
+        range=Range(low=0, high=1, above=True),
+    )
+    min_p: float | None = key(
+        "only tokens with at least this part of the likeliest one's probability",
+        default=0.0,
+        range=Range(low=0, high=1),
+    )
+    repetition_penalty: float | None = key(
+        "divides positive logits of tokens in prompt and answer, multiplies negative ones",
+        default=1.0,
+        range=Range(low=0, above=True),
+    )
+    presence_penalty: float | None = key(
+        "taken off the logits of tokens in the answer", default=0.0, range=Range(low=-2, high=2)
+    )
+    frequency_penalty: float | None = key(
+        "the same, times how often the token is there", default=0.0, range=Range(low=-2, high=2)
+    )
+    n: int | None = key("answers to each prompt", default=1, range=COUNT)
+    seed: int | None = key(
+        "a draw is a function of it, the number of the answer and the position",
+        default=0,
+        range=Range(low=0, high=INT64_MAX),
+    )
+    stop: list[str] | None = key("texts that end an answer, as in [END]; they are left out of it", optional=True)
+    logprobs: int | None = key(
+        "log-probabilities of so many of the likeliest tokens are written, too", default=0, range=COUNT_OR_ZERO
+    )
+
+
+@dataclass(kw_only=True)
+class ServeConfig:
+    """The HTTP server of `task=serve`."""
+
+    acts: ClassVar = _SERVES
+    changes: ClassVar = Changes.experiment
+
+    host: str | None = key("address to listen on; 0.0.0.0: all of this machine's")
+    port: int | None = key("port to listen on; 0: a free one, which is printed", range=Range(low=0, high=65_535))
+    model_name: str | None = key(
+        "the model's name in /v1/models, which requests may send; null: that of its folder", optional=True
+    )
+    api_key_variable: str | None = key(
+        "environment variable whose value clients must send as Authorization: Bearer VALUE; null: nothing is asked for",
+        optional=True,
+    )
+    max_waiting: int | None = key("requests that wait for a place; more are refused with 429", range=COUNT)
+    drain_seconds: float | None = key(
+        "after SIGTERM running answers have so long to end", range=Range(low=0, high=86_400)
+    )
+    max_body_bytes: int | None = key("bytes of a request; longer ones are refused with 413", range=COUNT)
+    max_answers: int | None = key("answers to one request, prompts times n; more are refused with 400", range=COUNT)
+    max_logprobs: int | None = key("likely tokens per position that a request may ask for", range=COUNT_OR_ZERO)
+    max_stops: int | None = key("stop texts that a request may have", range=COUNT_OR_ZERO)
+
+
+RANGES = ranges_of(InferenceConfig)
+SAMPLING_RANGES = ranges_of(SamplingConfig)
+
+
 ONLY_NVME = "answers are computed on the CPU, where main memory is what the weights would leave; use offload=nvme, or leave offload out"
 # Values that go with a cache of slabs.
 _OF_SLABS = {"weights": WEIGHTS, "cache_dtype": (None, "stored"), "exact": (None, True)}
-SAMPLING_RANGES = {
-    "max_tokens": COUNT,
-    "temperature": Range(low=1e-6, zero=True),  # logits over less are infinite in float32
-    "top_k": COUNT_OR_ZERO,
-    "top_p": Range(low=0, high=1, above=True),
-    "min_p": Range(low=0, high=1),
-    "repetition_penalty": Range(low=0, above=True),
-    "presence_penalty": Range(low=-2, high=2),
-    "frequency_penalty": Range(low=-2, high=2),
-    "n": COUNT,
-    "seed": Range(low=0, high=INT64_MAX),
-    "logprobs": COUNT_OR_ZERO,
-}
 LOGIT_BIAS = Range(low=-1e9, high=1e9)
-EVAL_RANGES = {"seq_len": Range(low=2, high=INT32_MAX), "stride": COUNT}
-SERVE_RANGES = {
-    "port": Range(low=0, high=65_535),
-    "max_waiting": COUNT,
-    "drain_seconds": Range(low=0, high=86_400),
-    "max_body_bytes": COUNT,
-    "max_answers": COUNT,
-    "max_logprobs": COUNT_OR_ZERO,
-    "max_stops": COUNT_OR_ZERO,
-}
 
 
 def cache_of(cache: str | None, *, device: str) -> str:

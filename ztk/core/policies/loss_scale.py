@@ -4,13 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
-from ztk.core.policies.ranges import COUNT, POSITIVE, Range, range_faults, refuse
+from ztk.core.policies.key import ranges_of
+from ztk.core.policies.precision import LossScaleConfig
+from ztk.core.policies.ranges import POSITIVE, Range, range_faults, refuse
 
-RANGES = {
-    "initial": POSITIVE,
-    "window": COUNT,
-    "hysteresis": COUNT,
-    "floor": POSITIVE,
+RANGES = ranges_of(LossScaleConfig) | {
     "growth_factor": Range(low=1, above=True, float32=True),
     "backoff_factor": Range(low=0, high=1, above=True, below=True, float32=True),
     "maximum": POSITIVE,

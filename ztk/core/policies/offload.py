@@ -1,21 +1,83 @@
 """What is offloaded, where to, and through how much memory."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import MISSING, dataclass
+from enum import StrEnum
+from typing import ClassVar, Protocol
 
+from ztk.core.policies.key import Changes, When, key, ranges_of
 from ztk.core.policies.ranges import INT64_MAX, Range, range_faults, refuse
+from ztk.core.policies.runs import device_of, infers, offloads, others_offload
 from ztk.core.policies.tier import Tier
 
 PAGE_BYTES = 4096  # O_DIRECT: offsets, lengths and addresses are multiples of this on every filesystem of interest
 MIN_BUFFER_COUNT = 3  # one slot being read, one being updated, one being written
 MAX_THREADS = 1024  # each is a thread of the process, with a block of its own
-RANGES = {
-    "buffer_count": Range(low=MIN_BUFFER_COUNT, high=65_536),
-    "buffer_bytes": Range(low=PAGE_BYTES, high=INT64_MAX),
-    "block_bytes": Range(low=PAGE_BYTES, high=INT64_MAX),
-    "threads": Range(low=1, high=MAX_THREADS),
-}
+# `auto` follows `offload.optimizer` at stage 3 and is `none` below.
+# pyrefly: ignore[invalid-literal]  # the members follow another enum
+ParameterTier = StrEnum("ParameterTier", ["auto", *Tier])
+
+
+_PAGES = Range(low=PAGE_BYTES, high=INT64_MAX, words=f"a multiple of {PAGE_BYTES}")
+_NVME = When("offload=nvme", lambda config, machine: offloads(config, tier=Tier.nvme))
+_TRAINED_NVME = When(
+    "offload=nvme in a run that trains",
+    lambda config, machine: offloads(config, tier=Tier.nvme) and not infers(config),
+)
+_ANY_NVME = When(
+    "offload=nvme, or ema.offload, reference.offload, critic.offload or reward.offload",
+    lambda config, machine: offloads(config, tier=Tier.nvme) or others_offload(config, tier=Tier.nvme),
+)
+_PINNED = When(
+    "offload=cpu or offload=nvme beside a GPU",
+    lambda config, machine: (
+        (offloads(config, tier=Tier.nvme) or offloads(config, tier=Tier.cpu))
+        and device_of(config, machine=machine) == "cuda"
+    ),
+)
+
+
+@dataclass(kw_only=True)
+class OffloadConfig:
+    """Where a rank's shards are stored between their uses."""
+
+    changes: ClassVar = Changes.experiment
+
+    optimizer: Tier = key(
+        "tier of the optimizer states: none (the device), cpu (main memory), nvme (files)", default=MISSING
+    )
+    parameters: ParameterTier = key(
+        "tier of the parameters; auto: as offload.optimizer at stage 3, on the device below", default=MISSING
+    )
+    nvme_path: str | None = key(
+        "folder on the disk to use; null: nvme/ in the run folder",
+        acts=_ANY_NVME,
+        optional=True,
+        changes=Changes.nothing,
+    )
+    buffer_count: int | None = key(
+        "buffers of the pool through which shards pass",
+        range=Range(low=MIN_BUFFER_COUNT, high=65_536),
+        acts=_TRAINED_NVME,
+    )
+    buffer_bytes: int | None = key(
+        "bytes of one buffer; less if the largest shard needs less", range=_PAGES, acts=_TRAINED_NVME
+    )
+    block_bytes: int | None = key(
+        "bytes of one read or write. Main memory per rank is at most buffer_count * buffer_bytes + threads * block_bytes",
+        range=_PAGES,
+        acts=_NVME,
+    )
+    threads: int | None = key(
+        "reads and writes under way at the same time", range=Range(low=1, high=MAX_THREADS), acts=_NVME
+    )
+    pin_memory: bool | None = key(
+        "page-locked buffers, for copies to and from a GPU; null: true", acts=_PINNED, optional=True
+    )
+    direct_io: bool | None = key("read and write past the page cache (O_DIRECT)", acts=_NVME)
+
+
+RANGES = ranges_of(OffloadConfig)
 
 
 class OffloadChoices(Protocol):
@@ -57,8 +119,8 @@ class OffloadPolicy:
     direct_io: bool = True
 
     def __post_init__(self) -> None:
-        for key in ("optimizer", "parameters"):
-            object.__setattr__(self, key, _tier(key, value=getattr(self, key)))
+        for name in ("optimizer", "parameters"):
+            object.__setattr__(self, name, _tier(name, value=getattr(self, name)))
         refuse(self._faults())
 
     def _faults(self) -> Iterator[str]:
@@ -85,17 +147,17 @@ class OffloadPolicy:
 
 def page_faults(offload: OffloadChoices) -> Iterator[str]:
     """Buffers and blocks are multiples of a page."""
-    for key in ("buffer_bytes", "block_bytes"):
-        value = getattr(offload, key)
+    for name in ("buffer_bytes", "block_bytes"):
+        value = getattr(offload, name)
         if value is not None and value >= 1 and value % PAGE_BYTES:
             yield (
-                f"offload.{key}={value}: must be a multiple of {PAGE_BYTES}, as direct I/O needs; use "
-                f"offload.{key}={-(-value // PAGE_BYTES) * PAGE_BYTES}"
+                f"offload.{name}={value}: must be a multiple of {PAGE_BYTES}, as direct I/O needs; use "
+                f"offload.{name}={-(-value // PAGE_BYTES) * PAGE_BYTES}"
             )
 
 
-def _tier(key: str, *, value: str) -> Tier:
+def _tier(name: str, *, value: str) -> Tier:
     try:
         return Tier(value)
     except ValueError:
-        raise ValueError(f"offload.{key}={value!r} is not a tier; choose one of {', '.join(Tier)}") from None
+        raise ValueError(f"offload.{name}={value!r} is not a tier; choose one of {', '.join(Tier)}") from None

@@ -1,11 +1,14 @@
 """Which optimizer runs, with which hyperparameters, on which parameters."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass
+from enum import StrEnum
 
-from ztk.core.policies.compact import states_faults
+from ztk.core.policies.compact import STATES, states_faults
+from ztk.core.policies.key import chosen, key, ranges_of
 from ztk.core.policies.ranges import BELOW_ONE, NOT_NEGATIVE, POSITIVE, Range, range_faults, refuse
+from ztk.core.policies.zero import ZTK
 
 NAMES = ("adamw", "adam", "sgd", "lion", "lamb", "muon")
 TORCH = "torch"  # an optimizer object that a script passes; no name for a command line
@@ -20,15 +23,132 @@ _DEFAULT_EPS = {"adamw": 1e-8, "adam": 1e-8, "lamb": 1e-8, "muon": 1e-8}
 ADJUST_LR, NS_DTYPES = ("original", "match_rms_adamw"), ("bf16", "fp32")
 # Weights beside the body's in ztk's decoder and in transformers' models, whatever the class of their modules.
 ADAM_NAMES = r"(^|\.)(lm_head|head|embed_out|score|classifier|output_projection|w[tp]e|\w*embed\w*)(\.|$)"
-RANGES = {
-    "lr": NOT_NEGATIVE,
-    "eps": POSITIVE,
-    "weight_decay": NOT_NEGATIVE,
-    "momentum": BELOW_ONE,
-}
-LAMB_RANGES = {"min_coeff": NOT_NEGATIVE, "max_coeff": POSITIVE}
-MUON_RANGES = {"ns_steps": Range(low=1, high=99), "adam_lr": NOT_NEGATIVE}
-CLIP_RANGES = {"clip_grad_norm": NOT_NEGATIVE}
+
+
+class OptimizerName(StrEnum):
+    """optimizer.name: the update."""
+
+    adamw = "adamw"
+    adam = "adam"
+    sgd = "sgd"
+    lion = "lion"
+    lamb = "lamb"
+    muon = "muon"
+
+
+class AdjustLr(StrEnum):
+    """optimizer.adjust_lr: Muon's factor on the rate of a matrix [rows, columns], named as in torch.optim.Muon."""
+
+    original = "original"  # sqrt(max(1, rows / columns))
+    match_rms_adamw = "match_rms_adamw"  # 0.2 sqrt(max(rows, columns)): updates as large as AdamW's
+
+
+# Named as on the command line, and `8bit` is no name that a class body can have.
+# pyrefly: ignore[invalid-argument]  # the members follow the policy
+StateDtype = StrEnum("StateDtype", [(word, word) for word in STATES])
+
+
+StateDtype.__doc__ = """optimizer.states: in what AdamW's states are kept."""
+
+
+class NewtonSchulzDtype(StrEnum):
+    """optimizer.ns_dtype: in which Muon orthogonalises."""
+
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class _Betas:
+    """Two numbers from 0 to below 1, also in float32, where 0.99999999 becomes 1."""
+
+    brief: str = "two of 0 or more and below 1"
+
+    def fault(self, betas: Sequence[float]) -> str:
+        """Why `betas` are refused; "" if they are accepted."""
+        if len(betas) != 2:
+            return "must be two numbers, such as optimizer.betas=[0.9,0.95]"
+        reasons = ((number, BELOW_ONE.fault(beta)) for number, beta in enumerate(betas, start=1))
+        return next((f"number {number} {reason}" for number, reason in reasons if reason), "")
+
+
+_MUON, _LAMB = chosen("optimizer", "muon"), chosen("optimizer", "lamb")
+_MOMENTUM = chosen("optimizer", "sgd", "muon")
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """The update of the parameters."""
+
+    name: OptimizerName = key("the optimizer", default=MISSING)
+    lr: float = key("learning rate, which the schedule multiplies", default=MISSING, range=NOT_NEGATIVE)
+    betas: list[float] | None = key(
+        "decay rates of the two moving averages, as in [0.9,0.95]",
+        range=_Betas(),
+        acts=chosen("optimizer", "adamw", "adam", "lion", "lamb", "muon"),
+    )
+    eps: float | None = key(
+        "added to the denominator", range=POSITIVE, acts=chosen("optimizer", "adamw", "adam", "lamb", "muon")
+    )
+    weight_decay: float = key(
+        "weight decay: with adamw, lion and muon decoupled, with lamb added to the update, else added to the gradient",
+        default=MISSING,
+        range=NOT_NEGATIVE,
+    )
+    momentum: float | None = key("momentum of SGD and Muon", range=BELOW_ONE, acts=_MOMENTUM)
+    nesterov: bool | None = key(
+        "Nesterov's momentum",
+        acts=_MOMENTUM,
+        contradicts=lambda config: nesterov_faults(
+            nesterov=config.optimizer.nesterov, momentum=config.optimizer.momentum
+        ),
+    )
+    ns_steps: int | None = key(
+        "steps of the Newton-Schulz iteration that orthogonalises Muon's matrices",
+        range=Range(low=1, high=99),
+        acts=_MUON,
+    )
+    ns_dtype: NewtonSchulzDtype | None = key(
+        "what it computes in and what is sent for it: bf16, or fp32 to compare with", acts=_MUON
+    )
+    adjust_lr: AdjustLr | None = key(
+        "factor on optimizer.lr for a matrix; original: sqrt(max(1, rows / columns)); match_rms_adamw: 0.2 sqrt(max(rows, columns))",
+        acts=_MUON,
+    )
+    adam_lr: float | None = key(
+        "learning rate of what Muon leaves to AdamW: embeddings, head, norms, biases; null: optimizer.lr",
+        range=NOT_NEGATIVE,
+        acts=_MUON,
+        optional=True,
+    )
+    adam_names: str | None = key(
+        "regular expression: AdamW updates matrices whose name contains a match; null: names of heads and embeddings",
+        acts=_MUON,
+        optional=True,
+        contradicts=lambda config: pattern_faults(config.optimizer.adam_names),
+    )
+    states: StateDtype | None = key(
+        "how AdamW's moments are kept: fp32, bf16 (the second rounded stochastically), or 8bit, with a scale per 32 elements and 24 bits of "
+        "the master weights; see docs/recipes.md",
+        acts=chosen("optimizer", "adamw"),
+    )
+    min_coeff: float | None = key(
+        "least factor on LAMB's step for a parameter: the norm of its weights over that of its update",
+        range=NOT_NEGATIVE,
+        acts=_LAMB,
+        contradicts=lambda config: coefficient_faults(low=config.optimizer.min_coeff, high=config.optimizer.max_coeff),
+    )
+    max_coeff: float | None = key("largest such factor", range=POSITIVE, acts=_LAMB)
+    clip_grad_norm: float = key("largest global gradient norm; 0: no clipping", default=MISSING, range=NOT_NEGATIVE)
+    skip_unused: bool | None = key(
+        "true: a step leaves parameters alone that got no gradient on any rank, as torch's optimizers do; otherwise their gradient counts as "
+        "zero, and momentum and decay move them",
+        acts=ZTK,
+        optional=True,
+    )
+
+
+RANGES = {name: allowed for name, allowed in ranges_of(OptimizerConfig).items() if name != "betas"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +237,7 @@ class OptimizerPolicy:
         if self.eps is None and self.name in _DEFAULT_EPS:
             object.__setattr__(self, "eps", _DEFAULT_EPS[self.name])
         is_muon = self.name == "muon"
-        for key, default, muons in (
+        for name, default, muons in (
             ("momentum", 0.0, 0.95),
             ("nesterov", False, True),
             ("ns_steps", None, 5),
@@ -125,16 +245,15 @@ class OptimizerPolicy:
             ("adjust_lr", None, "original"),
             ("adam_names", None, ADAM_NAMES),
         ):
-            if getattr(self, key) is None:
-                object.__setattr__(self, key, muons if is_muon else default)
-        for key, default in (("min_coeff", 0.01), ("max_coeff", 10.0)):
-            if self.name == "lamb" and getattr(self, key) is None:
-                object.__setattr__(self, key, default)
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, muons if is_muon else default)
+        for name, default in (("min_coeff", 0.01), ("max_coeff", 10.0)):
+            if self.name == "lamb" and getattr(self, name) is None:
+                object.__setattr__(self, name, default)
         object.__setattr__(self, "groups", tuple(self.groups))
         refuse(self._faults())
 
     def _faults(self) -> Iterator[str]:
-        yield from range_faults(self, section="optimizer", ranges=CLIP_RANGES)
         if self.name in ("sgd", "muon"):
             yield from nesterov_faults(nesterov=self.nesterov, momentum=self.momentum)
         elif self.nesterov:
@@ -155,23 +274,21 @@ class OptimizerPolicy:
 
     def _muon_faults(self) -> Iterator[str]:
         if self.name != "muon":
-            for key in ("ns_steps", "ns_dtype", "adjust_lr", "adam_lr", "adam_names"):
-                if (value := getattr(self, key)) is not None:
-                    yield f"optimizer.{key}={value} has no effect with optimizer={self.name}: leave it out, or use optimizer=muon"
+            for name in ("ns_steps", "ns_dtype", "adjust_lr", "adam_lr", "adam_names"):
+                if (value := getattr(self, name)) is not None:
+                    yield f"optimizer.{name}={value} has no effect with optimizer={self.name}: leave it out, or use optimizer=muon"
             return
-        yield from range_faults(self, section="optimizer", ranges=MUON_RANGES)
-        for key, words in (("adjust_lr", ADJUST_LR), ("ns_dtype", NS_DTYPES)):
-            if (value := getattr(self, key)) not in words:
-                yield f"optimizer.{key}={value}: must be one of {', '.join(words)}"
+        for name, words in (("adjust_lr", ADJUST_LR), ("ns_dtype", NS_DTYPES)):
+            if (value := getattr(self, name)) not in words:
+                yield f"optimizer.{name}={value}: must be one of {', '.join(words)}"
         yield from pattern_faults(self.adam_names)
 
     def _lamb_faults(self) -> Iterator[str]:
         if self.name != "lamb":
-            for key in ("min_coeff", "max_coeff"):
-                if (value := getattr(self, key)) is not None:
-                    yield f"optimizer.{key}={value} has no effect with optimizer={self.name}: leave it out, or use optimizer=lamb"
+            for name in ("min_coeff", "max_coeff"):
+                if (value := getattr(self, name)) is not None:
+                    yield f"optimizer.{name}={value} has no effect with optimizer={self.name}: leave it out, or use optimizer=lamb"
             return
-        yield from range_faults(self, section="optimizer", ranges=LAMB_RANGES)
         yield from coefficient_faults(low=self.min_coeff, high=self.max_coeff)
 
 
@@ -197,16 +314,10 @@ def nesterov_faults(*, nesterov: bool | None, momentum: float | None) -> Iterato
         )
 
 
-def beta_faults(betas: tuple[float, ...] | list[float] | None, *, section: str = "optimizer") -> Iterator[str]:
-    """Two numbers from 0 to below 1, also in float32, where 0.99999999 becomes 1."""
-    if betas is None:
-        return
-    text = f"{section}.betas=[{','.join(map(str, betas))}]"
-    if len(betas) != 2:
-        yield f"{text}: must be two numbers, such as {section}.betas=[0.9,0.95]"
-    for number, beta in enumerate(betas, start=1):
-        if reason := BELOW_ONE.fault(beta):
-            yield f"{text}: number {number} {reason}"
+def beta_faults(betas: Sequence[float] | None, *, section: str = "optimizer") -> Iterator[str]:
+    """See `_Betas`."""
+    if betas is not None and (reason := _Betas().fault(betas)):
+        yield f"{section}.betas=[{','.join(map(str, betas))}]: {reason}"
 
 
 def _group_faults(group: OptimizerPolicy | ParameterGroup, *, name: str) -> Iterator[str]:
@@ -214,11 +325,11 @@ def _group_faults(group: OptimizerPolicy | ParameterGroup, *, name: str) -> Iter
     section = f"optimizer.groups[{group.pattern!r}]" if isinstance(group, ParameterGroup) else "optimizer"
     yield from range_faults(group, section=section, ranges=RANGES)
     yield from beta_faults(group.betas, section=section)
-    for option, owners, use in (
+    for name_of, owners, use in (
         ("betas", _DEFAULT_BETAS, "adamw"),
         ("eps", _DEFAULT_EPS, "adamw"),
         ("momentum", ("sgd", "muon"), "sgd"),
     ):
-        value = getattr(group, option)
+        value = getattr(group, name_of)
         if value and name not in owners:
-            yield f"{section}.{option}={value} has no effect with optimizer={name}: leave it out, or use optimizer={use}"
+            yield f"{section}.{name_of}={value} has no effect with optimizer={name}: leave it out, or use optimizer={use}"

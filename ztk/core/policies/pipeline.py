@@ -3,21 +3,13 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
-from ztk.core.policies.ranges import COUNT, SIZE_OR_ZERO, range_faults, refuse
+from ztk.core.policies.key import ranges_of
+from ztk.core.policies.ranges import range_faults, refuse
+from ztk.core.policies.topology import ScheduleName, TopologyConfig
 
-RANGES = {"virtual_stages": COUNT, "max_local_gradients": SIZE_OR_ZERO}
+RANGES = ranges_of(TopologyConfig)
 PARTITION_METHODS = "uniform, parameters, type:PATTERN or profile"
-
-
-class ScheduleName(StrEnum):
-    """The schedules by name."""
-
-    gpipe = "gpipe"  # all forwards, then all backwards
-    one_f_one_b = "1f1b"  # a forward and a backward in turn, so that fewer micro-batches are in flight
-    interleaved = "interleaved"  # 1f1b over several stages per rank: a smaller bubble for more transfers
-    zero_bubble = "zero_bubble"  # 1f1b whose weight gradients fill the bubble
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

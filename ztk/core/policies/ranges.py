@@ -14,7 +14,8 @@ _FAR_ENDS = (None, INT32_MAX, INT64_MAX)
 class Range:
     """Finite numbers from `low` to `high`; `below` leaves `high` itself out, `above` leaves `low` out, and `zero` lets 0 in.
 
-    float32: kernels read the number in float32. It must lie in the range after that rounding too, and must not become 0 or infinite.
+    float32: kernels read the number in float32. It must lie in the range after that rounding too, and must not become 0 or infinite. words:
+    how help says it, where other rules narrow it.
     """
 
     low: float
@@ -23,6 +24,7 @@ class Range:
     below: bool = False
     zero: bool = False
     float32: bool = False
+    words: str = ""
 
     def fault(self, value: float) -> str:
         """Why `value` is refused, starting with "must be"; "" if it is accepted."""
@@ -47,6 +49,8 @@ class Range:
     @property
     def brief(self) -> str:
         """The range in words, without an upper end that no user comes near."""
+        if self.words:
+            return self.words
         return str(replace(self, high=None)).removesuffix(" and finite") if self.high in _FAR_ENDS else str(self)
 
     def __str__(self) -> str:
@@ -75,9 +79,10 @@ def rounded_to_float32(value: float) -> float:
 
 
 def range_faults(values: object, *, section: str, ranges: Mapping[str, Range]) -> Iterator[str]:
-    """One line per attribute of `values` outside of its range, in the words of the command line. None stands for "not given"."""
+    """One line per attribute of `values` outside of its range, in the words of the command line. None stands for "not given"; `values` may lack
+    some of the attributes."""
     for name, allowed in ranges.items():
-        value = getattr(values, name)
+        value = getattr(values, name, None)
         if value is not None and (reason := allowed.fault(value)):
             yield f"{section}.{name}={shown(value)}: {reason}"
 

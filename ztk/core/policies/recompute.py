@@ -1,12 +1,12 @@
 """What a user chooses about activations."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from enum import StrEnum
+from typing import ClassVar
 
+from ztk.core.policies.key import Changes, When, key, ranges_of
 from ztk.core.policies.ranges import COUNT, range_faults, refuse
-
-RANGES = {"every": COUNT, "num_checkpoints": COUNT}
 
 
 class RecomputeMode(StrEnum):
@@ -15,6 +15,49 @@ class RecomputeMode(StrEnum):
     none = "none"  # everything that autograd saves
     full = "full"  # the block's input (Chen et al. 2016, https://arxiv.org/abs/1604.06174)
     selective = "selective"  # the input, and the results of matrix products and attention (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198)
+
+
+_RECOMPUTES = When(
+    "recompute=full, selective or every2", lambda config, machine: config.recompute.mode is not RecomputeMode.none
+)
+_PARTITIONS = When(
+    "recompute=full, selective or every2, topology.tensor above 1 and topology.sequence_parallel=false",
+    lambda config, machine: (
+        config.recompute.mode is not RecomputeMode.none
+        and config.topology.tensor > 1
+        and not config.topology.sequence_parallel
+    ),
+)
+
+
+@dataclass(kw_only=True)
+class RecomputeConfig:
+    """Which activations the backward computes again instead of reading them (activation checkpointing)."""
+
+    changes: ClassVar = Changes.experiment
+
+    mode: RecomputeMode = key(
+        "what a block saves: none: all its activations; full: its input alone; selective: its input and the results of matrix "
+        "products and attention",
+        default=MISSING,
+    )
+    every: int | None = key("recompute one block of this many", default=1, range=COUNT, acts=_RECOMPUTES)
+    inputs_on_cpu: bool | None = key(
+        "keep a block's input in main memory, pinned beside a GPU", default=False, acts=_RECOMPUTES
+    )
+    partition_inputs: bool | None = key(
+        "each tensor-parallel rank keeps its part of a block's input", default=False, acts=_PARTITIONS
+    )
+    contiguous: bool | None = key("keep inputs in one buffer, allocated once", default=False, acts=_RECOMPUTES)
+    num_checkpoints: int | None = key(
+        "inputs that this buffer holds; null: one per recomputed block",
+        range=COUNT,
+        acts=When("recompute.contiguous=true", lambda config, machine: bool(config.recompute.contiguous)),
+        optional=True,
+    )
+
+
+RANGES = ranges_of(RecomputeConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

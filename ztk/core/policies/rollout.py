@@ -1,28 +1,414 @@
-"""Ranges of the keys of rollouts and policy gradients."""
+"""Keys of rollouts, advantages, losses of policies, KL divergences, rewards and second models."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, ClassVar
+
+from ztk.core.policies.align import RewardLossName
+from ztk.core.policies.key import Changes, When, key, tasks
+from ztk.core.policies.precision import DType
 from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, FRACTION, NOT_NEGATIVE, POSITIVE, Range
+from ztk.core.policies.runs import draws
+from ztk.core.policies.tier import Tier
 
-RANGES = {
-    "rollout.prompts": COUNT,
-    "rollout.group_size": COUNT,
-    "rollout.max_tokens": COUNT,
-    "rollout.tensor": COUNT,
-    "rollout.temperature": POSITIVE,
-    "rollout.correction_max": Range(low=1, float32=True),
-    "rollout.show_every": COUNT_OR_ZERO,
-    "rollout.stop_entropy_below": POSITIVE,
-    "warm_start.steps": COUNT_OR_ZERO,
-    "warm_start.correct": FRACTION,
-    "warm_start.lr": POSITIVE,
-    "warm_start.batch_size": COUNT,
-    "advantage.gamma": FRACTION,
-    "advantage.lam": FRACTION,
-    "policy.clip_low": FRACTION,
-    "policy.clip_high": NOT_NEGATIVE,
-    "policy.dual_clip": Range(low=1, above=True, float32=True),
-    "kl.coef": NOT_NEGATIVE,
-    "kl.stop_above": POSITIVE,
-    "critic.lr": POSITIVE,
-    "critic.value_clip": NOT_NEGATIVE,
-    "reward.timeout_seconds": Range(low=0, high=86_400, above=True),
+if TYPE_CHECKING:
+    from ztk.core.policies.config import Config
+
+
+class RolloutEngineName(StrEnum):
+    """rollout.engine: what computes answers."""
+
+    trainer = "trainer"
+    generator = "generator"
+
+
+class RolloutWeightsName(StrEnum):
+    """rollout.weights: when parameters are gathered at stage 3."""
+
+    auto = "auto"
+    whole = "whole"
+    streamed = "streamed"
+
+
+class RolloutIdentity(StrEnum):
+    """rollout.identity: how log-probabilities of rollouts are compared."""
+
+    exact = "exact"
+    corrected = "corrected"
+    off = "off"
+
+
+class BaselineName(StrEnum):
+    """advantage.baseline: what a reward is compared with."""
+
+    critic = "critic"
+    mean = "mean"
+    leave_one_out = "leave_one_out"
+
+
+class AdvantageScale(StrEnum):
+    """advantage.scale: what an advantage is divided by."""
+
+    group = "group"
+    batch = "batch"
+    none = "none"
+
+
+class RatioName(StrEnum):
+    """policy.ratio: of what the ratio of probabilities is."""
+
+    token = "token"
+    sequence = "sequence"
+
+
+class PolicyForm(StrEnum):
+    """policy.form: how the policy's loss is clipped."""
+
+    clipped = "clipped"
+    cispo = "cispo"
+
+
+class AverageName(StrEnum):
+    """policy.average: what the policy's loss is a mean of."""
+
+    sequence = "sequence"
+    tokens = "tokens"
+    constant = "constant"
+
+
+class KlEstimator(StrEnum):
+    """kl.estimator: the estimate of the divergence."""
+
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+    k3_weighted = "k3_weighted"
+
+
+class KlPlace(StrEnum):
+    """kl.place: where the divergence enters."""
+
+    reward = "reward"
+    loss = "loss"
+
+
+class ReferenceName(StrEnum):
+    """kl.reference: what the divergence is measured to."""
+
+    frozen = "frozen"
+    lora_off = "lora_off"
+    none = "none"
+
+
+class PromptTask(StrEnum):
+    """rollout.task: prompts that are made on the spot."""
+
+    sorting = "sorting"
+    arithmetic = "arithmetic"
+    copying = "copying"
+    lexicon = "lexicon"
+
+
+# Most bytes of a prompt and of an answer, its end included.
+TASK_LENGTHS = {
+    PromptTask.sorting: (6, 6),
+    PromptTask.arithmetic: (6, 3),
+    PromptTask.copying: (6, 6),
+    PromptTask.lexicon: (7, 7),
 }
+
+
+class StageName(StrEnum):
+    """What a model beside the policy shards."""
+
+    stage0 = "stage0"
+    stage1 = "stage1"
+    stage2 = "stage2"
+    stage3 = "stage3"
+
+
+DRAWS = tasks("grpo", "ppo")
+_PPO = tasks("ppo")
+_WARMS = When("task=grpo, task=ppo or task=dpo", lambda config, machine: config.task.name in ("grpo", "ppo", "dpo"))
+_WARMING = When(
+    "task=grpo, task=ppo or task=dpo with warm_start.steps above 0",
+    lambda config, machine: _WARMS.test(config, machine) and bool(config.warm_start.steps),
+)
+_MADE = When(
+    "task=sft, reward, dpo, grpo or ppo without data.path",
+    lambda config, machine: _ALIGNS.test(config, machine) and config.data.path is None,
+)
+_ALIGNS = tasks("sft", "reward", "dpo", "grpo", "ppo")
+_GATHERS = When(
+    f"{DRAWS.words} and zero=stage3, and rollout.engine=trainer",
+    lambda config, machine: (
+        draws(config)
+        and config.zero.engine == "ztk"
+        and config.zero.stage == 3
+        and config.rollout.engine is RolloutEngineName.trainer
+    ),
+)
+_GENERATES = When(
+    f"{DRAWS.words} and rollout.engine=generator",
+    lambda config, machine: draws(config) and config.rollout.engine is RolloutEngineName.generator,
+)
+_CORRECTS = When(
+    "rollout.identity=corrected",
+    lambda config, machine: draws(config) and config.rollout.identity is RolloutIdentity.corrected,
+)
+_CLIPS = When(
+    f"{DRAWS.words} and policy.form=clipped",
+    lambda config, machine: draws(config) and config.policy.form is PolicyForm.clipped,
+)
+_DIVERGES = When(f"{DRAWS.words} and kl.coef above 0", lambda config, machine: draws(config) and bool(config.kl.coef))
+_REFERENCE = When(
+    "kl.reference=frozen or dpo.reference=frozen",
+    lambda config, machine: (
+        (draws(config) and config.kl.reference == "frozen")
+        or (config.task.name == "dpo" and config.dpo.reference == "frozen")
+    ),
+)
+_REWARD_MODEL = When(
+    f"{DRAWS.words} and reward.path", lambda config, machine: draws(config) and config.reward.path is not None
+)
+_LEARNS_REWARDS = tasks("reward")
+
+
+def _baseline_faults(config: "Config") -> Iterator[str]:
+    advantage, name = config.advantage, config.task.name
+    critic = advantage.baseline is BaselineName.critic
+    if name == "grpo" and critic:
+        yield "advantage.baseline=critic: task=grpo has no critic; use task=ppo, or advantage.baseline=mean"
+    if name == "ppo" and advantage.baseline is not None and not critic:
+        yield f"advantage.baseline={advantage.baseline.value}: task=ppo trains a critic; use task=grpo, or advantage.baseline=critic"
+    if critic and advantage.scale is AdvantageScale.group:
+        yield "advantage.scale=group: values of a critic have no groups; use advantage.scale=batch"
+
+
+def _group_faults(config: "Config") -> Iterator[str]:
+    if config.rollout.drop_equal_groups and config.rollout.group_size == 1:
+        yield (
+            "rollout.drop_equal_groups=true: with rollout.group_size=1 every answer would be left out; use rollout.drop_equal_groups=false, or "
+            "rollout.group_size=8"
+        )
+
+
+def _kl_faults(config: "Config") -> Iterator[str]:
+    kl = config.kl
+    if kl.coef and kl.place is KlPlace.loss and kl.estimator is KlEstimator.k1:
+        yield "kl.estimator=k1 has no gradient in the loss (its expectation is zero): use kl.estimator=k3_weighted, or kl.place=reward"
+    if kl.coef and kl.place is KlPlace.reward and kl.estimator is KlEstimator.k3_weighted:
+        yield "kl.estimator=k3_weighted is a loss: use kl.estimator=k1, or kl.place=loss"
+    if kl.reference is ReferenceName.lora_off and not config.lora.rank:
+        yield "kl.reference=lora_off: is the policy without its adapters, and there are none; use lora=adapter, or kl.reference=frozen"
+    if kl.reference is ReferenceName.none and kl.coef:
+        yield f"kl.coef={kl.coef:g} needs a reference: use kl.reference=frozen, or kl.coef=0"
+    if kl.reference is ReferenceName.none and kl.stop_above is not None:
+        yield f"kl.stop_above={kl.stop_above:g} needs a reference: use kl.reference=frozen, or leave it out"
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    """What is drawn from the policy, and how it is checked."""
+
+    acts: ClassVar = DRAWS
+
+    task: PromptTask | None = key(
+        "prompts, answers and exact rewards that are made on the spot. sorting, copying: of letters; arithmetic: sums; lexicon: words to be "
+        "translated. null: data.path has them",
+        default=PromptTask.sorting,
+        acts=_MADE,
+        optional=True,
+    )
+    prompts: int | None = key("prompts of a rollout, over all ranks", default=16, range=COUNT)
+    group_size: int | None = key("answers per prompt", default=8, range=COUNT)
+    max_tokens: int | None = key("tokens of an answer, at most", default=8, range=COUNT)
+    temperature: float | None = key(
+        "divides the logits, for drawing and for the log-probabilities", default=1.0, range=POSITIVE
+    )
+    engine: RolloutEngineName | None = key(
+        "what computes answers. trainer: the forward of the engine that trains, over its shards; generator: the inference engine, on the CPU, "
+        "over a copy of the weights in fp32 on every rank, with a cache of keys and values for models of transformers, too",
+        default=RolloutEngineName.trainer,
+    )
+    weights: RolloutWeightsName | None = key(
+        "at stage 3: whole: parameters are gathered once per rollout, as many as zero.max_live_parameters allows; streamed: for every "
+        "forward, in the memory of training; auto: whole if they fit into what is free on every rank, and the run says so",
+        default=RolloutWeightsName.auto,
+        acts=_GATHERS,
+    )
+    tensor: int | None = key(
+        "neighbouring ranks that share a copy of rollout.engine=generator, each with a part of every layer",
+        default=1,
+        range=COUNT,
+        acts=_GENERATES,
+    )
+    identity: RolloutIdentity | None = key(
+        "exact: the trainer's log-probabilities of a rollout must equal the stored ones bit for bit, or the run stops; corrected: their "
+        "ratio weighs the loss (truncated importance sampling); off: neither",
+        default=RolloutIdentity.exact,
+    )
+    correction_max: float | None = key(
+        "largest weight of rollout.identity=corrected", default=2.0, range=Range(low=1, float32=True), acts=_CORRECTS
+    )
+    drop_equal_groups: bool | None = key(
+        "answers of a group with equal rewards do not count in the loss", contradicts=_group_faults
+    )
+    mask_truncated: bool | None = key("answers that were cut at rollout.max_tokens do not count in the loss")
+    show_every: int | None = key(
+        "steps between texts on screen and in samples.jsonl; 0: none",
+        default=25,
+        range=COUNT_OR_ZERO,
+        changes=Changes.experiment,
+    )
+    stop_entropy_below: float | None = key(
+        "the run stops when the mean entropy, nats per token, is below; null: never", range=POSITIVE, optional=True
+    )
+
+
+@dataclass(kw_only=True)
+class WarmStartConfig:
+    """Supervised steps before the first rollout, on answers of which some are wrong."""
+
+    acts: ClassVar = _WARMING
+
+    steps: int | None = key("supervised steps; 0: none", default=300, range=COUNT_OR_ZERO, acts=_WARMS)
+    correct: float | None = key("fraction of the answers that are right", default=0.35, range=FRACTION)
+    lr: float | None = key("learning rate of these steps", default=3.0e-3, range=POSITIVE)
+    batch_size: int | None = key("examples per step, over all ranks", default=64, range=COUNT)
+    path: str | None = key(
+        "run folder or checkpoint of a decoder of this shape, whose parameters are the first ones; null: those of train.seed",
+        acts=_ALIGNS,
+        optional=True,
+        is_path=True,
+    )
+
+
+@dataclass(kw_only=True)
+class AdvantageConfig:
+    """How much better an answer is than expected."""
+
+    acts: ClassVar = DRAWS
+
+    baseline: BaselineName | None = key(
+        "what is expected: critic: a second model's value per token (GAE); mean: the group's mean; leave_one_out: the mean of the others",
+        contradicts=_baseline_faults,
+    )
+    scale: AdvantageScale | None = key(
+        "divide by the standard deviation of the group's rewards (group) or whiten over all answer tokens (batch)"
+    )
+    gamma: float | None = key("discount per token", range=FRACTION, acts=_PPO)
+    lam: float | None = key("lambda of generalised advantage estimation", range=FRACTION, acts=_PPO)
+
+
+@dataclass(kw_only=True)
+class PolicyConfig:
+    """The loss of the policy."""
+
+    acts: ClassVar = DRAWS
+
+    ratio: RatioName | None = key("ratio of probabilities per token, or its geometric mean per answer (GSPO)")
+    form: PolicyForm | None = key("clipped: PPO's minimum; cispo: the clipped ratio as a constant weight")
+    clip_low: float | None = key("the ratio is clipped at 1 - clip_low", range=FRACTION)
+    clip_high: float | None = key("the ratio is clipped at 1 + clip_high", range=NOT_NEGATIVE)
+    dual_clip: float | None = key(
+        "bound on the ratio of negative advantages; null: none",
+        range=Range(low=1, above=True, float32=True),
+        acts=_CLIPS,
+        optional=True,
+    )
+    average: AverageName | None = key(
+        "sequence: mean over answers of means over tokens; tokens: mean over all tokens of the batch; constant: sum over "
+        "(answers * rollout.max_tokens)"
+    )
+
+
+@dataclass(kw_only=True)
+class KlConfig:
+    """The KL divergence to the reference, the model as it was before the first rollout."""
+
+    acts: ClassVar = DRAWS
+
+    reference: ReferenceName | None = key(
+        "frozen: a copy of the first weights is kept, with lora=adapter of those below the adapters; lora_off: with lora=adapter, the policy "
+        "without its adapters, no second model; none: nothing is measured",
+        default=ReferenceName.frozen,
+        contradicts=_kl_faults,
+    )
+    coef: float | None = key("factor of the divergence; 0: it is measured alone", range=NOT_NEGATIVE)
+    estimator: KlEstimator | None = key(
+        "k1: log ratio; k2: half its square; k3: exp(-k1) - 1 + k1; k3_weighted: k3 times the ratio to the old policy, whose gradient is "
+        "the divergence's",
+        acts=_DIVERGES,
+    )
+    place: KlPlace | None = key("subtract it from each token's reward, or add it to the loss", acts=_DIVERGES)
+    stop_above: float | None = key(
+        "the run saves and stops above so many nats per answer; null: never", range=POSITIVE, optional=True
+    )
+
+
+@dataclass(kw_only=True)
+class StrategyConfig:
+    """Where a model beside the policy differs from the policy's zero, offload and precision."""
+
+    zero: StageName | None = key("what it shards; null: as zero.stage", optional=True, changes=Changes.experiment)
+    offload: Tier | None = key(
+        "where its shards are stored, at stage 3 its parameters, too; null: as offload",
+        optional=True,
+        changes=Changes.experiment,
+    )
+    precision: DType | None = key("dtype of its parameters; null: as precision.dtype", optional=True)
+
+
+@dataclass(kw_only=True)
+class ReferenceConfig(StrategyConfig):
+    """The engine of kl.reference=frozen or dpo.reference=frozen, which never steps."""
+
+    acts: ClassVar = _REFERENCE
+
+
+@dataclass(kw_only=True)
+class CriticConfig(StrategyConfig):
+    """The second model of advantage.baseline=critic: an engine of its own with the policy's shape and first weights."""
+
+    acts: ClassVar = _PPO
+
+    lr: float | None = key("learning rate of the critic", range=POSITIVE)
+    value_clip: float | None = key("a value may move by this much from the old one; 0: no clipping", range=NOT_NEGATIVE)
+
+
+@dataclass(kw_only=True)
+class RewardConfig(StrategyConfig):
+    """The reward of an answer, and the model that learns it, or gives it (reward.path): an engine of its own, as the critic."""
+
+    acts: ClassVar = _REWARD_MODEL
+
+    function: str | None = key(
+        "FILE.py:FUNCTION, called as FUNCTION(prompt=, answer=, record=); a number, or None to leave the answer out; null: the task's own",
+        acts=DRAWS,
+        optional=True,
+    )
+    path: str | None = key(
+        "run folder or checkpoint of task=reward, of the policy's shape, whose value at the last token is the reward; the function's is shown "
+        "beside it as true_reward; null: the function's reward trains",
+        acts=DRAWS,
+        optional=True,
+        is_path=True,
+    )
+    timeout_seconds: float | None = key(
+        "longest time of one call", range=Range(low=0, high=86_400, above=True), acts=DRAWS
+    )
+    loss: RewardLossName | None = key(
+        "of a reward model. bradley_terry: of the values at the last tokens; per_token: DeepSpeed-Chat's, of all values behind the common "
+        "beginning",
+        acts=_LEARNS_REWARDS,
+    )
+    margin: float | None = key(
+        "by which a chosen answer's value is to be larger, where a record has no margin",
+        range=NOT_NEGATIVE,
+        acts=_LEARNS_REWARDS,
+    )
+    centring: float | None = key(
+        "factor of (chosen + rejected)^2, added to the loss", range=NOT_NEGATIVE, acts=_LEARNS_REWARDS
+    )

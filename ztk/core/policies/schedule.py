@@ -1,9 +1,15 @@
 """How the learning rate moves."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
+from enum import StrEnum
+from typing import TYPE_CHECKING
 
+from ztk.core.policies.key import When, chosen, key, ranges_of
 from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, FRACTION, NOT_NEGATIVE, POSITIVE, range_faults, refuse
+
+if TYPE_CHECKING:
+    from ztk.core.policies.config import Config
 
 _WARMUP = ("warmup_steps", "warmup_shape", "warmup_start")
 _DECAY = (*_WARMUP, "final", "total_steps")
@@ -19,22 +25,106 @@ SCHEDULES = {
     "one_cycle": _CYCLE,
     "range_test": ("step_size", "step_rate", "staircase"),
 }
-RANGES = {
-    "warmup_steps": COUNT_OR_ZERO,
-    "warmup_start": FRACTION,
-    "final": FRACTION,
-    "total_steps": COUNT,
-    "decay_steps": COUNT,
-    "start": FRACTION,
-    "rise_steps": COUNT,
-    "fall_steps": COUNT_OR_ZERO,
-    "rise_stairs": COUNT_OR_ZERO,
-    "fall_stairs": COUNT_OR_ZERO,
-    "decay_rate": NOT_NEGATIVE,
-    "decay_interval": COUNT_OR_ZERO,
-    "step_size": COUNT,
-    "step_rate": POSITIVE,
-}
+
+
+class SchedulerName(StrEnum):
+    """scheduler.name: how the learning rate moves."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+    wsd = "wsd"
+    one_cycle = "one_cycle"
+    range_test = "range_test"
+
+
+class WarmupShape(StrEnum):
+    """scheduler.warmup_shape: how it rises."""
+
+    linear = "linear"
+    log = "log"
+
+
+class DecayShape(StrEnum):
+    """scheduler.decay_shape: how wsd decays."""
+
+    linear = "linear"
+    cosine = "cosine"
+    sqrt = "sqrt"
+    exponential = "exponential"
+
+
+_WARMED = chosen("scheduler", "constant", "linear", "cosine", "wsd")
+_DECAYED, _WSD = chosen("scheduler", "linear", "cosine", "wsd"), chosen("scheduler", "wsd")
+_ONE_CYCLE, _RANGE_TEST = chosen("scheduler", "one_cycle"), chosen("scheduler", "range_test")
+_WARMS_UP = When(
+    f"{_WARMED.words} with scheduler.warmup_steps above 0",
+    lambda config, machine: _WARMED.test(config, machine) and config.scheduler.warmup_steps != 0,
+)
+
+
+def _log_faults(config: "Config") -> Iterator[str]:
+    if config.scheduler.warmup_shape == "log" and config.scheduler.warmup_steps == 1:
+        yield (
+            "scheduler.warmup_shape=log needs two steps or more: use scheduler.warmup_steps=2, or "
+            "scheduler.warmup_shape=linear"
+        )
+
+
+@dataclass(kw_only=True)
+class SchedulerConfig:
+    """The learning rate over the optimizer steps, as multiples of optimizer.lr."""
+
+    name: SchedulerName = key("the schedule", default=MISSING)
+    warmup_steps: int | None = key(
+        "steps in which the learning rate rises; null: a twentieth of train.steps",
+        range=COUNT_OR_ZERO,
+        acts=_WARMED,
+        optional=True,
+    )
+    warmup_shape: WarmupShape | None = key("how it rises", acts=_WARMS_UP, contradicts=_log_faults)
+    warmup_start: float | None = key(
+        "first multiplier; null: 1 / warmup_steps", range=FRACTION, acts=_WARMS_UP, optional=True
+    )
+    final: float | None = key("multiplier at the end", range=FRACTION, acts=_DECAYED)
+    total_steps: int | None = key(
+        "step at which the decay ends; null: train.steps", range=COUNT, acts=_DECAYED, optional=True
+    )
+    decay_steps: int | None = key(
+        "steps of wsd's decay, the last ones; null: a tenth of the steps", range=COUNT, acts=_WSD, optional=True
+    )
+    decay_shape: DecayShape | None = key(
+        "how wsd decays: linear; cosine: half a cosine; sqrt: 1 - square root, steep first; exponential: by the same factor per step",
+        acts=_WSD,
+        contradicts=lambda config: shape_faults(shape=config.scheduler.decay_shape, final=config.scheduler.final),
+    )
+    start: float | None = key("lowest multiplier", range=FRACTION, acts=_ONE_CYCLE)
+    rise_steps: int | None = key("steps up; null: half of train.steps", range=COUNT, acts=_ONE_CYCLE, optional=True)
+    fall_steps: int | None = key("steps down; null: as rise_steps", range=COUNT_OR_ZERO, acts=_ONE_CYCLE, optional=True)
+    rise_stairs: int | None = key("stairs on the way up; 0: a slope", range=COUNT_OR_ZERO, acts=_ONE_CYCLE)
+    fall_stairs: int | None = key(
+        "stairs on the way down; null: as rise_stairs", range=COUNT_OR_ZERO, acts=_ONE_CYCLE, optional=True
+    )
+    decay_rate: float | None = key(
+        "after the cycle the rate is divided by 1 + decay_rate per decay_interval steps; 0: it is not",
+        range=NOT_NEGATIVE,
+        acts=_ONE_CYCLE,
+        contradicts=lambda config: decay_faults(
+            rate=config.scheduler.decay_rate, interval=config.scheduler.decay_interval
+        ),
+    )
+    decay_interval: int | None = key("steps of that decay; 0: there is none", range=COUNT_OR_ZERO, acts=_ONE_CYCLE)
+    step_size: int | None = key(
+        "steps in which the multiplier grows by step_rate; null: a tenth of train.steps",
+        range=COUNT,
+        acts=_RANGE_TEST,
+        optional=True,
+    )
+    step_rate: float | None = key("growth of the multiplier in step_size steps", range=POSITIVE, acts=_RANGE_TEST)
+    staircase: bool | None = key("grow in jumps of step_size", acts=_RANGE_TEST)
+
+
+RANGES = ranges_of(SchedulerConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,12 +169,12 @@ class SchedulePolicy:
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES:
             raise ValueError(f"scheduler.name={self.name}: must be one of {', '.join(SCHEDULES)}")
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if option.name != "name" and option.name not in SCHEDULES[self.name] and value != option.default:
-                owners = " or ".join(name for name, options in SCHEDULES.items() if option.name in options)
+        for choice in fields(self):
+            value = getattr(self, choice.name)
+            if choice.name != "name" and choice.name not in SCHEDULES[self.name] and value != choice.default:
+                owners = " or ".join(name for name, options in SCHEDULES.items() if choice.name in options)
                 raise ValueError(
-                    f"scheduler.{option.name}={value} has no effect with scheduler={self.name}: leave it out, or use "
+                    f"scheduler.{choice.name}={value} has no effect with scheduler={self.name}: leave it out, or use "
                     f"scheduler={owners}"
                 )
         refuse(range_faults(self, section="scheduler", ranges=RANGES))

@@ -1,22 +1,94 @@
 """What a user chooses about ZeRO."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import MISSING, dataclass
+from enum import StrEnum
+from typing import ClassVar, Protocol
 
+from ztk.core.policies.key import Changes, When, key, ranges_of
 from ztk.core.policies.ranges import COUNT, SIZE, SIZE_OR_ZERO, Range, range_faults, refuse
 
 MAX_LIVE_PARAMETERS = 1_000_000_000  # elements, DeepSpeed's default
 
-RANGES = {
-    "stage": Range(low=0, high=3),
-    "bucket_size": SIZE,
-    "prefetch_bucket_size": SIZE_OR_ZERO,
-    "max_live_parameters": SIZE_OR_ZERO,
-    "max_reuse_distance": SIZE_OR_ZERO,
-    "param_persistence_threshold": SIZE_OR_ZERO,
-    "hpz_partition_size": COUNT,
-}
+
+class ZeroEngine(StrEnum):
+    """Who shards and reduces."""
+
+    ztk = "ztk"  # ztk's own ZeRO, stages 0 to 3
+    ddp = "ddp"  # torch.nn.parallel.DistributedDataParallel, to compare with
+    fsdp2 = "fsdp2"  # torch.distributed.fsdp.fully_shard, to compare with
+
+
+ZTK = When("zero=stage0 to stage3", lambda config, machine: config.zero.engine == "ztk")
+STAGE3 = When("zero=stage3", lambda config, machine: config.zero.stage == 3)
+
+
+@dataclass(kw_only=True)
+class ZeroConfig:
+    """Which of optimizer states, gradients and parameters are sharded, and by whom."""
+
+    changes: ClassVar = Changes.experiment
+
+    engine: ZeroEngine = key(
+        "who shards and reduces: ztk's own ZeRO; torch's DistributedDataParallel (ddp) or fully_shard (fsdp2), to compare with",
+        default=MISSING,
+    )
+    stage: int | None = key(
+        "what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too",
+        range=Range(low=0, high=3),
+        acts=ZTK,
+    )
+    bucket_size: int | None = key(
+        "elements of one flat buffer; a larger unit is split", default=500_000_000, range=SIZE, acts=ZTK
+    )
+    prefetch_bucket_size: int | None = key(
+        "elements of parameters gathered ahead of their use, one bucket at least; 0: none; null: a sixteenth of the model's, at most "
+        "50,000,000, and none of a model whose buckets are larger than an eighth of it",
+        range=SIZE_OR_ZERO,
+        acts=STAGE3,
+        optional=True,
+    )
+    max_live_parameters: int | None = key(
+        "nothing is gathered ahead while this many elements are gathered, and no more stay for their next use; null: half of the model's, or "
+        "what is in use and gathered ahead if that is more, at most 1,000,000,000; rollouts and batches of pipelines then keep that many",
+        range=SIZE_OR_ZERO,
+        acts=STAGE3,
+        optional=True,
+    )
+    max_reuse_distance: int | None = key(
+        "a unit stays gathered if it is used again within this many elements", range=SIZE_OR_ZERO, acts=STAGE3
+    )
+    overlap_gather: bool | None = key(
+        "the next forward begins while updated parameters are gathered, and waits per bucket at its first use",
+        acts=When("zero=stage1 or zero=stage2", lambda config, machine: config.zero.stage in (1, 2)),
+        optional=True,
+    )
+    param_persistence_threshold: int | None = key(
+        "parameters with at most this many elements are never sharded", range=SIZE_OR_ZERO, acts=STAGE3
+    )
+    quantized_weights: bool | None = key(
+        "all-gather parameters as int8: half the bytes, and ranks compute with what arrives (ZeRO++ qwZ)",
+        acts=STAGE3,
+        changes=Changes.numbers,
+    )
+    quantized_gradients: bool | None = key(
+        "reduce gradients as int4: a quarter of the bytes (ZeRO++ qgZ)",
+        acts=When(
+            "zero=stage2 or zero=stage3",
+            lambda config, machine: config.zero.engine == "ztk" and (config.zero.stage or 0) >= 2,
+        ),
+        changes=Changes.numbers,
+    )
+    hpz_partition_size: int | None = key(
+        "this many neighbouring ranks (a node's GPUs) keep a second copy of the parameters, from which the backward gathers "
+        "(ZeRO++ hpZ); 1: off",
+        range=COUNT,
+        acts=STAGE3,
+        was="zero.secondary_shards",
+    )
+
+
+RANGES = ranges_of(ZeroConfig)
 
 
 class ZeroChoices(Protocol):

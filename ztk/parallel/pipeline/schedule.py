@@ -13,7 +13,8 @@ ranks arrive in the expected order.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ztk.core.policies.pipeline import ScheduleName, check_schedule
+from ztk.core.policies.pipeline import check_schedule
+from ztk.core.policies.topology import ScheduleName
 from ztk.parallel.pipeline.actions import Action, Kind
 from ztk.parallel.pipeline.simulate import Costs, Timeline, simulate
 

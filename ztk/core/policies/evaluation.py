@@ -1,10 +1,11 @@
-"""The keys of `task=eval`."""
+"""Keys of `task=eval`."""
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
-from ztk.config.key import key
+from ztk.core.policies.key import Changes, When, key, tasks
+from ztk.core.policies.ranges import COUNT, INT32_MAX, Range
 
 
 class EvalEngine(StrEnum):
@@ -14,28 +15,48 @@ class EvalEngine(StrEnum):
     training = "training"
 
 
+_EVAL = tasks("eval")
+_READS = When(
+    "task=eval and eval.path=FILE",
+    lambda config, machine: config.task.name == "eval" and config.eval.path is not None,
+)
+
+
 @dataclass(kw_only=True)
 class EvalConfig:
     """The texts that a model is judged by. One of path and choices must be given."""
 
+    acts: ClassVar = _EVAL
+    changes: ClassVar = Changes.experiment
+
     path: Any = key(
         "held-out text: a text file, or jsonl or parquet with a document in eval.field, or a list of files; gives bits per byte",
-        default=None,
+        optional=True,
+        is_path=True,
     )
-    field: str | None = key("the field of jsonl, the column of parquet, that has the text; null: text", default=None)
+    field: str | None = key(
+        "the field of jsonl, the column of parquet, that has the text; null: text", acts=_READS, optional=True
+    )
     choices: Any = key(
         'a jsonl file or a list of them, each line {"question": "text", "choices": ["one", "two"], "answer": 0}, or "prompt" in place of '
         '"question"; gives accuracies',
-        default=None,
+        optional=True,
+        is_path=True,
     )
-    seq_len: int | None = key("tokens of a window; null: what the model takes, 2048 at most", default=None)
+    seq_len: int | None = key(
+        "tokens of a window; null: what the model takes, 2048 at most",
+        range=Range(low=2, high=INT32_MAX),
+        optional=True,
+    )
     stride: int | None = key(
         "tokens by which windows of a long text move; a token has seq_len - stride before it at least; null: half of seq_len",
-        default=None,
+        range=COUNT,
+        acts=_READS,
+        optional=True,
     )
     engine: EvalEngine | None = key(
         "inference: one rank, or the ranks of topology.tensor; training: the engine that trains, in any layout, stage and tier; null: "
         "training where zero=, precision= or another layout is chosen, else inference",
-        default=None,
+        optional=True,
     )
-    record: bool | None = key("write a line of examples.jsonl per document and question", default=None)
+    record: bool | None = key("write a line of examples.jsonl per document and question")

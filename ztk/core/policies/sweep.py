@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ztk.config.key import key
+from ztk.core.policies.key import key
 from ztk.core.policies.ranges import COUNT, Range
 
 
@@ -21,28 +21,26 @@ class SweepConfig:
 
     resume: str | None = key(
         "folder of a sweep to go on with: what is done stays, what failed starts again, what was interrupted goes on from its "
-        "checkpoint; without other words its recorded command line",
-        default=None,
+        "checkpoint; without other words its recorded command line"
     )
     retries: int | None = key(
-        "how often a failed job is started again; null: once with sweep.resume, else never", default=None
+        "how often a failed job is started again; null: once with sweep.resume, else never",
+        range=Range(low=0, high=1000),
     )
     list: bool = key("print the jobs with their folders, states and plans, start none", default=False)
     hardware: str | None = key(
         "what the plans of sweep.list and sweep.skip_misfits are made for, an option of the group hardware; null: they do not say whether a "
-        "job fits",
-        default=None,
+        "job fits"
     )
     skip_misfits: bool = key(
         "record does_not_fit for jobs that do not fit on sweep.hardware as the planner says, and start the others",
         default=False,
     )
-    repeats: int = key("runs of every job, interleaved: all jobs once, then all again", default=1)
+    repeats: int = key("runs of every job, interleaved: all jobs once, then all again", default=1, range=COUNT)
     quick: bool = key("every job has train.quick=true: no evaluation, no sample of text and no picture", default=False)
     repeat_with: RepeatWith | None = key(
         "seeds: repeats have train.seed 0, 1, 2, ..; same_seed: repeats are equal, for speed alone; null: seeds, or same_seed where the "
-        "command line sets train.seed",
-        default=None,
+        "command line sets train.seed"
     )
 
     def varied(self, words: Sequence[str]) -> RepeatWith:
@@ -51,6 +49,3 @@ class SweepConfig:
             return self.repeat_with
         is_told = any(word.lstrip("+").startswith("train.seed=") for word in words)
         return RepeatWith.same_seed if is_told or self.repeats == 1 else RepeatWith.seeds
-
-
-SWEEP_RANGES = {"sweep.retries": Range(low=0, high=1000), "sweep.repeats": COUNT}

@@ -1,0 +1,126 @@
+"""A key is declared once, in its section: everything else follows."""
+
+import json
+import subprocess
+import sys
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any
+
+from ztk.cli import Session
+from ztk.config import Machine, compose, from_yaml, to_explained_yaml, to_yaml
+from ztk.config.keys import expected, line_keys, run_keys
+
+ROOT = Path(__file__).parents[2]
+# Declares train.patience before anything has read the section, and says what follows from it.
+SCRIPT = '''
+import json
+from dataclasses import dataclass
+
+from ztk.core.policies import train
+from ztk.core.policies.key import Changes, key, tasks
+from ztk.core.policies.ranges import COUNT
+
+
+def too_patient(config):
+    if config.train.patience > config.train.steps:
+        yield f"train.patience={config.train.patience} is more than train.steps={config.train.steps}: use train.patience=1"
+
+
+@dataclass(kw_only=True)
+class TrainConfig(train.TrainConfig):
+    """Length, batch and evaluation of a run."""
+
+    patience: int | None = key(
+        "evaluations without progress after which a run ends",
+        default=5,
+        range=COUNT,
+        acts=tasks("pretrain"),
+        contradicts=too_patient,
+        was="train.wait",
+        changes=Changes.experiment,
+    )
+
+
+train.TrainConfig = TrainConfig
+
+from ztk.cli.help import requested_help
+from ztk.config import ConfigError, Machine, build_reference, compose, conf_dir, job_hash, rename_keys
+from ztk.core.policies.experiment import changes_numbers
+
+
+def run(*words):
+    try:
+        return compose(*words, output_dir="/tmp/declared", machine=Machine(gpus=0, cores=2))
+    except ConfigError as error:
+        return error.faults
+
+
+line = next(key for key in build_reference([conf_dir()])["train"].keys if key.name == "train.patience")
+print(json.dumps({
+    "help": " ".join(requested_help(["--help", "train.patience"]).split()),
+    "docs": [line.meaning, line.takes, line.default, line.only],
+    "default": run().train.patience,
+    "inactive": run("task=sft").train.patience,
+    "type": run("train.patience=often"),
+    "range": run("train.patience=0"),
+    "no effect": run("task=sft", "train.patience=3"),
+    "missing": run("train.patience=null"),
+    "contradicts": run("train.patience=900"),
+    "near": run("train.patienc=900"),
+    "was": [run("train.wait=7").train.patience, *rename_keys(["train.wait=7"]).notes],
+    "hash": job_hash(run()) != job_hash(run("train.patience=4")),
+    "numbers": changes_numbers("train.patience"),
+}))
+'''
+
+
+def test_a_key_is_declared_in_one_place():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    meaning, takes = "evaluations without progress after which a run ends", "a whole number, 1 or more, or null"
+    assert found["docs"] == [meaning, takes, "5", "task=pretrain"]
+    assert found["help"] == f"train.patience {meaning} takes {takes} default 5 only with task=pretrain"
+    assert (found["default"], found["inactive"]) == (5, None)
+    assert found["type"] == ["train.patience=often: must be a whole number or null"]
+    assert found["range"] == ["train.patience=0: must be 1 or more and at most 2147483647"]
+    assert found["no effect"] == ["train.patience=3 has no effect here, only with task=pretrain: leave it out"]
+    assert found["missing"] == ["train.patience must have a value: choose task=pretrain"]
+    assert found["contradicts"] == ["train.patience=900 is more than train.steps=300: use train.patience=1"]
+    assert found["near"] == ["train.patienc: there is no such key; did you mean train.patience?"]
+    assert found["was"] == [7, "train.wait is called train.patience now; the old name goes with the next release"]
+    assert found["hash"] and not found["numbers"]
+
+
+def test_every_default_is_accepted():
+    for name, key in line_keys().items():
+        if key.default not in (None, MISSING) and key.range is not None:
+            assert not key.range.fault(key.default), name
+
+
+def test_what_may_not_act_can_be_none():
+    """A key that a run leaves out is None there."""
+    typed = {name: key for name, key in run_keys().items() if key.acts and key.hint is not Any}
+    assert [name for name, key in typed.items() if " or null" not in expected(key.hint)] == []
+
+
+def test_what_acts_is_shown_alone_and_read_back(monkeypatch):
+    config = compose(
+        "zero=stage3", "user.a=null", "user.b=0", output_dir="/tmp/declared", machine=Machine(gpus=0, cores=2)
+    )
+    text = to_explained_yaml(config, acting_alone=True)
+    assert len(text.splitlines()) < 100 and "a: null" in text and text.count("null") == 1
+    assert from_yaml(text) == config and "rollout" not in text
+    complete = to_explained_yaml(config)
+    assert from_yaml(complete) == config and "rollout:\n  task: null" in complete
+    shown = {}
+    for which in ("job", "all"):
+        monkeypatch.setattr(sys, "argv", ["run.py", "zero=stage3", "launch.device=cpu", "--cfg", which])
+        shown[which] = Session()._prepare_arguments()
+    assert "null" not in shown["job"] and "rollout:\n  task: null" in shown["all"]
+
+
+def test_a_record_without_a_key_is_of_a_run_in_which_it_took_no_part():
+    text = to_yaml(compose("zero=stage3", output_dir="/tmp/declared", machine=Machine(gpus=0, cores=2)))
+    assert from_yaml(text.replace("  bucket_size: 500000000\n", "")).zero.bucket_size is None

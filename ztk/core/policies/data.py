@@ -1,0 +1,147 @@
+"""Keys of `data`: where sequences come from."""
+
+from dataclasses import MISSING, dataclass
+from enum import StrEnum
+from typing import Any
+
+from ztk.core.policies.key import When, key
+from ztk.core.policies.ranges import BELOW_ONE, COUNT, Range
+from ztk.core.policies.runs import TEXT, TRAIN, draws, has_tokenizer, reads_documents, reads_lines, reads_records
+from ztk.core.policies.text import SMALLEST_VOCABULARY
+
+
+class DataName(StrEnum):
+    """data.name: where sequences come from."""
+
+    stdlib = "stdlib"  # the source code of the Python standard library on this machine
+    files = "files"  # whatever `data.path` names
+    synthetic = "synthetic"  # random tokens, for benchmarks
+    prompts = "prompts"  # what a policy answers: of `rollout.task`, or lines of `data.path`
+    chat = "chat"  # answers to learn: made on the spot, or lines of `data.path`
+    preferences = "preferences"  # pairs of answers: made on the spot, or lines of `data.path`
+
+
+class OnError(StrEnum):
+    """What becomes of a record that cannot be used."""
+
+    refuse = "refuse"  # before ranks start
+    skip = "skip"  # leave it out, and count it
+
+
+class Packing(StrEnum):
+    """data.packing: how documents share sequences."""
+
+    concatenate = "concatenate"  # attention sees across their ends
+    documents = "documents"  # a token attends to its own document
+
+
+class ChatTemplateName(StrEnum):
+    """data.chat_template: how messages are written."""
+
+    tokenizer = "tokenizer"
+    roles = "roles"
+
+
+class TruncationName(StrEnum):
+    """data.truncate_prompts: what goes of a prompt that is too long."""
+
+    left = "left"
+    right = "right"
+
+
+_FILES = When("data=files", lambda config, machine: config.data.name == "files")
+_DOCUMENTS = When(
+    "data=files with jsonl, parquet or compressed files, data.mixture, or another data.tokenizer than bytes",
+    lambda config, machine: config.data.name == "files" and reads_documents(config),
+)
+_PATHS = When(
+    "data=files, prompts, chat or preferences",
+    lambda config, machine: config.data.name == "files" or reads_lines(config),
+)
+_TOKENIZED = When(
+    "data=stdlib or data=files, and data=chat, data=preferences or data=prompts with data.path",
+    lambda config, machine: config.data.name in TEXT or (reads_lines(config) and config.data.path is not None),
+)
+_TRAINED_TOKENIZER = When(
+    "data.tokenizer=train", lambda config, machine: config.data.name in TEXT and config.data.tokenizer == TRAIN
+)
+_PACKED = When(
+    "task=pretrain with documents: jsonl, parquet or compressed files, data.mixture, or another data.tokenizer than bytes",
+    lambda config, machine: config.task.name in ("pretrain", "plan") and reads_documents(config),
+)
+_TEMPLATED = When(
+    "data=chat, data=preferences or data=prompts with data.path and data.tokenizer=FOLDER",
+    lambda config, machine: reads_lines(config) and has_tokenizer(config) and config.data.path is not None,
+)
+_PROMPTS = When(
+    "task=grpo or task=ppo with data=prompts and data.path",
+    lambda config, machine: draws(config) and config.data.name == "prompts" and config.data.path is not None,
+)
+_BYTE_RECORDS = When(
+    "data=chat or data=preferences with data.tokenizer=bytes; a tokenizer's end token ends answers",
+    lambda config, machine: reads_records(config) and not (has_tokenizer(config) and config.data.path is not None),
+)
+_HELD_OUT = When(
+    "data=stdlib or data=files, and data=chat or data=preferences with data.path",
+    lambda config, machine: config.data.name in TEXT or (reads_records(config) and config.data.path is not None),
+)
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """The tokens to train on."""
+
+    name: DataName = key(
+        "stdlib: the source code of this machine's Python standard library; files: what data.path names; synthetic: random "
+        'tokens; prompts: of rollout.task, or data.path\'s lines {"prompt": ...} or {"messages": ...}; chat: made on the spot, or '
+        'data.path\'s lines {"messages": ...} or {"prompt": ..., "answer": ...}; preferences: likewise, lines {"prompt": ..., "chosen": '
+        '..., "rejected": ...}',
+        default=MISSING,
+    )
+    path: Any = key("a file, a folder, a glob, or a list of them", acts=_PATHS, optional=True, is_path=True)
+    tokenizer: str | None = key(
+        "bytes; train: a byte-level BPE of data.vocab_size tokens, made on the training text; or a folder with a tokenizer.json. "
+        "model.vocab_size follows it unless it is given",
+        acts=_TOKENIZED,
+    )
+    vocab_size: int | None = key(
+        "tokens of data.tokenizer=train, the bytes and the end token included",
+        range=Range(low=SMALLEST_VOCABULARY, high=1 << 20),
+        acts=_TRAINED_TOKENIZER,
+    )
+    field: str | None = key("field of jsonl and column of parquet that has the text", acts=_DOCUMENTS)
+    mixture: list[float] | None = key(
+        "weights of the entries of data.path, as in [0.7,0.3]: parts of the training sequences; null: one order over all documents",
+        acts=_FILES,
+        optional=True,
+    )
+    packing: Packing | None = key(
+        "documents in a sequence: concatenate: attention sees across their ends; documents: a token attends to its own document alone",
+        acts=_PACKED,
+    )
+    on_error: OnError | None = key(
+        "what becomes of broken records and files: refuse: the run does not start; skip: they are left out and counted",
+        acts=_DOCUMENTS,
+    )
+    chat_template: ChatTemplateName | None = key(
+        "how messages become tokens of data.tokenizer. tokenizer: by the chat template of its folder, as transformers renders it; roles: lines "
+        "<|role|>, and the end token behind an answer",
+        acts=_TEMPLATED,
+    )
+    truncate_prompts: TruncationName | None = key(
+        "what goes of a prompt that leaves no room for rollout.max_tokens in data.seq_len: left: its beginning; right: its end; null: it is "
+        "refused",
+        acts=_PROMPTS,
+        optional=True,
+    )
+    stop: int | None = key(
+        "byte that ends an answer of data=chat and data=preferences; 10: a line end",
+        range=Range(low=1, high=127),
+        acts=_BYTE_RECORDS,
+    )
+    validation_fraction: float | None = key("part of the text held out for evaluation", range=BELOW_ONE, acts=_HELD_OUT)
+    seq_len: int = key(
+        "tokens per sequence; of records in data.path the longest text, where it is not given",
+        default=MISSING,
+        range=COUNT,
+    )

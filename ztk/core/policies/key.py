@@ -1,0 +1,155 @@
+"""How a key of the command line is declared: once, as a field of its section. Help, ranges, refusals and hashes follow from it."""
+
+import functools
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from ztk.core.policies.config import Config
+
+
+class Machine(Protocol):
+    """The machine, as far as it decides which keys act."""
+
+    @property
+    def gpus(self) -> int:
+        """That torch can use."""
+        ...
+
+    @property
+    def started_ranks(self) -> int:
+        """The world, if torchrun or srun has started it."""
+        ...
+
+
+class Accepted(Protocol):
+    """The values that a key accepts, such as a `Range`. brief: in words."""
+
+    @property
+    def brief(self) -> str: ...
+
+    def fault(self, value: Any) -> str:
+        """Why `value` is refused, starting with "must be"; "" if it is accepted."""
+
+
+class Changes(Enum):
+    """What depends on a key."""
+
+    nothing = "nothing"  # where files are, logging, launching: the key is not part of the run's hash
+    experiment = "experiment"  # another experiment, whose losses are the same within rounding
+    numbers = "numbers"  # losses
+
+
+@dataclass(frozen=True, slots=True)
+class When:
+    """The runs in which a key acts. words: the choices of the command line that make such a run."""
+
+    words: str
+    test: Callable[["Config", Machine], bool]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Key:
+    """A declared key. name: dotted, such as "zero.stage". hint: its type. default: MISSING if an option of its group must set it."""
+
+    name: str = ""
+    hint: Any = None
+    default: Any = None
+    meaning: str
+    range: Accepted | None
+    acts: When | None
+    optional: bool
+    contradicts: Callable[["Config"], Iterator[str]] | None
+    idle: Any
+    was: str | None
+    changes: Changes = Changes.numbers
+    is_path: bool
+
+
+def key(
+    meaning: str,
+    *,
+    default: Any = None,
+    range: Accepted | None = None,
+    acts: When | None = None,
+    optional: bool = False,
+    contradicts: Callable[["Config"], Iterator[str]] | None = None,
+    idle: Any = None,
+    was: str | None = None,
+    changes: Changes | None = None,
+    is_path: bool = False,
+) -> Any:
+    """Declares a key as the field of a section, a `@dataclass(kw_only=True)`. A section may have `acts`, `optional` and `changes` for its keys.
+
+    meaning: its line in `--help GROUP` and in the documentation. default: MISSING if an option of the group must set it. range: the values
+    it accepts, if not all of its type. acts: the runs in which it acts; elsewhere it is refused if the user sets it, and None. optional: it
+    may be None where it acts. contradicts: yields one line per choice of the run that the key's value does not go with. idle: a value that
+    is accepted where the key does not act. was: the name before the last release. changes: what depends on it; None: as its section says.
+    is_path: of a file or folder, which becomes absolute.
+    """
+    declared = Key(
+        meaning=meaning,
+        range=range,
+        acts=acts,
+        optional=optional,
+        contradicts=contradicts,
+        idle=idle,
+        was=was,
+        is_path=is_path,
+    )
+    return field(default=default, metadata={"key": declared, "changes": changes})
+
+
+@functools.cache
+def declared_keys(section: type, *, prefix: str = "") -> dict[str, Key]:
+    """The keys of a section and of those within it, by their dotted names."""
+    found: dict[str, Key] = {}
+    hints = typing.get_type_hints(section)
+    for entry in fields(section):
+        if "key" in entry.metadata:
+            name, hint = prefix + entry.name, hints[entry.name]
+            found[name] = _complete(entry, section=section, name=name, hint=hint)
+        elif is_dataclass(hints[entry.name]):
+            found |= declared_keys(hints[entry.name], prefix=f"{prefix}{entry.name}.")
+    return found
+
+
+def _complete(entry: Field, *, section: type, name: str, hint: Any) -> Key:
+    """What a key leaves open is as its section has it."""
+    declared: Key = entry.metadata["key"]
+    return replace(
+        declared,
+        name=name,
+        hint=hint,
+        default=entry.default,
+        acts=declared.acts or getattr(section, "acts", None),
+        optional=declared.optional or getattr(section, "optional", False),
+        changes=entry.metadata["changes"] or changes_of(section),
+    )
+
+
+def changes_of(section: type) -> Changes:
+    """What depends on the keys of a section, those of the user's objects included."""
+    return getattr(section, "changes", Changes.numbers)
+
+
+def ranges_of(section: type) -> dict[str, Any]:
+    """The ranges of a section's keys, for classes with fields of the same names."""
+    return {name: declared.range for name, declared in declared_keys(section).items() if declared.range is not None}
+
+
+def chosen(group: str, *names: str) -> When:
+    """Runs with one of these options of a group, whose section has a key `name`."""
+    *others, last = names
+    words = f"{group}={', '.join(others)} or {last}" if others else f"{group}={last}"
+    return When(words, lambda config, machine: getattr(config, group).name in names)
+
+
+def tasks(*names: str) -> When:
+    """Runs of one of these tasks."""
+    *others, last = (f"task={name}" for name in names)
+    words = f"{', '.join(others)} or {last}" if others else last
+    return When(words, lambda config, machine: config.task.name in names)

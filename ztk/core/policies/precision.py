@@ -1,0 +1,72 @@
+"""Keys of `precision`: dtypes, master weights, loss scale."""
+
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from ztk.core.policies.key import When, key
+from ztk.core.policies.ranges import COUNT, POSITIVE
+
+if TYPE_CHECKING:
+    from ztk.core.policies.config import Config
+
+
+class DType(StrEnum):
+    """In what the model computes."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class MasterWeights(StrEnum):
+    """precision.master: what the optimizer updates."""
+
+    fp32 = "fp32"  # float32 weights, of which the parameters are casts
+    stochastic = "stochastic"  # the bfloat16 parameters; 8 more bits with optimizer.states=8bit
+
+
+_SCALED = When("precision=fp16", lambda config, machine: config.precision.dtype == "fp16")
+_ADAPTED = When(
+    "precision=fp16 with precision.loss_scale.dynamic=true",
+    lambda config, machine: config.precision.dtype == "fp16" and config.precision.loss_scale.dynamic is not False,
+)
+
+
+def _initial_faults(config: "Config") -> Iterator[str]:
+    scale = config.precision.loss_scale
+    if scale.dynamic and scale.initial and scale.floor and scale.initial < scale.floor:
+        yield (
+            f"precision.loss_scale.initial={scale.initial:g} lies below "
+            f"precision.loss_scale.floor={scale.floor:g}: use precision.loss_scale.floor={scale.initial:g}"
+        )
+
+
+@dataclass(kw_only=True)
+class LossScaleConfig:
+    """How the loss is scaled in float16."""
+
+    dynamic: bool | None = key("adapt the scale to overflows; false: it stays at initial", acts=_SCALED)
+    initial: float | None = key("first scale", range=POSITIVE, acts=_SCALED, contradicts=_initial_faults)
+    window: int | None = key("steps without overflow before the scale doubles", range=COUNT, acts=_ADAPTED)
+    hysteresis: int | None = key(
+        "overflows in a row that are tolerated before the scale halves", range=COUNT, acts=_ADAPTED
+    )
+    floor: float | None = key("an overflow at this scale ends the run", range=POSITIVE, acts=_ADAPTED)
+
+
+@dataclass(kw_only=True)
+class PrecisionConfig:
+    """The dtypes of parameters, gradients and collectives."""
+
+    dtype: DType = key(
+        "dtype of parameters, activations and gradients; 16-bit ones have master weights, see precision.master",
+        default=MISSING,
+    )
+    reduce_dtype: DType | None = key("dtype in which gradients are reduced; null: as precision.dtype")
+    master: MasterWeights | None = key(
+        "master weights: fp32, or stochastic: the bf16 parameters are their own, rounded stochastically; null: stochastic with "
+        "optimizer.states=8bit, else fp32"
+    )
+    loss_scale: LossScaleConfig

@@ -1,0 +1,87 @@
+"""Keys of `topology`: how ranks divide the model."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+from ztk.core.policies.key import Changes, When, key
+from ztk.core.policies.ranges import COUNT, SIZE_OR_ZERO
+
+
+class ScheduleName(StrEnum):
+    """The schedules by name."""
+
+    gpipe = "gpipe"  # all forwards, then all backwards
+    one_f_one_b = "1f1b"  # a forward and a backward in turn, so that fewer micro-batches are in flight
+    interleaved = "interleaved"  # 1f1b over several stages per rank: a smaller bubble for more transfers
+    zero_bubble = "zero_bubble"  # 1f1b whose weight gradients fill the bubble
+
+
+# Members are named as on the command line, and `1f1b` is no name that a class body can have.
+# pyrefly: ignore[invalid-argument]  # the members follow another enum
+PipelineSchedule = StrEnum("PipelineSchedule", [(name.value, name.value) for name in ScheduleName])
+
+
+_PIPELINE = When(
+    "topology=pp2 and others with topology.pipeline above 1", lambda config, machine: config.topology.pipeline > 1
+)
+
+
+@dataclass(kw_only=True)
+class TopologyConfig:
+    """How the ranks divide the model: degrees of pipeline, tensor, sequence, context, expert and data parallelism."""
+
+    changes: ClassVar = Changes.experiment
+
+    pipeline: int = key("pipeline-parallel degree: the layers are split into this many stages", default=1, range=COUNT)
+    tensor: int = key("tensor-parallel degree: each layer is split over this many ranks", default=1, range=COUNT)
+    expert: int = key(
+        "expert-parallel degree: experts are spread over this many of the data-parallel ranks", default=1, range=COUNT
+    )
+    sequence: int = key(
+        "sequence-parallel degree (Ulysses): each sequence is split over this many ranks", default=1, range=COUNT
+    )
+    context: int = key(
+        "context-parallel degree (ring attention): each sequence is split over this many ranks, before topology.sequence splits it",
+        default=1,
+        range=COUNT,
+    )
+    data: int | None = key("data-parallel degree: batches at a time; null: as many as the ranks allow", range=COUNT)
+    sequence_parallel: bool | None = key(
+        "norms and residuals work on a part of the sequence per tensor-parallel rank (Megatron's sequence parallelism)",
+        default=False,
+        acts=When(
+            "topology=tp2 and others with topology.tensor above 1", lambda config, machine: config.topology.tensor > 1
+        ),
+        was="topology.sequence_norms",
+    )
+    schedule: PipelineSchedule | None = key(
+        "order of a pipeline's micro-batches: gpipe: all forwards, then all backwards; 1f1b: in turn, so fewer are alive; "
+        "interleaved: 1f1b over several stages per rank; zero_bubble: 1f1b whose gradients of weights fill the bubble",
+        default=PipelineSchedule("1f1b"),
+        acts=_PIPELINE,
+    )
+    virtual_stages: int | None = key(
+        "stages per rank of the interleaved schedule",
+        default=2,
+        range=COUNT,
+        acts=When(
+            "topology.schedule=interleaved and topology.pipeline above 1",
+            lambda config, machine: config.topology.pipeline > 1 and config.topology.schedule == "interleaved",
+        ),
+    )
+    partition: str | None = key(
+        "what is equal between stages: uniform (number of layers), parameters, type:PATTERN (layers of these classes) or profile "
+        "(measured time)",
+        default="parameters",
+        acts=_PIPELINE,
+    )
+    max_local_gradients: int | None = key(
+        "up to this many elements, gradients are summed over micro-batches before they are reduced",
+        default=500_000_000,
+        range=SIZE_OR_ZERO,
+        acts=When(
+            "zero=stage2 or stage3 and topology.pipeline above 1",
+            lambda config, machine: config.topology.pipeline > 1 and (config.zero.stage or 0) >= 2,
+        ),
+    )

@@ -1,0 +1,373 @@
+"""Keys of a run: task, length, batch, evaluation, checkpoints, logging, ranks."""
+
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, ClassVar
+
+from ztk.core.policies.key import Changes, When, key, tasks
+from ztk.core.policies.profile import ProfilePolicy
+from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, POSITIVE, SIZE_OR_ZERO, Range
+from ztk.core.policies.runs import ANSWERING, holds_out, reads_records, trains
+
+if TYPE_CHECKING:
+    from ztk.core.policies.config import Config
+
+
+class KernelBackend(StrEnum):
+    """kernels: which implementation of an op runs."""
+
+    auto = "auto"  # Triton on a GPU, torch's vectorised kernels on a CPU
+    triton = "triton"  # Triton, or refuse
+    reference = "reference"  # the plain torch reference everywhere
+
+
+class LoggerMode(StrEnum):
+    """logger.mode: where wandb writes."""
+
+    offline = "offline"
+    online = "online"
+    disabled = "disabled"
+
+
+class DeviceName(StrEnum):
+    """launch.device: what ranks run on."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Evaluated(StrEnum):
+    """train.evaluate: which weights held-out losses and the sample of text are of."""
+
+    weights = "weights"  # those that train
+    ema = "ema"  # their moving average
+
+
+_DAY, _YEAR = Range(low=0, high=86_400, above=True), Range(low=0, high=31_536_000, above=True)  # in seconds
+_TRAINS = When("tasks that train, such as task=pretrain", lambda config, machine: trains(config))
+_EVALUATES = When(
+    "data=stdlib, files, chat, preferences or own data, and without train.quick",
+    lambda config, machine: (holds_out(config) or reads_records(config)) and not config.train.quick,
+)
+_COMPARES = When(
+    "task=pretrain with data=stdlib, data=files or own data, and without train.quick",
+    lambda config, machine: config.task.name == "pretrain" and holds_out(config) and not config.train.quick,
+)
+_SAVES_LAST = When(
+    "tasks that train, such as task=pretrain, and zero=stage0 to stage3",
+    lambda config, machine: trains(config) and config.zero.engine == "ztk",
+)
+_SAVES = When(
+    "tasks that train, such as task=pretrain, and checkpoint=last or checkpoint=periodic",
+    lambda config, machine: trains(config) and config.checkpoint.saves,
+)
+_SAVES_OFTEN = When("checkpoint.every above 0", lambda config, machine: config.checkpoint.every != 0)
+_SAVES_BEST = When(
+    "checkpoint.every above 0 and data=stdlib, data=files or own data",
+    lambda config, machine: config.checkpoint.every != 0 and holds_out(config),
+)
+_LOGS = When("logger=offline or online", lambda config, machine: config.logger.mode != "disabled")
+_STARTS = When(
+    "python run.py; torchrun starts ranks again by itself, with --max-restarts",
+    lambda config, machine: not machine.started_ranks,
+)
+_ELASTIC = When(
+    "launch.elastic=true", lambda config, machine: bool(config.launch.elastic) and not machine.started_ranks
+)
+
+
+def _until_loss(config: "Config") -> Iterator[str]:
+    train = config.train
+    if train.until_loss is not None and not train.eval_every:
+        yield (
+            f"train.until_loss={train.until_loss:g} is compared at held-out evaluations, and train.eval_every={train.eval_every} makes none: "
+            f"use train.eval_every={max(1, train.steps // 10)}"
+        )
+
+
+def _evaluate(config: "Config") -> Iterator[str]:
+    train = config.train
+    if train.evaluate is Evaluated.ema and not config.ema.decay:
+        yield "train.evaluate=ema has no average to evaluate: use ema.decay=0.999, or train.evaluate=weights"
+
+
+def _profile(config: "Config") -> Iterator[str]:
+    text, steps = config.train.profile, config.train.steps
+    try:
+        profile = ProfilePolicy.of(text)
+    except ValueError as error:
+        yield str(error)
+        return
+    if profile.last > steps:
+        fitting = f"{min(profile.first, steps)}:{steps}"
+        yield f"train.profile={text} ends behind the last step: use train.profile={fitting}, or train.steps={profile.last}"
+
+
+def _accumulation(config: "Config") -> Iterator[str]:
+    train = config.train
+    if train.global_batch_size is not None and train.accumulation_steps is not None:
+        yield (
+            f"train.accumulation_steps={train.accumulation_steps} has no effect beside "
+            f"train.global_batch_size={train.global_batch_size}, which takes as many forwards as it needs: leave one out"
+        )
+
+
+def _every(config: "Config") -> Iterator[str]:
+    checkpoint, train = config.checkpoint, config.train
+    if checkpoint.every > train.steps and not checkpoint.last:
+        yield (
+            f"checkpoint.every={checkpoint.every} would never come with train.steps={train.steps}: "
+            f"use checkpoint.every={train.steps}, or checkpoint.every=0"
+        )
+
+
+def _keep_every(config: "Config") -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.every and checkpoint.keep_every and checkpoint.keep_every % checkpoint.every:
+        yield (
+            f"checkpoint.keep_every={checkpoint.keep_every} is not a multiple of checkpoint.every={checkpoint.every}, which makes the "
+            f"checkpoints: use checkpoint.keep_every={-(-checkpoint.keep_every // checkpoint.every) * checkpoint.every}"
+        )
+
+
+def _keep_best(config: "Config") -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.keep_best and config.train.quick:
+        yield "checkpoint.keep_best=true has nothing to measure with train.quick=true: use checkpoint.keep_best=false"
+    if checkpoint.keep_best and config.data.validation_fraction == 0:
+        yield (
+            "checkpoint.keep_best=true has nothing to measure with data.validation_fraction=0: use checkpoint.keep_best=false, or "
+            "data.validation_fraction=0.05"
+        )
+
+
+def _logged(config: "Config") -> Iterator[str]:
+    train = config.train
+    logger = config.logger
+    if (
+        logger.mode is not LoggerMode.disabled
+        and logger.every
+        and train.log_every > 0
+        and logger.every % train.log_every
+    ):
+        yield (
+            f"logger.every={logger.every} is not a multiple of train.log_every={train.log_every}, which makes the "
+            f"rows: use logger.every={-(-logger.every // train.log_every) * train.log_every}"
+        )
+
+
+def _elastic(config: "Config") -> Iterator[str]:
+    launch = config.launch
+    if launch.elastic and not config.checkpoint.every and config.task.name != "plan":
+        yield (
+            "launch.elastic=true has nothing to go on from without checkpoints: use checkpoint=periodic, or "
+            "checkpoint.every=N"
+        )
+
+
+def _min_ranks(config: "Config") -> Iterator[str]:
+    launch = config.launch
+    if launch.elastic and launch.ranks and launch.min_ranks and launch.min_ranks > launch.ranks:
+        yield f"launch.min_ranks={launch.min_ranks} with launch.ranks={launch.ranks}: use launch.min_ranks={launch.ranks}"
+
+
+@dataclass(kw_only=True)
+class TaskConfig:
+    """The program that every rank runs."""
+
+    changes: ClassVar = Changes.experiment
+
+    name: str = key("name of the task, wandb's job type", default=MISSING)
+    module: str = key("module to import; every rank calls its main(config)", default=MISSING)
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """Length, batch and evaluation of a run. `train` has no options, only keys."""
+
+    steps: int = key("optimizer steps", default=300, range=Range(low=1, high=2**24), changes=Changes.experiment)
+    micro_batch_size: int = key(
+        "sequences per rank and forward, at most", default=8, range=COUNT, changes=Changes.experiment
+    )
+    accumulation_steps: int | None = key(
+        "forwards per optimizer step; null: 1, or as many as train.global_batch_size takes",
+        range=COUNT,
+        changes=Changes.experiment,
+        contradicts=_accumulation,
+    )
+    global_batch_size: int | None = key(
+        "sequences per optimizer step over all ranks, any number; null: replicas * micro_batch_size * accumulation_steps",
+        range=COUNT,
+    )
+    seed: int = key("seed of the initial weights and of the order of the data", default=0, range=SIZE_OR_ZERO)
+    log_every: int = key("steps between rows of metrics.jsonl", default=1, range=COUNT, changes=Changes.experiment)
+    eval_every: int | None = key(
+        "steps between held-out evaluations, one more follows the last step; 0: that one alone",
+        default=100,
+        range=COUNT_OR_ZERO,
+        acts=_EVALUATES,
+        idle=0,
+        changes=Changes.experiment,
+    )
+    eval_batches: int | None = key(
+        "global batches of one evaluation", default=8, range=COUNT, acts=_EVALUATES, changes=Changes.experiment
+    )
+    max_seconds: float | None = key(
+        "seconds of training after which the run ends, from this start on, with the step under way; null: no limit",
+        range=_YEAR,
+        acts=tasks("pretrain"),
+        optional=True,
+        changes=Changes.experiment,
+    )
+    until_loss: float | None = key(
+        "held-out loss at which the run ends, compared at every evaluation; null: none",
+        range=POSITIVE,
+        acts=_COMPARES,
+        optional=True,
+        changes=Changes.experiment,
+        contradicts=_until_loss,
+    )
+    evaluate: Evaluated | None = key(
+        "whose held-out losses and sample of text: weights: those that train; ema: their moving average, see ema.decay; null: weights",
+        acts=_COMPARES,
+        optional=True,
+        changes=Changes.experiment,
+        contradicts=_evaluate,
+    )
+    quick: bool | None = key(
+        "no evaluation, no sample of text and no picture, as for a comparison of speeds; null: false",
+        acts=tasks("pretrain"),
+        optional=True,
+        changes=Changes.experiment,
+    )
+    profile: str | None = key(
+        "START:STOP: of the steps START to STOP every rank writes a trace and the memory's course into the folder profile; null: none",
+        acts=_TRAINS,
+        optional=True,
+        changes=Changes.nothing,
+        contradicts=_profile,
+    )
+    z_loss: float | None = key(
+        "weight of the mean squared logsumexp of the output logits, added to the training loss; 1e-4 in PaLM; null or 0: none",
+        range=NOT_NEGATIVE,
+        acts=When("task=pretrain", lambda config, machine: config.task.name in ("pretrain", "plan")),
+        optional=True,
+    )
+
+
+@dataclass(kw_only=True)
+class KernelsConfig:
+    """What computes ztk's operations."""
+
+    changes: ClassVar = Changes.experiment
+
+    backend: KernelBackend = key(
+        "auto: Triton on a GPU, torch's vectorised kernels on a CPU; triton: Triton or refuse; reference: plain torch",
+        default=MISSING,
+    )
+    log_every: int | None = key(
+        "steps between those whose operations are timed, a multiple of train.log_every: milliseconds, calls, rate and share of the floor of "
+        "each; 0: none",
+        default=0,
+        range=COUNT_OR_ZERO,
+        acts=When(_TRAINS.words, lambda config, machine: config.task.name not in ANSWERING),
+        changes=Changes.nothing,
+    )
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """Saving and resuming."""
+
+    changes: ClassVar = Changes.experiment
+
+    every: int = key("steps between checkpoints; 0: none", default=MISSING, range=COUNT_OR_ZERO, contradicts=_every)
+    last: bool | None = key(
+        "the last step is saved, whatever ends the run",
+        default=True,
+        acts=_SAVES_LAST,
+        optional=True,
+        idle=False,
+        changes=Changes.nothing,
+    )
+    grace_seconds: float | None = key(
+        "after Ctrl-C or SIGTERM the step that runs has so long to end and to be saved; a second signal ends the run at once",
+        default=30.0,
+        range=_DAY,
+        acts=_SAVES,
+        changes=Changes.nothing,
+    )
+    keep: int | None = key("how many of the newest are kept", default=2, range=COUNT, acts=_SAVES_OFTEN)
+    keep_every: int | None = key(
+        "beside them those of every so many steps are kept; 0: none",
+        default=0,
+        range=COUNT_OR_ZERO,
+        acts=_SAVES_OFTEN,
+        contradicts=_keep_every,
+    )
+    keep_best: bool | None = key(
+        "and the one with the smallest held-out loss, which is then measured before every save",
+        default=False,
+        acts=_SAVES_BEST,
+        contradicts=_keep_best,
+    )
+    asynchronous: bool | None = key("training goes on while the files are written", default=False, acts=_SAVES_OFTEN)
+    resume: str | None = key(
+        "run folder or checkpoint to continue from; auto: the run folder's own latest if it has one; null: from the start",
+        changes=Changes.nothing,
+    )
+    allow_changes: bool | None = key(
+        "continue although keys that change numbers, such as optimizer.lr, differ from those of the checkpoint's run",
+        acts=When("checkpoint.resume", lambda config, machine: config.checkpoint.resume is not None),
+        optional=True,
+        changes=Changes.nothing,
+    )
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run writes checkpoints."""
+        return bool(self.every or self.last)
+
+
+@dataclass(kw_only=True)
+class LoggerConfig:
+    """wandb. metrics.jsonl and summary.json are written in any case."""
+
+    changes: ClassVar = Changes.nothing
+
+    mode: LoggerMode = key(
+        "offline: wandb writes into the run folder; online: to its server, needs a login; disabled: no wandb",
+        default=MISSING,
+    )
+    project: str | None = key("wandb's project", acts=_LOGS)
+    every: int | None = key(
+        "steps between rows given to wandb, a multiple of train.log_every", range=COUNT, acts=_LOGS, contradicts=_logged
+    )
+
+
+@dataclass(kw_only=True)
+class LaunchConfig:
+    """The ranks of a run. Under torchrun or srun they are there already: only threads, timeout_seconds and device count."""
+
+    changes: ClassVar = Changes.nothing
+
+    ranks: int | None = key(
+        "number of ranks; null: what the topology needs, else one per GPU, two without a GPU",
+        range=Range(low=1, high=65_536),
+    )
+    threads: int | None = key(
+        "CPU threads per rank; null: OMP_NUM_THREADS, else the cores divided by the ranks",
+        range=Range(low=1, high=4096),
+    )
+    timeout_seconds: float = key("how long a collective may wait for a rank, in seconds", default=MISSING, range=_YEAR)
+    device: DeviceName = key("where the ranks compute; auto: on GPUs if there are any", default=MISSING)
+    elastic: bool | None = key(
+        "when ranks are killed, go on with the others from the latest checkpoint, with the same global batch",
+        acts=_STARTS,
+        contradicts=_elastic,
+    )
+    min_ranks: int | None = key(
+        "fewest ranks to go on with", range=Range(low=1, high=65_536), acts=_ELASTIC, contradicts=_min_ranks
+    )
