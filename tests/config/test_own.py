@@ -111,3 +111,16 @@ def test_an_object_on_the_command_line_takes_the_place_of_the_usual_option():
 def test_faults_are_said_before_ranks_start(words, said):
     with pytest.raises(ConfigError, match=said):
         composed(*words)
+
+
+def test_an_option_file_that_one_of_ztks_would_hide_is_refused(tmp_path):
+    folder = tmp_path / "conf"
+    (folder / "zero").mkdir(parents=True)
+    (folder / "zero" / "stage3.yaml").write_text("# Mine.\nengine: ztk\nstage: 3\nbucket_size: 7\n")
+    with pytest.raises(
+        ConfigError, match=f"zero=stage3: ztk has an option of this name, .*{folder}/zero/stage3.yaml; rename your file"
+    ):
+        compose("zero=stage3", output_dir=tmp_path, folders=[str(folder)])
+    (folder / "zero" / "stage3.yaml").rename(folder / "zero" / "mine.yaml")
+    with pytest.raises(ConfigError, match="must have a value: choose zero=stage3"):
+        compose("zero=mine", output_dir=tmp_path, folders=[str(folder)])

@@ -85,6 +85,7 @@ def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = F
     For keys that are integers, 5e8 becomes 500000000. folders: where the option files are. sweep: whether a key may have several values.
     """
     options = options_of(folders)
+    _check_hidden(folders)
     own = _own_sections(overrides, folders=folders)
     accepted, faults = [], []
     sweep = sweep or any(override.startswith(("sweep=", "hydra.mode=")) for override in overrides)
@@ -102,6 +103,21 @@ def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = F
     named = [_bare(word) for word in accepted]
     replaced = [section for section in _REPLACED if f"{section}.{TARGET}" in named and section not in named]
     return [f"{section}=own" for section in replaced] + accepted
+
+
+def _check_hidden(folders: list[str]) -> None:
+    """Raises ConfigError with the option files of the user's that one of ztk's hides by its name, unless both are the same."""
+    ours, *others = map(Path, folders)
+    faults = []
+    for path in (path for folder in others for path in sorted(folder.glob("*/*.yaml"))):
+        usual = ours / path.parent.name / path.name
+        if usual.is_file() and usual.read_bytes() != path.read_bytes():
+            word = f"{path.parent.name}={path.stem}"
+            faults.append(
+                f"{word}: ztk has an option of this name, which would be taken in place of {path}; rename your file"
+            )
+    if faults:
+        raise ConfigError(faults)
 
 
 def check_doubled(overrides: Iterable[str], *, flags: Sequence[str] = ()) -> None:
