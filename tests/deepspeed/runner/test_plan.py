@@ -1,6 +1,7 @@
 """From a command line to what every machine and every rank is told; nothing is started here."""
 
 import sys
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -159,7 +160,7 @@ def test_what_follows_the_script_is_the_scripts(tmp_path):
         make_plan(options, hosts=TWO, launcher=None, alone=True)
     script = tmp_path / "s.py"
     script.write_text("")
-    plan = make_plan(replace(options, script=str(script)), hosts=TWO, launcher=None, alone=True)
+    plan = make_plan(Namespace(**{**vars(options), "script": str(script)}), hosts=TWO, launcher=None, alone=True)
     assert plan.master_addr == "127.0.0.1" and plan.master_port != 29500
 
 

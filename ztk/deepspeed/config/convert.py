@@ -1,7 +1,6 @@
 """ds_config.json as the command line of `run.py`, and back: the two conversions. `ztk.cli.convert` is the command."""
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 
 from ztk.core.policies.optimizer import TORCH
@@ -36,6 +35,26 @@ _INSTEAD = {
 _SHIFT = "DeepSpeed makes one update before the first step of this schedule; run.py starts with the first step"
 
 
+# Keys of run.py -> their names in a ds_config; of schedules with the values that DeepSpeed has where they are left out.
+_STAGE3 = {
+    "prefetch_bucket_size": "stage3_prefetch_bucket_size",
+    "max_live_parameters": "stage3_max_live_parameters",
+    "max_reuse_distance": "stage3_max_reuse_distance",
+    "param_persistence_threshold": "stage3_param_persistence_threshold",
+}
+_RANGE_TEST = {
+    "step_size": ("lr_range_test_step_size", 2000),
+    "step_rate": ("lr_range_test_step_rate", 1.0),
+    "staircase": ("lr_range_test_staircase", False),
+}
+_ONE_CYCLE = {
+    "rise_steps": ("cycle_first_step_size", 2000),
+    "fall_steps": ("cycle_second_step_size", None),
+    "rise_stairs": ("cycle_first_stair_count", 0),
+    "fall_stairs": ("cycle_second_stair_count", None),
+}
+
+
 @dataclasses.dataclass(kw_only=True)
 class Overrides:
     """words: `key=value` of run.py. notes: what the configuration says and run.py has no key for."""
@@ -43,9 +62,9 @@ class Overrides:
     words: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
-    def add(self, **pairs: object) -> None:
-        """`a__b=value` is the key a.b."""
-        self.words += [f"{key.replace('__', '.')}={_word(value)}" for key, value in pairs.items()]
+    def add(self, pairs: Mapping[str, object]) -> None:
+        """Keys of run.py with their values."""
+        self.words += [f"{key}={_word(value)}" for key, value in pairs.items()]
 
 
 def to_overrides(settings: Settings, *, ranks: int | None = None, keeps_global_batch: bool = False) -> Overrides:
@@ -55,12 +74,12 @@ def to_overrides(settings: Settings, *, ranks: int | None = None, keeps_global_b
     """
     out = Overrides(notes=[*settings.notes])
     if ranks is not None:
-        out.add(launch__ranks=ranks)
-    out.add(train__micro_batch_size=settings.batch.micro)
+        out.add({"launch.ranks": ranks})
+    out.add({"train.micro_batch_size": settings.batch.micro})
     if keeps_global_batch and "train_batch_size" in settings.given:
-        out.add(train__global_batch_size=settings.batch.train)
+        out.add({"train.global_batch_size": settings.batch.train})
     else:
-        out.add(train__accumulation_steps=settings.batch.accumulation)
+        out.add({"train.accumulation_steps": settings.batch.accumulation})
     _unsaid(settings, out=out)
     _zero(settings, out=out)
     _offload(settings, out=out)
@@ -80,74 +99,66 @@ def _unsaid(settings: Settings, *, out: Overrides) -> None:
     if settings.autocast is not None:
         word = _WORD_OF[settings.autocast]
         out.notes.append(f"torch_autocast: run.py computes in one dtype; choose precision={word}")
-    if settings.precision.bf16_master:
-        out.notes.append(
-            "bf16.bf16_master_weights_and_grads: run.py rounds bf16 masters stochastically; choose precision.master"
-        )
-    if settings.precision.bf16_states:
-        out.notes.append(
-            "bf16.bf16_optimizer_states: run.py rounds AdamW's second moment stochastically; choose optimizer.states=bf16"
-        )
-    if not settings.managed_accumulation:
-        out.notes.append("managed_gradient_accumulation: run.py counts micro-batches by train.accumulation_steps")
-    if settings.optimizer is not None and not settings.optimizer.bias_correction:
-        out.notes.append("optimizer.params.bias_correction: run.py always corrects the bias")
-    if settings.leaves.wanted:
-        out.notes.append("zero_optimization.leaf_module: run.py gathers its models by full layers")
+    said = {
+        "bf16.bf16_master_weights_and_grads: run.py rounds bf16 masters stochastically; choose precision.master": (
+            settings.precision.bf16_master
+        ),
+        "bf16.bf16_optimizer_states: run.py rounds AdamW's second moment stochastically; choose optimizer.states=bf16": (
+            settings.precision.bf16_states
+        ),
+        "managed_gradient_accumulation: run.py counts micro-batches by train.accumulation_steps": (
+            not settings.managed_accumulation
+        ),
+        "optimizer.params.bias_correction: run.py always corrects the bias": (
+            settings.optimizer is not None and not settings.optimizer.bias_correction
+        ),
+        "zero_optimization.leaf_module: run.py gathers its models by full layers": bool(settings.leaves.wanted),
+    }
+    out.notes += [note for note, holds in said.items() if holds]
 
 
 def _zero(settings: Settings, *, out: Overrides) -> None:
     zero = settings.zero
-    out.add(zero=f"stage{zero.stage}", zero__bucket_size=zero.bucket_size)
+    out.add({"zero": f"stage{zero.stage}", "zero.bucket_size": zero.bucket_size})
     if zero.quantized_gradients:
-        out.add(zero__quantized_gradients=True)
-    if zero.stage == 3:
-        out.add(
-            zero__prefetch_bucket_size=zero.prefetch_bucket_size,
-            zero__max_live_parameters=zero.max_live_parameters,
-            zero__max_reuse_distance=zero.max_reuse_distance,
-            zero__param_persistence_threshold=zero.param_persistence_threshold,
+        out.add({"zero.quantized_gradients": True})
+    if zero.stage < 3:
+        return
+    out.add({f"zero.{name}": getattr(zero, name) for name in _STAGE3})
+    if zero.quantized_weights:
+        out.add({"zero.quantized_weights": True})
+    if zero.quantized_nontrainable_weights:
+        out.notes.append(
+            "zero_optimization.zero_quantized_nontrainable_weights: run.py gathers frozen parameters as they are; "
+            "zero.quantized_weights=true gathers all as int8"
         )
-        if zero.quantized_weights:
-            out.add(zero__quantized_weights=True)
-        if zero.quantized_nontrainable_weights:
-            out.notes.append(
-                "zero_optimization.zero_quantized_nontrainable_weights: run.py gathers frozen parameters as they are; "
-                "zero.quantized_weights=true gathers all as int8"
-            )
-        if zero.hpz_partition_size > 1:
-            out.add(zero__hpz_partition_size=zero.hpz_partition_size)
+    if zero.hpz_partition_size > 1:
+        out.add({"zero.hpz_partition_size": zero.hpz_partition_size})
 
 
 def _offload(settings: Settings, *, out: Overrides) -> None:
     offload = settings.offload
     group = "nvme" if offload.uses_nvme else "cpu" if "cpu" in (offload.optimizer, offload.parameters) else "none"
-    out.add(offload=group)
+    out.add({"offload": group})
     if group == "none":
         return
-    out.add(offload__optimizer=offload.optimizer)
+    out.add({"offload.optimizer": offload.optimizer})
     if settings.zero.stage == 3:
-        out.add(offload__parameters=offload.parameters)
+        out.add({"offload.parameters": offload.parameters})
     if group == "nvme":
-        out.add(offload__nvme_path=offload.nvme_path)
-        out.add(offload__block_bytes=offload.block_bytes, offload__threads=offload.threads)
+        out.add({f"offload.{name}": getattr(offload, name) for name in ("nvme_path", "block_bytes", "threads")})
 
 
 def _precision(settings: Settings, *, out: Overrides) -> None:
     precision, scale = settings.precision, settings.precision.loss_scale
     assert scale is not None, "settings have a loss scale for every dtype"
-    out.add(precision=_WORD_OF[precision.dtype])
+    out.add({"precision": _WORD_OF[precision.dtype]})
     if precision.reduce_dtype is not None:
-        out.add(precision__reduce_dtype=_WORD_OF[precision.reduce_dtype])
+        out.add({"precision.reduce_dtype": _WORD_OF[precision.reduce_dtype]})
     if precision.dtype is not DTYPES["fp16"]:  # scaled by torch_autocast alone
         return
-    out.add(precision__loss_scale__dynamic=scale.dynamic, precision__loss_scale__initial=scale.initial)
-    if scale.dynamic:
-        out.add(
-            precision__loss_scale__window=scale.window,
-            precision__loss_scale__hysteresis=scale.hysteresis,
-            precision__loss_scale__floor=scale.floor,
-        )
+    names = ("dynamic", "initial", *(("window", "hysteresis", "floor") if scale.dynamic else ()))
+    out.add({f"precision.loss_scale.{name}": getattr(scale, name) for name in names})
     if scale.consecutive_hysteresis:
         out.notes.append("fp16.consecutive_hysteresis: run.py has no key for it")
 
@@ -160,21 +171,17 @@ def _optimizer(settings: Settings, *, out: Overrides) -> None:
             "Lamb"
         )
     if settings.skip_unused:
-        out.add(optimizer__skip_unused=True)
+        out.add({"optimizer.skip_unused": True})
     if policy is None:
         out.notes.append("optimizer: the configuration names none; run.py takes its own")
-        out.add(optimizer__clip_grad_norm=settings.gradient_clipping)
+        out.add({"optimizer.clip_grad_norm": settings.gradient_clipping})
         return
-    out.add(optimizer=policy.name, optimizer__lr=_peak(settings), optimizer__weight_decay=policy.weight_decay)
+    out.add({"optimizer": policy.name, "optimizer.lr": _peak(settings), "optimizer.weight_decay": policy.weight_decay})
     if policy.betas is not None:
-        out.add(optimizer__betas=list(policy.betas))
-    if policy.eps is not None:
-        out.add(optimizer__eps=policy.eps)
-    if policy.name == "lamb":
-        out.add(optimizer__min_coeff=policy.min_coeff, optimizer__max_coeff=policy.max_coeff)
-    if policy.name == "sgd":
-        out.add(optimizer__momentum=policy.momentum, optimizer__nesterov=policy.nesterov)
-    out.add(optimizer__clip_grad_norm=policy.clip_grad_norm)
+        out.add({"optimizer.betas": list(policy.betas)})
+    own = {"lamb": ("min_coeff", "max_coeff"), "sgd": ("momentum", "nesterov")}.get(policy.name, ())
+    names = (*(("eps",) if policy.eps is not None else ()), *own, "clip_grad_norm")
+    out.add({f"optimizer.{name}": getattr(policy, name) for name in names})
     if policy.weight_decay:
         out.notes.append("weight_decay: DeepSpeed decays every parameter, run.py those with two or more dimensions")
 
@@ -196,7 +203,7 @@ def _one(rate: object) -> float:
 def _schedule(settings: Settings, *, out: Overrides) -> None:
     choice = settings.schedule
     if choice is None:
-        out.add(scheduler="constant", scheduler__warmup_steps=0)
+        out.add({"scheduler": "constant", "scheduler.warmup_steps": 0})
         return
     params = choice.params
     if any(isinstance(value, list) for value in params.values()):
@@ -205,29 +212,26 @@ def _schedule(settings: Settings, *, out: Overrides) -> None:
         )
     peak = _peak(settings) if settings.optimizer else _one(params.get("warmup_max_lr") or 1e-3)
     if choice.type == "LRRangeTest":
-        out.add(
-            scheduler="range_test",
-            scheduler__step_size=params.get("lr_range_test_step_size", 2000),
-            scheduler__step_rate=params.get("lr_range_test_step_rate", 1.0),
-            scheduler__staircase=params.get("lr_range_test_staircase", False),
-        )
+        out.add({"scheduler": "range_test", **_read(_RANGE_TEST, params=params)})
     elif choice.type == "OneCycle":
         _one_cycle(params, out=out)
     else:
         _warmup(choice.type, params=params, peak=peak, out=out)
 
 
+def _read(names: Mapping[str, tuple[str, object]], *, params: dict) -> dict[str, object]:
+    return {f"scheduler.{ours}": params.get(theirs, usual) for ours, (theirs, usual) in names.items()}
+
+
 def _one_cycle(params: dict, *, out: Overrides) -> None:
     decay, interval = params.get("decay_lr_rate", 0.0), params.get("decay_step_size", 0)
+    start = _one(params["cycle_min_lr"]) / _one(params["cycle_max_lr"])
+    out.add({"scheduler": "one_cycle", "scheduler.start": start, **_read(_ONE_CYCLE, params=params)})
     out.add(
-        scheduler="one_cycle",
-        scheduler__start=_one(params["cycle_min_lr"]) / _one(params["cycle_max_lr"]),
-        scheduler__rise_steps=params.get("cycle_first_step_size", 2000),
-        scheduler__fall_steps=params.get("cycle_second_step_size"),
-        scheduler__rise_stairs=params.get("cycle_first_stair_count", 0),
-        scheduler__fall_stairs=params.get("cycle_second_stair_count"),
-        scheduler__decay_rate=decay if interval else 0.0,
-        scheduler__decay_interval=interval if decay else 0,
+        {
+            "scheduler.decay_rate": decay if interval else 0.0,
+            "scheduler.decay_interval": interval if decay else 0,
+        }
     )
     if params.get("cycle_momentum", True):
         out.notes.append("scheduler.params.cycle_momentum: run.py leaves the betas alone")
@@ -238,14 +242,16 @@ def _warmup(kind: str, *, params: dict, peak: float, out: Overrides) -> None:
     low = params.get("warmup_min_ratio", 0.0) if cosine else _one(params.get("warmup_min_lr", 0.0)) / peak
     name = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}[kind]
     out.add(
-        scheduler=name,
-        scheduler__warmup_steps=max(2, params.get("warmup_num_steps", 1000)),
-        scheduler__warmup_shape=params.get("warmup_type", "log"),
-        scheduler__warmup_start=low,
+        {
+            "scheduler": name,
+            "scheduler.warmup_steps": max(2, params.get("warmup_num_steps", 1000)),
+            "scheduler.warmup_shape": params.get("warmup_type", "log"),
+            "scheduler.warmup_start": low,
+        }
     )
     if kind != "WarmupLR":
         final = params.get("cos_min_ratio", 0.0001) if cosine else low
-        out.add(scheduler__final=final, scheduler__total_steps=params["total_num_steps"])
+        out.add({"scheduler.final": final, "scheduler.total_steps": params["total_num_steps"]})
     out.notes.append(f"scheduler: {_SHIFT}")
 
 
@@ -276,20 +282,10 @@ def to_ds_config(config: Mapping) -> dict:
         **_ds_schedule(config["scheduler"], steps=train["steps"], lr=optimizer["lr"]),
         **_ds_topology(config["topology"]),
     }
-    if zero["stage"] == 3:
-        made["zero_optimization"] |= {
-            "stage3_max_reuse_distance": zero["max_reuse_distance"],
-            "stage3_param_persistence_threshold": zero["param_persistence_threshold"],
-        }
-        for name in ("prefetch_bucket_size", "max_live_parameters"):
-            if zero[name] is not None:  # which follows the model's size, and DeepSpeed's does not
-                made["zero_optimization"][f"stage3_{name}"] = zero[name]
-    names = {
-        "quantized_weights": "zero_quantized_weights",
-        "quantized_gradients": "zero_quantized_gradients",
-        "hpz_partition_size": "zero_hpz_partition_size",
-    }
-    made["zero_optimization"] |= {theirs: zero[ours] for ours, theirs in names.items() if zero.get(ours)}
+    if zero["stage"] == 3:  # what is None follows the model's size, and DeepSpeed's does not
+        made["zero_optimization"] |= {theirs: zero[ours] for ours, theirs in _STAGE3.items() if zero[ours] is not None}
+    plus_plus = ("quantized_weights", "quantized_gradients", "hpz_partition_size")
+    made["zero_optimization"] |= {f"zero_{name}": zero[name] for name in plus_plus if zero.get(name)}
     offload = config["offload"]
     for key, place in (("offload_optimizer", offload["optimizer"]), ("offload_param", offload["parameters"])):
         if place not in ("none", "auto"):
@@ -381,21 +377,13 @@ def _ds_schedule(scheduler: Mapping, *, steps: int, lr: float) -> dict:
     if name == "wsd":
         raise ValueError("scheduler=wsd: DeepSpeed has no such schedule; use scheduler=linear, or another of its own")
     if name == "range_test":
-        params = {
-            "lr_range_test_min_lr": lr,
-            "lr_range_test_step_size": scheduler["step_size"],
-            "lr_range_test_step_rate": scheduler["step_rate"],
-            "lr_range_test_staircase": scheduler["staircase"],
-        }
+        params = {"lr_range_test_min_lr": lr, **{key: scheduler[ours] for ours, (key, _) in _RANGE_TEST.items()}}
         return {"scheduler": {"type": "LRRangeTest", "params": params}}
     if name == "one_cycle":
         params = {
             "cycle_min_lr": lr * scheduler["start"],
             "cycle_max_lr": lr,
-            "cycle_first_step_size": scheduler["rise_steps"],
-            "cycle_second_step_size": scheduler["fall_steps"],
-            "cycle_first_stair_count": scheduler["rise_stairs"],
-            "cycle_second_stair_count": scheduler["fall_stairs"],
+            **{key: scheduler[ours] for ours, (key, _) in _ONE_CYCLE.items()},
             "decay_lr_rate": scheduler["decay_rate"],
             "decay_step_size": scheduler["decay_interval"],
             "cycle_momentum": False,
@@ -433,7 +421,3 @@ def _word(value: object) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(_word, value))}]"
     return str(value)
-
-
-if __name__ == "__main__":
-    sys.exit("this command has moved: python -m ztk.cli.convert")

@@ -1,6 +1,6 @@
 """A full configuration: read, checked, turned into policies."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -81,38 +81,11 @@ def parse_config(config: object, *, world_size: int) -> Settings:
     given = read_source(config, findings=findings)
     top = read_section(given, path="", keys=KEYS, findings=findings, elsewhere=ELSEWHERE)
     tensor = read_tensor_parallel(given.get("tensor_parallel"), world_size=world_size, findings=findings)
-    batch = solve_batch(top, world_size=world_size // tensor.degree, findings=findings)
-    averaging = read_averaging(top, findings=findings)
+    replicas, clip = world_size // tensor.degree, top.get("gradient_clipping", 1.0)
+    batch, averaging = solve_batch(top, world_size=replicas, findings=findings), read_averaging(top, findings=findings)
     zero = Zero(given.get("zero_optimization", {}), findings=findings)
     precision = Precision(given, top=top, stage=zero.stage, findings=findings)
-    offload = read_offload(
-        given, optimizer=zero.offload_optimizer, parameters=zero.offload_param, stage=zero.stage, findings=findings
-    )
-    clip = top.get("gradient_clipping", 1.0)
-    optimizer = read_optimizer(given.get("optimizer"), clip=clip, findings=findings)
-    schedule = read_scheduler(given.get("scheduler"), findings=findings)
-    activations = read_activation_checkpointing(given.get("activation_checkpointing"), findings=findings)
-    pipeline_recompute_interval = read_pipeline(given.get("pipeline"), findings=findings)
-    moe_layers = read_moe(given, top=top, findings=findings)
-    experts = join_sizes(
-        read_expert_parallel(given.get("expert_parallel"), findings=findings),
-        options=moe_layers,
-        ranks=world_size // tensor.degree,
-        findings=findings,
-    )
-    hybrid = read_hybrid(
-        given.get("hybrid_engine"),
-        stage=zero.stage,
-        world_size=world_size,
-        tensor_degree=tensor.degree,
-        findings=findings,
-    )
-    watching = read_watching(given, findings=findings)
-    tag_validation = read_checkpoint(given.get("checkpoint", {}), findings=findings)
-    check_absent(given, findings=findings)
-    if findings.faults:
-        raise DeepSpeedConfigError(list(dict.fromkeys(findings.faults)))
-    return Settings(
+    made = Settings(
         given=given,
         batch=batch,
         averaging=averaging,
@@ -126,15 +99,30 @@ def parse_config(config: object, *, world_size: int) -> Settings:
         zero=zero.policy,
         leaves=zero.leaves,
         gathers_on_save=zero.gathers_on_save,
-        offload=offload,
+        offload=read_offload(
+            given, optimizer=zero.offload_optimizer, parameters=zero.offload_param, stage=zero.stage, findings=findings
+        ),
         tensor=tensor,
-        optimizer=optimizer,
-        schedule=schedule,
-        activation_checkpointing=activations,
-        pipeline_recompute_interval=pipeline_recompute_interval,
-        experts=experts,
-        moe_layers=moe_layers,
-        hybrid=hybrid,
+        optimizer=read_optimizer(given.get("optimizer"), clip=clip, findings=findings),
+        schedule=read_scheduler(given.get("scheduler"), findings=findings),
+        activation_checkpointing=read_activation_checkpointing(
+            given.get("activation_checkpointing"), findings=findings
+        ),
+        pipeline_recompute_interval=read_pipeline(given.get("pipeline"), findings=findings),
+        moe_layers=(moe_layers := read_moe(given, top=top, findings=findings)),
+        experts=join_sizes(
+            read_expert_parallel(given.get("expert_parallel"), findings=findings),
+            options=moe_layers,
+            ranks=replicas,
+            findings=findings,
+        ),
+        hybrid=read_hybrid(
+            given.get("hybrid_engine"),
+            stage=zero.stage,
+            world_size=world_size,
+            tensor_degree=tensor.degree,
+            findings=findings,
+        ),
         gradient_clipping=clip,
         skip_unused=top.get("skip_unused", False),
         communication_data_type=top.get("communication_data_type"),
@@ -142,9 +130,13 @@ def parse_config(config: object, *, world_size: int) -> Settings:
         wall_clock_breakdown=top.get("wall_clock_breakdown", False),
         memory_breakdown=top.get("memory_breakdown", False),
         dump_state=top.get("dump_state", False),
-        watching=watching,
+        watching=read_watching(given, findings=findings),
         drop_last=top.get("dataloader_drop_last", False),
         log_level=top.get("log_level"),
-        tag_validation=tag_validation,
-        notes=tuple(findings.notes),
+        tag_validation=read_checkpoint(given.get("checkpoint", {}), findings=findings),
+        notes=(),
     )
+    check_absent(given, findings=findings)
+    if findings.faults:
+        raise DeepSpeedConfigError(list(dict.fromkeys(findings.faults)))
+    return replace(made, notes=tuple(findings.notes))

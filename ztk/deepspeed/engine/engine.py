@@ -74,6 +74,10 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         if optimizer is not None:
             optimizer.before_drop = self._warn_of_drop
         self._watcher = Watcher(self)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What a derived engine adds when it is made."""
 
     def __getattr__(self, name: str) -> Any:
         try:

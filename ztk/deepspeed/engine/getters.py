@@ -1,8 +1,7 @@
 """DeepSpeed's engine answers many questions by methods; a script that calls them must find methods."""
 
-from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -10,23 +9,13 @@ import torch.distributed as dist
 from ztk.core.runtime import Tier
 from ztk.deepspeed.collectives.groups import data_parallel_group_of, sequence_group_of
 from ztk.deepspeed.config.parsed import DeepSpeedConfig
+from ztk.deepspeed.tools.answers import method
 from ztk.train.engine import Engine
 
 if TYPE_CHECKING:
     from ztk.deepspeed.config import Settings
     from ztk.deepspeed.optimizers.sharded import ShardedOptimizer
     from ztk.deepspeed.watch.watcher import Watcher
-
-
-def _method(path: str, doc: str) -> Callable[["Getters"], Any]:
-    """A method that returns what the engine has at a dotted path."""
-    read = attrgetter(path)
-
-    def get(self: "Getters") -> Any:
-        return read(self)
-
-    get.__doc__ = doc
-    return get
 
 
 class Getters:
@@ -38,36 +27,36 @@ class Getters:
     optimizer: "ShardedOptimizer | None"
     _watcher: "Watcher"
 
-    train_batch_size = _method("settings.batch.train", "Samples of a step, over all ranks.")
-    train_micro_batch_size_per_gpu = _method("settings.batch.micro", "Samples of a rank's micro-batch.")
-    gradient_accumulation_steps = _method("settings.batch.accumulation", "Micro-batches of a step.")
-    gradient_clipping = _method("settings.gradient_clipping", "The largest norm of a gradient; 0: not clipped.")
-    zero_optimization_stage = _method("settings.zero.stage", "The ZeRO stage.")
-    zero_optimization_partition_weights = _method("settings.zero.shards_parameters", "Whether parameters are sharded.")
-    zero_optimization_partition_gradients = _method("settings.zero.shards_gradients", "Whether gradients are sharded.")
-    zero_gather_16bit_weights_on_model_save = _method(
+    train_batch_size = method("settings.batch.train", "Samples of a step, over all ranks.")
+    train_micro_batch_size_per_gpu = method("settings.batch.micro", "Samples of a rank's micro-batch.")
+    gradient_accumulation_steps = method("settings.batch.accumulation", "Micro-batches of a step.")
+    gradient_clipping = method("settings.gradient_clipping", "The largest norm of a gradient; 0: not clipped.")
+    zero_optimization_stage = method("settings.zero.stage", "The ZeRO stage.")
+    zero_optimization_partition_weights = method("settings.zero.shards_parameters", "Whether parameters are sharded.")
+    zero_optimization_partition_gradients = method("settings.zero.shards_gradients", "Whether gradients are sharded.")
+    zero_gather_16bit_weights_on_model_save = method(
         "settings.gathers_on_save", "Whether `save_16bit_model` may gather sharded parameters."
     )
-    zero_reduce_bucket_size = _method("settings.zero.bucket_size", "Elements of a bucket.")
-    zero_prefetch_bucket_size = _method(
+    zero_reduce_bucket_size = method("settings.zero.bucket_size", "Elements of a bucket.")
+    zero_prefetch_bucket_size = method(
         "settings.zero.prefetch_bucket_size", "Elements that are gathered ahead of their use."
     )
-    zero_max_live_parameters = _method(
+    zero_max_live_parameters = method(
         "settings.zero.max_live_parameters", "Gathered elements above which nothing is gathered ahead."
     )
-    zero_max_reuse_distance = _method(
+    zero_max_reuse_distance = method(
         "settings.zero.max_reuse_distance", "A unit stays gathered if it is used again within this many elements."
     )
-    zero_param_persistence_threshold = _method(
+    zero_param_persistence_threshold = method(
         "settings.zero.param_persistence_threshold", "Elements below which a parameter stays gathered."
     )
-    fp16_auto_cast = _method("settings.casts_inputs", "Whether floating inputs are cast to the model's dtype.")
-    loss_scale = _method("settings.static_loss_scale", "As configured, 0 for dynamic; `optimizer.cur_scale` is in use.")
-    steps_per_print = _method("settings.steps_per_print", "Steps between lines of progress; None: there are no lines.")
-    wall_clock_breakdown = _method("settings.wall_clock_breakdown", "Whether forward, backward and step are timed.")
-    memory_breakdown = _method("settings.memory_breakdown", "Whether memory is printed with the times.")
-    dump_state = _method("settings.dump_state", "Whether the configuration is printed at the start.")
-    dataloader_drop_last = _method("settings.drop_last", "Whether a loader leaves out a last batch that is not full.")
+    fp16_auto_cast = method("settings.casts_inputs", "Whether floating inputs are cast to the model's dtype.")
+    loss_scale = method("settings.static_loss_scale", "As configured, 0 for dynamic; `optimizer.cur_scale` is in use.")
+    steps_per_print = method("settings.steps_per_print", "Steps between lines of progress; None: there are no lines.")
+    wall_clock_breakdown = method("settings.wall_clock_breakdown", "Whether forward, backward and step are timed.")
+    memory_breakdown = method("settings.memory_breakdown", "Whether memory is printed with the times.")
+    dump_state = method("settings.dump_state", "Whether the configuration is printed at the start.")
+    dataloader_drop_last = method("settings.drop_last", "Whether a loader leaves out a last batch that is not full.")
 
     device = property(attrgetter("engine.process.device"))
     local_rank = property(attrgetter("engine.process.local_rank"), doc="This rank's place on its machine.")

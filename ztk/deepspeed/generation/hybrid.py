@@ -26,8 +26,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
     convert: the next text is the updated model's.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def _prepare(self) -> None:
         assert self.settings.hybrid is not None, "the configuration has the section"
         self._adapters, self._times = FusedAdapters(self.module), _Times()
         self._texts = EngineTexts(self.engine, weights=self.settings.hybrid.weights)

@@ -28,8 +28,7 @@ class PipelineEngine(DeepSpeedEngine):
     engine: PipelinedEngine
     module: Any  # a PipelineModule
 
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
+    def _prepare(self) -> None:
         self.data_iterator: Iterator | None = None
         self.batch_fn: Callable | None = None
         self.agg_train_loss: Tensor | None = None
@@ -184,16 +183,10 @@ class PipelineEngine(DeepSpeedEngine):
     def forward(self, *args, **kwargs):
         """Raises PipelineError."""
         raise PipelineError(
-            "a pipeline runs full batches: use engine.train_batch(data_iter) or engine.eval_batch(data_iter)"
+            "a pipeline runs full batches and steps in them: use engine.train_batch(data_iter) or engine.eval_batch(data_iter)"
         )
 
-    def backward(self, *args, **kwargs):
-        """Raises PipelineError."""
-        raise PipelineError("a pipeline runs full batches: use engine.train_batch(data_iter)")
-
-    def step(self, *args, **kwargs):
-        """Raises PipelineError."""
-        raise PipelineError("a pipeline steps in engine.train_batch(data_iter)")
+    backward = step = forward
 
 
 def _placed(value: object, *, device: torch.device) -> object:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from ztk.core.runtime import Process
 from ztk.deepspeed.start.process import this_process
+from ztk.deepspeed.tools.answers import method
 
 
 class ProcessTopology:
@@ -32,9 +33,7 @@ class ProcessTopology:
             raise ValueError(f"get_rank({coord_kwargs}): name each of {self.axes}; filter_match finds several ranks")
         return self.mapping[self.ProcessCoord(**coord_kwargs)]
 
-    def get_axis_names(self) -> list[str]:
-        """The names of the axes, the fastest last."""
-        return self.axes
+    get_axis_names = method("axes", "The names of the axes, the fastest last.")
 
     def get_rank_repr(
         self, rank: int, omit_axes: tuple[str, ...] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
@@ -126,47 +125,17 @@ class PipelineParallelGrid:
         self.data_parallel_size = max(1, topology.get_dim("data"))
         self.model_parallel_size = max(1, topology.get_dim("model"))
         coord = topology.get_coord(process.rank)
-        self.stage_id = self._at(coord, "pipe")
-        self.data_parallel_id = self._at(coord, "data")
-        self._model_id = self._at(coord, "model")
+        self.stage_id, self.data_parallel_id = getattr(coord, "pipe", 0), getattr(coord, "data", 0)
+        self._model_id = getattr(coord, "model", 0)
 
-    @staticmethod
-    def _at(coord: tuple, axis: str) -> int:
-        return getattr(coord, axis, 0)
-
-    def topology(self) -> ProcessTopology:
-        """The grid of all ranks."""
-        return self._topo
-
-    def get_stage_id(self) -> int:
-        """The stage of this rank."""
-        return self.stage_id
-
-    def get_data_parallel_id(self) -> int:
-        """The replica of this rank."""
-        return self.data_parallel_id
-
-    get_pipe_parallel_rank, get_data_parallel_rank = get_stage_id, get_data_parallel_id
-
-    def get_global_rank(self) -> int:
-        """This rank among all."""
-        return self.global_rank
-
-    def get_pipe_parallel_world_size(self) -> int:
-        """The number of stages."""
-        return self.pipe_parallel_size
-
-    def get_data_parallel_world_size(self) -> int:
-        """The number of replicas."""
-        return self.data_parallel_size
-
-    def get_model_parallel_rank(self) -> int:
-        """This rank's place among those that share the layers of its stage."""
-        return self._model_id
-
-    def get_model_parallel_world_size(self) -> int:
-        """The number of ranks that share the layers of a stage."""
-        return self.model_parallel_size
+    topology = method("_topo", "The grid of all ranks.")
+    get_stage_id = get_pipe_parallel_rank = method("stage_id", "The stage of this rank.")
+    get_data_parallel_id = get_data_parallel_rank = method("data_parallel_id", "The replica of this rank.")
+    get_global_rank = method("global_rank", "This rank among all.")
+    get_pipe_parallel_world_size = method("pipe_parallel_size", "The number of stages.")
+    get_data_parallel_world_size = method("data_parallel_size", "The number of replicas.")
+    get_model_parallel_rank = method("_model_id", "This rank's place among those that share its stage's layers.")
+    get_model_parallel_world_size = method("model_parallel_size", "Ranks that share the layers of a stage.")
 
     def is_first_stage(self) -> bool:
         return self.stage_id == 0

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import uuid
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ from ztk.deepspeed.runner import hosts as where
 from ztk.deepspeed.runner import remote
 from ztk.deepspeed.runner.hosts import Host
 from ztk.deepspeed.runner.node import Plan, run_node
-from ztk.deepspeed.runner.options import HOSTFILE, Options, read_options
+from ztk.deepspeed.runner.options import HOSTFILE, read_options
 from ztk.deepspeed.runner.remote import Reach, address_of, check_launcher, is_local, reach
 
 _PORT = 29500
@@ -47,7 +48,7 @@ def run(arguments: list[str]) -> int:
     return _run_everywhere(plan, options=options, launcher=launcher)
 
 
-def choose_hosts(options: Options) -> tuple[list[Host], bool]:
+def choose_hosts(options: Namespace) -> tuple[list[Host], bool]:
     """The machines and their devices, and whether a hostfile lists them. Raises ValueError for what is not there."""
     listed = Path(options.hostfile).is_file()
     if not listed and options.hostfile != HOSTFILE:
@@ -66,7 +67,7 @@ def choose_hosts(options: Options) -> tuple[list[Host], bool]:
     return hosts, listed
 
 
-def make_plan(options: Options, *, hosts: list[Host], launcher: str | None, alone: bool) -> Plan:
+def make_plan(options: Namespace, *, hosts: list[Host], launcher: str | None, alone: bool) -> Plan:
     """alone: all ranks are on this machine. Raises ValueError for a script that is not there."""
     if not options.no_python and not options.module and not Path(options.script).is_file():
         raise ValueError(f"{options.script}: there is no such file")
@@ -95,7 +96,7 @@ def make_plan(options: Options, *, hosts: list[Host], launcher: str | None, alon
     )
 
 
-def _run_everywhere(plan: Plan, *, options: Options, launcher: str) -> int:
+def _run_everywhere(plan: Plan, *, options: Namespace, launcher: str) -> int:
     """One child per connection. The first machine that fails stops all."""
     connections = reach(
         plan,

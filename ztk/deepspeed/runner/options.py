@@ -2,7 +2,6 @@
 
 import argparse
 import re
-from dataclasses import dataclass
 
 from ztk.deepspeed.runner.remote import LAUNCHERS, NODE_VARIABLES
 
@@ -13,44 +12,16 @@ _ABSENT = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """What was typed. None: not given."""
+def read_options(arguments: list[str]) -> argparse.Namespace:
+    """What was typed, by the names of `_parser`; None: not given. `script`, and everything after it as its `arguments`.
 
-    hostfile: str
-    include: str
-    exclude: str
-    num_nodes: int | None
-    num_gpus: int | None
-    master_addr: str | None
-    master_port: int | None
-    node_rank: int | None
-    launcher: str
-    launcher_args: str
-    module: bool
-    no_python: bool
-    no_local_rank: bool
-    no_ssh: bool
-    no_ssh_check: bool
-    force_multi: bool
-    enable_each_rank_log: str | None
-    bind_cores_to_rank: bool
-    bind_core_list: tuple[int, ...] | None
-    ssh_port: int | None
-    venv_script: str | None
-    log_level: str
-    quiet: bool
-    script: str
-    arguments: tuple[str, ...]
-
-
-def read_options(arguments: list[str]) -> Options:
-    """Ends the program with a message for a wrong line, as argparse does. Everything after the script is the script's."""
+    Ends the program with a message for a wrong line, as argparse does.
+    """
     parser = _parser()
-    given = vars(parser.parse_args(arguments))
-    script, rest = given.pop("user_script"), given.pop("user_args")
+    options = parser.parse_args(arguments)
+    given = vars(options)
     for name, instead in _ABSENT.items():
-        if given.pop(name.lstrip("-")):
+        if given[name.lstrip("-")]:
             parser.error(f"{name} is not offered: {instead}")
     if given["no_python"] and given["module"]:
         parser.error("--no_python and --module: a module is run by python; leave one of them out")
@@ -62,7 +33,8 @@ def read_options(arguments: list[str]) -> Options:
         parser.error("--node_rank: has no effect without --no_ssh")
     if given["bind_core_list"] and not given["bind_cores_to_rank"]:
         parser.error("--bind_core_list: has no effect without --bind_cores_to_rank")
-    return Options(script=script, arguments=tuple(rest), **given)
+    options.arguments = tuple(options.arguments)
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -95,8 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     add("-q", "--quiet", action="store_true", help="errors alone")
     add("--autotuning", help=argparse.SUPPRESS)
     add("--save_pid", action="store_true", help=argparse.SUPPRESS)
-    add("user_script")
-    add("user_args", nargs=argparse.REMAINDER)
+    add("script")
+    add("arguments", nargs=argparse.REMAINDER)
     return parser
 
 

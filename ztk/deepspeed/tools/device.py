@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ztk.core.runtime.system_memory import machine_memory, process_memory
+from ztk.deepspeed.tools.answers import always, method
 
 # DeepSpeed's name -> that of `torch.get_device_module("cuda")`. Memory is in bytes, a device is its number, None is the one in use.
 _OF_TORCH = {
@@ -111,9 +112,16 @@ class Accelerator:
         """What `tensor.to` takes: "cuda:1" or "cpu"."""
         return self.device_name(self.current_device())
 
-    def is_available(self) -> bool:
-        """Always: there is a GPU, or else a CPU."""
-        return True
+    is_available = always(True, "Always: there is a GPU, or else a CPU.")
+    is_fp16_supported = always(True, "Always: GPUs and CPUs compute in float16.")
+    get_compile_backend = always("inductor", "The backend of `torch.compile`.")
+    visible_devices_envs = always(
+        ["CUDA_VISIBLE_DEVICES"], "The environment variables that say which GPUs a process sees."
+    )
+    random = always(torch.random, "torch's module of random numbers.")
+    communication_backend_name = method(
+        "_communication_backend_name", "Of process groups: nccl for GPUs, gloo for CPUs."
+    )
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of any shape is on this kind of device."""
@@ -127,14 +135,6 @@ class Accelerator:
 
     # What it can
 
-    def communication_backend_name(self) -> str:
-        """The backend of process groups: "nccl" for GPUs, "gloo" for CPUs."""
-        return self._communication_backend_name
-
-    def is_fp16_supported(self) -> bool:
-        """Always: GPUs and CPUs compute in float16."""
-        return True
-
     def supported_dtypes(self) -> list[torch.dtype]:
         """The dtypes that a model may have."""
         bf16 = [torch.bfloat16] if self.is_bf16_supported() else []
@@ -143,14 +143,6 @@ class Accelerator:
     def is_triton_supported(self) -> bool:
         """Whether Triton compiles for the device: a GPU from compute capability 8.0 on."""
         return self._gpu and torch.cuda.get_device_capability()[0] >= 8
-
-    def get_compile_backend(self) -> str:
-        """The backend of `torch.compile`."""
-        return "inductor"
-
-    def visible_devices_envs(self) -> list[str]:
-        """The environment variables that say which GPUs a process sees."""
-        return ["CUDA_VISIBLE_DEVICES"]
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
         """A tensor of any shape, page-locked for faster copies to a GPU; on a CPU the tensor itself."""
@@ -161,10 +153,6 @@ class Accelerator:
         return tensor.is_pinned() if self._gpu else False
 
     # Random numbers
-
-    def random(self):
-        """torch's module of random numbers."""
-        return torch.random
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
         """Sets the generator's state, uint8 [n] on the CPU."""

@@ -7,7 +7,6 @@ import functools
 import os
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -153,8 +152,8 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
     show_messages(None)
     logger.info(
         "RANK=%d MEMSTATS %s current alloc=%.4fGB (delta=%.4fGB max=%.4fGB) current cache=%.4fGB (delta=%.4fGB max=%.4fGB)",
-        *(rank, msg, now.allocated / GIB, (now.allocated - before.allocated) / GIB, now.most_allocated / GIB),
-        *(now.reserved / GIB, (now.reserved - before.reserved) / GIB, now.most_reserved / GIB),
+        *(rank, msg),
+        *(nbytes / GIB for n in (0, 1) for nbytes in (now[n], now[n] - before[n], now[n + 2])),
     )
 
 
@@ -164,27 +163,14 @@ def empty_cache() -> None:
     get_accelerator().reset_peak_memory_stats()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Device:
-    """Bytes on the GPU, or of this process."""
-
-    allocated: int = 0
-    most_allocated: int = 0
-    reserved: int = 0
-    most_reserved: int = 0
-
-
-_last = _Device()
-
-
-def _now() -> _Device:
+def _now() -> tuple[int, int, int, int]:
+    """Bytes on the GPU, or of this process: allocated, reserved, and the most of both."""
     device = get_accelerator()
-    return _Device(
-        allocated=device.memory_allocated(),
-        most_allocated=device.max_memory_allocated(),
-        reserved=device.memory_reserved(),
-        most_reserved=device.max_memory_reserved(),
-    )
+    most = device.max_memory_allocated(), device.max_memory_reserved()
+    return device.memory_allocated(), device.memory_reserved(), *most
+
+
+_last = (0, 0, 0, 0)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -194,9 +180,9 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     show_messages(None)
     logger.info(message)
     if not get_accelerator().is_synchronized_device():  # a GPU
-        now = _now()
-        values = (now.allocated, now.most_allocated, now.reserved, now.most_reserved)
-        logger.info("MA %.2f GB, max MA %.2f GB, CA %.2f GB, max CA %.2f GB", *(nbytes / GIB for nbytes in values))
+        allocated, reserved, most, most_reserved = (nbytes / GIB for nbytes in _now())
+        words = "MA %.2f GB, max MA %.2f GB, CA %.2f GB, max CA %.2f GB"
+        logger.info(words, allocated, most, reserved, most_reserved)
         get_accelerator().reset_peak_memory_stats()
     host, own = machine_memory(), process_memory()
     used = host["MemTotal"] - host["MemAvailable"]

@@ -172,8 +172,15 @@ class FlopsProfiler:
         """Prints the most costly modules at every depth."""
         print("\n".join(self._table(module_depth=module_depth, top_modules=top_modules, detailed=False)), flush=True)
 
-    def _table(self, **shown: Any) -> list[str]:
-        return module_table(self.model, of=self.of, parameters=parameters_of, **shown)
+    def _table(self, *, module_depth: int, top_modules: int, detailed: bool) -> list[str]:
+        return module_table(
+            self.model,
+            of=self.of,
+            parameters=parameters_of,
+            module_depth=module_depth,
+            top_modules=top_modules,
+            detailed=detailed,
+        )
 
     def _head(self, step: int) -> ProfileHead:
         engine = self.ds_engine
