@@ -122,7 +122,7 @@ def test_preempted_blocks_are_kept_in_files(monkeypatch, tmp_path):
         assert [own[0].logprobs.tolist() for own in found] == [own[0].logprobs.tolist() for own in expected]
     assert swap.counters.write_bytes >= swap.counters.read_bytes > 0  # what is still in the cache is not read
     requests = [generator.submit(prompt, sampling=sampling) for prompt in prompts]
-    while generator._scheduler._saved == {}:
+    while generator._scheduler.slots._saved == {}:
         generator.step()
     for request in requests:
         generator.cancel(request.id)
@@ -326,7 +326,7 @@ def test_a_layer_that_is_not_finite_is_named_and_its_blocks_are_not_found_again(
     generator._model.weights.layers[1].out.weight[0, 0] = float("inf")
     [[broken]] = generator.generate([list(range(70))], sampling=SamplingParams(max_tokens=2))
     assert broken.finish_reason == "error" and "after layer 1 of 2" in broken.error
-    assert not generator._scheduler.pool.match(list(range(70)))
+    assert not generator._scheduler.slots.pool.match(list(range(70)))
 
 
 def test_a_broken_sequence_is_located_in_its_own_blocks(monkeypatch):

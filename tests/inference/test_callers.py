@@ -165,7 +165,7 @@ def test_an_error_of_the_plan_is_raised_and_reset_goes_on(model, cache, monkeypa
             generator.step()
     assert generator.has_work and not generator.is_lost
     generator.reset()
-    assert not generator.has_work and len(generator._scheduler._free) == generator.policy.max_sequences
+    assert not generator.has_work and len(generator._scheduler.slots._free) == generator.policy.max_sequences
     found = [
         generator.generate([prompt], sampling=sampling_of(number))[0][0].tokens for number, prompt in enumerate(PROMPTS)
     ]

@@ -163,7 +163,7 @@ def test_a_mask_that_leaves_nothing_ends_its_request_alone(model, mask, message,
     [other], [broken] = generator.generate([PROMPT, PROMPT], sampling=sampling)
     assert other.tokens == expected[0][0].tokens
     assert broken.finish_reason == "error" and re.search(message, broken.error) and len(broken.tokens) == 2
-    assert not generator.has_work and len(generator._scheduler._free) == 32
+    assert not generator.has_work and len(generator._scheduler.slots._free) == 32
 
 
 def test_a_stop_token_ends_the_answer(model):

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ztk.core.runtime.comm import Comm
-from ztk.inference.block_schedule import BlockScheduler
 from ztk.inference.graphs import graphs_of
 from ztk.inference.memory import drafts_of, find_scales, open_draft, shared_memory
 from ztk.inference.model import InferenceModel
@@ -214,7 +213,7 @@ class Generator:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that there is memory for, prompt and answer."""
-        return min(self.max_len, self._scheduler.longest(self.max_len))
+        return min(self.max_len, self._scheduler.slots.longest(self.max_len))
 
     @property
     def has_work(self) -> bool:
@@ -233,7 +232,7 @@ class Generator:
     @property
     def preempted(self) -> int:
         """Times so far that a sequence's blocks were copied elsewhere, because others needed the room."""
-        return self._scheduler.preempted if isinstance(self._scheduler, BlockScheduler) else 0
+        return self._scheduler.slots.preempted
 
     @property
     def reused_tokens(self) -> int:
@@ -376,7 +375,7 @@ class Generator:
                 f"a prompt of {len(prompt)} tokens and an answer of up to {limit} are more than the {self.max_len} tokens of this model: "
                 "shorten the prompt or lower max_tokens"
             )
-        self._scheduler.check(prompt=len(prompt), limit=limit)
+        self._scheduler.slots.check(prompt=len(prompt), limit=limit)
 
     def _enqueue(self, prompt: list[int], *, sampling: SamplingParams, limit: int) -> list[Sequence]:
         number = next(self._ids)

@@ -13,7 +13,7 @@ from torch import nn
 
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache, block_bytes
-from ztk.inference.block_schedule import BlockScheduler
+from ztk.inference.block_slots import BlockSlots
 from ztk.inference.block_swap import SwapFile
 from ztk.inference.cache import Cache
 from ztk.inference.draft import DraftModel
@@ -27,6 +27,7 @@ from ztk.inference.ranks import Ranks
 from ztk.inference.room import Room, room_of, room_of_drafts
 from ztk.inference.schedule import Scheduler
 from ztk.inference.slab_cache import SlabCache
+from ztk.inference.slab_slots import SlabSlots
 from ztk.inference.steps import Span
 
 _SHARE = 0.8  # of the free memory that the cache may take
@@ -95,10 +96,11 @@ def shared_memory(
         blocks, room = _block_cache(model, policy=policy, slots=slots, positions=positions), None
         if drafts is not None:
             room = room_of_drafts(drafts, slots=slots)
-        return blocks, BlockScheduler(policy, cache=blocks, drafts=drafts, draft_room=room)
+        places = BlockSlots(blocks, count=slots, draft_model=drafts, draft_room=room)
+        return blocks, Scheduler(policy, slots=places, drafts=drafts)
     room = Room(slots=slots) if plan else room_of(model, policy=policy, slots=slots, drafts=drafts, ranks=ranks)
     cache = SlabCache(model.description, slots=slots)
-    return cache, Scheduler(policy, cache=cache, room=room, drafts=drafts)
+    return cache, Scheduler(policy, slots=SlabSlots(cache, room=room, draft_model=drafts), drafts=drafts)
 
 
 def _block_cache(

@@ -1,5 +1,6 @@
-"""Which sequences are computed in a step, and which prefixes need not be computed again."""
+"""Which sequences are computed in a step: tokens and their order; where keys and values lie is for the slots."""
 
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -8,8 +9,6 @@ from torch import Tensor
 
 from ztk.inference.draft import DraftModel, common_length
 from ztk.inference.policy import Completion, InferencePolicy, PromptLogprob, SamplingParams
-from ztk.inference.room import Room
-from ztk.inference.slab_cache import SlabCache, rounded
 
 _WORTH_WAITING = 64  # tokens of a prefix that another sequence is computing right now
 
@@ -77,41 +76,129 @@ class Work:
     drafts: int = 0
 
 
-class Scheduler:
-    """Continuous batching: sequences join and leave between steps (Yu et al. 2022, Orca).
+class Slots(ABC):
+    """Places for the keys and values of running sequences. draft_model: has as many; None: there is none. preempted: `save`s so far.
 
-    A slot that is free remembers the tokens whose keys and values it has; a sequence that begins alike copies them. Sequences are admitted in
-    the order in which they came, each when the slabs have room for it: [Note: Bytes of slabs] in ztk/inference/room.py.
+    A slot remembers the tokens whose keys and values it has; a sequence that begins alike need not compute them.
     """
 
-    def __init__(
-        self, policy: InferencePolicy, *, cache: SlabCache, room: Room | None = None, drafts: DraftModel | None = None
-    ) -> None:
-        self._policy, self._cache, self._draft_model = policy, cache, drafts
-        self._room = room or Room(slots=policy.max_sequences)
+    def __init__(self, count: int, *, draft_model: DraftModel | None) -> None:
+        self._count, self._draft_model, self.preempted = count, draft_model, 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nobody has a slot."""
+        self._members: list[Sequence] = []
+        self._contents: list[list[int]] = [[] for _ in range(self._count)]
+        self._free: deque[int] = deque(range(self._count))  # the one that was freed first comes first
+
+    @property
+    def are_full(self) -> bool:
+        """All slots that there may be have a sequence."""
+        return len(self._members) == self._count
+
+    @abstractmethod
+    def check(self, *, prompt: int, limit: int) -> None:
+        """Raises ValueError for a prompt of so many tokens, with an answer of up to `limit`, that there could never be room for."""
+
+    @abstractmethod
+    def longest(self, positions: int) -> int:
+        """Tokens of a sequence that `check` takes, `positions` at most."""
+
+    @abstractmethod
+    def reusable(self, sequence: Sequence) -> int:
+        """Tokens of a waiting sequence that need not be computed: all but one at most, for its logits, and none of a prompt whose
+        log-probabilities are asked for."""
+
+    @abstractmethod
+    def enter(self, sequence: Sequence) -> int | None:
+        """Gives a waiting sequence a slot; returns how many of its tokens are computed there. None: there is no room."""
+
+    @abstractmethod
+    def extend(self, sequence: Sequence, *, start: int, stop: int) -> bool:
+        """Room for the sequence's positions up to `stop`, those from `start` on its own; whether there is some."""
+
+    @abstractmethod
+    def save(self, sequence: Sequence) -> None:
+        """Takes the slot away; `enter` gives it back with what it had."""
+
+    @abstractmethod
+    def is_saved(self, sequence: Sequence) -> bool:
+        """It waits because of `save`."""
+
+    @abstractmethod
+    def leave(self, sequence: Sequence, *, keep: bool) -> None:
+        """Frees what the sequence has. keep: it stays for sequences that begin alike."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """No prefix is reused: the weights have changed."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Without any sequence, and with the memory of none."""
+
+    def advance(self, sequence: Sequence, *, computed: int) -> None:
+        """The first `computed` tokens are in the sequence's slot, which had those that were computed before."""
+        held = self._contents[sequence.slot]
+        held += sequence.tokens[len(held) : computed]
+        sequence.computed = computed
+
+
+class Scheduler:
+    """Continuous batching: sequences join and leave between steps (Yu et al. 2022, Orca), admitted in the order in which they came.
+
+    A sequence that finds no room for its next rows takes that of the sequence that came last (Kwon et al. 2023, swapping), which waits in
+    front of all new ones and goes on where it was.
+    """
+
+    def __init__(self, policy: InferencePolicy, *, slots: Slots, drafts: DraftModel | None = None) -> None:
+        self._policy, self.slots, self._draft_model = policy, slots, drafts
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._contents: list[list[int]] = [[] for _ in range(policy.max_sequences)]
-        self._free: deque[int] = deque(range(policy.max_sequences))  # the one that was freed first comes first
         self.reused_tokens = 0
 
     def plan(self) -> list[Work]:
-        """The next step's rows. Sequences that draw a token first, then prompts, within the budget of tokens."""
+        """The next step's rows, which have room. The oldest sequence always gets some."""
         self._admit()
+        works = {work.sequence: work for work in self._works()}
+        for sequence in sorted(works, key=_age):
+            start = works[sequence].start
+            stop = start + len(works[sequence].tokens)
+            while sequence in self.running and not self.slots.extend(sequence, start=start, stop=stop):
+                self._preempt(max(self.running, key=_age))
+        return [work for work in works.values() if work.sequence in self.running]
+
+    def advance(self, sequence: Sequence, *, computed: int) -> None:
+        """The first `computed` tokens of `sequence` have keys and values."""
+        self.slots.advance(sequence, computed=computed)
+
+    def finish(self, sequence: Sequence, *, reason: str, error: str | None = None) -> None:
+        """Frees the slot; what it has stays for sequences that begin alike, unless the sequence ended with an error."""
+        sequence.finish_reason, sequence.error = reason, error
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        self.slots.leave(sequence, keep=reason != "error")
+
+    def forget(self) -> None:
+        """No prefix is reused: the weights have changed."""
+        self.slots.forget()
+
+    def reset(self) -> None:
+        """Without any sequence, and with the memory of none."""
+        self.waiting.clear()
+        self.running.clear()
+        self.slots.reset()
+
+    def _works(self) -> list[Work]:
+        """Sequences that draw a token first, then prompts, within the budget of tokens."""
         budget, works = self._policy.max_step_tokens, []
         ready = [sequence for sequence in self.running if len(sequence.tokens) - sequence.computed == 1]
         found = self._drafts(ready[:budget], room=budget - len(ready))
         for sequence in ready[:budget]:
             drafts = found.get(sequence, [])
             budget -= 1 + len(drafts)
-            works.append(
-                Work(
-                    sequence=sequence,
-                    start=sequence.computed,
-                    tokens=[sequence.tokens[-1], *drafts],
-                    drafts=len(drafts),
-                )
-            )
+            tokens = [sequence.tokens[-1], *drafts]
+            works.append(Work(sequence=sequence, start=sequence.computed, tokens=tokens, drafts=len(drafts)))
         for sequence in self.running:
             left = len(sequence.tokens) - sequence.computed
             if left > 1 and budget > 0:
@@ -120,108 +207,32 @@ class Scheduler:
                 budget -= len(chunk)
         return works
 
-    def check(self, *, prompt: int, limit: int) -> None:
-        """Raises ValueError for a prompt of so many tokens, with an answer of up to `limit`, that there could never be room for."""
-        self._room.check(prompt=prompt, limit=limit)
-
-    def longest(self, positions: int) -> int:
-        """Tokens of a sequence that `check` takes, `positions` at most."""
-        return self._room.longest(positions)
-
-    def advance(self, sequence: Sequence, *, computed: int) -> None:
-        """The first `computed` tokens of `sequence` are in its slot, which had those that were computed before."""
-        held = self._contents[sequence.slot]
-        held += sequence.tokens[len(held) : computed]
-        sequence.computed = computed
-
-    def finish(self, sequence: Sequence, *, reason: str, error: str | None = None) -> None:
-        """Frees the slot; what it has stays for sequences that begin alike, unless the sequence ended with an error."""
-        sequence.finish_reason, sequence.error = reason, error
-        if sequence in self.running:
-            self.running.remove(sequence)
-            if reason == "error":
-                self._cache.clear(sequence.slot)
-                self._contents[sequence.slot] = []
-            self._free.append(sequence.slot)
-        else:
-            self.waiting.remove(sequence)
-
-    def forget(self) -> None:
-        """No prefix is reused: the weights have changed."""
-        self._contents = [[] for _ in self._contents]
-
-    def reset(self) -> None:
-        """Without any sequence, and with the memory of none."""
-        slots = self._policy.max_sequences
-        self.waiting.clear()
-        self.running.clear()
-        for kept in (self._cache, self._draft_model):
-            if isinstance(kept, SlabCache | DraftModel):
-                kept.arrange(slots=slots, positions=0)
-        self._contents, self._free = [[] for _ in range(slots)], deque(range(slots))
-
     def _admit(self) -> None:
         for sequence in list(self.waiting):
-            if len(self.running) == self._room.slots:
+            if self.slots.are_full:
                 return
-            if self._should_wait(sequence):
+            is_saved = self.slots.is_saved(sequence)
+            if not is_saved and self._should_wait(sequence):
                 continue
-            if not self._make_room(sequence):
+            computed = self.slots.enter(sequence)
+            if computed is None:
                 return  # who came later does not pass it
-            source, length = self._longest_prefix(sequence)
-            slot = source if source in self._free else self._free[0]
-            self._free.remove(slot)
-            if length and slot != source:
-                self._cache.copy(source, target=slot, positions=length)
             self.waiting.remove(sequence)
-            sequence.slot = slot
-            self.reused_tokens += length
             self.running.append(sequence)
-            self._contents[slot] = []
-            self.advance(sequence, computed=length)
+            if not is_saved:
+                self.reused_tokens += computed
 
-    def _make_room(self, sequence: Sequence) -> bool:
-        """A free slot that is long enough, for which the slabs are laid out anew where they have to be; whether there is one."""
-        if self._free and self._cache.positions >= sequence.longest:
-            return True
-        positions = rounded(max(one.longest for one in (*self.running, sequence)))
-        slots = self._room.most(positions)
-        if slots <= len(self.running):
-            return False
-        self._lay_out(slots=slots, positions=positions)
-        return True
-
-    def _lay_out(self, *, slots: int, positions: int) -> None:
-        """Running sequences keep what they have, in other slots if theirs are gone; of free ones those that remain do."""
-        free = deque(slot for slot in self._free if slot < slots)
-        for sequence in self.running:
-            if sequence.slot >= slots:
-                source, sequence.slot = sequence.slot, free.popleft()
-                held = self._contents[sequence.slot] = self._contents[source]
-                self._cache.copy(source, target=sequence.slot, positions=len(held))
-        self._cache.arrange(slots=slots, positions=positions)
-        if self._draft_model is not None:
-            self._draft_model.arrange(slots=slots, positions=positions)
-        before = len(self._contents)
-        self._contents = [contents[:positions] for contents in self._contents[:slots]]
-        self._contents += [[] for _ in range(before, slots)]
-        self._free = free + deque(range(before, slots))
-
-    def _longest_prefix(self, sequence: Sequence) -> tuple[int, int]:
-        """(slot, tokens); one token at least is computed, for its logits, and all of a prompt whose log-probabilities are asked for."""
-        if sequence.sampling.prompt_logprobs:
-            return -1, 0
-        lengths = [common_length(contents, other=sequence.tokens[:-1]) for contents in self._contents]
-        best = max(range(len(lengths)), key=lengths.__getitem__)
-        return best, lengths[best]
+    def _preempt(self, sequence: Sequence) -> None:
+        self.slots.save(sequence)
+        self.running.remove(sequence)
+        self.waiting.appendleft(sequence)
 
     def _should_wait(self, sequence: Sequence) -> bool:
         """A running sequence is about to compute much of this one's prompt."""
         if sequence.sampling.prompt_logprobs:
             return False
-        now = self._longest_prefix(sequence)[1]
         soon = max((common_length(other.tokens, other=sequence.tokens[:-1]) for other in self.running), default=0)
-        return soon - now >= _WORTH_WAITING
+        return soon >= _WORTH_WAITING and soon - self.slots.reusable(sequence) >= _WORTH_WAITING
 
     def _drafts(self, ready: list[Sequence], *, room: int) -> dict[Sequence, list[int]]:
         """Tokens that may come next, `room` in all: those that followed the last two tokens before, else the draft model's."""
@@ -257,3 +268,8 @@ class Scheduler:
             if tokens[start : start + 2] == last:
                 return tokens[start + 2 : start + 2 + count]
         return []
+
+
+def _age(sequence: Sequence) -> tuple[int, int]:
+    """Order of arrival."""
+    return sequence.request_id, sequence.sample

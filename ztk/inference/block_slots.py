@@ -1,0 +1,130 @@
+"""Who has which blocks: shared prefixes, and preemption that copies blocks elsewhere and computes nothing again."""
+
+from ztk.inference.attention import BLOCK
+from ztk.inference.block_cache import BlockCache
+from ztk.inference.block_pool import BlockPool
+from ztk.inference.draft import DraftModel, common_length
+from ztk.inference.room import Room
+from ztk.inference.schedule import Sequence, Slots
+
+
+class BlockSlots(Slots):
+    """Blocks that are taken as sequences grow. draft_room: what the draft model's own slabs may take; None: there is no draft model."""
+
+    def __init__(
+        self, cache: BlockCache, *, count: int, draft_model: DraftModel | None, draft_room: Room | None
+    ) -> None:
+        super().__init__(count, draft_model=draft_model)
+        self._cache, self._draft_room = cache, draft_room
+        self.pool = BlockPool(cache.blocks, tables=cache.tables)
+        self._saved: dict[Sequence, list[int]] = {}  # copies of preempted sequences' blocks
+
+    def check(self, *, prompt: int, limit: int) -> None:
+        """There is room for the model's longest sequence."""
+
+    def longest(self, positions: int) -> int:
+        return positions
+
+    def reusable(self, sequence: Sequence) -> int:
+        return self._prefix(sequence)[1]
+
+    def enter(self, sequence: Sequence) -> int | None:
+        if sequence in self._saved:
+            return self._resume(sequence)
+        blocks, length = self._prefix(sequence)
+        missing = -(-len(sequence.tokens) // BLOCK) - len(blocks)
+        if self._members and missing >= self._room_beside(blocks):
+            return None
+        self._give(sequence, blocks=blocks, computed=length)
+        return length
+
+    def extend(self, sequence: Sequence, *, start: int, stop: int) -> bool:
+        pairs = self.pool.extend(sequence.slot, start=start, stop=stop)
+        if pairs:
+            self._cache.copy(pairs)
+        return pairs is not None
+
+    def save(self, sequence: Sequence) -> None:
+        used = -(-sequence.computed // BLOCK)
+        self._saved[sequence] = self._cache.save(self.pool.tables[sequence.slot][:used])
+        self._release(sequence, keep=True)
+        self.preempted += 1
+
+    def is_saved(self, sequence: Sequence) -> bool:
+        return sequence in self._saved
+
+    def leave(self, sequence: Sequence, *, keep: bool) -> None:
+        self._cache.drop(self._saved.pop(sequence, []))
+        if sequence in self._members:
+            self._release(sequence, keep=keep)
+
+    def advance(self, sequence: Sequence, *, computed: int) -> None:
+        super().advance(sequence, computed=computed)
+        self.pool.register(sequence.slot, tokens=sequence.tokens, computed=computed)
+
+    def forget(self) -> None:
+        self._contents = [[] for _ in self._contents]
+        self.pool.forget()
+
+    def reset(self) -> None:
+        for copies in self._saved.values():
+            self._cache.drop(copies)
+        self._saved.clear()
+        if self._draft_model is not None:
+            self._draft_model.arrange(slots=self._count, positions=0)
+        self._begin()
+        for slot, _ in enumerate(self._cache.tables):
+            self._cache.tables[slot] = []
+        self.pool = BlockPool(self._cache.blocks, tables=self._cache.tables)
+
+    def _give(self, sequence: Sequence, *, blocks: list[int], computed: int) -> None:
+        sequence.slot = self._free.popleft()
+        self.pool.share(sequence.slot, blocks=blocks)
+        self._members.append(sequence)
+        self.advance(sequence, computed=computed)
+        if self._draft_model is not None and self._drafts_fit(sequence.longest):
+            self._draft_model.reserve(sequence.longest)
+
+    def _drafts_fit(self, positions: int) -> bool:
+        """Sequences that the draft model has no room for go on without drafts."""
+        return self._draft_room is not None and self._draft_room.most(positions) == self._draft_room.slots
+
+    def _release(self, sequence: Sequence, *, keep: bool) -> None:
+        self._members.remove(sequence)
+        self.pool.release(sequence.slot, keep=keep)
+        self._contents[sequence.slot] = []
+        self._free.append(sequence.slot)
+        sequence.slot = -1
+
+    def _resume(self, sequence: Sequence) -> int | None:
+        """Full blocks that are still there are shared; the others are copied back, if there is room for them and one more."""
+        copies, computed = self._saved[sequence], sequence.computed
+        blocks = self.pool.match(sequence.tokens[:computed])
+        if self._members and len(copies) - len(blocks) >= self._room_beside(blocks):
+            return None
+        self._give(sequence, blocks=blocks, computed=len(blocks) * BLOCK)
+        if len(copies) > len(blocks):
+            pairs = self.pool.extend(sequence.slot, start=len(blocks) * BLOCK, stop=computed)
+            assert pairs == [], "there is room, and the blocks are its own"
+            own = self.pool.tables[sequence.slot][len(blocks) : len(copies)]
+            self._cache.restore(copies[len(blocks) :], blocks=own)
+        self._cache.drop(self._saved.pop(sequence))
+        self.advance(sequence, computed=computed)
+        return computed
+
+    def _room_beside(self, blocks: list[int]) -> int:
+        """Blocks that are available while these are kept."""
+        return self.pool.available - sum(self.pool.is_kept(block) for block in blocks)
+
+    def _prefix(self, sequence: Sequence) -> tuple[list[int], int]:
+        """(blocks, tokens) that need not be computed: of a sequence that runs, or full blocks that are still there."""
+        if sequence.sampling.prompt_logprobs:
+            return [], 0
+        tokens = sequence.tokens[:-1]  # one at least is computed, for its logits
+        blocks = self.pool.match(tokens)
+        length = len(blocks) * BLOCK
+        for other in self._members:
+            common = common_length(self._contents[other.slot], other=tokens)
+            if common > length:
+                blocks, length = self.pool.tables[other.slot][: -(-common // BLOCK)], common
+        return list(blocks), length
