@@ -77,8 +77,20 @@ def started(launch: str) -> dict:
     return json.loads(done.stdout)
 
 
-def test_the_public_launch_starts_what_the_short_path_starts():
-    public, short = started("public"), started("private")
+@pytest.fixture(scope="module")
+def short():
+    return started("private")
+
+
+def test_the_sizes_of_a_serving_step_compile_once(short):
+    """For any number of rows and blocks a kernel of a decoding step is one program: a second one would be compiled while users wait."""
+    kernels = {"draw_rows": 2, "paged_attention": 2, "moe_route": 3}
+    assert len(short["programs"]) == 9
+    assert short["programs"] == {op: kernels.get(op, 1) for op in short["programs"]}
+
+
+def test_the_public_launch_starts_what_the_short_path_starts(short):
+    public = started("public")
     assert (public["is_short"], short["is_short"]) == (False, True)
     assert len(public["started"]) > 50
     assert public["started"] == short["started"]

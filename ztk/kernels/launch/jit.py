@@ -14,6 +14,10 @@ op computes them in a function of the sizes alone, which is `kept`, and binds th
 has no tensor. What remains of a launch are tensors. Their dtypes and their device are looked up, and that all addresses are multiples of
 16 is tested, in half the time of Triton's function; any other address, a device of AMD, where sizes of memory count, too, and all
 that is named above go to `Prepared`.
+
+[Note: Sizes that change]
+Triton compiles a kernel again for a number that is one, or a multiple of 16. The rows of a serving step, the tokens of its router and the
+blocks of its longest sequence are any numbers, and a compilation takes seconds. The kernels of such a step do not specialise these sizes.
 """
 
 import functools

@@ -45,7 +45,7 @@ def exponential(o_n, b_key):
     return tl.where(b_u < _BELOW, b_series, -tl.log(1.0 - b_u))
 
 
-@jit
+@jit(do_not_specialize=["M"])
 def _draw_tiles(
     x_ptr, weight_ptr, scales_ptr, temperature_ptr, keys_ptr, parts_ptr, M, N, K, softcap, FORMAT: tl.constexpr,
     HAS_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,

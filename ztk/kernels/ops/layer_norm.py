@@ -58,7 +58,7 @@ class LaunchConfig:
         return LaunchConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, prefetch=block_n <= 4096)
 
 
-@jit
+@jit(do_not_specialize=["M"])
 def _layer_norm_fwd(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, summed_ptr, mean_ptr, rstd_ptr, M, N, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,

@@ -44,7 +44,7 @@ def _with_bias(b_acc, bias_ptr, o_n, m_n):
     return b_acc
 
 
-@jit
+@jit(do_not_specialize=["M"])
 def _linear_rows(
     x_ptr, weight_ptr, scales_ptr, bias_ptr, weight2_ptr, scales2_ptr, bias2_ptr, residual_ptr, out_ptr, order_ptr, offsets_ptr,
     M, N, K, stride_e, stride_s, FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -89,7 +89,7 @@ def _linear_rows(
         tl.store(out_ptr + o_out, cast(b_out, out_ptr.dtype.element_ty), mask=m_out)
 
 
-@jit
+@jit(do_not_specialize=["M"])
 def _linear_few(
     x_ptr, weight_ptr, scales_ptr, bias_ptr, weight2_ptr, scales2_ptr, bias2_ptr, residual_ptr, out_ptr, M, N, K,
     FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

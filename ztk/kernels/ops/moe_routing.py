@@ -51,7 +51,7 @@ class Routing(Slots):
     experts: Tensor  # int32 [T, k], best first
 
 
-@jit
+@jit(do_not_specialize=["T"])
 def _moe_choose(
     logits_ptr, weights_ptr, experts_ptr, partial_ptr, T, E,
     K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, NORMALISE: tl.constexpr,
@@ -96,7 +96,7 @@ def _moe_choose(
     tl.store(partial_ptr + i_b * E + o_e, b_count, mask=o_e < E)
 
 
-@jit
+@jit(do_not_specialize=["num_blocks"])
 def _moe_scan(
     partial_ptr, before_ptr, counts_ptr, num_blocks, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
@@ -115,7 +115,7 @@ def _moe_scan(
     tl.store(counts_ptr + o_e, b_count, mask=m_e)
 
 
-@jit
+@jit(do_not_specialize=["T"])
 def _moe_place(
     experts_ptr, before_ptr, counts_ptr, offsets_ptr, order_ptr, position_ptr, T, E,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,

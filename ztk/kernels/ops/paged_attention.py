@@ -120,7 +120,7 @@ def _store_rows(
     tl.store(p_out, cast(b_out, out_ptr.dtype.element_ty), mask=m_r[:, None] & (o_d < D)[None, :])
 
 
-@jit
+@jit(do_not_specialize=["width"])
 def _paged_attention(
     query_ptr, keys_ptr, values_ptr, tables_ptr, tiles_ptr, slopes_ptr, scales_ptr, out_ptr, acc_ptr, stats_ptr, stride_block, width, scale,
     window, softcap, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -169,9 +169,11 @@ def _paged_attention(
                 BLOCK_D, HAS_WINDOW, HAS_CAP, slopes_ptr is not None,
             )  # fmt: skip
             o_part = ((i_q * tl.num_programs(1) + i_k) * tl.num_programs(2) + i_s) * _ROWS + o_r
-            tl.store(stats_ptr + o_part * 2, b_max)
-            tl.store(stats_ptr + o_part * 2 + 1, b_sum)
-            tl.store(acc_ptr + o_part[:, None] * BLOCK_D + o_d[None, :], b_acc)
+            tl.store(
+                stats_ptr + o_part * 2, b_max, mask=m_r
+            )  # of the rows that count: 4 of 64 where one position has 4 heads
+            tl.store(stats_ptr + o_part * 2 + 1, b_sum, mask=m_r)
+            tl.store(acc_ptr + o_part[:, None] * BLOCK_D + o_d[None, :], b_acc, mask=m_r[:, None])
     else:
         b_max = tl.full([_ROWS], float("-inf"), tl.float32)
         b_sum = tl.zeros([_ROWS], tl.float32)
@@ -186,7 +188,7 @@ def _paged_attention(
         _store_rows(out_ptr, b_sum, b_acc, o_pos, first, row, start, stop, i_k, H, G, D, GROUP, BLOCK_D, factor)
 
 
-@jit
+@jit(do_not_specialize=["segments"])
 def _merge_segments(
     acc_ptr, stats_ptr, tiles_ptr, scales_ptr, out_ptr, segments, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr, FACTOR: tl.constexpr, PDL: tl.constexpr,
@@ -204,16 +206,17 @@ def _merge_segments(
     stop = tl.load(tiles_ptr + i_q * _COLUMNS + 4)
     o_r = tl.arange(0, _ROWS)
     o_d = tl.arange(0, BLOCK_D)
+    o_pos = first + o_r // GROUP
+    m_r = (o_pos >= start) & (o_pos < stop) & (o_r % GROUP < G)
     b_max = tl.full([_ROWS], float("-inf"), tl.float32)
     b_sum = tl.zeros([_ROWS], tl.float32)
     b_acc = tl.zeros([_ROWS, BLOCK_D], tl.float32)
     for i_s in range(0, tl.cdiv(stop, _SEGMENT)):
         o_part = ((i_q * tl.num_programs(1) + i_k) * segments + i_s) * _ROWS + o_r
-        b_max2 = tl.load(stats_ptr + o_part * 2)
-        b_sum2 = tl.load(stats_ptr + o_part * 2 + 1)
-        b_acc2 = tl.load(acc_ptr + o_part[:, None] * BLOCK_D + o_d[None, :])
+        b_max2 = tl.load(stats_ptr + o_part * 2, mask=m_r, other=float("-inf"))
+        b_sum2 = tl.load(stats_ptr + o_part * 2 + 1, mask=m_r, other=0.0)
+        b_acc2 = tl.load(acc_ptr + o_part[:, None] * BLOCK_D + o_d[None, :], mask=m_r[:, None], other=0.0)
         b_max, b_sum, b_acc = _merged(b_max, b_sum, b_acc, b_max2, b_sum2, b_acc2)
-    o_pos = first + o_r // GROUP
     _store_rows(out_ptr, b_sum, b_acc, o_pos, first, row, start, stop, i_k, H, G, D, GROUP, BLOCK_D, factor)
 
 

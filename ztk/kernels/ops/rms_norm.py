@@ -36,7 +36,7 @@ LONG_ROW = 8192  # without a mask per row and without d_sum, backward takes 64 r
 BACKWARD_THREADS = 1024  # sixteen elements of a 16384-wide row per thread: with 32, the sums of d_weight spill
 
 
-@jit
+@jit(do_not_specialize=["M"])
 def _rms_norm_fwd(
     x_ptr, residual_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, M, N, eps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
