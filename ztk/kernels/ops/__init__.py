@@ -35,41 +35,13 @@ from ztk.kernels.ops import (
 )
 from ztk.kernels.shared.spec import OpSpec
 
-ALL_OPS: tuple[OpSpec, ...] = (
-    step_control.SPEC,
-    sum_of_squares.SPEC,
-    adamw.SPEC,
-    sgd.SPEC,
-    lion.SPEC,
-    cast_copy.SPEC,
-    swiglu.SPEC,
-    geglu.SPEC,
-    rms_norm.SPEC,
-    rope.SPEC,
-    cross_entropy.SPEC,
-    quantize.SPEC,
-    quantize.DEQUANTIZE_SPEC,
-    quantize.DEQUANTIZE_REDUCE_SPEC,
-    layer_norm.SPEC,
-    adamw_bf16.SPEC,
-    adamw_8bit.SPEC,
-    adamw_stochastic.SPEC,
-    attention.SPEC,
-    attention.VARLEN_SPEC,
-    moe_routing.SPEC,
-    grouped_gemm.SPEC,
-    grouped_gemm.PAIR_SPEC,
-    linear_cross_entropy.SPEC,
-    moe_combine.SPEC,
-    segment_scan.SPEC,
-    linear_logprob.SPEC,
-    linear_rows.SPEC,
-    linear_rows.GATED_SPEC,
-    cache_rows.SPEC,
-    paged_attention.SPEC,
-    copy_blocks.SPEC,
-    sharded_cross_entropy.SPEC,
-    router_losses.SPEC,
-    draw_rows.SPEC,
-    select_rows.SPEC,
+# In the order of the kernels' page.
+_MODULES = (
+    step_control, sum_of_squares, adamw, sgd, lion, cast_copy, swiglu, geglu, rms_norm, rope, cross_entropy,
+    quantize, layer_norm, adamw_bf16, adamw_8bit, adamw_stochastic, attention, moe_routing, grouped_gemm,
+    linear_cross_entropy, moe_combine, segment_scan, linear_logprob, linear_rows, cache_rows, paged_attention,
+    copy_blocks, sharded_cross_entropy, router_losses, draw_rows, select_rows,
+)  # fmt: skip
+ALL_OPS: tuple[OpSpec, ...] = tuple(
+    spec for module in _MODULES for spec in vars(module).values() if isinstance(spec, OpSpec)
 )

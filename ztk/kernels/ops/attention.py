@@ -38,7 +38,7 @@ from ztk.kernels.shared.attention_tiles import (
     visible,
 )
 from ztk.kernels.shared.math import cast, dot
-from ztk.kernels.shared.spec import FLOAT_DTYPES, OpSpec, Reach, compute_dtype
+from ztk.kernels.shared.spec import FLOAT_DTYPES, OpSpec, compute_dtype
 
 MAX_HEAD_DIM = 256
 LOG2E = math.log2(math.e)
@@ -342,15 +342,6 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     differentiable=("q", "k", "v"),
     small_shapes=((2, 17, 2, 16), (1, 35, 2, 24)),
-    reach=(
-        # every edge of a window against blocks of 32 keys and 16 or 32 queries, before and behind the diagonal
-        *(Reach(shape=(1, 100, 1, 16), inputs={"window": w}) for w in (2, 15, 16, 17, 18, 31, 32, 33, 34, 66)),
-        Reach(shape=(1, 300, 2, 64), dtype=torch.float16, inputs={"group": 2}),
-        Reach(shape=(1, 300, 1, 64), dtype=torch.float16, inputs={"window": 66}),
-        Reach(shape=(1, 270, 1, 128), dtype=torch.float16, inputs={"window": 129}),
-        Reach(shape=(1, 140, 1, 256), dtype=torch.float16, inputs={"causal": False}),
-        *(Reach(shape=(1, 140, 1, 64), dtype=torch.float16, target=target) for target in ("sm_80", "gfx942")),
-    ),
     bench_shapes=((4, 8192, 32, 128), (16, 2048, 32, 128), (4, 8192, 32, 64)),
     variants=({}, {"group": 2}, {"window": 9, "group": 2}, {"causal": False}),
     num_bytes=lambda shape, itemsize: 4 * shape[0] * shape[1] * shape[2] * shape[3] * itemsize,

@@ -25,7 +25,7 @@ from ztk.kernels.launch.memory import Memory, maker, memory_of
 from ztk.kernels.shared import cross_entropy_cpu
 from ztk.kernels.shared.logit_tiles import LaunchConfig
 from ztk.kernels.shared.math import cast
-from ztk.kernels.shared.spec import OpSpec, Reach, compute_dtype
+from ztk.kernels.shared.spec import OpSpec, compute_dtype
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -435,11 +435,6 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     differentiable=("logits",),
     small_shapes=((1, 2), (3, 41), (2, 5, 130), (4, 9001)),
-    reach=(
-        Reach(shape=(3, 65537), inputs={"inplace": True}),  # four full tiles of 1024 threads and a tail
-        Reach(shape=(3, 65537), inputs={"label_smoothing": 0.1, "z_loss": 1e-2}, target="gfx942"),
-        Reach(shape=(2, 32768), inputs={"inplace": True}, dtype=torch.bfloat16),  # no tail
-    ),
     bench_shapes=((8192, 32768), (8192, 131072)),
     variants=(
         {},

@@ -22,7 +22,7 @@ from ztk.kernels.launch.memory import empty_matrix, empty_vector
 from ztk.kernels.ops.linear_rows import ROWS
 from ztk.kernels.shared.product_tiles import LaunchConfig, product_tile, times_rows
 from ztk.kernels.shared.rounding import mix, mix_cpu
-from ztk.kernels.shared.spec import OpSpec, Reach, compute_dtype, tokens_as_numbers
+from ztk.kernels.shared.spec import OpSpec, compute_dtype, tokens_as_numbers
 from ztk.kernels.shared.weight_formats import format_of, quantise_weight, widen
 
 NUM_WARPS = 8  # scores, logits and noise of a tile are in registers together
@@ -267,7 +267,6 @@ SPEC = OpSpec(
     reference=tokens_as_numbers(draw_rows_reference),
     make_inputs=_make_inputs,
     small_shapes=((3, 64, 40), (5, 48, 300)),
-    reach=(Reach(shape=(66, 16, 40)),),
     bench_shapes=((1, 4096, 128256), (64, 4096, 128256)),
     variants=({}, {"kind": "int8", "softcap": 5.0}),
     num_bytes=lambda shape, itemsize: (shape[2] + shape[0]) * shape[1] * itemsize,

@@ -38,7 +38,7 @@ from ztk.kernels.launch.memory import Memory, empty_matrix, maker, memory_of
 from ztk.kernels.ops.moe_combine import combine, random_routing
 from ztk.kernels.shared.grouped_tiles import LaunchConfig, sum_of_products
 from ztk.kernels.shared.math import cast, dot
-from ztk.kernels.shared.spec import FLOAT_DTYPES, OpSpec, Reach, compute_dtype
+from ztk.kernels.shared.spec import FLOAT_DTYPES, OpSpec, compute_dtype
 
 WEIGHTS = (1, 3)  # their places among the tensors of `_grouped_fwd`
 REGISTERS = 256  # per thread, of a program of eight warps that is alone on a processor
@@ -389,11 +389,6 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     differentiable=("x", "weight"),
     small_shapes=((1, 1, 16, 8), (21, 3, 17, 33), (70, 5, 40, 24), (70, 4, 17, 70)),
-    reach=(  # past tiles of 128 x 128 x 64 in slots, columns, and steps of either sum
-        Reach(shape=(200, 3, 150, 200), dtype=torch.float16),
-        Reach(shape=(200, 3, 150, 203), dtype=torch.float16),  # without descriptors
-        Reach(shape=(200, 3, 150, 200), dtype=torch.float16, target="gfx942", inputs={"gather": False}),
-    ),
     bench_shapes=((32768, 128, 2048, 768), (16384, 32, 6144, 2048)),
     variants=({}, {"gather": False}),
     num_bytes=lambda shape, itemsize: (

@@ -33,7 +33,7 @@ from ztk.kernels.launch.machine import Machine, machine
 from ztk.kernels.launch.memory import Memory, empty_matrix, maker, memory_of
 from ztk.kernels.shared.math import cast
 from ztk.kernels.shared.rows import rows_of
-from ztk.kernels.shared.spec import OpSpec, Reach, compute_dtype
+from ztk.kernels.shared.spec import OpSpec, compute_dtype
 from ztk.kernels.shared.wide_norm import WIDE, wide_backward, wide_forward
 
 REDUCE_ROWS, REDUCE_COLUMNS = 32, 128
@@ -356,12 +356,6 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     differentiable=("x", "weight", "bias", "residual"),
     small_shapes=((1, 8), (5, 41), (2, 3, 130), (7, 1025), (0, 8)),
-    reach=(
-        Reach(shape=(300, 2100), inputs={"residual": True}),  # 264 programs and partial sums
-        Reach(shape=(3, 8200)),  # rows that are read twice
-        Reach(shape=(60, 16400), inputs={"residual": True}),  # 58 programs per stripe, five pieces of a row
-        Reach(shape=(3, 16400), dtype=torch.bfloat16, target="gfx942", inputs={"bias": False}),
-    ),
     bench_shapes=((8192, 4096), (4096, 16384)),
     variants=({}, {"residual": True}, {"bias": False}),
     num_bytes=lambda shape, itemsize: 2 * shape[0] * shape[1] * itemsize,

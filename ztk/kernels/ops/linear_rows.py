@@ -28,7 +28,7 @@ from ztk.kernels.ops.moe_combine import random_routing
 from ztk.kernels.shared.activation import ACTIVATIONS, activate, activate_cpu
 from ztk.kernels.shared.math import cast
 from ztk.kernels.shared.product_tiles import LaunchConfig, few_product, product_tile, times_rows
-from ztk.kernels.shared.spec import OpSpec, Reach, compute_dtype
+from ztk.kernels.shared.spec import OpSpec, compute_dtype
 from ztk.kernels.shared.weight_formats import GROUP, format_of, quantise_weight, widen
 
 ROWS = 64  # of the matrix instruction that is the same for every number of rows
@@ -412,9 +412,6 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     small_shapes=((1, 64, 16), (5, 260, 40), (66, 130, 33)),
     interpreted_dtypes=(torch.float32, torch.bfloat16),
-    reach=(
-        Reach(shape=(3, 300, 150), dtype=torch.float16, inputs={"kind": "int8"}),
-    ),  # tiles of a GPU: 16 outputs, 128 inputs
     bench_shapes=((1, 4096, 4096), (64, 4096, 4096), (64, 4096, 128256)),
     variants=(
         {},
@@ -435,7 +432,6 @@ GATED_SPEC = replace(
     reference=gated_rows_reference,
     eager=_eager_gated,
     make_inputs=_make_gated_inputs,
-    reach=(),
     tolerance_ulps=6.0,  # the errors of two sums
     bench_shapes=((1, 4096, 14336), (64, 4096, 14336)),
     variants=(

@@ -26,7 +26,7 @@ from ztk.kernels.launch.library import register, use_reference
 from ztk.kernels.launch.machine import Machine, machine
 from ztk.kernels.launch.memory import Memory, maker, memory_of
 from ztk.kernels.shared.math import cast
-from ztk.kernels.shared.spec import OpSpec, Reach, compute_dtype
+from ztk.kernels.shared.spec import OpSpec, compute_dtype
 
 MAX_EXPERTS = 1024
 TILE = 4096  # scores per program
@@ -390,7 +390,6 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     differentiable=("logits",),
     small_shapes=((1, 3), (37, 5), (300, 17)),
-    reach=(Reach(shape=(530, 600), inputs={"top_k": 3}),),  # 133 blocks of tokens: more than one step of the scan
     bench_shapes=((32768, 128),),
     variants=({}, {"top_k": 1, "normalise": False}, {"top_k": 4, "normalise": False}),
     num_bytes=lambda shape, itemsize: shape[0] * (shape[1] * itemsize + 2 * 16),  # logits in; four words per choice out

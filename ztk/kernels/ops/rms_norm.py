@@ -29,7 +29,7 @@ from ztk.kernels.launch.memory import Memory, empty_matrix, maker, memory_of
 from ztk.kernels.shared.cpu import rows_per_piece, scaled_float32, scratch
 from ztk.kernels.shared.math import cast
 from ztk.kernels.shared.rows import column_sums, row_launch, rows_of
-from ztk.kernels.shared.spec import OpSpec, Reach, compute_dtype
+from ztk.kernels.shared.spec import OpSpec, compute_dtype
 from ztk.kernels.shared.wide_norm import WIDE, wide_backward, wide_forward
 
 LONG_ROW = 8192  # without a mask per row and without d_sum, backward takes 64 registers
@@ -310,11 +310,6 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     differentiable=("x", "weight", "residual"),
     small_shapes=((1, 16), (3, 41), (2, 3, 130), (37, 64), (2, 1025)),  # not one column: its d_x cancels
-    reach=(
-        Reach(shape=(600, 2100), inputs={"with_residual": True}),  # 528 programs and partial sums
-        Reach(shape=(60, 16400), inputs={"with_residual": True}),  # 58 programs per stripe, five pieces of a row
-        Reach(shape=(3, 16400), dtype=torch.bfloat16, target="gfx942"),
-    ),
     bench_shapes=((8192, 4096), (4096, 16384)),
     variants=({}, {"with_residual": True}),
     num_bytes=lambda shape, itemsize: 2 * shape[0] * shape[1] * itemsize,

@@ -19,7 +19,7 @@ from ztk.kernels.launch.jit import Bound, bind, jit, kept
 from ztk.kernels.launch.library import register, use_reference
 from ztk.kernels.launch.machine import Machine, machine
 from ztk.kernels.shared.math import cast
-from ztk.kernels.shared.spec import OpSpec, Reach, compute_dtype
+from ztk.kernels.shared.spec import OpSpec, compute_dtype
 
 NUM_WARPS = 4
 PER_THREAD = 16  # elements of x: a 16-byte access of either half
@@ -209,10 +209,6 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     differentiable=("x",),
     small_shapes=((1, 1, 1, 2), (2, 3, 2, 12), (2, 5, 3, 64)),
-    reach=(  # more heads than a program rotates, some of their dimensions copied
-        Reach(shape=(2, 9, 7, 64), inputs={"partial": True}),
-        Reach(shape=(2, 9, 7, 64), inputs={"partial": True, "interleaved": True, "per_row": True}),
-    ),
     bench_shapes=((1, 8192, 32, 128), (1, 8192, 8, 128)),
     variants=({}, {"interleaved": True}, {"per_row": True}),
     num_bytes=lambda shape, itemsize: 2 * shape[0] * shape[1] * shape[2] * shape[3] * itemsize,

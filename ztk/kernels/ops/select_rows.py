@@ -23,7 +23,7 @@ from ztk.kernels.launch.library import register, use_reference
 from ztk.kernels.launch.machine import Machine, machine
 from ztk.kernels.launch.memory import Memory, maker, memory_of
 from ztk.kernels.ops.draw_rows import exponential, noise
-from ztk.kernels.shared.spec import OpSpec, Reach, tokens_as_numbers
+from ztk.kernels.shared.spec import OpSpec, tokens_as_numbers
 
 BLOCK, NUM_WARPS = 2048, 8  # of a row at a time; 16 bytes of scores per thread twice
 _LEAST, _GREATEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
@@ -257,7 +257,6 @@ SPEC = OpSpec(
     reference=tokens_as_numbers(select_rows_reference),
     make_inputs=_make_inputs,
     small_shapes=((7, 40), (7, 301)),
-    reach=(Reach(shape=(3, 2100)),),
     bench_shapes=((1, 128256), (64, 128256)),
     num_bytes=lambda shape, itemsize: 8 * shape[0] * shape[1],
     num_flops=lambda shape: 10 * shape[0] * shape[1],

@@ -27,7 +27,7 @@ from ztk.kernels.launch.memory import Memory, maker, memory_of
 from ztk.kernels.ops.cross_entropy import log2_sum_of_row
 from ztk.kernels.shared.logit_tiles import LaunchConfig
 from ztk.kernels.shared.math import cast
-from ztk.kernels.shared.spec import OpSpec, Reach, compute_dtype
+from ztk.kernels.shared.spec import OpSpec, compute_dtype
 
 Exchange = Callable[[Tensor], Tensor]  # float32 [2, M] of this rank -> [ranks, 2, M], in rank order
 JOINED_ROWS = 1024  # that the joining program reads at once
@@ -376,10 +376,6 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     differentiable=("logits",),
     small_shapes=((1, 2), (5, 41), (3, 1030)),
-    reach=(
-        Reach(shape=(JOINED_ROWS + 70, 16), inputs={"z_loss": 1e-2}),  # a second round of the joining program
-        Reach(shape=(3, 65537)),  # four full tiles of 1024 threads and a tail
-    ),
     bench_shapes=((8192, 16384), (8192, 65536)),
     variants=({}, {"z_loss": 1e-2}),
     num_bytes=lambda shape, itemsize: shape[0] * shape[1] * itemsize,

@@ -20,7 +20,7 @@ from ztk.kernels.launch.jit import Bound, bind, jit, kept
 from ztk.kernels.launch.library import register, use_reference
 from ztk.kernels.launch.memory import empty_vector
 from ztk.kernels.shared.cpu import PIECE, UPDATE_PIECE, scaled_float32
-from ztk.kernels.shared.spec import OpSpec, Reach
+from ztk.kernels.shared.spec import OpSpec
 
 MAX_PROGRAMS = (
     512  # about four per multiprocessor of today's devices; a constant, so that results do not follow the device
@@ -153,7 +153,6 @@ SPEC = OpSpec(
     reference=sum_of_squares_reference,
     make_inputs=_make_inputs,
     small_shapes=((1,), (17,), (1025,), (8193,), (100_000,), (0,)),
-    reach=(Reach(shape=(MAX_PROGRAMS * BLOCK + 9001,)),),  # a second round of every program's loop
     bench_shapes=((1 << 28,), (1_000_000_000,)),
     variants=({}, {"poison": float("inf")}, {"poison": float("nan")}, {"poison": 1e25}),
     tolerance_ulps=2.0 * 2**29,  # of float64's: the sums behind it are float32's

@@ -12,16 +12,6 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reach:
-    """A shape that reaches past the tiles and loops that a launcher chooses for one target."""
-
-    shape: tuple[int, ...]
-    target: str = "sm_90"
-    dtype: torch.dtype = torch.float32
-    inputs: Mapping[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class OpSpec:
     """Everything about an op that is not its code.
 
@@ -40,7 +30,6 @@ class OpSpec:
     differentiable: tuple[str, ...] = ()
     mutated: tuple[str, ...] = ()
     small_shapes: tuple[tuple[int, ...], ...]  # interpreter: few programs, odd edges
-    reach: tuple["Reach", ...] = ()  # past every loop and tile of the machines named, on the interpreter too
     bench_shapes: tuple[tuple[int, ...], ...]
     variants: tuple[Mapping[str, object], ...] = field(default_factory=lambda: ({},))  # keywords for make_inputs
     num_bytes: Callable[..., int]  # (shape, itemsize) -> bytes a perfect forward moves
