@@ -59,6 +59,15 @@ class StepTime:
         return {lane: seconds for lane, seconds in parts.items() if seconds}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    """A moment of a clock: `now`, and since the step began the seconds of work by lane and of waiting by lane."""
+
+    now: float
+    busy: dict[str, float]
+    waits: dict[str, float]
+
+
 class Lanes:
     """The clock of one planned rank."""
 
@@ -90,6 +99,17 @@ class Lanes:
         self._start, self.transfer = self._now, 0.0
         self._waits = {}
         self._busy = dict.fromkeys((*LANES, *_COPIES), 0.0)
+
+    def mark(self) -> Mark:
+        """This moment."""
+        return Mark(now=self._now, busy=dict(self._busy), waits=dict(self._waits))
+
+    def repeat(self, start: Mark, stop: Mark, *, times: int) -> None:
+        """The step takes longer by `times` times what it did between two moments."""
+        self._start -= times * (stop.now - start.now)
+        for counted, before, after in ((self._busy, start.busy, stop.busy), (self._waits, start.waits, stop.waits)):
+            for lane, seconds in after.items():
+                counted[lane] = counted.get(lane, 0.0) + times * (seconds - before.get(lane, 0.0))
 
     def read(self, *, disk_read: int, disk_write: int) -> StepTime:
         """The step since `restart`, in which so many bytes came from the disk and went there."""
@@ -278,7 +298,7 @@ class _Sent:
         self._lanes, self._ends = lanes, ends
 
     def is_completed(self) -> bool:
-        return False
+        return self._ends <= self._lanes.now
 
     def wait(self) -> None:
         self._lanes.wait_until(self._ends)

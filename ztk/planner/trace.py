@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,13 @@ from ztk.core.runtime.comm.planned import Letters
 from ztk.core.runtime.mesh import AXES
 from ztk.core.runtime.planned import PLANNED
 from ztk.parallel.apply import parallelize
+from ztk.parallel.pipeline import make_schedule
 from ztk.planner.attention import fused_attention
 from ztk.planner.host_work import watched_host
 from ztk.planner.lanes import Lanes, StepTime
 from ztk.planner.pipeline import StageTimes
 from ztk.planner.process import PlannedProcess
+from ztk.planner.repeating import Counted, Repeater, middle_actions, seconds_of_actions, traced_micro_batches
 from ztk.planner.tracker import Peak, StepTracker
 from ztk.train.engine import Engine
 from ztk.train.engine.pipeline import PipelineEngine
@@ -85,49 +88,50 @@ def trace_rank(
         letters=letters,
     )
     tracker = StepTracker(device=PLANNED.type, computed=None if lanes is None else lanes.compute)
+    traced = traced_micro_batches(accumulation_steps, stages=topology.pipeline, policy=policies["pipeline"])
     with tracker, fused_attention(), watched_host(lanes), values_are_refused():
         engine = parallelize(
             model,
             process=process,
-            accumulation_steps=accumulation_steps,
+            accumulation_steps=traced,
             initial_values=_no_values,
             **policies,
         )
         tracker.ledger = engine.memory
         tracker.watch(model)
         try:
-            return _run_steps(engine, batch=batch, tracker=tracker, lanes=lanes)
+            return _run_steps(engine, batch=batch, tracker=tracker, lanes=lanes, micro_batches=accumulation_steps)
         finally:
             tracker.unwatch()
             engine.close()
             gc.collect()
 
 
-def _run_steps(engine: Engine, *, batch: Any, tracker: StepTracker, lanes: Lanes | None) -> RankTrace:
+def _run_steps(
+    engine: Engine, *, batch: Any, tracker: StepTracker, lanes: Lanes | None, micro_batches: int
+) -> RankTrace:
+    """Steps with the engine's micro-batches; what the last of these counts is extended to `micro_batches`."""
     peaks, saved, stages = [], 0, None
+    repeater = Repeater(mesh=engine.process.mesh, io=engine.io, tracker=tracker, lanes=lanes)
+    left_out = micro_batches - engine.accumulation_steps
     for _ in range(STEPS):
         tracker.restart()
         engine.process.mesh.counters.reset()
-        read, written = engine.io.read_bytes, engine.io.write_bytes
+        started = engine.io.read_bytes, engine.io.write_bytes
         if lanes is not None:
             lanes.restart()
         if isinstance(engine, PipelineEngine):
-            stages = _run_pipeline(engine, batch=batch, lanes=lanes)
-            peaks.append(tracker.peak)
-            continue
-        for micro_batch in range(engine.accumulation_steps):
-            loss = _forward(engine, batch=batch)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise ValueError(
-                    "the model's forward returns no scalar, and a plan needs the loss: wrap the model in one that returns it"
-                )
-            if micro_batch == 0:
-                saved = tracker.alive - engine.memory.current(Tier.device)
-            engine.backward(loss)
-            del loss
-            engine.step()
+            middle, stages = _run_pipeline(engine, batch=batch, repeater=repeater, micro_batches=micro_batches)
+        else:
+            middle, saved = _run_micro_batches(engine, batch=batch, tracker=tracker, repeater=repeater)
         peaks.append(tracker.peak)
-    disk = {"disk_read": engine.io.read_bytes - read, "disk_write": engine.io.write_bytes - written}
+    repeated = [repeater.repeat(start, stop, times=left_out) for start, stop in middle] if left_out else []
+    ended = engine.io.read_bytes, engine.io.write_bytes
+    read, write = (
+        now - before + sum(more[way] for more in repeated)
+        for way, (now, before) in enumerate(zip(ended, started, strict=True))
+    )
+    disk = {"disk_read": read, "disk_write": write}
     return RankTrace(
         rank=engine.process.rank,
         state={tier.label: engine.memory.by_category(tier) for tier in Tier},
@@ -142,21 +146,66 @@ def _run_steps(engine: Engine, *, batch: Any, tracker: StepTracker, lanes: Lanes
     )
 
 
-def _run_pipeline(engine: PipelineEngine, *, batch: Any, lanes: Lanes | None) -> StageTimes | None:
-    """One step. None without a clock."""
-    if lanes is not None:
-        engine.record_timeline, engine.now = True, lambda: lanes.now
-    started = 0.0 if lanes is None else lanes.now
+def _run_micro_batches(
+    engine: Engine, *, batch: Any, tracker: StepTracker, repeater: Repeater
+) -> tuple[list[tuple[Counted, Counted]], int]:
+    """One step. Returns what the third micro-batch counts, as readings before and after it, and the bytes that the first one's forward
+    saves."""
+    saved, readings = 0, []
+    for micro_batch in range(engine.accumulation_steps):
+        loss = _forward(engine, batch=batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(
+                "the model's forward returns no scalar, and a plan needs the loss: wrap the model in one that returns it"
+            )
+        if micro_batch == 0:
+            saved = tracker.alive - engine.memory.current(Tier.device)
+        engine.backward(loss)
+        del loss
+        engine.step()
+        readings.append(repeater.read())
+    return list(itertools.pairwise(readings[1:3])), saved
+
+
+def _run_pipeline(
+    engine: PipelineEngine, *, batch: Any, repeater: Repeater, micro_batches: int
+) -> tuple[list[tuple[Counted, Counted]], StageTimes | None]:
+    """One step. Returns what a middle micro-batch counts, as readings around each of its actions, and the times of the actions of a step
+    with `micro_batches`; None without a clock."""
+    readings: list[Counted] = []
+
+    def now() -> float:
+        readings.append(repeater.read())
+        clock = readings[-1].clock
+        return 0.0 if clock is None else clock.now
+
+    engine.record_timeline, engine.now = True, now
+    started = now()
     arguments = batch if isinstance(batch, Mapping | tuple) else (batch,)
-    engine.train_batch([arguments] * engine.accumulation_steps)
-    if lanes is None or engine.timeline is None:
-        return None
-    intervals = engine.timeline.intervals
-    return StageTimes(
-        schedule=engine.schedule,
-        seconds={interval.action: interval.stop - interval.start for interval in intervals},
-        outside=lanes.now - started - (intervals[-1].stop - intervals[0].start),
-        transfer=lanes.transfer,
+    traced = engine.accumulation_steps
+    engine.train_batch([arguments] * traced)
+    assert engine.timeline is not None
+    repeater.announce(readings[0], readings[1], traced=traced, left_out=micro_batches - traced)
+    intervals, starts = engine.timeline.intervals, readings[1::2]
+    middle = [(starts[at], starts[at + 1]) for at in middle_actions(intervals, traced=traced) if at + 1 < len(starts)]
+    if repeater.lanes is None:
+        return middle, None
+    engine_schedule = make_schedule(
+        engine.policy.schedule,
+        num_ranks=len(engine.schedule.ranks),
+        num_micro_batches=micro_batches,
+        virtual_stages=engine.policy.virtual_stages,
+    )
+    return middle, StageTimes(
+        schedule=engine_schedule,
+        seconds=seconds_of_actions(
+            engine_schedule.computes(engine.process.mesh.comm("pp").rank),
+            intervals=intervals,
+            traced=traced,
+            count=micro_batches,
+        ),
+        outside=repeater.lanes.now - started - (intervals[-1].stop - intervals[0].start),
+        transfer=repeater.lanes.transfer,
     )
 
 

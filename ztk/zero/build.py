@@ -218,7 +218,7 @@ class Builder:
         planned = is_planned(self._context.device)
         for piece in bucket.pieces:
             values = torch.zeros(piece.numel, dtype=torch.float32, device=PLANNED if planned else None)
-            for fragment in piece.fragments:
+            for fragment in piece.fragments if not planned else ():  # a plan has no values
                 values[fragment.place] = source(name=fragment.name, start=fragment.start, stop=fragment.stop)
             self._states.set_master(bucket, piece=piece, values=values)
             self._states.start_average(piece, values=values)
