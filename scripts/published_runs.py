@@ -9,9 +9,13 @@ feed-forward network has two matrices of 4 times the width, planned as three of 
 """
 
 import argparse
+import concurrent.futures
 import csv
+import hashlib
+import json
 import statistics
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,11 +27,15 @@ from ztk.planner import Plan
 ROOT = Path(__file__).resolve().parents[1]
 TABLE, PAGE = ROOT / "experiments" / "results" / "published_runs.csv", ROOT / "docs" / "published_runs.md"
 GIB, NEAR = 2**30, 0.25
+AXES = ("pipeline", "tensor", "context", "expert")
 # name -> width, layers, heads, key heads, hidden width, vocabulary
 SHAPES = {
     "llama3-8b": (4096, 32, 32, 8, 14336, 128256),
     "llama3-70b": (8192, 80, 64, 8, 28672, 128256),
+    "llama3-405b": (16384, 126, 128, 8, 53248, 128256),
+    "llama2-7b": (4096, 32, 32, 32, 11008, 32000),
     "llama2-13b": (5120, 40, 40, 40, 13824, 32000),
+    "llama2-34b": (8192, 48, 64, 8, 22016, 32000),
     "llama2-70b": (8192, 80, 64, 8, 28672, 32000),
     "mpt-1b": (2048, 24, 16, 16, 5440, 50368),
     "mpt-3b": (2560, 32, 20, 20, 6848, 50368),
@@ -35,6 +43,45 @@ SHAPES = {
     "mpt-13b": (5120, 40, 40, 40, 13632, 50368),
     "mpt-30b": (7168, 48, 56, 56, 19136, 50368),
     "mpt-70b": (8192, 80, 64, 64, 21824, 50368),
+    "gpt3-5b": (4096, 24, 32, 32, 10944, 51200),
+    "gpt3-20b": (6144, 44, 48, 48, 16384, 51200),
+    "gpt3-175b": (12288, 96, 96, 96, 32768, 51200),
+    "nemotron-15b": (6144, 32, 48, 8, 16384, 256000),
+    "nemotron-340b": (18432, 96, 96, 8, 49152, 256000),
+    "nanotron-1.34b": (2048, 16, 32, 32, 8192, 131072),
+    "nanotron-3.57b": (3072, 28, 32, 32, 8192, 131072),
+    "nanotron-8.86b": (4096, 32, 32, 32, 14336, 131072),
+    "nanotron-80.0b": (8192, 80, 64, 64, 28672, 131072),
+    "kempner-13b": (5120, 40, 40, 8, 17920, 128256),
+    "bloom-181b": (14336, 72, 64, 64, 38272, 250880),
+    "bloom-182b": (13824, 78, 64, 64, 36864, 250880),
+    "grok1": (6144, 64, 48, 8, 32768, 131072),
+}
+TIED = ("mpt", "nanotron-1.34b", "nanotron-3.57b", "bloom")
+EXPERTS = {"grok1": (8, 2, 32768)}  # experts, experts of a token, hidden width of an expert
+# Of models of transformers, by name, what config.json has.
+QWEN3 = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "norm_topk_prob": True,
+}
+QWEN3_30B = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "moe_intermediate_size": 768}
+QWEN3_235B = {"hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "moe_intermediate_size": 1536}
+OF_TRANSFORMERS = {
+    "qwen3-30b-a3b": QWEN3 | QWEN3_30B | {"intermediate_size": 6144},
+    "qwen3-235b-a22b": QWEN3 | QWEN3_235B | {"intermediate_size": 12288},
 }
 
 
@@ -62,27 +109,44 @@ PLANNED = ("planned_tokens_per_second_per_gpu", "planned_mfu_percent", "planned_
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--missing", action="store_true", help="plan the rows alone that have no planned numbers")
+    parser.add_argument(
+        "--only", default="", help="plan the rows alone whose project, model and hardware have these words"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes that plan")
     given = parser.parse_args()
     rows = read_table()
+    same: dict[tuple[str, ...], list[dict[str, str]]] = {}  # command line -> its rows
     for row in rows:
-        if given.missing and row[PLANNED[0]]:
-            continue
-        row.update(planned(make(row)))
-        print(cells(row), flush=True)
-    with open(TABLE, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    PAGE.write_text("\n".join(page(rows)) + "\n", encoding="utf-8")
+        is_named = all(word in f"{row['project']} {row['model']} {row['hardware']}" for word in given.only.split())
+        if is_named and not (given.missing and row[PLANNED[0]]):
+            same.setdefault(tuple(words(row)), []).append(row)
+    with concurrent.futures.ProcessPoolExecutor(given.jobs) as pool:
+        waiting = {pool.submit(plan_words, line): line for line in same}
+        for future in concurrent.futures.as_completed(waiting):
+            for row in same[waiting[future]]:
+                row.update(future.result())
+                print(cells(row), flush=True)
+            write_table(rows)
+    if all(row[PLANNED[0]] for row in rows):
+        PAGE.write_text("\n".join(page(rows)) + "\n", encoding="utf-8")
     return 0
+
+
+def plan_words(line: Sequence[str]) -> dict[str, str]:
+    """What the plan of a command line adds to its rows; an empty number of tokens where it is refused."""
+    try:
+        return planned(ztk.plan_run(*line))
+    except ValueError as error:
+        print(f"{' '.join(line)}: {error}", file=sys.stderr, flush=True)
+        return dict.fromkeys(PLANNED, "")
 
 
 def planned(plan: Plan) -> dict[str, str]:
     """What a plan adds to its row."""
-    assert plan.tokens_per_second_per_gpu is not None and plan.mfu is not None
+    assert plan.tokens_per_second_per_gpu is not None
     numbers = (
-        f"{plan.tokens_per_second_per_gpu:.0f}",
-        f"{plan.mfu:.1%}".rstrip("%"),
+        f"{plan.tokens_per_second_per_gpu:.4g}",
+        "" if plan.mfu is None else f"{plan.mfu:.1%}".rstrip("%"),
         f"{plan.peak_bytes['device'] / GIB:.1f}",
     )
     return dict(zip(PLANNED, numbers, strict=True))
@@ -104,6 +168,14 @@ def read_table() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def write_table(rows: Sequence[dict[str, str]]) -> None:
+    """All rows, over the old table."""
+    with open(TABLE, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def make(row: dict[str, str]) -> Plan:
     """The plan of a published run."""
     return ztk.plan_run(*words(row))
@@ -111,24 +183,45 @@ def make(row: dict[str, str]) -> Plan:
 
 def words(row: dict[str, str]) -> list[str]:
     """The command line of a published run."""
-    dim, layers, heads, kv_heads, hidden, vocabulary = SHAPES[row["model"]]
+    topology = {axis: row[axis] for axis in AXES if row[axis] != "1"}
     return [
-        *(
-            "model=7b",
-            f"model.dim={dim}",
-            f"model.layers={layers}",
-            f"model.heads={heads}",
-            f"model.kv_heads={kv_heads}",
-        ),
-        *(f"model.hidden_dim={hidden}", f"model.vocab_size={vocabulary}", f"model.max_seq_len={row['seq_len']}"),
-        f"model.tie_embeddings={str(row['model'].startswith('mpt')).lower()}",
+        *model_words(row["model"], seq_len=row["seq_len"]),
         *("data=synthetic", f"data.seq_len={row['seq_len']}", "precision=bf16", f"hardware={row['hardware']}"),
         *(f"zero=stage{row['stage']}", f"recompute={row['recompute']}", f"launch.ranks={row['gpus']}"),
         *(f"train.micro_batch_size={row['micro_batch']}", f"train.accumulation_steps={row['accumulation']}"),
-        *(["topology.sequence_parallel=true"] if row["tensor"] != "1" else []),
-        *(f"topology.{axis}={row[axis]}" for axis in ("tensor", "context") if row[axis] != "1"),
+        *(f"topology.{axis}={degree}" for axis, degree in topology.items()),
         *(f"plan.way={row['way']}", f"plan.fp8={row['fp8']}", f"plan.again={row['again']}"),
+        *row["keys"].split(),
     ]
+
+
+def model_words(name: str, *, seq_len: str) -> list[str]:
+    """The options of a model. NAME-8-layers is NAME with 8 layers."""
+    if name in OF_TRANSFORMERS:
+        folder = Path(tempfile.gettempdir()) / f"published_runs_{name}"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(OF_TRANSFORMERS[name]), encoding="utf-8")
+        return ["model=hf", f"model.path={folder}", "model.init=random"]
+    shape, _, layers = name.removesuffix("-layers").rpartition("-") if name.endswith("-layers") else (name, "", "")
+    dim, full, heads, kv_heads, hidden, vocabulary = SHAPES[shape]
+    found = [
+        *("model=7b", f"model.dim={dim}", f"model.layers={layers or full}", f"model.heads={heads}"),
+        *(f"model.kv_heads={kv_heads}", f"model.hidden_dim={hidden}", f"model.vocab_size={vocabulary}"),
+        *(f"model.max_seq_len={seq_len}", f"model.tie_embeddings={str(shape.startswith(TIED)).lower()}"),
+    ]
+    if shape in EXPERTS:
+        experts, chosen, width = EXPERTS[shape]
+        found += [f"model.experts={experts}", f"model.experts_per_token={chosen}", "model.experts_every=1"]
+        found += [f"model.expert_hidden_dim={width}", "model.shared_hidden_dim=0", "model.balance_loss_weight=0.01"]
+        found += ["model.router_z_loss_weight=0"]
+    return found
+
+
+def held_out(row: dict[str, str]) -> bool:
+    """Whether a run is left out while rates are chosen: a third of the runs, by what they are and not by their numbers."""
+    names = (*("source", "model", "gpus", "hardware", "seq_len", "micro_batch", "accumulation", "stage"), *AXES, "fp8")
+    text = "|".join(row[name] for name in names)
+    return int(hashlib.sha256(text.encode()).hexdigest(), 16) % 3 == 0
 
 
 def cells(row: dict[str, str]) -> str:
@@ -142,11 +235,11 @@ def cells(row: dict[str, str]) -> str:
             *(["fp8"] if row["fp8"] == "true" else []),
         ]
     )
-    published = float(row["tokens_per_second_per_gpu"])
+    published, is_planned = float(row["tokens_per_second_per_gpu"]), bool(row[PLANNED[0]])
     texts = [
         f"{row['model']}{' (held out)' if row['held_out'] == 'true' else ''}",
         *(row["gpus"], row["hardware"], row["seq_len"], f"{row['micro_batch']} x {row['accumulation']}", layout),
-        *(row[PLANNED[0]], f"{published:g}", f"{error(row):+.1%}"),
+        *(row[PLANNED[0]], f"{published:g}", f"{error(row):+.1%}" if is_planned else ""),
         *(row[PLANNED[1]], row["mfu_percent"], row[PLANNED[2]], row["peak_gib"]),
     ]
     return f"| {' | '.join(texts)} |"
