@@ -1,6 +1,7 @@
 """`task=plan plan.search=true`: the layouts of a run, ranked. `search.json` and `search.csv` in the run folder have the table's numbers."""
 
 import csv
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,11 @@ from experiments.pretrain import build_model
 from ztk.config import Config, ConfigError, compose
 from ztk.core.policies.compact import master_of
 from ztk.core.policies.model import ModelInit
+from ztk.core.policies.plan import rank_counts
 from ztk.core.policies.runs import is_hugging_face
 from ztk.hf.counts import ModelCounts, count_model
 from ztk.optim import flat_optimizer
-from ztk.planner import Plan, Search, Workload, search
+from ztk.planner import Plan, Price, Search, Workload, search
 from ztk.report.folder import write_json
 
 TRACED = 20
@@ -24,8 +26,29 @@ _REPLACED = ("zero", "offload", "recompute", "topology", "train.accumulation_ste
 def find_layouts(config: Config, *, given: Mapping[str, str], make_plan: Callable[[Config], Plan]) -> Search:
     """Ranks the layouts of the run `config`, whose command line is `given`, prints them and writes them into its folder.
 
-    Keys of the command line stay, but for the options of zero, offload, recompute and topology and the degrees: those are what is searched.
+    Keys of the command line stay, but for the options of zero, offload, recompute and topology and the degrees: those are what is searched,
+    on each of the numbers of ranks of `plan.ranks`.
     """
+    counts = [config.launch.ranks] if config.plan.ranks is None else rank_counts(config.plan.ranks)
+    searches = [_find(config, given=given, make_plan=make_plan, ranks=count) for count in counts]
+    found = replace(
+        functools.reduce(Search.together, searches),
+        price=Price(tokens=config.plan.tokens, budget_hours=config.plan.budget_hours),
+    )
+    print("\n".join(found.lines()))
+    rows = found.rows()
+    folder = Path(config.output_dir)
+    write_json(folder / "search.json", values={"layouts": found.layouts, "dropped": found.dropped, "found": rows})
+    with open(folder / "search.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["rank"])
+        writer.writeheader()
+        writer.writerows(rows)
+    return found
+
+
+def _find(config: Config, *, given: Mapping[str, str], make_plan: Callable[[Config], Plan], ranks: int) -> Search:
+    """The layouts on so many ranks."""
+    given = {**given, "launch.ranks": str(ranks)}
 
     def replan(overrides: tuple[str, ...]) -> Plan | str:
         words = searched(config, given=given, overrides=overrides)
@@ -37,16 +60,7 @@ def find_layouts(config: Config, *, given: Mapping[str, str], make_plan: Callabl
             return str(error)
 
     count = TRACED if config.plan.traced is None else config.plan.traced
-    found = search(replan, work=workload(config), traced=count)
-    print("\n".join(found.lines()))
-    rows = found.rows()
-    folder = Path(config.output_dir)
-    write_json(folder / "search.json", values={"layouts": found.layouts, "dropped": found.dropped, "found": rows})
-    with open(folder / "search.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else ["rank"])
-        writer.writeheader()
-        writer.writerows(rows)
-    return found
+    return search(replan, work=replace(workload(config), ranks=ranks), traced=count)
 
 
 def searched(config: Config, *, given: Mapping[str, str], overrides: tuple[str, ...]) -> list[str]:

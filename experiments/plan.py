@@ -18,7 +18,7 @@ from experiments.work import model_flops, planned_batch, tokens_of_step, without
 from ztk import kernels
 from ztk.config import Config, ConfigError, compose
 from ztk.core.policies.hardware import Hardware
-from ztk.planner import Fix, Peer, Plan, Way, fixes, plan
+from ztk.planner import Fix, Peer, Plan, Price, Way, fixes, plan
 from ztk.planner.result import size as written
 from ztk.report import RunFolder
 from ztk.report.folder import write_json
@@ -33,11 +33,14 @@ def main(config: Config) -> None:
     started = time.perf_counter()
     made = make_plan(config)
     print(made)
+    price = Price(tokens=config.plan.tokens, budget_hours=config.plan.budget_hours)
+    for line in price.lines(made):
+        print(line)
     if config.plan.search:
         find_layouts(config, given=given_overrides(config), make_plan=make_plan)
     is_lacking = made.fits is False and not config.plan.search
     found = find_fixes(config) if is_lacking else []
-    values = made.as_dict() | {"plan_seconds": time.perf_counter() - started}
+    values = made.as_dict() | price.row(made) | {"plan_seconds": time.perf_counter() - started}
     if is_lacking:
         print_fixes(found)
         values["fixes"] = [" ".join(fix.overrides) for fix in found]

@@ -87,3 +87,16 @@ def test_a_peers_way_is_for_plans_with_hardware(tmp_path):
     with pytest.raises(ConfigError) as caught:
         compose("task=plan", "plan.way=eager", output_dir=tmp_path, machine=CPU)
     assert "plan.way=eager has no effect here, only with task=plan and hardware=NAME" in caught.value.faults[0]
+
+
+def test_the_vendors_library_reaches_more_and_hides_collectives_inside_a_node():
+    tuned, hardware = Peer(way=Way.tuned), replace(HARDWARE, attention_share=0.25)
+    products, attention = {"flops": 2 * 512 * 256 * 4096, "shape": (512, 256, 4096)}, {"shape": (4096, 128)}
+    assert seconds(TILED, peer=tuned, **products) == pytest.approx(seconds(TILED, **products) / tuned.product_gain)
+    slow, fast = (seconds(hardware, peer=peer, kind="attention", flops=10**9, **attention) for peer in (None, tuned))
+    assert fast == pytest.approx(slow / tuned.attention_gain)
+    eight = 10**6 * 7 / 8 / HARDWARE.link_bandwidth
+    for kind, part in (("all_gather", 1 - tuned.hidden), ("all_to_all", 1.0)):
+        lanes = Lanes(replace(HARDWARE, link_latency=0.0), peer=tuned)
+        lanes.collective(size=8, in_node=8)(kind, 10**6).wait()
+        assert lanes.now == pytest.approx(part * eight)

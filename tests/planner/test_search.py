@@ -11,6 +11,7 @@ from experiments.plan import main, make_plan
 from tests.parallel.topology.families import make
 from tests.planner.test_plan import CPU, FAST_LINKS, small_plan
 from ztk.config import ConfigError, compose
+from ztk.core.policies.plan import rank_counts
 from ztk.hf.counts import count_model
 from ztk.nn import DecoderConfig
 from ztk.planner import Layout, Plan, Workload, search
@@ -254,3 +255,43 @@ def test_layouts_of_a_model_of_transformers_are_ranked(tmp_path):
     assert len(found.found) == 4 and all(one.plan.fits for one in found.found)
     for one in found.found:
         assert state_bytes(one.layout, work=work) <= one.plan.fullest.peak.nbytes
+
+
+def test_the_cheapest_of_several_numbers_of_ranks_comes_first(tmp_path, capsys):
+    words = (*NANO[:-2], "hardware=h100", "plan.search=true", "plan.traced=2", "train.global_batch_size=64")
+    training = ("plan.ranks=[2,8]", "plan.tokens=1e9", "plan.budget_hours=0.01")
+    config = compose(*words, *training, output_dir=str(tmp_path))
+    found = program.find_layouts(config, given=dict(word.split("=", 1) for word in words), make_plan=make_plan)
+    rows = found.rows()
+    assert {row["launch.ranks"] for row in rows} == {2, 8}
+    hours = [row["gpu_hours"] for row in rows]
+    assert hours == sorted(hours)
+    first = rows[0]
+    assert first["gpu_hours"] == pytest.approx(1e9 / first["tokens_per_second_per_gpu"] / 3600)
+    assert first["days"] == pytest.approx(first["gpu_hours"] / first["launch.ranks"] / 24)
+    assert first["within_budget"] == (first["gpu_hours"] <= 0.01)
+    text = capsys.readouterr().out
+    assert f"1e+09 tokens take {first['gpu_hours']:,.0f} GPU hours" in text
+    assert "plan.budget_hours=0 trains" in text
+    assert "more GPU time" in text or "longer" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "counts"), [([8, 4], [4, 8]), ("8-64", [8, 16, 32, 64]), (16, [16]), ("3-20", [3, 6, 12]), ("8", [8])]
+)
+def test_numbers_of_ranks(given, counts):
+    assert rank_counts(given) == counts
+
+
+@pytest.mark.parametrize("given", ["8-4", "many", [0], [], "-8", 2.5])
+def test_other_forms_of_plan_ranks_are_refused(given):
+    with pytest.raises(ValueError, match=r"plan\.ranks=.*\[8,16,24\]"):
+        rank_counts(given)
+
+
+@pytest.mark.parametrize(
+    ("peer", "way"), [("fsdp2", "zero=stage3 plan.way=eager"), ("ddp", "zero=stage0 plan.way=eager")]
+)
+def test_plans_of_peers_are_refused_with_what_plans_them(peer, way):
+    with pytest.raises(ConfigError, match=f"zero={peer}: task=plan .* use {way}"):
+        compose(*NANO, f"zero={peer}", output_dir=".")

@@ -8,10 +8,14 @@ from ztk.config.machine import Machine
 from ztk.config.topology import settled_ranks
 from ztk.core.policies.config import Config
 from ztk.core.policies.hardware import CEILINGS, COMMAND, HERE, REQUIRED, read_measured
-from ztk.core.policies.plan import untraced
+from ztk.core.policies.plan import rank_faults, untraced
 from ztk.core.policies.zero import ZeroEngine
 
 PLAN = "plan"
+_LIKE = {
+    "fsdp2": "use zero=stage3 plan.way=eager, which keeps and moves what FSDP2 does",
+    "ddp": "use zero=stage0 plan.way=eager, which keeps and moves what DDP does",
+}
 
 
 def planning_faults(config: Config, *, machine: Machine) -> Iterator[str]:
@@ -21,8 +25,9 @@ def planning_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     if machine.started_ranks:
         yield f"task=plan runs on one process and {machine.started_ranks} ranks are started: start it by `python run.py`"
     if config.zero.engine is not ZeroEngine.ztk:
-        yield f"zero={config.zero.engine.value}: task=plan traces ztk's own engine; use zero=stage0 to stage3"
+        yield f"zero={config.zero.engine.value}: task=plan traces ztk's own engine; {_LIKE[config.zero.engine.value]}"
     yield from _hardware_faults(config, machine)
+    yield from rank_faults(config.plan)
     if config.plan.search and config.hardware.name is None:
         yield "plan.search=true ranks layouts by memory and seconds: choose hardware=h100, hardware=here or another"
     topology = config.topology

@@ -5,6 +5,7 @@ from ztk.planner.fitting import Fix, fixes
 from ztk.planner.layouts import Layout, Workload
 from ztk.planner.operations import Operations, count_operations
 from ztk.planner.plan import plan
+from ztk.planner.price import Price
 from ztk.planner.result import Plan
 from ztk.planner.search import Found, Search, search
 from ztk.planner.trace import RankTrace
@@ -18,6 +19,7 @@ __all__ = [
     "Peak",
     "Peer",
     "Plan",
+    "Price",
     "RankTrace",
     "Search",
     "Way",

@@ -258,6 +258,8 @@ class Lanes:
         def moved(kind: str, nbytes: int) -> _Sent:
             share = 1.0 if kind in ("send", "ring") else (size - 1) / size
             seconds = latency + nbytes * share / bandwidth
+            if one_node and kind in ("all_gather", "reduce_scatter"):
+                seconds *= 1 - self._peer.hidden
             curves = hardware.curves or {}
             if one_node and "all_gather" in curves:
                 seconds = seconds_of(curves.get(kind, curves["all_gather"]), amount=max(1, nbytes))

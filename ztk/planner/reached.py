@@ -34,15 +34,12 @@ def device_seconds(
         length, head = shape
         share = hardware.attention_share * _HEADS.get(head, 1.0) * length / (length + hardware.attention_length)
         causal = 0.5 if hardware.attention_share < 1 else 1.0
-        computed = flops * causal / (hardware.rate(dtype) * share)
+        computed = flops * causal / (hardware.rate(dtype) * share * peer.attention_gain)
     elif flops:
-        rate, share, casts = hardware.rate(dtype), hardware.product_share, 0.0
+        rate, share, casts = hardware.rate(dtype), hardware.product_share * peer.product_gain, 0.0
         if peer.fp8 and hardware.fp8_rate is not None and kind == PRODUCT and _is_linear(shape):
-            rate, share, casts = (
-                hardware.fp8_rate,
-                hardware.fp8_share,
-                moved,
-            )  # operands are read, scaled and written in fp8
+            rate, share = hardware.fp8_rate, hardware.fp8_share * peer.product_gain
+            casts = moved * peer.casts  # operands are read, scaled and written in fp8
         computed = flops / (rate * share * _tiling(kind, shape=shape, hardware=hardware)) + casts
         computed *= 1 + peer.again / 3  # a backward has two products to one of its forward
     return max(computed, moved, hardware.operation_latency)

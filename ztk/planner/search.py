@@ -3,10 +3,11 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ztk.planner.layouts import DEGREES, Layout, Workload, activation_bytes, legal, rough_seconds, state_bytes
+from ztk.planner.price import Price
 from ztk.planner.result import Plan, size
 
 OFFLOADED = ("host", "pcie", "disk")  # lanes that only offloading uses
@@ -29,25 +30,33 @@ class Found:
         return self.plan.time.seconds
 
     @property
+    def gpu_seconds(self) -> float:
+        """Of a step, over all GPUs."""
+        return self.seconds * self.plan.world_size
+
+    @property
     def offload_seconds(self) -> float:
         """Of a step: waiting for the host's update, for copies between host and device, and for the disk."""
         assert self.plan.time is not None
         return sum(self.plan.time.parts.get(lane, 0.0) for lane in OFFLOADED)
 
     def slower_because(self, best: "Found") -> str:
-        """Why a step takes longer than that of `best`: the part of it that grew the most."""
+        """Why a step takes longer than that of `best`, or more GPU time on other GPUs: the part of it that grew the most."""
         assert self.plan.time is not None and best.plan.time is not None
         own, other = self.plan.time.parts, best.plan.time.parts
-        more = {lane: own.get(lane, 0.0) - other.get(lane, 0.0) for lane in (*own, *other)}
+        ratio = self.plan.world_size / best.plan.world_size
+        more = {lane: own.get(lane, 0.0) * ratio - other.get(lane, 0.0) for lane in (*own, *other)}
         lane = max(more, key=lambda lane: more[lane])
         verb = "computes" if lane == "compute" else f"waits for the {_NOUNS.get(lane, lane)}"
-        return f"{verb} {more[lane]:.3g} s longer" if more[lane] > 0 else "as fast"
+        unit = "s" if ratio == 1 else f"s of {best.plan.world_size:,} GPUs"
+        return f"{verb} {more[lane]:.3g} {unit} longer" if more[lane] > 0 else "as fast"
 
     def row(self) -> dict[str, Any]:
         """Flat keys and plain numbers."""
         plan, time = self.plan, self.plan.time
         assert time is not None
         return {
+            "launch.ranks": plan.world_size,
             "overrides": " ".join(self.layout.overrides),
             "fits": plan.fits,
             "step_seconds": time.seconds,
@@ -68,10 +77,11 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
-    """found: those that fit, the fastest first, then those that do not, the nearest first. layouts: how many there are.
+    """found: those that fit, the least GPU time first, then those that do not, the nearest first. layouts: how many there are.
 
     dropped: how many of them were not planned, by reason. The counts and `found` add up to `layouts`.
     usable, resident: bytes that tensors may take on a device, and the fewest that any layout without offloading keeps there between steps.
+    price: the training that it is for.
     """
 
     found: tuple[Found, ...]
@@ -79,6 +89,17 @@ class Search:
     dropped: dict[str, int]
     usable: float
     resident: float
+    price: Price = field(default_factory=Price)
+
+    def together(self, other: "Search") -> "Search":
+        """With the layouts of another number of ranks."""
+        return replace(
+            self,
+            found=tuple(sorted((*self.found, *other.found), key=_order)),
+            layouts=self.layouts + other.layouts,
+            dropped=dict(Counter(self.dropped) + Counter(other.dropped)),
+            resident=min(self.resident, other.resident),
+        )
 
     def rows(self) -> list[dict[str, Any]]:
         """One per planned layout, with its rank among those that fit and why it is slower than the first; for JSON, CSV and frames."""
@@ -87,7 +108,7 @@ class Search:
         for found in self.found:
             rank = next(fitting) if found.plan.fits else None
             why = found.slower_because(self.found[0]) if rank is not None and rank > 1 else ""
-            rows.append({"rank": rank} | found.row() | {"slower_because": why})
+            rows.append({"rank": rank} | found.row() | self.price.row(found.plan) | {"slower_because": why})
         return rows
 
     def lines(self) -> Iterator[str]:
@@ -95,12 +116,13 @@ class Search:
         yield f"search: {self.layouts:,} layouts, {len(self.found)} planned"
         for number, row in enumerate(self.rows(), start=1):
             if number == 1:
-                yield f"  {'rank':>4}  {'s/step':>9}  {'limit':<8}{'device':>9}{'margin':>10}{'host':>9}  overrides"
+                yield f"  {'rank':>4}  {'GPUs':>5}  {'s/step':>9}  {'limit':<8}{'device':>9}{'margin':>10}{'host':>9}  overrides"
             rank = str(row["rank"] or "-")
             device, margin, host = (
                 size(row[key]) for key in ("peak_memory.device_bytes", "margin_bytes", "peak_memory.host_bytes")
             )
-            yield f"  {rank:>4}  {row['step_seconds']:>9.3g}  {row['limit']:<8}{device:>9}{margin:>10}{host:>9}  {row['overrides']}"
+            seconds, limit = f"{row['step_seconds']:>9.3g}", f"{row['limit']:<8}"
+            yield f"  {rank:>4}  {row['launch.ranks']:>5}  {seconds}  {limit}{device:>9}{margin:>10}{host:>9}  {row['overrides']}"
         yield from self._reasons()
         for reason, count in self.dropped.items():
             yield f"  dropped {count:,}: {reason}"
@@ -113,8 +135,10 @@ class Search:
             return
         first, *others = fitting
         if others:
-            slower = others[0].seconds / first.seconds - 1
-            yield f"  the second takes {slower:.1%} longer: {others[0].slower_because(first)}"
+            slower = others[0].gpu_seconds / first.gpu_seconds - 1
+            words = "longer" if others[0].plan.world_size == first.plan.world_size else "more GPU time"
+            yield f"  the second takes {slower:.1%} {words}: {others[0].slower_because(first)}"
+        yield from self.price.lines(first.plan)
         if all(found.layout.offload != "none" for found in fitting):
             yield f"  {self._without_offload()}"
             cost, parts = first.offload_seconds, first.plan.time.parts if first.plan.time else {}
@@ -179,9 +203,10 @@ def search(
 
 
 def _order(one: Found) -> tuple:
-    """The fastest first, among equals the simpler; then those that do not fit, the nearest first."""
+    """The least GPU time first, among equals the faster and then the simpler; then those that do not fit, the nearest first."""
     if one.plan.fits:
-        return False, float(f"{one.seconds:.3g}"), _simplicity(one.layout), one.seconds
+        rounded = (float(f"{seconds:.3g}") for seconds in (one.gpu_seconds, one.seconds))
+        return False, *rounded, _simplicity(one.layout), one.seconds
     return True, -(one.plan.margin_bytes or 0)
 
 

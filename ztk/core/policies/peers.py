@@ -15,6 +15,7 @@ class Way(StrEnum):
     ztk = "ztk"  # by ztk's kernels
     eager = "eager"  # by PyTorch's operations, one after the other
     compiled = "compiled"  # by what torch.compile makes of them
+    tuned = "tuned"  # by the vendor's library, with its attention, and with collectives of a layer behind its products
 
 
 # Bytes of eager PyTorch in those of ztk's kernel.
@@ -29,11 +30,17 @@ _EAGER = {
     "geglu": 10 / 6,
     "geglu_backward": 18 / 10,
 }
+# Rates of Transformer Engine and cuDNN in those that conf/hardware/ has of PyTorch's operations, chosen with the runs of Megatron-LM and NeMo
+# in docs/published_runs.md that are not held out. FlashAttention-3 (arXiv 2407.08608, figures 5 and 6) reaches 1.5 to 2.0 times
+# FlashAttention-2's rate on H100.
+_TUNED_PRODUCTS, _TUNED_ATTENTION = 1.08, 2.6
+_TUNED_CASTS = 0.25  # of the bytes of casts to fp8: most are fused with the operation before
+_TUNED_HIDDEN = 0.8  # of a layer's collectives inside a node, which are cut into parts and sent while products run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peer:
-    """way: how operations on rows are computed. fp8: linear layers multiply in fp8; attention and the head do not. again: the share of a
+    """way: how operations are computed. fp8: linear layers multiply in fp8; attention and the head do not. again: the share of a
     forward's products that a backward computes again besides what the plan does: 0.5 for torchtitan's selective recomputation."""
 
     way: Way = Way.ztk
@@ -43,3 +50,23 @@ class Peer:
     def passes(self, kind: str) -> float:
         """The bytes that an operation moves, in those of ztk's kernel."""
         return _EAGER.get(kind, 1.0) if self.way is Way.eager else 1.0
+
+    @property
+    def product_gain(self) -> float:
+        """The rate of products, in that of the hardware's description."""
+        return _TUNED_PRODUCTS if self.way is Way.tuned else 1.0
+
+    @property
+    def casts(self) -> float:
+        """The bytes that casts to fp8 move, in those of the operands and the result."""
+        return _TUNED_CASTS if self.way is Way.tuned else 1.0
+
+    @property
+    def attention_gain(self) -> float:
+        """The rate of attention, in that of the hardware's description."""
+        return _TUNED_ATTENTION if self.way is Way.tuned else 1.0
+
+    @property
+    def hidden(self) -> float:
+        """The part of a gather or reduce-scatter inside a node that products hide."""
+        return _TUNED_HIDDEN if self.way is Way.tuned else 0.0

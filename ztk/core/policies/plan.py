@@ -1,12 +1,13 @@
 """Keys of `plan`, and what a plan does not trace."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ztk.core.policies.key import When, key, tasks
 from ztk.core.policies.peers import Way
-from ztk.core.policies.ranges import Range
+from ztk.core.policies.ranges import POSITIVE, Range
 
 _PLAN = tasks("plan")
 _PLANNED = When(
@@ -31,8 +32,8 @@ class PlanConfig:
         acts=_PLAN,
     )
     way: Way | None = key(
-        "how operations on rows are computed: ztk, eager (PyTorch's operations) or compiled (torch.compile), to plan another library's run; "
-        "null: ztk"
+        "how operations are computed: ztk, eager (PyTorch's), compiled (torch.compile) or tuned (Transformer Engine's, with a layer's "
+        "collectives behind its products), to plan another library's run; null: ztk"
     )
     fp8: bool | None = key("linear layers multiply in fp8, as torchao's do; null: false")
     again: float | None = key(
@@ -40,8 +41,44 @@ class PlanConfig:
         range=Range(low=0, high=1),
     )
     traced: int | None = key(
-        "layouts that plan.search=true plans; null: 20", range=Range(low=1, high=10_000), acts=_SEARCHES
+        "layouts that plan.search=true plans of each number of ranks; null: 20",
+        range=Range(low=1, high=10_000),
+        acts=_SEARCHES,
     )
+    ranks: Any = key(
+        "numbers of GPUs that plan.search=true chooses from, as in [8,16,24] or 8-64 (8, 16, 32, 64); null: launch.ranks",
+        acts=_SEARCHES,
+    )
+    tokens: float | None = key(
+        "tokens of the whole training, whose GPU hours and days the plan says; null: none", range=POSITIVE
+    )
+    budget_hours: float | None = key(
+        "GPU hours that one has; the plan says what they train; null: no limit", range=POSITIVE
+    )
+
+
+def rank_counts(value: Any) -> list[int]:
+    """The numbers of ranks that `plan.ranks` names, ascending. Raises ValueError for another form."""
+    counts: list[Any] = []
+    if isinstance(value, str) and re.fullmatch(r"\d+(-\d+)?", value):
+        first, last = (int(part) for part in (value.split("-") * 2)[:2])
+        counts = [first << power for power in range(32) if 0 < first << power <= last]
+    elif isinstance(value, int):
+        counts = [value]
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        counts = list(value)
+    if not counts or not all(isinstance(count, int) and count > 0 for count in counts):
+        raise ValueError(f"plan.ranks={value}: must be a list as in [8,16,24], or FIRST-LAST as in 8-64, which doubles")
+    return sorted(set(counts))
+
+
+def rank_faults(plan: PlanConfig) -> Iterator[str]:
+    """One line per fault of `plan.ranks`."""
+    if plan.ranks is not None:
+        try:
+            rank_counts(plan.ranks)
+        except ValueError as error:
+            yield str(error)
 
 
 def untraced(*, partition: str | None) -> Iterator[str]:
