@@ -12,7 +12,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from ztk.report.tracker import TrackerPolicy, WandbTracker
+from ztk.report.tracker import Tracker, TrackerPolicy
 
 INCHES_PER_BAR = 0.18
 
@@ -51,7 +51,7 @@ class Record:
         mode = os.environ.get("WANDB_MODE", "offline")
         if mode == "disabled":
             return
-        tracker = WandbTracker(TrackerPolicy(mode=mode, name=self.title, job_type="kernels"), directory=folder)
+        tracker = Tracker(TrackerPolicy(mode=mode, name=self.title, job_type="kernels"), directory=str(folder))
         for step, (label, row) in enumerate(zip(labels, rows, strict=True)):
             tracker.row(
                 {"step": step, "label": label, **{key: value for key, value in row.items() if value is not None}}

@@ -28,7 +28,7 @@ def _row_faults(config: Config, *, asked: str, every: int) -> Iterator[str]:
         yield f"{asked} is not a multiple of train.log_every={train.log_every}, which makes the rows: use kernels.log_every={fitting}"
     elif logger.mode is not LoggerMode.disabled and logger.every and logger.every > 0 and every % logger.every:
         fitting = -(-every // logger.every) * logger.every
-        yield f"{asked} is not a multiple of logger.every={logger.every}, which wandb gets: use kernels.log_every={fitting}"
+        yield f"{asked} is not a multiple of logger.every={logger.every}, which the logger gets: use kernels.log_every={fitting}"
     if every > train.steps > 0:
         yield f"{asked} is more than train.steps={train.steps}, so no step would be timed: use kernels.log_every={train.steps}"
 

@@ -23,7 +23,7 @@ from ztk.report.rows import RowBuilder, StepMetrics
 from ztk.report.status import INTERRUPTED, Status, read_summary
 from ztk.report.summary import rank_report, rank_totals, summarise
 from ztk.report.tables import describe_end, print_tables
-from ztk.report.tracker import TrackerPolicy, WandbTracker
+from ztk.report.tracker import Tracker, TrackerPolicy
 
 _NO_KERNELS = KernelPolicy()
 
@@ -34,7 +34,7 @@ class ReportPolicy:
 
     folder: the run folder. total_steps: where the run ends. every: steps between rows of `metrics.jsonl`; the first and the last step,
     and those with extra values, always have one. plain_seconds: seconds between lines where there is no terminal.
-    tracker_every: steps between the rows sent to wandb. draws: the run ends with a picture. kernels: the steps whose ops are timed; they
+    tracker_every: steps between the rows sent to the logger. draws: the run ends with a picture. kernels: the steps whose ops are timed; they
     always have a row. profile: the steps of which traces are written; None: none.
 
     Raises:
@@ -115,7 +115,7 @@ class Reporter:
         self._console = Console() if sys.stdout.isatty() else Console(width=140)
         self._folder: RunFolder | None = None  # this and the next two: rank 0 only
         self._progress: LiveProgress | PlainProgress | None = None
-        self._tracker: WandbTracker | None = None
+        self._tracker: Tracker | None = None
         self._finished: dict[str, Any] | None = None  # the summary of a run that was done before: it stays as it is
 
     def past(self) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class Reporter:
         self._folder.write_environment(describe_environment(device=self._gauges.device, world_size=self._world_size))
         self._folder.drop_rows_after(self._first_step)
         if policy.tracker.mode != "disabled":
-            self._tracker = WandbTracker(policy.tracker, directory=policy.folder)
+            self._tracker = Tracker(policy.tracker, directory=policy.folder, first_step=self._first_step)
         shown = {"console": self._console, "total_steps": policy.total_steps}
         shown |= {"device": "GPU" if self._gauges.device.type == "cuda" else "rank"}
         if self._console.is_terminal:
@@ -268,7 +268,7 @@ class Reporter:
             yield self._tracker
 
     def texts(self, records: Sequence[Mapping[str, Any]], *, step: int) -> None:
-        """Sends records with equal keys to wandb, as the table `samples` of this step."""
+        """Sends records with equal keys to the logger, as the table `samples` of this step."""
         if self._tracker is not None and records:
             self._tracker.texts(records, step=step)
             self._say_tracker_notice()

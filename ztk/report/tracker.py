@@ -1,20 +1,19 @@
-"""wandb beside the run folder: offline by default, without prompts; its errors never stop a run."""
+"""Where a run's rows go beside its folder: wandb, TensorBoard or a CSV file. Their errors never stop a run."""
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-# `tracker_mode` words: offline writes files under the run folder, online uploads, disabled imports nothing.
-MODES = ("offline", "online", "disabled")
+# `logger.mode`: offline and online are wandb's, disabled imports nothing.
+MODES = ("offline", "online", "tensorboard", "csv", "disabled")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackerPolicy:
-    """What is sent to wandb about a run.
+    """What is sent about a run, and where.
 
     group: the sweep that the run belongs to; name: its overrides, joined; job_type: its task; config: every option,
-    resolved.
+    resolved. project, group, name and job_type are wandb's.
 
     Raises:
         ValueError: an unknown mode.
@@ -32,79 +31,71 @@ class TrackerPolicy:
             raise ValueError(f"logger.mode={self.mode}: must be one of {', '.join(MODES)}")
 
 
-class WandbTracker:
-    """One wandb run. An error of wandb is stored in `notice` once, and the run goes on without it."""
+class Writer(Protocol):
+    """One logger of one run. notice: a text for the user, printed once."""
 
-    def __init__(self, policy: TrackerPolicy, *, directory: str | os.PathLike) -> None:
+    notice: str | None
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """One row of `metrics.jsonl`."""
+
+    def texts(self, records: Sequence[Mapping[str, Any]], *, step: int) -> None:
+        """The table `samples`, records with equal keys, beside the row of `step`."""
+
+    def finish(self, summary: Mapping[str, Any], *, failed: bool) -> None:
+        """The end of the run. summary: as `summary.json`."""
+
+
+class Tracker:
+    """The logger of a run. Its first error becomes `notice`, and the run goes on without it."""
+
+    def __init__(self, policy: TrackerPolicy, *, directory: str, first_step: int = 0) -> None:
+        """directory: the run folder. first_step: the last step of the record that the run continues; later ones are dropped."""
         self.notice: str | None = None
-        self._run = None
+        self._name = "wandb" if policy.mode in ("offline", "online") else policy.mode
+        self._writer: Writer | None = None
         try:
-            self._start(policy, directory=os.fspath(directory))
-        except Exception as error:  # noqa: BLE001 - a broken tracker must not break a run
+            self._writer = _opened(policy, directory=directory, first_step=first_step)
+            self.notice = self._writer.notice
+        except Exception as error:  # noqa: BLE001 - a broken logger must not break a run
             self._give_up(error)
 
     def row(self, row: Mapping[str, Any]) -> None:
-        self._attempt(lambda run: run.log(dict(row), step=row["step"]))
+        """See `Writer`."""
+        self._attempt(lambda writer: writer.row(row))
 
     def texts(self, records: Sequence[Mapping[str, Any]], *, step: int) -> None:
-        """A table `samples` of records with equal keys, beside the row of `step`."""
-
-        def send(run) -> None:
-            import wandb
-
-            columns = list(records[0])
-            rows = [[record[name] for name in columns] for record in records]
-            run.log({"samples": wandb.Table(columns=columns, data=rows)}, step=step)
-
-        self._attempt(send)
+        """See `Writer`."""
+        self._attempt(lambda writer: writer.texts(records, step=step))
 
     def finish(self, summary: Mapping[str, Any], *, failed: bool) -> None:
-        def end(run) -> None:
-            run.summary.update(dict(summary))
-            run.finish(exit_code=int(failed))
+        """See `Writer`."""
+        self._attempt(lambda writer: writer.finish(summary, failed=failed))
+        self._writer = None
 
-        self._attempt(end)
-        self._run = None
-
-    def _start(self, policy: TrackerPolicy, *, directory: str) -> None:
-        import wandb  # here, because it costs a second and only rank 0 uses it
-
-        mode = policy.mode
-        if mode == "online" and not _logged_in(wandb):
-            mode = "offline"
-            self.notice = "wandb: not logged in, so offline; upload later with `wandb sync`, or run `wandb login` once"
-        self._run = wandb.init(
-            mode=mode,
-            dir=directory,
-            project=policy.project,
-            group=policy.group,
-            name=policy.name,
-            job_type=policy.job_type,
-            config=dict(policy.config),
-            settings=wandb.Settings(
-                silent=True, console="off"
-            ),  # no banners and no captured output: ztk draws the progress bar
-        )
-        self._run.define_metric("*", step_metric="step")
-
-    def _attempt(self, action) -> None:
-        if self._run is None:
+    def _attempt(self, action: Callable[[Writer], None]) -> None:
+        if self._writer is None:
             return
         try:
-            action(self._run)
+            action(self._writer)
         except Exception as error:  # noqa: BLE001 - as above
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        self._run = None
-        self.notice = f"wandb: off for the rest of this run ({type(error).__name__}: {error})"
+        self._writer = None
+        self.notice = f"{self._name}: off for the rest of this run ({type(error).__name__}: {error})"
 
 
-def _logged_in(wandb) -> bool:
-    """Whether a key is stored, without a prompt."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        return bool(wandb.login(prompt=False))
-    except TypeError:  # a wandb without `prompt`: it would ask
-        return False
+def _opened(policy: TrackerPolicy, *, directory: str, first_step: int) -> Writer:
+    """Imports only the logger that is asked for."""
+    if policy.mode == "tensorboard":
+        from ztk.report.tensorboard_writer import TensorboardWriter
+
+        return TensorboardWriter(policy, directory=directory, first_step=first_step)
+    if policy.mode == "csv":
+        from ztk.report.csv_writer import CsvWriter
+
+        return CsvWriter(directory=directory, first_step=first_step)
+    from ztk.report.wandb_writer import WandbWriter
+
+    return WandbWriter(policy, directory=directory)

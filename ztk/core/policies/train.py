@@ -1,5 +1,6 @@
 """Keys of a run: task, length, batch, evaluation, checkpoints, logging, ranks."""
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
 from enum import StrEnum
@@ -23,10 +24,12 @@ class KernelBackend(StrEnum):
 
 
 class LoggerMode(StrEnum):
-    """logger.mode: where wandb writes."""
+    """logger.mode: the logger, and where wandb writes."""
 
     offline = "offline"
     online = "online"
+    tensorboard = "tensorboard"
+    csv = "csv"
     disabled = "disabled"
 
 
@@ -68,7 +71,8 @@ _SAVES_BEST = When(
     "checkpoint.every above 0 and data=stdlib, data=files or own data",
     lambda config, machine: config.checkpoint.every != 0 and holds_out(config),
 )
-_LOGS = When("logger=offline or online", lambda config, machine: config.logger.mode != "disabled")
+_LOGS = When("logger=offline, online, tensorboard or csv", lambda config, machine: config.logger.mode != "disabled")
+_TO_WANDB = When("logger=offline or online", lambda config, machine: config.logger.mode in ("offline", "online"))
 _STARTS = When(
     "python run.py; torchrun starts ranks again by itself, with --max-restarts",
     lambda config, machine: not machine.started_ranks,
@@ -141,6 +145,11 @@ def _keep_best(config: "Config") -> Iterator[str]:
             "checkpoint.keep_best=true has nothing to measure with data.validation_fraction=0: use checkpoint.keep_best=false, or "
             "data.validation_fraction=0.05"
         )
+
+
+def _installed(config: "Config") -> Iterator[str]:
+    if config.logger.mode is LoggerMode.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        yield 'logger=tensorboard needs the package tensorboard: pip install "ztk[tensorboard]", or use logger=csv'
 
 
 def _logged(config: "Config") -> Iterator[str]:
@@ -333,17 +342,22 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True)
 class LoggerConfig:
-    """wandb. metrics.jsonl and summary.json are written in any case."""
+    """Loggers. metrics.jsonl and summary.json are written in any case."""
 
     changes: ClassVar = Changes.nothing
 
     mode: LoggerMode = key(
-        "offline: wandb writes into the run folder; online: to its server, needs a login; disabled: no wandb",
+        "offline: wandb writes into the run folder; online: to its server, needs a login; tensorboard: event files in the run folder; "
+        "csv: metrics.csv there; disabled: none",
         default=MISSING,
+        contradicts=_installed,
     )
-    project: str | None = key("wandb's project", acts=_LOGS)
+    project: str | None = key("wandb's project", acts=_TO_WANDB)
     every: int | None = key(
-        "steps between rows given to wandb, a multiple of train.log_every", range=COUNT, acts=_LOGS, contradicts=_logged
+        "steps between rows given to the logger, a multiple of train.log_every",
+        range=COUNT,
+        acts=_LOGS,
+        contradicts=_logged,
     )
 
 

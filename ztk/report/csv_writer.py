@@ -1,0 +1,72 @@
+"""CSV: `metrics.csv` and `samples.csv` in the run folder, one line per row of `metrics.jsonl` and per sampled text."""
+
+import csv
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+METRICS, SAMPLES = "metrics.csv", "samples.csv"
+
+
+class CsvWriter:
+    """A row is in the file when `row` returns. What a row lacks is an empty field; a key that comes later is a new last column."""
+
+    notice: str | None = None
+
+    def __init__(self, *, directory: str, first_step: int) -> None:
+        self._metrics = _Table(Path(directory, METRICS), last_step=first_step)
+        self._samples = _Table(Path(directory, SAMPLES), last_step=first_step)
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """See `ztk.report.tracker.Writer`."""
+        self._metrics.write([row])
+
+    def texts(self, records: Sequence[Mapping[str, Any]], *, step: int) -> None:
+        """See `ztk.report.tracker.Writer`."""
+        self._samples.write([{"step": step} | dict(record) for record in records])
+
+    def finish(self, summary: Mapping[str, Any], *, failed: bool) -> None:
+        """Every line is written already, and `summary.json` has the summary."""
+
+
+class _Table:
+    """A CSV file with the column `step`. last_step: of the lines that stay, if the file exists."""
+
+    def __init__(self, path: Path, *, last_step: int) -> None:
+        self._path = path
+        self._columns: list[str] = []
+        if not path.exists():
+            return
+        with open(path, newline="", encoding="utf-8") as file:
+            read = csv.DictReader(file)
+            self._columns = list(read.fieldnames or ())
+            # A line that a kill has cut has too few fields, which are None.
+            kept = [row for row in read if None not in row.values() and int(row["step"]) <= last_step]
+        self._replace(kept)
+
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Appends the rows. The file is written again where they have new keys."""
+        new = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in self._columns]
+        if new:
+            kept = self._read()
+            self._columns += new
+            self._replace(kept)
+        with open(self._path, "a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self._columns, restval="", lineterminator="\n").writerows(rows)
+
+    def _read(self) -> list[dict[str, str]]:
+        if not self._path.exists():
+            return []
+        with open(self._path, newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    def _replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A reader sees the old file or the new one."""
+        staging = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        with open(staging, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._columns, restval="", lineterminator="\n")
+            if self._columns:
+                writer.writeheader()
+            writer.writerows(rows)
+        os.replace(staging, self._path)
