@@ -5,6 +5,8 @@ experiments beside a baseline.
 
 python -m ztk.report html FOLDER [--to FILE] [--live [SECONDS]]: one HTML file with tables and plots of the runs, which follows them
 with --live.
+
+python -m ztk.report profile RUN [--rank RANK]: the trace of a run with train.profile in Perfetto.
 """
 
 import argparse
@@ -14,7 +16,7 @@ import sys
 def main(arguments: list[str] | None = None) -> int:
     """Prints the report of this machine or a comparison of runs, or writes their page."""
     words = sys.argv[1:] if arguments is None else arguments
-    commands = {"compare": _compare, "html": _html}
+    commands = {"compare": _compare, "html": _html, "profile": _profile}
     return commands[words[0]](words[1:]) if words and words[0] in commands else _machine(words)
 
 
@@ -50,6 +52,31 @@ def _compare(words: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     print(render(found, form=TableFormat(given.format)))
+    return 0
+
+
+def _profile(words: list[str]) -> int:
+    import webbrowser
+
+    from ztk.report.viewer import PERFETTO, PORT, open_trace
+
+    parser = argparse.ArgumentParser(
+        prog="python -m ztk.report profile",
+        description=f"Opens a trace in {PERFETTO}, which fetches it from 127.0.0.1:{PORT}.",
+    )
+    parser.add_argument("folder", metavar="RUN", help="the folder of a run with train.profile=START:STOP")
+    parser.add_argument("--rank", type=int, default=0, help="whose trace (default: 0)")
+    given = parser.parse_args(words)
+
+    def show(address: str) -> None:
+        print(f"opens {address}", flush=True)
+        webbrowser.open(address)
+
+    try:
+        open_trace(given.folder, rank=given.rank, show=show)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 

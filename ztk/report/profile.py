@@ -20,8 +20,8 @@ from torch import nn
 from ztk.core.policies.profile import ProfilePolicy
 from ztk.core.runtime import MemoryLedger, Tier
 from ztk.core.runtime.ranges import Recording, named, recorded
+from ztk.report.viewer import FOLDER
 
-FOLDER = "profile"
 BACKWARD = "backward by module"
 MODULE = "module "  # in front of the name of a module's range
 _NODE = "autograd::engine::evaluate_function"
@@ -107,7 +107,15 @@ class StepProfiler:
         if on_gpu:
             torch.cuda.memory._dump_snapshot(str(self._folder / f"{name}.memory.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
-        return f"traces and memory of the profiled steps: {self._folder}"
+        run = self._folder.parent
+        return (
+            f"traces and memory of the profiled steps: {self._folder}\n"
+            f"open the trace in Perfetto: python -m ztk.report profile {run}{self._memory_viewer() if on_gpu else ''}"
+        )
+
+    def _memory_viewer(self) -> str:
+        pickle = self._folder / f"rank{self._rank}.memory.pickle"
+        return f"\nopen the memory in memory_viz: python -m torch.cuda._memory_viz trace_plot {pickle} -o memory.html"
 
 
 def _exported(profiler: Any) -> dict[str, Any]:
