@@ -93,7 +93,7 @@ Tokens are per second and GPU; MFU is in percent, peaks are in GiB. A positive e
 | runs | n | median error of seconds | within 25 % | largest | median error of the peak |
 | --- | --- | --- | --- | --- | --- |"""
 NOTES = """
-The first three lines have the runs that are planned, those below a part of them, and after each word a line of those that are held out. A
+The first three lines count all planned runs, those below them the runs of a project, of a GPU and of a family. A
 third of the runs is held out: rates in `conf/hardware/` and `ztk/core/policies/peers.py` were chosen with the others. Of the first 69 runs the
 third was picked by hand, six of them after the errors of other held-out runs were known, and two were planned a second time, with the sequence
 parallelism that they had; their errors grew from 22 to 31 %. Of the runs after them a hash of what a run is, without its numbers, picks the

@@ -256,7 +256,7 @@ def branches_of_a_gpu(*, offloads: bool = True) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for name in ("swiglu", "geglu"):
-            module = sys.modules[f"ztk.kernels.{name}"]
+            module = sys.modules[f"ztk.kernels.ops.{name}"]
             stack.enter_context(mock.patch.object(module, "composite", lambda x: False))
         attention, linear = sys.modules["ztk.nn.attention"], sys.modules["ztk.nn.linear"]
         stack.enter_context(mock.patch.object(attention, "causal_attention", _attention_of_a_gpu))
