@@ -32,8 +32,19 @@ def test_an_error_about_dtypes_names_the_buffers_and_the_key(make, name):
     engine, *_ = deepspeed.initialize(model=make(), config=CONFIG)
     with pytest.raises(RuntimeError) as found:
         engine(torch.ones(1, 8, dtype=torch.bfloat16))
-    (note,) = found.value.__notes__
-    assert name in note and "count" not in note and '"buffer_dtype": "bfloat16"' in note
+    text = str(found.value)
+    assert name in text and "count" not in text and '"buffer_dtype": "bfloat16"' in text and "dtype, but got" in text
+    engine.destroy()
+
+
+def test_a_model_that_is_converted_after_initialize_is_named():
+    config = CONFIG | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(8, 8), config=config)
+    engine.module.float()
+    with pytest.raises(
+        RuntimeError, match=r"parameters weight, bias are float32 now.*computes in bfloat16.*initialize"
+    ):
+        engine(torch.ones(1, 8, dtype=torch.bfloat16))
     engine.destroy()
 
 

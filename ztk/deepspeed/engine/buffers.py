@@ -1,7 +1,8 @@
 """Buffers of a model in 16 bit: they keep the dtype that the model gave them, unless `data_types.buffer_dtype` names another.
 
 DeepSpeed casts them with the parameters, which rounds rotary frequencies. A model that adds a float32 buffer to its input (positions, masks)
-then computes in float32 where its next layer has 16-bit weights; torch's error about that gets a note.
+then computes in float32 where its next layer has 16-bit weights; an error that names them takes the place of torch's. So it is where a script
+has converted the parameters.
 """
 
 from collections.abc import Iterator
@@ -27,16 +28,30 @@ def cast_buffers(model: nn.Module, *, dtype: torch.dtype | None, of_parameters: 
 
 @contextmanager
 def naming_buffers(model: nn.Module, *, dtype: torch.dtype) -> Iterator[None]:
-    """A RuntimeError about dtypes in this block has a note with the buffers that are not `dtype`, the parameters' one, and with the fix."""
+    """Turns torch's RuntimeError about dtypes in this block into one with the fix, which names the parameters and buffers that are not `dtype`,
+    the engine's one."""
     try:
         yield
     except RuntimeError as error:
-        if any(word in str(error) for word in _ABOUT_DTYPES) and (note := _note(model, dtype=dtype)):
-            error.add_note(note)
-        raise
+        is_torchs = any(word in str(error) for word in _ABOUT_DTYPES)
+        reason = (_of_parameters(model, dtype=dtype) or _of_buffers(model, dtype=dtype)) if is_torchs else ""
+        if not reason:
+            raise
+        raise RuntimeError(f"{reason} (torch: {error})") from error
 
 
-def _note(model: nn.Module, *, dtype: torch.dtype) -> str:
+def _of_parameters(model: nn.Module, *, dtype: torch.dtype) -> str:
+    names = [name for name, parameter in model.named_parameters() if parameter.dtype != dtype]
+    if not names:
+        return ""
+    found = str(model.get_parameter(names[0]).dtype).removeprefix("torch.")
+    return (
+        f"parameters {_listed(names)} are {found} now, and the engine computes in {str(dtype).removeprefix('torch.')}: leave out model.float() "
+        "and model.double() after initialize, and put modules into the model before it"
+    )
+
+
+def _of_buffers(model: nn.Module, *, dtype: torch.dtype) -> str:
     names = [
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
@@ -46,11 +61,14 @@ def _note(model: nn.Module, *, dtype: torch.dtype) -> str:
     if not names:
         return ""
     word = str(dtype).removeprefix("torch.")
-    listed = ", ".join(names[:SHOWN]) + (" ..." * (len(names) > SHOWN))
     return (
-        f"parameters are {word} here, and these buffers are not: {listed}. Cast what comes of them in the forward, or set "
+        f"parameters are {word} here, and these buffers are not: {_listed(names)}. Cast what comes of them in the forward, or set "
         f'"data_types": {{"buffer_dtype": "{word}"}} in the configuration, which casts all buffers, as DeepSpeed does'
     )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (" ..." * (len(names) > SHOWN))
 
 
 def _floating(module: nn.Module) -> dict[str, Tensor]:
