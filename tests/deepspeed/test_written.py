@@ -260,6 +260,34 @@ def changed_between_steps(process, *, stage: int, bf16: bool, offload: str, numb
     return said
 
 
+def other_memory_inside(process, *, offload: str) -> dict:
+    """`p.data = x` inside GatheredParameters; what a value of another dtype says."""
+    zero = {} if offload == "none" else {"offload_optimizer": {"device": offload}, "offload_param": {"device": offload}}
+    engine, *_ = deepspeed.initialize(model=scripts.build(), config=scripts.config(stage=3, zero=zero))
+    scripts.loop(process, engine, steps=1)
+    before, parameters = scripts.weights(engine), list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+        _halved(engine.module)
+        _from_vector(engine.module)
+    after = scripts.weights(engine)
+    scripts.loop(process, engine, steps=1, start=1)
+    try:
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+            parameters[0].data = parameters[0].data.double()
+        said = "nothing"
+    except ValueError as error:
+        said = str(error)
+    engine.destroy()
+    return {"same": all(torch.equal(after[name], 0.25 * value) for name, value in before.items()), "said": said}
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_a_parameter_may_get_other_memory_inside_gathered_parameters(ranks, offload):
+    for found in ranks(2).run(other_memory_inside, offload=offload):
+        assert found["same"]
+        assert "parameter fc1.weight: is torch.float64" in found["said"]
+
+
 def _everyones(process, gradient: torch.Tensor) -> list[torch.Tensor]:
     return process.comm.gather_objects(gradient)
 

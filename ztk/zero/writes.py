@@ -153,11 +153,7 @@ class ParameterWrites:
     def _bring_back(self, bucket: Bucket, *, parameter: nn.Parameter, place: Placement) -> None:
         # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
         value = torch.Tensor.data.__get__(parameter)
-        if value.dtype != bucket.traits.dtype or value.shape != torch.Size(place.shape):
-            raise ValueError(
-                f"parameter {place.name}: is {value.dtype} of shape {tuple(value.shape)} now, and the engine holds it as "
-                f"{bucket.traits.dtype} of shape {tuple(place.shape)}: convert the model before initialize"
-            )
+        bucket.residency.check_fits(value, placement=place)
         for other, parameter_of_other, placed in _places(self._buckets):
             if parameter_of_other is not parameter and other.full is not None and _overlaps(value, parameter_of_other):
                 raise ValueError(

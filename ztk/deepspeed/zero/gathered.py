@@ -142,6 +142,9 @@ def _count_modifiers(parameters: Sequence[nn.Parameter], *, by: int) -> None:
 def _take_over(parameters: Sequence[nn.Parameter], *, source: int) -> None:
     changed: dict[Bucket, dict[str, torch.Tensor]] = {}
     owners = {}
+    names = {owner.name for parameter in _ordered(parameters) if (owner := owner_of(parameter)) is not None}
+    for bucket in _buckets(parameters):
+        bucket.residency.bring_back(names)
     for parameter in _ordered(parameters):
         owner = owner_of(parameter)
         if owner is not None:

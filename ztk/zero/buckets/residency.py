@@ -1,6 +1,7 @@
 """Where the parameters of one bucket are, and why they are there. Buffers have the bucket's dtype."""
 
 import threading
+from collections.abc import Container
 from concurrent.futures import Future
 from contextlib import nullcontext
 from enum import Enum
@@ -16,7 +17,7 @@ from ztk.core.runtime.planned import place_of
 from ztk.core.runtime.store import Store
 from ztk.core.runtime.streams import Stream, order_behind_current, stream_of
 from ztk.zero.buckets.exchange import Exchange
-from ztk.zero.buckets.layout import BucketLayout
+from ztk.zero.buckets.layout import BucketLayout, Placement
 from ztk.zero.buckets.piece import Piece
 from ztk.zero.buckets.units import BucketTraits
 from ztk.zero.parameters.awaited import arrived, await_value
@@ -181,17 +182,41 @@ class Residency:
         """The parameters are views of `full`, unless a script gave them other memory."""
         return self._full is not None and not is_released(self._parameters[0])
 
-    def _note_lost_writes(self) -> None:
-        """Adds to `lost` the sharded parameters that were written since they were shown: in place, or by other memory."""
+    def check_fits(self, value: Tensor, *, placement: Placement) -> None:
+        """Raises ValueError if the parameter of `placement`, whose values are `value` now, of any shape, cannot have its place back."""
+        if value.dtype != self._traits.dtype or value.shape != torch.Size(placement.shape):
+            raise ValueError(
+                f"parameter {placement.name}: is {value.dtype} of shape {tuple(value.shape)} now, and the engine holds it as "
+                f"{self._traits.dtype} of shape {tuple(placement.shape)}: convert the model before initialize"
+            )
+
+    def bring_back(self, names: Container[str]) -> None:
+        """Sharded parameters that a script gave other memory (p.data = x) get their places in `full` back, with the new values.
+
+        Raises ValueError for one of another dtype or shape.
+        """
+        for parameter, placement in zip(self._parameters, self._layout.placements, strict=True):
+            if placement.name in names and self._is_moved(parameter, placement=placement):
+                # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
+                value = torch.Tensor.data.__get__(parameter)
+                self.check_fits(value, placement=placement)
+                # pyrefly: ignore[unsupported-operation]  # it is gathered
+                own = self.full[placement.offset : placement.stop].view(placement.shape)
+                restore(parameter, value=own.copy_(value))
+
+    def _is_moved(self, parameter: nn.Parameter, *, placement: Placement) -> bool:
         assert self.full is not None
         (storage, first), size = place_of(self.full), self.full.element_size()
+        return place_of(parameter) != (storage, first + placement.offset * size) and placement.numel > 0
+
+    def _note_lost_writes(self) -> None:
+        """Adds to `lost` the sharded parameters that were written since they were shown: in place, or by other memory."""
         for parameter, placement, version in zip(
             self._parameters, self._layout.placements, self._versions, strict=True
         ):
             if is_released(parameter):  # somebody else has taken it over
                 continue
-            is_moved = place_of(parameter) != (storage, first + placement.offset * size)
-            if parameter._version != version or (is_moved and placement.numel):
+            if parameter._version != version or self._is_moved(parameter, placement=placement):
                 self.lost.append(placement.name)
 
     def start_fetch(self) -> Handle:
