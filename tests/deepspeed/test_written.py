@@ -155,6 +155,15 @@ def _held(model: nn.Module) -> None:
         value.mul_(0.7)
 
 
+def _held_entries(model: nn.Module) -> None:
+    """Through tensors made of entries of a state dict."""
+    if not hasattr(model, "entries"):
+        state = model.state_dict()
+        model.entries = state["fc1.weight"].data, state["fc2.weight"].data.view(-1)
+    for value in model.entries:
+        value.mul_(0.7)
+
+
 def _exchanged(model: nn.Module) -> None:
     """Other weights for some steps, and the first ones again, of which the script has kept the tensors, not copies."""
     kept, model.kept = getattr(model, "kept", None), [parameter.data for parameter in model.parameters()]
@@ -191,6 +200,7 @@ CHANGES = [
     _zeroed,
     _swap,
     _held,
+    _held_entries,
     _exchanged,
     _halved,
     _from_vector,

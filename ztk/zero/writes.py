@@ -14,13 +14,14 @@ from collections.abc import Callable, Container, Iterator
 import torch
 from torch import Tensor, nn
 
+from ztk.core.runtime.buffers import references
 from ztk.core.runtime.planned import place_of
 from ztk.zero.agreement import WriteAgreement
 from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.buckets.context import ZeroContext
 from ztk.zero.buckets.layout import Placement
 from ztk.zero.parameters.released import restore
-from ztk.zero.parameters.watched import part_from, take_data_mark
+from ztk.zero.parameters.watched import part_from, take_data_mark, viewers
 from ztk.zero.update.piece_states import PieceStates
 
 
@@ -144,13 +145,14 @@ class ParameterWrites:
             is_moved = place_of(parameter) != (storage, first + place.offset * size) and place.numel > 0
             is_written = is_moved or version != versions[index]
             if is_moved:
-                self._bring_back(bucket, parameter=parameter, place=place)
+                self._bring_back(bucket, parameter=parameter, place=place, is_marked=is_marked)
             elif not (is_written or is_marked):
                 continue
             versions[index] = version
             yield place.name, is_written
 
-    def _bring_back(self, bucket: Bucket, *, parameter: nn.Parameter, place: Placement) -> None:
+    def _bring_back(self, bucket: Bucket, *, parameter: nn.Parameter, place: Placement, is_marked: bool) -> None:
+        """The values of a parameter's other memory go into the bucket. is_marked: its `.data` was read."""
         # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
         value = torch.Tensor.data.__get__(parameter)
         bucket.residency.check_fits(value, placement=place)
@@ -161,10 +163,10 @@ class ParameterWrites:
                     "modules, before initialize (a.weight = b.weight)"
                 )
         own = bucket.full[place.offset : place.stop].view(place.shape)
-        if not part_from(parameter, memory=own):
+        if not part_from(parameter, memory=own) or (is_marked and _is_shown_elsewhere(bucket, own=own)):
             raise RuntimeError(
-                f"parameter {place.name}: got other memory (p.data = x) while a script has a view of the old one (as p.data.view(-1)), which "
-                "would show the new values: keep a clone(), or write by p.data.copy_(x)"
+                f"parameter {place.name}: got other memory (p.data = x) while a script has a view or a numpy array of the old one (as "
+                "p.data.view(-1)), which would show the new values: keep a clone(), or write by p.data.copy_(x)"
             )
         own.copy_(value)
         restore(parameter, value=own)
@@ -191,6 +193,19 @@ def _places(buckets: list[Bucket]) -> Iterator[tuple]:
     for bucket in buckets:
         for parameter, placement in zip(bucket.parameters, bucket.layout.placements, strict=True):
             yield bucket, parameter, placement
+
+
+def _is_shown_elsewhere(bucket: Bucket, *, own: Tensor) -> bool:
+    """Something shows the bucket's memory that no read of `.data` returned: a numpy array, or a tensor made of an entry of a state dict.
+
+    own: the parameter's place there, in its shape.
+    """
+    known = viewers(bucket.parameters, memory=own)
+    if known is None:
+        return False  # their views are among the references, too, and which parameter's they are is unknown
+    storage = own.untyped_storage()._cdata
+    inside = sum(parameter.untyped_storage()._cdata == storage for parameter in bucket.parameters)
+    return references(own) > known + inside + 3  # the buffer, `own`, and the object that is asked
 
 
 def _overlaps(value: Tensor, other: Tensor) -> bool:

@@ -84,6 +84,40 @@ def test_a_write_by_numpy_reaches_master_weights(ranks):
             torch.testing.assert_close(weight, model.fc2.weight.detach(), rtol=0, atol=1e-6)  # two orders of summation
 
 
+SHOW = {
+    "numpy": lambda model: model.fc2.weight.detach().numpy(),
+    "numpy of data": lambda model: model.fc2.weight.data.numpy(),
+    "numpy of an entry": lambda model: model.state_dict()["fc2.weight"].numpy(),
+    "view of an entry": lambda model: model.state_dict()["fc2.weight"].view(-1),
+    "entry": lambda model: model.state_dict()["fc2.weight"],
+}
+
+
+def other_memory_while_shown(process, *, stage: int) -> dict[str, str]:
+    """`p.data = x` while the script shows the old memory: what the next step says, or what the script's tensor has then."""
+    said = {}
+    for name, show in SHOW.items():
+        engine, *_ = deepspeed.initialize(model=scripts.build(), config=scripts.config(stage=stage))
+        shown, weight = show(engine.module), engine.module.fc2.weight
+        before = weight.detach().clone()
+        weight.data = 0.5 * weight.data
+        try:
+            scripts.loop(process, engine, steps=1)
+            said[name] = "old values" if torch.equal(shown, before) else "new values"
+        except RuntimeError as error:
+            said[name] = str(error)
+        engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_other_memory_leaves_the_old_one_alone_or_is_an_error(ranks, stage):
+    for said in ranks(2).run(other_memory_while_shown, stage=stage):
+        assert said.pop("entry") == "old values"
+        for name, text in said.items():
+            assert "parameter fc2.weight: got other memory" in text and "clone()" in text, (name, text)
+
+
 def test_recomputation_counts_as_no_read_of_a_parameter():
     """It detaches the weights that it saves: the next step would compare all of them with their master weights."""
     layer, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)

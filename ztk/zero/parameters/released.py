@@ -340,7 +340,12 @@ def check_not_made_parameter(parameter: Tensor | None, *, caller: FrameType | No
 def _is_for_state_dict() -> bool:
     """`Module.state_dict` detaches the parameter, perhaps through the `detach` of its class."""
     frame = sys._getframe(2)
-    return _IN_STATE_DICT in (frame.f_code, frame.f_back and frame.f_back.f_code)
+    return is_for_state_dict(frame) or is_for_state_dict(frame.f_back)
+
+
+def is_for_state_dict(caller: FrameType | None) -> bool:
+    """caller: of `detach`, which `Module.state_dict` calls for every entry."""
+    return caller is not None and caller.f_code is _IN_STATE_DICT
 
 
 def _share(view: Tensor, tensor: Tensor) -> bool:

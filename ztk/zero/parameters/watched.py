@@ -7,14 +7,14 @@ parameter run before the engine's, which takes the gradient away. Memory has the
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ztk.zero.parameters.released import change_class, check_not_made_parameter
+from ztk.zero.parameters.released import change_class, check_not_made_parameter, is_for_state_dict
 
 TAKES_GRADIENT = "ztk_takes_gradient"  # an attribute of the engine's hook, which stays the last
 _returned: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> references to what reads of `.data` returned
@@ -39,14 +39,15 @@ class _Watched:
     def detach(self) -> Tensor:
         """As Tensor's. What is written through a numpy array of it leaves no trace, so it counts as a read of `.data`.
 
-        Calls from torch itself do not count: recomputation detaches every weight that it saves, and nobody writes into that.
+        Calls from torch itself do not count, except for entries of a state dict: recomputation detaches every weight that it saves, and nobody
+        writes into that.
         """
         caller = sys._getframe(1)
         # pyrefly: ignore[bad-argument-type]  # mixed into nn.Parameter
         check_not_made_parameter(self, caller=caller)
         # pyrefly: ignore[bad-argument-type]  # mixed into nn.Parameter
         value = Tensor.detach(self)
-        is_torchs = caller.f_globals.get("__name__", "").startswith("torch.")
+        is_torchs = caller.f_globals.get("__name__", "").startswith("torch.") and not is_for_state_dict(caller)
         return value if is_torchs else self._note(value)
 
     def _note(self, value: Tensor) -> Tensor:
@@ -97,6 +98,14 @@ def part_from(parameter: nn.Parameter, *, memory: Tensor) -> bool:
                 return False
             kept.data = kept.clone()
     return True
+
+
+def viewers(parameters: Sequence[nn.Parameter], *, memory: Tensor) -> int | None:
+    """How many tensors that `.data` returned, and a script still has, show the storage of `memory` [n]; None: they have views."""
+    kept = [reference() for parameter in parameters for reference in _alive(parameter)]
+    storage = memory.untyped_storage()._cdata
+    showing = [tensor for tensor in kept if tensor is not None and tensor.untyped_storage()._cdata == storage]
+    return None if any(tensor._use_count() > 1 for tensor in showing) else len(showing)
 
 
 def _alive(parameter: nn.Parameter) -> list[weakref.ref]:
