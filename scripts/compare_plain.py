@@ -1,10 +1,11 @@
-"""Scripts drawn at random, by an engine on two ranks and by plain PyTorch: each must be equal or end in an error.
+"""Scripts drawn at random, by an engine on two ranks and by plain PyTorch: each must be equal or end in an error of ztk's.
 
     python scripts/compare_plain.py                             500 seeds
     python scripts/compare_plain.py --seeds 40 --first 1000     others
     python scripts/compare_plain.py --plant writes --seeds 100  with a fault planted: it must be found
 
-Exit code 1 if a script differs without an error; with --plant, if none does.
+Counts all scripts, and those that reached an edit of `tests/deepspeed/random_edits.py`. Exit code 1 if a script differs without an error, or
+ends in one of torch's that plain PyTorch does not raise; with --plant, if no script differs.
 """
 
 import argparse
@@ -14,7 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.deepspeed.random_scripts import PLANTS, Script, run_engine
+from tests.deepspeed.random_plants import PLANTS
+from tests.deepspeed.random_runs import Result, run_engine, script_of
 from tests.ranks import RankFailed, RankPool
 
 
@@ -24,24 +26,30 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--plant", choices=tuple(PLANTS), default="")
     asked = parser.parse_args()
-    pool, counts = RankPool(2), collections.Counter()
+    pool, counts, of_edits = RankPool(2), collections.Counter(), collections.defaultdict(collections.Counter)
     for seed in range(asked.first, asked.first + asked.seeds):
+        script = script_of(seed, plant=asked.plant)
         try:
-            results = pool.run(run_engine, seed=seed, plant=asked.plant)
+            result = Result.of(pool.run(run_engine, seed=seed, plant=asked.plant))
         except RankFailed as failure:
-            results = [("failed", str(failure)[-700:])]
-        kind, text = min(
-            results, key=lambda result: ("failed", "differs", "error", "warning", "equal").index(result[0])
-        )
-        counts[kind] += 1
-        if kind in ("failed", "differs"):
-            print(f"seed {seed}: {kind} {text}\n    {Script.draw(seed)}", flush=True)
-        elif kind == "error":
-            print(f"seed {seed}: {text:.110}", flush=True)
+            result = Result("failed", str(failure)[-700:], False)
+        counts[result.kind] += 1
+        if result.is_reached:
+            of_edits[script.edit.kind][result.kind] += 1
+        if result.kind in ("failed", "raw", "differs"):
+            print(f"seed {seed}: {result.kind} {result.text}\n    {script}", flush=True)
+        elif result.kind == "error":
+            print(f"seed {seed}: {result.text:.110}", flush=True)
     pool.close()
-    print(", ".join(f"{count} {kind}" for kind, count in counts.most_common()))
+    for kind, of_kind in sorted(of_edits.items()):
+        print(f"    {kind}: {_listed(of_kind)}")
+    print(_listed(counts))
     found = bool(counts["differs"])
-    return int(not found) if asked.plant else int(found or bool(counts["failed"]))
+    return int(not found) if asked.plant else int(found or bool(counts["failed"] + counts["raw"]))
+
+
+def _listed(counts: collections.Counter) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ KINDS = (
 HOOKS = (*2 * ("pre hook", "post hook", "scheduler"), "wrapped step", "lost step")  # from the first iteration on
 CHANGES = (*2 * ("lr", "decay", "momentum"), "maximize", "nesterov", "dampening", "taken out", "new list")  # of groups
 USES = ("walk", "reload", "second step")  # of states and steps
+REFUSED = ("wrapped step", "lost step", "maximize", "nesterov", "dampening", "taken out", "new list", "second step")
 LATE = ("none", *HOOKS, *CHANGES, *USES)
 LATE_STEP, LR = 2, 0.05
 # Torch wraps the step of a class when its first object is made, and a derived class that calls the wrapped one runs all hooks twice.
@@ -44,6 +45,14 @@ class Drawn:
         kind = rng.choice(KINDS[1:]) if rng.random() < 0.4 else KINDS[0]
         late = rng.choice(LATE[1:]) if rng.random() < 0.3 else LATE[0]
         return Drawn(kind=kind, late=late, of_client=rng.random() < 0.5)
+
+    def heeded(self, *, momentum: float) -> "Drawn":
+        """Without what an engine refuses."""
+        return Drawn(
+            kind="torch" if self.kind in ("centred", "identity") else self.kind,
+            late="lr" if self.late in REFUSED or (self.late == "momentum" and not momentum) else self.late,
+            of_client=self.of_client and self.late != "reload",
+        )
 
 
 class InPlace(torch.optim.SGD):

@@ -1,30 +1,24 @@
-"""Models and loops drawn at random, run by an engine on two ranks and by plain PyTorch: equal, or an error, never a silent difference.
+"""Models and loops drawn at random; `random_runs` runs them by an engine on two ranks and by plain PyTorch.
 
 A script is drawn from its seed alone: the model (layers that are tied, shared, viewed, skipped, frozen, normalised by spectral_norm) and how
 it is built, the strategy, how the ranks divide a batch, how the backward is called, the optimizer and what is done with it later
-(`random_optimizers`), and for every iteration one thing that public scripts do to parameters and gradients.
+(`random_optimizers`), for every iteration one thing that public scripts do to parameters and gradients, and one edit (`random_edits`). Most
+scripts heed what errors of the others advise, so that most can be compared to their end.
 """
 
 import contextlib
 import copy
-import functools
-import logging
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from unittest import mock
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import ztk.deepspeed as deepspeed
-from tests.deepspeed import random_optimizers, scripts
-from ztk.core.runtime import Process
-from ztk.deepspeed.tools.log import logger
-from ztk.zero.parameters.partitioned import PartitionedParameter, partitioned_of
+from tests.deepspeed import random_edits, random_optimizers
 
-WIDTH, STEPS, BATCH = 8, 6, 8
+WIDTH, STEPS, BATCH, CLIP = 8, 6, 8, 0.05
 TIES = ("none", "parameter", "module", "data", "attribute", "buffer")
 ACTIONS = (
     *(
@@ -45,75 +39,6 @@ ACTIONS = (
 )
 # What else a script does with tensors that it keeps, hooks and modules.
 HABITS = ("alias", "references", "hook", "head")  # the first two write parameters, which is an error at stage 3
-_FILL = PartitionedParameter.fill
-
-
-def _fill_while_full(self: PartitionedParameter, read: Callable) -> None:
-    """What is loaded goes where the shard is, and the old values in full are sharded over it later."""
-    self.shard = lambda source: None
-    try:
-        _FILL(self, read)
-    finally:
-        del self.shard
-
-
-# Faults that were there: what is patched away, in one place or several, brings one back.
-PLANTS = {
-    "pretrained": ("ztk.zero.parameters.partitioned.PartitionedParameter.fill", _fill_while_full),
-    "loss scale": (
-        "ztk.zero.reduction.GradientReduction.require_scaled_loss",
-        lambda self: None,
-    ),
-    "gathered": ("ztk.deepspeed.zero.gathered._is_changed", lambda parameter, *, versions: False),
-    "writes": ("ztk.zero.writes.ParameterWrites.take_over", lambda self: None),
-    "replaced": ("ztk.zero.writes.ParameterWrites._check_replaced", lambda self: None),
-    "frozen": ("ztk.zero.writes.ParameterWrites.frozen_names", lambda self: frozenset()),
-    "aliases": ("ztk.zero.build.check_aliases", lambda model: None),
-    "gradients": (
-        "ztk.deepspeed.engine.engine.take_changes ztk.deepspeed.optimizers.sharded.take_changes",
-        lambda engine: None,
-    ),
-    "zero_grad": ("ztk.deepspeed.optimizers.sharded.ShardedOptimizer.zero_grad", lambda self, set_to_none=True: None),
-    "placeholders": ("torch._C._set_throw_on_mutable_data_ptr", lambda tensor: None),
-    "kept": ("ztk.zero.parameters.watched._alive", lambda parameter: []),
-    "hooks": (
-        "ztk.zero.parameters.watched._Watched.register_post_accumulate_grad_hook",
-        Tensor.register_post_accumulate_grad_hook,
-    ),
-    "modules": ("ztk.zero.writes.ParameterWrites._check_modules", lambda self: None),
-    "elementwise": ("ztk.optim.probe._compare", lambda part, **_: None),
-    "attributes": ("ztk.optim.torch_step.attributes_of", lambda parameter: {}),
-    "identity": ("ztk.optim.reads.Reads.fault", lambda self: None),
-    "options": ("ztk.deepspeed.optimizers.groups.FixedOptions.check", lambda self: None),
-    "groups": ("ztk.optim.script_optimizer.FixedGroups.check", lambda self: None),
-    "steps": ("ztk.optim.script_optimizer.ScriptOptimizer.check", lambda self: None),
-    "step hooks": ("ztk.deepspeed.optimizers.sharded.take_changes", lambda engine: None),
-    "states": ("ztk.optim.script_optimizer.StateElsewhere._note", lambda self, what: None),
-}
-# The seed of a script that differs in silence where the fault is there.
-CAUGHT = {
-    "pretrained": 22,
-    "loss scale": 127,
-    "gathered": 21,
-    "writes": 0,
-    "replaced": 16,
-    "frozen": 153,
-    "aliases": 100,
-    "gradients": 30,
-    "zero_grad": 421,
-    "placeholders": 275,
-    "kept": 0,
-    "hooks": 78,
-    "modules": 509,
-    "elementwise": 53,
-    "attributes": 33,
-    "identity": 37,
-    "options": 66,
-    "groups": 64,
-    "steps": 107,
-    "step hooks": 327,
-    "states": 27,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +48,7 @@ class Script:
     built: as plain PyTorch, under zero.Init, or filled from a file inside a zero.Init that goes on. fp16: with a loss scale. calls_backward:
     loss.backward(), not engine.backward(loss). uneven: rank 0 has most of each batch. gathered: the iteration after which a weight is
     written inside GatheredParameters, and whether modifier_rank says so. habit: one of HABITS, or none. optimizer: which one, and its changes.
+    heeds: it does as errors of other scripts advise. edit: drawn last, with advice of its own.
     """
 
     seed: int
@@ -142,6 +68,8 @@ class Script:
     gathered: tuple[int, bool]
     habit: str
     optimizer: random_optimizers.Drawn
+    heeds: bool
+    edit: random_edits.Drawn
 
     @property
     def decays(self) -> bool:
@@ -149,7 +77,8 @@ class Script:
         return not self.skips
 
     @staticmethod
-    def draw(seed: int) -> "Script":
+    def draw(seed: int, *, is_bare: bool = False) -> "Script":
+        """is_bare: it heeds nothing and has no edit."""
         rng = random.Random(seed)
         skips = rng.random() < 0.3
         acts = [rng.choice(ACTIONS) if rng.random() < 0.4 else "nothing" for _ in range(STEPS)]
@@ -162,7 +91,7 @@ class Script:
             "stage": rng.randrange(4),
             "offload": rng.choice(("none", "cpu")),
         }
-        return Script(
+        script = Script(
             seed=seed,
             **drawn,
             skips=skips,
@@ -177,6 +106,28 @@ class Script:
             gathered=(rng.randrange(STEPS) if rng.random() < 0.15 else STEPS, rng.random() < 0.5),
             habit=rng.choice(HABITS if drawn["stage"] < 3 else HABITS[2:]) if rng.random() < 0.2 else "none",
             optimizer=random_optimizers.Drawn.draw(rng),
+            heeds=rng.random() < 0.85,
+            edit=random_edits.NONE,
+        )
+        if is_bare:
+            return replace(script, heeds=False)
+        script = script.heeded() if script.heeds else script
+        edit = random_edits.Drawn.draw(rng, steps=STEPS, stage=script.stage, fp16=script.fp16)
+        is_compared = any(action != "drop" for action in acts[edit.number + 1 :])  # by a step after it
+        return replace(script, edit=edit if is_compared else random_edits.NONE)
+
+    def heeded(self) -> "Script":
+        """Without what is refused whatever a script does around it."""
+        allowed = {"assign": "load", "unfreeze": "freeze" if self.frozen else "unfreeze"}
+        if self.fp16:
+            allowed["double"] = "nothing"
+        return replace(
+            self,
+            tie="parameter" if self.tie in TIES[3:] else self.tie,
+            actions=tuple(allowed.get(action, action) for action in self.actions),
+            gathered=(self.gathered[0], True),
+            habit="none" if self.habit == "head" else self.habit,
+            optimizer=self.optimizer.heeded(momentum=self.momentum),
         )
 
 
@@ -206,8 +157,19 @@ class Model(nn.Module):
             first.bias.requires_grad_(False)
         if script.spectral:
             nn.utils.parametrizations.spectral_norm(self.head)
+        self.renorms = script.edit.how if script.edit.kind == "max_norm" else None
+        if self.renorms is not None:
+            in_place = random_edits.NORM if self.renorms == "in the lookup" else None
+            self.embedding = nn.Embedding(WIDTH, WIDTH, max_norm=in_place)
 
     def forward(self, x: Tensor, number: int) -> Tensor:
+        if self.renorms is not None:
+            tokens, table = x.argmax(1), self.embedding.weight
+            if self.renorms == "of a copy":
+                rows = F.embedding(tokens, table * (random_edits.NORM / table.norm(dim=1, keepdim=True)).clamp(max=1))
+            else:
+                rows = self.embedding(tokens)
+            x = x + rows
         for index, layer in enumerate(self.layers):
             if not (self.skips and index == 1 and number % 2):
                 x = torch.tanh(layer(x * self.scale.to(x.dtype)))
@@ -223,7 +185,11 @@ def batch(number: int, *, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calls:
-    """What a script calls. model: for its output; module: what its author has built; part: of the global batch."""
+    """What a script calls. model: for its output; module: what its author has built; part: of the global batch.
+
+    gathered: parameters -> a context for the script's write between steps; around: for its other writes. gradient_of, set_gradient: of a
+    parameter.
+    """
 
     model: nn.Module
     module: nn.Module
@@ -232,31 +198,42 @@ class Calls:
     zero_grad: Callable
     part: slice
     optimizer: torch.optim.Optimizer
+    edits: random_edits.Edits
+    gradient_of: Callable
+    set_gradient: Callable
+    clip: Callable
+    gathered: Callable = contextlib.nullcontext
+    around: Callable = contextlib.nullcontext
     dtype: torch.dtype = torch.float32
     loss_factor: float = 1.0
-    gathered: Callable = contextlib.nullcontext
 
 
 def loop(script: Script, *, calls: Calls) -> None:
     """Runs the script."""
     kept: list[Tensor] = []
     if script.habit == "hook":
-        calls.module.layers[0].bias.register_post_accumulate_grad_hook(_halve_gradient)
+        bias = calls.module.layers[0].bias
+        hooked = bias if bias.requires_grad else calls.module.layers[0].weight
+        hooked.register_post_accumulate_grad_hook(_halve_gradient)
     after_step = random_optimizers.begin_late(script.optimizer, optimizer=calls.optimizer)
     for number, action in enumerate(script.actions):
         x, y = batch(number, part=calls.part)
         calls.zero_grad()
+        calls.edits.before("forward", number=number)
         squares = F.mse_loss(calls.model(x.to(calls.dtype), number).float(), y, reduction="sum")
+        calls.edits.before("backward", number=number)
         calls.backward(squares * (calls.loss_factor / BATCH))
         parameters = [parameter for parameter in calls.module.parameters() if parameter.requires_grad]
         if action == "drop":
             calls.zero_grad()
             continue
-        _edit_gradients(action, parameters=parameters)
+        _edit_gradients(action, parameters=parameters, calls=calls)
+        calls.edits.before("step", number=number)
         calls.step()
+        calls.edits.after_step(number)
         after_step()
         random_optimizers.change_late(script.optimizer, optimizer=calls.optimizer, number=number, decays=script.decays)
-        _edit_parameters(action, module=calls.module)
+        _edit_parameters(action, module=calls.module, around=calls.around)
         kept = _follow_habit(script.habit, number=number, module=calls.module, kept=kept)
         if number == script.gathered[0]:
             with torch.no_grad(), calls.gathered([calls.module.layers[0].weight]):
@@ -285,19 +262,25 @@ def _follow_habit(habit: str, *, number: int, module: nn.Module, kept: list[Tens
     return kept
 
 
-def _edit_gradients(action: str, *, parameters: list[nn.Parameter]) -> None:
+def _edit_gradients(action: str, *, parameters: list[nn.Parameter], calls: Calls) -> None:
     if action == "clip":
-        nn.utils.clip_grad_norm_(parameters, 0.05)
+        calls.clip(parameters)
     elif action == "scale gradient":
         for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.25)
+            if calls.gradient_of(parameter) is not None:
+                calls.set_gradient(parameter, calls.gradient_of(parameter) * 0.25)
     elif action == "set gradient":
-        parameters[0].grad = torch.ones_like(parameters[0])
+        calls.set_gradient(parameters[0], torch.ones(parameters[0].shape, dtype=calls.dtype))
 
 
-def _edit_parameters(action: str, *, module: nn.Module) -> None:
-    weight, parameters = module.layers[0].weight, list(module.parameters())
+def _edit_parameters(action: str, *, module: nn.Module, around: Callable) -> None:
+    parameters = list(module.parameters())
+    with around(parameters) if action not in ("nothing", "freeze", "unfreeze") else contextlib.nullcontext():
+        _edit_gathered(action, module=module, parameters=parameters)
+
+
+def _edit_gathered(action: str, *, module: nn.Module, parameters: list[nn.Parameter]) -> None:
+    weight = module.layers[0].weight
     match action:
         case "clamp":
             with torch.no_grad():
@@ -331,126 +314,3 @@ def _edit_parameters(action: str, *, module: nn.Module) -> None:
             module.double().float()
         case "normalise":
             weight.data.div_(weight.data.norm())
-
-
-def run_plain(script: Script) -> dict[str, Tensor]:
-    model = _loaded(Model(script), script=script)
-    sgd = _optimizer(script, model=model)
-    calls = Calls(
-        model=model,
-        module=model,
-        backward=lambda loss: loss.backward(),
-        step=lambda: sgd.step(),  # which a script may replace
-        zero_grad=model.zero_grad,
-        part=slice(None),
-        optimizer=sgd,
-        gathered=lambda parameters: contextlib.nullcontext(),
-    )
-    loop(script, calls=calls)
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def run_engine(process: Process, *, seed: int, plant: str = "") -> tuple[str, str]:
-    """("equal", ""), ("error", its text), ("warning", its text) or ("differs", where)."""
-    script, messages = Script.draw(seed), []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())
-    engine = None
-    with _planted(plant), _listening(handler):
-        try:
-            engine = _made(script)
-            cut = BATCH - 1 if script.uneven else BATCH // 2
-            calls = Calls(
-                model=engine,
-                module=engine.module,
-                backward=(lambda loss: loss.backward()) if script.calls_backward else engine.backward,
-                step=engine.step,
-                zero_grad=engine.zero_grad,
-                part=slice(cut) if process.rank == 0 else slice(cut, BATCH),
-                optimizer=engine.optimizer.optimizer if script.optimizer.of_client else engine.optimizer,
-                dtype=torch.float16 if script.fp16 else torch.float32,
-                loss_factor=process.world_size,  # the engine divides by it
-                gathered=functools.partial(
-                    deepspeed.zero.GatheredParameters, modifier_rank=0 if script.gathered[1] else None
-                ),
-            )
-            loop(script, calls=calls)
-            weights = scripts.weights(engine)
-        except (RuntimeError, ValueError, FloatingPointError) as error:
-            return "error", f"{type(error).__name__}: {error}"
-        finally:
-            if engine is not None:
-                engine.destroy()
-    # fp32: two orders of summation over STEPS steps, values below 2; fp16: one rounding of such values per step.
-    where = _difference(weights, run_plain(script), tolerance=STEPS * 2**-10 if script.fp16 else 2e-5)
-    said = [message for message in messages if any(words in message for words in random_optimizers.WARNINGS)]
-    if where and any(everyone := process.comm.gather_objects(said)):
-        return "warning", next(filter(None, everyone))[0]
-    return ("differs", where) if where else ("equal", "")
-
-
-def _made(script: Script):
-    zero = {} if script.offload == "none" else {"offload_optimizer": {"device": "cpu"}}
-    config = scripts.config(stage=script.stage, zero=zero, gradient_clipping=0.0)
-    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.05, "momentum": script.momentum}}
-    if script.fp16:
-        config["fp16"] = {"enabled": True, "initial_scale_power": 8}
-    with deepspeed.zero.Init(config_dict_or_path=config, enabled=script.built != "plain"):
-        if script.built == "pretrained":  # as transformers does it where an Init goes on around from_pretrained
-            with deepspeed.zero.Init(config_dict_or_path=config):
-                model = Model(script)
-            model.state_dict()
-            model = _loaded(model, script=script)
-        else:
-            model = Model(script)
-    client = None if script.optimizer.kind == "config" else _optimizer(script, model=model)
-    return deepspeed.initialize(model=model, optimizer=client, config=config)[0]
-
-
-def _optimizer(script: Script, *, model: Model) -> torch.optim.SGD:
-    return random_optimizers.optimizer_of(
-        script.optimizer, module=model, momentum=script.momentum, decays=script.decays
-    )
-
-
-def _loaded(model: Model, *, script: Script) -> Model:
-    """With values of a file, where the script has one."""
-    generator = torch.Generator().manual_seed(script.seed)
-    for parameter in model.parameters() if script.built == "pretrained" else ():
-        values = torch.randn(parameter.numel(), generator=generator) / WIDTH**0.5
-        if (partitioned := partitioned_of(parameter)) is None:
-            parameter.data.copy_(values.view(parameter.shape))
-        else:
-            partitioned.fill(lambda start, stop, values=values: values[start:stop])
-    return model
-
-
-def _difference(found: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float) -> str:
-    """The parameter that is furthest off, if it is further than `tolerance`."""
-    worst = {
-        name: float((found[name] - value).abs().max()) if name in found else float("inf")
-        for name, value in expected.items()
-    }
-    name = max(worst, key=lambda key: float("inf") if worst[key] != worst[key] else worst[key])
-    return "" if worst[name] <= tolerance else f"{name} by {worst[name]:.2g}"
-
-
-@contextlib.contextmanager
-def _planted(plant: str) -> Iterator[None]:
-    if not plant:
-        yield
-        return
-    places, fault = PLANTS[plant]
-    with contextlib.ExitStack() as stack:
-        for place in places.split():
-            stack.enter_context(mock.patch(place, fault, create=True))
-        yield
-
-
-@contextlib.contextmanager
-def _listening(handler: logging.Handler) -> Iterator[None]:
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
