@@ -91,9 +91,9 @@ def library_page() -> str:
     lines += ["| name | |", "| --- | --- |"]
     for name in ztk.__all__:
         home = ztk._HOMES[name]  # where `import ztk` finds it
-        anchor = f"{home}.{name}" if home != "ztk.deepspeed" else f"{deepspeed_home(name)}.{name}"
+        defined = home if home != "ztk.deepspeed" else deepspeed_home(name)
         page = "library.md" if name == "parallelize" else f"{package_of(home)}.md"
-        lines.append(f"| [`ztk.{name}`]({page}#{anchor}) | {_cell(_first_line(home, name=name))} |")
+        lines.append(f"| [`ztk.{name}`]({page}#{defined}.{name}) | {_cell(_first_line(defined, name=name))} |")
     return "\n".join([*lines, "", "::: ztk.parallel.apply.parallelize", ""])
 
 
