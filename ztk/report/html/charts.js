@@ -40,11 +40,13 @@ listeners.push((runs) => {
     traces.push({ x: curve.step, y: curve.median, name, mode: curve.step.length > 1 ? "lines" : "markers",
       line: { color: hue, dash: dash(curve.arm)[0], width: 2 } });
   }
+  const last = Math.max(0, ...curves.map((curve) => curve.step[curve.step.length - 1]));
+  const steps = last <= 10 ? { dtick: 1 } : {};
   const every = Math.max(1, ...curves.map((curve) => curve.every));
   const repeats = curves.some((curve) => curve.low) ? "; lines are medians, bands span the smallest and the largest of an arm's repeats" : "";
   const thinned = every > 1 ? `; of long runs every ${every}th logged step or more is drawn` : "";
-  const note = curves.length ? `${curves.length} arms${repeats}${thinned}. Colours are those of the table; equal curves cover each other.` : "No shown run has logged a step.";
-  plot("panel-losses", traces, { xaxis: { title: { text: "step" } }, yaxis: { title: { text: quoted(chosen.curve || "") }, type: chosen.log ? "log" : "linear" } }, note);
+  const note = curves.length ? `${counted(curves.length, "arm")}${repeats}${thinned}. Colours are those of the table; equal curves cover each other.` : "No shown run has logged a step.";
+  plot("panel-losses", traces, { xaxis: { title: { text: "step" }, ...steps }, yaxis: { title: { text: quoted(chosen.curve || "") }, type: chosen.log ? "log" : "linear" } }, note);
   legend("panel-losses", curves.map((curve) => curve.arm));
 });
 
@@ -77,8 +79,10 @@ listeners.push((runs) => {
       text: [`n = ${point.n}${best.includes(point) ? ", on the front" : ""}`],
       marker: { color: colour(point.arm), size: 11, symbol: best.includes(point) ? "circle" : "circle-open", line: { color: colour(point.arm), width: 2 } } })),
   ] : [];
-  const note = points.length ? `Medians of the finished runs of ${points.length} arms, with 95 % intervals from 6 runs on; no other shown arm beats the ${best.length} filled ones in both.` : "No shown run has finished with both metrics.";
-  plot("panel-pareto", traces, { xaxis: { title: { text: title(chosen.x) }, ...form(chosen.x) }, yaxis: { title: { text: title(chosen.y) }, ...form(chosen.y) } }, note);
+  const note = points.length ? `Medians of the finished runs of ${counted(points.length, "arm")}, with 95 % intervals from 6 runs on${points.length > 1 ? "; filled arms are those that no other shown arm beats in both" : ""}.` : "No shown run has finished with both metrics.";
+  const rangemode = points.length > 1 ? "normal" : "tozero"; // around one point the labels of an axis are all alike
+  const axis = (key) => ({ title: { text: title(key) }, rangemode, ...form(key) });
+  plot("panel-pareto", traces, { xaxis: axis(chosen.x), yaxis: axis(chosen.y) }, note);
   legend("panel-pareto", points.map((point) => point.arm));
 });
 

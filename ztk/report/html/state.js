@@ -62,6 +62,8 @@ function written(value, form) {
   return typeof value === "number" ? digits(value) : String(value);
 }
 
+const counted = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
+
 // plotly reads some markup in its texts.
 const quoted = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const themed = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();

@@ -61,7 +61,7 @@ listeners.push((runs) => {
     make("tr", { "data-run": run, class: armOf[run] === state.baseline ? "baseline" : "" }, ...columns.map((column) => tableCell(run, column))));
   document.getElementById("runs").replaceChildren(make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
   const brushed = state.brushes.size ? `; ${state.brushes.size} brushed axes below` : "";
-  document.getElementById("shown").textContent = `${runs.length} of ${report.runs.length} runs${brushed}`;
+  document.getElementById("shown").textContent = `${runs.length} of ${counted(report.runs.length, "run")}${brushed}`;
 });
 
 function buildControls() {
@@ -88,5 +88,5 @@ function buildControls() {
   } }, "show all"));
   const counts = statuses.map((status) => `${report.runs.filter((_, run) => cell(run, "status") === status).length} ${status}`);
   const machine = Object.entries(report.machine).filter(([, values]) => values.length).map(([key, values]) => `${key} ${values.join(", ")}`);
-  document.getElementById("overview").textContent = [`${report.runs.length} runs: ${counts.join(", ")}`, ...machine].join("; ");
+  document.getElementById("overview").textContent = [`${counted(report.runs.length, "run")}: ${counts.join(", ")}`, ...machine].join("; ");
 }
