@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.commands import run_command
 from ztk.cli.jobs import Job
 from ztk.cli.session import Session
@@ -55,8 +57,11 @@ def test_killed_runs_resume_to_the_digest_of_an_undisturbed_run(tmp_path):
     )
 
 
-def test_an_interrupt_between_composing_and_the_ranks_says_what_to_do(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize("resumes", [False, True], ids=["new run", "run that continues"])
+def test_an_interrupt_between_composing_and_the_ranks_says_what_to_do(monkeypatch, capsys, tmp_path, resumes):
     session = Session()
+    if resumes:
+        (tmp_path / "summary.json").write_text("{}")
 
     def compose_and_run():
         session._jobs.append(Job(folder=tmp_path, overrides=(), status=Status.failed))

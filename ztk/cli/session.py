@@ -67,6 +67,7 @@ class Session:
         self._sweep: tuple[Path, SweepRecord, Mapping[str, JobPlan]] | None = None
         self._external = ExternalRank.of_environment()
         self._forker: Forker | None = None
+        self._ranks_started = False
 
     def main(self, compose_and_run: Callable[[], None]) -> int:
         """Runs the command line in `sys.argv` and returns the exit code.
@@ -102,7 +103,7 @@ class Session:
             self._print_jobs()
             if self._sweep is not None and not self._listing:
                 self._say(f"interrupted; this continues the sweep:\n  {sweep_line(self._sweep[0], flags=self._flags)}")
-            elif not any((job.folder / "summary.json").exists() for job in self._jobs):
+            elif not self._ranks_started:  # from then on `_start_ranks` says how to go on
                 self._say("interrupted before a run started: nothing has changed, start the command again")
             if isinstance(error, SystemExit):
                 raise
@@ -244,6 +245,7 @@ class Session:
     def _start_ranks(self, config: Config) -> Status:
         folder = Path(config.output_dir)
         try:
+            self._ranks_started = True
             run_until_done(config, say=self._say, start=self._starter(config))
         except RankError as error:
             if error.failure.interrupted:
