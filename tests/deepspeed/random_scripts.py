@@ -114,6 +114,8 @@ class Script:
         script = script.heeded() if script.heeds else script
         edit = random_edits.Drawn.draw(rng, steps=STEPS, stage=script.stage, fp16=script.fp16)
         is_compared = any(action != "drop" for action in acts[edit.number + 1 :])  # by a step after it
+        if edit.kind == "load" and acts[edit.number - 1] == "drop":  # no step, so no checkpoint
+            is_compared = False
         return replace(script, edit=edit if is_compared else random_edits.NONE)
 
     def heeded(self) -> "Script":

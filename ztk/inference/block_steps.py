@@ -17,11 +17,17 @@ class Blocks(Protocol):
     device: torch.device
     dtype: torch.dtype
 
-    def keys(self, layer: int) -> Tensor: ...
+    def keys(self, layer: int) -> Tensor:
+        """[blocks, kv heads, 64, head dim] of one layer."""
+        ...
 
-    def values(self, layer: int) -> Tensor: ...
+    def values(self, layer: int) -> Tensor:
+        """[blocks, kv heads, 64, head dim] of the layer."""
+        ...
 
-    def scales_of(self, layer: int) -> Tensor | None: ...
+    def scales_of(self, layer: int) -> Tensor | None:
+        """fp32 [2, kv heads] of a quantised cache, for keys and values; None without."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,7 @@ class Placement:
         return self.cache == "blocks"
 
     def place(self, value: Tensor) -> Tensor:
-        """A parameter that is no linear layer's."""
+        """A parameter of any shape that is no linear layer's, on the device."""
         return value.detach().to(self.device, self.dtype)
 
 

@@ -45,6 +45,7 @@ class SlabSlots(Slots):
         return True
 
     def save(self, sequence: Sequence) -> None:
+        """Not called: every sequence has room for all of its tokens. Raises: AssertionError: always."""
         raise AssertionError("every sequence has room for all of its tokens")
 
     def is_saved(self, sequence: Sequence) -> bool:

@@ -104,7 +104,7 @@ class Lanes:
         """This moment."""
         return Mark(now=self._now, busy=dict(self._busy), waits=dict(self._waits))
 
-    def repeat(self, start: Mark, stop: Mark, *, times: int) -> None:
+    def repeat(self, *, start: Mark, stop: Mark, times: int) -> None:
         """The step takes longer by `times` times what it did between two moments."""
         self._start -= times * (stop.now - start.now)
         for counted, before, after in ((self._busy, start.busy, stop.busy), (self._waits, start.waits, stop.waits)):

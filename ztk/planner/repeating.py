@@ -58,17 +58,17 @@ class Repeater:
             clock=None if self.lanes is None else self.lanes.mark(),
         )
 
-    def repeat(self, start: Counted, stop: Counted, *, times: int) -> tuple[int, int]:
+    def repeat(self, *, start: Counted, stop: Counted, times: int) -> tuple[int, int]:
         """Counts `times` times what happened between two readings. Returns the bytes of that from the disk and to it."""
         for comm, before, after in zip(self._mesh.comms, start.wire, stop.wire, strict=True):
             for kind, nbytes in after.items():
                 comm.counters.bytes[kind] += times * (nbytes - before.get(kind, 0))
         self._tracker.flops += times * (stop.flops - start.flops)
         if self.lanes is not None and start.clock is not None and stop.clock is not None:
-            self.lanes.repeat(start.clock, stop.clock, times=times)
+            self.lanes.repeat(start=start.clock, stop=stop.clock, times=times)
         return times * (stop.disk_read - start.disk_read), times * (stop.disk_write - start.disk_write)
 
-    def announce(self, start: Counted, stop: Counted, *, traced: int, left_out: int) -> None:
+    def announce(self, *, start: Counted, stop: Counted, traced: int, left_out: int) -> None:
         """A pipeline announces its `traced` micro-batches' shapes between two readings, and would announce those left out, too."""
         for comm, before, after in zip(self._mesh.comms, start.wire, stop.wire, strict=True):
             if announced := after.get("scalars", 0) - before.get("scalars", 0):

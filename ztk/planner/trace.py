@@ -125,7 +125,7 @@ def _run_steps(
         else:
             middle, saved = _run_micro_batches(engine, batch=batch, tracker=tracker, repeater=repeater)
         peaks.append(tracker.peak)
-    repeated = [repeater.repeat(start, stop, times=left_out) for start, stop in middle] if left_out else []
+    repeated = [repeater.repeat(start=start, stop=stop, times=left_out) for start, stop in middle] if left_out else []
     ended = engine.io.read_bytes, engine.io.write_bytes
     read, write = (
         now - before + sum(more[way] for more in repeated)
@@ -185,7 +185,7 @@ def _run_pipeline(
     traced = engine.accumulation_steps
     engine.train_batch([arguments] * traced)
     assert engine.timeline is not None
-    repeater.announce(readings[0], readings[1], traced=traced, left_out=micro_batches - traced)
+    repeater.announce(start=readings[0], stop=readings[1], traced=traced, left_out=micro_batches - traced)
     intervals, starts = engine.timeline.intervals, readings[1::2]
     middle = [(starts[at], starts[at + 1]) for at in middle_actions(intervals, traced=traced) if at + 1 < len(starts)]
     if repeater.lanes is None:
