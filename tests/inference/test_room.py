@@ -1,14 +1,16 @@
 """Slabs within a number of bytes: who finds no room waits, who could never find any is refused."""
 
 import copy
+import mmap
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.inference.models import VOCABULARY, build_decoder
 from tests.inference.schedules import REQUESTS, alone, run_schedule
-from ztk.inference import Generator, InferencePolicy, SamplingParams, room
+from ztk.inference import Generator, InferencePolicy, SamplingParams, room, slab_cache
 from ztk.inference.room import Room
 
 LENGTH = 1024
@@ -31,19 +33,32 @@ def model():
 @pytest.fixture
 def slabs(monkeypatch):
     """Bytes of all tensors of zeros that exist, and the most so far."""
-    seen, plain = {"now": 0, "most": 0}, torch.Tensor.new_zeros
+    seen, plain = {"now": 0, "most": 0}, slab_cache.lazy_zeros
 
-    def counted(self, *shape, **options):
-        made = plain(self, *shape, **options)
-        if made.dim() == 5:
-            nbytes = made.nbytes
-            seen["now"] += nbytes
-            seen["most"] = max(seen["most"], seen["now"])
-            weakref.finalize(made, lambda: seen.__setitem__("now", seen["now"] - nbytes))
+    def counted(shape):
+        made = plain(shape)
+        nbytes = made.nbytes
+        seen["now"] += nbytes
+        seen["most"] = max(seen["most"], seen["now"])
+        weakref.finalize(made, lambda: seen.__setitem__("now", seen["now"] - nbytes))
         return made
 
-    monkeypatch.setattr(torch.Tensor, "new_zeros", counted)
+    monkeypatch.setattr(slab_cache, "lazy_zeros", counted)
     return seen
+
+
+def test_slabs_take_memory_where_they_are_written():
+    """An answer that nothing limits has room for the rest of the context; a short one takes the memory of its tokens."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    shape, before = (32, 128, 3, 64, 64), resident()  # 8,192 tokens of 32 sequences
+    slab = slab_cache.lazy_zeros(shape)
+    assert slab.nbytes == 201_326_592 and slab.dtype == torch.float32 and not slab[0, :2].any()
+    slab[0, :2] = 1
+    assert slab[0, :2].all() and resident() - before < 60_000_000
+    assert slab_cache.lazy_zeros((4, 0, 3, 64, 64)).shape == (4, 0, 3, 64, 64)
 
 
 def test_random_schedules_in_little_memory_change_no_bit(model):

@@ -1,6 +1,10 @@
 """Keys and values of the sequences that are computed: a slab per sequence."""
 
+from math import prod
+from mmap import mmap
+
 import torch
+from torch import Tensor
 
 from ztk.inference.attention import BLOCK, Scratch
 from ztk.inference.cache import Cache
@@ -14,6 +18,14 @@ _ARRANGE, _COPY, _CLEAR = range(3)
 def rounded(positions: int) -> int:
     """Positions of a slab with room for so many."""
     return -(-positions // (GROWTH * BLOCK)) * GROWTH * BLOCK
+
+
+def lazy_zeros(shape: tuple[int, ...]) -> Tensor:
+    """fp32 zeros whose pages take memory when they are written. A slab has room for the longest answer, which is the rest of the context
+    where nothing limits it, and most answers are short."""
+    if not (count := prod(shape)):
+        return torch.zeros(shape)
+    return torch.frombuffer(mmap(-1, 4 * count), dtype=torch.float32).view(shape)
 
 
 class SlabCache(Cache):
@@ -73,8 +85,7 @@ class SlabCache(Cache):
         for slabs in (self.keys, self.values):
             for number, slab in enumerate(slabs):
                 kept = slice(min(slots, slab.shape[0])), slice(min(wanted[1], slab.shape[1]))
-                # Not by cat: glibc does not reuse the gap that a temporary of zeros leaves, which doubled the resident memory.
-                laid_out = slab.new_zeros(*wanted, *slab.shape[2:])
+                laid_out = lazy_zeros((*wanted, *slab.shape[2:]))
                 laid_out[kept] = slab[kept]
                 slabs[number] = laid_out
 
