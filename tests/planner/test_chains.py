@@ -31,13 +31,13 @@ CASES = (
 )
 # The function in which a chain ends -> why it is one.
 EXCEPTIONS = {
-    "offload.host._copy": "copies between host and device around the sum of two micro-batches, on the host: no kernel joins two memories",
+    "zero.offload.host._copy": "copies between host and device around the sum of two micro-batches, on the host: no kernel joins two memories",
     "tensor.collectives.summed": "the gradients of queries, keys and values arrive one after another, autograd adds them; then the sum goes "
     "into the memory that is sent",
-    "sequence.ring._merged": "blocks of attention arrive one after another from the ring, and each is merged when it is there",
-    "sequence.ring.backward": "likewise the gradients of keys and values, which go on to the next rank",
-    "sequence.ring._joined": "likewise, and then the two chunks of a rank are joined",
-    "sequence.ring.<genexpr>": "likewise, and then they are rounded to the model's dtype",
+    "parallel.sequence.ring._merged": "blocks of attention arrive one after another from the ring, and each is merged when it is there",
+    "parallel.sequence.ring.backward": "likewise the gradients of keys and values, which go on to the next rank",
+    "parallel.sequence.ring._joined": "likewise, and then the two chunks of a rank are joined",
+    "parallel.sequence.ring.<genexpr>": "likewise, and then they are rounded to the model's dtype",
 }
 
 
@@ -104,4 +104,4 @@ def test_a_chain_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["ztk.nn.mlp"], "swiglu", lambda gate, up: F.silu(gate) * up + gate)
     with chains_of_last_steps() as chains:
         planned(CASES[1], folder=str(tmp_path))
-    assert [chain.places[-1] for chain in chains.found] == ["nn.mlp.forward", "engine.engine.backward"]
+    assert [chain.places[-1] for chain in chains.found] == ["nn.mlp.forward", "train.engine.engine.backward"]

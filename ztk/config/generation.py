@@ -97,7 +97,7 @@ def generation_file(path: str) -> Path | None:
     run = next((place for place in (folder, *folder.absolute().parents[:3]) if (place / "config.yaml").is_file()), None)
     if run is None:
         return None
-    recorded = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    recorded = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")) or {}
     base = (recorded.get("model") or {}).get("path")
     return None if base is None or not Path(base, FILE).is_file() else Path(base, FILE)
 

@@ -23,7 +23,7 @@ def engines(query: torch.Tensor, *, key: torch.Tensor, value: torch.Tensor) -> t
     step = Places([Span(slot=0, start=0, length=T, row=0)], group=H // K, kv_heads=K, head_dim=D, scratch=Scratch())
     for part in (key, value):
         slab = part.new_zeros(1, -(-T // 64), K, 64, D)
-        step.write_into(slab, part=part)
+        step.write(slab, part=part)
         slabs.append(slab)
     return step.attend(query, keys=slabs[0], values=slabs[1], scale=D**-0.5)
 

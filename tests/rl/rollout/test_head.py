@@ -20,7 +20,7 @@ CHUNK = 256 * 4 * 8  # bytes: eight rows of a vocabulary of bytes
 
 def chunked(process: Process, *, config, task: str = "rollout") -> object:
     """A run on this rank whose logits count as large."""
-    module = importlib.import_module("ztk.kernels.linear_logprob")
+    module = importlib.import_module("ztk.kernels.ops.linear_logprob")
     before = losses.LARGE_LOGITS, module.CPU_CHUNK_BYTES
     losses.LARGE_LOGITS, module.CPU_CHUNK_BYTES = 0, CHUNK
     try:
