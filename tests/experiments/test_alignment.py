@@ -423,8 +423,9 @@ def test_bad_records_are_refused_at_composition(tmp_path):
     only = written(tmp_path / "one.jsonl", good)
     with pytest.raises(ConfigError, match="one record.*use data.validation_fraction=0"):
         compose("task=reward", f"data.path={only}", output_dir=tmp_path, machine=CPU)
+    pairs = written(tmp_path / "good.jsonl", *[good] * 8)
     with pytest.raises(ConfigError, match="warm_start.steps: answers to learn from .* use warm_start.steps=0"):
-        compose("task=dpo", f"data.path={file}", output_dir=tmp_path, machine=CPU)
+        compose("task=dpo", "warm_start.steps=3", f"data.path={pairs}", output_dir=tmp_path, machine=CPU)
 
 
 @pytest.mark.parametrize("task", ["reward", "dpo"])

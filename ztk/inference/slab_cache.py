@@ -21,8 +21,8 @@ def rounded(positions: int) -> int:
 
 
 def lazy_zeros(shape: tuple[int, ...]) -> Tensor:
-    """fp32 zeros whose pages take memory when they are written. A slab has room for the longest answer, which is the rest of the context
-    where nothing limits it, and most answers are short."""
+    """fp32 zeros of any shape, whose pages take memory when they are written. A slab has room for the longest answer, which is the rest of
+    the context where nothing limits it, and most answers are short."""
     if not (count := prod(shape)):
         return torch.zeros(shape)
     return torch.frombuffer(mmap(-1, 4 * count), dtype=torch.float32).view(shape)

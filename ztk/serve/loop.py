@@ -46,8 +46,9 @@ class Outbox:
 
     async def take(self) -> list[Item]:
         """All items since the last call, one at least; none if the client is gone."""
-        await self._ready.wait()
-        self._ready.clear()
+        while not self._items and not self.is_left:  # a wake may come for items that were taken before it
+            await self._ready.wait()
+            self._ready.clear()
         return [] if self.is_left else [self._items.popleft() for _ in range(len(self._items))]
 
 

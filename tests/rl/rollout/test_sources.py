@@ -187,7 +187,12 @@ def test_answers_end_by_the_tokens_of_the_models_folder(tmp_path):
     (tmp_path / "mine.py").write_text("def score(prompt, answer, record):\n    return 0.0\n")
     config = compose(
         *("task=grpo", "model=hf", f"model.path={tmp_path / 'model'}", "warm_start.steps=0", "rollout.task=null"),
-        *(f"data.path={tmp_path / 'chats.jsonl'}", f"reward.function={tmp_path / 'mine.py'}:score", "data.seq_len=64"),
+        *(
+            f"data.path={tmp_path / 'chats.jsonl'}",
+            f"reward.function={tmp_path / 'mine.py'}:score",
+            "data.seq_len=64",
+            "rollout.max_tokens=16",
+        ),
         output_dir="/run",
         machine=Machine(gpus=0, cores=2),
     )
