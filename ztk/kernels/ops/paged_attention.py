@@ -169,11 +169,11 @@ def _paged_attention(
                 BLOCK_D, HAS_WINDOW, HAS_CAP, slopes_ptr is not None,
             )  # fmt: skip
             o_part = ((i_q * tl.num_programs(1) + i_k) * tl.num_programs(2) + i_s) * _ROWS + o_r
-            tl.store(
-                stats_ptr + o_part * 2, b_max, mask=m_r
-            )  # of the rows that count: 4 of 64 where one position has 4 heads
-            tl.store(stats_ptr + o_part * 2 + 1, b_sum, mask=m_r)
-            tl.store(acc_ptr + o_part[:, None] * BLOCK_D + o_d[None, :], b_acc, mask=m_r[:, None])
+            # `_merge_segments` reads no rows after these: 4 of 64 for one position of 4 heads.
+            m_s = o_r < (stop - first) * GROUP
+            tl.store(stats_ptr + o_part * 2, b_max, mask=m_s)
+            tl.store(stats_ptr + o_part * 2 + 1, b_sum, mask=m_s)
+            tl.store(acc_ptr + o_part[:, None] * BLOCK_D + o_d[None, :], b_acc, mask=m_s[:, None])
     else:
         b_max = tl.full([_ROWS], float("-inf"), tl.float32)
         b_sum = tl.zeros([_ROWS], tl.float32)

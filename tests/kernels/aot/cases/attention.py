@@ -71,10 +71,9 @@ DELTA = AotCase(
 )
 
 
-def paged(variant: str, *, kernel: str = "_paged_attention", stack_bytes: int = 0, **inputs: object) -> AotCase:
+def paged(variant: str, *, kernel: str = "_paged_attention", **inputs: object) -> AotCase:
     return AotCase(
         kernel=kernel, shape=(8, 2048, 32, 8, 128), variant=variant, inputs=inputs, vector_load_bytes=0, vector_store_bytes=0,
-        max_stack_bytes=stack_bytes, stack_reason="masks of the rows that count, on sm_100, once per segment" if stack_bytes else "",
         vector_reason="rows that count are chosen one by one", matrix_instructions=kernel == "_paged_attention",
     )  # fmt: skip
 
@@ -83,7 +82,7 @@ CASES = {
     "attention": (*all_cases(KERNELS[0]), DELTA, *(case for kernel in KERNELS[1:] for case in all_cases(kernel))),
     "attention_varlen": tuple(case for kernel in KERNELS for case in cases(kernel, head_dim=128, varlen=True)),
     "paged_attention": (
-        paged("decode", split=True, stack_bytes=16),
+        paged("decode", split=True),
         paged("prompt", rows=128),
         paged("prompt, fp8 cache", rows=128, fp8=True, scaled=True),
         paged("", kernel="_merge_segments", split=True),
