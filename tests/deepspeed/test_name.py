@@ -108,7 +108,7 @@ def test_every_row_holds_what_it_says(name):
     above = name.rpartition(".")[0]
     assert above in ("", "deepspeed") or isinstance(MODULES[above], dict), "a module above others is a facade"
     for own in names_of(name):
-        assert hasattr(module, own)
+        assert getattr(module, own) is not None or own.isupper()  # a constant may be None, as DeepSpeed's
     if name == "deepspeed":
         assert set(names_of("deepspeed")) <= set(module.__all__)
 
