@@ -161,13 +161,14 @@ class Scheduler:
     def plan(self) -> list[Work]:
         """The next step's rows, which have room. The oldest sequence always gets some."""
         self._admit()
-        works = {work.sequence: work for work in self._works()}
-        for sequence in sorted(works, key=_age):
-            start = works[sequence].start
-            stop = start + len(works[sequence].tokens)
-            while sequence in self.running and not self.slots.extend(sequence, start=start, stop=stop):
-                self._preempt(max(self.running, key=_age))
-        return [work for work in works.values() if work.sequence in self.running]
+        works, preempted = self._works(), set[Sequence]()
+        for work in sorted(works, key=lambda work: _age(work.sequence)):
+            sequence, stop = work.sequence, work.start + len(work.tokens)
+            while sequence not in preempted and not self.slots.extend(sequence, start=work.start, stop=stop):
+                youngest = max(self.running, key=_age)
+                self._preempt(youngest)
+                preempted.add(youngest)
+        return [work for work in works if work.sequence not in preempted]
 
     def advance(self, sequence: Sequence, *, computed: int) -> None:
         """The first `computed` tokens of `sequence` have keys and values."""

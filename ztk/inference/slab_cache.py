@@ -60,8 +60,9 @@ class SlabCache(Cache):
 
     def step(self, spans: list[Span]) -> SlabStep:
         of = self._of
-        sizes = {"group": of.heads // of.kv_heads, "kv_heads": of.kv_heads, "head_dim": of.head_dim}
-        return SlabStep(Places(spans, scratch=self.scratch, **sizes), keys=self.keys, values=self.values)
+        group = of.heads // of.kv_heads
+        places = Places(spans, group=group, kv_heads=of.kv_heads, head_dim=of.head_dim, scratch=self.scratch)
+        return SlabStep(places, keys=self.keys, values=self.values)
 
     def recompute(self, slot: int, *, tokens: list[int]) -> list[int]:
         self.clear(slot)

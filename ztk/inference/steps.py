@@ -107,8 +107,10 @@ class SlabStep(RowStep):
         self.places.write(self._values[layer], part=value)
 
     def read(self, query: Tensor, *, by: Attention) -> Tensor:
-        how = {"scale": by.scale, "window": by.window, "softcap": by.softcap, "slopes": by.slopes}
-        return self.places.attend(query, keys=self._keys[by.layer], values=self._values[by.layer], **how)
+        keys, values = self._keys[by.layer], self._values[by.layer]
+        return self.places.attend(
+            query, keys=keys, values=values, scale=by.scale, window=by.window, softcap=by.softcap, slopes=by.slopes
+        )
 
 
 class Places:
