@@ -50,9 +50,9 @@ class InferenceModel:
         """Those in memory, the head last."""
         return self.weights.products()
 
-    def scratch(self, positions: int, *, dtype: torch.dtype | None = None) -> Cache:
-        """A cache for one sequence of so many tokens; dtype: of blocks, None: the model's."""
-        return scratch(self.description, placement=self.placement, positions=positions, dtype=dtype)
+    def scratch(self, positions: int) -> Cache:
+        """A cache for one sequence of so many tokens."""
+        return scratch(self.description, placement=self.placement, positions=positions)
 
     def own_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int]) -> Tensor:
         """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows. Every rank that shares the model makes the call."""

@@ -118,9 +118,9 @@ class ModuleModel:
         """Its linear layers that are in memory."""
         return self._products
 
-    def scratch(self, positions: int, *, dtype: torch.dtype | None = None) -> Cache:
+    def scratch(self, positions: int) -> Cache:
         """As of `InferenceModel`."""
-        return scratch(self.description, placement=self.placement, positions=positions, dtype=dtype)
+        return scratch(self.description, placement=self.placement, positions=positions)
 
     def _placed(self, name: str, layer: Linear) -> None:
         """A linear layer has its product."""
