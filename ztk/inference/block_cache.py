@@ -19,7 +19,8 @@ _COPY, _SAVE, _RESTORE, _DROP, _SHORTEN, _PLACE = range(6)
 class BlockCache(Cache):
     """store: [blocks, layers, 2, K, 64, D], so that a block of all layers is one piece of memory. tables: per slot, its blocks in order.
 
-    dtype: of keys and values; uint8: fp8 (e4m3), with `scales` fp32 [layers, 2, K] or None: [Note: Scales of an fp8 cache] in `memory`.
+    dtype: of keys and values. uint8 stands for fp8 (e4m3), with `scales` fp32 [layers, 2, K] or None: see [Note: Scales of an fp8 cache] in
+    ztk/inference/memory.py.
     swap: where copies of preempted sequences' blocks go.
     """
 
@@ -40,7 +41,7 @@ class BlockCache(Cache):
         self.scales: Tensor | None = None
         self.tables: list[list[int]] = [[] for _ in range(slots)]
         self.blocks, self.device, self.dtype, self.swap = blocks, device, dtype, swap or MainMemory()
-        self._copies: dict[int, Any] = {}  # by numbers, which are the same on all ranks
+        self._copies: dict[int, Any] = {}  # by number, the same one on all ranks
         self._saved = 0  # copies so far
         self._told: list[list[int]] = [[] for _ in range(slots)]  # tables as the other ranks have them
 
@@ -70,7 +71,7 @@ class BlockCache(Cache):
         return block_step(spans, cache=self, tables=self.tables, group=self._group)
 
     def recompute(self, slot: int, *, tokens: list[int]) -> list[int]:
-        """Keys and values of tokens that have been computed are written where they are, in blocks that it shares by the same numbers again."""
+        """Keys and values are written over themselves: a block that other sequences share gets the same numbers again."""
         return tokens[: len(self.tables[slot]) * BLOCK]
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
@@ -81,7 +82,7 @@ class BlockCache(Cache):
         copy_blocks(flat, torch.tensor(pairs, dtype=torch.int64).to(self.device))
 
     def save(self, blocks: list[int]) -> list[int]:
-        """Copies of blocks elsewhere, until `drop`; the numbers stand for them. Raises DiskError as `SwapFile`."""
+        """Copies blocks elsewhere, until `drop`, and returns a number for each copy. Raises DiskError as `SwapFile`."""
         handles = self.swap.write([self._bytes(block) for block in blocks])
         numbers = list(range(self._saved, self._saved + len(blocks)))
         self._saved += len(blocks)
@@ -106,7 +107,7 @@ class BlockCache(Cache):
         self.swap.close()
 
     def take_log(self, spans: list[Span]) -> list[int]:
-        """With how the tables of these sequences have changed."""
+        """Includes the changes of the tables of these sequences."""
         for span in spans:
             own, told = self.tables[span.slot], self._told[span.slot]
             if len(told) > len(own):
@@ -119,17 +120,17 @@ class BlockCache(Cache):
             told[:] = own
         return super().take_log(spans)
 
-    def _repeat(self, what: int, *, numbers: list[int]) -> None:
+    def _repeat(self, change: int, *, numbers: list[int]) -> None:
         first, second, third = numbers
-        if what == _COPY:
+        if change == _COPY:
             self.copy([(first, second)])
-        elif what == _SAVE:
+        elif change == _SAVE:
             self.save([first])
-        elif what == _RESTORE:
+        elif change == _RESTORE:
             self.restore([first], blocks=[second])
-        elif what == _DROP:
+        elif change == _DROP:
             self.drop([first])
-        elif what == _SHORTEN:
+        elif change == _SHORTEN:
             del self.tables[first][second:]
         else:
             self.tables[first][second : second + 1] = [third]

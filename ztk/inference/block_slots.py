@@ -1,4 +1,5 @@
-"""Who has which blocks: shared prefixes, and preemption that copies blocks elsewhere and computes nothing again."""
+"""Slots that are tables of blocks: sequences share the blocks of a prefix, and preemption copies blocks elsewhere, so that nothing is computed
+twice."""
 
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache
@@ -9,7 +10,7 @@ from ztk.inference.schedule import Sequence, Slots
 
 
 class BlockSlots(Slots):
-    """Blocks that are taken as sequences grow. draft_room: what the draft model's own slabs may take; None: there is no draft model."""
+    """A sequence takes blocks as it grows. draft_room: room of the draft model's own slabs, where there is a draft model."""
 
     def __init__(
         self, cache: BlockCache, *, count: int, draft_model: DraftModel | None, draft_room: Room | None

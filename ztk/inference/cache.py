@@ -1,4 +1,4 @@
-"""What a cache of keys and values has, and how ranks that share a model keep theirs alike."""
+"""The interface of a cache of keys and values, and the log by which ranks that share a model keep their caches equal."""
 
 from abc import ABC, abstractmethod
 
@@ -8,7 +8,7 @@ from ztk.inference.steps import Span, Step
 class Cache(ABC):
     """Keys and values of several sequences, each in a slot.
 
-    Where ranks share a model, the leader's cache writes down what is done to it, as four numbers each, and the others repeat that.
+    Where ranks share a model, the leader's cache logs each change as four numbers, and the other ranks repeat the log.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Cache(ABC):
 
     @abstractmethod
     def recompute(self, slot: int, *, tokens: list[int]) -> list[int]:
-        """Those of the slot's tokens that are computed once more, alone, in the memory that it has."""
+        """Prepares the slot to compute its tokens once more, alone, in its own memory; returns the tokens that fit."""
 
     @abstractmethod
     def close(self) -> None:
@@ -34,23 +34,23 @@ class Cache(ABC):
     # Ranks
 
     def record(self) -> None:
-        """From now on changes are written down for `take_log`."""
+        """Starts the log."""
         self._log = []
 
     def take_log(self, spans: list[Span]) -> list[int]:
-        """What was done since the last time, and what the others need for a step of `spans`."""
+        """The changes since the last call, and those that the other ranks need for a step of `spans`."""
         log, self._log = self._log or [], []
         return log
 
     def repeat(self, log: list[int]) -> None:
-        """Does what `take_log` gave on the leader. Raises DiskError as `SwapFile`."""
+        """Makes the changes of the leader's `take_log`. Raises DiskError as `SwapFile`."""
         for at in range(0, len(log), 4):
             self._repeat(log[at], numbers=log[at + 1 : at + 4])
 
     @abstractmethod
-    def _repeat(self, what: int, *, numbers: list[int]) -> None:
-        """One change."""
+    def _repeat(self, change: int, *, numbers: list[int]) -> None:
+        """Makes one change."""
 
-    def _note(self, what: int, *numbers: int) -> None:
+    def _note(self, change: int, *numbers: int) -> None:
         if self._log is not None:
-            self._log += [what, *numbers, *[0] * (3 - len(numbers))]
+            self._log += [change, *numbers, *[0] * (3 - len(numbers))]

@@ -143,7 +143,8 @@ def _power_of_two(number: int) -> int:
 
 
 def graphs_of(model: InferenceModel | ModuleModel, *, cache: Cache) -> DecodeGraphs | None:
-    """Graphs of decoding, where one rank computes the model over blocks on a GPU; with ranks each step begins with what the leader says."""
+    """Graphs of decoding, where one rank computes the model over blocks on a GPU. Ranks that share a model begin each step with a broadcast,
+    which a graph cannot have."""
     if not isinstance(model, InferenceModel) or not model.can_draw or model.placement.device.type != "cuda":
         return None
     assert isinstance(cache, BlockCache), "the model computes over blocks"

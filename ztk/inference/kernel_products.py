@@ -48,7 +48,7 @@ class RowsProduct(Product):
 
     @classmethod
     def stacked(cls, products: "list[RowsProduct]") -> "RowsProduct":
-        """One product of as many experts."""
+        """The products of all experts as one."""
         first, found = products[0], cls.__new__(cls)
         found.weight, found.shape, found.front = torch.stack([one.weight for one in products]), first.shape, first.front
         found.scales, found.bias = (

@@ -1,4 +1,4 @@
-"""What the sequences of an engine share: the cache, who has which part of it, and a model that drafts.
+"""The memory that an engine's sequences share: the cache, its slots, and the draft model.
 
 [Note: Scales of an fp8 cache]
 e4m3 has numbers up to 448, and above 2^-6 eight steps per power of two. So a head whose keys are larger (biases of some models give hundreds)
@@ -84,8 +84,8 @@ def shared_memory(
     drafts: DraftModel | None,
     ranks: Ranks | None,
 ) -> tuple[Cache, Scheduler]:
-    """The cache of all sequences, and who shares it. positions: tokens of a sequence at most. plan: of streamed layers, which has counted the
-    slabs at their longest. ranks: those that share the model, all of which make the call.
+    """The cache of all sequences, and the scheduler that gives them their slots. positions: tokens of a sequence at most. plan: of streamed
+    layers, which has counted the slabs at their longest. ranks: share the model, and all make the call.
 
     Raises:
         ValueError: there is not enough memory for one sequence.

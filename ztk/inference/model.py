@@ -26,7 +26,7 @@ from ztk.kernels import draw_rows
 class InferenceModel:
     """Computes a step of several sequences. Not a Module: it has no gradients, and weights are replaced all at once.
 
-    ranks: those that share the model; `weights` are this rank's part then, and `description` says its heads.
+    ranks: share the model. `weights` then are this rank's part, and `description` has this rank's heads.
 
     Raises:
         ValueError: an activation that is not supported.

@@ -87,8 +87,8 @@ def _reasons(module: Any) -> Iterator[str]:
 class ModuleModel:
     """A copy of a model's modules that computes rows of several sequences, with the same interface to the engine as `InferenceModel`.
 
-    state: the parameters by name, in their full shapes and any dtype. ranks: those that share the linear layers; `description` says this
-    rank's heads then.
+    state: the parameters by name, in their full shapes and any dtype. ranks: share the linear layers. `description` then has this rank's
+    heads.
 
     Raises:
         ValueError: a model that cannot run over the cache, or that its ranks cannot divide, with the reason.

@@ -1,7 +1,4 @@
-"""What a block computes beside attention and its linear layers, on the CPU and by ztk's kernels.
-
-Both keep one promise: a row has the same bits whatever other rows there are.
-"""
+"""Norms, MLPs and experts of a block, on the CPU and by ztk's kernels. In both, a row has the same bits whatever other rows there are."""
 
 from typing import Protocol
 
@@ -29,14 +26,14 @@ ACTIVATIONS = {  # transformers' names -> those of `ztk.kernels`
 
 
 class Ops(Protocol):
-    """x is [M, C] of the placement's dtype, and so is what is returned."""
+    """x and the results are [M, C], of the placement's dtype."""
 
     def norm(self, x: Tensor, *, by: Affine) -> Tensor:
         """The family's norm over the last dimension."""
         ...
 
     def add_and_norm(self, x: Tensor, *, added: Tensor, by: Affine | None) -> tuple[Tensor, Tensor]:
-        """(x + added, its norm, or the sum again without one)."""
+        """(x + added, the norm of that sum); without `by` the sum twice."""
         ...
 
     def mlp(self, x: Tensor, *, weights: Mlp, residual: Tensor | None = None) -> Tensor:
@@ -44,7 +41,7 @@ class Ops(Protocol):
         ...
 
     def experts(self, x: Tensor, *, layer: Layer) -> Tensor:
-        """What the chosen experts of each row give, without the shared one."""
+        """The weighted sum of each row's chosen experts, without the shared expert."""
         ...
 
 

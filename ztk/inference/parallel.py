@@ -1,4 +1,4 @@
-"""Tensor parallelism in the engine: one rank leads, the others compute their parts of what it says.
+"""Tensor parallelism in the engine: one rank leads, the others compute their parts of its steps.
 
 [Note: One broadcast per step]
 The leader schedules and draws; a broadcast at the beginning of a step has its tokens, their places, what happened to the cache since the step
@@ -46,7 +46,7 @@ class Computing:
 
 
 class Leading(Computing):
-    """On rank 0: what is computed here, the other ranks compute, too, over their parts of the model."""
+    """Rank 0: sends each call to the other ranks, which compute it over their parts of the model."""
 
     def __init__(self, model: InferenceModel | ModuleModel, *, cache: Cache, ranks: Ranks) -> None:
         super().__init__(model, cache=cache)

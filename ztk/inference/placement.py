@@ -26,7 +26,7 @@ class Placement:
         return self.cache == "blocks"
 
     def place(self, value: Tensor) -> Tensor:
-        """A parameter of any shape that is no linear layer's, on the device."""
+        """Moves a parameter of any shape to the device. Linear layers have their products instead."""
         return value.detach().to(self.device, self.dtype)
 
 
@@ -34,7 +34,7 @@ def placement_of(policy: InferencePolicy, *, module: nn.Module) -> Placement:
     """Where the engine computes `module`.
 
     Raises:
-        ValueError: something of the policy goes with the other kind of cache.
+        ValueError: an option of the policy needs the other kind of cache.
     """
     parameter = next(module.parameters())
     device = torch.device(policy.device) if policy.device else parameter.device

@@ -28,8 +28,8 @@ _DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 def check_model(model: InferenceModel | ModuleModel) -> frozenset[tuple[str, tuple[int, int]]]:
-    """`check_tiles` and `check_rows`; of a model that runs its own modules their products, and texts beside each other; over blocks
-    `check_block_rows`. Raises ValueError as they do."""
+    """Checks that a row's bits do not depend on other rows: `check_tiles` and `check_rows`, or `check_schedules` of a model that runs its own
+    modules, or `check_block_rows` over blocks. Returns and raises as `check_rows`."""
     if model.placement.has_blocks:
         if model.placement.exact:
             check_block_rows(model)
@@ -43,7 +43,7 @@ def check_model(model: InferenceModel | ModuleModel) -> frozenset[tuple[str, tup
 
 
 def settle_products(model: InferenceModel | ModuleModel, *, exact: frozenset[tuple[str, tuple[int, int]]]) -> None:
-    """Products compute where they are from now on; those of these kinds and shapes need not compute a lone row twice."""
+    """Products stay where they are from now on. Products of the kinds and shapes in `exact` compute a lone row once, the others twice."""
     for product in model.products():
         product.settle(doubles=product_key(product) not in exact)
 

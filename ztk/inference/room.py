@@ -104,7 +104,7 @@ def room_of(
 
 
 def room_of_drafts(drafts: DraftModel, *, slots: int) -> Room:
-    """What a draft model's slabs may take beside a cache of blocks, which takes `memory._SHARE` of what is free."""
+    """Room of a draft model's slabs next to a cache of blocks, which takes `memory._SHARE` of the free memory."""
     of = drafts.model.description
     nbytes = int(_BESIDE_BLOCKS * free_memory())
     return Room(slots=slots, nbytes=nbytes, token=token_bytes(of), shared=attention_bytes(of, positions=1))

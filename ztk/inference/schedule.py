@@ -1,4 +1,4 @@
-"""Which sequences are computed in a step: tokens and their order; where keys and values lie is for the slots."""
+"""Which tokens of which sequences a step computes. `Slots` decide where their keys and values lie."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -77,9 +77,9 @@ class Work:
 
 
 class Slots(ABC):
-    """Places for the keys and values of running sequences. draft_model: has as many; None: there is none. preempted: `save`s so far.
+    """Places for the keys and values of running sequences. draft_model: has as many slots. preempted: calls of `save` so far.
 
-    A slot remembers the tokens whose keys and values it has; a sequence that begins alike need not compute them.
+    A slot remembers the tokens whose keys and values it has; a sequence that begins with the same tokens need not compute them.
     """
 
     def __init__(self, count: int, *, draft_model: DraftModel | None) -> None:
@@ -107,28 +107,28 @@ class Slots(ABC):
 
     @abstractmethod
     def reusable(self, sequence: Sequence) -> int:
-        """Tokens of a waiting sequence that need not be computed: all but one at most, for its logits, and none of a prompt whose
-        log-probabilities are asked for."""
+        """Tokens of a waiting sequence that need not be computed: at most all but the last, whose logits are drawn from, and none if the
+        request wants the prompt's log-probabilities."""
 
     @abstractmethod
     def enter(self, sequence: Sequence) -> int | None:
-        """Gives a waiting sequence a slot; returns how many of its tokens are computed there. None: there is no room."""
+        """Gives a waiting sequence a slot and returns how many of its tokens are computed there, or None without room for it."""
 
     @abstractmethod
     def extend(self, sequence: Sequence, *, start: int, stop: int) -> bool:
-        """Room for the sequence's positions up to `stop`, those from `start` on its own; whether there is some."""
+        """Makes room for the sequence's positions up to `stop`, which from `start` on it does not share; returns whether there is room."""
 
     @abstractmethod
     def save(self, sequence: Sequence) -> None:
-        """Takes the slot away; `enter` gives it back with what it had."""
+        """Takes the slot away and keeps its keys and values, which `enter` restores."""
 
     @abstractmethod
     def is_saved(self, sequence: Sequence) -> bool:
-        """It waits because of `save`."""
+        """The sequence lost its slot by `save`."""
 
     @abstractmethod
     def leave(self, sequence: Sequence, *, keep: bool) -> None:
-        """Frees what the sequence has. keep: it stays for sequences that begin alike."""
+        """Frees the slot. keep: sequences that begin alike may reuse its keys and values."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -148,8 +148,8 @@ class Slots(ABC):
 class Scheduler:
     """Continuous batching: sequences join and leave between steps (Yu et al. 2022, Orca), admitted in the order in which they came.
 
-    A sequence that finds no room for its next rows takes that of the sequence that came last (Kwon et al. 2023, swapping), which waits in
-    front of all new ones and goes on where it was.
+    A sequence without room for its next rows preempts the one that arrived last (Kwon et al. 2023, swapping), which then waits in front of all
+    new ones and goes on where it was.
     """
 
     def __init__(self, policy: InferencePolicy, *, slots: Slots, drafts: DraftModel | None = None) -> None:

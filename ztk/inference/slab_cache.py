@@ -105,11 +105,11 @@ class SlabCache(Cache):
         for slab in (*self.keys, *self.values):
             slab[slot] = 0
 
-    def _repeat(self, what: int, *, numbers: list[int]) -> None:
+    def _repeat(self, change: int, *, numbers: list[int]) -> None:
         first, second, third = numbers
-        if what == _ARRANGE:
+        if change == _ARRANGE:
             self.arrange(slots=first, positions=second)
-        elif what == _COPY:
+        elif change == _COPY:
             self.copy(first, target=second, positions=third)
         else:
             self.clear(first)

@@ -1,4 +1,4 @@
-"""Who has which slab, and whose prefix is copied."""
+"""Slots that are slabs of one length; a prefix that two sequences have in common is copied."""
 
 from collections import deque
 
@@ -45,7 +45,7 @@ class SlabSlots(Slots):
         return True
 
     def save(self, sequence: Sequence) -> None:
-        """Not called: every sequence has room for all of its tokens. Raises: AssertionError: always."""
+        """Raises AssertionError: a sequence that has a slab is never preempted."""
         raise AssertionError("every sequence has room for all of its tokens")
 
     def is_saved(self, sequence: Sequence) -> bool:

@@ -26,7 +26,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
-    """How layer `layer` attends. window: a query sees that many keys, itself included; None: all before it. softcap: scores become
+    """How layer `layer` attends. window: keys that a query sees, itself included, or None for all before it. softcap: scores become
     c tanh(score / c). slopes [H]: ALiBi's. table: rotary, (cosine, sine) [positions, R / 2] each. eps: of norms over each head."""
 
     layer: int
@@ -58,7 +58,7 @@ class Step(Protocol):
 
 
 class RowStep(ABC):
-    """A `Step` by torch's operations on the CPU. Subclasses have the places of keys and values."""
+    """A `Step` by torch's operations on the CPU. Subclasses place keys and values."""
 
     positions: Tensor
 

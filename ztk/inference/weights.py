@@ -22,7 +22,7 @@ from ztk.inference.products import Affine, Product
 from ztk.inference.quantised import FORMATS
 
 _INNER = 64
-# What `InferencePolicy.weights` names: formats of `ztk.kernels` for the layers and the head.
+# By `InferencePolicy.weights`: formats of `ztk.kernels` for the layers and the head.
 _KERNEL_FORMATS = {
     "stored": ("plain", "plain"),
     "int8": ("int8", "int8"),
@@ -257,8 +257,8 @@ def collect(
     placement: Placement | None = None,
     cut: Cut | None = None,
 ) -> Weights:
-    """The engine's weights as `placement` has them (None: fp32 on the CPU), one layer after the other, from a model's parameters by name, in
-    their full shapes and any dtype. cut: a tensor-parallel rank takes its part of them.
+    """Makes the engine's weights, layer by layer, from a model's parameters by name, in their full shapes and any dtype. placement: fp32 on the
+    CPU by default. cut: the part of a tensor-parallel rank.
 
     Raises:
         ValueError: `state` lacks a parameter, or one is not finite.
