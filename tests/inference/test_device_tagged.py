@@ -1,4 +1,4 @@
-"""The engine over blocks on tensors of the CPU that say they are on a GPU: no operation mixes devices, and answers have the CPU's bits."""
+"""The engine over blocks on CPU tensors that are tagged as a GPU's: no operation mixes devices, and answers have the CPU's bits."""
 
 import pytest
 import torch

@@ -28,7 +28,7 @@ def planted(
     folder: Path, *, file: str, old: str, new: str, nth: int = 0, backend: str = "triton"
 ) -> Iterator[ModuleType]:
     """The package with the nth `old` in `file`, a path such as ops/rope.py, replaced by `new`, `backend` chosen, and with the ahead-of-time
-    tooling as its `aot`. Raises AssertionError where the source does not say `old`."""
+    tooling as its `aot`. Raises AssertionError if the source does not contain `old`."""
     name = f"planted_{next(_numbers)}"
     package = folder / name
     package.mkdir()
@@ -40,9 +40,8 @@ def planted(
             assert len(parts) > nth + 1, f"{file} does not say {old!r} {nth + 1} times"
             text = old.join(parts[: nth + 1]) + new + old.join(parts[nth + 1 :])
         text = text.replace("tests.kernels.aot", f"{name}.aot").replace("ztk.kernels", name)
-        text = text.replace('NAMESPACE = "ztk"', f'NAMESPACE = "{name}"').replace(
-            "torch.ops.ztk.", f"torch.ops.{name}."
-        )
+        text = text.replace('NAMESPACE = "ztk"', f'NAMESPACE = "{name}"')
+        text = text.replace("torch.ops.ztk.", f"torch.ops.{name}.")
         (package / place).parent.mkdir(parents=True, exist_ok=True)
         (package / place).write_text(text)
     sys.path.insert(0, str(folder))

@@ -45,12 +45,12 @@ REACH: dict[str, tuple[Reach, ...]] = {
         Reach(shape=(60, 16400), inputs={"residual": True}),  # 58 programs per stripe, five pieces of a row
         Reach(shape=(3, 16400), dtype=torch.bfloat16, target="gfx942", inputs={"bias": False}),
     ),
-    "linear_rows": (
+    "linear_rows": (  # tiles of a GPU: 16 outputs, 128 inputs
         Reach(shape=(3, 300, 150), dtype=torch.float16, inputs={"kind": "int8"}),
-    ),  # tiles of a GPU: 16 outputs, 128 inputs
-    "moe_route": (
+    ),
+    "moe_route": (  # 133 blocks of tokens: more than one step of the scan
         Reach(shape=(530, 600), inputs={"top_k": 3}),
-    ),  # 133 blocks of tokens: more than one step of the scan
+    ),
     "rms_norm": (
         Reach(shape=(600, 2100), inputs={"with_residual": True}),  # 528 programs and partial sums
         Reach(shape=(60, 16400), inputs={"with_residual": True}),  # 58 programs per stripe, five pieces of a row
@@ -64,13 +64,12 @@ REACH: dict[str, tuple[Reach, ...]] = {
     "segment_scan": (Reach(shape=(2, 2 * segment_scan.BLOCK + 3)),),  # a second and a third tile of the loop
     "select_rows": (Reach(shape=(3, 2100)),),
     "sharded_cross_entropy": (
-        Reach(
-            shape=(sharded_cross_entropy.JOINED_ROWS + 70, 16), inputs={"z_loss": 1e-2}
-        ),  # a second round of the joining program
+        # a second round of the joining program
+        Reach(shape=(sharded_cross_entropy.JOINED_ROWS + 70, 16), inputs={"z_loss": 1e-2}),
         Reach(shape=(3, 65537)),  # four full tiles of 1024 threads and a tail
     ),
-    "sum_of_squares": (
+    "sum_of_squares": (  # a second round of every program's loop
         Reach(shape=(sum_of_squares.MAX_PROGRAMS * sum_of_squares.BLOCK + 9001,)),
-    ),  # a second round of every program's loop
+    ),
 }
 REACH["grouped_matmul_pair"] = REACH["grouped_matmul"]

@@ -1,7 +1,7 @@
-"""What ops start on a stand-in for a GPU's driver: `python -m tests.kernels.started` prints a JSON object.
+"""Records the launches of ops on a stand-in for a GPU's driver: `python -m tests.kernels.started` prints a JSON object.
 
-"started": of each launch of ops that run twice, what Triton compiles the kernel for, the grid, and the arguments. "programs": of each op of a
-serving step, how many programs it needs for many sizes. Run in a process that does not interpret.
+"started": each launch of ops that run twice, as the key that Triton compiles the kernel for, the grid and the arguments. "programs": for each
+op of a serving step, the number of programs that many sizes need. The process must not interpret.
 """
 
 import json
@@ -33,6 +33,7 @@ def serving(rows: int, *, blocks: int) -> dict[str, tuple]:
     """Arguments of the ops of a step of `rows` rows, whose longest sequence has `blocks` blocks."""
     x, weight, square = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((rows, 1024), (1024,), (1024, 1024)))
     cache, places = torch.zeros(4, 2, 8, 64, 128, dtype=torch.bfloat16), torch.zeros(rows, dtype=torch.int64)
+    heads = torch.zeros(rows, 3072, dtype=torch.bfloat16)
     table, warm, none = torch.zeros(8, 64), torch.zeros(rows), (None,) * 8
     tables, tiles = torch.zeros(rows, blocks, dtype=torch.int32), torch.zeros(rows, 5, dtype=torch.int32)
     both = cache[:, 0], cache[:, 1]
@@ -40,18 +41,7 @@ def serving(rows: int, *, blocks: int) -> dict[str, tuple]:
         "rms_norm": (x, x, weight, 1e-5),
         "layer_norm": (x, weight, weight, None, 1e-5),
         "linear_rows": (x, square, *none, 1, "none", True, False),
-        "cache_rows": (
-            torch.zeros(rows, 3072, dtype=torch.bfloat16),
-            None,
-            None,
-            table,
-            table,
-            places,
-            places,
-            *both,
-            None,
-            0.0,
-        ),
+        "cache_rows": (heads, None, None, table, table, places, places, *both, None, 0.0),
         "paged_attention": (x.view(rows, 8, 128), *both, tables, tiles, None, None, 0.1, 0, 0.0, True),
         "draw_rows": (x, square, None, warm, places, 0.0),
         "select_rows": (*(torch.zeros(rows, 1024) for _ in range(2)), warm, places, warm.int(), warm, warm),

@@ -34,7 +34,7 @@ def last_programs(monkeypatch):
 WIDE = "program_id(0).to(tl.int64)"
 NARROW = "program_id(0).to(tl.int32)"
 
-# What the offsets of an optimizer's kernel begin at, `shared.tiles.part_of` says.
+# `shared.tiles.part_of` returns `first`, to which the optimizers' kernels add their offsets.
 FLAT = {
     **dict.fromkeys([sgd, lion], ("first + tl", "first.to(tl.int32) + tl")),
     adamw_8bit: ("first // _GROUP", "(first // _GROUP).to(tl.int32)"),

@@ -1,4 +1,4 @@
-"""What the engine's thread hands to a request: nothing is lost between a put and its wake."""
+"""A request receives every item that the engine's thread puts, even if the wake comes late."""
 
 import asyncio
 

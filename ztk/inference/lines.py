@@ -41,10 +41,8 @@ def lines_of(
 
     Which of the two depends on the sequence alone, so that its tokens do not depend on its neighbours.
     """
-    rows, counts = (
-        [span.row + row for span, own in zip(spans, needed, strict=True) for row in own],
-        list(map(len, needed)),
-    )
+    rows = [span.row + row for span, own in zip(spans, needed, strict=True) for row in own]
+    counts = list(map(len, needed))
     if not computing.model.placement.has_blocks:
         logits = computing.logits(tokens, spans=spans, rows=rows)
         return _drawn_together(logits, works=works, counts=counts)

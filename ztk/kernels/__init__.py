@@ -1,4 +1,4 @@
-"""Kernels and the ops made of them: `ops` has one op per file, `launch` the way to the GPU, `shared` what several ops use.
+"""Kernels and the ops made of them: `ops` has one op per file, `launch` starts kernels, and `shared` has the code of several ops.
 
 The generic tests, the ahead-of-time report (`python -m tests.kernels.aot`) and the benchmark run from `ALL_OPS`.
 """

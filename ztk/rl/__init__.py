@@ -1,1 +1,1 @@
-"""Alignment: losses and records, and the rollouts they learn from."""
+"""Alignment: losses and records (`align`), and samples drawn from the model that trains (`rollout`)."""

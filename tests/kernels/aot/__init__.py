@@ -1,1 +1,1 @@
-"""Kernels compiled ahead of time, and budgets of what the compiler makes of them."""
+"""Compiles kernels ahead of time and holds the compiled code to budgets."""

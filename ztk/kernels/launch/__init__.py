@@ -1,1 +1,1 @@
-"""From a call of an op to a started kernel: registration with torch, sizes, memory of results, and Triton's compiled programs."""
+"""Registers ops with torch, chooses sizes, allocates results and starts compiled kernels."""

@@ -17,10 +17,8 @@ from ztk.kernels.launch.private import IS_SHORT, empty_strided_cuda
 
 Memory = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides of a contiguous tensor, dtype
 
-_FAST = {
-    True: empty_strided_cuda if IS_SHORT else None,
-    False: None,
-}  # by `is_cuda`; on the current GPU. None: by torch.empty
+# By `is_cuda`: the function that allocates on the current GPU, or None for torch.empty.
+_FAST = {True: empty_strided_cuda if IS_SHORT else None, False: None}
 
 
 def memory_of(*shape: int, dtype: torch.dtype) -> Memory:

@@ -29,7 +29,7 @@ _missing: list[str] = []
 
 
 def _private(path: str, *, needed: bool = True) -> Any:
-    """What these releases have at this dotted path; None where they have nothing, noted as missing if the path cannot do without."""
+    """The object at this dotted path, or None where these releases have none. needed: then the name is noted as missing."""
     package, *parts = path.split(".")
     value: Any = {"torch": torch, "triton": triton}[package]
     for part in parts:
@@ -46,9 +46,8 @@ is_tracing = _private("torch._C._is_tracing")
 is_profiled = _private("torch._C._autograd._profiler_enabled")
 is_included = _private("torch._C._dispatch_tls_is_dispatch_key_included")
 PRE_DISPATCH = _private("torch._C.DispatchKey.PreDispatch")
-NO_FUNCTION = _private(
-    "torch._C._disabled_torch_function_impl"
-)  # of tensors that take no part in what torch does with them
+# The two methods of tensor classes that do not override torch's behaviour.
+NO_FUNCTION = _private("torch._C._disabled_torch_function_impl")
 NO_DISPATCH = _private("torch._C._disabled_torch_dispatch_impl")
 current_gpu = _private("torch._C._cuda_getDevice", needed=False)  # not in torch's builds for CPUs
 # (shape, strides, dtype) -> a tensor on the current GPU, by which torch.compile's own code allocates
@@ -60,7 +59,7 @@ if not hasattr(forward_ad, "_current_level"):  # the entered levels of forward-m
 
 
 def is_short(switch: str, *, versions: dict[str, str], missing: list[str]) -> bool:
-    """Whether the short path is on. Warns where it is off although nobody asked for that.
+    """Whether the short path is on. Warns if it is off without `public`.
 
     switch: the value of `ZTK_LAUNCH`, empty if it is not set. versions: of torch and Triton. missing: private names that these do not have.
 

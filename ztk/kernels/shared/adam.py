@@ -133,11 +133,7 @@ def adam_cpu(
         return
     for first in range(0, param.numel(), PIECE):
         cut = slice(first, first + PIECE)
-        p, m, v = (
-            param[cut].float(),
-            exp_avg[cut].float(),
-            exp_avg_sq[cut].float(),
-        )  # float32 parameters change in place
+        p, m, v = (x[cut].float() for x in (param, exp_avg, exp_avg_sq))  # of float32 parameters p is a view
         update_cpu(p, grad[cut], m, v, control=control, decoupled=decoupled)
         random = random_bits_like(p, start=start + first, step=int(control[Control.step]), seed=seed)
         if param.dtype == torch.bfloat16:

@@ -97,11 +97,8 @@ def register(
     """
     arguments = [argument.split() for argument in schema[schema.index("(") + 1 : schema.index(") ->")].split(", ")][:-1]
     names = [name for _, name in arguments]
-    num_tensors, grad, control = (
-        sum(kind.startswith("Tensor") for kind, _ in arguments),
-        names.index("grad"),
-        names.index("control"),
-    )
+    grad, control = names.index("grad"), names.index("control")
+    num_tensors = sum(kind.startswith("Tensor") for kind, _ in arguments)
     flags = [name.upper() for kind, name in arguments if kind == "bool"]
 
     @kept

@@ -1,4 +1,4 @@
-"""What each op says about itself: one `OpSpec`, read by tests, the ahead-of-time report and benchmarks."""
+"""`OpSpec` describes an op for tests, the ahead-of-time report and benchmarks."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -37,9 +37,8 @@ class OpSpec:
     num_flops: Callable[..., int]  # (shape,) -> floating point operations of the forward
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
     interpreted_dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES  # without bfloat16 when the kernel uses tl.dot
-    tolerance_ulps: float = (
-        2.0  # root mean square error in eps of the output dtype; the worst element may be 32 times that
-    )
+    # Root mean square error in eps of the output dtype; the error of the worst element may be 32 times as large.
+    tolerance_ulps: float = 2.0
     error_ratio: float = 1.5
 
 

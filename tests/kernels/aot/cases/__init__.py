@@ -1,4 +1,4 @@
-"""What is compiled of each op, and its budgets: `CASES`, by the op's name."""
+"""`CASES`: the kernels that are compiled of each op, with their budgets, by the op's name."""
 
 from tests.kernels.aot.case import AotCase
 from tests.kernels.aot.cases import attention, elementwise, experts, inference, losses, norms, optimizers

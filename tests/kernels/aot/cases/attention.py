@@ -29,7 +29,7 @@ def cases(kernel: str, *, head_dim: int, window: bool = False, varlen: bool = Fa
     """One per machine: bfloat16, causal, 8 query heads over 2 key heads."""
     column = LIMITS.index(head_dim)
     found = []
-    for target in ("sm_90", "gfx942") if window or varlen else TARGETS:  # their tiles are those of the plain kernel
+    for target in ("sm_90", "gfx942") if window or varlen else TARGETS:  # the plain kernel has the same tiles
         cdna = MACHINES[target].architecture is Architecture.cdna
         spills = kernel == "_attention_bwd_keys" and head_dim > 128 and target == "sm_90"
         case = AotCase(

@@ -3,9 +3,8 @@
 from tests.kernels.aot.case import AotCase
 from ztk.kernels.launch.machine import MACHINES, Architecture
 
-PIPELINE_BYTES = (
-    3 * 2 * 128 * 64 * 2
-)  # three stages of 128 x 64 and 64 x 128 tiles of 16 bits; CDNA's two stages take half as much
+# Three stages of 128 x 64 and 64 x 128 tiles of 16 bits; CDNA's two stages take half as much.
+PIPELINE_BYTES = 3 * 2 * 128 * 64 * 2
 # Rows of the weights that are no multiples of 16 bytes.
 WITHOUT_DESCRIPTORS = {
     "shape": (4096, 128, 2048, 764), "tensor_loads": False, "min_shared_bytes": 0, "max_stack_bytes": 160,

@@ -8,7 +8,7 @@ ELEMENTS = 1 << 22
 
 
 def flat(kernel: str, instructions: float, *, min_programs: int = 12, **budget: object) -> AotCase:
-    """One elementwise launch: no barriers, and registers for twelve programs of 128 threads per processor, unless said otherwise."""
+    """One elementwise launch: no barriers, and registers for twelve programs of 128 threads per processor, unless `budget` differs."""
     options = {"shape": (ELEMENTS,), "elements": ELEMENTS, "max_barriers": 0} | budget
     return AotCase(kernel=kernel, min_programs=min_programs, max_instructions_per_element=instructions, **options)
 
