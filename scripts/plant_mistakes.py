@@ -1,4 +1,4 @@
-"""Plant 80 mistakes into copies of the kernels and report how many the tests' checks let live: `python scripts/plant_mistakes.py`.
+"""Plant 81 mistakes into copies of the kernels and report how many the tests' checks let live: `python scripts/plant_mistakes.py`.
 
 Each is a small edit of the kinds that code reviews miss: a mask, an offset, a term, a carry from one round of a loop to the
 next, the width of a reduction, a dtype, two programs on one row. The checks are those of tests/kernels: every shape, variant
@@ -102,6 +102,7 @@ def _mistakes() -> tuple[Mistake, ...]:
         ("reduction width", "cache_rows", "ops/cache_rows.py", "axis=0) / D + eps", "axis=0) / BLOCK_D + eps", 0),
         ("mask", "paged_attention", "ops/paged_attention.py", "o_key[None, :] <= o_pos", "o_key[None, :] < o_pos", 0),
         ("mask", "paged_attention", "ops/paged_attention.py", "o_key[None, :] > o_pos", "o_key[None, :] >= o_pos", 0),
+        ("mask", "paged_attention", "ops/paged_attention.py", "o_r < (stop - first) * GROUP", "o_r < (stop - first) * GROUP - 1", 0),
         ("offset", "paged_attention", "ops/paged_attention.py", "o_head = i_k * (_BLOCK * D)", "o_head = i_k * D", 0),
         ("term", "paged_attention", "ops/paged_attention.py", "* o_key.to(tl.float32)", "* o_j.to(tl.float32)", 0),
         ("carry", "paged_attention", "ops/paged_attention.py", "b_sum * b_scale + tl.sum(b_p", "b_sum + tl.sum(b_p", 0),

@@ -51,6 +51,8 @@ REACH: dict[str, tuple[Reach, ...]] = {
     "moe_route": (  # 133 blocks of tokens: more than one step of the scan
         Reach(shape=(530, 600), inputs={"top_k": 3}),
     ),
+    # two segments; the last row that a segment stores is a head's, as 4 heads share a key head
+    "paged_attention": (Reach(shape=(1, 600, 4, 1, 16), inputs={"split": True}),),
     "rms_norm": (
         Reach(shape=(600, 2100), inputs={"with_residual": True}),  # 528 programs and partial sums
         Reach(shape=(60, 16400), inputs={"with_residual": True}),  # 58 programs per stripe, five pieces of a row

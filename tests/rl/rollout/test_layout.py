@@ -195,10 +195,8 @@ class _Engine:
 @torch.no_grad()
 def test_equal_prompts_are_computed_once_and_each_goes_on_by_itself():
     """By the module, with the bits of full texts."""
-    model, options = (
-        decoder(),
-        {"length": 72, "micro_batch": 6, "max_tokens": 8, "stops": (0,), "pad": 0, "packs": True},
-    )
+    model = decoder()
+    options = {"length": 72, "micro_batch": 6, "max_tokens": 8, "stops": (0,), "pad": 0, "packs": True}
     assert pack_exactly(model, device=CPU)
     policy, tokens, engine = RolloutPolicy(**options), texts(), _Engine(model)
     tokens[1, :60] = tokens[3, :60] = tokens[0, :60]
