@@ -28,11 +28,22 @@ def planning_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         yield f"zero={config.zero.engine.value}: task=plan traces ztk's own engine; {_LIKE[config.zero.engine.value]}"
     yield from _hardware_faults(config, machine)
     yield from rank_faults(config.plan)
+    if config.hardware.curves is not None:
+        yield from _peer_faults(config)
     if config.plan.search and config.hardware.name is None:
         yield "plan.search=true ranks layouts by memory and seconds: choose hardware=h100, hardware=here or another"
     topology = config.topology
     partition = topology.partition if topology.pipeline > 1 else None
     yield from untraced(partition=partition)
+
+
+def _peer_faults(config: Config) -> Iterator[str]:
+    """Another library's rates are shares of a GPU's, and curves hold a CPU's measured seconds."""
+    for name in ("way", "fp8", "again"):
+        value = getattr(config.plan, name)
+        if value is not None:
+            word = str(value).lower()
+            yield f"plan.{name}={word}: has no effect with hardware.curves, the measured seconds of a CPU: leave it out"
 
 
 def take_measured(choices: DictConfig) -> list[str]:
