@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.gpu_trace import overlap_of
 from ztk import kernels
+from ztk.core.policies.peaks import peak_rate
 from ztk.core.policies.zero import ZeroPolicy
 from ztk.core.precision import LossScalePolicy, PrecisionPolicy
 from ztk.core.runtime import Process, Tier
@@ -50,8 +51,6 @@ TINY = DecoderConfig(vocab_size=256, dim=64, layers=2, heads=2, kv_heads=1, hidd
 OPTIMIZER = OptimizerPolicy(lr=1e-3, weight_decay=0.1, clip_grad_norm=1.0)
 SEED, STEPS = 0, 20
 TRACED = 3  # steps
-# Dense bf16 FLOP/s of the data sheets.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "4090": 165e12}
 # The host's update has another order of operations: fp32 losses differ by rounding, 16-bit ones by steps of 16-bit numbers.
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
 
@@ -287,7 +286,7 @@ def speed(process: Process, *, contender: str) -> dict:
     tokens_per_second = shape.micro_batch * shape.seq_len / seconds
     flops = shape.config.flops_per_token(shape.seq_len) * tokens_per_second
     name = torch.cuda.get_device_name() if on_gpu else "cpu"
-    peak = next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
+    peak = peak_rate(name, dtype="bfloat16")
     return {
         "micro_batch": shape.micro_batch,
         "seq_len": shape.seq_len,
