@@ -21,9 +21,8 @@ import torch._dynamo  # what the scripts would import one by one, seconds each
 import torch.distributed
 from torch import nn
 
-import ztk.deepspeed as deepspeed
-import ztk.deepspeed.serving.entry
-import ztk.deepspeed.start.build  # noqa: F401
+from ztk.deepspeed.serving.entry import init_inference
+from ztk.deepspeed.start.entry import initialize
 
 WIDTH, LIMIT_SECONDS = 1024, 120
 
@@ -37,8 +36,7 @@ def train(*, fails: bool = False) -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     section = {"type": "AdamW", "params": {"lr": 1e-3}}
     ds_config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": section}
-    # pyrefly: ignore[not-callable]  # made by the package's lazy __getattr__
-    engine, *_ = deepspeed.initialize(model=model(), config=ds_config)
+    engine, *_ = initialize(model=model(), config=ds_config)
     for _ in range(2):
         engine.backward(engine(torch.ones(1, WIDTH)).square().mean())
         engine.step()
@@ -48,8 +46,7 @@ def train(*, fails: bool = False) -> None:
 
 def infer() -> None:
     """Sharded inference with a forward that keeps a graph: units are gathered ahead when the script ends."""
-    # pyrefly: ignore[not-callable]  # made by the package's lazy __getattr__
-    engine = deepspeed.init_inference(model(), config={"dtype": "fp32", "zero": {"stage": 3}})
+    engine = init_inference(model(), config={"dtype": "fp32", "zero": {"stage": 3}})
     engine(torch.ones(1, WIDTH))
 
 
@@ -107,7 +104,7 @@ def main() -> bool:
     """Whether all ended as they should; True in a child, whose own exit is looked at."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--exits", type=int, default=200, help="runs in all")
-    parser.add_argument("--busy", type=int, default=2 * (os.cpu_count() or 1), help="busy processes beside them")
+    parser.add_argument("--busy", type=int, default=2 * (os.cpu_count() or 1), help="busy processes next to them")
     options = parser.parse_args()
     torch.set_num_threads(1)
     busy = [multiprocessing.get_context("spawn").Process(target=burn, daemon=True) for _ in range(options.busy)]
