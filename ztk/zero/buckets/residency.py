@@ -195,8 +195,9 @@ class Residency:
 
         Raises ValueError for one of another dtype or shape.
         """
+        start = self._start_of_full()
         for parameter, placement in zip(self._parameters, self._layout.placements, strict=True):
-            if placement.name in names and self._is_moved(parameter, placement=placement):
+            if placement.name in names and self._is_moved(parameter, placement=placement, start=start):
                 # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
                 value = torch.Tensor.data.__get__(parameter)
                 self.check_fits(value, placement=placement)
@@ -204,19 +205,26 @@ class Residency:
                 own = self.full[placement.offset : placement.stop].view(placement.shape)
                 restore(parameter, value=own.copy_(value))
 
-    def _is_moved(self, parameter: nn.Parameter, *, placement: Placement) -> bool:
+    def _start_of_full(self) -> tuple[int, int]:
+        """`place_of` the full buffer."""
         assert self.full is not None
-        (storage, first), size = place_of(self.full), self.full.element_size()
-        return place_of(parameter) != (storage, first + placement.offset * size) and placement.numel > 0
+        return place_of(self.full)
+
+    def _is_moved(self, parameter: nn.Parameter, *, placement: Placement, start: tuple[int, int]) -> bool:
+        """The parameter has other memory than its place in the full buffer, which begins at `start`."""
+        storage, first = start
+        own = storage, first + placement.offset * self._traits.dtype.itemsize
+        return place_of(parameter) != own and placement.numel > 0
 
     def _note_lost_writes(self) -> None:
         """Adds to `lost` the sharded parameters that were written since they were shown: in place, or by other memory."""
+        start = self._start_of_full()
         for parameter, placement, version in zip(
             self._parameters, self._layout.placements, self._versions, strict=True
         ):
             if is_released(parameter):  # somebody else has taken it over
                 continue
-            if parameter._version != version or self._is_moved(parameter, placement=placement):
+            if parameter._version != version or self._is_moved(parameter, placement=placement, start=start):
                 self.lost.append(placement.name)
 
     def start_fetch(self) -> Handle:
