@@ -61,7 +61,7 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """A moment of a clock: `now`, and since the step began the seconds of work by lane and of waiting by lane."""
+    """A reading of the clock. busy, waits: seconds of work and of waiting since the step began, by lane."""
 
     now: float
     busy: dict[str, float]
@@ -101,11 +101,11 @@ class Lanes:
         self._busy = dict.fromkeys((*LANES, *_COPIES), 0.0)
 
     def mark(self) -> Mark:
-        """This moment."""
+        """Reads the clock."""
         return Mark(now=self._now, busy=dict(self._busy), waits=dict(self._waits))
 
     def repeat(self, *, start: Mark, stop: Mark, times: int) -> None:
-        """The step takes longer by `times` times what it did between two moments."""
+        """Adds the time and the work between two marks to the step, `times` times."""
         self._start -= times * (stop.now - start.now)
         for counted, before, after in ((self._busy, start.busy, stop.busy), (self._waits, start.waits, stop.waits)):
             for lane, seconds in after.items():

@@ -1,4 +1,4 @@
-"""Operations of a model's forward and backward, counted over tensors without values as torch executes them."""
+"""Counts the operations of a model's forward and backward over tensors without values, as torch executes them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ztk.core.policies.recompute import RecomputeMode, RecomputePolicy
-from ztk.core.runtime.flop_formulas import flop_registry
 from ztk.core.runtime.planned import PLANNED
 from ztk.parallel.recompute import recompute_blocks
-from ztk.planner.attention import FLOPS, fused_attention
+from ztk.planner.attention import fused_attention
 from ztk.planner.grouped import RESULTS
 from ztk.planner.trace import planned, values_are_refused
+from ztk.planner.tracker import flops_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operations:
-    """model: those that MFU counts; hardware: those that HFU counts, see `ztk.core.policies.utilization`."""
+    """model: operations that MFU counts; hardware: operations that HFU counts, see `ztk.core.policies.utilization`."""
 
     model: int
     hardware: int
@@ -28,9 +28,10 @@ class Operations:
 def count_operations(
     build: Callable[[], nn.Module], *, batch: Any, recompute: RecomputePolicy | None = None
 ) -> Operations:
-    """Of one forward and backward. build: returns the model, whose forward returns its loss; called with torch's meta device as default.
-    batch: the arguments of that forward, a tuple or a dict of keywords.
+    """Counts the operations of one forward and backward.
 
+    build: returns the model, whose forward returns its loss; called with torch's meta device as default. batch: the arguments of that forward,
+    a tuple or a dict of keywords.
     A frozen weight has no gradient, so it counts four operations for six.
     Raises ValueError for a model that reads its tensors' values or returns no loss.
     """
@@ -41,7 +42,7 @@ def count_operations(
 
 
 class _Counter(TorchDispatchMode):
-    """flops: of matrix products and attention, by torch's formulas. again: those of scores that attention's backward computes again."""
+    """flops: of matrix products and attention. again: the part of them in which attention's backward recomputes scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,12 +51,10 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = RESULTS.get(func, func)(*args, **kwargs)
-        formula = FLOPS.get(func) or flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            flops = formula(*args, **kwargs, out_val=out)
-            self.flops += flops
-            if "attention" in func.name() and "backward" in func.name():
-                self.again += flops // 5
+        flops = flops_of(func, args=args, kwargs=kwargs, out=out)
+        self.flops += flops
+        if "attention" in func.name() and "backward" in func.name():
+            self.again += flops // 5
         return out
 
 

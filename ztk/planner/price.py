@@ -1,4 +1,4 @@
-"""What a planned training costs: GPU hours and days of a number of tokens, and the tokens that a budget of GPU hours trains."""
+"""The price of a planned training: GPU hours and days for a number of tokens, and the tokens that a budget of GPU hours trains."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from ztk.planner.result import Plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
-    """tokens: of the whole training; budget_hours: GPU hours that one has. None: not given."""
+    """tokens: of the whole training, if given. budget_hours: GPU hours that it may take, if given."""
 
     tokens: float | None = None
     budget_hours: float | None = None
 
     def row(self, plan: Plan) -> dict[str, Any]:
-        """Flat keys and plain numbers: `gpu_hours` and `days` of `tokens`, `within_budget`, `budget_tokens`; those that are known."""
+        """Flat keys and plain numbers, as far as they are known: `gpu_hours` and `days` of `tokens`, `within_budget`, `budget_tokens`."""
         rate = plan.tokens_per_second_per_gpu
         if not rate:
             return {}
@@ -30,7 +30,7 @@ class Price:
         return found
 
     def lines(self, plan: Plan) -> Iterator[str]:
-        """In words."""
+        """The same in lines of text."""
         row, ranks = self.row(plan), plan.world_size
         if "gpu_hours" in row:
             yield f"  {self.tokens:.4g} tokens take {row['gpu_hours']:,.0f} GPU hours, {row['days']:.3g} days on {ranks:,} GPUs"

@@ -1,8 +1,7 @@
-"""Micro-batches of a step that are like others: a plan traces a few of them and counts the rest.
+"""Traces a few micro-batches of a long step, and adds the counts of a middle one for every micro-batch that is left out.
 
-The first and the last micro-batch of a step differ from the others: gathers that no backward has prefetched, the reduction of complete
-gradients. All others move, compute and wait alike. So of a long step the first ones and the last one are traced, and what a middle one
-counts is added for every micro-batch that was left out. Schedules that keep all micro-batches alive are traced completely.
+Only the first and the last micro-batch of a step differ from the others: no backward has prefetched the gathers of the first, and the last
+one's gradients are reduced. Schedules that keep all micro-batches alive are traced completely.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,17 +22,15 @@ def traced_micro_batches(count: int, *, stages: int, policy: PipelinePolicy) -> 
     if stages == 1:
         return min(count, TRACED)
     if policy.schedule is ScheduleName.one_f_one_b:
-        return min(count, stages + 2)  # as many as are alive on the first stage, and two more
+        return min(count, stages + 2)  # the first stage has as many alive as there are stages
     if policy.schedule is ScheduleName.interleaved:
-        return min(
-            count, 2 * stages
-        )  # (virtual_stages + 1) * stages - 1 parts of them are alive, of 2 * stages * virtual_stages
+        return min(count, 2 * stages)  # at most (virtual_stages + 1) * stages - 1 of their parts are alive at once
     return count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counted:
-    """What one rank has counted since its step began. wire: by communicator and kind. None as `clock`: there is none."""
+    """Counters of one rank since its step began. wire: bytes by kind, for each communicator. clock: None if seconds are not planned."""
 
     wire: tuple[Mapping[str, int], ...]
     disk_read: int
@@ -43,13 +40,13 @@ class Counted:
 
 
 class Repeater:
-    """Reads the counters of one traced rank, and adds to them what micro-batches count that were not traced. lanes: its clock, if any."""
+    """Reads the counters of one traced rank and extends them to the micro-batches that are not traced. lanes: its clock, if any."""
 
     def __init__(self, *, mesh: Mesh, io: IoCounters, tracker: StepTracker, lanes: Lanes | None) -> None:
         self._mesh, self._io, self._tracker, self.lanes = mesh, io, tracker, lanes
 
     def read(self) -> Counted:
-        """The counters now."""
+        """Reads the counters."""
         return Counted(
             wire=tuple(dict(comm.counters.bytes) for comm in self._mesh.comms),
             disk_read=self._io.read_bytes,
@@ -59,7 +56,7 @@ class Repeater:
         )
 
     def repeat(self, *, start: Counted, stop: Counted, times: int) -> tuple[int, int]:
-        """Counts `times` times what happened between two readings. Returns the bytes of that from the disk and to it."""
+        """Adds the counts between two readings `times` times. Returns the bytes that this adds to the reads and writes of the disk."""
         for comm, before, after in zip(self._mesh.comms, start.wire, stop.wire, strict=True):
             for kind, nbytes in after.items():
                 comm.counters.bytes[kind] += times * (nbytes - before.get(kind, 0))
@@ -69,27 +66,28 @@ class Repeater:
         return times * (stop.disk_read - start.disk_read), times * (stop.disk_write - start.disk_write)
 
     def announce(self, *, start: Counted, stop: Counted, traced: int, left_out: int) -> None:
-        """A pipeline announces its `traced` micro-batches' shapes between two readings, and would announce those left out, too."""
+        """Adds the bytes in which a pipeline would announce the shapes of the micro-batches left out. It announces the `traced` ones between
+        the two readings."""
         for comm, before, after in zip(self._mesh.comms, start.wire, stop.wire, strict=True):
             if announced := after.get("scalars", 0) - before.get("scalars", 0):
                 comm.counters.bytes["scalars"] += announced // traced * left_out
 
 
 def middle_actions(intervals: Sequence[Interval], *, traced: int) -> list[int]:
-    """Positions in `intervals` of the actions of one micro-batch that is neither the first nor the last."""
+    """Positions in `intervals` of the actions of a micro-batch in the middle."""
     return [number for number, interval in enumerate(intervals) if interval.action.micro_batch == traced // 2]
 
 
 def seconds_of_actions(
     computes: Sequence[Action], *, intervals: Sequence[Interval], traced: int, count: int
 ) -> dict[Action, float]:
-    """Seconds of all actions of a rank in a step of `count` micro-batches, of which `traced` were traced: the first ones and the last."""
+    """Seconds of all actions of a rank in a step of `count` micro-batches, after a trace of `traced` micro-batches."""
     known = {interval.action: interval.stop - interval.start for interval in intervals}
     return {action: known[_like(action, traced=traced, count=count)] for action in computes}
 
 
 def _like(action: Action, *, traced: int, count: int) -> Action:
-    """The traced action that takes as long."""
+    """The traced action that stands for `action`."""
     number, middle = action.micro_batch, traced // 2
     last = traced - 1 - middle  # micro-batches after the middle one
     like = traced - (count - number) if number >= count - last else min(number, middle)

@@ -31,7 +31,7 @@ class Found:
 
     @property
     def gpu_seconds(self) -> float:
-        """Of a step, over all GPUs."""
+        """Seconds of a step times the number of GPUs."""
         return self.seconds * self.plan.world_size
 
     @property
@@ -41,7 +41,7 @@ class Found:
         return sum(self.plan.time.parts.get(lane, 0.0) for lane in OFFLOADED)
 
     def slower_because(self, best: "Found") -> str:
-        """Why a step takes longer than that of `best`, or more GPU time on other GPUs: the part of it that grew the most."""
+        """Names the part that makes a step longer than `best`'s, or of more GPU time where the numbers of GPUs differ."""
         assert self.plan.time is not None and best.plan.time is not None
         own, other = self.plan.time.parts, best.plan.time.parts
         ratio = self.plan.world_size / best.plan.world_size
@@ -81,7 +81,7 @@ class Search:
 
     dropped: how many of them were not planned, by reason. The counts and `found` add up to `layouts`.
     usable, resident: bytes that tensors may take on a device, and the fewest that any layout without offloading keeps there between steps.
-    price: the training that it is for.
+    price: of the training for which the layouts are compared.
     """
 
     found: tuple[Found, ...]
@@ -92,7 +92,7 @@ class Search:
     price: Price = field(default_factory=Price)
 
     def together(self, other: "Search") -> "Search":
-        """With the layouts of another number of ranks."""
+        """Joins this search with one over another number of ranks."""
         return replace(
             self,
             found=tuple(sorted((*self.found, *other.found), key=_order)),

@@ -110,7 +110,7 @@ def trace_rank(
 def _run_steps(
     engine: Engine, *, batch: Any, tracker: StepTracker, lanes: Lanes | None, micro_batches: int
 ) -> RankTrace:
-    """Steps with the engine's micro-batches; what the last of these counts is extended to `micro_batches`."""
+    """Runs STEPS steps of the engine's micro-batches, and extends the counts of the last one to `micro_batches`."""
     peaks, saved, stages = [], 0, None
     repeater = Repeater(mesh=engine.process.mesh, io=engine.io, tracker=tracker, lanes=lanes)
     left_out = micro_batches - engine.accumulation_steps
@@ -149,8 +149,7 @@ def _run_steps(
 def _run_micro_batches(
     engine: Engine, *, batch: Any, tracker: StepTracker, repeater: Repeater
 ) -> tuple[list[tuple[Counted, Counted]], int]:
-    """One step. Returns what the third micro-batch counts, as readings before and after it, and the bytes that the first one's forward
-    saves."""
+    """Runs one step. Returns the readings before and after its third micro-batch, and the bytes that the first one's forward saves."""
     saved, readings = 0, []
     for micro_batch in range(engine.accumulation_steps):
         loss = _forward(engine, batch=batch)
@@ -170,8 +169,8 @@ def _run_micro_batches(
 def _run_pipeline(
     engine: PipelineEngine, *, batch: Any, repeater: Repeater, micro_batches: int
 ) -> tuple[list[tuple[Counted, Counted]], StageTimes | None]:
-    """One step. Returns what a middle micro-batch counts, as readings around each of its actions, and the times of the actions of a step
-    with `micro_batches`; None without a clock."""
+    """Runs one step. Returns the readings around each action of a middle micro-batch and, if there is a clock, the times of a step with
+    `micro_batches`."""
     readings: list[Counted] = []
 
     def now() -> float:
@@ -190,16 +189,16 @@ def _run_pipeline(
     middle = [(starts[at], starts[at + 1]) for at in middle_actions(intervals, traced=traced) if at + 1 < len(starts)]
     if repeater.lanes is None:
         return middle, None
-    engine_schedule = make_schedule(
+    schedule = make_schedule(
         engine.policy.schedule,
         num_ranks=len(engine.schedule.ranks),
         num_micro_batches=micro_batches,
         virtual_stages=engine.policy.virtual_stages,
     )
     return middle, StageTimes(
-        schedule=engine_schedule,
+        schedule=schedule,
         seconds=seconds_of_actions(
-            engine_schedule.computes(engine.process.mesh.comm("pp").rank),
+            schedule.computes(engine.process.mesh.comm("pp").rank),
             intervals=intervals,
             traced=traced,
             count=micro_batches,
@@ -243,7 +242,7 @@ def _no_values(*, name: str, start: int, stop: int) -> Tensor:
 
 @contextlib.contextmanager
 def values_are_refused():
-    """Says what the meta device's errors mean here. Raises ValueError."""
+    """Turns errors of the meta device into a ValueError with the reason."""
     try:
         yield
     except (NotImplementedError, RuntimeError) as error:

@@ -101,8 +101,7 @@ class StepTracker(TorchDispatchMode):
         results = tensors_in(out)
         for tensor in results:
             self._see(tensor)
-        count = FLOPS.get(func) or flop_registry.get(func._overloadpacket)
-        flops = count(*args, **kwargs, out_val=out) if count is not None else 0
+        flops = flops_of(func, args=args, kwargs=kwargs, out=out)
         self.flops += flops
         if self._computed is not None and is_work(func):
             used = [*tensors_in(*args, *kwargs.values()), *(results or written(func, args=args))]
@@ -177,6 +176,12 @@ class StepTracker(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         index = -1 if node is None else bisect.bisect_right(self._starts, node._sequence_nr()) - 1
         return f"backward of {self._ran[index]}" if index >= 0 else "backward"
+
+
+def flops_of(func: torch._ops.OpOverload, *, args: tuple, kwargs: dict, out: object) -> int:
+    """Operations of a matrix product or of attention, by torch's formulas; 0 for others."""
+    count = FLOPS.get(func) or flop_registry.get(func._overloadpacket)
+    return 0 if count is None else count(*args, **kwargs, out_val=out)
 
 
 def _shape(func: torch._ops.OpOverload, *, flops: int, tensors: list[Tensor]) -> tuple[int, ...]:
