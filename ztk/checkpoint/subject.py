@@ -1,4 +1,4 @@
-"""What a checkpoint needs of an engine: the part of `ztk.train.engine.Engine` that is saved and loaded."""
+"""The part of `ztk.train.engine.Engine` that a checkpoint saves and loads."""
 
 from typing import Protocol
 

@@ -129,7 +129,7 @@ class GradientReduction:
     # Backward
 
     def require_scaled_loss(self) -> None:
-        """A loss scale other than 1 is in effect: a backward that was not announced as `scaled` is refused."""
+        """From now on a backward that was not announced as `scaled` raises RuntimeError: a loss scale other than 1 is in effect."""
         self._needs_scaled_loss = True
 
     def set_prescale(self, factor: float) -> None:
@@ -137,9 +137,9 @@ class GradientReduction:
         self._prescale = factor
 
     def announce(self, backward: Backward) -> None:
-        """Sets what the next backward is for, which the first gradient begins if `begin` does not.
+        """Describes the next backward; its first gradient begins it unless `begin` was called.
 
-        A loss that was scaled before stays so until its backward: a script may run another forward between them.
+        A scaled loss stays announced until its backward, because a script may run another forward in between.
         """
         self._announced = replace(backward, scaled=backward.scaled or self._announced.scaled)
 
@@ -234,7 +234,7 @@ class GradientReduction:
             self._completed = None
 
     def _end_backward(self) -> None:
-        """Nothing runs, and no loss waits for its backward."""
+        """Forgets the backward that ran and its scaled loss."""
         self._current, self._announced = None, replace(self._announced, scaled=False)
 
     @property
@@ -284,7 +284,8 @@ class GradientReduction:
     ) -> None:
         """Changes gradients of `bucket` where they lie, at stages 0 and 1; the norm follows.
 
-        changes: number of a parameter -> from its gradient, in its shape, to the new one. unused: of parameters that count as without one.
+        changes: number of a parameter -> function from its gradient to the new one, both in its shape. unused: numbers of parameters that
+            count as having no gradient.
         """
         bucket.gradient.used.difference_update(unused)
         for index, change in changes.items():

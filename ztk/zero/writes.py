@@ -196,16 +196,16 @@ def _places(buckets: list[Bucket]) -> Iterator[tuple]:
 
 
 def _is_shown_elsewhere(bucket: Bucket, *, own: Tensor) -> bool:
-    """Something shows the bucket's memory that no read of `.data` returned: a numpy array, or a tensor made of an entry of a state dict.
+    """Whether a numpy array, or a tensor made from an entry of a state dict, shows the bucket's memory: no read of `.data` returned it.
 
     own: the parameter's place there, in its shape.
     """
     known = viewers(bucket.parameters, memory=own)
     if known is None:
-        return False  # their views are among the references, too, and which parameter's they are is unknown
+        return False  # views hold the storage too, and cannot be told from arrays or matched to a parameter
     storage = own.untyped_storage()._cdata
     inside = sum(parameter.untyped_storage()._cdata == storage for parameter in bucket.parameters)
-    return references(own) > known + inside + 3  # the buffer, `own`, and the object that is asked
+    return references(own) > known + inside + 3  # the buffer, `own`, and the storage object that `references` reads
 
 
 def _overlaps(value: Tensor, other: Tensor) -> bool:

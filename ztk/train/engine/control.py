@@ -63,8 +63,11 @@ class StepControl:
         self._settings[Setting.gradient_divisor] = divisor
 
     def set_hyper(self, values: Tensor) -> None:
-        """The hyperparameters of all groups from the next step on: fp32 on the host, in the shape of `hyper`. Their copy is not waited for."""
-        # Only from pinned memory a copy is asynchronous; torch gives these bytes to nobody else before it is done.
+        """Sets the hyperparameters of all groups from the next step on, without waiting for the copy.
+
+        values: fp32 on the host, in the shape of `hyper`.
+        """
+        # A copy is asynchronous only from pinned memory, which torch does not reuse before the copy has ended.
         self.hyper.copy_(values.pin_memory() if self.hyper.is_cuda else values, non_blocking=True)
 
     def decide(self, sum_of_squares: Tensor) -> None:

@@ -77,19 +77,18 @@ class Engine:
     def set_accumulation(self, steps: int) -> None:
         """Sets the number of micro-batches per step, from the next step on. Raises ValueError if a pipeline's schedule cannot run them."""
         self.accumulation_steps = steps
-        self.micro_steps = self.global_steps * steps  # which says where a step ends
+        self.micro_steps = self.global_steps * steps  # counts to the end of a step
 
     def set_averaging(self, *, prescale: float, divisor: float) -> None:
-        """How the ranks' gradients become one, from the next backward on.
+        """Sets how gradients are averaged over ranks and micro-batches, from the next backward on.
 
-        prescale: what each rank multiplies its gradients by before they are added up. divisor: what the sums of all micro-batches are
-        divided by.
+        prescale: factor of each rank's gradients before they are summed. divisor: of the sum over ranks and micro-batches.
         """
         self.zero.reduction.set_prescale(prescale)
         self.control.set_gradient_divisor(divisor)
 
     def resume_at(self, step: int) -> None:
-        """Counts on as after `step` steps."""
+        """Continues the counts as after `step` steps."""
         self.global_steps, self.micro_steps = step, step * self.accumulation_steps
 
     def restore_updates(self, count: int, *, missed: Mapping[str, int]) -> None:
@@ -98,7 +97,7 @@ class Engine:
         self.zero.missed_updates.restore(dict(missed))
 
     def release_optimizer(self) -> None:
-        """The torch optimizer that the engine took over is its caller's again. Does nothing if there is none."""
+        """Returns the torch optimizer that the engine took over to its caller, if there is one."""
         if self.script_optimizer is not None:
             self.script_optimizer.release()
             self.script_optimizer = None
@@ -114,7 +113,7 @@ class Engine:
         return self.zero.reduction.has_gradients
 
     def reduce_gradients(self) -> None:
-        """Reduces what backwards under `no_sync` left on the ranks, as a last backward does. Every rank must call it."""
+        """Reduces the gradients that backwards under `no_sync` left on the ranks, as a last backward does. Every rank must call it."""
         self.zero.reduction.reduce_now()
 
     @property
@@ -153,7 +152,7 @@ class Engine:
             self.zero.reduction.finish()
 
     def prepare_backward(self, *, scaled: bool = False) -> None:
-        """Announces what the next backward is for; `backward` and `scale` call it by themselves. scaled: its loss is."""
+        """Announces the next backward; `backward` and `scale` call this themselves. scaled: the loss is multiplied by the loss scale."""
         is_last = self.is_accumulation_boundary
         reduces = self._synchronise and (is_last or self.zero.policy.shards_gradients)
         self.zero.reduction.announce(Backward(reduces=reduces, is_last=is_last, scaled=scaled))

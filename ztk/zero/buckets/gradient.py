@@ -85,7 +85,7 @@ class BucketGradient:
         return self.full[placement.offset : placement.stop].view(placement.shape)
 
     def read(self, index: int) -> Tensor | None:
-        """The gradient of parameter `index` in the buffer, reduced or local, as a view in its shape; None: there is none."""
+        """The gradient of parameter `index`, reduced or local, as a view of the buffer in the parameter's shape; None if there is none."""
         return self._view(index) if self.full is not None and (self.is_reduced or self._written[index]) else None
 
     @property
@@ -94,11 +94,9 @@ class BucketGradient:
         return self.squares is not None
 
     def record_squares(self, parts: Iterable[Tensor]) -> None:
-        """The reduced shard, or the parts of it that this rank counts, are final: their sum of squares is this rank's share of the norm.
-
-        parts: flat.
-        """
-        before = self.squares  # whose device the new one has
+        """Sets this rank's share of the squared norm: the sum of squares of `parts` [n], the final reduced shard or those parts of it that
+        this rank counts."""
+        before = self.squares  # the new sum stays on its device
         counted = [sum_of_squares(part).to(part.device if before is None else before.device) for part in parts]
         self.squares = functools.reduce(torch.add, counted) if counted else torch.zeros_like(before)
 

@@ -101,7 +101,7 @@ def part_from(parameter: nn.Parameter, *, memory: Tensor) -> bool:
 
 
 def viewers(parameters: Sequence[nn.Parameter], *, memory: Tensor) -> int | None:
-    """How many tensors that `.data` returned, and a script still has, show the storage of `memory` [n]; None: they have views."""
+    """Counts the tensors in the storage of `memory` [n] that `.data` returned and a script still holds; None if one of them has views."""
     kept = [reference() for parameter in parameters for reference in _alive(parameter)]
     storage = memory.untyped_storage()._cdata
     showing = [tensor for tensor in kept if tensor is not None and tensor.untyped_storage()._cdata == storage]
