@@ -1,5 +1,6 @@
-"""What a run's steps compute, and what its devices could: the numbers behind MFU and HFU, of plans and of runs."""
+"""Operations of a run's steps and peak rates of its devices, from which plans and runs compute MFU and HFU."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,28 +24,34 @@ Build = Callable[[Config], nn.Module]  # the model of a run, on the meta device 
 
 
 def step_work(config: Config, *, process: Process, build: Build) -> Work | None:
-    """On rank 0, which reports. None: the peak of the device is not known, or the model's operations are not."""
+    """The work of a step on rank 0, which reports it. None on the other ranks, and where the device's peak or the operations are unknown."""
     if process.rank != 0 or is_own(config, section="data"):
         return None
-    dtype = str(policies.precision_policy(config).dtype).removeprefix("torch.")
-    rate, source = _peak(config, process=process, dtype=dtype)
-    model = model_flops(config, build=build) if rate else 0
-    if rate is None or not model:
+    rate, source = _peak(config, process=process)
+    if rate is None:
         return None
-    return Work(
-        model_flops=model,
-        hardware_flops=_hardware_flops(config, build=build, model=model),
-        devices=process.world_size,
-        rate=rate,
-        source=source,
-    )
+    model, hardware = step_flops(config, build=build)
+    if not model:
+        return None
+    return Work(model_flops=model, hardware_flops=hardware, devices=process.world_size, rate=rate, source=source)
+
+
+def step_flops(config: Config, *, build: Build) -> tuple[int, int | None]:
+    """Operations of a step over all devices, as MFU and as HFU count them; 0 and None for a model that cannot be traced.
+
+    The formulas cover ztk's decoder and models of transformers. Own models and recomputed blocks are traced.
+    """
+    if is_own(config, section="model"):
+        return _traced(config, build=build)
+    model = model_flops(config, build=build)
+    if policies.recompute_policy(config).mode is not RecomputeMode.none:
+        return model, _traced(config, build=build)[1]
+    attention = 12 * config.model.layers * config.model.dim * config.data.seq_len * tokens_of_step(config)
+    return model, model + round(AGAIN * attention)
 
 
 def model_flops(config: Config, *, build: Build) -> int:
-    """Operations of the model in a step, over all devices, as MFU counts them; 0: they cannot be counted.
-
-    Of ztk's decoder and of models of transformers by their formulas, of an own model by tracing it.
-    """
+    """Operations of the model in a step over all devices, as MFU counts them; 0 where they cannot be counted."""
     if is_own(config, section="model"):
         return _traced(config, build=build)[0]
     if is_hugging_face(config.model):
@@ -58,22 +65,13 @@ def model_flops(config: Config, *, build: Build) -> int:
 
 
 def tokens_of_step(config: Config) -> int:
-    """Over all devices; 0 of own data, whose items have no known number of tokens."""
+    """Tokens of a step over all devices; 0 with own data, whose items have no known number of tokens."""
     assert config.train.global_batch_size is not None, "settled"
     return 0 if is_own(config, section="data") else config.train.global_batch_size * config.data.seq_len
 
 
-def _hardware_flops(config: Config, *, build: Build, model: int) -> int | None:
-    """As HFU counts them. Traced where activations are recomputed, and for own models."""
-    if is_own(config, section="model") or policies.recompute_policy(config).mode is not RecomputeMode.none:
-        return _traced(config, build=build)[1] or None
-    attention = 12 * config.model.layers * config.model.dim * config.data.seq_len * tokens_of_step(config)
-    return model + round(AGAIN * attention)
-
-
-def _traced(config: Config, *, build: Build) -> tuple[int, int]:
-    """Operations of the model and of the devices in a step; zeros for a model that cannot be traced, as one that reads values of its tensors.
-    The constructor of an own model draws from torch's generators, which the run goes on with."""
+def _traced(config: Config, *, build: Build) -> tuple[int, int | None]:
+    """See `step_flops`. The trace leaves torch's generators alone, from which the constructor of an own model may draw."""
     from ztk.planner import count_operations  # here: most runs count by formulas
 
     try:
@@ -83,32 +81,37 @@ def _traced(config: Config, *, build: Build) -> tuple[int, int]:
                 batch=planned_batch(config),
                 recompute=policies.recompute_policy(config),
             )
-    except Exception:  # noqa: BLE001 - of an own model; nobody needs its operations to train it
-        return 0, 0
-    assert config.train.global_batch_size is not None, "settled"
-    forwards = config.train.global_batch_size // config.train.micro_batch_size
-    return found.model * forwards, found.hardware * forwards
+    except Exception as error:  # noqa: BLE001 - the user's code runs on tensors without values, and trains without this count
+        missing = "MFU and HFU" if is_own(config, section="model") else "HFU"
+        warnings.warn(
+            f"the run reports no {missing}: counting failed with {type(error).__name__}: {error}", stacklevel=2
+        )
+        return 0, None
+    batch, traced = config.train.global_batch_size, config.train.micro_batch_size
+    assert batch is not None, "settled"
+    return found.model * batch // traced, found.hardware * batch // traced
 
 
-def _peak(config: Config, *, process: Process, dtype: str) -> tuple[float | None, str]:
-    """Operations per second of one device, and where the number is from: `hardware`, else the data sheet of the GPU, else what
-    `python -m ztk.calibrate` measured of this CPU, whose ranks share it."""
-    given = config.hardware
+def _peak(config: Config, *, process: Process) -> tuple[float | None, str]:
+    """Operations per second of one device in the computing dtype, and where the number is from: `hardware`, else the data sheet of the GPU;
+    on a CPU, whose ranks share it, the rate that `python -m ztk.calibrate` measured."""
+    given, dtype = config.hardware, str(policies.precision_policy(config).dtype).removeprefix("torch.")
+    key = {"bfloat16": "bf16_rate", "float16": "fp16_rate"}.get(dtype, "fp32_rate")
     if process.device.type == "cuda":
-        asked = {"bfloat16": given.bf16_rate, "float16": given.fp16_rate, "float32": given.fp32_rate}[dtype]
+        if (rate := getattr(given, key)) is not None:
+            return rate, f"hardware={given.name}" if given.name else f"hardware.{key}"
         name = torch.cuda.get_device_name(process.device)
-        return asked or peak_rate(name, dtype=dtype), f"hardware={given.name}" if asked else f"data sheet, {name}"
+        return peak_rate(name, dtype=dtype), f"data sheet, {name}"
     try:
         measured = read_measured(given.file)
     except ValueError:
         return None, ""
-    rates = {"bfloat16": "bf16_rate", "float16": "fp16_rate"}
-    of_machine = measured[rates.get(dtype, "fp32_rate")] * measured["ranks_per_node"]
+    of_machine = measured[key] * measured["ranks_per_node"]
     return of_machine / process.local_world_size, f"this CPU, {measured.get('source', 'measured')}"
 
 
 def planned_batch(config: Config) -> tuple:
-    """The arguments of the model for one micro-batch."""
+    """The model's arguments for one micro-batch."""
     if is_own(config, section="data"):
         share = Share(micro_batch=config.train.micro_batch_size)
         batch = own_data(config, share=share)[0].next_batch()
@@ -119,10 +122,10 @@ def planned_batch(config: Config) -> tuple:
 
 
 def without_values(config: Config, *, build: Build) -> nn.Module:
-    """The model of the run without values, also of its folder."""
+    """The run's model on the meta device. A model of transformers is built without reading its folder's weights."""
     if config.model.path is None:
         return build(config)
-    with torch.device("cpu"):  # what `model.kernels` replaces is tried on samples, with the values of buffers
+    with torch.device("cpu"):  # `model.kernels` tries its replacements on samples, which need the values of buffers
         model = build(replace(config, model=replace(config.model, init=ModelInit.random)))
     for module in model.modules():
         module._buffers.update({name: b if b is None else b.to("meta") for name, b in module._buffers.items()})

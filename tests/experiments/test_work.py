@@ -60,7 +60,7 @@ def test_plan_and_run_count_alike(tmp_path):
         made = make_plan(config, hardware=HARDWARE)
         model = work.model_flops(config, build=build)
         assert made.model_flops == model
-        assert made.classes[0].flops * 2 == work._hardware_flops(config, build=build, model=model)
+        assert work.step_flops(config, build=build) == (model, made.classes[0].flops * 2)
 
 
 @pytest.mark.parametrize("again", ["none", "full"])
@@ -69,25 +69,30 @@ def test_models_of_transformers_are_counted_as_traced(again, tmp_path):
     words = ("model=hf", f"model.path={tmp_path / 'model'}", "model.init=random", f"recompute={again}")
     config, found, tokens = counted(*words, tmp_path=tmp_path)
     steps = config.train.global_batch_size * 32 // tokens
-    model = work.model_flops(config, build=build)
+    model, hardware = work.step_flops(config, build=build)
     assert model == pytest.approx(found.model * steps, rel=1e-3)  # its tables of rotary positions are a small product
-    hardware = work._hardware_flops(config, build=build, model=model)
     assert hardware == pytest.approx(found.hardware * steps, rel=1e-3)
 
 
-def test_own_models_are_traced_and_leave_the_generators_alone(tmp_path):
-    """One that reads values has no MFU."""
-    config = compose("model=tiny", *RUN, output_dir=str(tmp_path))
+@pytest.mark.parametrize("batch", [(), ("train.global_batch_size=10",), ("train.global_batch_size=6",)])
+def test_own_models_are_traced_once_and_leave_the_generators_alone(batch, tmp_path):
+    """One that reads values has no MFU, and the run says why."""
+    config = compose("model=tiny", *batch, *RUN, output_dir=str(tmp_path))
     own = replace(config, own={"model": {"_target_": "nothing"}})
 
-    def drawn(config):
+    built = []
+
+    def drawn(_):
         torch.manual_seed(1)
-        return build(config)
+        built.append(Takes(build(config)))
+        return built[-1]
 
     state = torch.random.get_rng_state()
-    assert work.model_flops(own, build=lambda _: Takes(drawn(config))) == work.model_flops(config, build=build)
+    assert work.step_flops(own, build=drawn) == work.step_flops(config, build=build)
+    assert len(built) == 1
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert work.model_flops(own, build=lambda _: Reads()) == 0
+    with pytest.warns(UserWarning, match="no MFU and HFU: counting failed with .*Error: "):
+        assert work.step_flops(own, build=lambda _: Reads()) == (0, None)
 
 
 class Takes(nn.Module):
