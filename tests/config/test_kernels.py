@@ -23,6 +23,29 @@ def test_a_gpu_run_takes_what_floors_need_of_its_hardware():
     assert composed("kernels.log_every=10", machine=GPU).hardware.memory_bandwidth is None
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_a_gpu_run_takes_the_peak_of_its_mfu_from_hardware(precision):
+    name = f"{precision}_rate"
+    config = composed("hardware=h200", f"precision={precision}", machine=GPU)
+    assert config.hardware.name == "h200" and getattr(config.hardware, name) > 0
+    assert [key for key in RATES if getattr(config.hardware, key) is not None] == [name]
+    assert getattr(composed(f"hardware.{name}=1e12", f"precision={precision}", machine=GPU).hardware, name) == 1e12
+
+
+@pytest.mark.parametrize(
+    "words, fault",
+    [
+        (("hardware=h200", "hardware.memory_bandwidth=1e12"), "hardware.memory_bandwidth"),
+        (("hardware.bf16_rate=1e12", "precision=fp32"), "hardware.bf16_rate"),
+        (("hardware=h200", "task=sft"), "hardware=h200 has no effect with task=sft"),
+        (("hardware=h200", "data._target_=x.Y"), "hardware=h200 has no effect"),
+        (("hardware=h200", "launch.device=cpu"), "hardware=h200 has no effect"),
+    ],
+)
+def test_hardware_is_refused_where_no_mfu_is_counted(words, fault):
+    assert any(fault in line for line in faults(*words, machine=GPU)), faults(*words, machine=GPU)
+
+
 def test_this_machine_as_it_was_measured(tmp_path):
     file = tmp_path / "here.json"
     needed = [name for name in REQUIRED if not name.startswith("network")]

@@ -48,6 +48,7 @@ from ztk.core.policies.runs import (
     infers,
     is_own,
     others_offload,
+    reports_mfu,
     times_kernels,
 )
 from ztk.core.policies.schedule import SchedulerName, wsd_steps
@@ -190,7 +191,8 @@ def to_config(
         raise ConfigError(
             [f"algorithm={algorithm} has no effect with task={config.task.name}: use task=grpo or task=ppo"]
         )
-    if (hardware := options.get("hardware")) and config.task.name != PLAN and not times_kernels(config):
+    has_rates = config.task.name == PLAN or times_kernels(config) or reports_mfu(config, machine=machine)
+    if (hardware := options.get("hardware")) and not has_rates:
         fix = "use task=plan" if config.task.name in ANSWERING else "use task=plan, or kernels.log_every=N"
         raise ConfigError([f"hardware={hardware} has no effect with task={config.task.name}: {fix}"])
     if (weights := options.get("weights")) and config.task.name not in ANSWERING:

@@ -49,8 +49,8 @@ def _peer_faults(config: Config) -> Iterator[str]:
 def take_measured(choices: DictConfig) -> list[str]:
     """Fills what the command line leaves open of `hardware=here` from its file. Returns one line per fault."""
     hardware = choices.hardware
-    if choices.task.name != PLAN and not choices.kernels.log_every:
-        return []  # nothing of it has an effect, which the rules say
+    if choices.task.name not in (PLAN, "pretrain") and not choices.kernels.log_every:
+        return []  # it has no effect, and `effect_faults` refuses what the user set
     if hardware.name != HERE:
         return (
             [f"hardware.file={hardware.file}: is read with hardware=here alone: leave it out"] if hardware.file else []

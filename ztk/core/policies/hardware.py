@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ztk.core.policies.curves import curve_faults
 from ztk.core.policies.key import Changes, When, key, ranges_of
 from ztk.core.policies.ranges import COUNT, NOT_NEGATIVE, POSITIVE, SIZE, SIZE_OR_ZERO, Range, range_faults, refuse
-from ztk.core.policies.runs import times_kernels
+from ztk.core.policies.runs import reports_mfu, times_kernels
 
 HERE = "here"
 COMMAND = "python -m ztk.calibrate"
@@ -22,25 +22,45 @@ _COUNTED = When(
     "task=plan or kernels.log_every above 0, and hardware=NAME",
     lambda config, machine: config.task.name == "plan" or times_kernels(config),
 )
+_NAMED = When(
+    "task=plan, kernels.log_every above 0 or task=pretrain on a GPU, and hardware=NAME",
+    lambda config, machine: _COUNTED.test(config, machine) or reports_mfu(config, machine=machine),
+)
+
+
+def _rated(dtype: str) -> When:
+    """Runs that a rate of products in this dtype acts in: MFU has one dtype, plans and floors have all."""
+    return When(
+        f"task=plan, kernels.log_every above 0 or task=pretrain on a GPU with precision={dtype}",
+        lambda config, machine: (
+            _COUNTED.test(config, machine) or (reports_mfu(config, machine=machine) and config.precision.dtype == dtype)
+        ),
+    )
 
 
 @dataclass(kw_only=True)
 class HardwareConfig:
-    """The device, the node and the network that a plan is made for, and whose floors `kernels.log_every` compares with. Bandwidths are one
-    way, per device."""
+    """The device, the node and the network that a plan is made for. `kernels.log_every` compares with its floors, MFU on a GPU with its peak.
+    Bandwidths are one way, per device."""
 
     acts: ClassVar = _PLANNED
     optional: ClassVar = True
     changes: ClassVar = Changes.experiment
 
-    name: str | None = key("name of the hardware", acts=_COUNTED)
+    name: str | None = key("name of the hardware", acts=_NAMED)
     capacity_bytes: int | None = key("bytes of device memory that the driver offers", range=SIZE)
     reserve_bytes: int | None = key(
         "bytes of it that the CUDA context, NCCL and the allocator's rounding take", range=SIZE_OR_ZERO
     )
-    bf16_rate: float | None = key("operations per second of dense products in bf16", range=POSITIVE, acts=_COUNTED)
-    fp16_rate: float | None = key("operations per second of dense products in fp16", range=POSITIVE, acts=_COUNTED)
-    fp32_rate: float | None = key("operations per second of dense products in fp32", range=POSITIVE, acts=_COUNTED)
+    bf16_rate: float | None = key(
+        "operations per second of dense products in bf16", range=POSITIVE, acts=_rated("bf16")
+    )
+    fp16_rate: float | None = key(
+        "operations per second of dense products in fp16", range=POSITIVE, acts=_rated("fp16")
+    )
+    fp32_rate: float | None = key(
+        "operations per second of dense products in fp32", range=POSITIVE, acts=_rated("fp32")
+    )
     memory_bandwidth: float | None = key("bytes per second of device memory", range=POSITIVE, acts=_COUNTED)
     host_bandwidth: float | None = key("bytes per second of main memory, a device's share", range=POSITIVE)
     pcie_bandwidth: float | None = key("bytes per second between device and host", range=POSITIVE)
@@ -76,7 +96,7 @@ class HardwareConfig:
     source: str | None = key("where the numbers are from, in the words of the plan")
     file: str | None = key(
         "file of hardware=here, which `python -m ztk.calibrate --to FILE` writes; null: ztk/hardware.json below $XDG_CACHE_HOME or ~/.cache",
-        acts=_COUNTED,
+        acts=_NAMED,
     )
 
 

@@ -88,6 +88,12 @@ def times_kernels(config: "Config") -> bool:
     return trains(config) and bool(config.kernels.log_every)
 
 
+def reports_mfu(config: "Config", *, machine: "Machine") -> bool:
+    """Whether the run counts its operations against the peak rate of a GPU."""
+    is_counted = config.task.name == "pretrain" and not is_own(config, section="data")
+    return is_counted and device_of(config, machine=machine) == "cuda"
+
+
 def holds_out(config: "Config") -> bool:
     """Whether held-out data can be evaluated; own data hold some out if they have a method `held_out`."""
     return config.data.name in TEXT or is_own(config, section="data")
