@@ -192,8 +192,9 @@ def run_name(folder: Path) -> str:
 
 
 def hardware(config: Config) -> Hardware | None:
-    """What a plan is made for; None: nobody asks whether it fits."""
-    return None if config.hardware.name is None else Hardware(**_given(config.hardware, without=("file",)))
+    """The hardware that a plan is made for. None without a choice, and for a run, whose record keeps the rates of its floors and MFU alone."""
+    is_planned = config.task.name == "plan" and config.hardware.name is not None
+    return Hardware(**_given(config.hardware, without=("file",))) if is_planned else None
 
 
 def _given(section: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:

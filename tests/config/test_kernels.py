@@ -46,6 +46,13 @@ def test_hardware_is_refused_where_no_mfu_is_counted(words, fault):
     assert any(fault in line for line in faults(*words, machine=GPU)), faults(*words, machine=GPU)
 
 
+def test_a_run_with_rates_is_planned_without_hardware():
+    from experiments.policies import hardware
+
+    assert hardware(composed("kernels.log_every=10", "hardware=h200", machine=GPU)) is None
+    assert hardware(composed("task=plan", "hardware=h200")).name == "h200"
+
+
 def test_this_machine_as_it_was_measured(tmp_path):
     file = tmp_path / "here.json"
     needed = [name for name in REQUIRED if not name.startswith("network")]
