@@ -32,6 +32,25 @@ def test_the_options_of_the_run_are_taken(run, below):
     check_resumed(config)
 
 
+def test_paths_of_the_run_are_those_of_its_folder(tmp_path, monkeypatch):
+    """Even one whose name is a word for another key."""
+    started, run = tmp_path / "started", tmp_path / "run"
+    (started / "train").mkdir(parents=True)
+    (started / "train" / "text.txt").write_text("text " * 100)
+    hardware = dict.fromkeys(("bf16_rate", "fp16_rate", "fp32_rate", "memory_bandwidth"), 8)
+    (started / "here.json").write_text(json.dumps({"hardware": hardware}))
+    words = ("data.path=train", "kernels.log_every=10", "hardware=here", "hardware.file=here.json")
+    monkeypatch.chdir(started)
+    run.mkdir()
+    save(compose(*words, output_dir=run, machine=CPU), path=run / "config.yaml")
+    (run / "overrides.json").write_text(json.dumps(dict(word.split("=") for word in words)))
+    monkeypatch.chdir(tmp_path)
+    (run / "checkpoints" / "step-000002").mkdir(parents=True)
+    config = compose(f"checkpoint.resume={run}", output_dir=tmp_path / "new", machine=CPU)
+    assert config.data.path == [str(started / "train")]
+    assert config.hardware.file == str(started / "here.json")
+
+
 def test_the_line_replaces_the_run_and_a_group_its_keys(run):
     taken = take_run_words([f"checkpoint.resume={run}", "offload=none", "train.steps=7"]).taken
     assert "zero=stage3" in taken and not any(word.startswith(("offload", "train.accumulation")) for word in taken)

@@ -24,7 +24,7 @@ from ztk.config.errors import ConfigError
 from ztk.config.evaluating import choose_engine, take_evaluated
 from ztk.config.generation import take_generation
 from ztk.config.hugging_face import take_sizes
-from ztk.config.keys import SWEEP, flatten, leaf_types, no_values, read, run_keys, section_of
+from ztk.config.keys import SWEEP, flatten, leaf_types, no_values, path_keys, read, run_keys, section_of, write
 from ztk.config.lengths import take_lengths
 from ztk.config.machine import Machine
 from ztk.config.own import OBJECTS, USER, nameless, nodes_of, take_objects, take_user, written_user
@@ -42,7 +42,6 @@ from ztk.core.policies.runs import (
     BYTES,
     TRAIN,
     as_paths,
-    data_paths,
     device_of,
     draws,
     infers,
@@ -401,28 +400,17 @@ def _settle_launch(config: Config, *, machine: Machine) -> None:
 
 
 def _settle_paths(config: Config) -> None:
+    for name in path_keys():
+        if (value := read(config, key=name)) is not None:
+            takes_several = leaf_types()[name] is Any
+            absolute = [_absolute(path) for path in as_paths(value)] if takes_several else _absolute(value)
+            write(config, key=name, value=absolute)
     config.offload.nvme_path = _nvme_path(config)
-    for name in ("model", "draft_model", "prompts", "held_out"):
-        path = getattr(config.inference, name)
-        if path is not None:
-            setattr(config.inference, name, _absolute(path))
-    if config.eval.path is not None:
-        config.eval.path = [_absolute(path) for path in as_paths(config.eval.path)]
-    if config.eval.choices is not None:
-        config.eval.choices = [_absolute(path) for path in as_paths(config.eval.choices)]
-    if config.data.path is not None:
-        config.data.path = [_absolute(path) for path in data_paths(config)]
     if config.data.tokenizer not in (None, BYTES, TRAIN):
         config.data.tokenizer = _absolute(config.data.tokenizer)
     if config.reward.function is not None:
         path, _, function = config.reward.function.rpartition(":")
         config.reward.function = f"{_absolute(path)}:{function}"
-    if config.model.path is not None:
-        config.model.path = _absolute(config.model.path)
-    if config.reward.path is not None:
-        config.reward.path = _absolute(config.reward.path)
-    if config.warm_start.path is not None:
-        config.warm_start.path = _absolute(config.warm_start.path)
     if config.checkpoint.resume not in (None, AUTO):
         config.checkpoint.resume = _absolute(config.checkpoint.resume)
 

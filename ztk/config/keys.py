@@ -23,6 +23,12 @@ def run_keys() -> dict[str, Key]:
 
 
 @functools.cache
+def path_keys() -> tuple[str, ...]:
+    """The keys that name files and folders."""
+    return tuple(name for name, key in run_keys().items() if key.is_path)
+
+
+@functools.cache
 def line_keys() -> dict[str, Key]:
     """Everything that a command line may set: the keys of a run and of a sweep."""
     return run_keys() | declared_keys(SweepConfig, prefix=f"{SWEEP}.")

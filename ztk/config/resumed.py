@@ -8,15 +8,12 @@ from typing import Any
 
 from ztk.config.batch import AUTO, run_record
 from ztk.config.compose import load
-from ztk.config.keys import read
+from ztk.config.keys import path_keys, read
 from ztk.config.renamed import rename_keys
 
 _RESUME = "checkpoint.resume="
-# Relative to the directory that the run was started in.
-_PATHS = (
-    *("data.path", "data.tokenizer", "model.path", "warm_start.path", "reward.path", "reward.function"),
-    "offload.nvme_path",
-)
+# Keys with paths in a form of their own, next to `path_keys`. All of them may be relative to the directory that the run was started in.
+_PATHS = ("data.tokenizer", "reward.function", "offload.nvme_path")
 # What another command decides for itself. The global batch of the run's configuration gives the accumulation steps on any number of ranks.
 _LEFT = ("checkpoint.allow_changes", "checkpoint.resume", "train.accumulation_steps", "sweep")
 # A word of the command line for the second key makes the run's first one meaningless.
@@ -54,8 +51,8 @@ def take_run_words(words: Sequence[str], *, has_ranks: bool = False) -> Resumed:
         is_replaced = key in given or key.partition(".")[0] in given or _FOLLOWS.get(key) in given
         if is_replaced or key in left or key.startswith("sweep."):
             continue
-        absolute = read(config, key=key) if key in _PATHS else None
-        text = value if absolute is None or value == "train" else _written(absolute)
+        absolute = read(config, key=key) if key in (*_PATHS, *path_keys()) else None
+        text = value if absolute is None else _written(absolute)
         taken.append(f"{sign_and_key}={text}" if value or not sign_and_key.startswith("~") else sign_and_key)
     taken = rename_keys(taken).words
     return Resumed(words=[*taken, *words], taken=tuple(taken))

@@ -97,6 +97,7 @@ class HardwareConfig:
     file: str | None = key(
         "file of hardware=here, which `python -m ztk.calibrate --to FILE` writes; null: ztk/hardware.json below $XDG_CACHE_HOME or ~/.cache",
         acts=_NAMED,
+        is_path=True,
     )
 
 

@@ -88,7 +88,7 @@ def key(
     it accepts, if not all of its type. acts: the runs in which it acts; elsewhere it is refused if the user sets it, and None. optional: it
     may be None where it acts. contradicts: yields one line per choice of the run that the key's value does not go with. idle: a value that
     is accepted where the key does not act. was: the name before the last release. changes: what depends on it; None: as its section says.
-    is_path: of a file or folder, which becomes absolute.
+    is_path: it names files or folders, which become absolute.
     """
     declared = Key(
         meaning=meaning,
