@@ -386,6 +386,21 @@ def test_intervals_are_checked(key):
         ReportPolicy(folder=".", total_steps=1, **{key: 0})
 
 
+def test_an_error_at_the_end_of_a_logger_is_printed(tmp_path, monkeypatch, capsys):
+    class Broken:
+        notice = None
+
+        def row(self, row):
+            pass
+
+        def finish(self, summary, *, failed):
+            raise OSError("no space")
+
+    monkeypatch.setattr("ztk.report.tracker._opened", lambda *_, **__: Broken())
+    train(make_reporter(tmp_path, tracker=report.TrackerPolicy(mode="csv")), losses=[1.0, 2.0])
+    assert "csv: off for the rest of this run (OSError: no space)" in capsys.readouterr().out
+
+
 def test_unknown_tracker_mode():
     with pytest.raises(ValueError, match="logger.mode=on"):
         report.TrackerPolicy(mode="on")

@@ -286,6 +286,7 @@ class Reporter:
         self._folder.close()
         if self._tracker is not None:
             self._tracker.finish(summary, failed=failed)
+            self._say_tracker_notice()
         self._folder = self._progress = self._tracker = None
 
 
