@@ -26,11 +26,12 @@ _REPLACED = ("zero", "offload", "recompute", "topology", "train.accumulation_ste
 def find_layouts(config: Config, *, given: Mapping[str, str], make_plan: Callable[[Config], Plan]) -> Search:
     """Ranks the layouts of the run `config`, whose command line is `given`, prints them and writes them into its folder.
 
-    Keys of the command line stay, but for the options of zero, offload, recompute and topology and the degrees: those are what is searched,
-    on each of the numbers of ranks of `plan.ranks`.
+    The search replaces the options of zero, offload, recompute and topology and the degrees, on each number of ranks in `plan.ranks`. Other
+    keys of the command line stay.
     """
     counts = [config.launch.ranks] if config.plan.ranks is None else rank_counts(config.plan.ranks)
-    searches = [_find(config, given=given, make_plan=make_plan, ranks=count) for count in counts]
+    work = workload(config)
+    searches = [_search(config, given=given, make_plan=make_plan, work=replace(work, ranks=count)) for count in counts]
     found = replace(
         functools.reduce(Search.together, searches),
         price=Price(tokens=config.plan.tokens, budget_hours=config.plan.budget_hours),
@@ -46,9 +47,9 @@ def find_layouts(config: Config, *, given: Mapping[str, str], make_plan: Callabl
     return found
 
 
-def _find(config: Config, *, given: Mapping[str, str], make_plan: Callable[[Config], Plan], ranks: int) -> Search:
-    """The layouts on so many ranks."""
-    given = {**given, "launch.ranks": str(ranks)}
+def _search(config: Config, *, given: Mapping[str, str], make_plan: Callable[[Config], Plan], work: Workload) -> Search:
+    """The layouts on `work.ranks`."""
+    given = {**given, "launch.ranks": str(work.ranks)}
 
     def replan(overrides: tuple[str, ...]) -> Plan | str:
         words = searched(config, given=given, overrides=overrides)
@@ -60,7 +61,7 @@ def _find(config: Config, *, given: Mapping[str, str], make_plan: Callable[[Conf
             return str(error)
 
     count = TRACED if config.plan.traced is None else config.plan.traced
-    return search(replan, work=replace(workload(config), ranks=ranks), traced=count)
+    return search(replan, work=work, traced=count)
 
 
 def searched(config: Config, *, given: Mapping[str, str], overrides: tuple[str, ...]) -> list[str]:

@@ -283,7 +283,7 @@ def test_numbers_of_ranks(given, counts):
     assert rank_counts(given) == counts
 
 
-@pytest.mark.parametrize("given", ["8-4", "many", [0], [], "-8", 2.5])
+@pytest.mark.parametrize("given", ["8-4", "many", [0], [], "-8", 2.5, True, [True, 8]])
 def test_other_forms_of_plan_ranks_are_refused(given):
     with pytest.raises(ValueError, match=r"plan\.ranks=.*\[8,16,24\]"):
         rank_counts(given)

@@ -67,7 +67,9 @@ def rank_counts(value: Any) -> list[int]:
         counts = [value]
     elif isinstance(value, Sequence) and not isinstance(value, str):
         counts = list(value)
-    if not counts or not all(isinstance(count, int) and count > 0 for count in counts):
+    if not counts or not all(
+        type(count) is int and count > 0 for count in counts
+    ):  # true and false are no numbers of ranks
         raise ValueError(f"plan.ranks={value}: must be a list as in [8,16,24], or FIRST-LAST as in 8-64, which doubles")
     return sorted(set(counts))
 
