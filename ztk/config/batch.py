@@ -1,5 +1,6 @@
 """How many sequences a step takes, and how many micro-batches that is on this number of ranks."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +76,12 @@ def run_record(path: str | Path) -> Path | None:
     """The configuration of the run that `checkpoint.resume=path` continues; path: a run folder, its `checkpoints`, or one checkpoint."""
     given = Path(path).expanduser()
     return next((found for place in (given, given.parent, given.parent.parent) if (found := record_of(place))), None)
+
+
+def run_folder(path: str | os.PathLike) -> Path | None:
+    """The absolute folder of the run that `path` is in, where `path` is that folder, a checkpoint or a folder in a checkpoint."""
+    folder = Path(path).expanduser().absolute()
+    return next((place for place in (folder, *folder.parents[:3]) if record_of(place)), None)
 
 
 def checkpoint_fault(path: str, *, key: str) -> Iterator[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from ztk.config.batch import run_folder
 from ztk.config.hugging_face import sizes_of
 from ztk.config.keys import read, written
 from ztk.config.machine import Machine
@@ -133,10 +134,9 @@ def _model_of(folder: Path, *, usual: ModelConfig) -> ModelConfig:
 
 def _record_of(folder: Path) -> dict:
     """The recorded configuration of a run, by its folder or one of its checkpoints. Raises ValueError where there is none."""
-    places = (folder, *folder.absolute().parents[:3])
-    found = next((place / "config.yaml" for place in places if (place / "config.yaml").is_file()), None)
-    if found is None:
+    run = run_folder(folder)
+    if run is None:
         raise ValueError(
             f"inference.model={folder}: is neither a run folder, nor a checkpoint below one, nor a folder with a config.json; name one of them"
         )
-    return rename_recorded(yaml.safe_load(found.read_text(encoding="utf-8")))
+    return rename_recorded(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))

@@ -11,24 +11,25 @@ from typing import Any
 
 import yaml
 
+from ztk.config.batch import run_folder
 from ztk.config.derived import derive
 from ztk.core.policies.config import Config
 
 FILE = "generation_config.json"
 # The file's field -> the key of `sampling`.
 _TAKEN = {
-    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
-    **{"max_new_tokens": "max_tokens", "stop_strings": "stop", "num_return_sequences": "n"},
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+    "stop_strings": "stop",
+    "num_return_sequences": "n",
 }
-_CUTS = (
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "top_h",
-)  # of a distribution that is drawn from
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty")
+# Fields that cut the distribution that a token is drawn from. Greedy decoding does not read them.
+_CUTS = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 # Fields that ztk has no step for -> the values that change nothing, besides null and an empty list.
 _NEUTRAL = {
     **dict.fromkeys(
@@ -81,25 +82,19 @@ def take_generation(config: Config, *, given: frozenset[str]) -> list[str]:
 
 
 def given_temperature(config: Config, *, values: Mapping[str, Any], given: frozenset[str]) -> float | None:
-    """The temperature that acts."""
+    """`sampling.temperature` if the user set it, then the file's, then the option file's."""
     if "sampling.temperature" in given:
         return config.sampling.temperature
     return values.get("temperature", config.sampling.temperature)
 
 
 def generation_file(path: str) -> Path | None:
-    """The file of the model in `path`: a folder that has one, or a run or checkpoint of `model=hf`, whose base model's it is. None: none."""
+    """The file in the folder `path`. A run or checkpoint of `model=hf` has the file of its base model."""
     folder = Path(path).expanduser()
-    if (folder / FILE).is_file():
-        return folder / FILE
-    if (folder / "config.json").is_file():
-        return None
-    run = next((place for place in (folder, *folder.absolute().parents[:3]) if (place / "config.yaml").is_file()), None)
-    if run is None:
-        return None
-    recorded = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")) or {}
-    base = (recorded.get("model") or {}).get("path")
-    return None if base is None or not Path(base, FILE).is_file() else Path(base, FILE)
+    if not (folder / FILE).is_file() and not (folder / "config.json").is_file() and (run := run_folder(path)):
+        recorded = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")) or {}
+        folder = Path((recorded.get("model") or {}).get("path") or folder)
+    return folder / FILE if (folder / FILE).is_file() else None
 
 
 def read_generation(file: Path) -> dict[str, Any]:
@@ -120,8 +115,8 @@ def end_tokens(file: Path | None) -> tuple[int, ...]:
 
 
 def _sampling(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of `sampling` that the file gives. do_sample=false is the likeliest token; a distribution without a temperature has 1, for
-    which it was made."""
+    """The values of `sampling` in the file. do_sample=false takes the likeliest token. A file that draws and names no temperature was made for
+    1."""
     values = {key: found[name] for name, key in _TAKEN.items() if name in found}
     if values.get("top_k", 0) < 0:
         values["top_k"] = 0
@@ -134,11 +129,8 @@ def _sampling(found: Mapping[str, Any]) -> dict[str, Any]:
     return {name: float(value) if name in _FLOATS else value for name, value in values.items()}
 
 
-_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty")
-
-
 def _undone(found: Mapping[str, Any], *, file: Path, is_drawn: bool) -> Iterator[str]:
-    """One line per field that would change answers here, had ztk its step. is_drawn: False takes the likeliest token."""
+    """One line per field that changes answers in transformers and has no step in ztk. is_drawn: tokens are drawn, not the likeliest taken."""
     for name, neutral in _NEUTRAL.items():
         if name in found and found[name] not in neutral and (is_drawn or name not in _CUTS):
             yield (

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ztk.config.batch import run_folder
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import OnError, Packing
 from ztk.core.policies.runs import BYTES, data_paths, reads_documents
@@ -15,8 +16,7 @@ if TYPE_CHECKING:
 
 def tokenizer_of_run(path: str | os.PathLike) -> Path | None:
     """The tokenizer that a run has left in its folder. path: the folder, or one of its checkpoints."""
-    folder = Path(path).expanduser().absolute()
-    run = next((place for place in (folder, *folder.parents[:3]) if (place / "config.yaml").is_file()), None)
+    run = run_folder(path)
     found = None if run is None else run / "tokenizer"
     return found if found is not None and (found / "tokenizer.json").is_file() else None
 
