@@ -103,7 +103,7 @@ class Session:
             self._print_jobs()
             if self._sweep is not None and not self._listing:
                 self._say(f"interrupted; this continues the sweep:\n  {sweep_line(self._sweep[0], flags=self._flags)}")
-            elif not self._ranks_started:  # from then on `_start_ranks` says how to go on
+            elif not self._ranks_started:  # afterwards `_start_ranks` prints the line that continues the run
                 self._say("interrupted before a run started: nothing has changed, start the command again")
             if isinstance(error, SystemExit):
                 raise
@@ -174,7 +174,7 @@ class Session:
             return self._start_ranks(config) if self._external is None else self._be_rank(config, beat=beat)
 
     def _prepare_arguments(self) -> str | None:
-        """Sets `sys.argv` for Hydra. Returns the configuration that --cfg job and --cfg all ask for; None: there is a run."""
+        """Sets `sys.argv` for Hydra. Returns the text to print instead of a run for --cfg job and --cfg all, else None."""
         arguments = sys.argv[1:]
         if self._external:
             try:
@@ -347,7 +347,7 @@ class Session:
 
 
 def _shown(flags: list[str]) -> str | None:
-    """`job` or `all`, as `--cfg` has it; None without it, and with `--package`, where Hydra shows a part of what it composes."""
+    """The value of `--cfg` if it is `job` or `all`. None with `--package`, with which Hydra itself shows a part of the configuration."""
     joined = " ".join(flags).replace("=", " ").split()
     if {"--package", "-p"} & set(joined):
         return None
