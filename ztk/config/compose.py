@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -55,11 +55,8 @@ from ztk.core.policies.suggest import did_you_mean
 from ztk.core.policies.tier import Tier
 from ztk.core.policies.train import Evaluated
 
-_OVERLAYS = (
-    "algorithm.",
-    "task.",
-    "weights.",
-)  # groups whose options set keys of others, in the order of conf/config.yaml
+# Groups whose options set keys of other groups, in the order of conf/config.yaml.
+_OVERLAYS = ("algorithm.", "task.", "weights.")
 
 # Keys that `_settle` gives a number, and how it finds it.
 _SETTLED = {
@@ -186,20 +183,8 @@ def to_config(
         and (faults := follow_tokenizer(config, given=given))
     ):
         raise ConfigError(faults)
-    if (algorithm := options.get("algorithm")) and not draws(config):
-        raise ConfigError(
-            [f"algorithm={algorithm} has no effect with task={config.task.name}: use task=grpo or task=ppo"]
-        )
-    has_rates = config.task.name == PLAN or times_kernels(config) or reports_mfu(config, machine=machine)
-    if (hardware := options.get("hardware")) and not has_rates:
-        fix = "use task=plan" if config.task.name in ANSWERING else "use task=plan, or kernels.log_every=N"
-        raise ConfigError([f"hardware={hardware} has no effect with task={config.task.name}: {fix}"])
-    if (weights := options.get("weights")) and config.task.name not in ANSWERING:
-        raise ConfigError(
-            [
-                f"weights={weights} has no effect with task={config.task.name}: use task=generate, task=serve or task=eval"
-            ]
-        )
+    if faults := [*_option_faults(config, options=options, machine=machine)]:
+        raise ConfigError(faults)
     take_rate(config, given=given)
     choose_engine(config, given=given, machine=machine)
     if faults := [
@@ -213,6 +198,19 @@ def to_config(
     if faults := [*round_faults(config, given=given)]:
         raise ConfigError(faults)
     return config
+
+
+def _option_faults(config: Config, *, options: Mapping[str, str | None], machine: Machine) -> Iterator[str]:
+    """One line per chosen option of a group that the task does not read."""
+    task = config.task.name
+    if (algorithm := options.get("algorithm")) and not draws(config):
+        yield f"algorithm={algorithm} has no effect with task={task}: use task=grpo or task=ppo"
+    has_rates = task == PLAN or times_kernels(config) or reports_mfu(config, machine=machine)
+    if (hardware := options.get("hardware")) and not has_rates:
+        fix = "use task=plan" if task in ANSWERING else "use task=plan, or kernels.log_every=N"
+        yield f"hardware={hardware} has no effect with task={task}: {fix}"
+    if (weights := options.get("weights")) and task not in ANSWERING:
+        yield f"weights={weights} has no effect with task={task}: use task=generate, task=serve or task=eval"
 
 
 def save(config: Config, *, path: str | os.PathLike) -> None:
@@ -233,8 +231,8 @@ def to_yaml(config: Config) -> str:
 
 
 def to_explained_yaml(config: Config, *, acting_alone: bool = False) -> str:
-    """What `save` writes, as a text: `to_yaml`, where values that the user left open have their reasons as comments. acting_alone: without
-    the keys that take no part in the run."""
+    """The text of `save`: `to_yaml` with a comment for each derived value that gives its reason. acting_alone: leaves out the keys without
+    effect in the run."""
     text = to_yaml(config)
     if acting_alone:
         text = OmegaConf.to_yaml(_acting(OmegaConf.to_container(OmegaConf.create(text))))
@@ -242,7 +240,7 @@ def to_explained_yaml(config: Config, *, acting_alone: bool = False) -> str:
 
 
 def _acting(values: Any, *, prefix: str = "") -> dict[str, Any]:
-    """Nested values without those of ztk's keys that are None, and without sections that have no others."""
+    """Nested values without ztk's keys that are None, and without sections in which nothing is left."""
     kept = {}
     for name, value in values.items():
         if isinstance(value, dict) and any(key.startswith(f"{prefix}{name}.") for key in run_keys()):

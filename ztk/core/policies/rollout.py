@@ -135,11 +135,11 @@ _WARMING = When(
     "task=grpo, task=ppo or task=dpo with warm_start.steps above 0",
     lambda config, machine: _WARMS.test(config, machine) and bool(config.warm_start.steps),
 )
+_ALIGNS = tasks("sft", "reward", "dpo", "grpo", "ppo")
 _MADE = When(
     "task=sft, reward, dpo, grpo or ppo without data.path",
     lambda config, machine: _ALIGNS.test(config, machine) and config.data.path is None,
 )
-_ALIGNS = tasks("sft", "reward", "dpo", "grpo", "ppo")
 _GATHERS = When(
     f"{DRAWS.words} and zero=stage3, and rollout.engine=trainer",
     lambda config, machine: (
