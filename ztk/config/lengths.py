@@ -40,7 +40,7 @@ def take_lengths(config: Config, *, given: frozenset[str]) -> list[str]:
 
 
 def records_of(config: Config, *, seq_len: int | None) -> "tuple[Example, ...]":
-    """The records of `data.path`. seq_len: the longest text; None: any. Raises ValueError for a record that is none or too long."""
+    """The records of `data.path`. seq_len: the longest text that is accepted, or None. Raises ValueError for a malformed or longer record."""
     from ztk.rl.align.lines import files_of  # here: torch takes a second, and only files need it
 
     data, tokenizer = config.data, str(config.data.tokenizer) if has_tokenizer(config) else None
@@ -50,8 +50,15 @@ def records_of(config: Config, *, seq_len: int | None) -> "tuple[Example, ...]":
     stamps = tuple((str(file), (found := file.stat()).st_size, found.st_mtime_ns) for file in files)
     by_template = data.chat_template is ChatTemplateName.tokenizer
     stop = None if tokenizer else data.stop
-    options = {"stop": stop, "tokenizer": tokenizer, "by_template": by_template, "stamps": stamps}
-    return _read(paths=tuple(data_paths(config)), record_format=data.name.value, seq_len=seq_len, **options)
+    return _read(
+        paths=tuple(data_paths(config)),
+        record_format=data.name.value,
+        seq_len=seq_len,
+        stop=stop,
+        tokenizer=tokenizer,
+        by_template=by_template,
+        stamps=stamps,
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -65,7 +72,7 @@ def _read(
     by_template: bool,
     stamps: tuple[tuple[str, int, int], ...],
 ) -> "tuple[Example, ...]":
-    """Read once for the length and for the rules. stamps: of the files, which may change while the process lives."""
+    """Cached: the length and the rules both need the records. stamps: size and time of the files, so that changed ones are read again."""
     from ztk.data import SubwordTokenizer
     from ztk.rl.align import RecordFormat, read_examples
 
@@ -83,7 +90,7 @@ def _read(
 def _take_from_records(config: Config) -> list[str]:
     data = config.data
     if data.name not in RECORDS or not (data.stop or has_tokenizer(config)):
-        return []  # the rules say so
+        return []  # refused by the rules
     if config.task.name != "sft" and data.name is not DataName.preferences:
         return []
     lengths = [max(len(text) for text in example.texts) for example in records_of(config, seq_len=None)]
@@ -108,7 +115,7 @@ def _take_from_prompts(config: Config, *, given: frozenset[str]) -> list[str]:
 
     data, context = config.data, config.model.max_seq_len
     if data.name is not DataName.prompts:
-        return []  # the rules say so
+        return []  # refused by the rules
     if is_hugging_face(config.model) and "rollout.max_tokens" not in given:
         derive(config, key="rollout.max_tokens", value=min(ANSWER, context // 2), reason="TRL's max_completion_length")
     if KEY in given:
@@ -122,7 +129,7 @@ def _take_from_prompts(config: Config, *, given: frozenset[str]) -> list[str]:
 
 
 def _derive(config: Config, *, longest: int, what: str) -> None:
-    """longest: tokens, as many as the model takes at most. An option file's length stays where it is enough: runs that have it go on."""
+    """Raises `data.seq_len` to `longest` tokens, rounded up. An option's longer value stays, and with it the numbers of earlier runs."""
     unit = multiple_of(config.topology)
     rounded = -(-longest // lcm(_ROW, unit)) * lcm(_ROW, unit)
     if rounded > config.model.max_seq_len:

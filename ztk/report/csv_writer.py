@@ -10,7 +10,7 @@ METRICS, SAMPLES = "metrics.csv", "samples.csv"
 
 
 class CsvWriter:
-    """A row is in the file when `row` returns. What a row lacks is an empty field; a key that comes later is a new last column."""
+    """A row is in the file when `row` returns. A key that a row lacks is an empty field, and a key that comes later is a new last column."""
 
     notice: str | None = None
 

@@ -43,7 +43,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        """The trace by its name; everything else does not exist."""
+        """Sends the trace; any other path is 404."""
         trace = self.server.trace
         if self.path != f"/{trace.name}":
             self.send_error(404)

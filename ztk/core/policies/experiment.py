@@ -8,8 +8,8 @@ from ztk.core.policies.key import Changes, changes_of, declared_keys
 
 
 def is_counted(key: str, *, value: Any, counted: frozenset[str] = frozenset()) -> bool:
-    """Whether a key with this value is part of the experiment. `checkpoint.resume` is if it names a folder, because that is where the run
-    starts; a key that is None is not. counted: keys that are although they are left out of others."""
+    """Whether a key with this value is part of the experiment. A folder in `checkpoint.resume` is, because the run starts from it. None is not.
+    counted: further keys that are part of this experiment."""
     if value is None:
         return False
     if key in counted or (key == "checkpoint.resume" and value != "auto"):
@@ -23,7 +23,7 @@ def changes_numbers(key: str) -> bool:
 
 
 def _changes(key: str) -> Changes:
-    """Of a key of ztk's or of the user's, which is as the section that it is in."""
+    """A key of a user's object has the `changes` of its section."""
     if key == "output_dir":
         return Changes.nothing
     declared = declared_keys(Config).get(key)

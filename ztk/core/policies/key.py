@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 
 class Machine(Protocol):
-    """The machine, as far as it decides which keys act."""
+    """The facts about a machine that decide which keys act."""
 
     @property
     def gpus(self) -> int:
-        """That torch can use."""
+        """GPUs that torch can use."""
         ...
 
     @property
     def started_ranks(self) -> int:
-        """The world, if torchrun or srun has started it."""
+        """World size if torchrun or srun has started the ranks, else 0."""
         ...
 
 
@@ -36,7 +36,7 @@ class Accepted(Protocol):
 
 
 class Changes(Enum):
-    """What depends on a key."""
+    """The part of a run that depends on a key."""
 
     nothing = "nothing"  # where files are, logging, launching: the key is not part of the run's hash
     experiment = "experiment"  # another experiment, whose losses are the same within rounding
@@ -82,13 +82,19 @@ def key(
     changes: Changes | None = None,
     is_path: bool = False,
 ) -> Any:
-    """Declares a key as the field of a section, a `@dataclass(kw_only=True)`. A section may have `acts`, `optional` and `changes` for its keys.
+    """Declares a key as the field of a section, a `@dataclass(kw_only=True)`. The class attributes `acts`, `optional` and `changes` of a
+    section are the defaults of its keys.
 
-    meaning: its line in `--help GROUP` and in the documentation. default: MISSING if an option of the group must set it. range: the values
-    it accepts, if not all of its type. acts: the runs in which it acts; elsewhere it is refused if the user sets it, and None. optional: it
-    may be None where it acts. contradicts: yields one line per choice of the run that the key's value does not go with. idle: a value that
-    is accepted where the key does not act. was: the name before the last release. changes: what depends on it; None: as its section says.
-    is_path: it names files or folders, which become absolute.
+    meaning: the line in `--help GROUP` and in the documentation.
+    default: MISSING if an option of the group must set the key.
+    range: the accepted values, where the type accepts more.
+    acts: the runs in which the key acts. In other runs the key is None, and a value from the user is refused.
+    optional: the key may be None where it acts.
+    contradicts: yields one line per choice of the run that the value does not go with.
+    idle: a value that is accepted where the key does not act.
+    was: the name before the last release.
+    changes: the part of a run that depends on the key.
+    is_path: the key names files or folders, which become absolute.
     """
     declared = Key(
         meaning=meaning,
@@ -118,7 +124,7 @@ def declared_keys(section: type, *, prefix: str = "") -> dict[str, Key]:
 
 
 def _complete(entry: Field, *, section: type, name: str, hint: Any) -> Key:
-    """What a key leaves open is as its section has it."""
+    """The declared key with its name and type, and the defaults of its section."""
     declared: Key = entry.metadata["key"]
     return replace(
         declared,
@@ -132,7 +138,7 @@ def _complete(entry: Field, *, section: type, name: str, hint: Any) -> Key:
 
 
 def changes_of(section: type) -> Changes:
-    """What depends on the keys of a section, those of the user's objects included."""
+    """`changes` of a section, which keys of a user's object in it have too."""
     return getattr(section, "changes", Changes.numbers)
 
 

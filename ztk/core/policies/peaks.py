@@ -22,8 +22,8 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def peak_rate(device_name: str, *, dtype: str) -> float | None:
-    """Operations per second in `dtype`, such as "bfloat16", of a GPU such as "NVIDIA H100 80GB HBM3"; None: of this one, or of this dtype, it
-    is not known. A part of a GPU (MIG) has no rate of its own."""
+    """Operations per second in `dtype`, such as "bfloat16", of a GPU such as "NVIDIA H100 80GB HBM3". None for a GPU or dtype without an entry,
+    and for a part of a GPU (MIG)."""
     words = device_name.replace("-", " ").split()
     if "MIG" in words or dtype not in _DTYPES:
         return None

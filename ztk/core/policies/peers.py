@@ -30,8 +30,8 @@ _EAGER = {
     "geglu": 10 / 6,
     "geglu_backward": 18 / 10,
 }
-# Rates of Transformer Engine and cuDNN in those that conf/hardware/ has of PyTorch's operations, chosen with the runs of Megatron-LM and NeMo
-# in docs/published_runs.md that are not held out. FlashAttention-3 (arXiv 2407.08608, figures 5 and 6) reaches 1.5 to 2.0 times
+# Transformer Engine and cuDNN, relative to the rates of PyTorch's operations in conf/hardware/. Fitted to the runs of Megatron-LM and NeMo in
+# docs/published_runs.md that are not held out. FlashAttention-3 (arXiv 2407.08608, figures 5 and 6) reaches 1.5 to 2.0 times
 # FlashAttention-2's rate on H100.
 _TUNED_PRODUCTS, _TUNED_ATTENTION = 1.08, 2.6
 _TUNED_CASTS = 0.25  # of the bytes of casts to fp8: most are fused with the operation before
@@ -53,17 +53,17 @@ class Peer:
 
     @property
     def product_gain(self) -> float:
-        """The rate of products, in that of the hardware's description."""
+        """Rate of products, relative to the hardware's description."""
         return _TUNED_PRODUCTS if self.way is Way.tuned else 1.0
 
     @property
     def casts(self) -> float:
-        """The bytes that casts to fp8 move, in those of the operands and the result."""
+        """Bytes that casts to fp8 move, relative to the bytes of operands and result."""
         return _TUNED_CASTS if self.way is Way.tuned else 1.0
 
     @property
     def attention_gain(self) -> float:
-        """The rate of attention, in that of the hardware's description."""
+        """Rate of attention, relative to the hardware's description."""
         return _TUNED_ATTENTION if self.way is Way.tuned else 1.0
 
     @property

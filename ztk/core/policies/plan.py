@@ -50,10 +50,10 @@ class PlanConfig:
         acts=_SEARCHES,
     )
     tokens: float | None = key(
-        "tokens of the whole training, whose GPU hours and days the plan says; null: none", range=POSITIVE
+        "tokens of the whole training; the plan prints its GPU hours and days; null: none", range=POSITIVE
     )
     budget_hours: float | None = key(
-        "GPU hours that one has; the plan says what they train; null: no limit", range=POSITIVE
+        "GPU hours that are available; the plan prints how many tokens they train; null: no limit", range=POSITIVE
     )
 
 

@@ -22,7 +22,7 @@ def utilization(flops: float, *, seconds: float, rate: float) -> float:
 class Work:
     """Operations of one step over all devices, and the peak of a device.
 
-    hardware_flops: None: nobody has counted them. rate: operations per second of a device at its peak. source: where the rate is from.
+    hardware_flops: None if they were not counted. rate: operations per second of a device at its peak. source: where the rate is from.
     """
 
     model_flops: int
