@@ -36,7 +36,7 @@ class Prompts:
             self._reward = load_reward(config.reward.function)
 
     def _more_ends(self, config: Config) -> tuple[int, ...]:
-        """Those of the model's generation_config.json: a model may end an answer by more tokens than its template's."""
+        """End tokens in the model's generation_config.json, where a model may have more of them than its chat template uses."""
         if isinstance(self.tokenizer, ByteTokenizer) or config.model.path is None:
             return ()
         return end_tokens(generation_file(config.model.path))

@@ -12,7 +12,7 @@ from ztk.config import Machine, compose, from_yaml, to_explained_yaml, to_yaml
 from ztk.config.keys import expected, line_keys, run_keys
 
 ROOT = Path(__file__).parents[2]
-# Declares train.patience before anything has read the section, and says what follows from it.
+# Declares train.patience before anything has read the section, and prints everything that is derived from the declaration.
 SCRIPT = '''
 import json
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""data.seq_len from the records, and what data.path changes: answers of a useful length, and no examples of the built-in task."""
+"""`data.path` sets data.seq_len from the records, gives answers a useful length, and drops the examples of the built-in task."""
 
 import json
 

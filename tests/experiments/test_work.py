@@ -1,4 +1,4 @@
-"""MFU and HFU of runs: operations counted by formulas and by tracing, peaks of devices, and what a run's record has of them."""
+"""MFU and HFU of runs: operations by formulas and by tracing, peaks of devices, and the keys of a run's record."""
 
 import json
 from dataclasses import replace
@@ -76,7 +76,7 @@ def test_models_of_transformers_are_counted_as_traced(again, tmp_path):
 
 @pytest.mark.parametrize("batch", [(), ("train.global_batch_size=10",), ("train.global_batch_size=6",)])
 def test_own_models_are_traced_once_and_leave_the_generators_alone(batch, tmp_path):
-    """One that reads values has no MFU, and the run says why."""
+    """A model that reads values has no MFU, and a warning gives the reason."""
     config = compose("model=tiny", *batch, *RUN, output_dir=str(tmp_path))
     own = replace(config, own={"model": {"_target_": "nothing"}})
 

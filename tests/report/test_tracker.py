@@ -1,4 +1,4 @@
-"""Loggers beside a run: wandb's offline files without a prompt, TensorBoard's events, CSV; none can stop a run."""
+"""Loggers of a run: wandb's offline files without a prompt, TensorBoard's events, CSV; none can stop a run."""
 
 import csv
 import importlib.util

@@ -1,4 +1,4 @@
-"""`python -m ztk.report profile`: what the browser is told to open, and what it can fetch."""
+"""`python -m ztk.report profile`: the address for the browser, and the one file that it can fetch."""
 
 import threading
 import urllib.error

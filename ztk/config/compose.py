@@ -334,7 +334,7 @@ def _chosen(group: str, *, overrides: Sequence[str]) -> bool:
 
 
 def _settle(config: Config, *, machine: Machine) -> None:
-    """Sets numbers for what was left open, with their reasons, and None for what has no effect."""
+    """Sets open keys to numbers, with their reasons, and keys without effect to None."""
     left_open = [key for key in _SETTLED if read(config, key=key) is None]
     settle_parameter_tier(config)
     null_inactive_keys(config, machine=machine)

@@ -46,7 +46,7 @@ def line_types() -> dict[str, Any]:
 
 
 def no_values() -> dict[str, Any]:
-    """None for every key that may be None, nested as a configuration: what a record does not name took no part."""
+    """None for every key that may be None, nested as a configuration. A key that is missing from a record had no effect."""
     found: dict[str, Any] = {}
     for name, key in run_keys().items():
         if type(None) in typing.get_args(key.hint):

@@ -66,7 +66,7 @@ def describe_row(row: Mapping[str, Any], *, device: str = "GPU") -> str:
     """loss, learning rate, speed with MFU and HFU where they are known, memory of the tiers in use; validation loss and loss scale where there
     are any.
 
-    Of a policy reward, KL divergence, entropy and length come first. device: what a rank computes on, "GPU" or "rank".
+    Of a policy reward, KL divergence, entropy and length come first. device: a rank's device in "tokens/s (N/GPU)", "GPU" or "rank".
     """
     parts = [f"{name} {row[name]:.3f}" for name in ("reward", "kl", "entropy", "length") if row.get(name) is not None]
     parts += [

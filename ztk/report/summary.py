@@ -9,8 +9,8 @@ from ztk.report.rows import RowBuilder
 
 
 def summarise(rows: RowBuilder) -> dict[str, Any]:
-    """The metrics of the steps. `tokens_per_second`, `mfu` and `hfu` are those of the median step, so pauses and the first step's warm-up do
-    not count."""
+    """The metrics of the steps. `tokens_per_second`, `mfu` and `hfu` belong to the median step, so pauses and the first step's warm-up
+    do not count."""
     made = max(1, rows.num_steps)
     median = statistics.median(rows.step_seconds) if rows.step_seconds else None
     speed = rows.num_tokens / made / median if median else None

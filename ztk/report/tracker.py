@@ -1,4 +1,4 @@
-"""Where a run's rows go beside its folder: wandb, TensorBoard or a CSV file. Their errors never stop a run."""
+"""Loggers that get a run's rows in addition to its folder: wandb, TensorBoard or a CSV file. Their errors never stop a run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ MODES = ("offline", "online", "tensorboard", "csv", "disabled")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackerPolicy:
-    """What is sent about a run, and where.
+    """The logger of a run, and the facts about the run that it gets.
 
     group: the sweep that the run belongs to; name: its overrides, joined; job_type: its task; config: every option,
     resolved. project, group, name and job_type are wandb's.
@@ -40,7 +40,7 @@ class Writer(Protocol):
         """One row of `metrics.jsonl`."""
 
     def texts(self, records: Sequence[Mapping[str, Any]], *, step: int) -> None:
-        """The table `samples`, records with equal keys, beside the row of `step`."""
+        """The table `samples` of `step`: records with equal keys."""
 
     def finish(self, summary: Mapping[str, Any], *, failed: bool) -> None:
         """The end of the run. summary: as `summary.json`."""
@@ -87,7 +87,7 @@ class Tracker:
 
 
 def _opened(policy: TrackerPolicy, *, directory: str, first_step: int) -> Writer:
-    """Imports only the logger that is asked for."""
+    """The chosen logger. The others are not imported."""
     if policy.mode == "tensorboard":
         from ztk.report.tensorboard_writer import TensorboardWriter
 

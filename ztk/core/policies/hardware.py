@@ -1,5 +1,5 @@
-"""The device, the node and the network that a plan is made for: `conf/hardware/` has the numbers of some with their sources, and
-`hardware=here` those of this machine, in a file that `python -m ztk.calibrate` writes."""
+"""The device, the node and the network that a plan is made for. `conf/hardware/` has the numbers of some, with their sources.
+`python -m ztk.calibrate` writes the numbers of this machine into a file, which `hardware=here` reads."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Keys of `plan`, and what a plan does not trace."""
+"""Keys of `plan`, and choices that a plan cannot trace."""
 
 import re
 from collections.abc import Iterator, Sequence

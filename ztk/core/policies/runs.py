@@ -1,4 +1,4 @@
-"""What kind of run a configuration is: the questions that conditions and rules share."""
+"""Predicates over a configuration that the conditions of keys and the rules share."""
 
 import functools
 import glob
