@@ -11,7 +11,7 @@ import torch
 import ztk
 from tests.inference.models import VOCABULARY, build, build_decoder
 from ztk.inference import Generator, InferencePolicy, SamplingParams
-from ztk.inference.sample import _cut, _likeliest_mass, draw, draw_plain, draws_together, selects, uniform
+from ztk.inference.sample import DrawSteps, _cut, _likeliest_mass, draw, draw_plain, draws_together, selects, uniform
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -78,7 +78,7 @@ def test_rows_that_are_drawn_together_have_the_bits_of_each_alone():
     assert all(draws_together(one) for one in sampling)
     found = draw_plain(logits, draws=[(one, row % 2, 5 + row) for row, one in enumerate(sampling)])
     for row, one in enumerate(sampling):
-        alone = draw(logits[row], sampling=one, prompt=[1] * 5, answer=[2] * row, sample=row % 2)
+        alone = draw(logits[row], steps=DrawSteps(sampling=one, prompt=[1] * 5, answer=[2] * row), sample=row % 2)
         assert found[row] == alone, row
 
 
@@ -92,17 +92,18 @@ def test_a_vocabulary_is_drawn_from_without_a_mask(model, options):
     mask = torch.arange(VOCABULARY) < size
     for row in range(6):
         plain = SamplingParams(seed=row, vocabulary=size if row < 5 else None, **options)
-        alone = draw(logits[row], sampling=plain, prompt=[70], answer=[], sample=0)
+        alone = draw(logits[row], steps=DrawSteps(sampling=plain, prompt=[70], answer=[]), sample=0)
         if row < 5:
             masked = replace(plain, vocabulary=None, token_mask=lambda answer: mask)
-            expected = draw(logits[row], sampling=masked, prompt=[70], answer=[], sample=0)
+            expected = draw(logits[row], steps=DrawSteps(sampling=masked, prompt=[70], answer=[]), sample=0)
             assert alone.token == expected.token < size and alone.logprob == expected.logprob
             assert alone.processed_logprob == pytest.approx(expected.processed_logprob, rel=1e-12)
     every = [SamplingParams(seed=row, vocabulary=size if row % 2 else None, **options) for row in range(6)]
     if all(map(draws_together, every)):
         found = draw_plain(logits, draws=[(one, 0, 1) for one in every])
         assert found == [
-            draw(logits[row], sampling=one, prompt=[70], answer=[], sample=0) for row, one in enumerate(every)
+            draw(logits[row], steps=DrawSteps(sampling=one, prompt=[70], answer=[]), sample=0)
+            for row, one in enumerate(every)
         ]
     assert draws_together(every[1]) == draws_together(every[0]) and selects(every[1])  # no row of logits for the host
     generator = Generator(model, policy=InferencePolicy(cache="blocks"))

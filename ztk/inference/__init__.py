@@ -16,6 +16,8 @@ from ztk.inference.packed import pack as pack
 from ztk.inference.perplexity import perplexity as perplexity
 from ztk.inference.perplexity import perplexity_of_stored as perplexity_of_stored
 from ztk.inference.policy import Completion as Completion
+from ztk.inference.policy import Grammar as Grammar
+from ztk.inference.policy import GrammarState as GrammarState
 from ztk.inference.policy import InferencePolicy as InferencePolicy
 from ztk.inference.policy import Output as Output
 from ztk.inference.policy import PromptLogprob as PromptLogprob

@@ -9,10 +9,10 @@ from typing import Protocol
 
 import torch
 
+from ztk.inference.masks import NothingDrawn
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel
-from ztk.inference.policy import SamplingParams
-from ztk.inference.sample import NothingDrawn, draw
+from ztk.inference.sample import DrawSteps, draw
 from ztk.inference.slab_cache import SlabCache
 from ztk.inference.steps import Span
 
@@ -23,10 +23,12 @@ class Drafted(Protocol):
     """What a draft goes on from. tokens: prompt and answer. slot: the engine's."""
 
     tokens: list[int]
-    prompt_length: int
     slot: int
     sample: int
-    sampling: SamplingParams
+
+    def draw_steps(self, drafts: list[int], *, vocabulary: int) -> DrawSteps:
+        """Of the draw after these guesses."""
+        ...
 
 
 class DraftModel:
@@ -56,6 +58,8 @@ class DraftModel:
         self._compute_prompts([sequence for (sequence, _), count in zip(asked, counts, strict=True) if count > 0])
         for step in range(max(counts, default=0)):
             at = [number for number, count in enumerate(counts) if count > step]
+            if not at:  # the last drafts have ended before their count
+                break
             rows = [(asked[number][0], drafts[number]) for number in at]
             for number, (sequence, own), line in zip(at, rows, self._logits(rows), strict=True):
                 if not line.isfinite().all():
@@ -92,9 +96,7 @@ class DraftModel:
 
 
 def _drawn(line: torch.Tensor, *, sequence: Drafted, drafts: list[int]) -> int:
-    prompt = sequence.tokens[: sequence.prompt_length]
-    answer = [*sequence.tokens[sequence.prompt_length :], *drafts]
-    return draw(line, sampling=sequence.sampling, prompt=prompt, answer=answer, sample=sequence.sample).token
+    return draw(line, steps=sequence.draw_steps(drafts, vocabulary=len(line)), sample=sequence.sample).token
 
 
 def common_length(first: list[int], *, other: list[int]) -> int:

@@ -135,7 +135,7 @@ class Generator:
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: pass one, or one per prompt")
         for prompt, one in zip(prompts, each, strict=True):
-            self._check(prompt, limit=one.max_tokens, biased=one.logit_bias)
+            self._check(prompt, limit=one.max_tokens, biased=_named(one))
         answers = self._finished(prompts, sampling=each, limits=[one.max_tokens for one in each])
         return [[sequence.completion() for sequence in sequences] for sequences in answers]
 
@@ -208,7 +208,7 @@ class Generator:
 
     def check(self, prompt: list[int], *, sampling: SamplingParams) -> None:
         """Raises ValueError for a request that `submit` refuses. From any thread."""
-        self._check(prompt, limit=sampling.max_tokens, biased=sampling.logit_bias)
+        self._check(prompt, limit=sampling.max_tokens, biased=_named(sampling))
 
     @property
     def longest(self) -> int:
@@ -387,6 +387,7 @@ class Generator:
                 tokens=list(map(operator.index, prompt)),
                 prompt_length=len(prompt),
                 limit=limit,
+                state=None if sampling.grammar is None else sampling.grammar.begin(),
             )
             for sample in range(sampling.n)
         ]
@@ -449,3 +450,9 @@ class Generator:
                 self._unclaimed = [output for output in self._unclaimed if output.request_id not in ended]
             finally:
                 self._lock.release()
+
+
+def _named(sampling: SamplingParams) -> list[int]:
+    """Tokens that the sampling names, which must be in the vocabulary."""
+    words = [token for word in sampling.bad_words for token in word]
+    return [*sampling.logit_bias, *sampling.allowed_token_ids, *words]

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ztk.inference.graphs import DecodeGraphs
+from ztk.inference.masks import NothingDrawn, packed_mask
 from ztk.inference.model import InferenceModel
 from ztk.inference.parallel import Computing
 from ztk.inference.sample import (
     Drawn,
-    DrawSteps,
     draw_plain,
     drawn_of,
     draws_plainly,
@@ -21,11 +21,11 @@ from ztk.inference.sample import (
     select,
     selects,
 )
-from ztk.inference.schedule import Work
+from ztk.inference.schedule import Sequence, Work
 from ztk.inference.steps import Span
 
 _PLAIN, _SELECTED, _WRITTEN = "plain", "selected", "written"
-Lines = Tensor | list[Drawn]  # of one work: logits fp32 [rows, V] on the CPU, or what was drawn
+Lines = Tensor | list[Drawn | NothingDrawn]  # of one work: logits fp32 [rows, V] on the CPU, or what was drawn
 
 
 def lines_of(
@@ -88,8 +88,7 @@ def _drawn_on_device(
             if kind == _WRITTEN:
                 parts = list(logits.cpu().split(own))
             else:
-                steps = [_steps(work, offset=offset) for work, offset in draws]
-                parts = _split(select(logits, steps=steps, **_heat(draws)), counts=own)
+                parts = _split(_selected(logits, draws=draws), counts=own)
         for number, part in zip(which, parts, strict=True):
             found[number] = part
     return found
@@ -103,11 +102,21 @@ def _plain(x: Tensor, *, model: InferenceModel, draws: list[tuple[Work, int]]) -
     return drawn_of(model.draw(x, temperatures=temperatures, keys=keys))
 
 
-def _steps(work: Work, *, offset: int) -> DrawSteps:
-    """Of the draw after the first `offset` drafts of the work."""
-    sequence = work.sequence
-    answer = [*sequence.answer, *work.tokens[len(work.tokens) - work.drafts :][:offset]]
-    return DrawSteps(sampling=sequence.sampling, prompt=sequence.tokens[: sequence.prompt_length], answer=answer)
+def _selected(logits: Tensor, *, draws: list[tuple[Work, int]]) -> list[Drawn | NothingDrawn]:
+    """By a kernel, from a row of logits fp32 [R, V] for each draw after the first drafts of a work, so many each."""
+    found: dict[int, Drawn | NothingDrawn] = {}
+    steps = {}
+    for row, (work, offset) in enumerate(draws):
+        drafts = work.tokens[len(work.tokens) - work.drafts :][:offset]
+        try:
+            steps[row] = work.sequence.draw_steps(drafts, vocabulary=logits.shape[1])
+        except NothingDrawn as error:
+            found[row] = error
+    if len(steps) < len(draws):
+        logits, draws = logits[list(steps)], [draws[row] for row in steps]
+    if steps:
+        found.update(zip(steps, select(logits, steps=list(steps.values()), **_heat(draws)), strict=True))
+    return [found[row] for row in range(len(found))]
 
 
 def _split(items: Iterable, *, counts: list[int]) -> list[list]:
@@ -130,10 +139,20 @@ def _drawn_together(logits: Tensor, *, works: list[Work], counts: list[int]) -> 
     chosen = logits if at is None else logits[at]
     sequences = [works[number].sequence for number in plain]
     draws = [(one.sampling, one.sample, len(one.tokens)) for one in sequences]
-    for number, drawn in zip(plain, draw_plain(chosen, draws=draws), strict=True):
-        if math.isfinite(drawn.logprob):
-            found[number] = [drawn]
+    masks = [_mask(one, vocabulary=logits.shape[1]) for one in sequences]
+    drawn = draw_plain(chosen, draws=draws, masks=[None if isinstance(mask, NothingDrawn) else mask for mask in masks])
+    for number, own, mask in zip(plain, drawn, masks, strict=True):
+        if math.isfinite(own.logprob):
+            found[number] = [mask if isinstance(mask, NothingDrawn) else own]
     return found
+
+
+def _mask(sequence: Sequence, *, vocabulary: int) -> Tensor | NothingDrawn | None:
+    """Of the next draw, or why there is none."""
+    try:
+        return packed_mask(sequence.sampling, state=sequence.state, answer=sequence.answer, size=vocabulary)
+    except NothingDrawn as error:
+        return error
 
 
 def _heat(draws: list[tuple[Work, int]]) -> dict[str, list]:
@@ -143,11 +162,11 @@ def _heat(draws: list[tuple[Work, int]]) -> dict[str, list]:
     return {"temperatures": [of.sampling.temperature for of, _ in each], "keys": keys}
 
 
-def is_finite(lines: Tensor | list[Drawn]) -> bool:
+def is_finite(lines: Lines) -> bool:
     """No logit of fp32 [rows, V], or no log-probability of what was drawn, is NaN or infinite."""
     if isinstance(lines, Tensor):
         return bool(lines.isfinite().all())
-    return all(math.isfinite(line.logprob) for line in lines)
+    return all(isinstance(line, NothingDrawn) or math.isfinite(line.logprob) for line in lines)
 
 
 def _kind(work: Work, *, count: int) -> str:

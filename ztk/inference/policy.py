@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from ztk.core.policies.inference import (
     SAMPLING_RANGES,
 )
 from ztk.core.policies.offload import OffloadPolicy
-from ztk.core.policies.ranges import COUNT, range_faults, refuse
+from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, range_faults, refuse
 from ztk.core.policies.tier import Tier
 
 
@@ -79,6 +79,32 @@ class InferencePolicy:
             raise ValueError(f"offload.parameters={self.offload.parameters}: {ONLY_NVME}")
 
 
+_OWN_RANGES = {"vocabulary": COUNT, "min_tokens": COUNT_OR_ZERO}  # of fields that no key sets
+
+
+class GrammarState(Protocol):
+    """How far one answer has come in a grammar. Used by one thread at a time."""
+
+    def mask(self, answer: list[int]) -> Tensor | None:
+        """int32 [words]: the tokens that may follow `answer`, as `ztk.inference.masks` packs them; None: the grammar does not lead to `answer`.
+
+        The last tokens of `answer` may be guesses, which a later call leaves out again. Raises ValueError where the grammar fails.
+        """
+        ...
+
+    def advance(self, answer: list[int]) -> bool:
+        """The answer has one more token. Returns whether it is complete: nothing but its end may follow. Begins the next mask."""
+        ...
+
+
+class Grammar(Protocol):
+    """A language for the answers of one request."""
+
+    def begin(self) -> GrammarState:
+        """The state before the first token of one answer."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How a sequence is drawn. The order of the steps is vLLM's: bias and penalties, temperature, top-k, top-p, min-p.
@@ -91,6 +117,8 @@ class SamplingParams:
     vocabulary: only tokens below it are drawn, for a model that has more tokens than its tokenizer; log-probabilities of the model's own
         distribution are over all of them. None: all. A token_mask could say the same, more slowly.
     token_mask: called with the answer so far, returns a bool tensor [V] of the tokens that are allowed.
+    min_tokens: before so many tokens none of `stop_token_ids` is drawn. allowed_token_ids: only these are drawn; empty: all. bad_words: token
+    sequences that no answer has. grammar: what answers are written in; an answer that is complete in it ends with "stop".
     fp32_logprobs: `processed_logprobs` are log_softmax(logits / temperature) in fp32, the bits that a trainer computes, instead of double
     precision rounded once; goes with no step but the temperature.
 
@@ -115,10 +143,14 @@ class SamplingParams:
     prompt_logprobs: bool = False
     vocabulary: int | None = None
     token_mask: Callable[[list[int]], Tensor] | None = None
+    min_tokens: int = 0
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
     fp32_logprobs: bool = False
 
     def __post_init__(self) -> None:
-        refuse(range_faults(self, section="sampling", ranges=SAMPLING_RANGES | {"vocabulary": COUNT}))
+        refuse(range_faults(self, section="sampling", ranges=SAMPLING_RANGES | _OWN_RANGES))
         for token, bias in self.logit_bias.items():
             if reason := LOGIT_BIAS.fault(bias):
                 raise ValueError(f"sampling.logit_bias={bias} of token {token}: {reason}")
@@ -134,6 +166,10 @@ class SamplingParams:
             "frequency_penalty",
             "vocabulary",
             "token_mask",
+            "min_tokens",
+            "allowed_token_ids",
+            "bad_words",
+            "grammar",
         )
         changed = [name for name in others if getattr(self, name) != getattr(plain, name)]
         changed += ["logit_bias"] * bool(self.logit_bias) + ["temperature"] * (self.temperature == 0)
@@ -174,7 +210,8 @@ class Output:
 
     finish_reason: stop, length, error or cancelled; None: the answer goes on. logprob: raw, of the model's own logits. processed_logprob: of
     the distribution that the token was drawn from, as in `Completion`. top_logprobs: the likeliest tokens with theirs, raw, if asked for.
-    prompt_logprobs: with an answer's first token, those of the prompt's tokens from the second on, if asked for.
+    prompt_logprobs: with an answer's first token, those of the prompt's tokens from the second on, if asked for. is_by_request: the error
+    is what the request asked for, as masks that allow no token.
     """
 
     request_id: int
@@ -186,6 +223,7 @@ class Output:
     error: str | None = None
     top_logprobs: dict[int, float] | None = None
     prompt_logprobs: "list[PromptLogprob] | None" = None
+    is_by_request: bool = False
 
     @property
     def finished(self) -> bool:

@@ -16,7 +16,7 @@ from ztk.inference.parts import Values
 from ztk.inference.plan import Rates
 from ztk.inference.policy import SamplingParams
 from ztk.inference.probe import random_rows
-from ztk.inference.sample import draw
+from ztk.inference.sample import DrawSteps, draw
 from ztk.inference.slab_cache import SlabCache
 from ztk.inference.steps import Span
 from ztk.inference.stream import BUFFERS, StreamedLayers
@@ -139,7 +139,7 @@ def _pass_seconds(trial: _Trial) -> float:
 def _draw(model: InferenceModel | StreamedModuleModel) -> None:
     line = random_rows(1, columns=model.description.vocab_size)[0]
     for _ in range(_DRAWS):
-        draw(line, sampling=SamplingParams(), prompt=[0], answer=[], sample=0)
+        draw(line, steps=DrawSteps(sampling=SamplingParams(), prompt=[0], answer=[]), sample=0)
 
 
 def _seconds(run: Callable[[], object]) -> float:

@@ -9,14 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ztk.inference.masks import NothingDrawn, masked, masks_tokens
 from ztk.inference.policy import SamplingParams
 from ztk.kernels import select_rows
 
 _FIRST, _MARGIN = 1024, 1e-9  # tokens that top-p looks at first; see `_likeliest_mass`
-
-
-class NothingDrawn(ValueError):
-    """What a request asked for leaves no token to draw, or fails at it: the request ends, others go on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,11 +28,12 @@ class Drawn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawSteps:
-    """What a draw does with logits, after these tokens."""
+    """What a draw does with logits, after these tokens. mask: of `packed_mask`."""
 
     sampling: SamplingParams
     prompt: list[int]
     answer: list[int]
+    mask: Tensor | None = None
 
 
 def drawn_of(results: Tensor) -> list[Drawn]:
@@ -50,6 +48,7 @@ def select(logits: Tensor, *, steps: list[DrawSteps], temperatures: list[float],
     """A token for each row of logits fp32 [R, V], drawn on their device after the sampling steps of each; keys: see `noise_key`."""
     lines = [penalised(line, steps=one) for line, one in zip(logits, steps, strict=True)]
     scores = torch.stack(lines) if any(changes_scores(one.sampling) for one in steps) else logits
+    scores = masked(scores, masks=[one.mask for one in steps])
 
     def column(values: list, *, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(logits.device)
@@ -75,11 +74,13 @@ def uniform(*parts: object) -> float:
 
 def draws_plainly(sampling: SamplingParams) -> bool:
     """No step but the temperature, and no log-probabilities but those of the token: what `ztk.kernels.draw_rows` draws."""
-    return draws_together(sampling) and not sampling.fp32_logprobs and sampling.vocabulary is None
+    is_cut = sampling.fp32_logprobs or sampling.vocabulary is not None or masks_tokens(sampling)
+    return draws_together(sampling) and not is_cut
 
 
 def draws_together(sampling: SamplingParams) -> bool:
-    """No step but the temperature, and no log-probabilities but those of the token, a trainer's included: what `draw_plain` draws."""
+    """No step but the temperature and a packed mask, and no log-probabilities but those of the token, a trainer's included: what `draw_plain`
+    draws."""
     cuts = sampling.top_k or sampling.top_p < 1 or sampling.min_p
     return sampling.token_mask is None and not (sampling.logprobs or cuts or penalises(sampling))
 
@@ -108,14 +109,15 @@ def noise_key(sampling: SamplingParams, *, sample: int, position: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def draw(logits: Tensor, *, sampling: SamplingParams, prompt: list[int], answer: list[int], sample: int) -> Drawn:
-    """The next token after prompt and answer. logits: fp32 [V] of the model, not NaN. sample: number of the answer.
+def draw(logits: Tensor, *, steps: DrawSteps, sample: int) -> Drawn:
+    """The next token. logits: fp32 [V] of the model, not NaN. sample: number of the answer.
 
     Raises:
         NothingDrawn: the token mask allows nothing, or fails.
     """
+    sampling = steps.sampling
     raw = torch.log_softmax(logits.double(), dim=-1)
-    scores = penalised(logits.double(), steps=DrawSteps(sampling=sampling, prompt=prompt, answer=answer))
+    scores = masked(penalised(logits.double(), steps=steps).unsqueeze(0), masks=[steps.mask])[0]
     scores = scores[: sampling.vocabulary]
     if sampling.temperature == 0:
         token = int(scores.argmax())
@@ -123,7 +125,7 @@ def draw(logits: Tensor, *, sampling: SamplingParams, prompt: list[int], answer:
     else:
         kept = _cut(torch.log_softmax(scores / sampling.temperature, dim=-1), sampling=sampling)
         sums = kept.exp().cumsum(-1)
-        place = _place(sampling, sample, len(prompt) + len(answer)) * float(sums[-1])
+        place = _place(sampling, sample, len(steps.prompt) + len(steps.answer)) * float(sums[-1])
         token = int(torch.searchsorted(sums, place, right=True).clamp(max=len(sums) - 1))
         processed = float(kept[token] - math.log(float(sums[-1])))
     if sampling.fp32_logprobs:
@@ -132,15 +134,19 @@ def draw(logits: Tensor, *, sampling: SamplingParams, prompt: list[int], answer:
     return Drawn(token=token, logprob=float(raw[token]), processed_logprob=processed, top=top)
 
 
-def draw_plain(logits: Tensor, *, draws: list[tuple[SamplingParams, int, int]]) -> list[Drawn]:
+def draw_plain(
+    logits: Tensor, *, draws: list[tuple[SamplingParams, int, int]], masks: list[Tensor | None] | None = None
+) -> list[Drawn]:
     """As `draw` from each row of logits fp32 [R, V] on the CPU, with the same bits, where `draws_together`; draws: of each row the sampling,
-    the number of the answer and the position. Logits that are not finite give a log-probability that is not."""
+    the number of the answer and the position. masks: of each row. Logits that are not finite give a log-probability that is not."""
+    masks = masks or [None] * len(draws)
     vocabularies = {sampling.vocabulary for sampling, _, _ in draws}
     if len(vocabularies) > 1:
-        return _drawn_by_vocabulary(logits, draws=draws)
+        return _drawn_by_vocabulary(logits, draws=draws, masks=masks)
     scores = logits.double()
     raw = torch.log_softmax(scores, dim=-1)
-    scores = scores[:, : vocabularies.pop()]
+    scores = masked(scores, masks=masks)[:, : vocabularies.pop()]
+    is_whole = scores.shape == raw.shape and not any(mask is not None for mask in masks)
     hot = [row for row, (sampling, _, _) in enumerate(draws) if sampling.temperature != 0]
     if len(hot) < len(draws):
         tokens = scores.argmax(-1)
@@ -149,7 +155,7 @@ def draw_plain(logits: Tensor, *, draws: list[tuple[SamplingParams, int, int]]) 
         tokens, processed = torch.empty(len(draws), dtype=torch.int64), [0.0] * len(draws)
     if hot:
         heat = [draws[row][0].temperature for row in hot]
-        if scores.shape == raw.shape and len(hot) == len(draws) and all(temperature == 1 for temperature in heat):
+        if is_whole and len(hot) == len(draws) and all(temperature == 1 for temperature in heat):
             kept = raw
         else:
             own = scores if len(hot) == len(draws) else scores[hot]
@@ -180,12 +186,15 @@ def draw_plain(logits: Tensor, *, draws: list[tuple[SamplingParams, int, int]]) 
     ]
 
 
-def _drawn_by_vocabulary(logits: Tensor, *, draws: list[tuple[SamplingParams, int, int]]) -> list[Drawn]:
+def _drawn_by_vocabulary(
+    logits: Tensor, *, draws: list[tuple[SamplingParams, int, int]], masks: list[Tensor | None]
+) -> list[Drawn]:
     """As `draw_plain`, for the rows of each vocabulary: sums over a cut row have other bits than sums over a full one."""
     found: dict[int, Drawn] = {}
     for size in {sampling.vocabulary for sampling, _, _ in draws}:
         rows = [row for row, (sampling, _, _) in enumerate(draws) if sampling.vocabulary == size]
-        found.update(zip(rows, draw_plain(logits[rows], draws=[draws[row] for row in rows]), strict=True))
+        own = draw_plain(logits[rows], draws=[draws[row] for row in rows], masks=[masks[row] for row in rows])
+        found.update(zip(rows, own, strict=True))
     return [found[row] for row in range(len(draws))]
 
 

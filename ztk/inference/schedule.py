@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ztk.inference.draft import DraftModel, common_length
-from ztk.inference.policy import Completion, InferencePolicy, PromptLogprob, SamplingParams
+from ztk.inference.masks import packed_mask
+from ztk.inference.policy import Completion, GrammarState, InferencePolicy, PromptLogprob, SamplingParams
+from ztk.inference.sample import DrawSteps
 
 _WORTH_WAITING = 64  # tokens of a prefix that another sequence is computing right now
 
@@ -17,8 +19,8 @@ _WORTH_WAITING = 64  # tokens of a prefix that another sequence is computing rig
 class Sequence:
     """One answer of one request. tokens: prompt and answer. computed: how many of them have keys and values in the slot.
 
-    limit: answer tokens at most. logprobs, processed, tops: of the answer's tokens; prompt_logprobs: of the prompt's. cause: an exception that
-    ended it.
+    limit: answer tokens at most. state: in the request's grammar. logprobs, processed, tops: of the answer's tokens; prompt_logprobs: of the
+    prompt's. cause: an exception that ended it.
     """
 
     request_id: int
@@ -27,6 +29,7 @@ class Sequence:
     tokens: list[int]
     prompt_length: int
     limit: int
+    state: GrammarState | None = None
     slot: int = -1
     computed: int = 0
     logprobs: list[float] = field(default_factory=list)
@@ -46,6 +49,12 @@ class Sequence:
     def answer(self) -> list[int]:
         """Tokens drawn so far."""
         return self.tokens[self.prompt_length :]
+
+    def draw_steps(self, drafts: list[int], *, vocabulary: int) -> DrawSteps:
+        """Of the draw after these guesses. Raises NothingDrawn as `packed_mask`."""
+        answer = [*self.answer, *drafts]
+        mask = packed_mask(self.sampling, state=self.state, answer=answer, size=vocabulary)
+        return DrawSteps(sampling=self.sampling, prompt=self.tokens[: self.prompt_length], answer=answer, mask=mask)
 
     def completion(self) -> Completion:
         """What `generate` returns of it."""

@@ -17,10 +17,11 @@ from torch import Tensor
 from ztk.core.runtime.comm import CommMismatch, PeerLost
 from ztk.inference.graphs import DecodeGraphs
 from ztk.inference.lines import Lines, is_finite, lines_of
+from ztk.inference.masks import NothingDrawn
 from ztk.inference.parallel import Computing
 from ztk.inference.policy import Output, PromptLogprob
 from ztk.inference.ranks import Ranks
-from ztk.inference.sample import Drawn, NothingDrawn, draw, likeliest
+from ztk.inference.sample import Drawn, draw, likeliest
 from ztk.inference.schedule import Scheduler, Sequence, Work
 from ztk.inference.steps import Span
 
@@ -153,9 +154,9 @@ class Stepper:
                 return
             is_first = len(sequence.tokens) == sequence.prompt_length
             try:
-                drawn = line if isinstance(line, Drawn) else self._draw(line, sequence=sequence)
+                drawn = self._drawn(line, sequence=sequence)
             except NothingDrawn as error:
-                yield self._failed(sequence, error=str(error))
+                yield self._failed(sequence, error=str(error), is_by_request=True)
                 return
             sequence.tokens.append(drawn.token)
             sequence.logprobs.append(drawn.logprob)
@@ -182,12 +183,18 @@ class Stepper:
             self._forget_if_done(sequence.request_id)
 
     @staticmethod
-    def _draw(line: Tensor, *, sequence: Sequence) -> Drawn:
-        prompt, answer = sequence.tokens[: sequence.prompt_length], sequence.answer
-        return draw(line, sampling=sequence.sampling, prompt=prompt, answer=answer, sample=sequence.sample)
+    def _drawn(line: Tensor | Drawn | NothingDrawn, *, sequence: Sequence) -> Drawn:
+        if isinstance(line, NothingDrawn):
+            raise line
+        if isinstance(line, Drawn):
+            return line
+        return draw(line, steps=sequence.draw_steps([], vocabulary=len(line)), sample=sequence.sample)
 
-    def _reason_to_stop(self, sequence: Sequence) -> str | None:
+    @staticmethod
+    def _reason_to_stop(sequence: Sequence) -> str | None:
         if sequence.tokens[-1] in sequence.sampling.stop_token_ids:
+            return "stop"
+        if sequence.state is not None and sequence.state.advance(sequence.answer):
             return "stop"
         return "length" if len(sequence.tokens) - sequence.prompt_length >= sequence.limit else None
 
@@ -205,7 +212,7 @@ class Stepper:
         sequence.cause = error
         return self._failed(sequence, error=f"its step failed: {type(error).__name__}: {error}")
 
-    def _failed(self, sequence: Sequence, *, error: str) -> Output:
+    def _failed(self, sequence: Sequence, *, error: str, is_by_request: bool = False) -> Output:
         """Ends a sequence alone."""
         self._scheduler.finish(sequence, reason="error", error=error)
         self._forget_if_done(sequence.request_id)
@@ -217,6 +224,7 @@ class Stepper:
             processed_logprob=float("nan"),
             finish_reason="error",
             error=error,
+            is_by_request=is_by_request,
         )
 
     def _forget_if_done(self, number: int) -> None:

@@ -1,0 +1,115 @@
+"""Sets of tokens and grammars that a draw keeps to, and the sequences next to them."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from tests.inference.models import VOCABULARY, build_decoder
+from ztk.inference import Generator, InferencePolicy, SamplingParams
+from ztk.inference.masks import masked, pack, packed_mask
+
+PROMPT = [3, 1, 4, 1, 5]
+CACHES = pytest.mark.parametrize("cache", ["slabs", "blocks"])
+
+
+@dataclass
+class Counting:
+    """Answers count upwards from `first` in steps of one or two, up to `last`."""
+
+    first: int
+    last: int
+    seen: list[list[int]] = field(default_factory=list)
+
+    def begin(self):
+        return self
+
+    def mask(self, answer):
+        steps = [after - before for before, after in zip([self.first - 1, *answer], answer, strict=False)]
+        if not set(steps) <= {1, 2}:
+            return None
+        self.seen.append(list(answer))
+        start = answer[-1] if answer else self.first - 1
+        following = torch.zeros(VOCABULARY, dtype=torch.bool)
+        following[start + 1 : min(start + 3, self.last + 1)] = True
+        return pack(following)
+
+    def advance(self, answer):
+        return answer[-1] >= self.last
+
+
+def generated(cache, *, sampling, draft=0, **options):
+    model = build_decoder()
+    policy = InferencePolicy(cache=cache, draft_tokens=draft, **options)
+    generator = Generator(model, policy=policy, draft=model if draft else None)
+    found = generator.generate([PROMPT] * len(sampling), sampling=sampling)
+    assert not generator.has_work
+    return [answer for [answer] in found]
+
+
+def test_packed_masks_name_their_tokens():
+    allowed = torch.rand(99, generator=torch.Generator().manual_seed(0)) < 0.5
+    allowed[31] = allowed[63] = True  # sign bits
+    scores = masked(torch.zeros(3, 99), masks=[pack(allowed), None, pack(~allowed)])
+    assert torch.equal(scores[0].isfinite(), allowed) and torch.equal(scores[2].isfinite(), ~allowed)
+    assert scores[1].isfinite().all()
+
+
+@CACHES
+def test_each_set_of_tokens_is_kept_to(cache):
+    plain = generated(cache, sampling=[SamplingParams(max_tokens=8, temperature=0)])[0].tokens
+    first, second = plain[:2]
+    assert first != second
+    sampling = [
+        SamplingParams(max_tokens=8, allowed_token_ids=(7, 31, 63)),
+        SamplingParams(max_tokens=8, temperature=0, bad_words=((first,),)),
+        SamplingParams(max_tokens=8, temperature=0, bad_words=((first, second), (second, first))),
+        SamplingParams(max_tokens=8, temperature=0, stop_token_ids=(second,), min_tokens=5),
+        SamplingParams(max_tokens=8, temperature=0, stop_token_ids=(second,), min_tokens=1),
+    ]
+    few, without, apart, late, early = [one.tokens for one in generated(cache, sampling=sampling)]
+    assert set(few) <= {7, 31, 63} and len(few) == 8
+    assert first not in without
+    assert apart[0] == first and apart[1] != second
+    assert second not in late[:5]
+    assert early == plain[:2]
+
+
+@CACHES
+@pytest.mark.parametrize("draft", [0, 3])
+def test_a_grammar_leads_its_answer_and_nobody_elses(cache, draft):
+    """Also after guesses of a draft model, whose states are taken back; bits of the others are those without it."""
+    others = [SamplingParams(max_tokens=9, seed=seed, temperature=0.7 * (seed % 2)) for seed in range(4)]
+    others.append(SamplingParams(max_tokens=9, seed=9, top_k=5))
+    alone = generated(cache, sampling=others, draft=draft)
+    counting = [SamplingParams(max_tokens=20, seed=seed, grammar=Counting(10, 20)) for seed in range(2)]
+    found = generated(cache, sampling=[*others, *counting], draft=draft)
+    for one, own in zip(alone, found[:5], strict=True):
+        assert one.tokens == own.tokens and torch.equal(one.logprobs, own.logprobs)
+        assert torch.equal(one.processed_logprobs, own.processed_logprobs)
+    for answer in found[5:]:
+        steps = [after - before for before, after in zip([9, *answer.tokens], answer.tokens, strict=False)]
+        assert set(steps) <= {1, 2} and answer.tokens[-1] == 20 and answer.finish_reason == "stop"
+    assert found[5].tokens != found[6].tokens
+
+
+@CACHES
+def test_sets_that_exclude_each_other_end_their_request_alone(cache):
+    model = build_decoder()
+    generator = Generator(model, policy=InferencePolicy(cache=cache))
+    broken = SamplingParams(max_tokens=4, allowed_token_ids=(5,), bad_words=((5,),))
+    numbers = [generator.submit(PROMPT, sampling=one).id for one in (SamplingParams(max_tokens=4), broken)]
+    outputs = []
+    while generator.has_work:
+        outputs += generator.step()
+    assert [output.token is not None for output in outputs if output.request_id == numbers[0]] == [True] * 4
+    [ended] = [output for output in outputs if output.request_id == numbers[1]]
+    assert ended.is_by_request and "no token is left" in ended.error
+
+
+def test_names_outside_the_vocabulary_are_refused():
+    generator = Generator(build_decoder())
+    for sampling in (SamplingParams(allowed_token_ids=(10**6,)), SamplingParams(bad_words=((1, -1),))):
+        with pytest.raises(ValueError, match="outside the vocabulary"):
+            generator.submit(PROMPT, sampling=sampling)
+    assert packed_mask(SamplingParams(), state=None, answer=[], size=5) is None

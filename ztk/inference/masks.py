@@ -1,0 +1,115 @@
+"""Which tokens a draw may take: the sets of a request and the grammar of its answer, as packed bits.
+
+A mask is int32 [ceil(V / 32)] on the CPU: bit t % 32 of word t // 32 allows token t. The host makes it from tokens that it has, so a
+device receives bits and returns nothing.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ztk.inference.policy import GrammarState, SamplingParams
+
+_WORD = 32
+
+
+class NothingDrawn(ValueError):
+    """The request leaves no token to draw, or its own code fails: the request ends, others go on."""
+
+
+def masks_tokens(sampling: SamplingParams) -> bool:
+    """Draws take a mask of `packed_mask`."""
+    has_sets = bool(sampling.allowed_token_ids or sampling.bad_words or sampling.min_tokens)
+    return has_sets or sampling.grammar is not None
+
+
+def packed_mask(sampling: SamplingParams, *, state: GrammarState | None, answer: list[int], size: int) -> Tensor | None:
+    """int32 [words]: the tokens that may follow `answer` in a vocabulary of `size`; None: all, or none of them is ever reached.
+
+    state: of the answer, where the request has a grammar.
+
+    Raises:
+        NothingDrawn: no token is left, or the grammar fails.
+    """
+    if not masks_tokens(sampling):
+        return None
+    words = None
+    if state is not None:
+        words = _of_grammar(state, answer=answer, size=size)
+        if words is None:
+            return None
+    if sampling.allowed_token_ids:
+        own = _of_tokens(sampling.allowed_token_ids, size=size)
+        words = own if words is None else words & own
+    if banned := _banned(sampling, answer=answer):
+        words = torch.full((_words(size),), -1, dtype=torch.int32) if words is None else words.clone()
+        for token in banned:
+            words[token // _WORD] &= ~_bits(torch.device("cpu"))[token % _WORD]
+    if words is not None and not words.any():
+        raise NothingDrawn(
+            "no token is left to draw: allowed_token_ids, bad_words, min_tokens and the grammar of the request exclude each other"
+        )
+    return words
+
+
+def masked(scores: Tensor, *, masks: list[Tensor | None]) -> Tensor:
+    """Scores [R, V] with the tokens that the mask of their row leaves out at -inf; the same tensor where no row has a mask."""
+    rows = [row for row, mask in enumerate(masks) if mask is not None]
+    if not rows:
+        return scores
+    packed = torch.stack([mask for mask in masks if mask is not None]).to(scores.device)
+    refused = _unpack(packed, size=scores.shape[1]).logical_not_()
+    if len(rows) == len(masks):
+        return scores.masked_fill(refused, float("-inf"))
+    at = torch.tensor(rows).to(scores.device)
+    return scores.index_copy(0, at, scores[at].masked_fill_(refused, float("-inf")))
+
+
+def pack(allowed: Tensor) -> Tensor:
+    """bool [V] as a mask."""
+    padded = torch.zeros(_words(len(allowed)) * _WORD, dtype=torch.int32)
+    padded[: len(allowed)] = allowed
+    return (padded.view(-1, _WORD) * _bits(padded.device)).sum(1, dtype=torch.int32)
+
+
+def _of_grammar(state: GrammarState, *, answer: list[int], size: int) -> Tensor | None:
+    """As many words as the vocabulary has; None where the grammar does not lead to `answer`."""
+    try:
+        words = state.mask(answer)
+    except Exception as error:  # noqa: BLE001  # a grammar is the request's
+        raise NothingDrawn(f"the grammar of the request fails: {error}") from error
+    if words is None or len(words) >= _words(size):
+        return None if words is None else words[: _words(size)]
+    return torch.cat([words, words.new_zeros(_words(size) - len(words))])
+
+
+@functools.lru_cache(maxsize=64)
+def _of_tokens(tokens: tuple[int, ...], *, size: int) -> Tensor:
+    allowed = torch.zeros(size, dtype=torch.bool)
+    allowed[list(tokens)] = True
+    return pack(allowed)
+
+
+def _banned(sampling: SamplingParams, *, answer: list[int]) -> list[int]:
+    """The last tokens of bad words whose other tokens end the answer, and ends that would come too early."""
+    banned = [word[-1] for word in sampling.bad_words if len(word) == 1 or answer[1 - len(word) :] == list(word[:-1])]
+    return [*banned, *(sampling.stop_token_ids if len(answer) < sampling.min_tokens else ())]
+
+
+def _words(size: int) -> int:
+    return -(-size // _WORD)
+
+
+def _unpack(packed: Tensor, *, size: int) -> Tensor:
+    """int32 [R, words] -> bool [R, size]."""
+    return ((packed.unsqueeze(-1) & _bits(packed.device)) != 0).flatten(1)[:, :size]
+
+
+@functools.cache
+def _bits(device: torch.device) -> Tensor:
+    """1, 2, 4, ..., of which the last one is the sign: int32 [32]."""
+    with torch.inference_mode(False):
+        return torch.tensor([1 << bit for bit in range(_WORD - 1)] + [-(1 << (_WORD - 1))], dtype=torch.int32).to(
+            device
+        )
