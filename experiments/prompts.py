@@ -6,34 +6,41 @@ import torch
 
 from experiments.lengths import histogram
 from experiments.tasks import TASKS, Prompt, Task, name_of
-from ztk.config import Config, call_later, is_own
+from ztk.config import Config, has_rewards, open_rewards
 from ztk.config.generation import end_tokens, generation_file
 from ztk.core.runtime.seed import generator
 from ztk.data import ByteTokenizer, SubwordTokenizer
 from ztk.rl.align import ANSWER_END, PromptRecord, Truncation, answer_end, fitted, read_prompts
-from ztk.rl.rollout import Samples, load_reward, score
-from ztk.rl.rollout.rewards import RewardFunction
+from ztk.rl.rollout import Samples
+from ztk.rl.rollout.rewards import Reward, RewardFunctions
 
 STOP, PAD = ANSWER_END, 0  # bytes of text are never 0
 
 
 class Prompts:
-    """The prompts of a run by number, as tokens of the model, and the reward of an answer to them. stops: tokens that end an answer."""
+    """The prompts of a run by number, as tokens of the model. rewards: the functions that reward answers. is_own_reward: they are the user's.
+    stops: tokens that end an answer."""
 
     def __init__(self, config: Config) -> None:
         """Raises ValueError for a file without prompts, a line that is none, and a reward function that cannot be loaded."""
-        self._seed, self._timeout_seconds = config.train.seed, config.reward.timeout_seconds
+        self._seed = config.train.seed
         self.tokenizer = open_tokenizer(config)
         self._records = None if config.rollout.task is not None else self._read(config)
         by_template = config.data.chat_template == "tokenizer"
         end = answer_end(self._records or [], tokenizer=self.tokenizer, by_template=by_template)
         self.stops = tuple(dict.fromkeys([end, *self._more_ends(config)]))
         self._task: Task | None = None if config.rollout.task is None else TASKS[name_of(config)]
-        self._reward: RewardFunction | None = None if self._task is None else self._task.score
-        if is_own(config, section="reward"):
-            self._reward = call_later(config.own["reward"])
-        elif config.reward.function is not None:
-            self._reward = load_reward(config.reward.function)
+        self.is_own_reward = has_rewards(config)
+        self.rewards = self._open_rewards(config)
+
+    def _open_rewards(self, config: Config) -> RewardFunctions | None:
+        """The user's functions, or the task's own; None: the model of `reward.path` alone gives rewards."""
+        if self.is_own_reward:
+            return open_rewards(config)
+        if self._task is None:
+            return None
+        own = Reward(name=name_of(config), function=self._task.score)
+        return RewardFunctions([own], timeout_seconds=config.reward.timeout_seconds)
 
     def _more_ends(self, config: Config) -> tuple[int, ...]:
         """End tokens in the model's generation_config.json, where a model may have more of them than its chat template uses."""
@@ -49,11 +56,6 @@ class Prompts:
         assert config.rollout.max_tokens is not None, "the configuration is checked"
         return fitted(found, most=data.seq_len - config.rollout.max_tokens, seq_len=data.seq_len, cut=cut)
 
-    @property
-    def has_function(self) -> bool:
-        """Whether a function gives rewards, of `reward.function` or the task's own."""
-        return self._reward is not None
-
     def __getitem__(self, number: int) -> Prompt:
         """Lines of a file come in another order in every pass over it."""
         if self._records is None:
@@ -62,7 +64,7 @@ class Prompts:
         epoch, index = divmod(number, len(self._records))
         order = torch.randperm(len(self._records), generator=generator(self._seed, "prompts", epoch))
         found = self._records[int(order[index])]
-        return Prompt(text=found.text, tokens=found.tokens, record=found.record)
+        return Prompt(text=found.text, tokens=found.tokens, record=found.record, is_chat=found.is_chat)
 
     def save_tokenizer(self, folder: Path) -> None:
         """For those who take the trained model elsewhere; bytes need none."""
@@ -91,17 +93,6 @@ class Prompts:
         longest = max(len(record.tokens) for record in self._records)
         cut = sum(length > longest for length in lengths)
         return f"prompts: {len(lengths)}, {histogram(lengths)}" + (f"\n{cut} cut to {longest}" if cut else "")
-
-    def score(self, prompt: Prompt, *, answer: str) -> float | None:
-        """The function's reward; None: the sample is left out. Raises RewardError."""
-        assert self._reward is not None, "has_function says so"
-        return score(
-            self._reward,
-            prompt=prompt.text,
-            answer=answer,
-            record=prompt.record,
-            timeout_seconds=self._timeout_seconds,
-        )
 
 
 def open_tokenizer(config: Config) -> ByteTokenizer | SubwordTokenizer:

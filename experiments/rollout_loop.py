@@ -73,7 +73,7 @@ def divergence_of(run: Run, *, reached: Evaluated) -> dict[str, float]:
     if reached.kl is None or run.reference is None:
         return {}
     found, config = {"kl_after": reached.kl}, run.config
-    if config.rollout.task is not None and config.reward.function is None and config.reward.path is None:
+    if config.rollout.task is not None and not run.prompts.is_own_reward and config.reward.path is None:
         found["kl_least"] = frontier_of(run.reference, config=config).least(reached.reward)
     return found
 

@@ -27,6 +27,7 @@ from ztk.rl.rollout import (
     settle_weights,
     use_cached_attention,
 )
+from ztk.rl.rollout.rewards import Rewarded
 from ztk.train.engine import Engine
 
 
@@ -36,7 +37,7 @@ class Run:
 
     weights: how a rollout sees parameters. packs: policy and reference take texts without padding. reward_model: of reward.path. cached: draws
     for rollout.engine=generator. rollouts: those made. metrics: of the newest one. reward_before: the mean reward before the first step.
-    function_rewards: what the function gives this rank's newest samples beside a reward model, float64 [S], NaN for None.
+    rewarded: what functions give this rank's newest samples.
     """
 
     config: Config
@@ -51,7 +52,7 @@ class Run:
     packs: bool
     reward_model: Engine | None = None
     cached: CachedRollouts | None = None
-    function_rewards: Tensor | None = None
+    rewarded: Rewarded | None = None
     rollouts: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     reward_before: float | None = None

@@ -1,6 +1,5 @@
 """Rollouts of `task=grpo` and `task=ppo`: drawing, rewards, the comparison with the reference, metrics."""
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -8,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from experiments.learned_reward import learned_rewards
-from experiments.prompts import PAD, Prompt
+from experiments.prompts import PAD
 from experiments.reference import BaseModel
+from experiments.rewards import reward, reward_metrics
 from experiments.rollout_run import Run
 from ztk.inference.sample import fp32_logprobs
 from ztk.rl.align import Packing, divergence, equal_groups
@@ -75,23 +74,6 @@ def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
     samples = generate(run.actor, **options) if run.cached is None else run.cached.generate(**options)
     reward(run, samples=samples, prompts=prompts)
     return samples
-
-
-def reward(run: Run, *, samples: Samples, prompts: list[Prompt]) -> None:
-    """Writes the rewards of the function, or of the reward model, beside which the function's are shown. Raises RewardError."""
-    found = [None] * len(samples)
-    if run.prompts.has_function:
-        found = [
-            run.prompts.score(prompt, answer=run.prompts.answer_of(samples, row=row))
-            for row, prompt in enumerate(prompts)
-        ]
-    rewards = torch.tensor([math.nan if value is None else value for value in found], dtype=torch.float64)
-    if run.reward_model is None:
-        samples.rewards, samples.included = rewards.nan_to_num(), ~rewards.isnan()
-        return
-    size = run.config.train.micro_batch_size
-    samples.rewards = learned_rewards(run.reward_model, samples=samples, micro_batch=size)
-    run.function_rewards = rewards if run.prompts.has_function else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,7 +214,7 @@ def measure(run: Run, *, scored: Scored) -> dict[str, float]:
     equal = equal_groups(table["reward"], groups=groups, included=included)
     return {
         "reward": table["reward"][included].mean().item() if included.any() else 0.0,
-        **true_reward(run),
+        **reward_metrics(run),
         **kl,
         "length": lengths.mean().item(),
         "truncated": 1 - table["finished"].mean().item(),
@@ -240,13 +222,3 @@ def measure(run: Run, *, scored: Scored) -> dict[str, float]:
         "excluded": 1 - included.double().mean().item(),
         "equal_groups": equal.double().mean().item(),
     }
-
-
-def true_reward(run: Run) -> dict[str, float]:
-    """Beside a reward model: the mean of the function's rewards of the newest samples, over all ranks. A collective call."""
-    if run.function_rewards is None:
-        return {}
-    known = run.function_rewards[~run.function_rewards.isnan()]
-    own = torch.tensor([known.sum().item(), float(len(known))], dtype=torch.float64, device=run.process.device)
-    total, count = run.process.comm.gather_scalars(own, label="true rewards").sum(0).tolist()
-    return {"true_reward": total / count} if count else {}

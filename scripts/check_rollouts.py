@@ -227,7 +227,7 @@ def faults(work: Path) -> Iterator[tuple[str, bool, str]]:
         common = [word for word in SMALL if "warm_start.steps=0" not in words or not word.startswith("warm_start.")]
         code, text, seconds = run("task=grpo", *common, "train.steps=20", *words, folder=work / f"fault{number}")
         said = next((line for line in text.splitlines() if expected in line), text[-300:])
-        yield case, code == 1 and expected in text, f"exit {code} after {seconds:.0f} s: {said.strip()[:200]}"
+        yield case, code in (1, 2) and expected in text, f"exit {code} after {seconds:.0f} s: {said.strip()[:200]}"
     file = work / "empty.py"
     file.write_text("def score(prompt, answer, record):\n    return float(not answer)\n")
     words = (f"reward.function={file}:score", "train.steps=60", "optimizer.lr=1e-2", "train.global_batch_size=16")

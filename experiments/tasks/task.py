@@ -10,12 +10,14 @@ from ztk.data import ByteTokenizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """text, tokens: what the policy sees. answer: the right one, if it is known. record: what the reward function gets beside the texts."""
+    """text, tokens: what the policy sees. answer: the right one, if it is known. record: what reward functions get in addition to the texts.
+    is_chat: the prompt is a conversation, that of the record."""
 
     text: str
     tokens: list[int]
     answer: str | None = None
     record: Mapping[str, Any] = field(default_factory=dict)
+    is_chat: bool = False
 
 
 class Task(ABC):

@@ -151,10 +151,11 @@ class Session:
         return math.nan if loss is None else loss
 
     def _prepare(self, config: Config) -> None:
-        """Bad text is refused here, before ranks start."""
+        """Refuses bad text and failing reward functions before ranks start."""
         try:
             with shown_progress(say=self._say) as show:
                 configuration.prepare_text(config, show=show)
+            configuration.prepare_rewards(config)
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
 

@@ -23,6 +23,7 @@ from ztk.config.own import call_later, callback_nodes, find, instantiate
 from ztk.config.reference import GroupReference, KeyReference, build_reference, find_reference
 from ztk.config.renamed import rename_keys
 from ztk.config.resumed import take_run_words
+from ztk.config.rewards import has_rewards, open_rewards, prepare_rewards
 from ztk.config.sweep import SweepWords, only_resume, take_sweep_keys
 from ztk.config.text import prepare_text, text_policy, tokenizer_of_run
 from ztk.core.policies.config import Config
@@ -53,6 +54,7 @@ __all__ = [
     "find_reference",
     "from_yaml",
     "hardware_values",
+    "has_rewards",
     "hash_of",
     "instantiate",
     "is_own",
@@ -60,7 +62,9 @@ __all__ = [
     "load",
     "on_fewer_ranks",
     "only_resume",
+    "open_rewards",
     "parse_arguments",
+    "prepare_rewards",
     "prepare_text",
     "reads_documents",
     "refusal",

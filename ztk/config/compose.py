@@ -31,6 +31,7 @@ from ztk.config.own import OBJECTS, USER, nameless, nodes_of, take_objects, take
 from ztk.config.planning import PLAN, take_measured
 from ztk.config.rates import take_rate
 from ztk.config.renamed import hint_of, rename_keys, rename_recorded
+from ztk.config.rewards import settle_rewards
 from ztk.config.rules import check
 from ztk.config.suggest import near_keys
 from ztk.config.text_rules import follow_tokenizer
@@ -406,9 +407,7 @@ def _settle_paths(config: Config) -> None:
     config.offload.nvme_path = _nvme_path(config)
     if config.data.tokenizer not in (None, BYTES, TRAIN):
         config.data.tokenizer = _absolute(config.data.tokenizer)
-    if config.reward.function is not None:
-        path, _, function = config.reward.function.rpartition(":")
-        config.reward.function = f"{_absolute(path)}:{function}"
+    settle_rewards(config)
     if config.checkpoint.resume not in (None, AUTO):
         config.checkpoint.resume = _absolute(config.checkpoint.resume)
 

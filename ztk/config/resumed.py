@@ -13,7 +13,7 @@ from ztk.config.renamed import rename_keys
 
 _RESUME = "checkpoint.resume="
 # Keys with paths in a form of their own, next to `path_keys`. All of them may be relative to the directory that the run was started in.
-_PATHS = ("data.tokenizer", "reward.function", "offload.nvme_path")
+_PATHS = ("data.tokenizer", "reward.function", "reward.functions", "offload.nvme_path")
 # What another command decides for itself. The global batch of the run's configuration gives the accumulation steps on any number of ranks.
 _LEFT = ("checkpoint.allow_changes", "checkpoint.resume", "train.accumulation_steps", "sweep")
 # A word of the command line for the second key makes the run's first one meaningless.
@@ -74,7 +74,11 @@ def _key(word: str) -> str:
 
 
 def _written(value: Any) -> str:
-    """A path or a list of paths in Hydra's grammar."""
+    """A path, a list of them, or of mappings with them, in Hydra's grammar."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{_written(inner)}' for key, inner in value.items())}}}"
+    if isinstance(value, int | float):
+        return str(value)
     if isinstance(value, list):
         return f"[{','.join(map(_written, value))}]"
     escaped = str(value).replace("'", "\\'")

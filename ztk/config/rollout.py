@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 from ztk.config.adapters import starts_adapted
 from ztk.config.hugging_face import dropouts_of, family_of
 from ztk.config.machine import Machine
+from ztk.config.rewards import has_rewards, reward_faults
 from ztk.config.topology import DEGREES, replicas_of, settled_ranks
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
@@ -17,7 +17,7 @@ from ztk.core.policies.rollout import (
     RolloutEngineName,
     RolloutIdentity,
 )
-from ztk.core.policies.runs import device_of, draws, has_tokenizer, is_hugging_face, is_own
+from ztk.core.policies.runs import device_of, draws, has_tokenizer, is_hugging_face
 from ztk.core.policies.zero import ZeroEngine
 
 
@@ -145,17 +145,12 @@ def _data_faults(config: Config) -> Iterator[str]:
         yield f"model.vocab_size={config.model.vocab_size}: prompts and answers are bytes, and others could be drawn: use {fix}"
     if rollout.task is None and data.path is None:
         yield "rollout.task=null: there are no prompts; use rollout.task=sorting, or data.path=FILE.jsonl with reward.function"
-    has_reward = (
-        is_own(config, section="reward") or config.reward.function is not None or config.reward.path is not None
-    )
-    if rollout.task is None and not has_reward:
+    if rollout.task is None and not has_rewards(config) and config.reward.path is None:
         yield (
             "reward.function=null: prompts of data.path have no reward of their own; use reward.function=mine.py:score, or reward.path=RUN, "
             "the folder of a run of task=reward"
         )
-    if is_own(config, section="reward") and config.reward.function is not None:
-        yield f"reward.function={config.reward.function}: reward._target_ names a reward, too; leave one of them out"
-    yield from _reward_faults(config.reward.function)
+    yield from reward_faults(config)
     yield from _first_weights_faults(config)
     if rollout.task is not None and rollout.max_tokens:
         prompt, answer = TASK_LENGTHS[rollout.task]
@@ -190,16 +185,6 @@ def _first_weights_faults(config: Config) -> Iterator[str]:
             f"kl.reference=lora_off: the policy starts with the adapters of warm_start.path={warm.path}, and its base is another model; use "
             "kl.reference=frozen"
         )
-
-
-def _reward_faults(name: str | None) -> Iterator[str]:
-    if name is None:
-        return
-    path, _, function = name.rpartition(":")
-    if not path.endswith(".py") or not function.isidentifier():
-        yield f"reward.function={name}: must be FILE.py:FUNCTION; use reward.function=mine.py:score"
-    elif not Path(path).expanduser().is_file():
-        yield f"reward.function={name}: there is no file {path} (from {Path.cwd()}); give its path"
 
 
 def _batch_faults(config: Config, *, machine: Machine) -> Iterator[str]:

@@ -1,7 +1,5 @@
 """The parts of a rollout that need no ranks: draws, buffer, rewards, guards."""
 
-import threading
-
 import pytest
 import torch
 
@@ -12,13 +10,10 @@ from ztk.rl.rollout import (
     Buffer,
     GuardPolicy,
     Guards,
-    RewardError,
     Samples,
     choose,
     compare,
-    load_reward,
     sample_keys,
-    score,
     share_of_rank,
     uniforms,
 )
@@ -144,61 +139,6 @@ def test_one_bit_of_one_log_probability_is_found_and_named():
     trainer[1, 3] = torch.nextafter(trainer[1, 3], torch.tensor(0.0))
     found = compare(rollout, logprobs=trainer)
     assert found.count == 1 and found.first.startswith("sample 1, position 3 (token ")
-
-
-# Rewards
-
-
-def reward(function, *, seconds: float = 5.0):
-    return score(function, prompt="p", answer="a", record={"id": 3}, timeout_seconds=seconds)
-
-
-def test_a_reward_is_a_number_or_none():
-    assert reward(lambda prompt, answer, record: record["id"] + len(prompt + answer)) == 5.0
-    assert reward(lambda prompt, answer, record: None) is None
-
-
-def failing(prompt, answer, record):
-    raise KeyError("no such field")
-
-
-@pytest.mark.parametrize(
-    ("function", "said"),
-    [
-        (failing, "raised KeyError: 'no such field'"),
-        (lambda prompt, answer, record: float("nan"), "returned nan"),
-        (lambda prompt, answer, record: float("inf"), "returned inf"),
-        (lambda prompt, answer, record: "good", "returned 'good'"),
-    ],
-)
-def test_a_bad_reward_stops_and_shows_prompt_answer_and_record(function, said):
-    with pytest.raises(RewardError) as caught:
-        reward(function)
-    assert said in str(caught.value) and "prompt 'p', answer 'a', record {'id': 3}" in str(caught.value)
-
-
-def test_a_hanging_reward_stops_in_time():
-    over = threading.Event()
-    with pytest.raises(RewardError, match=r"within reward.timeout_seconds=0.1"):
-        reward(lambda prompt, answer, record: over.wait(60), seconds=0.1)
-    assert not over.is_set()  # raised while the function still waited
-    over.set()
-
-
-def test_a_function_of_a_file_is_loaded_and_faults_name_the_fix(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text("def score(prompt, answer, record):\n    return 2.5\n")
-    assert reward(load_reward(f"{file}:score")) == 2.5
-    for name, said in (
-        ("mine.score", "FILE.py:FUNCTION"),
-        (f"{tmp_path}/other.py:score", "there is no file"),
-        (f"{file}:points", "has no function 'points'"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            load_reward(name)
-    file.write_text("import nowhere_at_all\n")
-    with pytest.raises(ValueError, match="ModuleNotFoundError while"):
-        load_reward(f"{file}:score")
 
 
 # Guards

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ztk.core.policies.align import RewardLossName
 from ztk.core.policies.key import Changes, When, key, tasks
@@ -208,6 +208,13 @@ def _kl_faults(config: "Config") -> Iterator[str]:
         yield f"kl.stop_above={kl.stop_above:g} needs a reference: use kl.reference=frozen, or leave it out"
 
 
+def _function_faults(config: "Config") -> Iterator[str]:
+    if config.reward.function is not None and config.reward.functions:
+        yield (
+            f"reward.function={config.reward.function}: reward.functions names functions, too; put all of them into reward.functions"
+        )
+
+
 @dataclass(kw_only=True)
 class RolloutConfig:
     """What is drawn from the policy, and how it is checked."""
@@ -385,19 +392,33 @@ class RewardConfig(StrategyConfig):
     acts: ClassVar = _REWARD_MODEL
 
     function: str | None = key(
-        "FILE.py:FUNCTION, called as FUNCTION(prompt=, answer=, record=); a number, or None to leave the answer out; null: the task's own",
+        "one function, as an entry of reward.functions; null: the task's own, or those of reward.functions",
+        acts=DRAWS,
+        optional=True,
+        contradicts=_function_faults,
+    )
+    functions: Any = key(
+        "functions whose weighted sum is the reward: FILE.py:FUNCTION, MODULE:FUNCTION or {function: FILE.py:FUNCTION, weight: 0.2}. Called "
+        "once per batch as TRL's are, f(prompts=, completions=, completion_ids=, fields of the records), or with a parameter `answer` once per "
+        "answer, f(prompt=, answer=, record=). None leaves an answer out",
         acts=DRAWS,
         optional=True,
     )
     path: str | None = key(
-        "run folder or checkpoint of task=reward, of the policy's shape, whose value at the last token is the reward; the function's is shown "
-        "beside it as true_reward; null: the function's reward trains",
+        "run folder or checkpoint of task=reward, of the policy's shape, whose value at the last token is the reward; null: functions give it",
         acts=DRAWS,
         optional=True,
         is_path=True,
     )
+    path_weight: float | None = key(
+        "weight of the value of reward.path in the sum with the functions' rewards; null: the value alone trains, and the functions' sum is "
+        "shown as true_reward",
+        range=NOT_NEGATIVE,
+        acts=_REWARD_MODEL,
+        optional=True,
+    )
     timeout_seconds: float | None = key(
-        "longest time of one call", range=Range(low=0, high=86_400, above=True), acts=DRAWS
+        "longest time of one call of a function", range=Range(low=0, high=86_400, above=True), acts=DRAWS
     )
     loss: RewardLossName | None = key(
         "of a reward model. bradley_terry: of the values at the last tokens; per_token: DeepSpeed-Chat's, of all values behind the common "

@@ -9,11 +9,20 @@ from ztk.rl.rollout.guards import GuardPolicy, Guards, RolloutStopped
 from ztk.rl.rollout.head import Answers, answer_logits, large_answers
 from ztk.rl.rollout.hybrid import Requests, RolloutPolicy, generate
 from ztk.rl.rollout.layout import Layout, can_pack, has_cache, lay_out, pack_exactly
-from ztk.rl.rollout.rewards import RewardError, RewardFunction, load_reward, score
+from ztk.rl.rollout.rewards import (
+    Answered,
+    Reward,
+    Rewarded,
+    RewardError,
+    RewardFunctions,
+    TrainingState,
+    load_function,
+)
 from ztk.rl.rollout.states import states_away
 from ztk.rl.rollout.weights import RolloutWeights, SettledWeights, rollout_weights, settle_weights
 
 __all__ = [
+    "Answered",
     "Answers",
     "Buffer",
     "CachedAttention",
@@ -23,8 +32,10 @@ __all__ = [
     "Guards",
     "Layout",
     "Requests",
+    "Reward",
     "RewardError",
-    "RewardFunction",
+    "RewardFunctions",
+    "Rewarded",
     "RolloutMismatch",
     "RolloutPolicy",
     "RolloutStopped",
@@ -32,6 +43,7 @@ __all__ = [
     "Samples",
     "SettledWeights",
     "TextCache",
+    "TrainingState",
     "answer_logits",
     "can_pack",
     "choose",
@@ -41,11 +53,10 @@ __all__ = [
     "has_cache",
     "large_answers",
     "lay_out",
-    "load_reward",
+    "load_function",
     "pack_exactly",
     "rollout_weights",
     "sample_keys",
-    "score",
     "settle_weights",
     "share_of_rank",
     "states_away",

@@ -1,92 +1,320 @@
-"""The reward of an answer: a Python function of the user's, called under guard."""
+"""Rewards of answers by Python functions of the user's, called under guard.
 
+A function gets a whole batch as lists, as TRL's do: f(prompts=, completions=, completion_ids=, further fields of the records) -> one number or
+None per answer. One with a parameter `answer` is called per answer instead: f(prompt=, answer=, record=) -> a number or None. Either may be
+`async def`: all of them are awaited together, on a loop that lives as long as the process, so clients may keep their connections.
+"""
+
+import asyncio
+import functools
+import importlib
 import importlib.util
+import inspect
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# score(prompt=, answer=, record=) -> the reward, or None to leave the sample out.
-RewardFunction = Callable[..., float | None]
+import torch
+from torch import Tensor
+
+RewardFunction = Callable[..., Any]
+_GRACE_SECONDS = 1.0  # for the loop to report a coroutine that is late; without a report something blocks it
+# Fields of a record that are the conversation itself.
+_OWN_FIELDS = ("prompt", "completion", "completion_ids", "messages")
 
 
 class RewardError(RuntimeError):
-    """The reward function failed; the text has the record and the answer."""
+    """A reward function failed; the text has its name, the record and the answer."""
 
 
-def load_reward(name: str) -> RewardFunction:
-    """The function that `name`, `FILE.py:FUNCTION`, names.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingState:
+    """The `trainer_state` of reward functions: the optimizer steps made, and those of the run."""
+
+    global_step: int
+    max_steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answered:
+    """Answers to reward. texts: the prompts as the policy sees them. token_ids: of the answers, the end included. records: lines of the data.
+
+    is_chat: prompts are messages.
+    """
+
+    texts: Sequence[str]
+    answers: Sequence[str]
+    token_ids: Sequence[Sequence[int]]
+    records: Sequence[Mapping[str, Any]]
+    is_chat: Sequence[bool]
+    state: TrainingState
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def where(self, row: int) -> str:
+        """Names an answer in an error."""
+        return f"for prompt {self.texts[row]!r}, answer {self.answers[row]!r}, record {dict(self.records[row])!r}"
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The arguments of a function that takes batches."""
+        names = dict.fromkeys(name for record in self.records for name in record if name not in _OWN_FIELDS)
+        rows = list(zip(self.texts, self.answers, self.records, self.is_chat, strict=True))
+        return {
+            "prompts": [
+                record.get("prompt", record.get("messages")) if chat else text for text, _, record, chat in rows
+            ],
+            "completions": [[{"role": "assistant", "content": text}] if chat else text for _, text, _, chat in rows],
+            "completion_ids": [list(ids) for ids in self.token_ids],
+        } | {name: [record.get(name) for record in self.records] for name in names}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reward:
+    """A function and the weight of its values in the sum. name: in rows, tables and errors."""
+
+    name: str
+    function: RewardFunction
+    weight: float = 1.0
+
+    @property
+    def per_answer(self) -> bool:
+        """Whether it is called once per answer."""
+        return "answer" in _parameters(self.function)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether a call returns a coroutine."""
+        function = self.function
+        while isinstance(function, functools.partial):
+            function = function.func
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004 - of an object whose __call__ is a coroutine function
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rewarded:
+    """values: of S answers and F functions, float64 [S, F], NaN for None. total: the weighted sums, [S], NaN where all functions gave None.
+
+    extra: further columns of the completions' table (`log_extra`). logged: values of a step's row (`log_metric`).
+    """
+
+    values: Tensor
+    total: Tensor
+    extra: Mapping[str, list[Any]] = field(default_factory=dict)
+    logged: Mapping[str, list[float]] = field(default_factory=dict)
+
+
+class RewardFunctions:
+    """Several functions, whose weighted sum is the reward. A function that gives None for an answer is left out of its sum."""
+
+    def __init__(self, rewards: Sequence[Reward], *, timeout_seconds: float) -> None:
+        """timeout_seconds: the longest time of one call."""
+        self.rewards, self._seconds = tuple(rewards), timeout_seconds
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the functions, in order."""
+        return tuple(reward.name for reward in self.rewards)
+
+    def score(self, answered: Answered) -> Rewarded:
+        """The rewards of a batch.
+
+        Raises:
+            RewardError: a function raised, took longer than the limit, or returned something else than finite numbers and None, one per answer.
+        """
+        extra: dict[str, list[Any]] = {}
+        logged: dict[str, list[float]] = {}
+        given = answered.columns() | {
+            "trainer_state": answered.state,
+            "log_extra": extra.__setitem__,
+            "log_metric": lambda name, value: logged.setdefault(name, []).append(float(value)),
+        }
+        # Coroutines run on their loop while plain functions compute here.
+        awaited = {
+            number: _loop().submit(self._awaited(reward, answered=answered, given=given))
+            for number, reward in enumerate(self.rewards)
+            if reward.is_async
+        }
+        found = []
+        for number, reward in enumerate(self.rewards):
+            if number in awaited:
+                values = self._result(awaited[number], reward=reward, answered=answered)
+            else:
+                values = self._called(reward, answered=answered, given=given)
+            found.append(_checked(values, reward=reward, answered=answered))
+        values = torch.tensor(found, dtype=torch.float64).view(len(self.rewards), len(answered)).T
+        weights = torch.tensor([reward.weight for reward in self.rewards], dtype=torch.float64)
+        total = torch.where(values.isnan().all(1), math.nan, (values.nan_to_num() * weights).sum(1))
+        return Rewarded(values=values, total=total, extra=extra, logged=logged)
+
+    def _called(self, reward: Reward, *, answered: Answered, given: Mapping[str, Any]) -> Any:
+        """The values of a plain function, called on threads of its own: whatever it waits for, this call ends in time."""
+        if not reward.per_answer:
+            return self._in_time(reward, arguments=_asked(reward.function, given=given), where=_batch(answered))
+        return [
+            self._in_time(reward, arguments=_of_answer(answered, row=row), where=answered.where(row))
+            for row in range(len(answered))
+        ]
+
+    def _in_time(self, reward: Reward, *, arguments: Mapping[str, Any], where: str) -> Any:
+        outcome: list[Any] = []
+
+        def run() -> None:
+            try:
+                outcome.append((reward.function(**arguments), None))
+            except BaseException as error:  # noqa: BLE001 - reported with the record below
+                outcome.append((None, error))
+
+        thread = threading.Thread(target=run, name="ztk-reward", daemon=True)
+        thread.start()
+        thread.join(self._seconds)
+        if not outcome:
+            raise self._late(reward, where=where)
+        value, error = outcome[0]
+        if error is not None:
+            raise _raised(reward, error=error, where=where) from error
+        return value
+
+    async def _awaited(self, reward: Reward, *, answered: Answered, given: Mapping[str, Any]) -> Any:
+        """The values of a coroutine function; one per answer is awaited for all answers together."""
+        if not reward.per_answer:
+            return await self._await(reward, arguments=_asked(reward.function, given=given), where=_batch(answered))
+        return await asyncio.gather(
+            *(
+                self._await(reward, arguments=_of_answer(answered, row=row), where=answered.where(row))
+                for row in range(len(answered))
+            )
+        )
+
+    async def _await(self, reward: Reward, *, arguments: Mapping[str, Any], where: str) -> Any:
+        task = asyncio.ensure_future(reward.function(**arguments))
+        done, _ = await asyncio.wait({task}, timeout=self._seconds)
+        if not done:
+            task.cancel()
+            raise self._late(reward, where=where)
+        if (error := task.exception()) is not None:
+            raise _raised(reward, error=error, where=where) from error
+        return task.result()
+
+    def _result(self, future: Any, *, reward: Reward, answered: Answered) -> Any:
+        try:
+            return future.result(self._seconds + _GRACE_SECONDS)
+        except FutureTimeout:
+            raise self._late(reward, where=_batch(answered)) from None
+
+    def _late(self, reward: Reward, *, where: str) -> RewardError:
+        return RewardError(
+            f"the reward function {reward.name} did not return within reward.timeout_seconds={self._seconds:g} {where}: make it faster, or "
+            "raise reward.timeout_seconds"
+        )
+
+
+def load_function(name: str, *, key: str) -> RewardFunction:
+    """The function that `name`, `FILE.py:FUNCTION` or `MODULE:FUNCTION`, names. key: of the configuration, for errors.
 
     Raises:
-        ValueError: another form, no such file, a file that cannot be imported, or no such function in it.
+        ValueError: another form, no such file or module, one that cannot be imported, or no such function in it.
     """
-    path, _, function = name.rpartition(":")
-    file = Path(path).expanduser()
-    if not path.endswith(".py") or not function.isidentifier():
-        raise ValueError(f"reward.function={name}: must be FILE.py:FUNCTION, such as reward.function=mine.py:score")
-    if not file.is_file():
-        raise ValueError(f"reward.function={name}: there is no file {file.absolute()}; give its path")
-    spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    source, _, function = name.rpartition(":")
+    if not is_function_name(name):
+        raise ValueError(f"{key}={name}: must be FILE.py:FUNCTION or MODULE:FUNCTION; use {key}=mine.py:score")
     try:
-        spec.loader.exec_module(module)
+        module = _module_of_file(source) if source.endswith(".py") else importlib.import_module(source)
+    except FileNotFoundError as error:
+        raise ValueError(f"{key}={name}: {error}") from None
     except Exception as error:
-        raise ValueError(
-            f"reward.function={name}: {type(error).__name__} while {file} was imported: {error}"
-        ) from error
+        raise ValueError(f"{key}={name}: {type(error).__name__} while {source} was imported: {error}") from error
     found = getattr(module, function, None)
     if not callable(found):
-        raise ValueError(f"reward.function={name}: {file} has no function {function!r}; name one that it has")
+        raise ValueError(f"{key}={name}: {source} has no function {function!r}; name one that it has")
     return found
 
 
-def score(
-    function: RewardFunction, *, prompt: str, answer: str, record: Mapping[str, Any], timeout_seconds: float
-) -> float | None:
-    """The reward of one answer; None: the sample is left out.
+def is_function_name(name: str) -> bool:
+    """Whether `name` is `FILE.py:FUNCTION` or `MODULE:FUNCTION`."""
+    source, _, function = name.rpartition(":")
+    is_module = bool(source) and all(part.isidentifier() for part in source.split("."))
+    return function.isidentifier() and (source.endswith(".py") or is_module)
 
-    Raises:
-        RewardError: the function raised, took longer than `timeout_seconds`, or returned something else than a finite number or None.
-    """
-    value = _called(function, prompt=prompt, answer=answer, record=record, timeout_seconds=timeout_seconds)
-    where = f"for prompt {prompt!r}, answer {answer!r}, record {dict(record)!r}"
-    if value is None:
-        return None
+
+def _module_of_file(source: str) -> Any:
+    file = Path(source).expanduser()
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file.absolute()}; give its path")
+    spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class _Loop:
+    """An event loop on a thread of its own, of this process."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="ztk-reward-loop", daemon=True).start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Starts a coroutine; returns its future."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+
+@functools.cache
+def _loop() -> _Loop:
+    return _Loop()
+
+
+def _parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
     try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise RewardError(f"the reward function returned {value!r} {where}: return a number, or None") from None
-    if not math.isfinite(number):
-        raise RewardError(
-            f"the reward function returned {number} {where}: return a finite number, or None to leave the sample out"
-        )
-    return number
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of C
+        return {}
 
 
-def _called(
-    function: RewardFunction, *, prompt: str, answer: str, record: Mapping[str, Any], timeout_seconds: float
-) -> Any:
-    """What the function returns, called on a thread of its own: whatever it waits for, this call ends in time."""
-    outcome: list[Any] = []
+def _asked(function: RewardFunction, *, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a function takes: all of them with `**kwargs`, otherwise those that it names."""
+    parameters = _parameters(function)
+    if not parameters or any(entry.kind is entry.VAR_KEYWORD for entry in parameters.values()):
+        return dict(given)
+    return {name: value for name, value in given.items() if name in parameters}
 
-    def run() -> None:
+
+def _of_answer(answered: Answered, *, row: int) -> dict[str, Any]:
+    return {"prompt": answered.texts[row], "answer": answered.answers[row], "record": dict(answered.records[row])}
+
+
+def _batch(answered: Answered) -> str:
+    return f"for {len(answered)} answers, the first {answered.where(0)}"
+
+
+def _raised(reward: Reward, *, error: BaseException, where: str) -> RewardError:
+    return RewardError(f"the reward function {reward.name} raised {type(error).__name__}: {error}, {where}")
+
+
+def _checked(values: Any, *, reward: Reward, answered: Answered) -> list[float]:
+    """A finite number per answer, NaN for None. Raises RewardError for anything else."""
+    said = f"the reward function {reward.name} returned"
+    try:
+        found = list(values)
+    except TypeError:
+        raise RewardError(f"{said} {values!r}: return a list, with a number or None per answer") from None
+    if len(found) != len(answered):
+        raise RewardError(f"{said} {len(found)} rewards for {len(answered)} answers: return one per answer")
+    numbers = []
+    for row, value in enumerate(found):
         try:
-            outcome.append((function(prompt=prompt, answer=answer, record=dict(record)), None))
-        except BaseException as error:  # noqa: BLE001 - reported with the record below
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=run, name="ztk-reward", daemon=True)
-    thread.start()
-    thread.join(timeout_seconds)
-    where = f"for prompt {prompt!r}, answer {answer!r}, record {dict(record)!r}"
-    if not outcome:
-        raise RewardError(
-            f"the reward function did not return within reward.timeout_seconds={timeout_seconds:g} {where}: make it faster, or "
-            "raise reward.timeout_seconds"
-        )
-    value, error = outcome[0]
-    if error is not None:
-        raise RewardError(f"the reward function raised {type(error).__name__}: {error}, {where}") from error
-    return value
+            number = math.nan if value is None else float(value)
+        except (TypeError, ValueError):
+            raise RewardError(f"{said} {value!r} {answered.where(row)}: return a number, or None") from None
+        if value is not None and not math.isfinite(number):
+            fix = "return a finite number, or None to leave the answer out"
+            raise RewardError(f"{said} {number} {answered.where(row)}: {fix}")
+        numbers.append(number)
+    return numbers

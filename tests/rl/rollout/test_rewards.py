@@ -1,0 +1,377 @@
+"""Reward functions: how they are called, what they may return, and what becomes of those that fail."""
+
+import asyncio
+import math
+import re
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.prompts import Prompts
+from experiments.rewards import reward
+from tests.rl.rollout.runs import SMALL, config_of, play, rows_of
+from ztk.config import ConfigError, Machine, compose, from_yaml, prepare_rewards, to_yaml
+from ztk.rl.rollout.rewards import Answered, Reward, RewardError, RewardFunctions, TrainingState, load_function
+
+
+def answered(count: int = 1, *, is_chat: bool = False, **columns) -> Answered:
+    prompt = [{"role": "user", "content": "p"}] if is_chat else "p"
+    records = [
+        {"prompt": prompt, "id": row} | {name: values[row] for name, values in columns.items()} for row in range(count)
+    ]
+    return Answered(
+        texts=["<|user|>p" if is_chat else "p"] * count,
+        answers=["a" * (row + 1) for row in range(count)],
+        token_ids=[[7] * (row + 1) for row in range(count)],
+        records=records,
+        is_chat=[is_chat] * count,
+        state=TrainingState(global_step=3, max_steps=9),
+    )
+
+
+def score(*functions, seconds: float = 5.0, weights=(), of: Answered | None = None):
+    weights = weights or [1.0] * len(functions)
+    rewards = [
+        Reward(name=getattr(function, "__name__", "f"), function=function, weight=weight)
+        for function, weight in zip(functions, weights, strict=True)
+    ]
+    return RewardFunctions(rewards, timeout_seconds=seconds).score(of or answered())
+
+
+def test_a_function_with_a_parameter_answer_is_called_per_answer():
+    found = score(lambda prompt, answer, record: record["id"] + len(prompt + answer), of=answered(2))
+    assert found.total.tolist() == [2.0, 4.0]
+    assert score(lambda prompt, answer, record: None).total.isnan().all()
+
+
+def test_a_batch_is_one_call_with_lists_and_the_fields_of_the_records():
+    calls = []
+
+    def seen(prompts, completions, completion_ids, id, solution, **others):
+        calls.append((prompts, completions, completion_ids, id, solution, others["trainer_state"]))
+        return torch.tensor([1.0, 2.0])
+
+    found = score(seen, of=answered(2, solution=["x", None]))
+    state = TrainingState(global_step=3, max_steps=9)
+    assert calls == [(["p", "p"], ["a", "aa"], [[7], [7, 7]], [0, 1], ["x", None], state)]
+    assert found.total.tolist() == [1.0, 2.0]
+    assert score(lambda completions: [len(text) for text in completions], of=answered(3)).total.tolist() == [1, 2, 3]
+
+
+def test_conversations_are_lists_of_messages():
+    def seen(prompts, completions):
+        assert prompts == [[{"role": "user", "content": "p"}]]
+        return [len(completion[0]["content"]) for completion in completions]
+
+    assert score(seen, of=answered(is_chat=True)).total.tolist() == [1.0]
+
+
+def test_weights_add_up_and_none_leaves_a_function_out_of_a_sum():
+    """As in TRL: a sample without any value is left out."""
+    first = [1.0, None, None]
+    second = [10.0, 10.0, None]
+    found = score(lambda completions: first, lambda completions: second, weights=(2.0, 0.5), of=answered(3))
+    assert found.total[:2].tolist() == [7.0, 5.0] and found.total[2].isnan()
+    assert found.values[:, 0].isnan().tolist() == [False, True, True]
+
+
+# TRL's documentation of GRPOTrainer, "Using a custom reward function", as it stands.
+LENGTH_IN_TOKENS = '''
+def reward_func(completion_ids, **kwargs):
+    """Reward function that assigns higher scores to longer completions (in terms of token count)."""
+    return [float(len(ids)) for ids in completion_ids]
+'''
+LENGTH_IN_LETTERS = '''
+def reward_func(completions, **kwargs):
+    """Reward function that assigns higher scores to longer completions (in terms of character count)."""
+    return [float(len(completion)) for completion in completions]
+'''
+FORMAT = '''
+import re
+
+def format_reward_func(completions, **kwargs):
+    """Reward function that checks if the completion has a specific format."""
+    pattern = r"^<think>.*?</think><answer>.*?</answer>$"
+    completion_contents = [completion[0]["content"] for completion in completions]
+    matches = [re.match(pattern, content) for content in completion_contents]
+    return [1.0 if match else 0.0 for match in matches]
+'''
+REFERENCE = r"""
+import re
+
+def reward_func(completions, ground_truth, **kwargs):
+    # Regular expression to capture content inside \boxed{}
+    matches = [re.search(r"\\boxed\{(.*?)\}", completion) for completion in completions]
+    contents = [match.group(1) if match else "" for match in matches]
+    # Reward 1 if the content is the same as the ground truth, 0 otherwise
+    return [1.0 if c == gt else 0.0 for c, gt in zip(contents, ground_truth)]
+"""
+MULTI_TASK = """
+def check_math_solution(prompt, completion):
+    return completion == "4"
+
+def math_reward_func(prompts, completions, task, **kwargs):
+    rewards = []
+    for prompt, completion, t in zip(prompts, completions, task):
+        if t == "math":
+            # Calculate math-specific reward
+            correct = check_math_solution(prompt, completion)
+            reward = 1.0 if correct else -1.0
+            rewards.append(reward)
+        else:
+            # Return None for non-math tasks
+            rewards.append(None)
+    return rewards
+"""
+ASYNC = """
+import asyncio
+
+async def async_reward_func(prompts, completions, **kwargs):
+    # Simulate an I/O-bound call (e.g., HTTP request, database lookup)
+    await asyncio.sleep(0.01)
+    # Simple toy reward: 1.0 if the completion is non-empty, else 0.0
+    return [1.0 if completion else 0.0 for completion in completions]
+"""
+THINK = "<think>1 + 2</think><answer>3</answer>"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "answers", "is_chat", "columns", "expected"),
+    [
+        (LENGTH_IN_TOKENS, "reward_func", ["ab", "c"], False, {}, [2.0, 1.0]),
+        (LENGTH_IN_LETTERS, "reward_func", [" blue.", " in the sky."], False, {}, [6.0, 12.0]),
+        (FORMAT, "format_reward_func", [THINK, "3"], True, {}, [1.0, 0.0]),
+        (REFERENCE, "reward_func", [r" \boxed{2}.", r" \boxed{6}."], False, {"ground_truth": ["2", "5"]}, [1.0, 0.0]),
+        (MULTI_TASK, "math_reward_func", ["4", "4"], False, {"task": ["math", "code"]}, [1.0, None]),
+        (ASYNC, "async_reward_func", ["4", ""], False, {}, [1.0, 0.0]),
+    ],
+)
+def test_functions_of_trls_documentation_run_unchanged(text, name, answers, is_chat, columns, expected, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    given = answered(2, is_chat=is_chat, **columns)
+    given = Answered(
+        texts=given.texts,
+        answers=answers,
+        token_ids=[list(answer.encode()) for answer in answers],
+        records=given.records,
+        is_chat=given.is_chat,
+        state=given.state,
+    )
+    found = score(load_function(f"{file}:{name}", key="reward.functions"), of=given).total.tolist()
+    assert [None if math.isnan(value) else value for value in found] == expected
+
+
+@pytest.mark.parametrize("name", ["think_format_reward", "get_soft_overlong_punishment"])
+def test_functions_of_trls_library_run_unchanged(name):
+    pytest.importorskip("trl")
+    function = load_function(f"trl.rewards:{name}", key="reward.functions")
+    function = function(max_completion_len=100, soft_punish_cache=20) if name.startswith("get_") else function
+    assert score(function, of=answered(2, is_chat=True)).total.tolist() == [0.0, 0.0]
+
+
+def test_a_slow_judge_is_awaited_for_all_answers_at_once():
+    """128 answers and a judge of a second: one function that gathers, one that is called per answer, one plain in one call."""
+
+    async def judge(completion):
+        await asyncio.sleep(1)
+        return float(len(completion))
+
+    async def batch(completions):
+        return await asyncio.gather(*map(judge, completions))
+
+    async def single(prompt, answer, record):
+        return await judge(answer)
+
+    def plain(completions):
+        time.sleep(1)
+        return [0.0] * len(completions)
+
+    started = time.monotonic()
+    found = score(batch, single, plain, of=answered(128))
+    assert time.monotonic() - started < 3
+    assert found.total.tolist() == [2.0 * (row + 1) for row in range(128)]
+
+
+def test_coroutines_share_one_loop_between_batches():
+    """A client opened in one batch is used in the next one."""
+    loops = []
+
+    async def seen(completions):
+        loops.append(asyncio.get_running_loop())
+        return [0.0]
+
+    score(seen)
+    score(seen)
+    assert loops[0] is loops[1]
+
+
+def failing(prompt, answer, record):
+    raise KeyError("no such field")
+
+
+async def failing_later(completions):
+    raise KeyError("no such field")
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (failing, "failing raised KeyError: 'no such field'"),
+        (failing_later, "failing_later raised KeyError: 'no such field'"),
+        (lambda prompt, answer, record: float("nan"), "returned nan"),
+        (lambda prompt, answer, record: float("inf"), "returned inf"),
+        (lambda completions: ["good"], "returned 'good'"),
+    ],
+)
+def test_a_bad_reward_stops_and_shows_prompt_answer_and_record(function, said):
+    with pytest.raises(RewardError) as caught:
+        score(function)
+    text = str(caught.value)
+    assert said in text and "prompt 'p', answer 'a', record {'prompt': 'p', 'id': 0}" in text
+
+
+def test_another_number_of_rewards_than_answers_is_refused():
+    with pytest.raises(RewardError, match="returned 1 rewards for 2 answers: return one per answer"):
+        score(lambda completions: [1.0], of=answered(2))
+    with pytest.raises(RewardError, match="returned 1.0: return a list, with a number or None per answer"):
+        score(lambda completions: 1.0)
+
+
+def test_a_hanging_reward_stops_in_time():
+    over = threading.Event()
+
+    async def waits(completions):
+        await asyncio.sleep(60)
+
+    async def blocks(completions):
+        over.wait(60)
+
+    for function in (lambda prompt, answer, record: over.wait(60), lambda completions: over.wait(60), waits, blocks):
+        with pytest.raises(RewardError, match=r"did not return within reward.timeout_seconds=0.1"):
+            score(function, seconds=0.1)
+        assert not over.is_set()  # raised while the function still waited
+    over.set()
+
+
+def test_a_function_logs_columns_and_metrics():
+    def logs(completions, log_extra, log_metric):
+        log_extra("parsed", [text.upper() for text in completions])
+        log_metric("accuracy", 0.5)
+        return [0.0] * len(completions)
+
+    found = score(logs, of=answered(2))
+    assert found.extra == {"parsed": ["A", "AA"]} and found.logged == {"accuracy": [0.5]}
+
+
+def test_a_function_of_a_file_is_loaded_and_faults_name_the_fix(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def score(prompt, answer, record):\n    return 2.5\n")
+    assert score(load_function(f"{file}:score", key="reward.function")).total.tolist() == [2.5]
+    for name, said in (
+        ("mine.score", "must be FILE.py:FUNCTION or MODULE:FUNCTION"),
+        (f"{tmp_path}/other.py:score", "there is no file"),
+        (f"{file}:points", "has no function 'points'"),
+        ("no_such_module:points", "ModuleNotFoundError while no_such_module was imported"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load_function(name, key="reward.function")
+    file.write_text("import nowhere_at_all\n")
+    with pytest.raises(ValueError, match="ModuleNotFoundError while"):
+        load_function(f"{file}:score", key="reward.function")
+
+
+# In a configuration
+
+TWO = "def short(completions, **kwargs):\n    return [-float(len(text)) for text in completions]\n"
+HALF = "def half(prompt, answer, record):\n    return 0.5\n"
+
+
+def entries(folder):
+    (folder / "a.py").write_text(TWO)
+    (folder / "b.py").write_text(HALF)
+    return f"reward.functions=[{folder}/a.py:short,{{function: {folder}/b.py:half, weight: 0.2}}]"
+
+
+def composed_with(*words):
+    return compose("task=grpo", *SMALL, *words, output_dir="/run", machine=Machine(gpus=0, cores=2))
+
+
+def test_entries_are_read_made_absolute_and_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    entries(tmp_path)
+    config = composed_with("reward.functions=[a.py:short,{function: b.py:half, weight: 0.2}]")
+    expected = [f"{tmp_path}/a.py:short", {"function": f"{tmp_path}/b.py:half", "weight": 0.2}]
+    assert config.reward.functions == expected
+    assert from_yaml(to_yaml(config)).reward.functions == expected
+    rewards = Prompts(config).rewards
+    assert rewards is not None and rewards.names == ("short", "half")
+    assert [reward.weight for reward in rewards.rewards] == [1.0, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("reward.functions=[mine.score]", "reward.functions=mine.score: must be FILE.py:FUNCTION or MODULE:FUNCTION"),
+        ("reward.functions=[no/mine.py:score]", "there is no file no/mine.py"),
+        ("reward.functions=[{name: a.py:f}]", "must be FILE.py:FUNCTION or {function: FILE.py:FUNCTION, weight: 0.2}"),
+        ("reward.functions=[{function: HERE/b.py:half, weight: many}]", "weight: 'many' of HERE/b.py:half must be a finite"),
+        ("reward.functions=[HERE/b.py:half] reward.function=HERE/b.py:half", "put all of them into reward.functions"),
+    ],
+)  # fmt: skip
+def test_a_malformed_entry_is_refused(words, said, tmp_path):
+    entries(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(said.replace("HERE", str(tmp_path)))):
+        composed_with(*re.split(r" (?=reward\.)", words.replace("HERE", str(tmp_path))))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import nowhere_at_all", "ModuleNotFoundError while"),
+        ("def other(): ...", "has no function 'score'"),
+        ("def score(completions, solution):\n    return [0.0]", "raised TypeError: score() missing 1 required positional"),
+        ("def score(completions):\n    return [0.0, 0.0]", "called once before the run starts: the reward function score returned 2"),
+        ("import time\ndef score(completions):\n    time.sleep(60)", "did not return within reward.timeout_seconds=0.2"),
+    ],
+)  # fmt: skip
+def test_functions_are_called_before_ranks_start(text, said, tmp_path):
+    (tmp_path / "mine.py").write_text(text)
+    config = composed_with(f"reward.functions=[{tmp_path}/mine.py:score]", "reward.timeout_seconds=0.2")
+    with pytest.raises(ValueError, match=re.escape(said)):
+        prepare_rewards(config)
+    (tmp_path / "mine.py").write_text("def score(completions):\n    return [None]")
+    prepare_rewards(config)
+
+
+def test_rows_have_the_mean_of_every_function(ranks, tmp_path):
+    (tmp_path / "run").mkdir()
+    config = config_of("grpo", folder=tmp_path / "run", ranks=2, train__steps=2, reward__function=None)
+    entries(tmp_path)
+    config.reward.function = None
+    config.reward.functions = [f"{tmp_path}/a.py:short", {"function": f"{tmp_path}/b.py:half", "weight": 0.2}]
+    ranks(2).run(play, config=config)
+    for row in rows_of(tmp_path / "run"):
+        assert row["rewards.half"] == 0.5 and row["rewards.short"] <= 0
+        assert math.isclose(row["reward"], row["rewards.short"] + 0.1, abs_tol=1e-9)
+
+
+@pytest.mark.parametrize(("weight", "rewards"), [(None, [5.0, 6.0]), (0.5, [4.5, 3.0])])
+def test_a_reward_model_trains_alone_or_in_a_sum_with_functions(weight, rewards, tmp_path, monkeypatch):
+    """The function gives 2 and None."""
+    config = config_of("grpo", folder=tmp_path, reward="def score(completions):\n    return [2.0, None]\n")
+    config.reward.path, config.reward.path_weight = "/run", weight
+    monkeypatch.setattr("experiments.rewards.learned_rewards", lambda *_, **__: torch.tensor([5.0, 6.0]).double())
+    prompts = Prompts(config)
+    samples: Any = SimpleNamespace(
+        tokens=torch.zeros(2, 3, dtype=torch.int64), prompt_lengths=[1, 1], answer_lengths=[2, 2]
+    )
+    samples.finished, samples.answer_mask = [False, False], torch.tensor([[False, True, True]] * 2)
+    run: Any = SimpleNamespace(config=config, prompts=prompts, reward_model=1, actor=SimpleNamespace(global_steps=0))
+    reward(run, samples=samples, prompts=[prompts[0], prompts[1]])
+    assert samples.rewards.tolist() == rewards and samples.included.all()
+    assert run.rewarded.total[0] == 2 and run.rewarded.total[1].isnan()

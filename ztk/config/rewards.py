@@ -1,0 +1,158 @@
+"""`reward.function` and `reward.functions`: their forms, their paths, and a first call before ranks start."""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ztk.config.own import TARGET, call_later
+from ztk.core.policies.config import Config
+from ztk.core.policies.data import ChatTemplateName
+from ztk.core.policies.runs import data_paths, draws, has_tokenizer, is_own
+
+if TYPE_CHECKING:
+    from ztk.rl.rollout.rewards import RewardFunctions
+
+_ANSWER, _PROMPT = "42", "cab>"  # of the first call, without data.path
+_KEYS = ("function", "weight")
+
+
+def named_rewards(config: Config) -> list[tuple[str, float]]:
+    """The functions that the configuration names, `FILE.py:FUNCTION` or `MODULE:FUNCTION`, each with its weight."""
+    reward = config.reward
+    if reward.function is not None:
+        return [(reward.function, 1.0)]
+    return [
+        (entry, 1.0) if isinstance(entry, str) else (entry["function"], float(entry.get("weight", 1.0)))
+        for entry in _entries(reward.functions)
+    ]
+
+
+def has_rewards(config: Config) -> bool:
+    """Whether functions of the user's give rewards."""
+    reward = config.reward
+    return is_own(config, section="reward") or reward.function is not None or bool(reward.functions)
+
+
+def reward_faults(config: Config) -> Iterator[str]:
+    """One line per entry that names no function of a file or a module, or has no weight."""
+    if is_own(config, section="reward") and (config.reward.function is not None or config.reward.functions):
+        key = "reward.function" if config.reward.function is not None else "reward.functions"
+        yield f"{key}={config.reward.function or config.reward.functions}: reward._target_ names a reward, too; leave one of them out"
+    if config.reward.function is not None:
+        yield from _name_faults(config.reward.function, key="reward.function")
+    for entry in _entries(config.reward.functions):
+        if isinstance(entry, str):
+            yield from _name_faults(entry, key="reward.functions")
+        elif not isinstance(entry, Mapping) or not isinstance(entry.get("function"), str) or set(entry) - set(_KEYS):
+            yield (
+                f"reward.functions: {entry!r} must be FILE.py:FUNCTION or {{function: FILE.py:FUNCTION, weight: 0.2}}; use "
+                "reward.functions=[a.py:f,{function: b.py:g, weight: 0.2}]"
+            )
+        else:
+            yield from _name_faults(entry["function"], key="reward.functions")
+            weight = entry.get("weight", 1.0)
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+                yield f"reward.functions: weight: {weight!r} of {entry['function']} must be a finite number; use weight: 0.2"
+
+
+def absolute_name(name: str) -> str:
+    """`FILE.py:FUNCTION` with an absolute path; a module's function as it is."""
+    source, _, function = name.rpartition(":")
+    return f"{os.path.abspath(os.path.expanduser(source))}:{function}" if source.endswith(".py") else name
+
+
+def settle_rewards(config: Config) -> None:
+    """Makes the paths of files absolute. Entries that have another form are left to `reward_faults`."""
+    reward = config.reward
+    if reward.function is not None:
+        reward.function = absolute_name(reward.function)
+    if reward.functions:
+        reward.functions = [
+            absolute_name(entry)
+            if isinstance(entry, str)
+            else entry | {"function": absolute_name(entry["function"])}
+            if isinstance(entry, dict) and isinstance(entry.get("function"), str)
+            else entry
+            for entry in _entries(reward.functions)
+        ]
+
+
+def prepare_rewards(config: Config) -> None:
+    """Imports the reward functions and calls each once, with the first prompt of the data and the answer "42".
+
+    Raises:
+        ValueError: a function that cannot be imported, raises, is late, or returns something else than a number or None per answer.
+    """
+    if not draws(config) or not has_rewards(config):
+        return
+    from ztk.rl.rollout.rewards import Answered, RewardError, TrainingState  # here: torch takes a second
+
+    functions = open_rewards(config)
+    text, record, is_chat = _first_prompt(config)
+    state = TrainingState(global_step=0, max_steps=config.train.steps)
+    common = {"texts": [text], "records": [record], "is_chat": [is_chat], "state": state}
+    try:
+        functions.score(Answered(answers=[_ANSWER], token_ids=[list(_ANSWER.encode())], **common))
+    except RewardError as error:
+        raise ValueError(f"{_key(config)}: called once before the run starts: {error}") from None
+
+
+def open_rewards(config: Config) -> "RewardFunctions":
+    """The functions of the user's that the configuration names.
+
+    Raises:
+        ValueError: a function that cannot be imported, or two of one name.
+    """
+    from ztk.rl.rollout.rewards import Reward, RewardFunctions, load_function
+
+    assert config.reward.timeout_seconds is not None, "the configuration is checked"
+    if is_own(config, section="reward"):
+        node = config.own["reward"]
+        own = Reward(name=str(node[TARGET]).rpartition(".")[2], function=call_later(node))
+        return RewardFunctions([own], timeout_seconds=config.reward.timeout_seconds)
+    key, named = _key(config), named_rewards(config)
+    short = [name.rpartition(":")[2] for name, _ in named]
+    long = [
+        f"{os.path.basename(name.rpartition(':')[0]).removesuffix('.py')}.{last}"
+        for (name, _), last in zip(named, short, strict=True)
+    ]
+    if twice := [name for name in dict.fromkeys(long) if long.count(name) > 1]:
+        raise ValueError(f"{key}: {twice[0]} is there twice, and rows name functions: give one of the two another name")
+    rewards = [
+        Reward(name=last if short.count(last) == 1 else full, function=load_function(name, key=key), weight=weight)
+        for (name, weight), last, full in zip(named, short, long, strict=True)
+    ]
+    return RewardFunctions(rewards, timeout_seconds=config.reward.timeout_seconds)
+
+
+def _first_prompt(config: Config) -> tuple[str, Mapping[str, Any], bool]:
+    """Text, record, and whether the prompt is a conversation."""
+    if config.data.path is None:
+        return _PROMPT, {"number": 0}, False
+    from ztk.data import ByteTokenizer, SubwordTokenizer
+    from ztk.rl.align import read_prompts
+
+    tokenizer = SubwordTokenizer.open(str(config.data.tokenizer)) if has_tokenizer(config) else ByteTokenizer()
+    by_template = config.data.chat_template is ChatTemplateName.tokenizer
+    first = read_prompts(data_paths(config), tokenizer=tokenizer, by_template=by_template)[0]
+    return first.text, first.record, first.is_chat
+
+
+def _key(config: Config) -> str:
+    if is_own(config, section="reward"):
+        return f"reward.{TARGET}"
+    return "reward.function" if config.reward.function is not None else "reward.functions"
+
+
+def _entries(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list) else [value]
+
+
+def _name_faults(name: str, *, key: str) -> Iterator[str]:
+    source, _, function = name.rpartition(":")
+    is_module = bool(source) and all(part.isidentifier() for part in source.split("."))
+    if not function.isidentifier() or not (source.endswith(".py") or is_module):
+        yield f"{key}={name}: must be FILE.py:FUNCTION or MODULE:FUNCTION; use {key}=mine.py:score"
+    elif source.endswith(".py") and not os.path.isfile(os.path.expanduser(source)):
+        yield f"{key}={name}: there is no file {source} (from {os.getcwd()}); give its path"
