@@ -34,8 +34,10 @@ COLUMNS = ("number", "prompt", "reward", "included", "kl", "penalty", "length", 
 
 
 def drawing(run: Run) -> AbstractContextManager[None]:
-    """Inside, what only updates read is off the device. The inference engine's copy of the weights may be made from master weights."""
-    return nullcontext() if run.cached is not None else states_away(run.actor, *([run.critic] if run.critic else []))
+    """Inside, what only updates read is off the device. The inference engine's copy of the weights in main memory may be made from master
+    weights."""
+    copies = run.cached is not None and not run.cached.has_blocks
+    return nullcontext() if copies else states_away(run.actor, *([run.critic] if run.critic else []))
 
 
 def draw(run: Run, *, first_prompt: int | None = None) -> Samples:

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 DEVICE = torch.device("cuda", 0)
-# Operations of CUDA that take tensors of both devices: copies, and indices in main memory.
-MIXED = {"copy_", "_to_copy", "index", "index_put_", "index_put", "_index_put_impl_", "_unsafe_index"}
+# Operations of CUDA that take tensors of both devices: copies, and indices in main memory. index_add: autograd makes the zeros that it adds
+# to in C++, where a tagged tensor is one of the CPU.
+MIXED = {"index_add", "copy_", "_to_copy", "index", "index_put_", "index_put", "_index_put_impl_", "_unsafe_index"}
 
 
 class DeviceMismatch(RuntimeError):
@@ -110,6 +111,8 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
     own, named = tree_map(values, args), tree_map(values, kwargs)
     name, device = func._schema.name.partition("::")[2], named.get("device")
+    if name == "_pin_memory":  # needs a driver
+        return args[0]
     kind = None if device is None else torch.device(device).type
     if tagged and of_the_cpu and name not in MIXED:
         raise DeviceMismatch(f"{name}: tensors of the GPU and of the CPU")

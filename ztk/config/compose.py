@@ -32,6 +32,7 @@ from ztk.config.planning import PLAN, take_measured
 from ztk.config.rates import take_rate
 from ztk.config.renamed import hint_of, rename_keys, rename_recorded
 from ztk.config.rewards import settle_rewards
+from ztk.config.rollout import choose_rollouts
 from ztk.config.rules import check
 from ztk.config.suggest import near_keys
 from ztk.config.text_rules import follow_tokenizer
@@ -177,6 +178,7 @@ def to_config(
         and not _chosen("data", overrides=overrides)
     ):
         config.data.name = DataName.files  # a path says enough
+    choose_rollouts(config, given=given, machine=machine)
     null_unused_defaults(config, given=given, machine=machine)
     if (
         not is_own(config, section="model")

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from ztk.config.adapters import starts_adapted
+from ztk.config.derived import derive
 from ztk.config.hugging_face import dropouts_of, family_of
 from ztk.config.machine import Machine
 from ztk.config.rewards import has_rewards, reward_faults
@@ -19,6 +20,42 @@ from ztk.core.policies.rollout import (
 )
 from ztk.core.policies.runs import device_of, draws, has_tokenizer, is_hugging_face
 from ztk.core.policies.zero import ZeroEngine
+
+
+def choose_rollouts(config: Config, *, given: frozenset[str], machine: Machine) -> None:
+    """Sets `rollout.engine` and `rollout.identity` of a run on GPUs, unless the user set them: the inference engine draws where it computes
+    the model.
+
+    given: the keys that the user set.
+    """
+    if not draws(config) or device_of(config, machine=machine) != "cuda":
+        return
+    rollout = config.rollout
+    if "rollout.engine" not in given:
+        engine, reason = _engine_of_gpus(config, given=given)
+        derive(config, key="rollout.engine", value=engine, reason=reason)
+    if rollout.engine is RolloutEngineName.generator and "rollout.identity" not in given:
+        reason = "on a GPU attention over the cache adds in another order than the trainer's"
+        derive(config, key="rollout.identity", value=RolloutIdentity.corrected, reason=reason)
+
+
+def _engine_of_gpus(config: Config, *, given: frozenset[str]) -> tuple[RolloutEngineName, str]:
+    """Which one draws on a GPU, and why."""
+    if "rollout.identity" in given and config.rollout.identity is RolloutIdentity.exact:
+        return RolloutEngineName.trainer, "rollout.identity=exact needs the trainer's forward on a GPU"
+    if kind := _uncomputed(config):
+        return RolloutEngineName.trainer, f"the inference engine does not compute models of the kind {kind}"
+    return RolloutEngineName.generator, "on a GPU: a cache, and the trainer's own weights"
+
+
+def _uncomputed(config: Config) -> str | None:
+    """The kind of a model of transformers that the inference engine has no forward for; None where it has one."""
+    kind = family_of(config.model)
+    if kind is None:
+        return None
+    from ztk.inference.describe import FAMILIES  # here: torch takes a second
+
+    return None if kind in FAMILIES else kind
 
 
 def rollout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
@@ -85,24 +122,27 @@ def _generator_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         heads = (config.model.heads, config.model.kv_heads)
         if heads[0] % tensor or (heads[1] % tensor and tensor % heads[1]):
             yield f"rollout.tensor={tensor}: {heads[0]} query and {heads[1]} key heads cannot be divided by it; use rollout.tensor=1"
+    on_gpus = device_of(config, machine=machine) != "cpu"
+    if tensor > 1 and on_gpus:
+        yield f"rollout.tensor={tensor}: ranks share a copy of the weights in main memory alone, and this run is on GPUs; use rollout.tensor=1"
     if config.rollout.identity is RolloutIdentity.exact:
-        yield from _exact_generator_faults(config)
-    if device_of(config, machine=machine) != "cpu":
-        yield "rollout.engine=generator: the inference engine computes on the CPU, and this run on GPUs; use rollout.engine=trainer"
-    kind = family_of(config.model)
-    if kind is not None:
-        from ztk.inference.describe import FAMILIES  # here: torch takes a second
-
-        if kind not in FAMILIES:
-            yield (
-                f"rollout.engine=generator: the inference engine does not compute models of the kind {kind}, of model.path="
-                f"{config.model.path}; use rollout.engine=trainer"
-            )
+        yield from _exact_generator_faults(config, on_gpus=on_gpus)
+    if kind := _uncomputed(config):
+        yield (
+            f"rollout.engine=generator: the inference engine does not compute models of the kind {kind}, of model.path="
+            f"{config.model.path}; use rollout.engine=trainer"
+        )
 
 
-def _exact_generator_faults(config: Config) -> Iterator[str]:
-    """The engine has the bits of the native decoder in fp32, with its own attention in the trainer's forward."""
+def _exact_generator_faults(config: Config, *, on_gpus: bool) -> Iterator[str]:
+    """On a CPU the engine has the bits of the native decoder in fp32, with its own attention in the trainer's forward."""
     fix = "cannot be promised; use rollout.identity=corrected or off, or rollout.engine=trainer"
+    if on_gpus:
+        yield (
+            "rollout.engine=generator: on a GPU attention over the cache adds in another order than the trainer's, so "
+            f"rollout.identity=exact {fix}"
+        )
+        return
     if is_hugging_face(config.model):
         yield (
             "rollout.engine=generator: attention over a cache adds in another order than the modules of transformers, so "

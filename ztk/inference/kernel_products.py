@@ -19,7 +19,7 @@ class RowsProduct(Product):
             self.weight, self.scales = affine.weight.to(placement.device, placement.dtype).contiguous(), None
         else:
             full, own, self.front = in_groups(affine, group=GROUP if form == "int4" else 1)
-            weight, scales = quantise_weight(full.to(placement.device), kind=form)
+            weight, scales = quantise_weight(full.to(placement.device, torch.float32), kind=form)
             assert scales is not None, "formats of 8 and 4 bits have them"
             each = weight.shape[1] / full.shape[1]  # bytes of an input
             self.weight = weight[:, int(own.start * each) : int(own.stop * each)].contiguous()

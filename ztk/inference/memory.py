@@ -20,7 +20,7 @@ from ztk.inference.draft import DraftModel
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel
 from ztk.inference.opening import from_module
-from ztk.inference.plan import StreamPlan, free_memory
+from ztk.inference.plan import StreamPlan, free_device_memory, free_memory
 from ztk.inference.policy import InferencePolicy
 from ztk.inference.probe import check_model, random_tokens, settle_products
 from ztk.inference.ranks import Ranks
@@ -117,7 +117,7 @@ def _block_cache(
     if policy.cache_tokens is not None:
         blocks = policy.cache_tokens // BLOCK
     else:
-        free = free_memory() if place.device.type == "cpu" else torch.cuda.mem_get_info(place.device)[0]
+        free = free_memory() if place.device.type == "cpu" else free_device_memory(place.device)
         blocks = min(slots * each, int(free * _SHARE) // block_bytes(of, dtype=dtype))
         blocks = blocks if model.ranks is None else min(model.ranks.gather(blocks))
     if blocks < each:

@@ -12,6 +12,8 @@ S W / (cache of a sequence) sequences fit (FlexGen, https://arxiv.org/abs/2303.0
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from ztk.core.runtime.system_memory import machine_memory
 from ztk.inference.attention import BLOCK
 from ztk.inference.describe import Description
@@ -232,6 +234,12 @@ def first_buffers(sizes: Sizes, *, budget: int, positions: int, sequences: int |
     if split is None:
         raise _does_not_fit(sizes, budget=budget, positions=positions, sequences=sequences, rows=step_tokens)
     return split[1] or min(BUFFERS, sizes.layers)
+
+
+def free_device_memory(device: torch.device) -> int:
+    """Bytes of a GPU that a tensor may take: what is free there, and what torch's allocator holds and has given to none."""
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held
 
 
 def free_memory() -> int:

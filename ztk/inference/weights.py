@@ -420,10 +420,9 @@ class WeightReader:
 
     def _norm(self, name: str) -> Affine:
         """In fp32, which norms compute in."""
-        norm, device = self._affine(name), self._placement.device
-        if self._of.norm_offset:
-            norm.weight = norm.weight + self._of.norm_offset
-        return Affine(weight=norm.weight.to(device), bias=None if norm.bias is None else norm.bias.to(device))
+        norm = self._affine(name)
+        weight, bias = norm.weight.float(), None if norm.bias is None else norm.bias.float()
+        return Affine(weight=weight + self._of.norm_offset if self._of.norm_offset else weight, bias=bias)
 
     def _matrix(self, name: str) -> Affine:
         """A linear layer, or GPT-2's Conv1D, whose weight is [in, out]."""
@@ -447,4 +446,6 @@ class WeightReader:
                 f"the parameter {name} is not finite: a model whose parameters are sharded is passed as its engine, Generator(engine); "
                 "otherwise look for NaN or inf in the weights"
             )
+        if self._placement.has_blocks:  # as stored: a product on the same device and of the same dtype is a view of it
+            return found.to(self._placement.device)
         return found.to(device="cpu", dtype=torch.float32)

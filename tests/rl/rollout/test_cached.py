@@ -30,10 +30,10 @@ def folder(tmp_path_factory):
     return save_policy(tmp_path_factory.mktemp("model"))
 
 
-def drawn_twice(process: Process, *, config) -> list[dict]:
+def drawn_twice(process: Process, *, config, cache: str | None = None) -> list[dict]:
     """Samples before and after optimizer steps that change every weight, with the trainer's log-probabilities of them."""
     engine = build(config, process=process.arrange(policies.topology(config)))
-    cached = CachedRollouts(engine)
+    cached = CachedRollouts(engine, cache=cache)
     numbers = torch.arange(6)
     requests = Requests(
         prompts=[[5 + row, 6, 7][: 1 + row % 3] for row in range(6)],
@@ -59,8 +59,18 @@ def drawn_twice(process: Process, *, config) -> list[dict]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["native", "native adapters", "transformers", "adapters"])
-def test_log_probabilities_are_the_trainers_after_every_step(ranks, folder, tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    [
+        ("native", None),
+        ("native adapters", None),
+        ("transformers", None),
+        ("adapters", None),
+        ("native", "blocks"),
+        ("adapters", "blocks"),
+    ],
+)
+def test_log_probabilities_are_the_trainers_after_every_step(ranks, folder, tmp_path, kind, cache):
     """Adapters are merged, also those that have moved. Ranks have the same texts here, because they ask for the same samples."""
     options = (*GENERATOR, "zero=stage3", "optimizer.lr=0.03")
     options = (*options, *(ADAPTERS if "adapters" in kind else ()))
@@ -68,7 +78,7 @@ def test_log_probabilities_are_the_trainers_after_every_step(ranks, folder, tmp_
         config = config_of("grpo", *options, folder=tmp_path, ranks=2)
     else:
         config = config_of_hf("grpo", *options, folder=folder, to=tmp_path)
-    first, second = ranks(2).run(drawn_twice, config=config)
+    first, second = ranks(2).run(drawn_twice, config=config, cache=cache)
     assert first == second
     assert all(found["off"] < NEAR for found in first)
     assert first[0]["tokens"] != first[-1]["tokens"]
@@ -163,5 +173,37 @@ def test_the_engines_attention_has_the_gradient_of_torchs():
 def test_what_it_cannot_promise_is_refused(overrides, says):
     with pytest.raises(ConfigError, match=f"(?s){says}"):
         compose("task=grpo", *overrides, output_dir="/run", machine=Machine(gpus=0, cores=2))
-    with pytest.raises(ConfigError, match="computes on the CPU, and this run on GPUs"):
-        compose("task=grpo", *GENERATOR, output_dir="/run", machine=Machine(gpus=1, cores=2))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "engine", "identity", "reason"),
+    [
+        ((), "generator", "corrected", "the trainer's own weights"),
+        (("zero=stage3", "precision=bf16", "lora=adapter"), "generator", "corrected", "the trainer's own weights"),
+        (("rollout.identity=off",), "generator", "off", "the trainer's own weights"),
+        (("rollout.identity=exact",), "trainer", "exact", "needs the trainer's forward"),
+        (("rollout.engine=trainer",), "trainer", "exact", None),
+    ],
+)
+def test_the_inference_engine_draws_on_a_gpu(overrides, engine, identity, reason):
+    config = compose("task=grpo", *overrides, output_dir="/run", machine=Machine(gpus=1, cores=2))
+    assert (config.rollout.engine, config.rollout.identity) == (engine, identity)
+    assert (reason or "") in config.reasons.get("rollout.engine", "") and ("rollout.engine" in config.reasons) == bool(
+        reason
+    )
+    assert (config.rollout.correction_max is not None) == (identity == "corrected")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ("rollout.engine=generator", "rollout.identity=exact"),
+            "adds in another order than the trainer's, so rollout.identity=exact cannot",
+        ),
+        (("rollout.tensor=2", "launch.ranks=2"), "this run is on GPUs; use rollout.tensor=1"),
+    ],
+)
+def test_what_a_gpu_cannot_do_is_refused(overrides, says):
+    with pytest.raises(ConfigError, match=says):
+        compose("task=grpo", *overrides, output_dir="/run", machine=Machine(gpus=2, cores=2))

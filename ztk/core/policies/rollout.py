@@ -235,8 +235,9 @@ class RolloutConfig:
         "divides the logits, for drawing and for the log-probabilities", default=1.0, range=POSITIVE
     )
     engine: RolloutEngineName | None = key(
-        "what computes answers. trainer: the forward of the engine that trains, over its shards; generator: the inference engine, on the CPU, "
-        "over a copy of the weights in fp32 on every rank, with a cache of keys and values for models of transformers, too",
+        "what computes answers. trainer: the forward of the engine that trains, over its shards; generator: the inference engine, with a cache "
+        "of keys and values for every model: on a GPU over the trainer's own weights, on a CPU over a copy in fp32 on every rank. Where it is "
+        "left open, generator on a GPU, trainer on a CPU",
         default=RolloutEngineName.trainer,
     )
     weights: RolloutWeightsName | None = key(

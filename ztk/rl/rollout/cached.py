@@ -2,17 +2,25 @@
 
 Torch's attention adds over the keys in another order than the engine's, so log-probabilities differ in their last bits, unless the trainer
 computes by `rollout.attention`: the loss has to be corrected for it (`rollout.identity=corrected`), or may not care.
+
+[Note: Weights on the device]
+Over blocks a generator lives for one rollout. Its weights are the trainer's parameters: embedding, output, MLP and head are views, and query,
+key and value, which are one product, are joined into new memory. At stage 3 the parameters are gathered for the rollout. Keys and values take
+what the rollout's texts need at most, less where the device has less, and all of it is freed before the update.
 """
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ztk.core.policies.inference import cache_of
 from ztk.core.runtime.comm import Comm
 from ztk.inference import Completion, Generator, InferencePolicy, SamplingParams
+from ztk.inference.opening import UnreadModel
 from ztk.inference.sample import uniform
 from ztk.nn.lora import merged_parameters
 from ztk.rl.rollout.answering import MOST, answers_at_once, can_answer
@@ -30,15 +38,21 @@ class Drawn:
     reason: str
 
 
-class CachedRollouts:
-    """Answers by a `Generator` that has a copy of the policy's weights, fp32 in main memory on every rank, adapters merged.
+_MOST_OVER_BLOCKS, _STEP_TOKENS = 256, 2048  # answers that are drawn at once, and tokens of a step
 
-    comm: of the ranks that share a copy, each with a part of every layer; None: every rank has one of its own. The copy is made anew after
-    every optimizer step that the policy has made, when the next samples are drawn.
+
+class CachedRollouts:
+    """Answers by a `Generator` with the policy's weights, adapters merged.
+
+    cache: as of `InferencePolicy`; None: slabs on a CPU, blocks on a GPU. Over slabs every rank has a copy of the weights, fp32 in main
+    memory, which is made anew after every optimizer step that the policy has made, when the next samples are drawn. Over blocks the weights
+    are the engine's own, on its device and in its dtype: see [Note: Weights on the device].
+    comm: of the ranks that share a copy over slabs, each with a part of every layer; None: every rank has one of its own.
     """
 
-    def __init__(self, engine: Engine, *, comm: Comm | None = None) -> None:
+    def __init__(self, engine: Engine, *, comm: Comm | None = None, cache: str | None = None) -> None:
         self._source = _Merged(engine)
+        self.has_blocks = cache_of(cache, device=engine.process.device.type) == "blocks"
         self._comm = None if comm is None or comm.size == 1 else comm
         self._generator: Generator | None = None
         self._step = -1  # the policy's, of the copy
@@ -52,6 +66,12 @@ class CachedRollouts:
             FloatingPointError: logits that are not finite.
         """
         tokens, lengths = first_tokens(policy, requests=requests)
+        if self.has_blocks:
+            sampling = _sampling(policy, requests=requests, step=step, as_trainer=False)
+            with _opened(self._source.engine, length=policy.length, sequences=len(sampling)) as generator:
+                drawn = _answers(generator, prompts=_prompts(requests), sampling=sampling)
+            parts = [_parts(drawn, tokens=tokens, lengths=lengths)]
+            return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
         ranks = 1 if self._comm is None else self._comm.size
         generator = self._loaded(policy, sequences=len(requests.prompts) * ranks)
         model = generator.own_model
@@ -69,20 +89,8 @@ class CachedRollouts:
                 given = {"tokens": tokens[rows], "lengths": lengths[rows], "draws": draws[rows]}
                 parts.append(answer_by(model, policy=policy, in_double=True, **given))
             return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
-        pairs = zip(requests.prompt_numbers.tolist(), requests.copies.tolist(), strict=True)
-        sampling = [
-            SamplingParams(
-                max_tokens=policy.max_tokens,
-                temperature=policy.temperature,
-                stop_token_ids=policy.stops,
-                seed=policy.seed,
-                draw_key=("rollout", step, prompt, copy),
-                fp32_logprobs=True,
-            )
-            for prompt, copy in pairs
-        ]
-        prompts = [list(prompt) for prompt in requests.prompts]
-        drawn = self._drawn(generator, prompts=prompts, sampling=sampling)
+        sampling = _sampling(policy, requests=requests, step=step, as_trainer=True)
+        drawn = self._drawn(generator, prompts=_prompts(requests), sampling=sampling)
         parts = [_parts(drawn, tokens=tokens, lengths=lengths)]
         return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
 
@@ -128,6 +136,45 @@ class _Merged:
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """A collective call."""
         return merged_parameters(self.module, read=self.engine.zero.full_parameters)
+
+
+@contextmanager
+def _opened(engine: Engine, *, length: int, sequences: int) -> Iterator[Generator]:
+    """A generator over blocks with the engine's own parameters, for `sequences` texts of up to `length` tokens. Every rank must enter."""
+    options = InferencePolicy(
+        max_sequences=min(_MOST_OVER_BLOCKS, sequences),
+        max_step_tokens=_STEP_TOKENS,
+        max_model_len=length,
+        device=str(engine.process.device),
+        cache="blocks",
+    )
+    with engine.evaluating(), engine.zero.gathered():
+        state = dict(_Merged(engine).full_parameters())
+        generator = Generator(UnreadModel(module=engine.module, state=state), policy=options)
+        try:
+            yield generator
+        finally:
+            generator.close()
+
+
+def _prompts(requests: Requests) -> list[list[int]]:
+    return [list(prompt) for prompt in requests.prompts]
+
+
+def _sampling(policy: RolloutPolicy, *, requests: Requests, step: int, as_trainer: bool) -> list[SamplingParams]:
+    """How each answer is drawn. as_trainer: its log-probabilities are computed as the trainer's, by the host."""
+    pairs = zip(requests.prompt_numbers.tolist(), requests.copies.tolist(), strict=True)
+    return [
+        SamplingParams(
+            max_tokens=policy.max_tokens,
+            temperature=policy.temperature,
+            stop_token_ids=policy.stops,
+            seed=policy.seed,
+            draw_key=("rollout", step, prompt, copy),
+            fp32_logprobs=as_trainer,
+        )
+        for prompt, copy in pairs
+    ]
 
 
 def _answers(generator: Generator, *, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Drawn]:

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import torch
 
-from ztk.inference.plan import free_memory
+from ztk.inference.plan import free_device_memory, free_memory
 from ztk.train.engine import Engine
 
 
@@ -71,6 +71,4 @@ def _free_bytes(engine: Engine) -> int:
     """On the device, of which a tenth is left to activations; on the CPU this rank's part of main memory."""
     if engine.process.device.type != "cuda":
         return free_memory() // engine.process.local_world_size
-    free = torch.cuda.mem_get_info(engine.process.device)[0]
-    unused = torch.cuda.memory_reserved(engine.process.device) - torch.cuda.memory_allocated(engine.process.device)
-    return (free + unused) * 9 // 10
+    return free_device_memory(engine.process.device) * 9 // 10

@@ -1,0 +1,185 @@
+"""Rollouts over blocks, as on a GPU: weights that are the trainer's own, memory that a rollout frees, one device for every operation."""
+
+import gc
+import weakref
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from experiments import grpo, policies
+from experiments.models import build
+from experiments.prompts import Prompts
+from experiments.rollout_run import Run
+from experiments.rollouts import draw, drawing, score_samples
+from tests.device_tagged import DEVICE, Tagged, gpu_tensors
+from tests.inference.test_blocks import Replayed
+from tests.rl.rollout.runs import config_of
+from ztk.core.runtime import Process
+from ztk.inference import Generator, graphs, memory
+from ztk.nn import Decoder
+from ztk.rl.rollout import (
+    Buffer,
+    CachedRollouts,
+    GuardPolicy,
+    Guards,
+    Requests,
+    RolloutPolicy,
+    RolloutWeights,
+    SettledWeights,
+)
+
+POLICY = {"length": 12, "micro_batch": 2, "max_tokens": 6, "stops": (10,), "pad": 0}
+
+
+def requests_of(count: int) -> Requests:
+    numbers = torch.arange(count)
+    return Requests(
+        prompts=[[5 + row, 6] for row in range(count)], numbers=numbers, prompt_numbers=numbers, copies=numbers * 0
+    )
+
+
+def held(process: Process, *, config) -> dict:
+    """What a rollout over blocks keeps alive, and which of its weights are the engine's memory."""
+    engine = build(config, process=process.arrange(policies.topology(config)))
+    found, close = {}, Generator.close
+
+    def watched(self) -> None:
+        own = {parameter.untyped_storage().data_ptr() for parameter in engine.module.parameters()}
+        weights, layer = self._model.weights, self._model.weights.layers[0]
+        parts = {"head": weights.head, "out": layer.out, "up": layer.mlp.up, "down": layer.mlp.down, "qkv": layer.qkv}
+        found["own"] = {name: part.weight.untyped_storage().data_ptr() in own for name, part in parts.items()}
+        found["positions"] = self._cache.positions
+        found["alive"] = [weakref.ref(self._cache._store), weakref.ref(layer.qkv.weight)]
+        close(self)
+
+    Generator.close = watched
+    gc.disable()  # memory of a device is freed by the rollout, not by a collection at some time
+    try:
+        CachedRollouts(engine, cache="blocks").generate(policy=RolloutPolicy(**POLICY), requests=requests_of(4), step=0)
+        found["alive"] = [one() is not None for one in found["alive"]]
+        found["sharded"] = [parameter.numel() for parameter in engine.module.parameters()][:1]
+    finally:
+        gc.enable()
+        Generator.close = close
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_are_the_trainers_and_a_rollout_frees_its_memory(ranks, tmp_path, stage):
+    config = config_of(
+        "grpo", "rollout.engine=generator", "rollout.identity=corrected", folder=tmp_path, zero__stage=stage
+    )
+    ((found),) = ranks(1).run(held, config=config)
+    assert found["own"] == {"head": True, "out": True, "up": True, "down": True, "qkv": False}
+    assert found["positions"] == 4 * 64  # a block for each of four texts of 12 tokens
+    assert found["alive"] == [False, False]
+
+
+class PlainEngine:
+    """What rollouts and updates call of a training engine, over a module on a device that ztk's engine cannot have here."""
+
+    def __init__(self, module: Decoder, *, process) -> None:
+        self.module, self.process, self.comm, self.global_steps = module, process, process.comm, 0
+        self.zero = self.offloader = self
+        self._micro_batches = 0
+
+    def __call__(self, *args, **options):
+        return self.module(*args, **options)
+
+    @contextmanager
+    def evaluating(self):
+        with torch.no_grad():
+            yield
+
+    def gathered(self):
+        return nullcontext()
+
+    def full_parameters(self):
+        yield from ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
+
+    def offload(self, kinds, **options) -> None:
+        pass
+
+    def reload(self, **options) -> None:
+        pass
+
+    def backward(self, loss) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self._micro_batches += 1
+        if self._micro_batches % 4:
+            return
+        self.global_steps += 1
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+
+
+class OneRank:
+    size = 1
+
+    def gather_scalars(self, values, *, label):
+        return values.unsqueeze(0)
+
+
+def move(module: Decoder, *, device: str) -> None:
+    """`module.to` does not know tagged tensors. Tied parameters stay one."""
+    moved = {own: torch.nn.Parameter(own.detach().to(device)) for own in module.parameters()}
+    for part in module.modules():
+        part._parameters = {name: moved.get(own) for name, own in part._parameters.items()}
+        part._buffers = {name: None if own is None else own.to(device) for name, own in part._buffers.items()}
+
+
+def stepped(config, *, device: str) -> dict:
+    """Two rollouts, each with an optimizer step of all its samples, of the run's own functions."""
+    torch.manual_seed(0)
+    module = Decoder(policies.decoder_config(config))
+    if device != "cpu":
+        move(module, device=device)
+    process = SimpleNamespace(device=torch.device(device), rank=0, world_size=1, local_world_size=1, comm=OneRank())
+    actor = PlainEngine(module, process=process)
+    run = Run(
+        config=config,
+        process=process,
+        actor=actor,
+        reference=None,
+        critic=None,
+        prompts=Prompts(config),
+        buffer=Buffer(updates=1),
+        guards=Guards(GuardPolicy()),
+        weights=SettledWeights(weights=RolloutWeights.whole, reason=""),
+        packs=True,
+        cached=CachedRollouts(actor, cache="blocks"),
+    )
+    found = {"tokens": [], "logprobs": [], "losses": []}
+    for _ in range(2):
+        with drawing(run):
+            scored = score_samples(run, samples=draw(run))
+        grpo.fill(run, scored)
+        updated = grpo.update_policy(run)
+        run.rollouts += 1
+        found["tokens"].append(scored.samples.tokens.tolist())
+        found["logprobs"].append(scored.samples.logprobs.tolist())
+        found["losses"].append(updated.loss.tolist())
+    found["tagged"] = all(isinstance(parameter.data, Tagged) for parameter in module.parameters())
+    return found
+
+
+def test_a_gpu_has_the_rollouts_and_losses_of_a_cpu(tmp_path, monkeypatch):
+    """A rollout with its graphs, scores and the update on tensors that report a GPU: no operation mixes devices."""
+    monkeypatch.setattr(graphs, "CudaCapture", lambda: Replayed.capture)
+    monkeypatch.setattr(memory, "free_device_memory", lambda device: 2**30)
+    monkeypatch.setattr(Generator, "_advance", torch.no_grad()(Generator._advance.__wrapped__))
+    options = ("rollout.engine=generator", "rollout.identity=corrected", "kl.reference=none")
+    config = config_of("grpo", *options, folder=tmp_path, train__global_batch_size=16, train__accumulation_steps=4)
+    expected = stepped(config, device="cpu")
+    with gpu_tensors():
+        found = stepped(config, device=str(DEVICE))
+    assert found.pop("tagged") and not expected.pop("tagged")
+    assert found == expected
+    assert expected["tokens"][0] != expected["tokens"][1]
