@@ -13,6 +13,7 @@ from experiments.lengths import histogram
 from experiments.prompts import PAD, STOP
 from experiments.tasks import TASKS, name_of
 from ztk.config import Config
+from ztk.core.policies.runs import is_labelled
 from ztk.core.runtime import Process
 from ztk.data import Share, SubwordTokenizer
 from ztk.data.permutation import Permutation
@@ -93,6 +94,8 @@ class Examples:
             stop=data.stop,
             tokenizer=tokenizer,
             by_template=data.chat_template == "tokenizer",
+            fields=data.fields,
+            labelled=is_labelled(config),
         )
         found = [self._shaped(example) for example in found]
         held = max(1, round(len(found) * data.validation_fraction)) if data.validation_fraction else 0

@@ -24,6 +24,7 @@ from ztk.serve.text import TextStream
 _PROMPT = {"prompt": "\n"}  # without a file
 # Keys of a line that say how its answers are drawn; `stop` is that of the text.
 _KEYS = {field.name for field in fields(SamplingConfig)} | {"logit_bias", "stop_token_ids"}
+_TEXTS = ("prompt", "messages", "tokens")
 # Keys of other programs, which would change nothing here.
 _OTHERS = (
     *(
@@ -35,7 +36,7 @@ _OTHERS = (
         "length_penalty",
         "ignore_eos",
     ),
-    *("stop_sequences", "until", "top_logprobs", "best_of", "echo", "suffix", "stream", "messages"),
+    *("stop_sequences", "until", "top_logprobs", "best_of", "echo", "suffix", "stream"),
 )
 
 
@@ -190,9 +191,9 @@ def _object(line: bytes) -> dict[str, Any]:
     for name in given.keys() - _KEYS:
         if name in _OTHERS:
             raise ValueError(f"{name} has no effect here: leave it out, or use {', '.join(sorted(_KEYS))}")
-        if name in ("prompt", "tokens"):
+        if name in _TEXTS:
             continue
-        if near := get_close_matches(name, [*_KEYS, "prompt", "tokens"], n=1, cutoff=0.82):
+        if near := get_close_matches(name, [*_KEYS, *_TEXTS], n=1, cutoff=0.82):
             raise ValueError(f"{name} is no key of a prompt: write {near[0]}, or give a field of your own another name")
     return given
 
@@ -200,8 +201,12 @@ def _object(line: bytes) -> dict[str, Any]:
 def _tokens(given: dict[str, Any], *, opened: Opened) -> list[int]:
     if isinstance(tokens := given.get("tokens"), list):
         return tokens
+    if (messages := given.get("messages")) is not None and "prompt" not in given:
+        if not isinstance(messages, list) or not messages or not all(isinstance(entry, dict) for entry in messages):
+            raise ValueError(f'"messages": {messages!r} must be a list of messages, {{"role": ..., "content": ...}}')
+        return opened.tokenizer.chat(messages)
     if not isinstance(prompt := given.get("prompt"), str):
-        raise ValueError('has neither a text "prompt" nor a list "tokens"; a line is {"prompt": "text"}')
+        raise ValueError('has neither a text "prompt" nor a list "messages" or "tokens"; a line is {"prompt": "text"}')
     return opened.tokenizer.encode(prompt)
 
 

@@ -50,7 +50,8 @@ class Prompts:
 
     def _read(self, config: Config) -> list[PromptRecord]:
         data = config.data
-        found = read_prompts(data.path, tokenizer=self.tokenizer, by_template=data.chat_template == "tokenizer")
+        options = {"by_template": data.chat_template == "tokenizer", "fields": data.fields}
+        found = read_prompts(data.path, tokenizer=self.tokenizer, **options)
         cut = None if data.truncate_prompts is None else Truncation(data.truncate_prompts.value)
         self.lengths = sorted(len(record.tokens) for record in found)  # before any is cut
         assert config.rollout.max_tokens is not None, "the configuration is checked"

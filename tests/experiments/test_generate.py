@@ -286,3 +286,21 @@ def test_a_folder_of_transformers_opens_with_its_tokenizer(tmp_path):
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match=str(tmp_path)):
         open_model(str(tmp_path))
+
+
+def test_messages_are_asked_by_the_models_chat_template(tmp_path):
+    folder = tmp_path / "model"
+    save_one("bytes, gaps in ids", path=folder)
+    config = transformers.LlamaConfig(
+        vocab_size=400, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    messages = [{"role": "user", "content": "abc"}]
+    file = tmp_path / "p.jsonl"
+    file.write_text(f'{json.dumps({"messages": messages})}\n{{"messages": "abc"}}\n')
+    opened = open_model(str(folder))
+    words = ("task=generate", f"inference.model={folder}", f"inference.prompts={file}")
+    given = {"opened": opened, "generator": Generator(opened.module)}
+    line, bad = read_prompts(str(file), config=compose(*words, output_dir=str(tmp_path)), **given)
+    assert line.tokens == opened.tokenizer.chat(messages)
+    assert "must be a list of messages" in bad.error

@@ -80,7 +80,7 @@ def flatten(values: Any, *, prefix: str = "") -> Iterator[tuple[str, Any]]:
     else:
         pairs = list(values.items())
     for name, value in pairs:
-        if is_dataclass(value) or isinstance(value, Mapping):
+        if is_dataclass(value) or (isinstance(value, Mapping) and prefix + name not in run_keys()):
             yield from flatten(value, prefix=f"{prefix}{name}.")
         else:
             yield prefix + name, value

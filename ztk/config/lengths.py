@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING
 from ztk.config.derived import derive
 from ztk.config.evaluating import multiple_of
 from ztk.core.policies.config import Config
-from ztk.core.policies.data import ChatTemplateName, DataName
-from ztk.core.policies.runs import ALIGNING, RECORDS, data_paths, draws, has_tokenizer, is_hugging_face, is_own
+from ztk.core.policies.data import ChatTemplateName, DataName, field_faults
+from ztk.core.policies.runs import (
+    ALIGNING,
+    RECORDS,
+    data_paths,
+    draws,
+    has_tokenizer,
+    is_hugging_face,
+    is_labelled,
+    is_own,
+)
 
 if TYPE_CHECKING:
     from ztk.rl.align import Example
@@ -26,6 +35,8 @@ def take_lengths(config: Config, *, given: frozenset[str]) -> list[str]:
     """
     if config.data.path is None or is_own(config, section="data"):
         return []
+    if faults := list(field_faults(config)):
+        return faults
     if "warm_start.steps" not in given and config.warm_start.steps:
         reason = "its examples are of rollout.task alone, and data.path has others"
         derive(config, key="warm_start.steps", value=0, reason=reason)
@@ -41,7 +52,7 @@ def take_lengths(config: Config, *, given: frozenset[str]) -> list[str]:
 
 def records_of(config: Config, *, seq_len: int | None) -> "tuple[Example, ...]":
     """The records of `data.path`. seq_len: the longest text that is accepted, or None. Raises ValueError for a malformed or longer record."""
-    from ztk.rl.align.lines import files_of  # here: torch takes a second, and only files need it
+    from ztk.data.rows import files_of  # here: torch takes a second, and only files need it
 
     data, tokenizer = config.data, str(config.data.tokenizer) if has_tokenizer(config) else None
     files = files_of(data_paths(config))
@@ -57,6 +68,8 @@ def records_of(config: Config, *, seq_len: int | None) -> "tuple[Example, ...]":
         stop=stop,
         tokenizer=tokenizer,
         by_template=by_template,
+        fields=tuple((data.fields or {}).items()),
+        labelled=is_labelled(config),
         stamps=stamps,
     )
 
@@ -70,6 +83,8 @@ def _read(
     stop: int | None,
     tokenizer: str | None,
     by_template: bool,
+    fields: tuple[tuple[str, str], ...],
+    labelled: bool,
     stamps: tuple[tuple[str, int, int], ...],
 ) -> "tuple[Example, ...]":
     """Cached: the length and the rules both need the records. stamps: size and time of the files, so that changed ones are read again."""
@@ -83,6 +98,8 @@ def _read(
         stop=stop,
         tokenizer=None if tokenizer is None else SubwordTokenizer.open(tokenizer),
         by_template=by_template,
+        fields=dict(fields),
+        labelled=labelled,
     )
     return tuple(found)
 
@@ -122,7 +139,7 @@ def _take_from_prompts(config: Config, *, given: frozenset[str]) -> list[str]:
         return []
     tokenizer = SubwordTokenizer.open(str(data.tokenizer)) if has_tokenizer(config) else ByteTokenizer()
     by_template = data.chat_template is ChatTemplateName.tokenizer
-    prompts = read_prompts(data_paths(config), tokenizer=tokenizer, by_template=by_template)
+    prompts = read_prompts(data_paths(config), tokenizer=tokenizer, by_template=by_template, fields=data.fields)
     longest = max(len(prompt.tokens) for prompt in prompts) + (config.rollout.max_tokens or 0)
     _derive(config, longest=min(longest, context), what="prompt with rollout.max_tokens")
     return []

@@ -135,7 +135,8 @@ def _first_prompt(config: Config) -> tuple[str, Mapping[str, Any], bool]:
 
     tokenizer = SubwordTokenizer.open(str(config.data.tokenizer)) if has_tokenizer(config) else ByteTokenizer()
     by_template = config.data.chat_template is ChatTemplateName.tokenizer
-    first = read_prompts(data_paths(config), tokenizer=tokenizer, by_template=by_template)[0]
+    options = {"by_template": by_template, "fields": config.data.fields}
+    first = read_prompts(data_paths(config), tokenizer=tokenizer, **options)[0]
     return first.text, first.record, first.is_chat
 
 

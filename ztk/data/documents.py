@@ -69,7 +69,7 @@ def read_documents(path: Path, *, field: str) -> Iterator[Document | Fault]:
 
 def _of_text(path: Path) -> Iterator[Document | Fault]:
     lines, pending, is_first = 1, b"", True
-    with _opened(path) as source:
+    with opened(path) as source:
         read = source.read(PIECE_BYTES)
         while read:
             following = source.read(PIECE_BYTES)
@@ -102,7 +102,7 @@ def _cut(piece: bytes) -> int:
 
 
 def _of_lines(path: Path, *, field: str) -> Iterator[Document | Fault]:
-    with _opened(path) as source:
+    with opened(path) as source:
         for number, line in enumerate(source, start=1):
             if not line.strip():
                 continue
@@ -127,7 +127,7 @@ def _of_lines(path: Path, *, field: str) -> Iterator[Document | Fault]:
 
 
 def _of_parquet(path: Path, *, field: str) -> Iterator[Document | Fault]:
-    arrow = _pyarrow(path)
+    arrow = pyarrow_for(path)
     parquet = importlib.import_module("pyarrow.parquet")
     try:
         file = parquet.ParquetFile(path)
@@ -141,7 +141,7 @@ def _of_parquet(path: Path, *, field: str) -> Iterator[Document | Fault]:
 
 def _of_arrow(path: Path, *, field: str) -> Iterator[Document | Fault]:
     """A file of `datasets.save_to_disk`, which is a stream of record batches, mapped and not read at once."""
-    arrow = _pyarrow(path)
+    arrow = pyarrow_for(path)
     try:
         reader = arrow.ipc.open_stream(arrow.memory_map(str(path)))
     except (arrow.ArrowException, OSError) as error:
@@ -167,7 +167,7 @@ def _of_columns(
     path: Path, *, field: str, schema: Any, batches: Callable[[], Iterator[Any]]
 ) -> Iterator[Document | Fault]:
     """The texts of a column. batches: record batches with this column alone."""
-    arrow = _pyarrow(path)
+    arrow = pyarrow_for(path)
     if field not in schema.names:
         named = ", ".join(schema.names) or "none"
         yield Fault(
@@ -212,17 +212,19 @@ def _not_utf8(path: Path, *, line: int, error: UnicodeDecodeError) -> str:
     return f"data.path={path}, line {line}: is not UTF-8 (byte 0x{byte:02x}: {error.reason}); convert the file, as by iconv -t UTF-8, {_SKIP}"
 
 
-def _opened(path: Path) -> BinaryIO:
+def opened(path: Path) -> BinaryIO:
+    """The bytes of a file, decompressed by its ending."""
     suffix = path.suffix.lower()
     if suffix == ".gz":
         return gzip.open(path, "rb")  # pyrefly: ignore[bad-return]
     if suffix == ".zst":
-        source: Any = _pyarrow(path).input_stream(str(path), compression="zstd")
+        source: Any = pyarrow_for(path).input_stream(str(path), compression="zstd")
         return io.BufferedReader(source)
     return open(path, "rb")
 
 
-def _pyarrow(path: Path) -> Any:
+def pyarrow_for(path: Path) -> Any:
+    """pyarrow, to read `path`. Raises ValueError without it."""
     try:
         return importlib.import_module("pyarrow")
     except ImportError:

@@ -64,9 +64,12 @@ def test_chats(tmp_path):
     [
         ("{", "line 2: not JSON"),
         ("[1]", "line 2: must be a JSON object"),
-        ({"chosen": "a", "rejected": "b"}, '"prompt": None must be a text'),
+        (
+            {"chosen": "a", "rejected": "b"},
+            'its fields are chosen, rejected; .*, and it lacks "prompt": use data.fields={prompt: NAME}',
+        ),
         ({"prompt": "", "chosen": "a", "rejected": "b"}, "\"prompt\": '' must be a text of a character or more"),
-        ({"prompt": "p", "chosen": "a"}, '"rejected": None must be a text'),
+        ({"prompt": "p", "chosen": "a", "worse": "b"}, 'it lacks "rejected": use data.fields={rejected: worse}'),
         ({"prompt": "p", "chosen": "a", "rejected": "a"}, "are equal"),
         (
             {"prompt": "p", "chosen": "a", "rejected": "b", "margin": "large"},

@@ -1,13 +1,17 @@
 """Keys of `data`: where sequences come from."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ztk.core.policies.key import When, key
 from ztk.core.policies.ranges import BELOW_ONE, COUNT, Range
 from ztk.core.policies.runs import TEXT, TRAIN, draws, has_tokenizer, reads_documents, reads_lines, reads_records
 from ztk.core.policies.text import SMALLEST_VOCABULARY
+
+if TYPE_CHECKING:
+    from ztk.core.policies.config import Config
 
 
 class DataName(StrEnum):
@@ -65,6 +69,10 @@ _TOKENIZED = When(
 _TRAINED_TOKENIZER = When(
     "data.tokenizer=train", lambda config, machine: config.data.name in TEXT and config.data.tokenizer == TRAIN
 )
+_RECORDS = When(
+    "data=chat, data=preferences or data=prompts with data.path",
+    lambda config, machine: reads_lines(config) and config.data.path is not None,
+)
 _PACKED = When(
     "task=pretrain with documents: jsonl, parquet or compressed files, data.mixture, or another data.tokenizer than bytes",
     lambda config, machine: config.task.name in ("pretrain", "plan") and reads_documents(config),
@@ -87,6 +95,26 @@ _HELD_OUT = When(
 )
 
 
+# Fields of records that ztk reads under these names.
+RECORD_FIELDS = (
+    *("prompt", "messages", "answer", "completion", "chosen", "rejected", "margin", "label", "tools"),
+    *("conversations", "instruction", "input", "output", "system", "history", "completions"),
+)
+
+
+def field_faults(config: "Config") -> Iterator[str]:
+    """One line per entry of `data.fields` that names no field."""
+    found = config.data.fields
+    if found is None:
+        return
+    if not isinstance(found, Mapping) or not all(isinstance(own, str) for own in found.values()):
+        yield f"data.fields={found}: must name a field of the data for each of ztk's; use data.fields={{prompt: question, answer: response}}"
+        return
+    for name in found:
+        if name not in RECORD_FIELDS:
+            yield f"data.fields={{{name}: {found[name]}}}: records have no field {name!r}; use one of {', '.join(RECORD_FIELDS)}"
+
+
 @dataclass(kw_only=True)
 class DataConfig:
     """The tokens to train on."""
@@ -95,7 +123,7 @@ class DataConfig:
         "stdlib: the source code of this machine's Python standard library; files: what data.path names; synthetic: random "
         'tokens; prompts: of rollout.task, or data.path\'s lines {"prompt": ...} or {"messages": ...}; chat: made on the spot, or '
         'data.path\'s lines {"messages": ...} or {"prompt": ..., "answer": ...}; preferences: likewise, lines {"prompt": ..., "chosen": '
-        '..., "rejected": ...}',
+        '..., "rejected": ...}. Forms of known data sets are read, too',
         default=MISSING,
     )
     path: Any = key("a file, a folder, a glob, or a list of them", acts=_PATHS, optional=True, is_path=True)
@@ -108,6 +136,11 @@ class DataConfig:
         "tokens of data.tokenizer=train, the bytes and the end token included",
         range=Range(low=SMALLEST_VOCABULARY, high=1 << 20),
         acts=_TRAINED_TOKENIZER,
+    )
+    fields: Any = key(
+        "names of the data for fields of records, as in {prompt: question, answer: response}",
+        acts=_RECORDS,
+        optional=True,
     )
     field: str | None = key("field of jsonl and column of parquet that has the text", acts=_DOCUMENTS)
     mixture: list[float] | None = key(

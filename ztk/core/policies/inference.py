@@ -68,8 +68,8 @@ class InferenceConfig:
         is_path=True,
     )
     prompts: str | None = key(
-        'a jsonl file, each line {"prompt": "text"} or {"tokens": [1, 2]}, with sampling keys of its own where it has them; null: one '
-        "prompt, a line break, and the answer is printed",
+        'a jsonl file, each line {"prompt": "text"}, {"messages": [...]} or {"tokens": [1, 2]}, with sampling keys of its own where it has '
+        "them; null: one prompt, a line break, and the answer is printed",
         acts=_GENERATES,
         optional=True,
         is_path=True,

@@ -104,6 +104,11 @@ def reads_records(config: "Config") -> bool:
     return config.data.name in RECORDS
 
 
+def is_labelled(config: "Config") -> bool:
+    """Whether an example is one answer with a label."""
+    return config.task.name == "dpo" and config.dpo.loss == "kto"
+
+
 def reads_lines(config: "Config") -> bool:
     """Whether `data.path` may name lines of JSON with texts."""
     return config.data.name in (*RECORDS, "prompts")

@@ -1,34 +1,35 @@
-"""Records of files of JSON lines: every line is read before anything trains on it, and all faults are named together."""
+"""Records of files: every row is read before anything trains on it, and all faults are named together."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from glob import glob
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ztk.data.lines import parse_line
+from ztk.data.rows import files_of, read_rows
 from ztk.rl.align.templates import ChatTemplateError
 
 _MAX_FAULTS = 10
 R = TypeVar("R")
 
 
-def read_records(paths: Sequence[str], *, make: Callable[[Mapping[str, Any]], R]) -> list[R]:
-    """The records of all files. paths: files, globs, or folders of *.jsonl. make: from a line's object; raises ValueError for a bad one.
+def read_records(
+    paths: Sequence[str], *, make: Callable[[Mapping[str, Any]], R], fields: Mapping[str, str] | None = None
+) -> list[R]:
+    """The records of all files. paths: as `ztk.data.rows.files_of` takes them. make: from a row's object; raises ValueError for a bad one.
+    fields: names of ztk's -> those of the data.
 
     Raises:
-        ValueError: lines that are no such record, each with file and line, at most ten; files without a record.
-        ChatTemplateError: what `make` raises of it: one fault, not one per line.
+        ValueError: rows that are no such record, each with file and place, at most ten; files without a record.
+        ChatTemplateError: what `make` raises of it: one fault, not one per row.
     """
     found: list[R] = []
     faults: list[str] = []
     for file in files_of(paths):
-        for number, line in _lines(file):
+        for row in read_rows(file):
             try:
-                found.append(make(_object(line)))
+                found.append(make(_renamed(_object(row.value), fields=fields or {})))
             except ChatTemplateError:
                 raise
             except ValueError as error:
-                faults.append(f"data.path={file}, line {number}: {error}")
+                faults.append(f"data.path={file}, {row.place}: {error}")
             if len(faults) == _MAX_FAULTS:
                 raise ValueError("\n".join([*faults, "later lines were not read"]))
     if faults:
@@ -38,30 +39,19 @@ def read_records(paths: Sequence[str], *, make: Callable[[Mapping[str, Any]], R]
     return found
 
 
-def files_of(paths: Sequence[str]) -> list[Path]:
-    """The files that `paths` name. Raises ValueError if an entry names none."""
-    files: list[Path] = []
-    for entry in paths:
-        path = Path(entry).expanduser()
-        found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path] if path.is_file() else []
-        found = found or [Path(name) for name in sorted(glob(str(path), recursive=True)) if Path(name).is_file()]
-        if not found:
-            raise ValueError(f"data.path={entry}: no such file, and no *.jsonl in it: name others")
-        files += found
-    return files
+def _renamed(record: Mapping[str, Any], *, fields: Mapping[str, str]) -> Mapping[str, Any]:
+    """The record with further names of its fields; it keeps its own, too, which reward functions may ask for."""
+    for name, own in fields.items():
+        if own not in record:
+            raise ValueError(
+                f"has no field {own!r} of data.fields={{{name}: {own}}}; its fields are {', '.join(record) or 'none'}"
+            )
+    return record if not fields else {**record, **{name: record[own] for name, own in fields.items()}}
 
 
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, with their numbers."""
-    try:
-        with file.open("rb") as lines:
-            yield from ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-    except OSError as error:
-        raise ValueError(f"data.path={file}: cannot be read ({error}); name others") from None
-
-
-def _object(line: bytes) -> Mapping[str, Any]:
-    record = parse_line(line)
-    if not isinstance(record, dict):
+def _object(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, ValueError):
+        raise value
+    if not isinstance(value, dict):
         raise ValueError("must be a JSON object, such as {...}")
-    return record
+    return value

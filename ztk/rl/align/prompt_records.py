@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from ztk.data import ByteTokenizer, SubwordTokenizer
+from ztk.rl.align.formats import PROMPTS, unified
 from ztk.rl.align.lines import read_records
 from ztk.rl.align.records import ANSWER_END, chat_prompt, text_prompt
 from ztk.rl.align.templates import ChatTemplate
@@ -32,17 +33,24 @@ class PromptRecord:
     is_chat: bool = False
 
 
-def read_prompts(paths: Sequence[str], *, tokenizer: Tokenizer, by_template: bool = False) -> list[PromptRecord]:
-    """The lines of all files: {"prompt": text}, or {"prompt": messages} or {"messages": messages} without the answer that is to be drawn.
+def read_prompts(
+    paths: Sequence[str],
+    *,
+    tokenizer: Tokenizer,
+    by_template: bool = False,
+    fields: Mapping[str, str] | None = None,
+) -> list[PromptRecord]:
+    """The rows of all files: {"prompt": text}, or {"prompt": messages} or {"messages": messages} without the answer that is to be drawn, or
+    another form of `formats`.
 
-    paths: files, globs, or folders of *.jsonl. by_template: messages are written by the chat template of the tokenizer's folder, as
-    `task=sft` learns them; otherwise as lines <|role|>.
+    paths: files, globs, or folders. by_template: messages are written by the chat template of the tokenizer's folder, as `task=sft` learns
+    them; otherwise as lines <|role|>. fields: names of ztk's -> those of the data.
 
     Raises:
         ValueError: lines that are no prompts, each with file, line and fix; no prompts.
         ChatTemplateError: messages, and no template that can be used.
     """
-    return read_records(paths, make=partial(_record, tokenizer=tokenizer, by_template=by_template))
+    return read_records(paths, make=partial(_record, tokenizer=tokenizer, by_template=by_template), fields=fields)
 
 
 def answer_end(records: Sequence[PromptRecord], *, tokenizer: Tokenizer, by_template: bool = False) -> int:
@@ -89,16 +97,17 @@ def fitted(records: Sequence[PromptRecord], *, most: int, seq_len: int, cut: Tru
 
 def _record(record: Mapping[str, Any], *, tokenizer: Tokenizer, by_template: bool) -> PromptRecord:
     """Raises ValueError without the place."""
-    prompt = record.get("prompt", record.get("messages"))
+    found = unified(record, purpose=PROMPTS)
+    prompt, tools = found["prompt"], found.get("tools")
     if isinstance(prompt, str) and prompt:
-        found = text_prompt(prompt, tokenizer=tokenizer)
-        return PromptRecord(tokens=found.tokens, text=found.text, record=record)
+        written = text_prompt(prompt, tokenizer=tokenizer)
+        return PromptRecord(tokens=written.tokens, text=written.text, record=record)
     if not isinstance(prompt, list):
         raise ValueError('must be an object with a text "prompt", or with "messages"')
     if prompt and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant":
         raise ValueError("the last message is an assistant's, and that is what the policy is to write: leave it out")
     if isinstance(tokenizer, ByteTokenizer):
-        found = chat_prompt(prompt, stop=ANSWER_END)
+        written = chat_prompt(prompt, stop=ANSWER_END, tools=tools)
     else:
-        found = chat_prompt(prompt, tokenizer=tokenizer, by_template=by_template)
-    return PromptRecord(tokens=found.tokens, text=found.text, record=record, is_chat=True)
+        written = chat_prompt(prompt, tokenizer=tokenizer, by_template=by_template, tools=tools)
+    return PromptRecord(tokens=written.tokens, text=written.text, record={**record, "prompt": prompt}, is_chat=True)

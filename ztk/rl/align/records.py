@@ -1,9 +1,9 @@
 """Records of chats and preferences: lines of JSON, checked before anything trains on them.
 
 A preference is {"prompt": ..., "chosen": ..., "rejected": ...}, with "margin" if a reward model is to use one. A chat is {"messages":
-[{"role": ..., "content": ...}, ...]}, or {"prompt": ..., "answer": ...}. A prompt is a text, or messages. Text is UTF-8 bytes, and an answer
-ends with the stop byte; or the tokens of a tokenizer, and an answer ends with its end token, or as the tokenizer's chat template ends it. So a
-policy learns to end.
+[{"role": ..., "content": ...}, ...]}, or {"prompt": ..., "answer": ...}. A prompt is a text, or messages. `formats` brings the forms of known
+data sets into these. Text is UTF-8 bytes, and an answer ends with the stop byte; or the tokens of a tokenizer, and an answer ends with its end
+token, or as the tokenizer's chat template ends it. So a policy learns to end.
 
 [Note: One text]
 The parts of a record are joined and tokenised once, as transformers and TRL do it: with the tokens that the tokenizer puts before a text, such
@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from ztk.data import ByteTokenizer, SubwordTokenizer
+from ztk.rl.align.formats import unified
 from ztk.rl.align.lines import read_records
 from ztk.rl.align.templates import ChatTemplate
 
 ANSWER_END = ord("\n")  # ends an answer, unless data.stop says otherwise
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 
 
 class RecordFormat(StrEnum):
@@ -128,10 +129,12 @@ def _overlaps(span: tuple[int, int], answers: Sequence[tuple[int, int]]) -> bool
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """texts: a chat, or the chosen and the rejected text of a pair. margin: of the pair; NaN: it has none of its own."""
+    """texts: a chat, or the chosen and the rejected text of a pair. margin: of the pair; NaN: it has none of its own. label: whether the one
+    text of a record of KTO is desirable."""
 
     texts: tuple[Text, ...]
     margin: float = math.nan
+    label: bool | None = None
 
 
 def read_examples(
@@ -142,25 +145,42 @@ def read_examples(
     stop: int | None = None,
     tokenizer: SubwordTokenizer | None = None,
     by_template: bool = False,
+    fields: Mapping[str, str] | None = None,
+    labelled: bool = False,
 ) -> list[Example]:
-    """The lines of all files. paths: files, globs, or folders of *.jsonl. seq_len: the longest text in tokens; None: any. stop: the byte that
-    ends answers of bytes. tokenizer: of the texts; None: they are bytes. by_template: messages are written by the chat template of the
-    tokenizer's folder, which is read if there are any.
+    """The rows of all files. paths: files, globs, or folders. seq_len: the longest text in tokens; None: any. stop: the byte that ends answers
+    of bytes. tokenizer: of the texts; None: they are bytes. by_template: messages are written by the chat template of the tokenizer's folder,
+    which is read if there are any. fields: names of ztk's -> those of the data. labelled: preferences may have one answer with a label.
 
     Raises:
         ValueError: lines that are no such record or do not fit, each with file, line and fix; no records.
         ChatTemplateError: messages, and no template that can be used.
     """
     encoding = _Encoding.of(stop=stop, tokenizer=tokenizer, by_template=by_template)
-    return read_records(paths, make=partial(_example, record_format=record_format, seq_len=seq_len, encoding=encoding))
+    options = {"record_format": record_format, "seq_len": seq_len, "encoding": encoding, "labelled": labelled}
+    return read_records(paths, make=partial(_example, **options), fields=fields)
 
 
 def _example(
-    record: Mapping[str, Any], *, record_format: RecordFormat, seq_len: int | None, encoding: _Encoding
+    record: Mapping[str, Any],
+    *,
+    record_format: RecordFormat,
+    seq_len: int | None,
+    encoding: _Encoding,
+    labelled: bool,
 ) -> Example:
     """Raises ValueError without the place."""
-    make = _chat if record_format is RecordFormat.chat else _preference
-    example = make(record, encoding=encoding)
+    record = unified(record, purpose=record_format.value)
+    if record_format is RecordFormat.chat:
+        example = _chat(record, encoding=encoding)
+    elif "chosen" in record:
+        example = _preference(record, encoding=encoding)
+    elif labelled:
+        example = _labelled(record, encoding=encoding)
+    else:
+        raise ValueError(
+            "is a record of KTO, with one answer and its label, and two answers are compared: use task=dpo dpo.loss=kto"
+        )
     if seq_len is not None and (longest := max(len(text) for text in example.texts)) > seq_len:
         raise ValueError(
             f"{longest} tokens, and data.seq_len={seq_len}: shorten it, or use data.seq_len={longest} and a model.max_seq_len of as many"
@@ -172,26 +192,36 @@ def _chat(record: Mapping[str, Any], *, encoding: _Encoding) -> Example:
     if "messages" in record:
         messages = record["messages"]
         if encoding.template is not None:
-            text = _by_template(_checked(messages), encoding=encoding, last_only=False)
+            text = _by_template(_checked(messages), encoding=encoding, last_only=False, tools=record.get("tools"))
         else:
-            text = _text(_rendered(messages, encoding=encoding), encoding=encoding)
+            text = _text(_rendered(messages, encoding=encoding, tools=record.get("tools")), encoding=encoding)
         if not bool(text.answer.any()):
             raise ValueError('"messages" has no message of the role "assistant", so there is nothing to learn')
         return Example(texts=(text,))
-    answer = _answer(record, key="answer", encoding=encoding)
+    key = "answer" if "answer" in record else "chosen"  # of a pair the better one is learnt
+    answer = _answer(record, key=key, encoding=encoding)
     return Example(texts=(_answered(record, answer=answer, encoding=encoding),))
+
+
+def _labelled(record: Mapping[str, Any], *, encoding: _Encoding) -> Example:
+    label = record["label"]
+    if not isinstance(label, bool | int) or label not in (0, 1):
+        raise ValueError(f'"label": {label!r} must be true or false')
+    answer = _answer(record, key="answer", encoding=encoding)
+    return Example(texts=(_answered(record, answer=answer, encoding=encoding),), label=bool(label))
 
 
 def _preference(record: Mapping[str, Any], *, encoding: _Encoding) -> Example:
     answers = [_answer(record, key=key, encoding=encoding) for key in ("chosen", "rejected")]
-    if answers[0] == answers[1]:
+    prompts = [record["prompt"], record.get("rejected_prompt", record["prompt"])]
+    if answers[0] == answers[1] and prompts[0] == prompts[1]:
         raise ValueError('"chosen" and "rejected" are equal, so there is nothing to learn: leave the line out')
     margin = record.get("margin", math.nan)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or math.isinf(margin):
         raise ValueError(f'"margin": {margin!r} must be a finite number')
-    return Example(
-        texts=tuple(_answered(record, answer=answer, encoding=encoding) for answer in answers), margin=float(margin)
-    )
+    sides = zip(prompts, answers, strict=True)
+    texts = tuple(_answered({**record, "prompt": prompt}, answer=answer, encoding=encoding) for prompt, answer in sides)
+    return Example(texts=texts, margin=float(margin))
 
 
 def _answered(record: Mapping[str, Any], *, answer: str, encoding: _Encoding) -> Text:
@@ -199,14 +229,14 @@ def _answered(record: Mapping[str, Any], *, answer: str, encoding: _Encoding) ->
     messages = record.get("prompt")
     if isinstance(messages, list) and encoding.template is not None:
         chat = [*_checked(messages), {"role": "assistant", "content": answer}]
-        return _by_template(chat, encoding=encoding, last_only=True)
+        return _by_template(chat, encoding=encoding, last_only=True, tools=record.get("tools"))
     prompt = _prompt(record, encoding=encoding)
     return _text([*prompt, _Part(text=answer, is_answer=True, ends=True)], encoding=encoding)
 
 
-def _by_template(messages: list[dict], *, encoding: _Encoding, last_only: bool) -> Text:
+def _by_template(messages: list[dict], *, encoding: _Encoding, last_only: bool, tools: Any = None) -> Text:
     assert encoding.template is not None
-    found = encoding.template().learnt(messages, last_only=last_only)
+    found = encoding.template().learnt(messages, last_only=last_only, tools=tools)
     return _tokenised(found.text, answers=found.answers, encoding=encoding, is_rendered=True)
 
 
@@ -225,7 +255,8 @@ def _prompt(record: Mapping[str, Any], *, encoding: _Encoding) -> list[_Part]:
     if isinstance(prompt, str) and prompt:
         return [_Part(text=prompt)]
     if isinstance(prompt, list):
-        parts = [replace(part, is_answer=False) for part in _rendered(prompt, encoding=encoding)]
+        rendered = _rendered(prompt, encoding=encoding, tools=record.get("tools"))
+        parts = [replace(part, is_answer=False) for part in rendered]
         return [*parts, _Part(text=_header("assistant"))]
     raise ValueError(f'"prompt": {_shown(prompt)} must be a text of a character or more, or a list of messages')
 
@@ -258,22 +289,28 @@ def chat_prompt(
     stop: int | None = None,
     tokenizer: SubwordTokenizer | None = None,
     by_template: bool = False,
+    tools: Sequence[Any] | None = None,
 ) -> Prompt:
-    """A conversation up to where the next answer begins, as `task=sft` learns it. The options are those of `read_examples`.
+    """A conversation up to where the next answer begins, as `task=sft` learns it. The options are those of `read_examples`. tools: what a chat
+    template may offer.
 
     Raises ValueError for messages that are none, and ChatTemplateError.
     """
     encoding = _Encoding.of(stop=stop, tokenizer=tokenizer, by_template=by_template)
     if encoding.template is not None:
-        text = encoding.template().prompt(_checked(list(messages)))
+        text = encoding.template().prompt(_checked(list(messages)), tools=tools)
         return Prompt(tokens=encoding.tokenizer.read(text).tokens, text=text)
-    parts = _prompt({"prompt": list(messages)}, encoding=encoding)
+    parts = _prompt({"prompt": list(messages), "tools": tools}, encoding=encoding)
     text = "".join(part.text + encoding.end * part.ends for part in parts)
     return text_prompt(text, tokenizer=encoding.tokenizer)
 
 
-def _rendered(messages: Any, *, encoding: _Encoding) -> list[_Part]:
+def _rendered(messages: Any, *, encoding: _Encoding, tools: Any = None) -> list[_Part]:
     """Messages as `<|role|>`, a line end, the content, and a line end, which behind an assistant's content is the end of an answer."""
+    if tools or (isinstance(messages, list) and any(isinstance(m, dict) and m.get("tool_calls") for m in messages)):
+        raise ValueError(
+            "has tools or calls of tools, which lines <|role|> cannot write: use data.tokenizer=FOLDER with a chat template that writes them"
+        )
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{_shown(messages)} must be a list of messages")
     parts = []

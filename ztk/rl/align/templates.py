@@ -105,12 +105,15 @@ class ChatTemplate:
             )
         return self.end
 
-    def prompt(self, messages: Sequence[Message]) -> str:
-        """A conversation and the beginning of the next answer. Raises ValueError for messages that the template refuses."""
-        return self._text(messages, asks=True)
+    def prompt(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> str:
+        """A conversation and the beginning of the next answer. tools: what is offered. Raises ValueError for messages that are refused."""
+        return self._text(messages, asks=True, tools=tools)
 
-    def learnt(self, messages: Sequence[Message], *, last_only: bool = False) -> Rendered:
-        """A conversation with its answers; last_only: the last message alone is one. See [Note: What an assistant wrote].
+    def learnt(
+        self, messages: Sequence[Message], *, last_only: bool = False, tools: Sequence[Any] | None = None
+    ) -> Rendered:
+        """A conversation with its answers; last_only: the last message alone is one. tools: what the template offers. See [Note: What an
+        assistant wrote].
 
         Raises:
             ValueError: messages that the template refuses, or a conversation that it does not write as the beginning of a longer one.
@@ -118,12 +121,12 @@ class ChatTemplate:
         """
         numbers = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
         if not numbers:
-            return Rendered(text=self._text(messages), answers=[])
+            return Rendered(text=self._text(messages, tools=tools), answers=[])
         end = self.end or self._end_after(messages[: numbers[-1]]) or self.required_end()
         if not last_only and isinstance(self.inner.chat_template, str) and _GENERATION.search(self.inner.chat_template):
-            return self._marked(messages, end=end)
-        text = self._text(messages)
-        spans = [self._span(messages, number=number, text=text) for number in (numbers[-1:] if last_only else numbers)]
+            return self._marked(messages, end=end, tools=tools)
+        text, counted = self._text(messages, tools=tools), numbers[-1:] if last_only else numbers
+        spans = [self._span(messages, number=number, text=text, tools=tools) for number in counted]
         return Rendered(text=text, answers=spans)
 
     def _end_after(self, messages: Sequence[Message]) -> str | None:
@@ -135,12 +138,13 @@ class ChatTemplate:
         found = [(place, -len(token), token) for token in tokens if (place := rest.find(token)) >= 0]
         return min(found)[2] if found else None
 
-    def _marked(self, messages: Sequence[Message], *, end: str) -> Rendered:
+    def _marked(self, messages: Sequence[Message], *, end: str, tools: Sequence[Any] | None) -> Rendered:
         render: Any = importlib.import_module("transformers.utils.chat_template_utils").render_jinja_template
         with self._refusing():
             [text], [marks] = render(
                 conversations=[list(messages)],
                 chat_template=self.inner.chat_template,
+                tools=tools,
                 return_assistant_tokens_mask=True,
                 **self.inner.special_tokens_map,
             )
@@ -156,9 +160,12 @@ class ChatTemplate:
             )
         return Rendered(text=text, answers=answers)
 
-    def _span(self, messages: Sequence[Message], *, number: int, text: str) -> tuple[int, int]:
+    def _span(
+        self, messages: Sequence[Message], *, number: int, text: str, tools: Sequence[Any] | None
+    ) -> tuple[int, int]:
         """Where the answer of message `number` begins and ends in the text of the conversation."""
-        before, after = self._text(messages[:number], asks=True), self._text(messages[: number + 1])
+        before = self._text(messages[:number], asks=True, tools=tools)
+        after = self._text(messages[: number + 1], tools=tools)
         if not (text.startswith(after) and after.startswith(before)):
             raise ValueError(
                 f"message {number + 1}: the chat template of {self.folder} writes this answer in another way when more follows, or with "
@@ -167,9 +174,11 @@ class ChatTemplate:
             )
         return len(before), len(after)
 
-    def _text(self, messages: Sequence[Message], *, asks: bool = False) -> str:
+    def _text(self, messages: Sequence[Message], *, asks: bool = False, tools: Sequence[Any] | None = None) -> str:
         with self._refusing():
-            return self.inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asks)
+            return self.inner.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=asks
+            )
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:

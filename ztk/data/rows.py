@@ -1,0 +1,158 @@
+"""Rows of files as Python objects: lines of jsonl, entries of a json list, rows of parquet and of arrow files.
+
+Files may be compressed (`.gz`, `.zst`). pyarrow, for parquet, arrow and zst, is the extra `data`.
+"""
+
+import gzip
+import importlib
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+from ztk.core.policies.text import COMPRESSED, LINES
+from ztk.data.documents import opened, pyarrow_for
+from ztk.data.lines import parse_line
+
+_ROWS = 1024  # of parquet and arrow in memory at once
+_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"  # of datasets' save_to_disk
+# A folder is read by the first kind that it has files of: a json file next to others is rarely data.
+_KINDS = (LINES, (".parquet",), (".arrow",), (".json",))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """place: the line, entry or row in its file. value: what it holds; a ValueError: why it cannot be read."""
+
+    place: str
+    value: Any
+
+
+def files_of(paths: Sequence[str]) -> list[Path]:
+    """The files that `paths` name: files, globs, and folders of one kind of file or of `save_to_disk`.
+
+    Raises:
+        ValueError: an entry names no file, or a saved data set with several splits.
+    """
+    files: list[Path] = []
+    for entry in paths:
+        path = Path(entry).expanduser()
+        found = _of_folder(path) if path.is_dir() else [path] if path.is_file() else []
+        found = found or [Path(name) for name in sorted(glob(str(path), recursive=True)) if Path(name).is_file()]
+        if not found:
+            raise ValueError(
+                f"data.path={entry}: no such file, and no *.jsonl, json, parquet or arrow in it: name others"
+            )
+        files += found
+    return files
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of one file in order. Files with other endings are read as jsonl.
+
+    Raises:
+        ValueError: the file cannot be read, or needs pyarrow and it is not installed.
+    """
+    kind = _kind(path)
+    reading: Callable[[Path], Iterator[Row]] = _of_lines
+    reading = {".json": _of_json, ".parquet": _of_parquet, ".arrow": _of_arrow}.get(kind, reading)
+    try:
+        yield from reading(path)
+    except (OSError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"data.path={path}: cannot be read ({error}); name others") from None
+
+
+def _kind(path: Path) -> str:
+    return (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path).suffix.lower()
+
+
+def _of_folder(folder: Path) -> list[Path]:
+    if (folder / _SAVED_SPLITS).is_file():
+        splits = json.loads((folder / _SAVED_SPLITS).read_text(encoding="utf-8")).get("splits", [])
+        raise ValueError(
+            f"data.path={folder}: has the splits {', '.join(splits)}; name one, such as data.path={folder / (splits or ['train'])[0]}"
+        )
+    if (folder / _SAVED).is_file():
+        named = json.loads((folder / _SAVED).read_text(encoding="utf-8"))["_data_files"]
+        return [folder / entry["filename"] for entry in named]
+    files = sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
+    for kinds in _KINDS:
+        if found := [file for file in files if _kind(file) in kinds]:
+            return found
+    return []
+
+
+def _of_lines(path: Path) -> Iterator[Row]:
+    with opened(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield Row(place=f"line {number}", value=_parsed(line))
+
+
+def _of_json(path: Path) -> Iterator[Row]:
+    """A list of objects, an object with one list, or lines under the wrong name."""
+    with opened(path) as source:
+        text = source.read()
+    value = _parsed(text)
+    if isinstance(value, ValueError) and b"\n" in text.strip():
+        yield from _of_lines(path)
+        return
+    if isinstance(value, dict):
+        lists = [entry for entry in value.values() if isinstance(entry, list)]
+        value = lists[0] if len(lists) == 1 and len(value) == 1 else [value]
+    if isinstance(value, list):
+        yield from (Row(place=f"record {number}", value=entry) for number, entry in enumerate(value, start=1))
+    elif text.strip():
+        yield Row(place="record 1", value=value)
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return parse_line(text)
+    except ValueError as error:
+        return error
+
+
+def _of_parquet(path: Path) -> Iterator[Row]:
+    arrow = pyarrow_for(path)
+    parquet = importlib.import_module("pyarrow.parquet")
+    try:
+        with opened(path) as source, parquet.ParquetFile(_seekable(source, path=path)) as file:
+            yield from _of_batches(file.iter_batches(batch_size=_ROWS))
+    except arrow.ArrowException as error:
+        raise ValueError(f"data.path={path}: cannot be read as parquet ({error}); make the file again") from None
+
+
+def _of_arrow(path: Path) -> Iterator[Row]:
+    """A file of `save_to_disk`, which is a stream of record batches."""
+    arrow = pyarrow_for(path)
+    try:
+        with opened(path) as source, arrow.ipc.open_stream(source) as reader:
+            yield from _of_batches(reader)
+    except arrow.ArrowException as error:
+        raise ValueError(
+            f"data.path={path}: cannot be read as a stream of arrow batches ({error}); save the data set again by save_to_disk"
+        ) from None
+
+
+def _seekable(source: Any, *, path: Path) -> Any:
+    """Parquet is read from its end."""
+    return pyarrow_for(path).BufferReader(source.read()) if path.suffix.lower() in COMPRESSED else source
+
+
+def _of_batches(batches: Any) -> Iterator[Row]:
+    number = 0
+    for batch in batches:
+        for value in batch.to_pylist():
+            number += 1
+            yield Row(place=f"row {number}", value=_without_nulls(value))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Columns hold every field of every row: the null ones are those that a row lacks."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
