@@ -1,6 +1,7 @@
 """Answers in OpenAI's shapes: complete, and as chunks of a stream."""
 
 import functools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ztk.inference import Output, PromptLogprob
@@ -8,6 +9,7 @@ from ztk.serve.bodies import Asked
 from ztk.serve.models import Tokenizer
 from ztk.serve.pieces import token_name
 from ztk.serve.text import TextStream
+from ztk.serve.tools import MARKS, Call, CallStream, Format
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,13 +21,14 @@ class Shape:
     chat: bool
     created: int
 
-    def complete(self, answers: list["Answer"], *, prompt_tokens: int) -> dict:
-        """The body of a response that is no stream."""
+    def complete(self, answers: list["Answer"], *, kept: list["Answer"], prompt_tokens: int) -> dict:
+        """The body of a response that is no stream. kept: the answers that are returned."""
         kind = "chat.completion" if self.chat else "text_completion"
-        return self._head(kind) | {
-            "choices": [answer.choice() for answer in answers],
+        body = self._head(kind) | {
+            "choices": [answer.choice() | {"index": index} for index, answer in enumerate(kept)],
             "usage": self._usage(answers, prompt_tokens=prompt_tokens),
         }
+        return body | (kept[0].of_prompt() if self.chat else {})
 
     def chunk(self, choice: dict) -> dict:
         """One event of a stream."""
@@ -47,9 +50,31 @@ class Shape:
 class Answer:
     """One choice of a response, fed with the engine's outputs. Used by one thread at a time."""
 
-    def __init__(self, *, shape: Shape, index: int, prompt: list[int], asked: Asked, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        *,
+        shape: Shape,
+        index: int,
+        prompt: list[int],
+        asked: Asked,
+        tokenizer: Tokenizer,
+        ends: Collection[int] = (),
+        format: Format = Format.hermes,
+    ) -> None:
+        """ends: tokens that end it. format: of tool calls."""
         self._shape, self._index, self._prompt, self._asked, self._tokenizer = shape, index, prompt, asked, tokenizer
-        self._text = TextStream(tokenizer, stops=asked.stops, prompt=prompt, shows_special=asked.shows_special)
+        self._ends = ends
+        self._text = TextStream(
+            tokenizer,
+            stops=asked.stops,
+            prompt=prompt,
+            shows_special=asked.shows_special,
+            shown=() if asked.tools is None else (MARKS[format],),
+            shows_stop=asked.shows_stop,
+            first_stop=asked.sampling.min_tokens,
+        )
+        self._found = None if asked.tools is None else CallStream(format, tools=asked.tools)
+        self._calls: list[Call] = []
         self._pieces: list[str] = []
         self._drawn: list[tuple[Output, int]] = []  # with the place in the text where the token begins
         self._prompt_logprobs: list[PromptLogprob] = []
@@ -65,7 +90,8 @@ class Answer:
         """Chunks before the first token: the role of a chat, or the prompt that is repeated."""
         if self._shape.chat:
             delta = {"role": "assistant", "content": ""}
-            return [self._shape.chunk({"index": self._index, "delta": delta, "finish_reason": None, "logprobs": None})]
+            choice = {"index": self._index, "delta": delta, "finish_reason": None, "logprobs": None}
+            return [self._shape.chunk(choice) | self.of_prompt()]
         if self._asked.echo and not self._asked.with_logprobs:
             return [self._piece(self._echoed, drawn=[])]
         return []  # a prompt whose log-probabilities are asked for comes with the first token
@@ -82,30 +108,84 @@ class Answer:
         if self._asked.max_tokens == 0:  # the prompt's log-probabilities alone
             self.finish_reason = "length"
             return [*before, self._piece("", drawn=[])]
-        is_end, place = output.finish_reason == "stop", len(self._echoed) + self._text.length
+        is_end = output.finish_reason == "stop" and output.token in self._ends and not self._asked.shows_stop
+        place = len(self._echoed) + self._text.length
         self.tokens.append(output.token)
         piece = "" if is_end else self._text.push(output.token)
         if output.finish_reason is not None and not self._text.stopped:
             piece += self._text.finish()
         self.finish_reason = "stop" if self._text.stopped else output.finish_reason
+        piece, calls = self._split(piece)
         self._pieces.append(piece)
+        self._calls += calls
+        if self.finish_reason == "stop" and self._calls and not self._is_named:
+            self.finish_reason = "tool_calls"
         self._drawn.append((output, place))
-        if not piece and not self.ended and not self._asked.with_logprobs:
+        needs_tokens = self._asked.with_logprobs or self._asked.with_ids
+        if not piece and not calls and not self.ended and not needs_tokens:
             return before
-        return [*before, self._piece(piece, drawn=self._drawn[-1:])]
+        return [*before, self._piece(piece, drawn=self._drawn[-1:], calls=calls)]
+
+    def _split(self, piece: str) -> tuple[str, list[Call]]:
+        """Text and calls of one more piece."""
+        if self._found is None:
+            return piece, []
+        text, calls = self._found.push(piece)
+        if self.ended:
+            rest, last = self._found.finish()
+            return text + rest, [*calls, *last]
+        return text, calls
+
+    @property
+    def _is_named(self) -> bool:
+        return self._asked.tools is not None and self._asked.tools.named is not None
+
+    @property
+    def likelihood(self) -> float:
+        """The mean log-probability of its tokens."""
+        return sum(output.logprob for output, _ in self._drawn) / max(1, len(self._drawn))
+
+    @property
+    def text(self) -> str:
+        """So far, without calls."""
+        return "".join(self._pieces)
+
+    @property
+    def calls(self) -> list[Call]:
+        """Of tools, so far."""
+        return self._calls
 
     def choice(self) -> dict:
         """The complete choice."""
-        text = "".join(self._pieces)
         logprobs = self._written(self._drawn, with_prompt=self._asked.echo) if self._asked.with_logprobs else None
-        if self._shape.chat:
-            message = {"role": "assistant", "content": text}
-            return {"index": self._index, "message": message, "finish_reason": self.finish_reason, "logprobs": logprobs}
+        choice = {"index": self._index, "finish_reason": self.finish_reason, "logprobs": logprobs}
+        choice |= {"token_ids": self.tokens} if self._asked.with_ids else {}
+        if not self._shape.chat:
+            return choice | {"text": self._echoed + self.text} | self.of_prompt()
+        message: dict = {"role": "assistant", "content": self.text}
+        if self._calls:
+            message |= {"content": self.text or None, "tool_calls": [call.written() for call in self._calls]}
+        return choice | {"message": message}
+
+    def of_prompt(self) -> dict:
+        """vLLM's fields of the prompt, where they are asked for."""
+        found: dict = {"prompt_token_ids": self._prompt} if self._asked.with_ids else {}
+        if self._asked.prompt_tops is not None:
+            pairs = zip(self._prompt[1:], self._prompt_logprobs, strict=False)
+            found["prompt_logprobs"] = [None, *(self._of_prompt_token(token, own=own) for token, own in pairs)]
+        return found
+
+    def _of_prompt_token(self, token: int, *, own: PromptLogprob) -> dict[str, dict]:
+        """By token. A token that is not among the likely ones has no rank."""
+        assert self._asked.prompt_tops is not None, "as the caller has checked"
+        ranked = list(own.top.items())[: self._asked.prompt_tops]
+        found: dict[int, tuple[float, int | None]] = {
+            likely: (value, rank) for rank, (likely, value) in enumerate(ranked, start=1)
+        }
+        found.setdefault(token, (own.value, None))
         return {
-            "index": self._index,
-            "text": self._echoed + text,
-            "finish_reason": self.finish_reason,
-            "logprobs": logprobs,
+            str(number): {"logprob": value, "rank": rank, "decoded_token": self._name(number)}
+            for number, (value, rank) in found.items()
         }
 
     @functools.cached_property
@@ -113,11 +193,20 @@ class Answer:
         """The text before the answer's."""
         return self._tokenizer.decode(self._prompt) if self._asked.echo else ""
 
-    def _piece(self, text: str, *, drawn: list[tuple[Output, int]], with_prompt: bool = False) -> dict:
+    def _piece(
+        self, text: str, *, drawn: list[tuple[Output, int]], with_prompt: bool = False, calls: Sequence[Call] = ()
+    ) -> dict:
         is_written = self._asked.with_logprobs and (drawn or with_prompt)
         written = self._written(drawn, with_prompt=with_prompt) if is_written else None
         choice: dict = {"index": self._index, "finish_reason": self.finish_reason, "logprobs": written}
-        return self._shape.chunk(choice | ({"delta": {"content": text}} if self._shape.chat else {"text": text}))
+        choice |= {"token_ids": [output.token for output, _ in drawn]} if self._asked.with_ids else {}
+        if not self._shape.chat:
+            return self._shape.chunk(choice | {"text": text} | (self.of_prompt() if len(self._drawn) == 1 else {}))
+        delta: dict = {"content": text}
+        if calls:
+            first = len(self._calls) - len(calls)
+            delta["tool_calls"] = [{"index": first + place} | call.written() for place, call in enumerate(calls)]
+        return self._shape.chunk(choice | {"delta": delta})
 
     def _written(self, drawn: list[tuple[Output, int]], *, with_prompt: bool) -> dict:
         """Chat: a list of objects per token. Completions: lists; those of an echoed prompt begin with a null.
@@ -158,7 +247,7 @@ class Answer:
     def _named(self, top: dict[int, float]) -> dict[str, float]:
         """By text; of tokens with one text, all but the likeliest are token_id:5."""
         named: dict[str, float] = {}
-        for token, value in top.items():
+        for token, value in list(top.items())[: self._asked.tops]:
             name = self._name(token)
             named[token_name(token, own=None) if name in named else name] = value
         return named
@@ -168,7 +257,7 @@ class Answer:
 
     def _chat_token(self, output: Output) -> dict:
         assert output.token is not None, "an error is no token"
-        tops = [self._token(*item) for item in (output.top_logprobs or {}).items()]
+        tops = [self._token(*item) for item in list((output.top_logprobs or {}).items())[: self._asked.tops]]
         own = {"processed_logprob": output.processed_logprob, "top_logprobs": tops}
         return self._token(output.token, output.logprob) | own
 

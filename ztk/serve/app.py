@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import json
 import logging
 import secrets
 import sys
@@ -11,40 +10,45 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from ztk.inference import Generator, SamplingParams
 from ztk.serve.answers import Shape
-from ztk.serve.bodies import BadRequest, Limits, read_body
+from ztk.serve.bodies import Limits, read_body
+from ztk.serve.fields import header
+from ztk.serve.http import Stream, failed_event, failure, received, refused, watch
 from ztk.serve.loop import Busy, EngineLoop, Job, Outbox
 from ztk.serve.models import Opened
 from ztk.serve.page import PAGE
 from ztk.serve.replies import Failed, Reader, Reply
+from ztk.serve.tools import Format
+from ztk.serve.values import BadRequest, shown
 
 _LOGGER = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _THREADS = 2  # for requests and complete answers; as many for pieces of streams
-_DISCARDED = 16  # times the limit of a body that is read and dropped, so that its sender reads the refusal
+_TOLD = 64  # ignored fields that the log names
 RETRY_SECONDS = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServePolicy:
     """api_key: what clients must send as bearer token; None: nothing. max_waiting: prompts that wait for a place, at most. limits: of one
-    request. stops, max_tokens: of requests that have none; the answer ends where the context does in any case, and with None only there."""
+    request. stops, max_tokens: of requests that have none; the answer ends where the context does in any case, and with None only there.
+    tool_format: how calls are written; None: by the chat template."""
 
     api_key: str | None = None
     max_waiting: int = 256
     stops: tuple[str, ...] = ()
     max_tokens: int | None = None
     limits: Limits = field(default_factory=Limits)
+    tool_format: Format | None = None
 
 
 class Server:
@@ -57,8 +61,13 @@ class Server:
         self._opened, self._policy, self._usual = opened, policy, sampling
         self._max_len = generator.max_len
         self._reader = Reader(
-            generator, opened=opened, max_waiting=policy.max_waiting, max_tokens=policy.max_tokens, limits=policy.limits
+            generator,
+            opened=opened,
+            max_waiting=policy.max_waiting,
+            max_tokens=policy.max_tokens,
+            format=policy.tool_format,
         )
+        self._told: set[str] = set()  # ignored fields that the log has named
         self._started = int(time.time())
         self._loop = EngineLoop(generator, max_waiting=policy.max_waiting)
         self._whole, self._pieces = (
@@ -80,6 +89,7 @@ class Server:
     def stop(self, *, drain_seconds: float) -> None:
         """Waits for running answers, then ends the engine's thread. New requests get 503."""
         self._loop.stop(drain_seconds=drain_seconds)
+        self._reader.close()
         for pool in (self._whole, self._pieces):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -143,25 +153,34 @@ class Server:
         outbox = Outbox()
         try:
             self._authorise(request)
-            raw = await _body(request, most=self._policy.limits.body_bytes)
+            raw = await received(request, most=self._policy.limits.body_bytes)
             reply = await self._in_thread(self._read, raw, chat=chat, outbox=outbox)
             self._submit(reply.jobs)
         except ClientDisconnect:
             return failure(400, message="the client has left before the end of its request")
         except ValueError as error:
             return refused(error)
+        headers = header(reply.asked.ignored)
+        self._tell(reply.asked.ignored)
         if reply.asked.stream:
-            return _Stream(self._events(reply, outbox=outbox), on_end=lambda: self._cancel(reply.jobs))
-        watching = asyncio.create_task(_watch(request, outbox=outbox))
+            return Stream(self._events(reply, outbox=outbox), on_end=lambda: self._cancel(reply.jobs), headers=headers)
+        watching = asyncio.create_task(watch(request, outbox=outbox))
         try:
             await self._collect(reply, outbox=outbox)
             body = b"" if outbox.is_left else await self._in_thread(reply.body)
         except Failed as error:
-            return failure(500, message=str(error))
+            return failure(400 if error.is_by_request else 500, message=str(error))
         finally:
             watching.cancel()
             self._cancel(reply.jobs)
-        return Response(body, media_type="application/json")
+        return Response(body, media_type="application/json", headers=headers)
+
+    def _tell(self, names: tuple[str, ...]) -> None:
+        """Names fields without an effect in the log, each once."""
+        for name in names:
+            if name not in self._told and len(self._told) < _TOLD:
+                self._told.add(name)
+                _LOGGER.warning("requests have the field %s, which has no effect on this server", shown(name))
 
     def _read(self, raw: bytes, *, chat: bool, outbox: Outbox) -> Reply:
         """In a thread. Requests that name no seed have one of their own. Raises ValueError as `Reader.jobs`."""
@@ -175,7 +194,7 @@ class Server:
             created=int(time.time()),
         )
         jobs = self._reader.jobs(asked, chat=chat, outbox=outbox)
-        return Reply(jobs, asked=asked, shape=shape, tokenizer=self._opened.tokenizer)
+        return Reply(jobs, asked=asked, shape=shape, tokenizer=self._opened.tokenizer, format=self._reader.format)
 
     def _submit(self, jobs: list[Job]) -> None:
         """Queues all or none. Raises BadRequest for none."""
@@ -212,7 +231,7 @@ class Server:
                     yield events
             yield reply.closing()
         except Failed as error:
-            yield failed_event(str(error))
+            yield failed_event(str(error), is_by_request=error.is_by_request)
         except Exception as error:
             _LOGGER.exception("a stream ends by an error")
             yield failed_event(f"{type(error).__name__}: {error}")
@@ -244,29 +263,6 @@ def calm_process() -> None:
     gc.freeze()
 
 
-async def _body(request: Request, *, most: int) -> bytes:
-    """The body. Raises BadRequest for a longer one, whose rest is received and dropped, and ClientDisconnect."""
-    size, parts = 0, []
-    async for part in request.stream():
-        size += len(part)
-        if size <= most:
-            parts.append(part)
-            continue
-        parts.clear()
-        if size > _DISCARDED * most:
-            break
-    if size > most:
-        text = f"the body has more than {most} bytes: send less in one request, or start the server with serve.max_body_bytes=N"
-        raise BadRequest(text, status=413)
-    return b"".join(parts)
-
-
-async def _watch(request: Request, *, outbox: Outbox) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    outbox.leave()
-
-
 async def _of_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, BadRequest), "as it is registered"
     return refused(error)
@@ -280,51 +276,3 @@ async def _of_route(request: Request, error: Exception) -> Response:
 
 async def _of_nobody(request: Request, error: Exception) -> Response:
     return failure(500, message=f"{type(error).__name__}: {error}")
-
-
-def refused(error: ValueError) -> JSONResponse:
-    """400, or the status of a `BadRequest`."""
-    known = error if isinstance(error, BadRequest) else BadRequest(str(error))
-    return failure(known.status, message=str(known), param=known.param, code=known.code, headers=known.headers)
-
-
-class _Stream(StreamingResponse):
-    """Server-sent events. on_end: is called in any case, also where the client has left before the first event was asked for: a generator
-    that has not begun has no end of its own."""
-
-    def __init__(self, events: AsyncIterator[bytes], *, on_end: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._on_end = on_end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._on_end()
-
-
-def failure(
-    status: int,
-    *,
-    message: str,
-    param: str | None = None,
-    code: str | None = None,
-    headers: dict[str, str] | None = None,
-) -> JSONResponse:
-    """OpenAI's error body."""
-    kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
-    body = {"message": message, "type": kind, "param": param, "code": code}
-    return _Json({"error": body}, status_code=status, headers=headers)
-
-
-class _Json(JSONResponse):
-    """In ASCII: a message may have characters of a request that UTF-8 does not have."""
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content).encode()
-
-
-def failed_event(message: str) -> bytes:
-    """The end of a stream whose answers cannot be completed."""
-    error = {"message": message, "type": "server_error", "param": None, "code": None}
-    return f"data: {json.dumps({'error': error})}\n\n".encode()

@@ -20,6 +20,7 @@ from ztk.data import ByteTokenizer, SubwordTokenizer
 from ztk.inference import UnreadModel
 from ztk.inference.packed import MANIFEST, Packed, open_packed
 from ztk.rl.align import ANSWER_END, ChatTemplate, chat_prompt, text_prompt
+from ztk.serve.messages import PLAIN, ChatOptions
 from ztk.serve.pieces import Pieces
 from ztk.serve.trained import trained_model
 
@@ -57,8 +58,13 @@ class Tokenizer(Protocol):
         """Characters of the longest token."""
         ...
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """The tokens of a conversation and of what begins the next answer.
+    @property
+    def template(self) -> str | None:
+        """The source of the chat template; None: chats are written without one, or not at all."""
+        ...
+
+    def chat(self, messages: list[dict[str, Any]], *, options: ChatOptions = PLAIN) -> list[int]:
+        """The tokens of a conversation and of the beginning of the next answer.
 
         Raises:
             ValueError: the model has no chat template, or it refuses the messages.
@@ -285,12 +291,14 @@ class _Bytes:
         return bytes([token]) if token < 256 else None
 
     longest = 1
+    template: str | None = None
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def chat(self, messages: list[dict[str, Any]], *, options: ChatOptions = PLAIN) -> list[int]:
         if self._chat_stop is None:
             raise ValueError(
                 "the model reads bytes and has no chat template: send the text to /v1/completions, or train it on chats with task=sft"
             )
+        _check_plain(options)
         return chat_prompt(messages, stop=self._chat_stop).tokens
 
 
@@ -299,10 +307,12 @@ class _Subword:
 
     def __init__(self, tokenizer: SubwordTokenizer, *, has_chats: bool, by_template: bool) -> None:
         """has_chats: it has learnt chats, as `task=sft` writes them. by_template: by the tokenizer's chat template."""
-        self._tokenizer, self._has_chats, self._by_template = tokenizer, has_chats, by_template
+        self._tokenizer, self._has_chats = tokenizer, has_chats
         self.special = tokenizer.special
         self._pieces = Pieces(tokenizer.inner)
         self.token_bytes, self.longest = self._pieces.token_bytes, self._pieces.longest
+        self._inner = ChatTemplate.open(tokenizer.folder).inner if has_chats and by_template else None
+        self.template = None if self._inner is None else _source(self._inner)
 
     def encode(self, text: str) -> list[int]:
         return text_prompt(text, tokenizer=self._tokenizer).tokens
@@ -313,12 +323,15 @@ class _Subword:
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(torch.tensor(tokens, dtype=torch.int64))
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def chat(self, messages: list[dict[str, Any]], *, options: ChatOptions = PLAIN) -> list[int]:
         if not self._has_chats:
             raise ValueError(
                 "the model was trained on text and has no chat template: send the text to /v1/completions, or train it on chats with task=sft"
             )
-        return chat_prompt(messages, tokenizer=self._tokenizer, by_template=self._by_template).tokens
+        if self._inner is not None:
+            return self._tokenizer.read(_templated(self._inner, messages=messages, options=options)).tokens
+        _check_plain(options)
+        return chat_prompt(messages, tokenizer=self._tokenizer).tokens
 
 
 class _Pretrained:
@@ -331,6 +344,7 @@ class _Pretrained:
         inner = getattr(tokenizer, "backend_tokenizer", None)
         self._pieces = None if inner is None else Pieces(inner)
         self.longest = max(map(len, tokenizer.get_vocab()))
+        self.template = _source(tokenizer)
 
     def token_bytes(self, token: int) -> bytes | None:
         if self._pieces is not None:
@@ -347,14 +361,39 @@ class _Pretrained:
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        if not self._tokenizer.chat_template:
+    def chat(self, messages: list[dict[str, Any]], *, options: ChatOptions = PLAIN) -> list[int]:
+        if self.template is None:
             raise ValueError(
                 "the model has no chat template: put one into its tokenizer_config.json (key chat_template), or send the text to "
                 "/v1/completions"
             )
-        try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # noqa: BLE001  # a template is code of the model's folder
-            raise ValueError(f"the model's chat template refuses the messages: {error}") from None
+        text = _templated(self._tokenizer, messages=messages, options=options)
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _templated(inner: Any, *, messages: list[dict[str, Any]], options: ChatOptions) -> str:
+    """By the chat template of a tokenizer of transformers."""
+    try:
+        return inner.apply_chat_template(
+            messages,
+            tools=list(options.tools) or None,
+            tokenize=False,
+            add_generation_prompt=options.begins,
+            continue_final_message=options.continues,
+            **options.variables,
+        )
+    except Exception as error:  # noqa: BLE001  # a template is code of the model's folder
+        raise ValueError(f"the model's chat template refuses the messages: {error}") from None
+
+
+def _source(inner: Any) -> str | None:
+    """Of the template that is used where no name is given."""
+    found = inner.chat_template or None
+    return "\n".join(map(str, found.values())) if isinstance(found, dict) else found
+
+
+def _check_plain(options: ChatOptions) -> None:
+    if options.needs_template:
+        raise ValueError(
+            "the model has no chat template, which chat_template_kwargs, add_generation_prompt and continue_final_message need: leave them out"
+        )

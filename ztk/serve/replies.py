@@ -3,27 +3,42 @@
 import json
 from dataclasses import replace
 
-from ztk.inference import Generator, Output
+from ztk.inference import Generator, Output, SamplingParams
 from ztk.serve.answers import Answer, Shape
-from ztk.serve.bodies import Asked, BadRequest, Limits
+from ztk.serve.bodies import Asked
 from ztk.serve.loop import Item, Job, Outbox
 from ztk.serve.models import Opened, Tokenizer
+from ztk.serve.structured import Grammars
+from ztk.serve.tools import Format, call_structure, format_of, told
+from ztk.serve.values import BadRequest
 
 _MOST_VALUES = 1 << 21  # log-probabilities of one response, about 200 MB of objects
 _LARGE = 256  # log-probabilities of a prompt that are not written among the pieces of other streams
 
 
 class Failed(Exception):
-    """The engine has ended an answer by an error."""
+    """The engine has ended an answer by an error. is_by_request: which the request has caused by what it asks for."""
+
+    def __init__(self, message: str, *, is_by_request: bool = False) -> None:
+        super().__init__(message)
+        self.is_by_request = is_by_request
 
 
 class Reader:
-    """Makes jobs of requests for one model. max_tokens: of requests that have none."""
+    """Makes jobs of requests for one model. max_tokens: of requests that have none. format: of tool calls; None: by the chat template."""
 
     def __init__(
-        self, generator: Generator, *, opened: Opened, max_waiting: int, max_tokens: int | None, limits: Limits
+        self,
+        generator: Generator,
+        *,
+        opened: Opened,
+        max_waiting: int,
+        max_tokens: int | None,
+        format: Format | None = None,
     ) -> None:
-        self._opened, self._max_waiting, self._max_tokens, self._limits = opened, max_waiting, max_tokens, limits
+        self._opened, self._max_waiting, self._max_tokens = opened, max_waiting, max_tokens
+        self.format = format or format_of(opened.tokenizer.template)
+        self._grammars = Grammars(opened.tokenizer, vocabulary=opened.vocabulary, ends=opened.ends)
         self._vocabulary_size = generator.description.vocab_size
         self._max_len, self._longest = generator.max_len, generator.longest
         self._check = generator.check
@@ -41,8 +56,46 @@ class Reader:
                 f"{len(asked.prompts)} prompts in one request, and {self._max_waiting} may wait at most: send fewer at a time",
                 param="prompt",
             )
-        prompts = [self._opened.tokenizer.chat(list(asked.messages))] if chat else map(self._tokens, asked.prompts)
+        asked = replace(asked, sampling=self._constrained(asked))
+        prompts = (
+            [self.chat_tokens(asked)]
+            if chat
+            else [self.tokens(prompt, has_beginning=asked.has_beginning) for prompt in asked.prompts]
+        )
         return [self._job(prompt, asked=asked, number=number, outbox=outbox) for number, prompt in enumerate(prompts)]
+
+    def close(self) -> None:
+        """Ends the threads of grammars."""
+        self._grammars.close()
+
+    def chat_tokens(self, asked: Asked) -> list[int]:
+        """The tokens of a request's messages. A template that does not know tools is shown them as text."""
+        tokenizer, messages, options = self._opened.tokenizer, list(asked.messages), asked.chat
+        if "tools" not in (tokenizer.template or ""):
+            messages = told(messages, tools=options.tools)
+            options = replace(options, tools=())
+        return tokenizer.chat(messages, options=options)
+
+    def _constrained(self, asked: Asked) -> SamplingParams:
+        """With the grammar and the words that the request names."""
+        structure, tools = asked.structure, asked.tools
+        if tools is not None and (tools.required or tools.named is not None):
+            structure = call_structure(tools, format=self.format, special=self._opened.tokenizer.special)
+        return replace(
+            asked.sampling,
+            grammar=None if structure is None else self._grammars.compiled(structure),
+            bad_words=self._bad_words(asked.bad_words),
+        )
+
+    def _bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Tokens of each word, and of the word after a space where only its first token differs, as vLLM takes them."""
+        encode, found = self._opened.tokenizer.encode_text, []
+        for word in words:
+            plain, spaced = encode(word.lstrip()), encode(" " + word.lstrip())
+            found.append(tuple(plain))
+            if len(spaced) == len(plain) and spaced[:1] != plain[:1]:
+                found.append(tuple(spaced))
+        return tuple(word for word in found if word)
 
     def unknown(self, name: str) -> BadRequest:
         """The refusal of another model."""
@@ -51,7 +104,8 @@ class Reader:
         )
         return BadRequest(text, param="model", status=404, code="model_not_found")
 
-    def _tokens(self, prompt: str | list[int]) -> list[int]:
+    def tokens(self, prompt: str | list[int], *, has_beginning: bool) -> list[int]:
+        """Of a prompt. has_beginning: with the tokens that the tokenizer puts before a text. Raises BadRequest for one that is too long."""
         if not isinstance(prompt, str):
             return prompt
         most = self._max_len * self._opened.tokenizer.longest
@@ -60,20 +114,31 @@ class Reader:
                 f"the prompt has {len(prompt)} characters, and the {self._max_len} tokens of this model have {most} at most: shorten it",
                 param="prompt",
             )
-        return self._opened.tokenizer.encode(prompt)
+        tokenizer = self._opened.tokenizer
+        return tokenizer.encode(prompt) if has_beginning else tokenizer.encode_text(prompt)
 
     def _job(self, prompt: list[int], *, asked: Asked, number: int, outbox: Outbox) -> Job:
         if not prompt:
             raise BadRequest("the prompt is empty", param="prompt")
-        for param, tokens in (("prompt", prompt), ("logit_bias", asked.sampling.logit_bias)):
-            odd = next((token for token in tokens if not 0 <= token < self._vocabulary_size), None)
+        named = (("prompt", prompt), ("logit_bias", asked.sampling.logit_bias))
+        for param, tokens, size in (
+            *((param, tokens, self._vocabulary_size) for param, tokens in named),
+            ("allowed_token_ids", asked.sampling.allowed_token_ids, self._opened.vocabulary),
+        ):
+            odd = next((token for token in tokens if not 0 <= token < size), None)
             if odd is not None:
-                raise BadRequest(f"token {odd} is outside the vocabulary of {self._vocabulary_size}", param=param)
+                raise BadRequest(f"token {odd} is outside the vocabulary of {size}", param=param)
         limit = self._limit(len(prompt), asked=asked)
+        if asked.sampling.min_tokens > limit:
+            raise BadRequest(
+                f"min_tokens={asked.sampling.min_tokens} is more than the {limit} tokens that the answer may have",
+                param="min_tokens",
+            )
         sampling = replace(asked.sampling, max_tokens=limit)
         self._check(prompt, sampling=sampling)
         positions = limit + len(prompt) * sampling.prompt_logprobs
-        values = max(1, len(asked.prompts)) * sampling.n * positions * (1 + sampling.logprobs) * asked.with_logprobs
+        is_written = asked.with_logprobs or sampling.prompt_logprobs
+        values = max(1, len(asked.prompts)) * sampling.n * positions * (1 + sampling.logprobs) * is_written
         if values > _MOST_VALUES:
             raise BadRequest(
                 f"{values} log-probabilities (answers times tokens times likely ones), and one response has {_MOST_VALUES} at most: ask for "
@@ -105,7 +170,10 @@ class Reader:
 class Reply:
     """The answers to one request while they are drawn. `keep` and properties are for the event loop, the others for one thread at a time."""
 
-    def __init__(self, jobs: list[Job], *, asked: Asked, shape: Shape, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, jobs: list[Job], *, asked: Asked, shape: Shape, tokenizer: Tokenizer, format: Format = Format.hermes
+    ) -> None:
+        """format: of tool calls."""
         self.jobs, self.asked, self._shape = jobs, asked, shape
         self._answers = [
             Answer(
@@ -114,6 +182,8 @@ class Reply:
                 prompt=job.prompt,
                 asked=asked,
                 tokenizer=tokenizer,
+                ends=frozenset(job.sampling.stop_token_ids),
+                format=format,
             )
             for prompt, job in enumerate(jobs)
             for sample in range(asked.sampling.n)
@@ -128,7 +198,7 @@ class Reply:
             if isinstance(item, Exception):
                 raise Failed(str(item))
             if item.error is not None:
-                raise Failed(item.error)
+                raise Failed(item.error, is_by_request=item.is_by_request)
             if item.finished:
                 self._open.discard(self._place(number, output=item))
         self._kept += items
@@ -176,7 +246,18 @@ class Reply:
     def body(self) -> bytes:
         """The complete response."""
         self.take_kept()
-        return json.dumps(self._shape.complete(self._answers, prompt_tokens=self._prompt_tokens)).encode()
+        whole = self._shape.complete(self._answers, kept=self._best(), prompt_tokens=self._prompt_tokens)
+        return json.dumps(whole).encode()
+
+    def _best(self) -> list[Answer]:
+        """The answers that are returned: those of each prompt with the largest likelihood, where more were drawn."""
+        each, keeps = self.asked.sampling.n, self.asked.keeps
+        if keeps == each:
+            return self._answers
+        groups = [self._answers[start : start + each] for start in range(0, len(self._answers), each)]
+        return [
+            one for group in groups for one in sorted(group, key=lambda answer: answer.likelihood, reverse=True)[:keeps]
+        ]
 
     @property
     def _prompt_tokens(self) -> int:

@@ -1,6 +1,6 @@
 """Tokens to text while they arrive, and texts that end an answer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 _REPLACED = "\ufffd"
@@ -25,7 +25,8 @@ class TextStream:
     """The text of one answer, piece by piece. Joined pieces are the text of all tokens, up to the first stop text.
 
     prompt: the tokens before it. Decoders of SentencePiece leave out a space at the beginning of what they decode, which would be the one
-    between prompt and answer. shows_special: special tokens are part of the text. Stop texts are found in any case in the text with them, so
+    between prompt and answer. shows_special: special tokens are part of the text; shown: these are in any case. shows_stop: so is the stop text
+    that ends it. first_stop: tokens before which none ends it. Stop texts are found in any case in the text with them, so
     that "<|im_end|>" ends an answer.
 
     A piece that ends in the middle of a character waits for the rest of it, one that may be the beginning of a stop text until that is
@@ -39,7 +40,12 @@ class TextStream:
         stops: tuple[str, ...] = (),
         prompt: Sequence[int] = (),
         shows_special: bool = False,
+        shown: Collection[str] = (),
+        shows_stop: bool = False,
+        first_stop: int = 0,
     ) -> None:
+        self._shown, self._shows_stop, self._first_stop = shown, shows_stop, first_stop
+        self._begin = min(len(prompt), _BEFORE)
         self._decoder, self._stops = decoder, tuple(stop for stop in stops if stop)
         self._special, self._shows_special = decoder.special, shows_special
         self._tokens = list(prompt[-_BEFORE:])
@@ -55,7 +61,7 @@ class TextStream:
         """Text that is certain after one more token. Empty after a stop text, see `stopped`."""
         self._tokens.append(token)
         if (text := self._special.get(token)) is not None:
-            return self._release(text, is_shown=self._shows_special)
+            return self._release(text, is_shown=self._shows_special or text in self._shown)
         if (found := self._certain(len(self._tokens))) is not None:
             return found
         if len(self._tokens) - self._decoded < 4 * _CHARACTER:
@@ -85,12 +91,14 @@ class TextStream:
         if self.stopped:
             return ""
         self.length += len(piece) * is_shown
+        stops = self._stops if len(self._tokens) - self._begin > self._first_stop else ()
         text, marks = self._waiting + piece, [*self._is_shown, *[is_shown] * len(piece)]
-        found = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
+        found = [(place, len(stop)) for stop in stops if (place := text.find(stop)) >= 0]
         if found:
             self.stopped, self._waiting, self._is_shown = True, "", []
-            return _shown(text[: min(found)], marks)
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+            place, size = min(found)
+            return _shown(text[: place + size * self._shows_stop], marks)
+        keep = max((_overlap(text, stop) for stop in stops), default=0)
         self._waiting, self._is_shown = text[len(text) - keep :], marks[len(text) - keep :]
         return _shown(text[: len(text) - keep], marks)
 

@@ -1,0 +1,97 @@
+"""The fields of a request: those that are read, and those that must have a value that changes nothing.
+
+Any other field is accepted without an effect, and the response names it in the header x-ztk-ignored-fields.
+"""
+
+from typing import Any
+
+from ztk.serve.values import BadRequest, shown
+
+_SAMPLING = (
+    *(
+        "max_tokens",
+        "max_completion_tokens",
+        "temperature",
+        "top_p",
+        "n",
+        "seed",
+        "stop",
+        "presence_penalty",
+        "frequency_penalty",
+    ),
+    *("logit_bias", "logprobs"),
+    # vLLM's
+    *("top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "min_tokens", "bad_words"),
+    *("allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs"),
+    *("return_token_ids", "add_special_tokens"),
+)
+STRUCTURED = (
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("grammar", "json_schema"),  # llama.cpp's
+)
+_SHARED = {"model", "stream", "stream_options", *_SAMPLING, *STRUCTURED}
+COMPLETIONS = _SHARED | {"prompt", "echo", "best_of"}
+CHAT = _SHARED | {
+    *("messages", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls"),
+    *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+}
+
+_SEND_TOOLS = "send tools"
+# Fields that would change an answer and are not there: the values that change nothing, and what to do instead.
+_UNDONE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "suffix": (("",), "leave it out"),
+    "use_beam_search": ((False,), "leave it out"),
+    "logits_processors": (([],), "leave it out"),
+    "truncate_prompt_tokens": ((), "shorten the prompt"),
+    "prompt_embeds": (([],), "send texts or token ids"),
+    "modalities": ((["text"],), "ask for text"),
+    "audio": ((), "ask for text"),
+    "web_search_options": ((), "leave it out"),
+    "functions": (([],), _SEND_TOOLS),
+    "function_call": (("none", "auto"), _SEND_TOOLS),
+    "chat_template": ((), "put the template into the model's folder"),
+    "documents": (([],), "send them in chat_template_kwargs"),
+    "return_tokens_as_token_ids": ((False,), "send return_token_ids"),
+    "detokenize": ((True,), "leave it out"),
+    # llama.cpp's
+    "n_predict": ((-1,), "send max_tokens"),
+    "repeat_penalty": ((1,), "send repetition_penalty"),
+    "typical_p": ((1,), "leave it out"),
+    "mirostat": ((0,), "leave it out"),
+    "dynatemp_range": ((0,), "leave it out"),
+    "dry_multiplier": ((0,), "leave it out"),
+    "xtc_probability": ((0,), "leave it out"),
+    "samplers": ((), "leave it out"),
+}
+_ONE_ROUTE = {
+    "echo": (CHAT, (False,), "it is of /completions: leave it out"),
+    "best_of": (CHAT, (1,), "it is of /completions: leave it out"),
+    "add_special_tokens": (CHAT, (False,), "a chat template writes its own special tokens: leave it out"),
+    "top_logprobs": (COMPLETIONS, (), "it is of /chat/completions: send logprobs with the number"),
+}
+_NAMES = 16  # of ignored fields in a header
+
+
+def ignored(body: dict, *, chat: bool) -> tuple[str, ...]:
+    """The fields that have no effect. Raises BadRequest for one that would change the answer and is not there."""
+    known = CHAT if chat else COMPLETIONS
+    for name, value in body.items():
+        if name in _UNDONE and not _is_neutral(value, neutral=_UNDONE[name][0]):
+            raise BadRequest(f"{name} is not supported: {_UNDONE[name][1]}", param=name)
+        if name in _ONE_ROUTE and _ONE_ROUTE[name][0] is known and not _is_neutral(value, neutral=_ONE_ROUTE[name][1]):
+            raise BadRequest(f"{name}={shown(value)}: {_ONE_ROUTE[name][2]}", param=name)
+    return tuple(sorted(body.keys() - known - _UNDONE.keys() - _ONE_ROUTE.keys()))
+
+
+def header(names: tuple[str, ...]) -> dict[str, str]:
+    """The response's header with the fields that had no effect."""
+    if not names:
+        return {}
+    safe = (shown(name).encode("ascii", "backslashreplace").decode() for name in names[:_NAMES])
+    text = ", ".join("".join(letter if letter.isprintable() else "?" for letter in name) for name in safe)
+    return {"x-ztk-ignored-fields": text + ", ..." * (len(names) > _NAMES)}
+
+
+def _is_neutral(value: object, *, neutral: tuple[Any, ...]) -> bool:
+    """A number is no flag here: true is not 1."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)

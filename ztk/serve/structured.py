@@ -1,0 +1,309 @@
+"""Grammars of answers, by the library llguidance: JSON, schemas, regular expressions, choices, and grammars of Lark or GBNF.
+
+A request's grammar is compiled once. Each of its answers has a copy of the matcher, whose next mask is computed in a thread while the model
+computes the next logits.
+"""
+
+import functools
+import importlib
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ztk.serve.values import BadRequest, shown, thing
+
+_THREADS, _KEPT = 2, 64  # of masks; compiled grammars
+_CHARACTERS, _DEPTH = 1 << 16, 100  # of a grammar, and nested brackets in it
+_CHOICES = 1024
+_WHITE = r"( |\n{1,2}[ \t]{0,20})?"  # between the tokens of JSON, so that an answer cannot go on with spaces alone
+_WORD = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Structure:
+    """What answers must be. kind: json (text: a schema), regex, choice (text: a JSON list), lark, or grammar, which is Lark or GBNF.
+    param: the request's field."""
+
+    kind: str
+    text: str
+    param: str
+
+
+def read_structure(body: dict) -> Structure | None:
+    """What the fields of a body ask for, in vLLM's, OpenAI's or llama.cpp's words; None: any text.
+
+    Raises:
+        BadRequest: no such format, a value of the wrong type or too large, or two of them.
+    """
+    found = [one for one in (_of_format(body), *_of_guided(body), *_of_outputs(body)) if one is not None]
+    if len(found) > 1:
+        raise BadRequest(f"{found[0].param} and {found[1].param} exclude each other: send one", param=found[1].param)
+    if not found:
+        return None
+    check_size(found[0].text, param=found[0].param)
+    return found[0]
+
+
+def check_size(text: str, *, param: str) -> None:
+    """Raises BadRequest for a grammar, or what becomes one, that is too long or nested too deeply."""
+    if len(text) > _CHARACTERS or _depth(text) > _DEPTH:
+        raise BadRequest(f"{param} may have {_CHARACTERS} characters and {_DEPTH} nested brackets at most", param=param)
+
+
+def _of_format(body: dict) -> Structure | None:
+    chosen, param = thing(body, name="response_format"), "response_format"
+    kind = chosen.get("type", "text")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Structure(kind="json", text='{"type": "object"}', param=param)
+    if kind == "json_schema":
+        named = chosen.get("json_schema")
+        schema = named.get("schema", named.get("json_schema")) if isinstance(named, dict) else None
+        if schema is None:
+            schema = chosen.get("schema")
+        return Structure(kind="json", text=_schema(schema, param=param), param=param)
+    raise BadRequest(
+        f"response_format.type={shown(kind)}: must be text, json_object or json_schema", param="response_format"
+    )
+
+
+def _of_guided(body: dict) -> list[Structure | None]:
+    """Fields of their own."""
+    names = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+    names |= {"json_schema": "json", "grammar": "grammar"}
+    return [_one(kind, value=body[name], param=name) for name, kind in names.items() if name in body]
+
+
+def _of_outputs(body: dict) -> list[Structure | None]:
+    """vLLM's structured_outputs."""
+    chosen = {name: value for name, value in thing(body, name="structured_outputs").items() if value is not None}
+    found: list[Structure | None] = []
+    for name, value in chosen.items():
+        if name in ("json", "regex", "choice", "grammar"):
+            found.append(_one(name, value=value, param=f"structured_outputs.{name}"))
+        elif name == "json_object":
+            found.append(Structure(kind="json", text='{"type": "object"}', param=name) if value is True else None)
+        elif name not in ("disable_fallback", "disable_any_whitespace", "disable_additional_properties"):
+            raise BadRequest(
+                f"structured_outputs.{shown(name)} is not supported: send json, regex, choice, grammar or json_object",
+                param="structured_outputs",
+            )
+    return found
+
+
+def _one(kind: str, *, value: object, param: str) -> Structure:
+    if kind == "json":
+        return Structure(kind=kind, text=_schema(value, param=param), param=param)
+    if kind == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
+            raise BadRequest(f"{param} must be a list of texts", param=param)
+        if len(value) > _CHOICES:
+            raise BadRequest(f"{param} may have {_CHOICES} texts at most, and has {len(value)}", param=param)
+        return Structure(kind=kind, text=json.dumps(value, ensure_ascii=False), param=param)
+    if not isinstance(value, str) or not value:
+        raise BadRequest(f"{param} must be a text", param=param)
+    return Structure(kind=kind, text=value, param=param)
+
+
+def _schema(value: object, *, param: str) -> str:
+    """As text."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(found, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        found = text = None
+    if not isinstance(found, dict) or text is None:
+        raise BadRequest(f"{param} must have a JSON schema, which is an object", param=param)
+    return text
+
+
+def _depth(text: str) -> int:
+    """Opening brackets without their closing ones, at most; those in texts count, too."""
+    depth = most = 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        most = max(most, depth)
+    return most
+
+
+class Words(Protocol):
+    """The part of a tokenizer that a grammar needs."""
+
+    @property
+    def special(self) -> Any:
+        """The texts of special tokens."""
+        ...
+
+    def encode_text(self, text: str) -> list[int]:
+        """The tokens of a text alone."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes of a token."""
+        ...
+
+
+class Grammars:
+    """Compiles the grammars of requests for one tokenizer. vocabulary: tokens that may be drawn. ends: tokens that end an answer."""
+
+    def __init__(self, tokenizer: Words, *, vocabulary: int, ends: Sequence[int]) -> None:
+        self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, tuple(ends)
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="ztk-serve-masks")
+        self.compiled = functools.lru_cache(maxsize=_KEPT)(self._compiled)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @functools.cached_property
+    def _words(self) -> Any:
+        """llguidance's view of the tokenizer. A vocabulary without an end has one more token, which is never drawn."""
+        ends = [end for end in self._ends if end < self._vocabulary] or [self._vocabulary]
+        named = [self._tokenizer.token_bytes(token) or b"" for token in range(self._vocabulary)]
+        words = _Tokens(
+            tokens=[*named, b""][: max(self._vocabulary, *(end + 1 for end in ends))],
+            special=[*(token for token in self._tokenizer.special if token < self._vocabulary), *ends],
+            end=ends[0],
+            encode=self._tokenizer.encode_text,
+        )
+        wrapper = _library()._tokenizer.TokenizerWrapper(words)
+        return _library().LLTokenizer(wrapper, n_vocab=len(words.tokens), eos_token=ends)
+
+    def _compiled(self, structure: Structure) -> "Compiled":
+        """Raises BadRequest for a grammar that is none, or that the library has no way to follow."""
+        library = _library()
+        with self._lock:
+            words = self._words
+        try:
+            matcher = library.LLMatcher(
+                words,
+                _grammar(structure, library=library),
+                log_level=0,
+                limits=library.LLParserLimits(verbose_errors=False),
+            )
+        except Exception as error:  # noqa: BLE001  # of the library's readers, about the request's text
+            raise BadRequest(f"{structure.param}: {shown(str(error))}", param=structure.param) from None
+        if matcher.is_error():
+            reason = matcher.get_error().strip()
+            raise BadRequest(f"{structure.param}: {shown(reason)}", param=structure.param)
+        return Compiled(
+            matcher,
+            fake=None if any(end < self._vocabulary for end in self._ends) else self._vocabulary,
+            pool=self._pool,
+        )
+
+
+class Compiled:
+    """The grammar of a request. fake: a token of the matcher that the model does not have."""
+
+    def __init__(self, matcher: Any, *, fake: int | None, pool: ThreadPoolExecutor) -> None:
+        self._matcher, self._fake, self._pool = matcher, fake, pool
+
+    def begin(self) -> "Followed":
+        return Followed(self._matcher.deep_copy(), fake=self._fake, pool=self._pool)
+
+
+class Followed:
+    """A matcher that follows one answer. The thread that computes the next mask has it until `mask` or `advance` is called."""
+
+    def __init__(self, matcher: Any, *, fake: int | None, pool: ThreadPoolExecutor) -> None:
+        self._matcher, self._fake, self._pool = matcher, fake, pool
+        self._taken: list[int] = []
+        self._next: Future[Tensor] | None = pool.submit(self._computed)
+
+    def mask(self, answer: list[int]) -> Tensor | None:
+        """Raises ValueError where the grammar has become too large to follow."""
+        ready, self._next = self._next, None
+        if ready is not None:
+            words = ready.result()
+            if answer == self._taken:
+                return words
+        return self._computed() if self._follow(answer) else None
+
+    def advance(self, answer: list[int]) -> bool:
+        if self._next is not None:
+            self._next.exception()  # `mask` raises it again
+            self._next = None
+        self._follow(answer)
+        if not self._matcher.is_error() and self._matcher.is_stopped():
+            return True
+        self._next = self._pool.submit(self._computed)
+        return False
+
+    def _follow(self, answer: list[int]) -> bool:
+        """Takes guesses back, and the new tokens; false where the grammar does not lead to them."""
+        same = next(
+            (place for place, (own, one) in enumerate(zip(self._taken, answer, strict=False)) if own != one),
+            min(len(self._taken), len(answer)),
+        )
+        if same < len(self._taken):
+            self._matcher.rollback(len(self._taken) - same)
+            del self._taken[same:]
+        new = answer[same:]
+        if self._matcher.validate_tokens(new) < len(new):
+            return False
+        self._matcher.consume_tokens(new)
+        self._taken += new
+        return True
+
+    def _computed(self) -> Tensor:
+        """int32 [words] after the tokens that were taken."""
+        found = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise ValueError(shown(self._matcher.get_error().strip()))
+        words = torch.frombuffer(bytearray(found), dtype=torch.int32)
+        if self._fake is not None:
+            words[self._fake // _WORD] &= ~(1 << self._fake % _WORD) if self._fake % _WORD < _WORD - 1 else 0x7FFFFFFF
+        return words
+
+
+class _Tokens:
+    """A vocabulary as llguidance reads it."""
+
+    bos_token_id = None
+
+    def __init__(self, *, tokens: list[bytes], special: list[int], end: int, encode: Any) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special, end
+        self._encode = encode
+
+    def __call__(self, text: str) -> list[int]:
+        if isinstance(text, bytes):
+            raise TypeError("texts alone")
+        return list(self._encode(text))
+
+
+def _grammar(structure: Structure, *, library: Any) -> str:
+    """In the library's own form."""
+    matcher, text = library.LLMatcher, structure.text
+    if structure.kind == "json":
+        return matcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
+    if structure.kind == "regex":
+        return matcher.grammar_from_regex(text)
+    if structure.kind == "choice":
+        texts = [json.dumps(one) for one in json.loads(text)]
+        return matcher.grammar_from_lark("start: " + " | ".join(texts))
+    if structure.kind == "grammar":
+        return library.grammar_from("grammar", text)
+    return matcher.grammar_from_lark(text)
+
+
+JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": _WHITE}
+
+
+def _library() -> Any:
+    try:
+        importlib.import_module("llguidance._tokenizer")
+        return importlib.import_module("llguidance")
+    except ImportError:
+        raise BadRequest(
+            'the server has no library for grammars: pip install "ztk[serve]" there, or leave the format out',
+            status=501,
+        ) from None

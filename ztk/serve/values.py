@@ -1,0 +1,111 @@
+"""Values of a request's fields, checked with their types, and the refusal of one."""
+
+import json
+import re
+import reprlib
+from typing import Any
+
+MANY = 1024  # tokens that a field may name, and characters of a text in one
+_HALF_PAIR = re.compile(r"[\ud800-\udfff]")
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 2, 60, 40, 60
+
+
+class BadRequest(ValueError):
+    """A request that is refused. param: the field. status, code, headers: of the response."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.param, self.status, self.code, self.headers = param, status, code, headers
+
+
+def parsed(raw: bytes) -> dict[str, Any]:
+    """The object, without its nulls. Its texts are UTF-8: json.loads of bytes would let half a surrogate pair through.
+
+    Raises:
+        BadRequest: no JSON object, or half a surrogate pair.
+    """
+    try:
+        body = json.loads(raw.decode("utf-8-sig"))
+    except ValueError as error:
+        raise BadRequest(f"the body is no JSON: {error}") from None
+    except RecursionError:
+        raise BadRequest("the body is no JSON that can be read: its lists and objects are nested too deeply") from None
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    if b"\\u" in raw:
+        for name, value in body.items():
+            if _HALF_PAIR.search(json.dumps([name, value], ensure_ascii=False)):  # whose nesting is that of `body`
+                raise BadRequest(
+                    f"{shown(name)} has half of a surrogate pair, such as \\ud83d, which is no character: send UTF-8, or both halves",
+                    param=shown(name),
+                )
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def shown(value: object) -> str:
+    """A value in a message: short, and with characters that every encoding has."""
+    text = value if isinstance(value, str) else _SHORT.repr(value)
+    return (text if len(text) <= 80 else f"{text[:60]}...").encode("utf-8", "backslashreplace").decode()
+
+
+def flag(body: dict, *, name: str, usual: bool = False) -> bool:
+    """true or false. Raises BadRequest for another value."""
+    value = body.get(name, usual)
+    if not isinstance(value, bool):
+        raise BadRequest(f"{name}={_SHORT.repr(value)}: must be true or false", param=name)
+    return value
+
+
+def number(body: dict, *, name: str, kind: type, usual: Any) -> Any:
+    """An int or a float; `usual` where the body has none. Raises BadRequest for another value."""
+    value = body.get(name)
+    if value is None:
+        return usual
+    good = isinstance(value, int | float if kind is float else int) and not isinstance(value, bool)
+    if not good or (name.startswith("max_") and value < 0):
+        asked = "a number" if kind is float else "an integer"
+        raise BadRequest(f"{name}={_SHORT.repr(value)}: must be {asked}", param=name)
+    try:
+        return kind(value)
+    except OverflowError:
+        raise BadRequest(f"{name}={_SHORT.repr(value)}: is too large", param=name) from None
+
+
+def thing(body: dict, *, name: str) -> dict[str, Any]:
+    """An object; empty where the body has none. Raises BadRequest for another value."""
+    value = body.get(name, {})
+    if not isinstance(value, dict):
+        raise BadRequest(f"{name} must be an object", param=name)
+    return value
+
+
+def token_list(body: dict, *, name: str, most: int = MANY) -> tuple[int, ...]:
+    """Token ids; none where the body has none. Raises BadRequest for other values, or for too many."""
+    found = body.get(name, [])
+    if not isinstance(found, list) or not all(type(token) is int for token in found):
+        raise BadRequest(f"{name} must be a list of token ids", param=name)
+    if len(found) > most:
+        raise BadRequest(f"{name} may have {most} tokens at most, and has {len(found)}", param=name)
+    return tuple(found)
+
+
+def text_list(body: dict, *, name: str, most: int) -> tuple[str, ...]:
+    """One text or a list of texts, none of them empty. Raises BadRequest for other values, or for too many."""
+    found = body.get(name, [])
+    found = [found] if isinstance(found, str) else found
+    if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
+        raise BadRequest(f"{name} must be a text or a list of texts", param=name)
+    if len(found) > most or any(len(text) > MANY for text in found):
+        raise BadRequest(
+            f"{name} may have {most} texts of {MANY} characters at most: send fewer or shorter ones", param=name
+        )
+    return tuple(found)
