@@ -1,7 +1,7 @@
 """The policy's update of `task=grpo` and `task=ppo`: from scored samples to an optimizer step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from experiments.answer_losses import losses_of
 from experiments.rollout_run import Run
 from experiments.rollouts import Scored, layout_of, logprobs_of, micro_batches
 from ztk.config import Config
-from ztk.rl.align import Packing, PolicyLoss, importance_weights, token_weights
+from ztk.rl.align import Mismatch, Packing, PolicyLoss, importance_weights, mismatch_sums, token_weights
 from ztk.rl.rollout import RolloutMismatch, Samples, compare, first_layer
 
 
@@ -37,10 +37,21 @@ def fill_buffer(run: Run, *, scored: Scored, counts: Tensor, advantages: Tensor,
         trainer = logprobs_of(run.actor, run=run, samples=samples)
         assert trainer is not None
         values["old"] = trainer
-        values["correction"] = importance_weights(trainer, drawn=samples.logprobs, most=config.rollout.correction_max)
+        values["correction"] = corrected(run, samples=samples, trainer=trainer)
     if config.kl.coef and config.kl.place == "loss" and scored.reference is not None:
         values["reference"] = scored.reference
     run.buffer.fill(samples, **values, **extra)
+
+
+def corrected(run: Run, *, samples: Samples, trainer: Tensor) -> Tensor:
+    """The weights of rollout.identity=corrected, float32 [S, T]. The run's metrics get how far what drew is from the trainer, whose
+    log-probabilities are `trainer`, [S, T]. A collective call."""
+    rollout, given = run.config.rollout, {"drawn": samples.logprobs, "mask": samples.answer_mask}
+    assert rollout.correction is not None and rollout.correction_max is not None, "the configuration is checked"
+    sums = mismatch_sums(trainer, **given).to(run.process.device)
+    found = Mismatch.of(run.process.comm.gather_scalars(sums, label="mismatch").sum(0))
+    run.metrics |= {f"rollout_{name}": value for name, value in asdict(found).items()}
+    return importance_weights(trainer, form=rollout.correction.value, most=rollout.correction_max, **given)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ztk.rl.align import (
+    Mismatch,
     Packing,
     PolicyLoss,
     divergence,
@@ -14,6 +15,7 @@ from ztk.rl.align import (
     generalised_advantages,
     group_advantages,
     importance_weights,
+    mismatch_sums,
     policy_loss,
     token_weights,
     value_loss,
@@ -207,15 +209,44 @@ def test_the_gradient_of_cispo_is_the_clipped_ratio_times_the_advantage():
 def test_a_correction_weighs_the_policys_part():
     weights, old = torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     advantages = torch.tensor([2.0, -3.0], dtype=torch.float64)
-    drawn = torch.tensor([0.5, 0.25], dtype=torch.float64).log()
-    correction = importance_weights(2 * drawn, drawn=drawn, most=2.0)
-    close(correction, [0.5, 0.25])
-    assert importance_weights(drawn, drawn=2 * drawn, most=2.0).tolist() == [2, 2]
     correction = torch.tensor([0.5, 2.0], dtype=torch.float64)
     found = policy_loss(
         old, policy=PolicyLoss(), old=old, advantages=advantages, weights=weights, correction=correction
     )
     close(found.loss, -(0.5 * 2) + 2 * 3)
+
+
+# Ratios of the trainer's probabilities to those of the draws: of two answers of two tokens, and one of one.
+RATIOS = torch.tensor([[0.5, 3.0], [1.05, 1.2], [0.8, 7.0]], dtype=torch.float64)
+DRAWN = torch.tensor([[0.5, 0.125], [0.25, 0.5], [0.5, 1.0]], dtype=torch.float64).log()
+ANSWERED = torch.tensor([[True, True], [True, True], [True, False]])
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("token_truncate", [[0.5, 1.25], [1.05, 1.2], [0.8, 1]]),
+        ("token_mask", [[0.5, 0], [1.05, 1.2], [0.8, 1]]),
+        ("sequence_truncate", [[1.25, 1.25], [1.25, 1.25], [0.8, 1]]),
+        ("sequence_mask", [[0, 0], [0, 0], [0.8, 1]]),
+    ],
+)
+def test_weights_of_answers_that_another_forward_has_drawn(form, expected):
+    trainer = DRAWN + RATIOS.log()
+    close(importance_weights(trainer, drawn=DRAWN, mask=ANSWERED, form=form, most=1.25), expected)
+
+
+def test_how_far_draws_are_from_the_trainer_by_hand():
+    """Sums of two ranks give the figures of one."""
+    trainer = DRAWN + RATIOS.log()
+    sums = [mismatch_sums(trainer[rows], drawn=DRAWN[rows], mask=ANSWERED[rows]) for rows in (slice(1), slice(1, 3))]
+    found, ratios = Mismatch.of(sums[0] + sums[1]), [0.5, 3.0, 1.05, 1.2, 0.8]
+    assert found.k1 == pytest.approx(-sum(map(math.log, ratios)) / 5, abs=1e-12)
+    assert found.k3 == pytest.approx(sum(ratio - 1 - math.log(ratio) for ratio in ratios) / 5, abs=1e-12)
+    assert found.perplexity == pytest.approx((1.5**-0.5 + 1.26**-0.5 + 1 / 0.8) / 3, abs=1e-12)
+    assert found.outside == 4 / 5
+    same = Mismatch.of(mismatch_sums(DRAWN, drawn=DRAWN, mask=ANSWERED))
+    assert same == Mismatch(k1=0, k3=0, perplexity=1, outside=0)
 
 
 def test_averages():

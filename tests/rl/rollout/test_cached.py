@@ -96,6 +96,9 @@ def test_a_run_corrects_for_the_difference(ranks, tmp_path):
         found[count, tensor] = joined[joined.numbers.argsort()].tokens.tolist()
         rows = rows_of(path)
         assert len(rows) == 4 and rows[-1]["grad_norm"] > 0
+        for row in rows:  # ratios are 1 but for rounding, in every row
+            assert abs(row["rollout_k1"]) < NEAR and abs(row["rollout_k3"]) < NEAR**2
+            assert abs(row["rollout_perplexity"] - 1) < NEAR and row["rollout_outside"] == 0
     assert found[1, 1] == found[2, 1] == found[2, 2]
 
 

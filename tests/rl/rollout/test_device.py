@@ -1,6 +1,7 @@
 """Rollouts over blocks, as on a GPU: weights that are the trainer's own, memory that a rollout frees, one device for every operation."""
 
 import gc
+import math
 import weakref
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from ztk.rl.rollout import (
     SettledWeights,
 )
 
+OPTIONS = ("rollout.engine=generator", "rollout.identity=corrected", "kl.reference=none")
 POLICY = {"length": 12, "micro_batch": 2, "max_tokens": 6, "stops": (10,), "pad": 0}
 
 
@@ -135,15 +137,15 @@ def move(module: Decoder, *, device: str) -> None:
         part._buffers = {name: None if own is None else own.to(device) for name, own in part._buffers.items()}
 
 
-def stepped(config, *, device: str) -> dict:
-    """Two rollouts, each with an optimizer step of all its samples, of the run's own functions."""
+def run_of(config, *, device: str) -> Run:
+    """A run whose policy has no engine of ztk's."""
     torch.manual_seed(0)
     module = Decoder(policies.decoder_config(config))
     if device != "cpu":
         move(module, device=device)
     process = SimpleNamespace(device=torch.device(device), rank=0, world_size=1, local_world_size=1, comm=OneRank())
     actor = PlainEngine(module, process=process)
-    run = Run(
+    return Run(
         config=config,
         process=process,
         actor=actor,
@@ -156,7 +158,11 @@ def stepped(config, *, device: str) -> dict:
         packs=True,
         cached=CachedRollouts(actor, cache="blocks"),
     )
-    found = {"tokens": [], "logprobs": [], "losses": []}
+
+
+def stepped(config, *, device: str) -> dict:
+    """Two rollouts, each with an optimizer step of all its samples, of the run's own functions."""
+    run, found = run_of(config, device=device), {"tokens": [], "logprobs": [], "losses": []}
     for _ in range(2):
         with drawing(run):
             scored = score_samples(run, samples=draw(run))
@@ -166,7 +172,7 @@ def stepped(config, *, device: str) -> dict:
         found["tokens"].append(scored.samples.tokens.tolist())
         found["logprobs"].append(scored.samples.logprobs.tolist())
         found["losses"].append(updated.loss.tolist())
-    found["tagged"] = all(isinstance(parameter.data, Tagged) for parameter in module.parameters())
+    found["tagged"] = all(isinstance(parameter.data, Tagged) for parameter in run.actor.module.parameters())
     return found
 
 
@@ -175,11 +181,26 @@ def test_a_gpu_has_the_rollouts_and_losses_of_a_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(graphs, "CudaCapture", lambda: Replayed.capture)
     monkeypatch.setattr(memory, "free_device_memory", lambda device: 2**30)
     monkeypatch.setattr(Generator, "_advance", torch.no_grad()(Generator._advance.__wrapped__))
-    options = ("rollout.engine=generator", "rollout.identity=corrected", "kl.reference=none")
-    config = config_of("grpo", *options, folder=tmp_path, train__global_batch_size=16, train__accumulation_steps=4)
+    config = config_of("grpo", *OPTIONS, folder=tmp_path, train__global_batch_size=16, train__accumulation_steps=4)
     expected = stepped(config, device="cpu")
     with gpu_tensors():
         found = stepped(config, device=str(DEVICE))
     assert found.pop("tagged") and not expected.pop("tagged")
     assert found == expected
     assert expected["tokens"][0] != expected["tokens"][1]
+
+
+def test_an_answer_of_another_policy_does_not_count(tmp_path):
+    """rollout.correction and its bound are those of the loss, and the row names the difference."""
+    options = (*OPTIONS, "rollout.correction=sequence_mask", "rollout.correction_max=3")
+    run = run_of(config_of("grpo", *options, folder=tmp_path, train__global_batch_size=16), device="cpu")
+    scored = score_samples(run, samples=draw(run))
+    row, first = 2, int(scored.samples.prompt_lengths[2])
+    scored.samples.logprobs[row, first] -= math.log(4)
+    grpo.fill(run, scored)
+    weights, mask = run.buffer.extra["correction"], scored.samples.answer_mask
+    assert not weights[row][mask[row]].any()
+    others = torch.arange(16) != row
+    assert (weights[others] - 1).abs().max() < 1e-5
+    assert run.metrics["rollout_outside"] == pytest.approx(1 / int(mask.sum()))
+    assert run.metrics["rollout_k1"] == pytest.approx(-math.log(4) / int(mask.sum()), rel=1e-4)

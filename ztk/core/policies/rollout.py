@@ -39,6 +39,15 @@ class RolloutIdentity(StrEnum):
     off = "off"
 
 
+class CorrectionName(StrEnum):
+    """rollout.correction: the weights of rollout.identity=corrected. TRL's names."""
+
+    token_truncate = "token_truncate"
+    token_mask = "token_mask"
+    sequence_truncate = "sequence_truncate"
+    sequence_mask = "sequence_mask"
+
+
 class BaselineName(StrEnum):
     """advantage.baseline: what a reward is compared with."""
 
@@ -256,6 +265,12 @@ class RolloutConfig:
         "exact: the trainer's log-probabilities of a rollout must equal the stored ones bit for bit, or the run stops; corrected: their "
         "ratio weighs the loss (truncated importance sampling); off: neither",
         default=RolloutIdentity.exact,
+    )
+    correction: CorrectionName | None = key(
+        "weights of rollout.identity=corrected: the ratio of probabilities of each token (token), or of each answer for all its tokens "
+        "(sequence); above rollout.correction_max it is cut (truncate), or 0, and the token or answer does not count (mask)",
+        default=CorrectionName.token_truncate,
+        acts=_CORRECTS,
     )
     correction_max: float | None = key(
         "largest weight of rollout.identity=corrected", default=2.0, range=Range(low=1, float32=True), acts=_CORRECTS

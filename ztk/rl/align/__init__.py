@@ -3,7 +3,7 @@ files."""
 
 from ztk.rl.align.advantages import equal_groups, generalised_advantages, group_advantages
 from ztk.rl.align.averages import token_weights
-from ztk.rl.align.correction import importance_weights
+from ztk.rl.align.correction import Mismatch, importance_weights, mismatch_sums
 from ztk.rl.align.dpo import DpoLosses, DpoPolicy, PairLogprobs, dpo_loss, dpo_losses
 from ztk.rl.align.kl import divergence
 from ztk.rl.align.logprobs import answer_logprobs, token_logprobs
@@ -24,6 +24,7 @@ __all__ = [
     "DpoPolicy",
     "Example",
     "Frontier",
+    "Mismatch",
     "Packing",
     "PairLogprobs",
     "PairwiseLosses",
@@ -47,6 +48,7 @@ __all__ = [
     "group_advantages",
     "importance_weights",
     "last_values",
+    "mismatch_sums",
     "pairwise_losses",
     "policy_loss",
     "read_examples",
