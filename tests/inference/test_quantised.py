@@ -45,13 +45,43 @@ def test_an_int8_weight_is_within_half_a_step():
     assert (error <= scale.double().unsqueeze(1) / 2 + 2.0**-22 * weight.abs()).all()
 
 
-def test_an_int4_weight_is_within_half_a_step_and_its_zeros_rounding():
-    weight = weights(out=48, columns=384)
+def error_of(weight: torch.Tensor) -> torch.Tensor:
+    """Sum of squared errors of each group, float64 [out, groups]."""
     steps, scales = quantise_int4(weight)
     assert steps.min() >= 0 and steps.max() <= 15
-    scale, zero = (part.double().t().repeat_interleave(GROUP, dim=1) for part in scales.unbind(-1))
-    error = (weight.double() - dequantise_int4(steps, scales=scales).double()).abs()
-    assert (error <= scale / 2 + zero.abs() / 255 + 2.0**-22 * weight.abs()).all()
+    away = dequantise_int4(steps, scales=scales).double() - weight.double()
+    return away.square().unflatten(1, (-1, GROUP)).sum(-1)
+
+
+def test_no_int4_group_is_worse_than_its_range_in_15_steps():
+    """A weight is within half a step of the range, and the bf16 rounding of the zero, at most."""
+    weight = weights(out=48, columns=384)
+    groups = weight.double().unflatten(1, (-1, GROUP))
+    least, greatest = groups.aminmax(dim=-1)
+    step = (greatest - least) / 15 * 1.016
+    most = step / 2 + (least + 8 * step).abs() / 255 + 2.0**-22 * groups.abs().amax(-1)
+    assert (error_of(weight) <= GROUP * most.square()).all()
+
+
+def test_the_search_lowers_the_error_of_normal_weights():
+    """By a tenth at least of that of the range in 15 steps: clipping and the fitted line."""
+    weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
+    groups = weight.double().unflatten(1, (-1, GROUP))
+    least, greatest = groups.aminmax(dim=-1, keepdim=True)
+    step = (greatest - least) / 15
+    rounded = ((groups - least) / step).round() * step + least
+    assert error_of(weight).sum() < 0.9 * (rounded - groups).square().sum()
+
+
+def test_weights_on_a_grid_of_16_steps_are_found_again():
+    """Values with a scale and zero that bf16 holds, as a file of Q4_1 has them: the fit gives them back."""
+    generator = torch.Generator().manual_seed(0)
+    steps = torch.randint(0, 16, (40, 8, GROUP), generator=generator).float()
+    steps[..., 0], steps[..., 1] = 0, 15
+    scale = torch.rand(40, 8, 1, generator=generator).add(0.5).bfloat16().float()
+    weight = ((steps - 8) * scale + torch.randn(40, 8, 1, generator=generator).bfloat16().float()).flatten(1)
+    # What fp32 takes off the fitted scale and zero is gone when they are rounded to bf16.
+    assert not error_of(weight).any()
 
 
 @pytest.mark.parametrize("columns", [32, 128, 200, 768])
@@ -101,7 +131,7 @@ def trained():
     return trained_decoder()
 
 
-@pytest.mark.parametrize("format, most", [("int8", 0.01), ("int4", 0.10)])
+@pytest.mark.parametrize("format, most", [("int8", 0.01), ("int4", 0.03)])
 def test_a_trained_model_stays_near(trained, format, most):
     """Of the greedy tokens after 8 prompts of held-out text, and its perplexity."""
     tokens = held_out()
@@ -121,11 +151,11 @@ def test_a_trained_model_stays_near(trained, format, most):
 
 
 def test_memory_is_a_quarter_and_an_eighth():
-    """Of what the linear layers have in fp32: int8 with 2 bytes per row, int4 with 4 per group of 128 inputs."""
+    """Of what the linear layers have in fp32: int8 with 2 bytes per row, int4 with 4 per group of 32 inputs."""
     affine = Affine(weight=torch.randn(256, 1024))
     stored = Product(affine).nbytes
     assert Int8Product(affine).nbytes == stored // 4 + 2 * 256
-    assert Int4Product(affine).nbytes == stored // 8 + 4 * 256 * 8
+    assert Int4Product(affine).nbytes == stored // 8 + 4 * 256 * 32
 
 
 def test_an_unknown_format_is_refused():

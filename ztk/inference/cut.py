@@ -9,7 +9,7 @@ from torch import Tensor
 from ztk.inference.describe import Description
 from ztk.inference.products import Affine
 
-_GROUP = 128  # inputs that share a scale in int4: a rank has full groups where there are enough
+_GROUP = 128  # a block of int4: a rank has full blocks where there are enough
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

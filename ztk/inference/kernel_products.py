@@ -6,8 +6,8 @@ from torch import Tensor
 
 from ztk.inference.placement import Placement
 from ztk.inference.products import Affine, Product, in_groups
-from ztk.inference.quantised import GROUP
 from ztk.kernels import linear_rows, quantise_weight
+from ztk.kernels.shared.weight_formats import BLOCK, GROUP
 
 
 class RowsProduct(Product):
@@ -18,7 +18,7 @@ class RowsProduct(Product):
         if form == "plain":
             self.weight, self.scales = affine.weight.to(placement.device, placement.dtype).contiguous(), None
         else:
-            full, own, self.front = in_groups(affine, group=GROUP if form == "int4" else 1)
+            full, own, self.front = in_groups(affine, group=BLOCK if form == "int4" else 1)
             weight, scales = quantise_weight(full.to(placement.device, torch.float32), kind=form)
             assert scales is not None, "formats of 8 and 4 bits have them"
             each = weight.shape[1] / full.shape[1]  # bytes of an input

@@ -43,7 +43,7 @@ from ztk.inference.products import Affine, Product
 from ztk.inference.weights import Layer, ResidentLayers, WeightReader, Weights
 
 MANIFEST, REST = "packed.json", "rest.bin"
-VERSION = 3
+VERSION = 4
 _PROCESSOR_OWN = ("stored", "int4")  # formats whose layout follows the processor
 
 

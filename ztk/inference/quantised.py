@@ -1,10 +1,9 @@
 """Weights in 8 and 4 bits, and products with them.
 
 [Note: Quantised weights]
-int8: one scale per output channel, w = s q with q in [-127, 127]. int4: groups of 128 inputs, w = s (q - 8) + z with q in [0, 15], so
-that the 16 steps span the group's weights from the least to the greatest. Scales and zeros are bf16, and a weight is rounded with the scale
-as it is stored, so the scale's rounding adds nothing: |w - stored| <= s / 2 for int8, and <= s / 2 + |z| / 255 for int4, whose z is rounded,
-too.
+int8: one scale per output channel, w = s q with q in [-127, 127]. int4: groups of 32 inputs, w = s (q - 8) + z with q in [0, 15], 5 bits
+per weight with s and z, which [Note: Fitting int4] in ztk/kernels/shared/weight_formats.py chooses. Scales and zeros are bf16, and a weight is
+rounded with the scale as it is stored, so the scale's rounding adds nothing: |w - stored| <= s / 2 for int8.
 
 Where ranks share the inputs of a layer, scales are those of all inputs and groups begin where one rank's do, so they compute with the same
 weights as one: a rank's part of the first group is behind zeros.
@@ -23,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ztk.inference.products import Affine, Product, in_groups
+from ztk.kernels.shared.weight_formats import GROUP, fit_int4
 
-GROUP = 128  # inputs that share a scale and a zero in int4
 _COLUMNS = 64  # int8: the product reads inputs in vectors
 _OUTPUTS = 16  # int4: outputs are packed by so many
-_STEPS8, _STEPS4 = 127, 15
+_STEPS8 = 127
 
 
 def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,15 +37,9 @@ def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight fp32 [out, in], in a multiple of 128 -> int32 [out, in] of 0 to 15, and scale and zero bf16 [in / 128, out, 2]."""
-    out, columns = weight.shape
-    groups = weight.view(out, columns // GROUP, GROUP)
-    least, greatest = groups.amin(2), groups.amax(2)
-    # Up by twice what rounding to bf16 can take off: 15 rounded steps are not less than the range.
-    scale = ((greatest - least) / _STEPS4 * (1 + 2.0**-7)).clamp(min=torch.finfo(torch.bfloat16).tiny).bfloat16()
-    zero = (least + 8 * scale.float()).bfloat16()
-    steps = ((groups - zero.float().unsqueeze(2)) / scale.float().unsqueeze(2)).round_().add_(8).clamp_(0, _STEPS4)
-    return steps.to(torch.int32).view(out, columns), torch.stack([scale, zero], dim=-1).transpose(0, 1).contiguous()
+    """weight fp32 [out, in], in a multiple of 32 -> int32 [out, in] of 0 to 15, and scale and zero bf16 [in / 32, out, 2]."""
+    steps, scales = fit_int4(weight.unflatten(1, (-1, GROUP)))
+    return steps.flatten(1).to(torch.int32), scales.transpose(0, 1).contiguous()
 
 
 class Int8Product(Product):
@@ -70,7 +63,7 @@ class Int8Product(Product):
 
 
 class Int4Product(Product):
-    """A product with int4 weights in groups of 128 inputs. See [Note: Quantised weights]."""
+    """A product with int4 weights in groups of 32 inputs. See [Note: Quantised weights]."""
 
     parts = ("steps", "scales", "bias")
     opaque = frozenset()

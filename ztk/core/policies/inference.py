@@ -115,7 +115,7 @@ class InferenceConfig:
         acts=_DRAFTS,
     )
     weights: WeightFormat | None = key(
-        "stored: as the model's folder has them, or fp32 on the CPU; int8: a scale per output channel; int4: groups of 128 inputs, the head in "
+        "stored: as the model's folder has them, or fp32 on the CPU; int8: a scale per output channel; int4: groups of 32 inputs, the head in "
         "int8; on a GPU also bf16, and with a cache of blocks fp8 (e4m3)"
     )
     cache: CacheKind | None = key(

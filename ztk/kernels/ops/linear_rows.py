@@ -29,7 +29,7 @@ from ztk.kernels.shared.activation import ACTIVATIONS, activate, activate_cpu
 from ztk.kernels.shared.math import cast
 from ztk.kernels.shared.product_tiles import LaunchConfig, few_product, product_tile, times_rows
 from ztk.kernels.shared.spec import OpSpec, compute_dtype
-from ztk.kernels.shared.weight_formats import GROUP, format_of, quantise_weight, widen
+from ztk.kernels.shared.weight_formats import BLOCK, format_of, quantise_weight, widen
 
 ROWS = 64  # of the matrix instruction that is the same for every number of rows
 FEW = 8  # rows of the form without matrix instructions, at most
@@ -123,7 +123,7 @@ def _few_for(
     block_n = 32 // block_m
     bound = bind(
         _linear_few, M, N, K, grid=(cdiv(N, block_n),), FORMAT=kind, ACTIVATION=activation, BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_K=GROUP // 2 if kind == "int4" else FEW_COLUMNS, num_warps=4, enable_fp_fusion=True, **dependent_launch(target),
+        BLOCK_K=BLOCK // 2 if kind == "int4" else FEW_COLUMNS, num_warps=4, enable_fp_fusion=True, **dependent_launch(target),
     )  # fmt: skip
     return bound, memory_of(M, N, dtype=torch.float32 if wide else dtype)
 
@@ -280,7 +280,7 @@ def _call(
         )
     kind, shape = kinds.pop()
     columns = shape[-1] * 2 if kind == "int4" else shape[-1]
-    fits = -(-x.shape[-1] // GROUP) * GROUP == columns if kind == "int4" else x.shape[-1] == columns
+    fits = -(-x.shape[-1] // BLOCK) * BLOCK == columns if kind == "int4" else x.shape[-1] == columns
     if x.dim() != 2 or len(shape) != (2 if offsets is None else 3) or not fits:
         raise ValueError(
             f"linear_rows: x {tuple(x.shape)} does not fit a weight of {tuple(shape)} in the format {kind}"

@@ -11,9 +11,10 @@ from torch import Tensor
 from ztk.kernels.launch.grids import cdiv
 from ztk.kernels.launch.machine import Architecture, Machine
 from ztk.kernels.shared.math import dot
-from ztk.kernels.shared.weight_formats import GROUP, load_steps, scale_of
+from ztk.kernels.shared.weight_formats import BLOCK, GROUP, load_int4, load_steps, scale_of
 
-_BLOCK_G = tl.constexpr(GROUP)
+_HALF = tl.constexpr(BLOCK // 2)  # bytes of a block of int4
+_GROUPS = tl.constexpr(BLOCK // 2 // GROUP)  # in half a block
 _COLUMNS = 16
 
 
@@ -47,22 +48,18 @@ def product_tile(
     dtype = x_ptr.dtype.element_ty
     b_acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     if FORMAT == "int4":
-        o_h = tl.arange(0, _BLOCK_G // 2)
-        row_bytes = tl.cdiv(K, _BLOCK_G) * (_BLOCK_G // 2)
-        for i_g in range(0, tl.cdiv(K, _BLOCK_G)):
-            o_w = o_n.to(tl.int64)[None, :] * row_bytes + (o_h + i_g * (_BLOCK_G // 2))[:, None]
-            b_w = tl.load(weight_ptr + o_w, mask=m_n[None, :], other=0)
-            o_k = o_h + i_g * _BLOCK_G
+        o_h = tl.arange(0, _HALF)
+        row_bytes = tl.cdiv(K, 2 * _HALF) * _HALF
+        for i_b in range(0, tl.cdiv(K, 2 * _HALF)):
+            o_w = o_n.to(tl.int64)[None, :] * row_bytes + (o_h + i_b * _HALF)[:, None]
+            p_scale = scales_ptr + (tl.cast(i_b, tl.int64) * (2 * _GROUPS) * N + o_n) * 2
+            b_low_w, b_high_w = load_int4(weight_ptr + o_w, m_n[None, :], p_scale, m_n, 2 * N, _GROUPS, False)
+            o_k = o_h + i_b * (2 * _HALF)
             b_low = tl.load(x_ptr + o_x[:, None] + o_k[None, :], mask=m_m[:, None] & (o_k < K)[None, :], other=0.0)
-            o_k += _BLOCK_G // 2
+            o_k += _HALF
             b_high = tl.load(x_ptr + o_x[:, None] + o_k[None, :], mask=m_m[:, None] & (o_k < K)[None, :], other=0.0)
-            b_part = dot(b_low, ((b_w & 15).to(tl.float32) - 8.0).to(dtype), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-            b_part = dot(b_high, ((b_w >> 4).to(tl.float32) - 8.0).to(dtype), b_part)
-            b_sum = tl.sum(b_low.to(tl.float32) + b_high.to(tl.float32), axis=1)
-            p_scale = scales_ptr + (tl.cast(i_g, tl.int64) * N + o_n) * 2
-            b_scale = tl.load(p_scale, mask=m_n, other=0.0).to(tl.float32)
-            b_zero = tl.load(p_scale + 1, mask=m_n, other=0.0).to(tl.float32)
-            b_acc += b_part * b_scale[None, :] + b_sum[:, None] * b_zero[None, :]
+            b_acc = dot(b_low, b_low_w.to(dtype), b_acc)
+            b_acc = dot(b_high, b_high_w.to(dtype), b_acc)
         return b_acc
     else:
         o_k = tl.arange(0, BLOCK_K)
@@ -87,20 +84,16 @@ def few_product(
     b_acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], dtype=tl.float32)
     o_x = o_m.to(tl.int64) * K
     if FORMAT == "int4":
-        o_h = tl.arange(0, BLOCK_K)  # half a group
+        o_h = tl.arange(0, BLOCK_K)  # half a block
         row_bytes = tl.cdiv(K, 2 * BLOCK_K) * BLOCK_K
-        for i_g in range(0, tl.cdiv(K, 2 * BLOCK_K)):
-            o_w = o_n.to(tl.int64)[:, None] * row_bytes + (o_h + i_g * BLOCK_K)[None, :]
-            b_w = tl.load(weight_ptr + o_w, mask=m_n[:, None], other=0)
-            o_k = o_h + i_g * (2 * BLOCK_K)
+        for i_b in range(0, tl.cdiv(K, 2 * BLOCK_K)):
+            o_w = o_n.to(tl.int64)[:, None] * row_bytes + (o_h + i_b * BLOCK_K)[None, :]
+            p_scale = scales_ptr + (tl.cast(i_b, tl.int64) * (2 * _GROUPS) * N + o_n) * 2
+            b_low_w, b_high_w = load_int4(weight_ptr + o_w, m_n[:, None], p_scale, m_n, 2 * N, _GROUPS, True)
+            o_k = o_h + i_b * (2 * BLOCK_K)
             b_low = tl.load(x_ptr + o_x[:, None] + o_k[None, :], mask=m_m[:, None] & (o_k < K)[None, :], other=0.0)
             o_k += BLOCK_K
             b_high = tl.load(x_ptr + o_x[:, None] + o_k[None, :], mask=m_m[:, None] & (o_k < K)[None, :], other=0.0)
-            p_scale = scales_ptr + (tl.cast(i_g, tl.int64) * N + o_n) * 2
-            b_scale = tl.load(p_scale, mask=m_n, other=0.0).to(tl.float32)[:, None]
-            b_zero = tl.load(p_scale + 1, mask=m_n, other=0.0).to(tl.float32)[:, None]
-            b_low_w = ((b_w & 15).to(tl.float32) - 8.0) * b_scale + b_zero
-            b_high_w = ((b_w >> 4).to(tl.float32) - 8.0) * b_scale + b_zero
             b_acc += b_low.to(tl.float32)[:, None, :] * b_low_w[None, :, :]
             b_acc += b_high.to(tl.float32)[:, None, :] * b_high_w[None, :, :]
     else:

@@ -3,11 +3,18 @@
     plain   [N, K] of x's dtype
     int8    int8 [N, K], w = scale[n] q                                scales [N]
     fp8     uint8 [N, K], w = scale[n] e4m3(q)                         scales [N]
-    int4    uint8 [N, K / 2], w = scale[g, n] (q - 8) + zero[g, n]     scales [K / 128, N, 2], of groups g of 128 inputs
+    int4    uint8 [N, K / 2], w = scale[g, n] (q - 8) + zero[g, n]     scales bf16 [K / 32, N, 2], of groups g of 32 inputs
 
-A byte of int4 has input i of its group in the lower half and input 64 + i in the upper one. All may have a first dimension of
-experts. K is that of the weight: int4 rows are padded to full groups, and x ends before them.
+A byte of int4 has input i of its block of 128 in the lower half and input 64 + i in the upper one. All may have a first dimension of
+experts. K is that of the weight: int4 rows are padded to full blocks, and x ends before them.
+
+[Note: Fitting int4]
+The least and the greatest weight of a group set its first scale and zero. Each of `_SHARES` of that range then gives steps, to which a line is
+fitted by least squares. The group keeps the scale and zero, as bf16 stores them, with the smallest sum of squared errors: outliers are clipped
+where that helps the other weights. The search needs no data, treats every group alone and gives the same bits every time.
 """
+
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -17,7 +24,13 @@ from torch import Tensor
 from ztk.kernels.shared.fp8 import LARGEST, decode_fp8, from_fp8, to_fp8
 from ztk.kernels.shared.math import INTERPRETED
 
-GROUP = 128  # inputs that share a scale and a zero in int4
+GROUP = 32  # inputs that share a scale and a zero in int4
+BLOCK = 128  # inputs whose int4 steps lie together in 64 bytes
+_SHARES = (1.0, 0.93, 0.86)  # of a group's range
+_GROUPS = 1 << 15  # that are fitted at once, in the processor's cache
+
+
+_GROUP = tl.constexpr(GROUP)
 
 
 def format_of(weight: Tensor, scales: Tensor | None) -> str:
@@ -42,7 +55,7 @@ def format_of(weight: Tensor, scales: Tensor | None) -> str:
 
 
 def quantise_weight(weight: Tensor, *, kind: str) -> tuple[Tensor, Tensor | None]:
-    """float weight [.., N, K] in the format `kind`: the bytes, and the float32 scales. Rounded to nearest.
+    """float weight [.., N, K] in the format `kind`: the bytes, and the scales, bfloat16 for int4 and else float32. Rounded to nearest.
 
     Raises:
         ValueError: `kind` is no format.
@@ -60,15 +73,65 @@ def quantise_weight(weight: Tensor, *, kind: str) -> tuple[Tensor, Tensor | None
 
 
 def _quantise_int4(wide: Tensor) -> tuple[Tensor, Tensor]:
-    wide = torch.nn.functional.pad(wide, (0, -wide.shape[-1] % GROUP))
-    groups = wide.unflatten(-1, (-1, GROUP))
-    least, greatest = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    scale = ((greatest - least) / 15).clamp(min=torch.finfo(torch.float32).tiny)
-    zero = least + 8 * scale
-    steps = ((groups - zero) / scale).round_().add_(8).clamp_(0, 15).to(torch.uint8)
-    low, high = steps.unflatten(-1, (2, GROUP // 2)).unbind(-2)
-    scales = torch.cat([scale, zero], dim=-1).transpose(-2, -3).contiguous()  # [.., groups, N, 2]
-    return (low | high << 4).flatten(-2).contiguous(), scales
+    wide = torch.nn.functional.pad(wide, (0, -wide.shape[-1] % BLOCK))
+    steps, scales = fit_int4(wide.unflatten(-1, (-1, GROUP)))
+    low, high = steps.flatten(-2).unflatten(-1, (-1, 2, BLOCK // 2)).unbind(-2)
+    return (low | high << 4).flatten(-2).contiguous(), scales.transpose(-2, -3).contiguous()  # [.., groups, N, 2]
+
+
+def fit_int4(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 groups of weights [.., GROUP] -> steps uint8 of 0 to 15, and scale and zero bfloat16 [.., 2]. See [Note: Fitting int4]."""
+    steps = torch.empty(groups.shape, dtype=torch.uint8, device=groups.device)
+    scales = torch.empty(*groups.shape[:-1], 2, dtype=torch.bfloat16, device=groups.device)
+    parts = zip(*(part.flatten(0, -2).split(_GROUPS) for part in (groups, steps, scales)), strict=True)
+    for weights, own_steps, own_scales in parts:
+        scale, zero = _best_line(weights)
+        own_steps.copy_(_steps_of(weights, scale=scale, zero=zero))
+        own_scales.copy_(torch.cat([scale, zero], dim=-1))
+    return steps, scales
+
+
+def _best_line(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """weights [n, GROUP] -> scale and zero [n, 1] with the smallest error, float32 with the values of bfloat16."""
+    (scale, zero), *others = _lines(weights)
+    least = _error(weights, scale=scale, zero=zero)
+    for other_scale, other_zero in others:
+        error = _error(weights, scale=other_scale, zero=other_zero)
+        is_better = error < least
+        least = torch.where(is_better, error, least)
+        scale, zero = torch.where(is_better, other_scale, scale), torch.where(is_better, other_zero, zero)
+    return scale, zero
+
+
+def _lines(weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The range of each group, then the line through the steps of every share of it."""
+    least, greatest = weights.aminmax(dim=-1, keepdim=True)
+    middle, mean = (least + greatest) / 2, weights.mean(-1, keepdim=True)
+    # Up by twice what rounding to bf16 can take off: 15 rounded steps are not less than the range.
+    full = (greatest - least) / 15 * (1 + 2.0**-7)
+    yield _as_stored(full, least + 8 * full)
+    for share in _SHARES:
+        scale, zero = _as_stored(full * share, middle + full * (share / 2))
+        away = _steps_of(weights, scale=scale, zero=zero) - 8
+        centre = away.mean(-1, keepdim=True)
+        away -= centre
+        slope = (away * (weights - mean)).sum(-1, keepdim=True) / away.square().sum(-1, keepdim=True)
+        slope = torch.where(slope > 0, slope, scale)  # all weights on one step: NaN
+        yield _as_stored(slope, mean - slope * centre)
+
+
+def _as_stored(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+    return scale.clamp(min=torch.finfo(torch.bfloat16).tiny).bfloat16().float(), zero.bfloat16().float()
+
+
+def _steps_of(weights: Tensor, *, scale: Tensor, zero: Tensor) -> Tensor:
+    return ((weights - zero) / scale).round_().add_(8).clamp_(0, 15)
+
+
+def _error(weights: Tensor, *, scale: Tensor, zero: Tensor) -> Tensor:
+    """Sum of squares [n, 1]."""
+    away = _steps_of(weights, scale=scale, zero=zero).sub_(8).mul_(scale).add_(zero).sub_(weights)
+    return away.square_().sum(-1, keepdim=True)
 
 
 def widen(weight: Tensor, *, scales: Tensor | None, columns: int) -> Tensor:
@@ -80,8 +143,9 @@ def widen(weight: Tensor, *, scales: Tensor | None, columns: int) -> Tensor:
     scales = scales.to(dtype)
     if kind != "int4":
         return (weight if kind == "int8" else from_fp8(weight)).to(dtype) * scales.unsqueeze(-1)
-    halves = weight.unflatten(-1, (-1, GROUP // 2))
-    steps = torch.cat([halves & 15, halves >> 4], dim=-1).to(dtype) - 8  # [.., N, groups, 128]
+    halves = weight.unflatten(-1, (-1, BLOCK // 2))
+    steps = torch.cat([halves & 15, halves >> 4], dim=-1).to(dtype) - 8  # [.., N, blocks, 128]
+    steps = steps.flatten(-2).unflatten(-1, (-1, GROUP))
     scale, zero = scales.transpose(-2, -3).unsqueeze(-2).unbind(-1)  # [.., N, groups, 1]
     return (steps * scale + zero).flatten(-2)[..., :columns]
 
@@ -95,6 +159,33 @@ def load_steps(p_w, mask, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     if FORMAT == "int8" and INTERPRETED:
         b_w = b_w.to(tl.float32)  # the interpreter takes the bits of an integer for those of a bfloat16
     return b_w.to(DTYPE)
+
+
+@triton.jit
+def load_int4(p_w, mask, p_scale, m_scale, stride_g, GROUPS: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """float32 weights of the lower and the upper halves of a tile of int4 bytes of half a block: [inputs, outputs], TRANSPOSED [outputs,
+    inputs]. p_scale: [outputs], where the scales of the first group are; m_scale: their mask; stride_g: to those of the next group."""
+    b_w = tl.load(p_w, mask=mask, other=0)
+    b_low, b_high = (b_w & 15).to(tl.float32) - 8.0, (b_w >> 4).to(tl.float32) - 8.0
+    b_low *= _spread(p_scale, m_scale, stride_g, 0, GROUPS, TRANSPOSED)
+    b_low += _spread(p_scale + 1, m_scale, stride_g, 0, GROUPS, TRANSPOSED)
+    b_high *= _spread(p_scale, m_scale, stride_g, GROUPS, GROUPS, TRANSPOSED)
+    b_high += _spread(p_scale + 1, m_scale, stride_g, GROUPS, GROUPS, TRANSPOSED)
+    return b_low, b_high
+
+
+@triton.jit
+def _spread(p_scale, mask, stride_g, FIRST: tl.constexpr, GROUPS: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """float32 scales of GROUPS groups from FIRST on, of every input"""
+    o_g = (tl.arange(0, GROUPS) + FIRST).to(tl.int64) * stride_g
+    size: tl.constexpr = GROUPS * _GROUP
+    outputs: tl.constexpr = p_scale.shape[0]
+    if TRANSPOSED:
+        b_s = tl.load(p_scale[:, None] + o_g[None, :], mask=mask[:, None], other=0.0).to(tl.float32)
+        return tl.reshape(tl.broadcast_to(b_s[:, :, None], [outputs, GROUPS, _GROUP]), [outputs, size])
+    else:
+        b_s = tl.load(p_scale[None, :] + o_g[:, None], mask=mask[None, :], other=0.0).to(tl.float32)
+        return tl.reshape(tl.broadcast_to(b_s[:, None, :], [GROUPS, _GROUP, outputs]), [size, outputs])
 
 
 @triton.jit
