@@ -1,5 +1,6 @@
 """Direct preference optimisation, a policy learns from pairs of answers: the program of every rank of `task=dpo`."""
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
@@ -8,6 +9,7 @@ from experiments import policies
 from experiments.alignment import Measured, evaluate_pairs, open_stream, resume, start_from, train, train_pairs
 from experiments.answers import Answers
 from experiments.examples import ExampleStream, Step, lengths_of
+from experiments.kto import KtoForward
 from experiments.models import Values, build, warm_start
 from experiments.packing import packs_examples
 from experiments.pretrain import build_reporter
@@ -23,6 +25,7 @@ from experiments.reference import (
 from ztk.config import Config
 from ztk.core.runtime import Process
 from ztk.rl.align import DpoPolicy, dpo_loss, dpo_losses
+from ztk.rl.align.dpo import WITHOUT_REFERENCE
 from ztk.train.engine import Engine
 
 
@@ -48,9 +51,8 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
         reference.resume(loaded)
     with build_reporter(config, engine=engine, past=past) as reporter:
         reporter.say(lengths_of(stream.examples))
-        policy = policy_of(config)
+        forward = forward_of(config, engine=engine, reference=reference)
         answers = Answers(config, engine=engine, reference=reference.engine, packs=stream.packs)
-        forward = partial(losses_of, engine, policy=policy, reference=reference)
 
         def train_step(step: Step) -> Measured:
             return train_pairs(engine, step=step, forward=forward)
@@ -90,15 +92,26 @@ def open_reference(config: Config, *, engine: Engine, stream: ExampleStream, fir
     return NoReference()
 
 
+def forward_of(
+    config: Config, *, engine: Engine, reference: Reference
+) -> Callable[[Step, int], tuple[Tensor, dict[str, Tensor]]]:
+    """The forward of a micro-batch with the loss of `dpo.loss`."""
+    if config.dpo.loss == "kto":
+        assert reference.engine is not None, "the configuration is checked"
+        return KtoForward(config, engine=engine, reference=reference.engine)
+    return partial(losses_of, engine, policy=policy_of(config), reference=reference)
+
+
 def policy_of(config: Config) -> DpoPolicy:
     """The loss that `dpo` describes."""
     dpo = config.dpo
     return DpoPolicy(
         loss=str(dpo.loss),
         beta=dpo.beta,
-        label_smoothing=dpo.label_smoothing,
-        length_normalised=dpo.length_normalised,
+        label_smoothing=dpo.label_smoothing or 0.0,
+        length_normalised=bool(dpo.length_normalised),
         sft_weight=dpo.sft_weight,
+        margin=dpo.margin or 0.0,
     )
 
 
@@ -106,10 +119,12 @@ def losses_of(
     engine: Engine, step: Step, index: int, *, policy: DpoPolicy, reference: Reference
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The part of the step's loss of a micro-batch, and sums over its pairs."""
-    frozen = reference.of(step, index=index)
-    pairs = pair_logprobs(engine, step=step, index=index)
+    frozen = None if policy.loss in WITHOUT_REFERENCE else reference.of(step, index=index)
+    learns_texts = policy.loss == "orpo" and policy.sft_weight > 0
+    pairs = pair_logprobs(engine, step=step, index=index, whole_texts=learns_texts)
     found = dpo_losses(pairs, policy=policy, reference=frozen)
-    loss = dpo_loss(found, pairs=pairs, policy=policy, num_pairs=step.num_examples, num_tokens=step.num_answer_tokens)
+    num_tokens = step.num_text_tokens if learns_texts else step.num_answer_tokens
+    loss = dpo_loss(found, pairs=pairs, policy=policy, num_pairs=step.num_examples, num_tokens=num_tokens)
     sums = {
         "accuracy": (found.chosen > found.rejected).sum(),
         "margin": (found.chosen - found.rejected).sum(),

@@ -3,7 +3,7 @@
 import functools
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,12 +28,14 @@ ROW_UNIT = 8  # rows are as long as the longest text of a step, up to the next m
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """One forward of this rank. sequences: one per chat; of P pairs 2P, all chosen ones first. margins: of the pairs, float32 [P]. numbers:
-    of the examples in the run, [P]. is_filler: it has another rank's example, because every rank runs equally many forwards, and counts 0."""
+    """One forward of this rank. sequences: one per chat or labelled answer; of P pairs 2P, all chosen ones first. margins: of the pairs,
+    float32 [P]. numbers: of the examples in the run, [P]. labels: of single answers, bool [P]. is_filler: it has another rank's example,
+    because every rank runs equally many forwards, and counts 0."""
 
     sequences: Sequences
     margins: Tensor
     numbers: tuple[int, ...]
+    labels: Tensor
     is_filler: bool
 
 
@@ -41,16 +43,19 @@ class MicroBatch:
 class Step:
     """This rank's micro-batches of a step, and over all ranks: its examples, its tokens, and the answer tokens of chats or chosen texts.
 
-    length: of every row. parts: micro-batches of all ranks. packs: forwards take the texts without padding.
+    num_text_tokens: those of chats or chosen texts, without their first. length: of every row. parts: micro-batches of all ranks. packs:
+    forwards take the texts without padding. mismatched: of answers with labels, the same prompts with the answers to those before them.
     """
 
     micro_batches: list[MicroBatch]
     num_examples: int
     num_tokens: int
     num_answer_tokens: int
+    num_text_tokens: int
     length: int
     parts: int
     packs: bool
+    mismatched: "Step | None" = None
 
     def layout(self, batch: MicroBatch, *, module: nn.Module, device: torch.device, shares: bool = False) -> Layout:
         """The texts of a micro-batch for a forward of `module`. shares: a prompt of several texts is computed once, where the module can."""
@@ -75,7 +80,7 @@ class Examples:
     def __init__(self, config: Config, *, process: Process) -> None:
         """Raises ValueError for a record that is none, and if machines have different files under the same names."""
         self._seed, data = config.train.seed, config.data
-        self._is_pair = config.task.name != "sft"
+        self._is_pair, self._is_labelled = config.task.name != "sft", is_labelled(config)
         self._masks = config.task.name != "sft" or bool(config.sft.mask_prompts)
         self.held_out: list[Example] = []
         self._records: list[Example] | None = None
@@ -97,7 +102,7 @@ class Examples:
             fields=data.fields,
             labelled=is_labelled(config),
         )
-        found = [self._shaped(example) for example in found]
+        found = [own for example in found for own in self._shaped(example)]
         held = max(1, round(len(found) * data.validation_fraction)) if data.validation_fraction else 0
         order = self._order = Permutation(len(found), seed=(self._seed, "held out"))
         shuffled = [found[order[index]] for index in range(len(found))]
@@ -151,7 +156,9 @@ class Examples:
 
     def _made(self, number: int) -> Example:
         """A prompt of the task, the right answer, and of a pair a wrong one."""
-        task = TASKS[self._task_name]
+        task, side = TASKS[self._task_name], 0
+        if self._is_labelled:
+            number, side = divmod(number, 2)
         while True:
             prompt = task.prompt(seed=self._seed, number=number)
             assert prompt.answer is not None
@@ -161,15 +168,17 @@ class Examples:
             number += ANOTHER
         answers = (prompt.answer, wrong)
         texts = tuple(Text.of([(prompt.text, False), (answer, True)], stop=STOP) for answer in answers)
-        return self._shaped(Example(texts=texts))
+        return self._shaped(Example(texts=texts))[side]
 
-    def _shaped(self, example: Example) -> Example:
-        """One text for supervised fine-tuning, where prompts may count, too."""
+    def _shaped(self, example: Example) -> list[Example]:
+        """One text for supervised fine-tuning, where prompts may count, too; of a pair two answers with labels, where those are learnt."""
+        if self._is_labelled and example.label is None:
+            return [Example(texts=(text,), label=not side) for side, text in enumerate(example.texts)]
         if self._is_pair:
-            return example
+            return [example]
         text = example.texts[0]
         counts = text.answer if self._masks else torch.arange(len(text)) > 0
-        return Example(texts=(Text(tokens=text.tokens, answer=counts),))
+        return [Example(texts=(Text(tokens=text.tokens, answer=counts),))]
 
 
 class ExampleStream:
@@ -197,6 +206,13 @@ class ExampleStream:
             world_size=self._share.world_size,
         )
         examples = [self.examples[number] for number in numbers]
+        step = self._step(examples, numbers=numbers, share=share)
+        if examples[0].label is None:
+            return step
+        mismatched = _mismatched(examples, seq_len=self._seq_len)
+        return replace(step, mismatched=self._step(mismatched, numbers=numbers, share=share))
+
+    def _step(self, examples: Sequence[Example], *, numbers: Sequence[int], share: Share) -> Step:
         texts = [text for example in examples for text in example.texts]
         longest = max(map(len, texts))
         return Step(
@@ -207,6 +223,7 @@ class ExampleStream:
             num_examples=len(examples),
             num_tokens=sum(map(len, texts)),
             num_answer_tokens=sum(int(example.texts[0].answer.sum()) for example in examples),
+            num_text_tokens=sum(len(example.texts[0]) - 1 for example in examples),
             length=self._seq_len if self._fixed else min(self._seq_len, -(-longest // ROW_UNIT) * ROW_UNIT),
             parts=share.accumulation_steps * share.world_size,
             packs=self.packs,
@@ -244,6 +261,18 @@ def lengths_of(examples: Examples) -> str:
     return f"texts: {len(lengths)}{made}, {histogram(lengths)}"
 
 
+def _mismatched(examples: Sequence[Example], *, seq_len: int) -> list[Example]:
+    """Every prompt with the answer of the example before it, cut at `seq_len` tokens."""
+    found = []
+    for number, example in enumerate(examples):
+        (own,), (other,) = example.texts, examples[number - 1].texts
+        start, first = (int(text.answer.int().argmax()) for text in (own, other))
+        parts = ((own.tokens[:start], own.answer[:start]), (other.tokens[first:], other.answer[first:]))
+        tokens, answer = (torch.cat(values)[:seq_len] for values in zip(*parts, strict=True))
+        found.append(Example(texts=(Text(tokens=tokens, answer=answer),), label=example.label))
+    return found
+
+
 def _micro_batch(examples: Sequence[Example], *, numbers: Sequence[int], own: range) -> MicroBatch:
     picked = own or range(1)
     chosen = [examples[index] for index in picked]
@@ -254,5 +283,6 @@ def _micro_batch(examples: Sequence[Example], *, numbers: Sequence[int], own: ra
         ),
         margins=torch.tensor([example.margin for example in chosen], dtype=torch.float32),
         numbers=tuple(numbers[index] for index in picked),
+        labels=torch.tensor([bool(example.label) for example in chosen]),
         is_filler=not own,
     )

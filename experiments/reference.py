@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from ztk.config.adapters import reference_has_adapters
 from ztk.core.runtime import Process
 from ztk.nn.lora import adapters_off
 from ztk.report import RunFolder
-from ztk.rl.align import PairLogprobs, answer_logprobs
+from ztk.rl.align import PairLogprobs, Sequences, answer_logprobs, segment_sums
 from ztk.rl.rollout import answer_logits, large_answers
 from ztk.train.engine import Engine
 
@@ -69,18 +70,35 @@ class Reference(Protocol):
         """Ends what still runs."""
 
 
-def pair_logprobs(engine: Engine | BaseModel, *, step: Step, index: int) -> PairLogprobs:
-    """The log-probabilities that `engine` gives the answers of micro-batch number `index`."""
+def pair_logprobs(engine: Engine | BaseModel, *, step: Step, index: int, whole_texts: bool = False) -> PairLogprobs:
+    """The log-probabilities that `engine` gives the answers of micro-batch number `index`. whole_texts: and the prompts of chosen ones."""
+    sequences = step.micro_batches[index].sequences
+    if not whole_texts:
+        return PairLogprobs.of(
+            text_logprobs(engine, step=step, index=index), sequences=sequences.to(engine.process.device)
+        )
+    is_chosen = torch.arange(len(sequences)) < len(sequences) // 2
+    whole = is_chosen.repeat_interleave(sequences.lengths) & (sequences.positions > 0)
+    counted = replace(sequences, answer=whole | sequences.answer)
+    found = text_logprobs(engine, step=step, index=index, counted=counted)
+    sequences, counted = sequences.to(found.device), counted.to(found.device)
+    answers = PairLogprobs.of(torch.where(sequences.answer, found, 0.0), sequences=sequences)
+    texts, _ = segment_sums(found, lengths=counted.lengths).chunk(2)
+    return replace(answers, chosen_texts=texts)
+
+
+def text_logprobs(engine: Engine | BaseModel, *, step: Step, index: int, counted: Sequences | None = None) -> Tensor:
+    """Of the tokens of micro-batch number `index`, [T], 0 where they do not count. counted: the same texts with other tokens that count."""
     batch, device = step.micro_batches[index], engine.process.device
-    layout, mask = step.layout(batch, module=engine.module, device=device, shares=True), step.mask(batch)
+    layout = step.layout(batch, module=engine.module, device=device, shares=True)
+    sequences = counted or batch.sequences
+    mask = sequences.mask(length=step.length)
     large = large_answers(engine, rows=len(mask), length=step.length)
-    sequences = batch.sequences.to(device)
+    sequences = sequences.to(device)
     if large is not None:
         found, index = large.logprobs(layout, mask=mask), sequences.answer.nonzero().squeeze(1)
-        logprobs = found.new_zeros(len(sequences.tokens)).index_copy(0, index, found)
-    else:
-        logprobs = answer_logprobs(answer_logits(engine, layout=layout, mask=mask), sequences=sequences)
-    return PairLogprobs.of(logprobs, sequences=sequences)
+        return found.new_zeros(len(sequences.tokens)).index_copy(0, index, found)
+    return answer_logprobs(answer_logits(engine, layout=layout, mask=mask), sequences=sequences)
 
 
 class NoReference:

@@ -65,6 +65,16 @@ CASES = {
     "dpo, ipo per token": ((*DPO, "dpo.loss=ipo", "dpo.length_normalised=true"), {"loss_type": ["ipo"]}),
     "dpo, per token": ((*DPO, "dpo.length_normalised=true"), {"loss_type": ["sigmoid_norm"]}),
     "dpo and sft": ((*DPO[:-1], "dpo.sft_weight=0.5"), {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
+    "simpo": (
+        (*DPO, "dpo.loss=simpo", "dpo.beta=2", "dpo.margin=1"),
+        {"loss_type": "simpo", "simpo_gamma": 1.0, "cpo_alpha": 0.0},
+    ),
+    "simpo and sft": (
+        (*DPO[:-1], "dpo.loss=simpo", "dpo.sft_weight=0.5"),
+        {"loss_type": "simpo", "simpo_gamma": 0.5, "cpo_alpha": 0.5},
+    ),
+    "orpo": ((*DPO[:-1], "dpo.loss=orpo", "dpo.sft_weight=1"), {}),
+    "kto": ((*DPO[:-1], "dpo.loss=kto", "dpo.beta=0.5", "dpo.undesirable_weight=0.75"), {"undesirable_weight": 0.75}),
 }
 # Of `--speed`: the sizes of `compare_trl_rollouts.py`, and texts whose lengths differ as those of chats do.
 SPEED = (
@@ -199,8 +209,7 @@ def run_trl(config: Config, *, process: Process, folder: str, options: dict) -> 
     shape = engine.module.config
     engine.close()
     model = llama_of(values, shape=shape, is_reward=is_reward)
-    kind = {"sft": trl.SFTTrainer, "reward": trl.RewardTrainer, "dpo": trl.DPOTrainer}[config.task.name]
-    settings = {"sft": trl.SFTConfig, "reward": trl.RewardConfig, "dpo": trl.DPOConfig}[config.task.name]
+    kind, settings = trainer_of(config)
     record = Losses()
 
     class Clock(transformers.TrainerCallback):
@@ -242,7 +251,10 @@ def run_trl(config: Config, *, process: Process, folder: str, options: dict) -> 
         **({"beta": config.dpo.beta} if config.task.name == "dpo" else {}),
         **options,
     )
-    extra = {"ref_model": copy.deepcopy(model)} if config.task.name == "dpo" else {}
+    has_reference = config.task.name == "dpo" and config.dpo.loss not in ("simpo", "orpo")
+    extra = {"ref_model": copy.deepcopy(model)} if has_reference else {}
+    if config.dpo.loss == "kto":
+        arguments.train_sampling_strategy = "sequential"
     trainer = Recording(
         model=model,
         args=arguments,
@@ -253,6 +265,25 @@ def run_trl(config: Config, *, process: Process, folder: str, options: dict) -> 
     )
     trainer.train()
     return record
+
+
+def trainer_of(config: Config) -> tuple[type, type]:
+    """TRL's trainer and its settings."""
+    if config.dpo.loss == "simpo":
+        from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+        return CPOTrainer, CPOConfig
+    if config.dpo.loss == "orpo":
+        from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+        return ORPOTrainer, ORPOConfig
+    if config.dpo.loss == "kto":
+        return trl.KTOTrainer, trl.KTOConfig
+    return {
+        "sft": (trl.SFTTrainer, trl.SFTConfig),
+        "reward": (trl.RewardTrainer, trl.RewardConfig),
+        "dpo": (trl.DPOTrainer, trl.DPOConfig),
+    }[config.task.name]
 
 
 def texts_of(config: Config, *, process: Process) -> datasets.Dataset:
@@ -268,6 +299,14 @@ def texts_of(config: Config, *, process: Process) -> datasets.Dataset:
                 for ids, mask in zip(tokens, masks, strict=True):
                     labels = torch.where(mask, ids, -100)
                     records.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+                continue
+            if config.dpo.loss == "kto":
+                for ids, mask, label in zip(tokens, masks, batch.labels.tolist(), strict=True):
+                    start = int(mask.nonzero()[0])
+                    texts = {"prompt": ids[:start], "completion": ids[start:]}
+                    records.append(
+                        {key: bytes(part.tolist()).decode() for key, part in texts.items()} | {"label": label}
+                    )
                 continue
             half = len(tokens) // 2
             for chosen, rejected, mask in zip(tokens[:half], tokens[half:], masks[:half], strict=True):

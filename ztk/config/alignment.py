@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from ztk.config.adapters import starts_adapted
+from ztk.config.derived import derive
 from ztk.config.lengths import KEY, records_of
 from ztk.config.machine import Machine
 from ztk.config.topology import DEGREES, replicas_of, settled_ranks
@@ -13,6 +14,14 @@ from ztk.core.policies.data import DataName
 from ztk.core.policies.rollout import TASK_LENGTHS, PromptTask
 from ztk.core.policies.runs import ALIGNING, RECORDS, has_tokenizer, is_hugging_face
 from ztk.core.policies.zero import ZeroEngine
+
+
+def take_reference(config: Config, *, given: frozenset[str]) -> None:
+    """Losses without a reference keep none, unless the user asks for one to measure the divergence by."""
+    without = (DpoLossName.simpo, DpoLossName.orpo)
+    if config.task.name == "dpo" and config.dpo.loss in without and "dpo.reference" not in given:
+        reason = f"dpo.loss={config.dpo.loss.value} has no reference"
+        derive(config, key="dpo.reference", value=DpoReferenceName.none, reason=reason)
 
 
 def alignment_faults(config: Config, *, machine: Machine) -> Iterator[str]:
@@ -85,8 +94,11 @@ def _loss_faults(config: Config) -> Iterator[str]:
     if config.task.name == "reward" and config.data.path is None and is_hugging_face(config.model):
         yield "model=hf: pairs of the built-in task are bytes; use data.path=PAIRS.jsonl and data.tokenizer=FOLDER"
     if config.task.name == "dpo":
-        if dpo.label_smoothing and dpo.loss is not DpoLossName.sigmoid:
-            yield f"dpo.label_smoothing={dpo.label_smoothing:g}: only dpo.loss=sigmoid has it; use dpo.label_smoothing=0"
+        if dpo.loss is DpoLossName.kto and dpo.reference in (DpoReferenceName.none, DpoReferenceName.precomputed):
+            yield (
+                f"dpo.reference={dpo.reference.value}: dpo.loss=kto compares answers to other prompts of the step with the reference, too; use "
+                "dpo.reference=frozen or lora_off"
+            )
         if config.model.vocab_size > 256 and config.data.path is None:
             fix = "data.path=PAIRS.jsonl" if is_hugging_face(config.model) else "model.vocab_size=256"
             yield f"model.vocab_size={config.model.vocab_size}: answers are bytes, and others could be drawn: use {fix}"

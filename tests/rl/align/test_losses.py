@@ -123,7 +123,7 @@ def test_dpo_without_reference_and_with_a_supervised_term():
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"loss": "kto"}, "must be one of sigmoid, ipo, hinge"),
+        ({"loss": "kto"}, "must be one of sigmoid, ipo, hinge, simpo, orpo"),
         ({"beta": 0.0}, "dpo.beta=0.0: must be above 0"),
         ({"label_smoothing": 0.5}, "below 0.5"),
         ({"label_smoothing": 0.1, "loss": "ipo"}, "use 0, or dpo.loss=sigmoid"),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from ztk.core.policies.key import key, tasks
+from ztk.core.policies.key import When, key, tasks
 from ztk.core.policies.ranges import NOT_NEGATIVE, POSITIVE, Range
 
 
@@ -14,6 +14,9 @@ class DpoLossName(StrEnum):
     sigmoid = "sigmoid"
     ipo = "ipo"
     hinge = "hinge"
+    simpo = "simpo"
+    orpo = "orpo"
+    kto = "kto"
 
 
 class DpoReferenceName(StrEnum):
@@ -25,6 +28,13 @@ class DpoReferenceName(StrEnum):
     none = "none"
 
 
+def _losses(*names: str) -> When:
+    """Runs of task=dpo with one of these losses."""
+    *others, last = names
+    words = f"task=dpo with dpo.loss={', '.join(others)} or {last}" if others else f"task=dpo with dpo.loss={last}"
+    return When(words, lambda config, machine: config.task.name == "dpo" and config.dpo.loss in names)
+
+
 class RewardLossName(StrEnum):
     """reward.loss: the loss of a reward model."""
 
@@ -33,6 +43,10 @@ class RewardLossName(StrEnum):
 
 
 _SFT, _DPO = tasks("sft"), tasks("dpo")
+_SIGMOID = _losses("sigmoid", "simpo")
+_LOG_RATIOS = _losses("sigmoid", "ipo", "hinge")
+_PAIRS = _losses("sigmoid", "ipo", "hinge", "simpo", "orpo")
+_SIMPO, _KTO = _losses("simpo"), _losses("kto")
 
 
 @dataclass(kw_only=True)
@@ -51,18 +65,36 @@ class DpoConfig:
     acts: ClassVar = _DPO
 
     loss: DpoLossName | None = key(
-        "sigmoid: DPO; ipo: squared distance of the log-ratio margin from 1 / (2 beta); hinge: SLiC's"
+        "sigmoid: DPO; ipo: squared distance of the log-ratio margin from 1 / (2 beta); hinge: SLiC's; simpo: of mean log-probabilities, "
+        "without a reference; orpo: of odds, without a reference; kto: of single answers with labels, or of the answers of pairs"
     )
     beta: float | None = key(
         "factor of the log ratios to the reference: the price of moving away from it", range=POSITIVE
     )
     label_smoothing: float | None = key(
-        "assumed fraction of pairs whose answers are exchanged (dpo.loss=sigmoid)",
+        "assumed fraction of pairs whose answers are exchanged",
+        acts=_SIGMOID,
         range=Range(low=0, high=0.499, float32=True),
     )
-    length_normalised: bool | None = key("log-probabilities are means over an answer's tokens, not sums")
+    length_normalised: bool | None = key(
+        "log-probabilities are means over an answer's tokens, not sums", acts=_LOG_RATIOS
+    )
     sft_weight: float | None = key(
-        "factor of the chosen answers' mean negative log-probability per token, added to the loss", range=NOT_NEGATIVE
+        "factor of the chosen answers' mean negative log-probability per token, added to the loss; with dpo.loss=orpo prompts count, too",
+        range=NOT_NEGATIVE,
+        acts=_PAIRS,
+    )
+    margin: float | None = key(
+        "by which beta times the difference of mean log-probabilities is to be above 0",
+        default=0.5,
+        range=NOT_NEGATIVE,
+        acts=_SIMPO,
+    )
+    desirable_weight: float | None = key(
+        "factor of the losses of desirable answers", default=1.0, range=NOT_NEGATIVE, acts=_KTO
+    )
+    undesirable_weight: float | None = key(
+        "factor of the losses of undesirable answers", default=1.0, range=NOT_NEGATIVE, acts=_KTO
     )
     reference: DpoReferenceName | None = key(
         "the model before the first step. frozen: an engine of its own, with the run's strategy; lora_off: with "

@@ -6,6 +6,7 @@ from ztk.rl.align.averages import token_weights
 from ztk.rl.align.correction import Mismatch, importance_weights, mismatch_sums
 from ztk.rl.align.dpo import DpoLosses, DpoPolicy, PairLogprobs, dpo_loss, dpo_losses
 from ztk.rl.align.kl import divergence
+from ztk.rl.align.kto import KtoPolicy, kto_losses
 from ztk.rl.align.logprobs import answer_logprobs, token_logprobs
 from ztk.rl.align.pairwise import PairwiseLosses, PairwisePolicy, last_values, pairwise_losses
 from ztk.rl.align.policy import PolicyLoss, TokenLoss, policy_loss
@@ -24,6 +25,7 @@ __all__ = [
     "DpoPolicy",
     "Example",
     "Frontier",
+    "KtoPolicy",
     "Mismatch",
     "Packing",
     "PairLogprobs",
@@ -47,6 +49,7 @@ __all__ = [
     "generalised_advantages",
     "group_advantages",
     "importance_weights",
+    "kto_losses",
     "last_values",
     "mismatch_sums",
     "pairwise_losses",

@@ -3,6 +3,7 @@
 Losses have the dtype of the log-probabilities.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,17 +12,21 @@ from torch import Tensor
 
 from ztk.rl.align.sequences import Sequences, segment_sums
 
-LOSSES = ("sigmoid", "ipo", "hinge")
+LOSSES = ("sigmoid", "ipo", "hinge", "simpo", "orpo")
+WITHOUT_REFERENCE = ("simpo", "orpo")
+_SMOOTHED = ("sigmoid", "simpo")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DpoPolicy:
     """loss: sigmoid (Rafailov et al. 2023, arXiv 2305.18290), ipo (Azar et al. 2023, arXiv 2310.12036), hinge (Zhao et al. 2023, arXiv
-    2305.10425).
+    2305.10425), simpo (Meng et al. 2024, arXiv 2405.14734), orpo (Hong et al. 2024, arXiv 2403.07691). The last two have no reference and take
+    means over an answer's tokens.
 
     beta: factor of the log ratios; with ipo the margin that is aimed at is 1 / (2 beta). label_smoothing: assumed fraction of pairs whose
-    answers are exchanged (Mitchell 2023, cDPO), of loss=sigmoid. length_normalised: log-probabilities are means over an answer's tokens.
-    sft_weight: factor of the chosen answers' mean negative log-probability per token, added to the loss (arXiv 2404.19733).
+    answers are exchanged (Mitchell 2023, cDPO), of sigmoid and simpo. length_normalised: log-probabilities are means over an answer's tokens.
+    sft_weight: factor of the chosen answers' mean negative log-probability per token, added to the loss (arXiv 2404.19733); with orpo of the
+    tokens of their prompts, too. margin: simpo's, by which beta times the difference is to be above 0.
 
     Raises:
         ValueError: a number out of its range, or an unknown loss.
@@ -32,6 +37,7 @@ class DpoPolicy:
     label_smoothing: float = 0.0
     length_normalised: bool = False
     sft_weight: float = 0.0
+    margin: float = 0.0
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
@@ -40,22 +46,33 @@ class DpoPolicy:
             raise ValueError(f"dpo.beta={self.beta}: must be above 0")
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"dpo.label_smoothing={self.label_smoothing}: must be 0 or more and below 0.5")
-        if self.label_smoothing and self.loss != "sigmoid":
+        if self.label_smoothing and self.loss not in _SMOOTHED:
             raise ValueError(
                 f"dpo.label_smoothing={self.label_smoothing}: dpo.loss={self.loss} has none; use 0, or dpo.loss=sigmoid"
             )
         if not self.sft_weight >= 0:
             raise ValueError(f"dpo.sft_weight={self.sft_weight}: must be 0 or more")
+        if not self.margin >= 0:
+            raise ValueError(f"dpo.margin={self.margin}: must be 0 or more")
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether log-probabilities are means over an answer's tokens."""
+        return self.length_normalised or self.loss in WITHOUT_REFERENCE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairLogprobs:
-    """Sums of log-probabilities over the tokens of P chosen and P rejected answers, [P] each, and how many tokens they have, int64 [P]."""
+    """Sums of log-probabilities over the tokens of P chosen and P rejected answers, [P] each, and how many tokens they have, int64 [P].
+
+    chosen_texts: sums over the chosen answers and their prompts, [P]; None: they are not known.
+    """
 
     chosen: Tensor
     rejected: Tensor
     chosen_tokens: Tensor
     rejected_tokens: Tensor
+    chosen_texts: Tensor | None = None
 
     @classmethod
     def of(cls, logprobs: Tensor, *, sequences: Sequences) -> "PairLogprobs":
@@ -78,23 +95,37 @@ def dpo_losses(pairs: PairLogprobs, *, policy: DpoPolicy, reference: PairLogprob
     """The loss of every pair. reference: the same pairs under the reference; None: there is none, its log-probabilities count as 0."""
     chosen = pairs.chosen if reference is None else pairs.chosen - reference.chosen
     rejected = pairs.rejected if reference is None else pairs.rejected - reference.rejected
-    if policy.length_normalised:
+    if policy.is_mean:
         chosen, rejected = chosen / pairs.chosen_tokens, rejected / pairs.rejected_tokens
     margin = chosen - rejected
     if policy.loss == "ipo":
         losses = (margin - 1 / (2 * policy.beta)).square()
     elif policy.loss == "hinge":
         losses = torch.relu(1 - policy.beta * margin)
+    elif policy.loss == "orpo":
+        losses = -policy.beta * F.logsigmoid(margin - (_log1mexp(chosen) - _log1mexp(rejected)))
     else:
-        smooth = policy.label_smoothing
-        losses = -F.logsigmoid(policy.beta * margin) * (1 - smooth) - F.logsigmoid(-policy.beta * margin) * smooth
+        smooth, scaled = policy.label_smoothing, policy.beta * margin - policy.margin
+        losses = -F.logsigmoid(scaled) * (1 - smooth) - F.logsigmoid(-scaled) * smooth
     return DpoLosses(losses=losses, chosen=policy.beta * chosen.detach(), rejected=policy.beta * rejected.detach())
 
 
 def dpo_loss(found: DpoLosses, *, pairs: PairLogprobs, policy: DpoPolicy, num_pairs: int, num_tokens: int) -> Tensor:
     """This micro-batch's part of the step's loss, a scalar; the parts of all micro-batches and ranks add up to the mean over the step.
 
-    num_pairs: of the step. num_tokens: of the chosen answers of the step.
+    num_pairs: of the step. num_tokens: of the chosen answers of the step; with orpo of the chosen texts, without their first tokens.
     """
     loss = found.losses.sum() / num_pairs
-    return loss - policy.sft_weight * pairs.chosen.sum() / num_tokens if policy.sft_weight else loss
+    if not policy.sft_weight:
+        return loss
+    logprobs = pairs.chosen_texts if policy.loss == "orpo" else pairs.chosen
+    assert logprobs is not None, "orpo learns whole texts"
+    return loss - policy.sft_weight * logprobs.sum() / num_tokens
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) of x < 0, without cancellation (Maechler 2012, https://cran.r-project.org/package=Rmpfr)."""
+    near = x > -math.log(2)
+    return torch.where(
+        near, torch.log(-torch.expm1(torch.where(near, x, -1.0))), torch.log1p(-torch.exp(torch.where(near, -1.0, x)))
+    )

@@ -1,0 +1,118 @@
+"""KTO, SimPO and ORPO: by hand, however a step is divided, and what they refuse."""
+
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.examples import Examples, ExampleStream
+from tests.experiments.test_alignment import config_of, losses_of, play
+from tests.rl.align.test_losses import of_pair
+from ztk.config import ConfigError, Machine, compose
+from ztk.data import Share
+from ztk.rl.align import DpoPolicy, KtoPolicy, dpo_loss, dpo_losses, kto_losses
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+@pytest.mark.parametrize("kl", [0.5, -0.5])
+def test_kto_by_hand(kl):
+    """A negative divergence counts as 0."""
+    policy = KtoPolicy(beta=0.2, desirable_weight=2.0, undesirable_weight=0.5)
+    ratios, labels = torch.tensor([1.0, -1.0], dtype=torch.float64), torch.tensor([True, False])
+    found = kto_losses(ratios, labels=labels, kl=torch.tensor(kl), policy=policy)
+    known = max(kl, 0.0)
+    expected = [2.0 * (1 - sigmoid(0.2 * (1.0 - known))), 0.5 * (1 - sigmoid(0.2 * (known + 1.0)))]
+    assert found.tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_simpo_and_orpo_by_hand():
+    """Means per token: chosen -1 / 2, rejected -4 / 4."""
+    pairs = of_pair(-1.0, -4.0)
+    simpo = dpo_losses(
+        pairs, policy=DpoPolicy(loss="simpo", beta=2.0, margin=0.25, label_smoothing=0.1), reference=None
+    )
+    x = 2.0 * 0.5 - 0.25
+    expected = -0.9 * math.log(sigmoid(x)) - 0.1 * math.log(sigmoid(-x))
+    assert simpo.losses.item() == pytest.approx(expected, rel=1e-12)
+    odds = [p / (1 - p) for p in (math.exp(-0.5), math.exp(-1.0))]
+    policy = DpoPolicy(loss="orpo", beta=0.3, sft_weight=1.0)
+    orpo = dpo_losses(pairs, policy=policy, reference=None)
+    assert orpo.losses.item() == pytest.approx(-0.3 * math.log(sigmoid(math.log(odds[0] / odds[1]))), rel=1e-12)
+    with pytest.raises(AssertionError):
+        dpo_loss(orpo, pairs=pairs, policy=policy, num_pairs=1, num_tokens=3)  # whole texts are learnt
+    with pytest.raises(ValueError, match="must be 0 or more"):
+        KtoPolicy(desirable_weight=-1.0)
+
+
+@pytest.mark.parametrize("loss", ["kto", "orpo", "simpo"])
+def test_losses_do_not_depend_on_the_division_of_a_step(loss, ranks, tmp_path):
+    """Of one rank with one micro-batch, and of two ranks with two each."""
+    whole, divided = tmp_path / "whole", tmp_path / "divided"
+    words = (f"dpo.loss={loss}", "warm_start.steps=0", "train.eval_every=0")
+    ranks(1).run(play, configs=[config_of("dpo", *words, "train.micro_batch_size=8", folder=whole, ranks=1)])
+    ranks(2).run(play, configs=[config_of("dpo", *words, "train.micro_batch_size=2", folder=divided)])
+    assert losses_of(whole) == pytest.approx(losses_of(divided), rel=1e-5)
+    rows = [json.loads(line) for line in (divided / "metrics.jsonl").read_text().splitlines()]
+    if loss == "kto":
+        assert all(row["desirable"] == 0.5 and math.isfinite(row["kl"]) for row in rows)
+
+
+def test_kto_reads_labels_and_takes_pairs_apart(tmp_path):
+    records = [{"prompt": "a=", "completion": letter, "label": letter < "c"} for letter in "abcd"]
+    (tmp_path / "kto.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a=", "chosen": "x", "rejected": "y"}\n' * 2)
+    common = (
+        "task=dpo",
+        "dpo.loss=kto",
+        "warm_start.steps=0",
+        "data.validation_fraction=0",
+        "train.global_batch_size=4",
+    )
+
+    def step_of(name: str):
+        words = (*common, "train.micro_batch_size=4", f"data.path={tmp_path}/{name}.jsonl", "train.eval_every=0")
+        config = compose(*words, output_dir=str(tmp_path), machine=Machine(gpus=0, cores=2))
+        share = Share.of_total(4, micro_batch=4, rank=0, world_size=1)
+        process: Any = SimpleNamespace(rank=0, comm=SimpleNamespace(gather_objects=lambda value: [value]))
+        return ExampleStream(Examples(config, process=process), config=config, share=share).next_step()
+
+    for name in ("kto", "pairs"):
+        step = step_of(name)
+        (batch,), (other,) = step.micro_batches, step.mismatched.micro_batches
+        assert sorted(batch.labels.tolist()) == [False, False, True, True]
+        texts = [
+            bytes(part.tolist()).decode() for part in batch.sequences.tokens.split(batch.sequences.lengths.tolist())
+        ]
+        moved = [
+            bytes(part.tolist()).decode() for part in other.sequences.tokens.split(other.sequences.lengths.tolist())
+        ]
+        assert moved == [texts[number - 1] for number in range(4)]  # all prompts are equal
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("dpo.loss=kto", "dpo.reference=precomputed"), "use dpo.reference=frozen or lora_off"),
+        (("dpo.loss=kto", "dpo.sft_weight=1"), "dpo.sft_weight=1.0 has no effect here"),
+        (("dpo.loss=orpo", "dpo.label_smoothing=0.1"), "dpo.label_smoothing=0.1 has no effect here"),
+        (("dpo.margin=1",), "dpo.margin=1.0 has no effect here"),
+        (("dpo.desirable_weight=2",), "dpo.desirable_weight=2.0 has no effect here"),
+    ],
+)
+def test_keys_of_other_losses_are_refused(words, said):
+    with pytest.raises(ConfigError, match=said):
+        compose("task=dpo", *words, output_dir="/run", machine=Machine(gpus=0, cores=2))
+
+
+def test_losses_without_a_reference_keep_none_unless_it_is_asked_for():
+    def reference(*words: str) -> str:
+        return compose("task=dpo", *words, output_dir="/run", machine=Machine(gpus=0, cores=2)).dpo.reference
+
+    assert reference("dpo.loss=orpo") == "none" and reference("dpo.loss=kto") == reference() == "frozen"
+    assert reference("dpo.loss=simpo", "dpo.reference=frozen") == "frozen"
