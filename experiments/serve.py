@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ import uvicorn
 
 from experiments.answering import Answering, answering, cost_of_weights, release_module, usual_sampling
 from ztk.config import Config
+from ztk.core.policies.inference import ServeConfig
 from ztk.serve.app import ServePolicy, Server, calm_process
 from ztk.serve.bodies import Limits
 
@@ -26,6 +28,7 @@ def main(config: Config) -> None:
     """
     # Before the model is opened, which can take minutes. Rank 0 answers.
     key = _key(config.serve.api_key_variable)
+    _check_tls(config.serve)
     listening = bind(config.serve.host, port=config.serve.port) if os.environ.get("RANK", "0") == "0" else None
     with answering(config) as leading:
         if leading is not None:
@@ -51,15 +54,23 @@ def serve(config: Config, *, answering: Answering, listening: socket.socket, api
             stops=tuple(config.sampling.stop or ()),
             max_tokens=config.sampling.max_tokens,
             limits=_limits(config),
+            tool_format=chosen.tool_parser,
+            hosts=(chosen.host, *(chosen.allowed_hosts or ())),
+            origins=tuple(chosen.cors_origins or ()),
         ),
         sampling=usual_sampling(config),
     )
     calm_process()
     _claim(chosen.host, port=chosen.port, by=listening.listen)
     host, port = listening.getsockname()[:2]
-    print(f"{opened.name} answers on http://{host}:{port}", flush=True)
+    scheme = "http" if chosen.tls_certificate is None else "https"
+    print(f"{opened.name} answers on {scheme}://{host}:{port}", flush=True)
     options = uvicorn.Config(
-        server.app, log_level="warning", timeout_graceful_shutdown=max(1, int(chosen.drain_seconds))
+        server.app,
+        log_level="warning",
+        timeout_graceful_shutdown=max(1, int(chosen.drain_seconds)),
+        ssl_certfile=chosen.tls_certificate,
+        ssl_keyfile=chosen.tls_key,
     )
     http = uvicorn.Server(options)
     server.on_failure(lambda: setattr(http, "should_exit", True))
@@ -83,6 +94,18 @@ def _limits(config: Config) -> Limits:
         logprobs=chosen.max_logprobs,
         stops=chosen.max_stops,
     )
+
+
+def _check_tls(chosen: ServeConfig) -> None:
+    """Raises ValueError for a certificate that cannot be read, or a key without one."""
+    if chosen.tls_certificate is None:
+        if chosen.tls_key is not None:
+            raise ValueError(f"serve.tls_key={chosen.tls_key} goes with serve.tls_certificate: add it")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(chosen.tls_certificate, chosen.tls_key)
+    except OSError as error:
+        raise ValueError(f"serve.tls_certificate={chosen.tls_certificate}: {error}; name PEM files") from error
 
 
 def _key(variable: str | None) -> str | None:

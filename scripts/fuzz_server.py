@@ -32,6 +32,10 @@ _FIELDS = (
     *("model", "prompt", "messages", "stream", "echo", "max_tokens", "max_completion_tokens", "temperature", "top_p", "n"),
     *("seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "suffix"),
     *("stream_options", "best_of", "top_k", "min_p", "repetition_penalty", "ignore_eos", "user", "metadata", "nothing"),
+    *("stop_token_ids", "min_tokens", "bad_words", "allowed_token_ids", "include_stop_str_in_output", "prompt_logprobs"),
+    *("return_token_ids", "add_special_tokens", "response_format", "structured_outputs", "guided_json", "guided_regex"),
+    *("guided_choice", "guided_grammar", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message", "input", "tokens"),
 )  # fmt: skip
 _TYPES = ("application/json", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "")
 _RAW = (b"", b"{", b"[]", b"null", b"\xff\xfe", b'"a"', b"[" * 50_000, b'{"prompt": "\xed\xa0\x80"}', b"{}" * 100)
@@ -64,6 +68,8 @@ def random_body(chance: random.Random) -> tuple[str, bytes]:
     good |= {"max_tokens": chance.randint(1, 8), "stream": chance.random() < 0.4}
     for _ in range(chance.choice((0, 1, 1, 1, 2, 3))):
         good[chance.choice(_FIELDS)] = random_value(chance)
+    if chance.random() < 0.1:
+        path = chance.choice(("/tokenize", "/detokenize", "/v1/embeddings"))
     text = json.dumps(good)
     if chance.random() < 0.03:
         text = text[: chance.randrange(len(text))]
@@ -78,7 +84,7 @@ async def send(url: str, body: tuple[str, bytes], *, chance: random.Random) -> i
     reader, writer = await asyncio.open_connection(address.host, address.port)
     try:
         path, content = body
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(content)}\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(content)}\r\n"
         head += f"Content-Type: {chance.choice(_TYPES)}\r\n\r\n"
         leaves = chance.random()
         if leaves < 0.03:

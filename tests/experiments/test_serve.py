@@ -2,14 +2,17 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
@@ -36,7 +39,7 @@ def serving(tmp_path, *more: str):
         lines = []
         for line in process.stdout:
             lines.append(line)
-            if found := re.search(r"answers on (http://\S+)", line):
+            if found := re.search(r"answers on (https?://\S+)", line):
                 break
         else:
             raise AssertionError("".join(lines))
@@ -55,6 +58,40 @@ def test_a_port_in_use_is_found_before_the_model_is_opened(tmp_path, monkeypatch
         config = compose(*words, output_dir=tmp_path / "out", machine=Machine(gpus=0, cores=1))
         with pytest.raises(ValueError, match=f"serve.port={port} of serve.host=127.0.0.1: Address already in use"):
             main(config)
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    """Of 127.0.0.1, with its key."""
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "key.pem", "-out", "own.pem"]
+    command += ["-days", "2", "-subj", "/CN=own", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    return tmp_path / "own.pem", tmp_path / "key.pem"
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+def test_a_certificate_makes_it_https(tmp_path, certificate):
+    own, key = certificate
+    with serving(tmp_path, f"serve.tls_certificate={own}", f"serve.tls_key={key}") as (_, url, _model):
+        assert url.startswith("https://")
+        trusting = ssl.create_default_context(cafile=own)
+        assert httpx.get(f"{url}/health", verify=trusting).json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["serve.tls_key=x.pem"], "goes with serve.tls_certificate"),
+        (["serve.tls_certificate=none.pem"], "none.pem: .*name PEM files"),
+    ],
+)
+def test_a_certificate_that_cannot_be_read_is_found_before_the_model_is_opened(tmp_path, monkeypatch, words, message):
+    monkeypatch.setattr("experiments.serve.answering", lambda config: pytest.fail("the model was opened"))
+    (tmp_path / "config.json").write_text("{}")
+    words = ("task=serve", f"inference.model={tmp_path}", "serve.port=0", *words)
+    config = compose(*words, output_dir=tmp_path / "out", machine=Machine(gpus=0, cores=1))
+    with pytest.raises(ValueError, match=message):
+        main(config)
 
 
 def test_sigterm_lets_a_running_answer_end(tmp_path):

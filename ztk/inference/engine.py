@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk.core.runtime.comm import Comm
+from ztk.inference.embeddings import embedding
 from ztk.inference.graphs import graphs_of
 from ztk.inference.memory import drafts_of, find_scales, open_draft, shared_memory
 from ztk.inference.model import InferenceModel
@@ -172,6 +173,20 @@ class Generator:
             if sequence.error is not None:
                 raise FloatingPointError(f"sequence {number}: {sequence.error}")
         return [sequence.prompt_logprobs for sequence in computed]
+
+    def embed(self, prompt: list[int]) -> Tensor:
+        """The mean of the last hidden states of `prompt`, of length 1: fp32 [C] on the CPU.
+
+        Raises:
+            ValueError: a prompt that `generate` refuses, or a model whose hidden states are not in this process's memory.
+        """
+        self._check(prompt, limit=0)
+        if not isinstance(self._model, InferenceModel) or self._ranks is not None or self._streamed is not None:
+            raise ValueError(
+                "embeddings are computed where one process has all layers in memory, of the families that ztk computes itself"
+            )
+        with self._lock:
+            return embedding(self._model, tokens=prompt, rows=self.policy.max_step_tokens or len(prompt))
 
     def stream(self, prompt: list[int], *, sampling: SamplingParams | None = None) -> Iterator[Output]:
         """The tokens of one request as they are drawn. A caller who stops listening cancels the request."""

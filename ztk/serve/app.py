@@ -2,31 +2,36 @@
 
 import asyncio
 import gc
+import importlib.metadata
 import logging
 import secrets
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from ztk.inference import Generator, SamplingParams
 from ztk.serve.answers import Shape
 from ztk.serve.bodies import Limits, read_body
 from ztk.serve.fields import header
+from ztk.serve.guard import Guard
 from ztk.serve.http import Stream, failed_event, failure, received, refused, watch
 from ztk.serve.loop import Busy, EngineLoop, Job, Outbox
 from ztk.serve.models import Opened
 from ztk.serve.page import PAGE
 from ztk.serve.replies import Failed, Reader, Reply
+from ztk.serve.texts import Texts
 from ztk.serve.tools import Format
 from ztk.serve.values import BadRequest, shown
 
@@ -41,7 +46,8 @@ RETRY_SECONDS = 1
 class ServePolicy:
     """api_key: what clients must send as bearer token; None: nothing. max_waiting: prompts that wait for a place, at most. limits: of one
     request. stops, max_tokens: of requests that have none; the answer ends where the context does in any case, and with None only there.
-    tool_format: how calls are written; None: by the chat template."""
+    tool_format: how calls are written; None: by the chat template. hosts: names of this server that are answered without a key, next to
+    localhost and this machine's. origins: web pages that may send requests."""
 
     api_key: str | None = None
     max_waiting: int = 256
@@ -49,6 +55,8 @@ class ServePolicy:
     max_tokens: int | None = None
     limits: Limits = field(default_factory=Limits)
     tool_format: Format | None = None
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
 
 
 class Server:
@@ -73,7 +81,8 @@ class Server:
         self._whole, self._pieces = (
             ThreadPoolExecutor(_THREADS, thread_name_prefix=f"ztk-serve-{name}") for name in ("whole", "pieces")
         )
-        self.app = Starlette(
+        self._texts = Texts(generator, opened=opened, reader=self._reader, limits=policy.limits)
+        routes = Starlette(
             routes=[
                 Route("/", self._page),
                 Route("/health", self._health),
@@ -82,9 +91,14 @@ class Server:
                 Route("/v1/models/{name:path}", self._one_model),
                 Route("/v1/completions", self._completions, methods=["POST"]),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/version", self._version),
+                Route("/tokenize", self._text_route(self._texts.tokenize), methods=["POST"]),
+                Route("/detokenize", self._text_route(self._texts.detokenize), methods=["POST"]),
+                Route("/v1/embeddings", self._text_route(self._texts.embeddings), methods=["POST"]),
             ],
             exception_handlers={BadRequest: _of_body, HTTPException: _of_route, Exception: _of_nobody},
         )
+        self.app = _guarded(routes, policy=policy)
 
     def stop(self, *, drain_seconds: float) -> None:
         """Waits for running answers, then ends the engine's thread. New requests get 503."""
@@ -126,6 +140,28 @@ class Server:
         lines = [f"# TYPE {name} counter\n{name} {value}" for name, value in counters.items()]
         lines += [f"# TYPE {name} gauge\n{name} {value}" for name, value in gauges.items()]
         return PlainTextResponse("\n".join(lines) + "\n")
+
+    async def _version(self, request: Request) -> Response:
+        try:
+            found = importlib.metadata.version("ztk")
+        except importlib.metadata.PackageNotFoundError:  # a checkout on the path
+            found = "unknown"
+        return JSONResponse({"version": found})
+
+    def _text_route(self, answer: Callable[[bytes], bytes]) -> Callable[[Request], Awaitable[Response]]:
+        """A route whose body is answered in a thread."""
+
+        async def route(request: Request) -> Response:
+            try:
+                self._authorise(request)
+                raw = await received(request, most=self._policy.limits.body_bytes)
+                return Response(await self._in_thread(answer, raw), media_type="application/json")
+            except ClientDisconnect:
+                return failure(400, message="the client has left before the end of its request")
+            except ValueError as error:
+                return refused(error)
+
+        return route
 
     async def _models(self, request: Request) -> Response:
         self._authorise(request)
@@ -261,6 +297,21 @@ def calm_process() -> None:
     sys.setswitchinterval(0.001)
     gc.collect()
     gc.freeze()
+
+
+def _guarded(app: ASGIApp, *, policy: ServePolicy) -> ASGIApp:
+    """With what web pages may send."""
+    if policy.api_key is None:
+        app = Guard(app, hosts=policy.hosts, origins=policy.origins)
+    if policy.origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=policy.origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-ztk-ignored-fields"],
+        )
+    return app
 
 
 async def _of_body(request: Request, error: Exception) -> Response:

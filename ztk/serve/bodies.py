@@ -105,7 +105,7 @@ def read_fields(
         raise BadRequest("prompt_logprobs come with the whole answer: leave stream out", param="prompt_logprobs")
     likely = max(tops or 0, prompt_tops or 0)
     sampling = _sampling(body, usual=usual, limit=limit, likely=likely, with_prompt=with_prompt)
-    prompts = () if chat else _prompts(body)
+    prompts = () if chat else read_prompts(body, name="prompt")
     keeps = sampling.n
     sampling = _best_of(body, sampling=sampling, stream=stream) if not chat else sampling
     if (answers := max(1, len(prompts)) * sampling.n) > limits.answers:
@@ -218,9 +218,9 @@ def _bias(body: dict) -> Mapping[int, float]:
     return {int(token): number(found, name=token, kind=float, usual=0.0) for token in found}
 
 
-def _prompts(body: dict) -> tuple[str | list[int], ...]:
-    """One text, one list of tokens, or a list of either."""
-    found = body.get("prompt", "")
+def read_prompts(body: dict, *, name: str) -> tuple[str | list[int], ...]:
+    """One text, one list of tokens, or a list of either. Raises BadRequest for something else."""
+    found = body.get(name, "")
     if isinstance(found, str):
         return (found,)
     if isinstance(found, list) and found:
@@ -232,5 +232,5 @@ def _prompts(body: dict) -> tuple[str | list[int], ...]:
         if kinds == {list} and all(set(map(type, item)) <= {int} for item in found):
             return tuple(found)
     raise BadRequest(
-        "prompt must be a text, a list of texts, a list of token ids, or a list of such lists", param="prompt"
+        f"{name} must be a text, a list of texts, a list of token ids, or a list of such lists", param=name
     )

@@ -1,12 +1,15 @@
 """From a request to jobs of the engine, and from the engine's outputs to the response: everything that runs in threads."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ztk.inference import Generator, Output, SamplingParams
 from ztk.serve.answers import Answer, Shape
 from ztk.serve.bodies import Asked
 from ztk.serve.loop import Item, Job, Outbox
+from ztk.serve.messages import ChatOptions
 from ztk.serve.models import Opened, Tokenizer
 from ztk.serve.structured import Grammars
 from ztk.serve.tools import Format, call_structure, format_of, told
@@ -58,7 +61,7 @@ class Reader:
             )
         asked = replace(asked, sampling=self._constrained(asked))
         prompts = (
-            [self.chat_tokens(asked)]
+            [self.chat_tokens(asked.messages, options=asked.chat)]
             if chat
             else [self.tokens(prompt, has_beginning=asked.has_beginning) for prompt in asked.prompts]
         )
@@ -68,9 +71,9 @@ class Reader:
         """Ends the threads of grammars."""
         self._grammars.close()
 
-    def chat_tokens(self, asked: Asked) -> list[int]:
-        """The tokens of a request's messages. A template that does not know tools is shown them as text."""
-        tokenizer, messages, options = self._opened.tokenizer, list(asked.messages), asked.chat
+    def chat_tokens(self, messages: Sequence[dict[str, Any]], *, options: ChatOptions) -> list[int]:
+        """The tokens of messages. A template that does not know tools is shown them as text."""
+        tokenizer, messages = self._opened.tokenizer, list(messages)
         if "tools" not in (tokenizer.template or ""):
             messages = told(messages, tools=options.tools)
             options = replace(options, tools=())

@@ -7,22 +7,14 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
+from ztk.core.policies.inference import ToolFormat as Format
 from ztk.serve.structured import JSON_OPTIONS, Structure, check_size
 from ztk.serve.values import BadRequest, flag, shown
 
 _TOOLS, _NAME = 128, 64  # of a request; characters of a name
 _CALLS = 16  # of one answer that a grammar writes
-
-
-class Format(StrEnum):
-    """How calls are written."""
-
-    hermes = "hermes"
-    llama3 = "llama3"
-    mistral = "mistral"
 
 
 MARKS = {Format.hermes: "<tool_call>", Format.llama3: "<|python_tag|>", Format.mistral: "[TOOL_CALLS]"}
@@ -179,7 +171,7 @@ class CallStream:
 
     def __init__(self, format: Format, *, tools: Tools) -> None:
         self._format, self._tools, self._mark = format, tools, MARKS[format]
-        self._waiting, self._is_call, self._has_text = "", False, False
+        self._waiting, self._is_call, self._has_text, self._is_after = "", False, False, False
         self.count = 0
 
     def push(self, piece: str) -> tuple[str, list[Call]]:
@@ -199,7 +191,7 @@ class CallStream:
             own = self._calls(inside)
             text += "" if own else inside + end
             calls += own
-            self._waiting, self._is_call = rest.lstrip(), False
+            self._waiting, self._is_call, self._is_after = rest, False, bool(own)
         self._has_text |= bool(text.strip())
         return text, self._counted(calls)
 
@@ -211,6 +203,9 @@ class CallStream:
 
     def _begun(self) -> tuple[str, bool]:
         """Text before a call, and whether one begins; `_waiting` is then from there on, its mark included."""
+        if self._is_after:  # white space after a call is no text
+            self._waiting = self._waiting.lstrip()
+            self._is_after = not self._waiting
         place = self._waiting.find(self._mark)
         if self._format == Format.llama3 and not self._has_text and not self.count:
             start = self._waiting.lstrip()

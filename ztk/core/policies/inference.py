@@ -40,6 +40,14 @@ class CacheFormat(StrEnum):
     fp8 = "fp8"
 
 
+class ToolFormat(StrEnum):
+    """serve.tool_parser: how a model writes calls of tools."""
+
+    hermes = "hermes"
+    llama3 = "llama3"
+    mistral = "mistral"
+
+
 _MODEL = "task=generate, task=serve or task=eval"
 ANSWERS = When(_MODEL, lambda config, machine: config.task.name in ANSWERING)
 _NAMED = When(f"{_MODEL}, and inference.model=FOLDER", ANSWERS.test)
@@ -224,6 +232,21 @@ class ServeConfig:
     max_answers: int | None = key("answers to one request, prompts times n; more are refused with 400", range=COUNT)
     max_logprobs: int | None = key("likely tokens per position that a request may ask for", range=COUNT_OR_ZERO)
     max_stops: int | None = key("stop texts that a request may have", range=COUNT_OR_ZERO)
+    tool_parser: ToolFormat | None = key(
+        "how the model writes calls of tools: hermes (also Qwen), llama3 or mistral; null: by the words of its chat template",
+        optional=True,
+    )
+    allowed_hosts: list[str] | None = key(
+        "names in the Host header that are answered without a key, next to addresses, localhost and this machine's name",
+        optional=True,
+    )
+    cors_origins: list[str] | None = key(
+        "web pages that may send requests, as in [https://app.example]; '*': all", optional=True
+    )
+    tls_certificate: str | None = key("a PEM file; answers come over https", optional=True, is_path=True)
+    tls_key: str | None = key(
+        "its private key, a PEM file; null: in the certificate's file", optional=True, is_path=True
+    )
 
 
 RANGES = ranges_of(InferenceConfig)

@@ -1,0 +1,137 @@
+"""Routes without an answer, and requests of web pages."""
+
+import base64
+import struct
+
+import httpx
+import openai
+import pytest
+import torch
+import transformers
+
+from tests.inference.models import save_letters
+from tests.serve.test_server import Chatting, start
+from ztk.inference import Generator, InferencePolicy
+from ztk.serve.app import ServePolicy
+from ztk.serve.models import _Pretrained
+
+
+@pytest.fixture(scope="module")
+def running():
+    found = start(
+        tokenizer=Chatting(), policy=ServePolicy(max_tokens=4, hosts=("mine",), origins=("https://app.example",))
+    )
+    yield found
+    found.stop()
+
+
+def post(running, path, body, **headers):
+    return httpx.post(f"{running.url}/{path}", json=body, headers=headers, timeout=60)
+
+
+def test_texts_become_tokens_and_back(running):
+    found = post(running, "tokenize", {"prompt": "aé", "return_token_strs": True}).json()
+    assert found["tokens"] == list("aé".encode()) and found["count"] == 3 and found["max_model_len"] == 512
+    assert found["token_strs"] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
+    chat = post(running, "tokenize", {"messages": [{"role": "user", "content": "x"}]}).json()["tokens"]
+    assert bytes(chat) == b"<user>x<assistant>"
+    assert post(running, "detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "aé"}
+    assert "version" in httpx.get(f"{running.url}/version").json()
+
+
+def test_the_beginning_of_a_text_is_left_out_if_asked(tmp_path):
+    save_letters(tmp_path)
+    own = _Pretrained(transformers.AutoTokenizer.from_pretrained(tmp_path))
+    server = start(tokenizer=own)
+    try:
+        [with_it, without] = [
+            post(server, "tokenize", {"prompt": "ab", "add_special_tokens": flag}).json()["tokens"]
+            for flag in (True, False)
+        ]
+        assert with_it == own.encode("ab") and without == own.encode_text("ab")
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("tokenize", {"prompt": 5}, "prompt must be a text"),
+        ("tokenize", {"prompt": "a" * 10_000}, "has 10000 characters"),
+        ("detokenize", {"tokens": "a"}, "tokens must be a list of token ids"),
+        ("detokenize", {"tokens": [300]}, "token 300 is outside"),
+        ("v1/embeddings", {"input": {}}, "input must be a text"),
+        ("v1/embeddings", {"input": ""}, "the prompt is empty"),
+        ("v1/embeddings", {"input": ["a"] * 500}, "500 inputs, and this server takes 128"),
+        ("v1/embeddings", {"input": "a", "encoding_format": "x"}, "must be float or base64"),
+        ("v1/embeddings", {"input": "a", "dimensions": 5}, "dimensions is not supported"),
+        ("v1/embeddings", {"input": [1, -1]}, "outside the vocabulary"),
+    ],
+)
+def test_what_cannot_be_read_gets_400(running, path, body, message):
+    found = post(running, path, body)
+    assert found.status_code == 400 and message in found.json()["error"]["message"], found.text
+
+
+def test_embeddings_are_the_mean_of_the_last_hidden_states(running):
+    """By OpenAI's client, which asks for base64."""
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    found = client.embeddings.create(model="tiny", input=["hello there", "x"])
+    assert [item.index for item in found.data] == [0, 1] and found.usage.prompt_tokens == 12
+    hidden = []
+    model = running.opened.module
+    handle = model.norm.register_forward_hook(lambda module, inputs, out: hidden.append(out))
+    with torch.no_grad():
+        model(torch.tensor([list(b"hello there")]))
+    handle.remove()
+    mean = hidden[-1].reshape(-1, hidden[-1].shape[-1]).float().mean(0)
+    expected = mean / mean.norm()
+    assert torch.allclose(torch.tensor(found.data[0].embedding), expected, atol=1e-5)
+    raw = post(running, "v1/embeddings", {"input": "x", "encoding_format": "base64"}).json()["data"][0]["embedding"]
+    numbers = struct.unpack(f"<{len(expected)}f", base64.b64decode(raw))
+    assert numbers == pytest.approx(found.data[1].embedding, abs=1e-6)
+
+
+def test_embeddings_in_parts_are_those_at_once(running):
+    parts = Generator(running.opened.module, policy=InferencePolicy(max_step_tokens=4))
+    tokens = list(b"a longer text than a part")
+    assert torch.allclose(parts.embed(tokens), running.generator.embed(tokens), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "evil.example:80"}, 403),
+        ({"Host": "mine:8000"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Host": "localhost"}, 200),
+        ({"Host": "["}, 403),
+        ({"Host": "localhost", "Origin": "http://evil.example"}, 403),
+        ({"Host": "localhost:5", "Origin": "http://localhost:5"}, 200),
+        ({"Host": "localhost:5", "Origin": "http://localhost:6"}, 403),
+        ({"Host": "localhost", "Origin": "null"}, 403),
+        ({"Host": "localhost", "Origin": "https://app.example"}, 200),
+    ],
+)
+def test_foreign_names_are_refused_where_no_key_is_set(running, headers, status):
+    found = httpx.post(f"{running.url}/v1/completions", json={"prompt": "a"}, headers=headers, timeout=60)
+    assert found.status_code == status and (status == 200 or found.json()["error"]["type"] == "invalid_request_error")
+
+
+def test_a_page_that_may_send_requests_is_told_so(running):
+    asked = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
+    found = httpx.options(f"{running.url}/v1/completions", headers=asked)
+    assert found.status_code == 200 and found.headers["access-control-allow-origin"] == "https://app.example"
+    assert httpx.options(f"{running.url}/v1/completions", headers=asked | {"Origin": "https://x.y"}).status_code == 400
+
+
+def test_a_key_is_enough_whatever_the_name():
+    server = start(tokenizer=Chatting(), policy=ServePolicy(max_tokens=2, api_key="k"))
+    try:
+        headers = {"Host": "evil.example", "Authorization": "Bearer k"}
+        assert post(server, "v1/completions", {"prompt": "a"}, **headers).status_code == 200
+        for path in ("tokenize", "detokenize", "v1/embeddings"):
+            assert post(server, path, {"prompt": "a"}).status_code == 401
+    finally:
+        server.stop()

@@ -1,0 +1,179 @@
+"""Tools of chats: read, shown to the model, called by a grammar, and found in answers of three formats."""
+
+import json
+import random
+
+import httpx
+import openai
+import pytest
+import transformers
+
+from tests.inference.models import save_letters
+from tests.serve.test_server import Chatting, start
+from ztk.inference import SamplingParams
+from ztk.serve.bodies import read_body
+from ztk.serve.messages import ChatOptions
+from ztk.serve.models import _Pretrained
+from ztk.serve.tools import CallStream, Format, call_structure, format_of, read_tools, told
+from ztk.serve.values import BadRequest
+
+USER = [{"role": "user", "content": "weather?"}]
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"], "additionalProperties": False}  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "d", "parameters": CITY}},
+    {"type": "function", "function": {"name": "now"}},
+]
+ASKED = read_tools({"tools": TOOLS})
+
+
+class Knowing(Chatting):
+    """Its template would show the tools."""
+
+    template = "{{ tools }}"
+
+
+@pytest.fixture(scope="module")
+def running():
+    found = start(tokenizer=Knowing(), max_sequences=8)
+    yield found
+    found.stop()
+
+
+def found_in(text, *, format, asked=ASKED, seed=0):
+    """Content and calls, from pieces of random lengths."""
+    stream, chance, content, calls = CallStream(format, tools=asked), random.Random(seed), "", []
+    while text:
+        size = chance.randint(1, 6)
+        own, more = stream.push(text[:size])
+        content, calls, text = content + own, calls + more, text[size:]
+    own, more = stream.finish()
+    return content + own, [(call.name, json.loads(call.arguments)) for call in calls + more]
+
+
+ROME, OSLO = ("weather", {"city": "Rome"}), ("weather", {"city": "Oslo"})
+ONE = '{"name": "weather", "arguments": {"city": "Rome"}}'
+TWO = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("format", "text", "content", "calls"),
+    [
+        ("hermes", f"Let me see.\n<tool_call>\n{ONE}\n</tool_call>", "Let me see.\n", [ROME]),
+        ("hermes", f"<tool_call>{ONE}</tool_call>\n<tool_call>\n{TWO}\n</tool_call>", "", [ROME, OSLO]),
+        ("hermes", f"<tool_call>\n{ONE}", "", [ROME]),
+        ("hermes", "<tool_call>\nno json\n</tool_call> a", "<tool_call>\nno json\n</tool_call> a", []),
+        ("hermes", "1 < 2 and <tool", "1 < 2 and <tool", []),
+        ("llama3", '{"name": "weather", "parameters": {"city": "Rome"}}', "", [ROME]),
+        ("llama3", f"<|python_tag|>{ONE}; {TWO}", "", [ROME, OSLO]),
+        ("llama3", '{"a": 1}', '{"a": 1}', []),
+        ("llama3", "It is {warm}", "It is {warm}", []),
+        ("mistral", f"[TOOL_CALLS] [{ONE}, {TWO}]", "", [ROME, OSLO]),
+        ("mistral", 'Hm [TOOL_CALLS]weather{"city": "Rome"}', "Hm ", [ROME]),
+        ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}[TOOL_CALLS]now[ARGS]{}', "", [ROME, ("now", {})]),
+        ("mistral", "[1, 2] [TOOL", "[1, 2] [TOOL", []),
+    ],
+)
+def test_calls_are_found_in_pieces(format, text, content, calls, seed):
+    assert found_in(text, format=Format(format), seed=seed) == (content, calls)
+
+
+def test_one_call_alone_is_kept_where_several_are_not_wanted():
+    asked = read_tools({"tools": TOOLS, "parallel_tool_calls": False})
+    text = f"<tool_call>{ONE}</tool_call><tool_call>{TWO}</tool_call>"
+    assert found_in(text, format=Format.hermes, asked=asked) == ("", [ROME])
+
+
+def test_a_template_names_its_format():
+    assert format_of("... [TOOL_CALLS] ...") == "mistral" and format_of('x <|python_tag|> "parameters"') == "llama3"
+    assert format_of("<tool_call>") == format_of(None) == "hermes"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"tools": {}}, "tools must be a list"),
+        ({"tools": [{"type": "function"}]}, r"tools\[0\] must be"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]}, r"tools\[0\] must be"),
+        ({"tools": [{"type": "function", "function": {"name": "a" * 65}}]}, "a name of 64"),
+        ({"tools": TOOLS * 100}, "128 functions at most"),
+        ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice must be"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "names x, which is not"),
+        ({"tool_choice": "required"}, "tool_choice=required goes with tools"),
+        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "exclude each other"),
+    ],
+)
+def test_tools_of_another_form_are_refused(body, message):
+    with pytest.raises(BadRequest, match=message):
+        read_body(json.dumps({"messages": USER} | body).encode(), chat=True, usual=SamplingParams())
+
+
+def test_a_template_without_tools_is_told_of_them_in_words(tmp_path):
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
+    found = told([*USER, called, {"role": "tool", "content": "5"}], tools=TOOLS)
+    assert [message["role"] for message in found] == ["system", "user", "assistant", "user"]
+    assert json.dumps(TOOLS[0]) in found[0]["content"] and "<tool_response>\n5" in found[3]["content"]
+    assert found_in(found[2]["content"], format=Format.hermes) == ("", [("now", {})])
+    save_letters(tmp_path)
+    inner = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    inner.chat_template = (
+        "{{ tools | length }}{{ colour }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}!{% endif %}"
+    )
+    own = _Pretrained(inner)
+    options = ChatOptions(tools=tuple(TOOLS), variables={"colour": "r"})
+    assert own.chat(USER, options=options) == own.encode_text("2rweather?!")
+    assert own.chat(USER, options=ChatOptions(begins=False, tools=tuple(TOOLS))) == own.encode_text("2weather?")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_must_be_made_is_made(running, choice, stream):
+    """By OpenAI's client, from a random model."""
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    asked = {"model": "tiny", "messages": USER, "tools": TOOLS[:1], "tool_choice": choice, "max_tokens": 200, "seed": 2}
+    asked |= {"parallel_tool_calls": False, "temperature": 0.7}
+    if stream:
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+        calls = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+        assert [call.index for call in calls] == [0]
+        reason, content = chunks[-1].finish_reason, "".join(chunk.delta.content or "" for chunk in chunks)
+    else:
+        found = client.chat.completions.create(**asked).choices[0]
+        calls, reason, content = found.message.tool_calls, found.finish_reason, found.message.content or ""
+    [call] = calls
+    assert call.function.name == "weather" and json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    assert (
+        reason == ("tool_calls" if choice == "required" else "stop") and content == "" and call.id.startswith("call_")
+    )
+
+
+@pytest.mark.parametrize("format", list(Format))
+def test_grammars_of_each_format_write_what_is_found_again(running, format):
+    """A matcher of the library takes the text of a call, and nothing after it."""
+    asked = read_tools({"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False})
+    structure = call_structure(asked, format=format, special={})
+    texts = {
+        Format.hermes: f"<tool_call>\n{ONE}\n</tool_call>",
+        Format.llama3: '{"name": "weather", "parameters": {"city": "Rome"}}',
+        Format.mistral: f"[TOOL_CALLS][{ONE}]",
+    }
+    state = running.server._reader._grammars.compiled(structure).begin()
+    answer = []
+    for token in texts[format].encode():
+        mask = state.mask(answer)
+        assert int(mask[token // 32]) >> token % 32 & 1, bytes(answer)
+        answer.append(token)
+        is_done = state.advance(answer)
+    assert is_done and found_in(texts[format], format=format) == ("", [ROME])
+
+
+def test_results_of_tools_are_messages(running):
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
+    messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "c1", "content": "noon"})
+    found = httpx.post(
+        f"{running.url}/v1/chat/completions", json={"messages": messages, "tools": TOOLS, "max_tokens": 3}, timeout=60
+    )
+    assert found.status_code == 200 and found.json()["choices"][0]["finish_reason"] == "length"
+    assert found.json()["usage"]["prompt_tokens"] > len("weather?noon")

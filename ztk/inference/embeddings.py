@@ -1,0 +1,20 @@
+"""One vector for a text: the mean of the last hidden states."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ztk.inference.model import InferenceModel
+from ztk.inference.steps import Span
+
+
+@torch.inference_mode()
+def embedding(model: InferenceModel, *, tokens: list[int], rows: int) -> Tensor:
+    """fp32 [C] of length 1 on the CPU: the mean of the last norm's outputs for `tokens`. rows: that are computed at a time."""
+    cache, total = model.scratch(len(tokens)), torch.zeros(())
+    for start in range(0, len(tokens), rows):
+        part = tokens[start : start + rows]
+        span = Span(slot=0, start=start, length=len(part), row=0)
+        hidden = model.forward(torch.tensor(part), spans=[span], cache=cache)
+        total = total + hidden.float().sum(0).cpu()
+    return F.normalize(total / len(tokens), dim=0)
