@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ztk.inference.sample import fp32_logprobs
 from ztk.rl.align import Packing, PolicyLoss, policy_loss
-from ztk.rl.rollout import Answers, Layout, Samples, answer_logits, large_answers
+from ztk.rl.rollout import Answers, Layout, Samples, answer_logits, hide_of, large_answers
+from ztk.rl.rollout.kept import Hide
 from ztk.train.engine import Engine
 
 
@@ -36,20 +37,24 @@ def losses_of(
     mask = batch.answer_mask
     packing = Packing.of(mask, device=device)
     packed = {name: None if value is None else packing.pack(value) for name, value in given.items()}
+    hide = hide_of(batch.kept, mask=mask, device=device)
     large = large_answers(engine, rows=len(batch), length=length)
     if large is not None and policy.ratio == "token":  # a ratio of sequences is no function of one token
-        options = {"packing": packing, "length": length, "policy": policy, "temperature": temperature}
+        options = {"packing": packing, "length": length, "policy": policy, "temperature": temperature, "hide": hide}
         return _in_chunks(large, layout=layout, mask=mask, **options, **packed)
     logits = answer_logits(engine, layout=layout, mask=mask)
     chosen = layout.tokens.flatten().index_select(0, layout.places(mask)).unsqueeze(1)
-    every = fp32_logprobs(logits, temperature=temperature)
+    seen = logits if hide is None else hide(logits, slice(0, len(logits)))
+    every = fp32_logprobs(seen, temperature=temperature)
     logprobs = every.gather(1, chosen).squeeze(1)
     found = policy_loss(logprobs, policy=policy, lengths=packing.lengths, **packed)
     return AnswerLosses(
         loss=found.loss,
         logprobs=packing.unpack(logprobs.detach(), length=length),
         clipped=found.clipped,
-        entropy=_entropies(every if temperature == 1.0 else fp32_logprobs(logits, temperature=1.0)).sum().double(),
+        entropy=_entropies(every if temperature == 1.0 and hide is None else fp32_logprobs(logits, temperature=1.0))
+        .sum()
+        .double(),
     )
 
 
@@ -62,6 +67,7 @@ def _in_chunks(
     length: int,
     policy: PolicyLoss,
     temperature: float,
+    hide: Hide | None,
     **packed: Tensor | None,
 ) -> AnswerLosses:
     """Each token's loss is a function of its own log-probability, so its gradient is known as soon as its chunk's logits are."""
@@ -77,7 +83,7 @@ def _in_chunks(
         entropy.add_(_entropies(fp32_logprobs(logits * temperature, temperature=1.0)).sum())
         return found.loss
 
-    loss = large.token_loss(layout, mask=mask, loss_of=loss_of, temperature=temperature)
+    loss = large.token_loss(layout, mask=mask, loss_of=loss_of, temperature=temperature, hide=hide)
     rows = packing.unpack(logprobs, length=length)
     return AnswerLosses(loss=loss, logprobs=rows, clipped=clipped, entropy=entropy)
 

@@ -73,7 +73,10 @@ def divergence_of(run: Run, *, reached: Evaluated) -> dict[str, float]:
     if reached.kl is None or run.reference is None:
         return {}
     found, config = {"kl_after": reached.kl}, run.config
-    if config.rollout.task is not None and not run.prompts.is_own_reward and config.reward.path is None:
+    is_cut = (
+        config.rollout.top_k or config.rollout.top_p != 1 or config.rollout.min_p
+    )  # the closed form is of full distributions
+    if not is_cut and config.rollout.task is not None and not run.prompts.is_own_reward and config.reward.path is None:
         found["kl_least"] = frontier_of(run.reference, config=config).least(reached.reward)
     return found
 

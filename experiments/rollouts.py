@@ -11,6 +11,7 @@ from experiments.prompts import PAD
 from experiments.reference import BaseModel
 from experiments.rewards import reward, reward_metrics
 from experiments.rollout_run import Run
+from ztk.inference.kept import Cut
 from ztk.inference.sample import fp32_logprobs
 from ztk.rl.align import Packing, divergence, equal_groups
 from ztk.rl.rollout import (
@@ -20,6 +21,7 @@ from ztk.rl.rollout import (
     Samples,
     answer_logits,
     generate,
+    hide_of,
     large_answers,
     lay_out,
     share_of_rank,
@@ -71,6 +73,9 @@ def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
         seed=config.train.seed,
         weights=run.weights.weights,
         packs=run.packs,
+        cut=Cut(
+            top_k=rollout.top_k or 0, top_p=1.0 if rollout.top_p is None else rollout.top_p, min_p=rollout.min_p or 0.0
+        ),
     )
     options = {"policy": policy, "requests": requests, "step": run.rollouts}
     samples = generate(run.actor, **options) if run.cached is None else run.cached.generate(**options)
@@ -103,7 +108,7 @@ def evaluate(run: Run) -> Evaluated:
 
 
 def logprobs_of(engine: Engine | BaseModel | None, *, run: Run, samples: Samples) -> Tensor | None:
-    """What `engine` gives the tokens of `samples`, float32 [S, T], without gradients; None without an engine."""
+    """What `engine` gives the tokens of `samples` among those that were kept, float32 [S, T], without gradients; None without an engine."""
     if engine is None:
         return None
     parts, length, temperature = [], samples.tokens.shape[1], run.config.rollout.temperature
@@ -112,10 +117,12 @@ def logprobs_of(engine: Engine | BaseModel | None, *, run: Run, samples: Samples
             batch = samples[rows]
             layout = layout_of(run, samples=batch)
             mask = batch.answer_mask
+            hide = hide_of(batch.kept, mask=mask, device=layout.tokens.device)
             if (large := large_answers(engine, rows=len(batch), length=length)) is not None:
-                found = large.logprobs(layout, mask=mask, temperature=temperature)
+                found = large.logprobs(layout, mask=mask, temperature=temperature, hide=hide)
             else:
                 logits = answer_logits(engine, layout=layout, mask=mask)
+                logits = logits if hide is None else hide(logits, slice(0, len(logits)))
                 chosen = layout.tokens.flatten().index_select(0, layout.places(mask)).unsqueeze(1)
                 found = fp32_logprobs(logits, temperature=temperature).gather(1, chosen).squeeze(1)
             parts.append(found.cpu())

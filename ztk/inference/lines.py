@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ztk.inference.graphs import DecodeGraphs
+from ztk.inference.kept import draw_keeping, keeps
 from ztk.inference.masks import NothingDrawn, packed_mask
 from ztk.inference.model import InferenceModel
 from ztk.inference.parallel import Computing
@@ -24,7 +25,7 @@ from ztk.inference.sample import (
 from ztk.inference.schedule import Sequence, Work
 from ztk.inference.steps import Span
 
-_PLAIN, _SELECTED, _WRITTEN = "plain", "selected", "written"
+_PLAIN, _SELECTED, _KEPT, _WRITTEN = "plain", "selected", "kept", "written"
 Lines = Tensor | list[Drawn | NothingDrawn]  # of one work: logits fp32 [rows, V] on the CPU, or what was drawn
 
 
@@ -87,6 +88,8 @@ def _drawn_on_device(
             logits = chosen if drawing is None else drawing.logits(chosen)
             if kind == _WRITTEN:
                 parts = list(logits.cpu().split(own))
+            elif kind == _KEPT:
+                parts = _split(_keeping(logits, draws=draws), counts=own)
             else:
                 parts = _split(_selected(logits, draws=draws), counts=own)
         for number, part in zip(which, parts, strict=True):
@@ -128,6 +131,9 @@ def _drawn_together(logits: Tensor, *, works: list[Work], counts: list[int]) -> 
     """Of logits fp32 [R, V], `counts` rows of each work: what `draw` draws from a single row, for all at once; the logits, where a sequence
     draws several rows, by other steps, or not at all, or where they are not finite."""
     found: list[Lines] = list(logits.split(counts))
+    for number, (work, count, own) in enumerate(zip(works, counts, logits.split(counts), strict=True)):
+        if _kind(work, count=count) == _KEPT:
+            found[number] = _keeping(own, draws=[(work, offset) for offset in range(count)])
     plain = [
         number
         for number, work in enumerate(works)
@@ -145,6 +151,12 @@ def _drawn_together(logits: Tensor, *, works: list[Work], counts: list[int]) -> 
         if math.isfinite(own.logprob):
             found[number] = [mask if isinstance(mask, NothingDrawn) else own]
     return found
+
+
+def _keeping(logits: Tensor, *, draws: list[tuple[Work, int]]) -> list[Drawn]:
+    """From the tokens that are kept, a row of logits fp32 [R, V] for each draw after the first drafts of a work."""
+    each = [(work.sequence, len(work.sequence.tokens) + offset) for work, offset in draws]
+    return draw_keeping(logits, draws=[(of.sampling, of.sample, position) for of, position in each])
 
 
 def _mask(sequence: Sequence, *, vocabulary: int) -> Tensor | NothingDrawn | None:
@@ -171,9 +183,13 @@ def is_finite(lines: Lines) -> bool:
 
 def _kind(work: Work, *, count: int) -> str:
     """How so many rows of the work become tokens, which the sequence alone decides: every row draws one by nothing but the temperature, or by
-    steps that a kernel makes, or the host needs the logits."""
+    steps that a kernel makes, or from tokens that are returned, or the host needs the logits."""
     sampling = work.sequence.sampling
-    if not count or _scores(work) or not selects(sampling):
+    if not count or _scores(work):
+        return _WRITTEN
+    if keeps(sampling):
+        return _KEPT
+    if not selects(sampling):
         return _WRITTEN
     return _PLAIN if draws_plainly(sampling) else _SELECTED
 

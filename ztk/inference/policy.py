@@ -120,7 +120,7 @@ class SamplingParams:
     min_tokens: before so many tokens none of `stop_token_ids` is drawn. allowed_token_ids: only these are drawn; empty: all. bad_words: token
     sequences that no answer has. grammar: what answers are written in; an answer that is complete in it ends with "stop".
     fp32_logprobs: `processed_logprobs` are log_softmax(logits / temperature) in fp32, the bits that a trainer computes, instead of double
-    precision rounded once; goes with no step but the temperature.
+    precision rounded once; goes with no step but the temperature and top-k, top-p and min-p, over whose tokens the softmax then is.
 
     Raises:
         ValueError: a number is out of range, or fp32_logprobs with a step that a trainer does not make.
@@ -158,9 +158,6 @@ class SamplingParams:
             return
         plain = SamplingParams()
         others = (
-            "top_k",
-            "top_p",
-            "min_p",
             "repetition_penalty",
             "presence_penalty",
             "frequency_penalty",
@@ -175,7 +172,7 @@ class SamplingParams:
         changed += ["logit_bias"] * bool(self.logit_bias) + ["temperature"] * (self.temperature == 0)
         if changed:
             raise ValueError(
-                f"fp32_logprobs=True goes with a temperature above 0 alone: leave out {', '.join(changed)}"
+                f"fp32_logprobs=True goes with a temperature above 0, top_k, top_p and min_p alone: leave out {', '.join(changed)}"
             )
 
 
@@ -185,7 +182,8 @@ class Completion:
 
     logprobs: fp32 [tokens], log-softmax of the model's own logits at each token. processed_logprobs: the same after the sampling steps, the
     distribution that the token was drawn from. top_logprobs: per token the likeliest ones and their raw log-probabilities, if asked for.
-    prompt_logprobs: fp32 [prompt - 1], of each prompt token given those before it, if asked for.
+    prompt_logprobs: fp32 [prompt - 1], of each prompt token given those before it, if asked for. kept: int32 [kept] for each token, what it was
+    drawn from, where `fp32_logprobs` goes with top-k, top-p or min-p.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -194,6 +192,7 @@ class Completion:
     finish_reason: str
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: Tensor | None = None
+    kept: list[Tensor] | None = None
     error: str | None = None
 
 

@@ -18,12 +18,13 @@ _FIRST, _MARGIN = 1024, 1e-9  # tokens that top-p looks at first; see `_likelies
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """A token, its raw and processed log-probability, and the likeliest tokens if asked for."""
+    """A token, its raw and processed log-probability, and the likeliest tokens if asked for. kept: as of `Completion`, int32 [kept]."""
 
     token: int
     logprob: float
     processed_logprob: float
     top: dict[int, float] | None
+    kept: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,6 +202,15 @@ def _drawn_by_vocabulary(
 def _place(sampling: SamplingParams, sample: int, position: int) -> float:
     """Of a draw, in [0, 1)."""
     return uniform(sampling.seed, sampling.draw_key, sample, position)
+
+
+def choose(logprobs: Tensor, *, uniforms: Tensor) -> Tensor:
+    """The token at which the cumulative probability passes the draw: logprobs [S, V], uniforms float64 [S] -> int64 [S]."""
+    cumulative = logprobs.double().exp().cumsum(dim=-1)
+    chosen = torch.searchsorted(
+        cumulative, (uniforms.to(cumulative.device) * cumulative[:, -1]).unsqueeze(1), right=True
+    )
+    return chosen.squeeze(1).clamp(max=logprobs.shape[-1] - 1)
 
 
 def fp32_logprobs(logits: Tensor, *, temperature: float) -> Tensor:

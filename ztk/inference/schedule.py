@@ -19,8 +19,8 @@ _WORTH_WAITING = 64  # tokens of a prefix that another sequence is computing rig
 class Sequence:
     """One answer of one request. tokens: prompt and answer. computed: how many of them have keys and values in the slot.
 
-    limit: answer tokens at most. state: in the request's grammar. logprobs, processed, tops: of the answer's tokens; prompt_logprobs: of the
-    prompt's. cause: an exception that ended it.
+    limit: answer tokens at most. state: in the request's grammar. logprobs, processed, tops, kept: of the answer's tokens;
+    prompt_logprobs: of the prompt's. cause: an exception that ended it.
     """
 
     request_id: int
@@ -35,6 +35,7 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     processed: list[float] = field(default_factory=list)
     tops: list[dict[int, float]] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
@@ -66,6 +67,7 @@ class Sequence:
             finish_reason=self.finish_reason or "error",
             top_logprobs=self.tops if asked.logprobs else None,
             prompt_logprobs=logprob_values(self.prompt_logprobs) if asked.prompt_logprobs else None,
+            kept=self.kept or None,
             error=self.error,
         )
 

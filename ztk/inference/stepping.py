@@ -163,6 +163,8 @@ class Stepper:
             sequence.processed.append(drawn.processed_logprob)
             if drawn.top is not None:
                 sequence.tops.append(drawn.top)
+            if drawn.kept is not None:
+                sequence.kept.append(drawn.kept)
             reason = self._reason_to_stop(sequence)
             if reason is not None:
                 self._scheduler.finish(sequence, reason=reason)

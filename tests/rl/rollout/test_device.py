@@ -137,7 +137,7 @@ def move(module: Decoder, *, device: str) -> None:
         part._buffers = {name: None if own is None else own.to(device) for name, own in part._buffers.items()}
 
 
-def run_of(config, *, device: str) -> Run:
+def run_of(config, *, device: str = "cpu", cache: str = "blocks") -> Run:
     """A run whose policy has no engine of ztk's."""
     torch.manual_seed(0)
     module = Decoder(policies.decoder_config(config))
@@ -156,7 +156,7 @@ def run_of(config, *, device: str) -> Run:
         guards=Guards(GuardPolicy()),
         weights=SettledWeights(weights=RolloutWeights.whole, reason=""),
         packs=True,
-        cached=CachedRollouts(actor, cache="blocks"),
+        cached=CachedRollouts(actor, cache=cache),
     )
 
 
@@ -176,12 +176,15 @@ def stepped(config, *, device: str) -> dict:
     return found
 
 
-def test_a_gpu_has_the_rollouts_and_losses_of_a_cpu(tmp_path, monkeypatch):
+@pytest.mark.parametrize("cuts", [(), ("rollout.top_p=0.9", "rollout.top_k=200")])
+def test_a_gpu_has_the_rollouts_and_losses_of_a_cpu(tmp_path, monkeypatch, cuts):
     """A rollout with its graphs, scores and the update on tensors that report a GPU: no operation mixes devices."""
     monkeypatch.setattr(graphs, "CudaCapture", lambda: Replayed.capture)
     monkeypatch.setattr(memory, "free_device_memory", lambda device: 2**30)
     monkeypatch.setattr(Generator, "_advance", torch.no_grad()(Generator._advance.__wrapped__))
-    config = config_of("grpo", *OPTIONS, folder=tmp_path, train__global_batch_size=16, train__accumulation_steps=4)
+    config = config_of(
+        "grpo", *OPTIONS, *cuts, folder=tmp_path, train__global_batch_size=16, train__accumulation_steps=4
+    )
     expected = stepped(config, device="cpu")
     with gpu_tensors():
         found = stepped(config, device=str(DEVICE))
@@ -193,7 +196,7 @@ def test_a_gpu_has_the_rollouts_and_losses_of_a_cpu(tmp_path, monkeypatch):
 def test_an_answer_of_another_policy_does_not_count(tmp_path):
     """rollout.correction and its bound are those of the loss, and the row names the difference."""
     options = (*OPTIONS, "rollout.correction=sequence_mask", "rollout.correction_max=3")
-    run = run_of(config_of("grpo", *options, folder=tmp_path, train__global_batch_size=16), device="cpu")
+    run = run_of(config_of("grpo", *options, folder=tmp_path, train__global_batch_size=16))
     scored = score_samples(run, samples=draw(run))
     row, first = 2, int(scored.samples.prompt_lengths[2])
     scored.samples.logprobs[row, first] -= math.log(4)

@@ -6,12 +6,12 @@ import torch
 from experiments.models import open_critic, replaced
 from experiments.pretrain import build_model
 from tests.rl.rollout.runs import config_of
+from ztk.inference.sample import choose
 from ztk.rl.rollout import (
     Buffer,
     GuardPolicy,
     Guards,
     Samples,
-    choose,
     compare,
     sample_keys,
     share_of_rank,

@@ -243,6 +243,17 @@ class RolloutConfig:
     temperature: float | None = key(
         "divides the logits, for drawing and for the log-probabilities", default=1.0, range=POSITIVE
     )
+    top_k: int | None = key("draws only so many of the likeliest tokens; 0: all", default=0, range=COUNT_OR_ZERO)
+    top_p: float | None = key(
+        "draws only the likeliest tokens that together have this probability",
+        default=1.0,
+        range=Range(low=0, high=1, above=True),
+    )
+    min_p: float | None = key(
+        "draws only tokens with at least this part of the likeliest one's probability",
+        default=0.0,
+        range=Range(low=0, high=1),
+    )
     engine: RolloutEngineName | None = key(
         "what computes answers. trainer: the forward of the engine that trains, over its shards; generator: the inference engine, with a cache "
         "of keys and values for every model: on a GPU over the trainer's own weights, on a CPU over a copy in fp32 on every rank. Where it is "

@@ -28,6 +28,8 @@ IGNORED = -100
 _PLAIN = (IGNORED, 0.0, 0.0)  # no z-loss, no smoothing
 # (log-probabilities [n], which tokens [n] they are of, logits / temperature [n, V] without a gradient) -> the sum of their losses
 TokenLoss = Callable[[Tensor, slice, Tensor], Tensor]
+# (logits / temperature [n, V], which tokens [n] they predict) -> the same with -inf where a token is not in the softmax
+Hide = Callable[[Tensor, slice], Tensor]
 # x [n, H], weight [V, H] -> logits [n, V]
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -81,6 +83,10 @@ def _chunks(
         yield cut, logits if temperature == 1.0 else logits / temperature
 
 
+def _hidden(logits: Tensor, *, cut: slice, hide: Hide | None) -> Tensor:
+    return logits if hide is None else hide(logits, cut)
+
+
 class _Gradients:
     """Of x and weight, in float32 or float64, from those of chunks of logits."""
 
@@ -99,36 +105,38 @@ class _Gradients:
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, target, temperature, rows, product):
+    def forward(ctx, x, weight, target, temperature, rows, product, hide):
         out = torch.empty(x.shape[0], dtype=compute_dtype(x), device=x.device)
         for cut, logits in _chunks(x, weight=weight, temperature=temperature, rows=rows, product=product):
-            out[cut] = _chosen(logits, target[cut])
+            out[cut] = _chosen(_hidden(logits, cut=cut, hide=hide), target[cut])
         ctx.save_for_backward(x, weight, target)
-        ctx.options = (temperature, rows, product)
+        ctx.options = (temperature, rows, product, hide)
         return out
 
     @staticmethod
     def backward(ctx, d_logprob):
         x, weight, target = ctx.saved_tensors
-        temperature, rows, product = ctx.options
+        temperature, rows, product, hide = ctx.options
         found = _Gradients(x, weight=weight, temperature=temperature)
         d_logprob = d_logprob.contiguous()
         for cut, logits in _chunks(x, weight=weight, temperature=temperature, rows=rows, product=product):
-            found.add(cut, logits=logits, target=target[cut], d_logprob=d_logprob[cut])
-        return found.d_x.to(x.dtype), found.d_weight.to(weight.dtype), None, None, None, None
+            hidden = _hidden(logits, cut=cut, hide=hide)
+            found.add(cut, logits=hidden, target=target[cut], d_logprob=d_logprob[cut])
+        return found.d_x.to(x.dtype), found.d_weight.to(weight.dtype), None, None, None, None, None
 
 
 class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, target, loss_of, temperature, rows, product):
+    def forward(ctx, x, weight, target, loss_of, temperature, rows, product, hide):
         found = _Gradients(x, weight=weight, temperature=temperature)
         total = torch.zeros((), dtype=compute_dtype(x), device=x.device)
         for cut, logits in _chunks(x, weight=weight, temperature=temperature, rows=rows, product=product):
-            logprobs = _chosen(logits, target[cut]).requires_grad_()
+            hidden = _hidden(logits, cut=cut, hide=hide)
+            logprobs = _chosen(hidden, target[cut]).requires_grad_()
             with torch.enable_grad():
                 loss = loss_of(logprobs, cut, logits)
             (d_logprob,) = torch.autograd.grad(loss, logprobs)
-            found.add(cut, logits=logits, target=target[cut], d_logprob=d_logprob.contiguous())
+            found.add(cut, logits=hidden, target=target[cut], d_logprob=d_logprob.contiguous())
             total += loss.detach()
         ctx.save_for_backward(found.d_x, found.d_weight)
         ctx.dtypes = (x.dtype, weight.dtype)
@@ -137,7 +145,7 @@ class _LinearTokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_loss):
         scaled = ((d_loss * d).to(dtype) for d, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
-        return *scaled, None, None, None, None, None
+        return *scaled, None, None, None, None, None, None
 
 
 def chosen_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -155,18 +163,21 @@ def linear_logprob(
     temperature: float = 1.0,
     chunk_bytes: int | None = None,
     product: Product = torch.nn.functional.linear,
+    hide: Hide | None = None,
 ) -> Tensor:
     """log softmax(x @ weight^T / temperature) of the tokens `target`; gradients for x and weight.
 
-    x: [T, H]; weight: [V, H], of x's dtype; target: int64 [T], -100 counts for nothing. product: what multiplies, as the model's head does. At
-    most `chunk_bytes` of float32 logits exist at a time (512 MiB; 32 MiB on CPU). Returns float32 [T], float64 for float64. Raises ValueError
-    for other shapes and dtypes.
+    x: [T, H]; weight: [V, H], of x's dtype; target: int64 [T], -100 counts for nothing. product: what multiplies, as the model's head does.
+    hide: leaves tokens out of the softmax; None: none. At most `chunk_bytes` of float32 logits exist at a time (512 MiB; 32 MiB on CPU).
+    Returns float32 [T], float64 for float64. Raises ValueError for other shapes and dtypes.
     """
     _check(x, weight=weight, target=target)
     if use_reference():
-        return linear_logprob_reference(x, weight, target, temperature=temperature)
+        return linear_logprob_reference(x, weight, target, temperature=temperature, hide=hide)
     rows = _rows(x, weight=weight, chunk_bytes=chunk_bytes)
-    return _LinearLogprob.apply(x.contiguous(), weight.contiguous(), target.contiguous(), temperature, rows, product)
+    return _LinearLogprob.apply(
+        x.contiguous(), weight.contiguous(), target.contiguous(), temperature, rows, product, hide
+    )
 
 
 def linear_token_loss(
@@ -178,15 +189,17 @@ def linear_token_loss(
     temperature: float = 1.0,
     chunk_bytes: int | None = None,
     product: Product = torch.nn.functional.linear,
+    hide: Hide | None = None,
 ) -> Tensor:
     """The sum over tokens of a loss of each token's log-probability, as `linear_logprob` gives it; its gradients are computed at once.
 
-    loss_of: called once per chunk. Arguments otherwise as there. Returns float32 [], float64 for float64. Raises ValueError as there.
+    loss_of: called once per chunk, with the logits of all tokens. Arguments otherwise as there. Returns float32 [], float64 for float64.
+    Raises ValueError as there.
     """
     _check(x, weight=weight, target=target)
     rows = _rows(x, weight=weight, chunk_bytes=chunk_bytes)
     args = (x.contiguous(), weight.contiguous(), target.contiguous())
-    return _LinearTokenLoss.apply(*args, loss_of, temperature, rows, product)
+    return _LinearTokenLoss.apply(*args, loss_of, temperature, rows, product, hide)
 
 
 def _check(x: Tensor, *, weight: Tensor, target: Tensor) -> None:
@@ -213,10 +226,12 @@ def linear_logprob_reference(
     temperature: float = 1.0,
     chunk_bytes: int | None = None,
     product: Product = torch.nn.functional.linear,
+    hide: Hide | None = None,
 ) -> Tensor:
     """From the full logits, in float32 or float64."""
     dtype = compute_dtype(x)
-    logprobs = torch.log_softmax(x.to(dtype) @ weight.to(dtype).T / temperature, dim=-1)
+    logits = _hidden(x.to(dtype) @ weight.to(dtype).T / temperature, cut=slice(0, len(x)), hide=hide)
+    logprobs = torch.log_softmax(logits, dim=-1)
     counts = target != IGNORED
     return torch.where(counts, logprobs.gather(-1, torch.where(counts, target, 0)[:, None])[:, 0], 0.0)
 

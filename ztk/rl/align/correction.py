@@ -37,7 +37,7 @@ class Mismatch:
 
     @classmethod
     def of(cls, sums: Tensor) -> "Mismatch":
-        """From what `mismatch_sums` returned, added up over ranks."""
+        """From what `mismatch_sums` returned, added up over ranks: float64 [6]."""
         k1, k3, outside, tokens, perplexity, answers = sums.tolist()
         tokens, answers = max(1.0, tokens), max(1.0, answers)
         return cls(k1=k1 / tokens, k3=k3 / tokens, perplexity=perplexity / answers, outside=outside / tokens)

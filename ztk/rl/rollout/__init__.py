@@ -3,11 +3,12 @@
 from ztk.rl.rollout.attention import CachedAttention, TextCache, use_cached_attention
 from ztk.rl.rollout.buffer import Buffer, Samples, share_of_rank
 from ztk.rl.rollout.cached import CachedRollouts
-from ztk.rl.rollout.draws import choose, sample_keys, uniforms
+from ztk.rl.rollout.draws import sample_keys, uniforms
 from ztk.rl.rollout.equality import Difference, RolloutMismatch, compare, first_layer, token_logprobs
 from ztk.rl.rollout.guards import GuardPolicy, Guards, RolloutStopped
 from ztk.rl.rollout.head import Answers, answer_logits, large_answers
 from ztk.rl.rollout.hybrid import Requests, RolloutPolicy, generate
+from ztk.rl.rollout.kept import Kept, hide_of
 from ztk.rl.rollout.layout import Layout, can_pack, has_cache, lay_out, pack_exactly
 from ztk.rl.rollout.rewards import (
     Answered,
@@ -30,6 +31,7 @@ __all__ = [
     "Difference",
     "GuardPolicy",
     "Guards",
+    "Kept",
     "Layout",
     "Requests",
     "Reward",
@@ -46,11 +48,11 @@ __all__ = [
     "TrainingState",
     "answer_logits",
     "can_pack",
-    "choose",
     "compare",
     "first_layer",
     "generate",
     "has_cache",
+    "hide_of",
     "large_answers",
     "lay_out",
     "load_function",

@@ -11,12 +11,13 @@ from ztk.inference.answer_step import AnswerStep
 from ztk.inference.attention import BLOCK
 from ztk.inference.describe import Description
 from ztk.inference.equal_shapes import EqualShapes, equal_shapes
+from ztk.inference.kept import KEEPS_ALL, Cut
 from ztk.inference.model import InferenceModel
 from ztk.inference.plan import free_memory
-from ztk.inference.sample import fp32_logprobs
+from ztk.inference.sample import choose, fp32_logprobs
 from ztk.inference.slab_cache import SlabCache
 from ztk.inference.steps import Span
-from ztk.rl.rollout.draws import choose
+from ztk.rl.rollout.kept import entries_of
 
 MOST = 64  # answers that are drawn at once
 # (logits [A, V], tokens int64 [A]) -> their log-probabilities, float32 [A]
@@ -27,7 +28,7 @@ Chosen = Callable[[Tensor, Tensor], Tensor]
 class Drawing:
     """How answers are drawn. max_tokens: of an answer. stops: tokens that end one. draws: of each answer and token a number in [0, 1), float64
     [A, max_tokens]. in_double: they are compared with probabilities in double precision, as `ztk.inference.sample` does. chosen: the
-    log-probabilities that are stored; None: those of `fp32_logprobs`."""
+    log-probabilities that are stored; None: those of `fp32_logprobs`. cut: the tokens that are drawn from, over which log-probabilities are."""
 
     max_tokens: int
     stops: tuple[int, ...]
@@ -35,17 +36,20 @@ class Drawing:
     draws: Tensor
     in_double: bool = False
     chosen: Chosen | None = None
+    cut: Cut = KEEPS_ALL
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
     """tokens: int64 [A, max_tokens], zeros behind each answer's end; logprobs: float32 of the same shape, NaN where logits are. counts: tokens
-    of each, int64 [A]. finished: ended by itself, bool [A]."""
+    of each, int64 [A]. finished: ended by itself, bool [A]. kept: of each (answer, number of its
+    token), as `Kept.of` takes it."""
 
     tokens: Tensor
     logprobs: Tensor
     counts: Tensor
     finished: Tensor
+    kept: list[tuple[Tensor, Tensor, Tensor]]
 
 
 def can_answer(model: InferenceModel) -> bool:
@@ -77,8 +81,11 @@ def answer(model: InferenceModel, *, prompts: list[tuple[int, ...]], drawing: Dr
     logprobs = torch.zeros(drawing.max_tokens, count)
     counts, finished = torch.full((count,), drawing.max_tokens), torch.zeros(count, dtype=torch.bool)
     live, draws = torch.arange(count), drawing.draws.t().contiguous()
-    stops = torch.tensor(drawing.stops)
+    stops, entries = torch.tensor(drawing.stops), []
     for index in range(drawing.max_tokens):
+        if not drawing.cut.keeps_all:
+            logits, kept = drawing.cut.hide(logits, temperature=drawing.temperature)
+            entries.append(entries_of(kept, rows=live, positions=torch.full_like(live, index)))
         drawn, found = _drawn(logits, drawing=drawing, uniforms=draws[index])
         if len(live) == count:
             tokens[index], logprobs[index] = drawn, found
@@ -95,7 +102,7 @@ def answer(model: InferenceModel, *, prompts: list[tuple[int, ...]], drawing: Dr
         if index + 1 < drawing.max_tokens:
             logits = model.next_logits(drawn, step=step)
             step.next()
-    return Answered(tokens=tokens.t(), logprobs=logprobs.t(), counts=counts, finished=finished)
+    return Answered(tokens=tokens.t(), logprobs=logprobs.t(), counts=counts, finished=finished, kept=entries)
 
 
 @torch.inference_mode()

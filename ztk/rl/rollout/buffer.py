@@ -1,12 +1,14 @@
 """Samples of one rollout, from generation to the last optimizer step that uses them."""
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+from ztk.rl.rollout.kept import Kept
 
 # [k] of every rank, any JSON value -> those of all ranks in rank order.
 GatherObjects = Callable[[Any], list[Any]]
@@ -18,7 +20,8 @@ class Samples:
 
     tokens: int64 [S, T]. numbers: the sample's number in the step over all ranks, int64 [S]. prompts: its prompt's number in the run,
     int64 [S]. prompt_lengths, answer_lengths: int64 [S]. finished: the answer ended by itself, bool [S]. logprobs: of the tokens of the
-    answer when they were drawn, float32 [S, T], 0 elsewhere. rewards: float64 [S]; included: whether the sample has one, bool [S].
+    answer when they were drawn, float32 [S, T], 0 elsewhere. rewards: float64 [S]; included: whether the sample has one, bool [S]. kept: the
+    tokens that top-k, top-p and min-p kept; None: all.
     """
 
     tokens: Tensor
@@ -30,12 +33,13 @@ class Samples:
     logprobs: Tensor
     rewards: Tensor
     included: Tensor
+    kept: Kept | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, rows: slice | Tensor) -> "Samples":
-        return Samples(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+        return Samples(**{name: None if value is None else value[rows] for name, value in self._values()})
 
     @property
     def lengths(self) -> Tensor:
@@ -52,16 +56,27 @@ class Samples:
     @classmethod
     def joined(cls, parts: Sequence["Samples"]) -> Self:
         """The rows of all `parts`, in order."""
-        return cls(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(cls)})
+        names = [f.name for f in fields(cls) if f.name != "kept"]
+        kept = [part.kept for part in parts if part.kept is not None]
+        joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        return cls(**joined, kept=Kept.joined(kept) if kept else None)
 
     def to_json(self) -> dict[str, Any]:
         """Every bit, as JSON."""
-        return {field.name: _packed(getattr(self, field.name)) for field in fields(self)}
+        found = {name: _packed(value) for name, value in self._values() if isinstance(value, Tensor)}
+        if self.kept is not None:
+            found["kept"] = {"tokens": _packed(self.kept.tokens), "counts": _packed(self.kept.counts)}
+        return found
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """What `to_json` gave."""
-        return cls(**{name: _unpacked(value) for name, value in values.items()})
+        kept = {name: _unpacked(value) for name, value in values.get("kept", {}).items()}
+        tensors = {name: _unpacked(value) for name, value in values.items() if name != "kept"}
+        return cls(**tensors, kept=Kept(**kept) if kept else None)
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        return ((field.name, getattr(self, field.name)) for field in fields(self))
 
 
 class Buffer:

@@ -25,17 +25,20 @@ from ztk.inference.sample import uniform
 from ztk.nn.lora import merged_parameters
 from ztk.rl.rollout.answering import MOST, answers_at_once, can_answer
 from ztk.rl.rollout.buffer import Samples
-from ztk.rl.rollout.hybrid import Requests, RolloutPolicy, answer_by, first_tokens, samples_of
+from ztk.rl.rollout.hybrid import Part, Requests, RolloutPolicy, answer_by, first_tokens, samples_of
+from ztk.rl.rollout.kept import Kept
 from ztk.train.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """An answer. tokens: its own. logprobs: of each, float32 numbers. reason: stop, length, or error: the logits are not finite."""
+    """An answer. tokens: its own. logprobs: of each, float32 numbers. reason: stop, length, or error: the logits are not finite. kept:
+    int32 [kept] of each token; None: all."""
 
     tokens: list[int]
     logprobs: list[float]
     reason: str
+    kept: list[Tensor] | None
 
 
 _MOST_OVER_BLOCKS, _STEP_TOKENS = 256, 2048  # answers that are drawn at once, and tokens of a step
@@ -70,7 +73,7 @@ class CachedRollouts:
             sampling = _sampling(policy, requests=requests, step=step, as_trainer=False)
             with _opened(self._source.engine, length=policy.length, sequences=len(sampling)) as generator:
                 drawn = _answers(generator, prompts=_prompts(requests), sampling=sampling)
-            parts = [_parts(drawn, tokens=tokens, lengths=lengths)]
+            parts = [_part(drawn, tokens=tokens, lengths=lengths)]
             return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
         ranks = 1 if self._comm is None else self._comm.size
         generator = self._loaded(policy, sequences=len(requests.prompts) * ranks)
@@ -91,7 +94,7 @@ class CachedRollouts:
             return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
         sampling = _sampling(policy, requests=requests, step=step, as_trainer=True)
         drawn = self._drawn(generator, prompts=_prompts(requests), sampling=sampling)
-        parts = [_parts(drawn, tokens=tokens, lengths=lengths)]
+        parts = [_part(drawn, tokens=tokens, lengths=lengths)]
         return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
 
     def _drawn(self, generator: Generator, *, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Drawn]:
@@ -162,16 +165,20 @@ def _prompts(requests: Requests) -> list[list[int]]:
 
 
 def _sampling(policy: RolloutPolicy, *, requests: Requests, step: int, as_trainer: bool) -> list[SamplingParams]:
-    """How each answer is drawn. as_trainer: its log-probabilities are computed as the trainer's, by the host."""
+    """How each answer is drawn. as_trainer: its log-probabilities are computed as the trainer's, as they are
+    in any case over kept tokens."""
     pairs = zip(requests.prompt_numbers.tolist(), requests.copies.tolist(), strict=True)
     return [
         SamplingParams(
             max_tokens=policy.max_tokens,
             temperature=policy.temperature,
+            top_k=policy.cut.top_k,
+            top_p=policy.cut.top_p,
+            min_p=policy.cut.min_p,
             stop_token_ids=policy.stops,
             seed=policy.seed,
             draw_key=("rollout", step, prompt, copy),
-            fp32_logprobs=as_trainer,
+            fp32_logprobs=as_trainer or not policy.cut.keeps_all,
         )
         for prompt, copy in pairs
     ]
@@ -183,7 +190,10 @@ def _answers(generator: Generator, *, prompts: list[list[int]], sampling: list[S
 
 def _drawn(completion: Completion) -> Drawn:
     return Drawn(
-        tokens=completion.tokens, logprobs=completion.processed_logprobs.tolist(), reason=completion.finish_reason
+        tokens=completion.tokens,
+        logprobs=completion.processed_logprobs.tolist(),
+        reason=completion.finish_reason,
+        kept=completion.kept,
     )
 
 
@@ -197,9 +207,9 @@ def _draws(policy: RolloutPolicy, *, lengths: Tensor, requests: Requests, step: 
     return torch.tensor(found, dtype=torch.float64)
 
 
-def _parts(answers: list[Drawn], *, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _part(answers: list[Drawn], *, tokens: Tensor, lengths: Tensor) -> Part:
     """As `answer_by`."""
-    logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
+    logprobs, entries = torch.zeros(tokens.shape, dtype=torch.float32), []
     for row, answer in enumerate(answers):
         first = int(lengths[row])
         places = slice(first, first + len(answer.tokens))
@@ -207,5 +217,9 @@ def _parts(answers: list[Drawn], *, tokens: Tensor, lengths: Tensor) -> tuple[Te
         logprobs[row, places] = torch.tensor(answer.logprobs)
         if answer.reason == "error":
             logprobs[row, first] = math.nan
+        for number, kept in enumerate(answer.kept or []):
+            ids = kept.long()
+            entries.append((torch.full_like(ids, row), torch.full_like(ids, first + number), ids))
     counts = torch.tensor([len(answer.tokens) for answer in answers])
-    return counts, logprobs, torch.tensor([answer.reason == "stop" for answer in answers])
+    finished = torch.tensor([answer.reason == "stop" for answer in answers])
+    return Part(counts, logprobs, finished, Kept.of(entries, shape=tokens.shape) if entries else None)

@@ -24,15 +24,6 @@ def uniforms(keys: Tensor, *, positions: Tensor) -> Tensor:
     return (_mixed(keys, part=positions) >> 11 & (2**53 - 1)).double() * 2.0**-53
 
 
-def choose(logprobs: Tensor, *, uniforms: Tensor) -> Tensor:
-    """The token at which the cumulative probability passes the draw: logprobs [S, V], uniforms float64 [S] -> int64 [S]."""
-    cumulative = logprobs.double().exp().cumsum(dim=-1)
-    chosen = torch.searchsorted(
-        cumulative, (uniforms.to(cumulative.device) * cumulative[:, -1]).unsqueeze(1), right=True
-    )
-    return chosen.squeeze(1).clamp(max=logprobs.shape[-1] - 1)
-
-
 def _mixed(keys: Tensor, *, part: Tensor) -> Tensor:
     """SplitMix64's next state and output, in arithmetic modulo 2^64."""
     x = (keys ^ (part + 1) * _GAMMA) + _GAMMA

@@ -17,18 +17,20 @@ from ztk.kernels.ops.linear_logprob import TokenLoss
 from ztk.nn import Decoder
 from ztk.nn import loss as losses
 from ztk.nn.linear import Linear, linear
+from ztk.rl.rollout.kept import Hide
 from ztk.rl.rollout.layout import Layout, has_cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Wanted:
     """index: of positions in the flattened rows, int64 [N]. tokens: what follows there, int64 [N]; None: the logits are wanted. loss_of: None:
-    log-probabilities are wanted, else the sum of their losses."""
+    log-probabilities are wanted, else the sum of their losses. hide: tokens that log-probabilities leave out."""
 
     index: Tensor
     tokens: Tensor | None = None
     temperature: float = 1.0
     loss_of: TokenLoss | None = None
+    hide: Hide | None = None
 
 
 class AnswerHead(losses.LanguageLoss):
@@ -45,7 +47,7 @@ class AnswerHead(losses.LanguageLoss):
         rows = x.flatten(0, 1).index_select(0, wanted.index)
         if wanted.tokens is None:
             return head(rows)
-        options: dict[str, Any] = {"temperature": wanted.temperature, "product": _product}
+        options: dict[str, Any] = {"temperature": wanted.temperature, "product": _product, "hide": wanted.hide}
         if wanted.loss_of is None:
             return linear_logprob(rows, head.weight, wanted.tokens, **options)
         return linear_token_loss(rows, head.weight, wanted.tokens, loss_of=wanted.loss_of, **options)
@@ -80,14 +82,23 @@ class Answers:
         scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
         return chosen_logprobs(scaled, tokens.to(logits.device)).cpu()
 
-    def logprobs(self, layout: Layout, *, mask: Tensor, temperature: float = 1.0) -> Tensor:
+    def logprobs(self, layout: Layout, *, mask: Tensor, temperature: float = 1.0, hide: Hide | None = None) -> Tensor:
         """Of the tokens of `mask`: float32 [N]."""
-        with self._head.wanting(_tokens_of(layout, mask=mask, temperature=temperature)):
+        with self._head.wanting(_tokens_of(layout, mask=mask, temperature=temperature, hide=hide)):
             return layout.forward(self._engine)
 
-    def token_loss(self, layout: Layout, *, mask: Tensor, loss_of: TokenLoss, temperature: float = 1.0) -> Tensor:
+    def token_loss(
+        self,
+        layout: Layout,
+        *,
+        mask: Tensor,
+        loss_of: TokenLoss,
+        temperature: float = 1.0,
+        hide: Hide | None = None,
+    ) -> Tensor:
         """The sum of losses of the tokens of `mask` in their order, a scalar; `loss_of` is called once per chunk."""
-        with self._head.wanting(_tokens_of(layout, mask=mask, temperature=temperature, loss_of=loss_of)):
+        wanted = _tokens_of(layout, mask=mask, temperature=temperature, loss_of=loss_of, hide=hide)
+        with self._head.wanting(wanted):
             return layout.forward(self._engine)
 
 
@@ -130,6 +141,13 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     return linear(x, weight=weight)
 
 
-def _tokens_of(layout: Layout, *, mask: Tensor, temperature: float, loss_of: TokenLoss | None = None) -> _Wanted:
+def _tokens_of(
+    layout: Layout,
+    *,
+    mask: Tensor,
+    temperature: float,
+    loss_of: TokenLoss | None = None,
+    hide: Hide | None = None,
+) -> _Wanted:
     chosen = layout.tokens.flatten().index_select(0, layout.places(mask))
-    return _Wanted(index=layout.before(mask), tokens=chosen, temperature=temperature, loss_of=loss_of)
+    return _Wanted(index=layout.before(mask), tokens=chosen, temperature=temperature, loss_of=loss_of, hide=hide)

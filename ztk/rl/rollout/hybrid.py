@@ -2,17 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ztk.inference.kept import KEEPS_ALL, Cut
 from ztk.inference.model import InferenceModel
-from ztk.inference.sample import fp32_logprobs
+from ztk.inference.sample import choose, fp32_logprobs
 from ztk.rl.rollout.answering import MOST, Drawing, answer, answers_at_once
 from ztk.rl.rollout.attention import TextCache
 from ztk.rl.rollout.buffer import Samples
-from ztk.rl.rollout.draws import choose, sample_keys, uniforms
+from ztk.rl.rollout.draws import sample_keys, uniforms
 from ztk.rl.rollout.head import Answers, large_answers
+from ztk.rl.rollout.kept import Kept, entries_of
 from ztk.rl.rollout.layout import Layout, has_cache, lay_out, lay_out_new, new_tokens
 from ztk.rl.rollout.packed import pack_weights
 from ztk.rl.rollout.weights import RolloutWeights, rollout_weights
@@ -26,7 +29,7 @@ class RolloutPolicy:
     keeps them.
 
     max_tokens: of an answer. stops, pad: token numbers; an answer ends with one of `stops`. temperature: divides the logits, for drawing
-    and for the log-probabilities.
+    and for the log-probabilities. cut: the tokens that are drawn from, over which log-probabilities are.
 
     Raises:
         ValueError: a number out of its range.
@@ -41,6 +44,7 @@ class RolloutPolicy:
     seed: int = 0
     weights: RolloutWeights = RolloutWeights.whole
     packs: bool = False
+    cut: Cut = KEEPS_ALL
 
     def __post_init__(self) -> None:
         for name in ("length", "micro_batch", "max_tokens"):
@@ -99,15 +103,24 @@ def generate(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step:
     return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
 
 
-def samples_of(
-    parts: Sequence[tuple[Tensor, Tensor, Tensor]], *, tokens: Tensor, lengths: Tensor, requests: Requests
-) -> Samples:
+class Part(NamedTuple):
+    """Some rows' answers: how many tokens they have, int64 [S], their log-probabilities, float32 [S, T], whether they ended by themselves, bool
+    [S], and the tokens that were kept; None: all."""
+
+    counts: Tensor
+    logprobs: Tensor
+    finished: Tensor
+    kept: Kept | None
+
+
+def samples_of(parts: Sequence[Part], *, tokens: Tensor, lengths: Tensor, requests: Requests) -> Samples:
     """Of tokens int64 [S, T] with answers behind prompts of `lengths`; parts: of some rows each, in order, what `answer_by` returns.
 
     Raises:
         FloatingPointError: a log-probability that is not finite.
     """
-    counts, logprobs, finished = (torch.cat(column) for column in zip(*parts, strict=True))
+    counts, logprobs, finished = (torch.cat([part[column] for part in parts]) for column in range(3))
+    kept = [part.kept for part in parts if part.kept is not None]
     if not logprobs.isfinite().all():
         row = int((~logprobs.isfinite()).any(1).nonzero()[0])
         raise FloatingPointError(f"sample {int(requests.numbers[row])}: the policy's logits are not finite")
@@ -121,6 +134,7 @@ def samples_of(
         logprobs=logprobs,
         rewards=torch.zeros(len(lengths), dtype=torch.float64),
         included=torch.ones(len(lengths), dtype=torch.bool),
+        kept=Kept.joined(kept) if kept else None,
     )
 
 
@@ -152,9 +166,8 @@ def answer_by(
     draws: Tensor,
     in_double: bool = False,
     large: Answers | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Writes answers by a model in memory into `tokens`, int64 [S, T], behind prompts of `lengths`, int64 [S]; returns how many tokens they
-    have, int64 [S], their log-probabilities, float32 [S, T], and whether they ended by themselves, bool [S].
+) -> Part:
+    """Writes answers by a model in memory into `tokens`, int64 [S, T], behind prompts of `lengths`, int64 [S].
 
     draws, in_double: see `Drawing`. large: the update reads logits in chunks.
     """
@@ -171,42 +184,47 @@ def answer_by(
         draws=draws,
         in_double=in_double,
         chosen=None if large is None else chosen,
+        cut=policy.cut,
     )
     found = answer(model, prompts=prompts, drawing=drawing)
     logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
     row, index = (torch.arange(policy.max_tokens) < found.counts.unsqueeze(1)).nonzero().unbind(1)
     at = lengths[row] + index
     tokens[row, at], logprobs[row, at] = found.tokens[row, index], found.logprobs[row, index]
-    return found.counts, logprobs, found.finished
+    entries = [(own, lengths[own] + number, kept) for own, number, kept in found.kept]
+    kept = Kept.of(entries, shape=(len(tokens), tokens.shape[1])) if entries else None
+    return Part(found.counts, logprobs, found.finished, kept)
 
 
-def _answer(
-    engine: Engine, *, policy: RolloutPolicy, tokens: Tensor, lengths: Tensor, draws: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _answer(engine: Engine, *, policy: RolloutPolicy, tokens: Tensor, lengths: Tensor, draws: Tensor) -> Part:
     """As `answer_by`, by the engine's module."""
     forwards = _Forwards(engine, policy=policy, texts=len(tokens))
     logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
     counts, active = torch.zeros_like(lengths), torch.ones(len(tokens), dtype=torch.bool)
     large = large_answers(engine, rows=len(tokens), length=tokens.shape[1])
-    stops = torch.tensor(policy.stops)
+    stops, entries = torch.tensor(policy.stops), []
     for index in range(policy.max_tokens):
         rows = _computed(active) if policy.packs else torch.arange(len(tokens))
         positions = lengths[rows] + index  # of the tokens that are drawn now
-        logits = forwards.logits(tokens, rows=rows, lengths=positions, large=large)
+        logits, goes_on = forwards.logits(tokens, rows=rows, lengths=positions, large=large), active[rows]
+        if not policy.cut.keeps_all:
+            logits, kept = policy.cut.hide(logits, temperature=policy.temperature)
+            own = kept[goes_on.to(kept.device)].cpu()
+            entries.append(entries_of(own, rows=rows[goes_on], positions=positions[goes_on]))
         distribution = fp32_logprobs(logits, temperature=policy.temperature).cpu()
         drawn = choose(distribution, uniforms=draws[rows, index])
         if large is None:
             chosen = distribution.gather(1, drawn.unsqueeze(1)).squeeze(1)
         else:  # by the function that the update reads chunks with
             chosen = large.chosen(logits, tokens=drawn, temperature=policy.temperature)
-        goes_on = active[rows]
         where = rows[goes_on], positions[goes_on]
         tokens[where], logprobs[where] = drawn[goes_on], chosen[goes_on]
         counts += active
         active[rows] &= ~torch.isin(drawn, stops)
         if not _any(engine, flag=bool(active.any())):
             break
-    return counts, logprobs, ~active
+    kept = Kept.of(entries, shape=(len(tokens), tokens.shape[1])) if entries else None
+    return Part(counts, logprobs, ~active, kept)
 
 
 class _Forwards:

@@ -1,0 +1,71 @@
+"""The tokens that a rollout's top-k, top-p and min-p kept, so that the trainer's log-probabilities are over the same ones.
+
+[Note: Log-probabilities over kept tokens]
+An answer of `rollout.top_p` is drawn from the policy over some tokens, with probability p / (their mass). The trainer's softmax over all tokens
+gives p, so that without a change of the weights every ratio would be the kept mass (https://github.com/huggingface/trl/issues/6789). So the
+numbers of the kept tokens are stored with the samples, and policy and reference are computed over them, however far the weights have moved
+since. Sets are stored as numbers, 4 bytes each, because they are small where a cut acts.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+# (logits [n, V], which of the tokens they are of) -> the same with -inf for tokens that were not kept
+Hide = Callable[[Tensor, slice], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """tokens: int32 [N], the kept ones of each place, row after row. counts: int64 [S, T], how many of each place; 0 outside of answers."""
+
+    tokens: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, entries: Sequence[tuple[Tensor, Tensor, Tensor]], *, shape: tuple[int, int]) -> Self:
+        """entries: in any order of places (rows, positions, tokens), int64 [M] each, one for each kept token of a place."""
+        rows, positions, tokens = (torch.cat(column) for column in zip(*entries, strict=True))
+        places = rows * shape[1] + positions
+        counts = torch.bincount(places, minlength=shape[0] * shape[1]).view(shape)
+        return cls(tokens=tokens[places.argsort(stable=True)].to(torch.int32), counts=counts)
+
+    def __getitem__(self, rows: slice | Tensor) -> "Kept":
+        parts = self.tokens.split(self.counts.sum(1).tolist())
+        chosen = torch.arange(len(self.counts))[rows].tolist()
+        tokens = torch.cat([parts[row] for row in chosen]) if chosen else self.tokens[:0]
+        return Kept(tokens=tokens, counts=self.counts[rows])
+
+    @classmethod
+    def joined(cls, parts: Sequence["Kept"]) -> Self:
+        """The rows of all `parts`, in order."""
+        return cls(tokens=torch.cat([part.tokens for part in parts]), counts=torch.cat([part.counts for part in parts]))
+
+
+def hide_of(kept: Kept | None, *, mask: Tensor, device: torch.device) -> Hide | None:
+    """For logits on `device` that predict the tokens of `mask`, bool [S, T], which are those with kept tokens, in their order. None: nothing is
+    left out."""
+    if kept is None:
+        return None
+    counts = kept.counts[mask]
+    borders = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).tolist()
+    rows = torch.arange(len(counts)).repeat_interleave(counts).to(device)
+    tokens = kept.tokens.to(device, torch.int64)
+
+    def hide(logits: Tensor, cut: slice) -> Tensor:
+        own = slice(borders[cut.start], borders[cut.start + len(logits)])
+        hidden = torch.ones_like(logits, dtype=torch.bool)
+        hidden[rows[own] - cut.start, tokens[own]] = False
+        return logits.masked_fill(hidden, -math.inf)
+
+    return hide
+
+
+def entries_of(kept: Tensor, *, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `Kept.of` takes, of what stays at places (rows, positions), int64 [R] each: kept bool [R, V] on the CPU."""
+    which, tokens = kept.nonzero().unbind(1)
+    return rows[which], positions[which], tokens
