@@ -63,16 +63,19 @@ def main() -> None:
 def compare_real(folder: str) -> None:
     """One line per noise and format."""
     opened = open_model(folder)
+    module = opened.module
+    if not isinstance(module, nn.Module):
+        sys.exit(f"{folder} has packed weights: name the model that was packed")
     text = "\n\n".join(topics[name] for name in sorted(topics))[:TEXT_BYTES]
     tokens = opened.tokenizer.encode_text(text)
-    weights = {name: value.clone() for name, value in opened.module.named_parameters() if value.dim() == 2}
+    weights = {name: value.clone() for name, value in module.named_parameters() if value.dim() == 2}
     print(f"{folder}: {len(text.encode())} bytes, {len(tokens)} tokens")
     for noise in NOISE:
-        add_noise(opened.module, weights=weights, noise=noise)
+        add_noise(module, weights=weights, noise=noise)
         first = None
         for name in ("stored", "int8", "int4"):
             start = time.process_time()
-            generator = Generator(opened.module, policy=InferencePolicy(weights=name, max_model_len=WINDOW))
+            generator = Generator(module, policy=InferencePolicy(weights=name, max_model_len=WINDOW))
             loading = time.process_time() - start
             scored = len(tokens) - -(-len(tokens) // WINDOW)
             bits = math.log2(perplexity(generator, tokens=tokens)) * scored / len(text.encode())

@@ -1,6 +1,7 @@
 """`pytest -m quick`: a broad part of the tests in under 2 minutes on 2 cores; `pytest --quick-first` runs it before the others.
 
-Tests marked `slow` are left out; `pytest -m slow` runs them alone, `pytest --slow` with the others.
+Tests marked `slow` are left out; `pytest -m slow` runs them alone, `pytest --slow` with the others. `pytest -m real` runs those that need a
+real model, which `scripts/get_model.py` fetches.
 
 Chosen are tests that need no ranks, or few steps on two, and together touch every package.
 """
@@ -77,11 +78,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if is_quick(item.nodeid):
             item.add_marker("quick")
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    is_asked = config.getoption("--slow") or "slow" in config.getoption("markexpr")
-    if slow and not is_asked and not any("tests/slow" in argument for argument in config.args):
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in set(slow)]
+    for marker, is_asked in (("slow", config.getoption("--slow")), ("real", False)):
+        marked = {item for item in items if item.get_closest_marker(marker)}
+        is_asked = is_asked or marker in config.getoption("markexpr")
+        if marked and not is_asked and not any(f"tests/{marker}" in argument for argument in config.args):
+            config.hook.pytest_deselected(items=list(marked))
+            items[:] = [item for item in items if item not in marked]
     if config.getoption("--quick-first"):
         items.sort(key=lambda item: not is_quick(item.nodeid))
 

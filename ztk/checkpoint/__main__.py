@@ -16,6 +16,7 @@ from ztk.checkpoint.export import (
     export_torch_distributed,
 )
 from ztk.checkpoint.folder import resolve
+from ztk.checkpoint.gguf.writing import KINDS, export_gguf
 from ztk.checkpoint.manifest import read_manifest
 from ztk.checkpoint.verify import describe, verify_all
 
@@ -55,9 +56,12 @@ def _parser() -> argparse.ArgumentParser:
     show.set_defaults(command=_show)
 
     export = commands.add_parser("export", help="write the weights in another format")
-    export.add_argument("dir", help=_DIR)
-    export.add_argument("to", help="a new folder for safetensors files, or a new file ending in .pt for a state_dict")
+    export.add_argument("dir", help=f"{_DIR}; with --format gguf also a folder of transformers")
+    export.add_argument(
+        "to", help="a new folder for safetensors files, or a new file: FILE.pt for a state_dict, FILE.gguf"
+    )
     kind = export.add_mutually_exclusive_group()
+    kind.add_argument("--format", choices=("gguf",), help="one file for llama.cpp, with tokenizer and chat template")
     kind.add_argument(
         "--torch-distributed", action="store_true", help="a torch.distributed.checkpoint folder, optimizer states too"
     )
@@ -67,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="keep the names of a native decoder; without it the decoder becomes a LlamaForCausalLM",
     )
+    export.add_argument("--kind", choices=KINDS, help="with --format gguf: how matrices are stored (default: F16)")
     export.add_argument(
         "--dtype", choices=_DTYPES, help="dtype of the weights; default: the one that the model computed in"
     )
@@ -109,6 +114,14 @@ def _show(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     dtype = DTYPES[_DTYPES[options.dtype]] if options.dtype else None
+    if options.kind and options.format != "gguf":
+        raise ValueError(f"--kind {options.kind} has no effect without --format gguf: add it, or leave --kind out")
+    if options.format == "gguf":
+        if options.dtype:
+            raise ValueError("--dtype has no effect with --format gguf: use --kind F16, Q8_0, Q4_0 or Q4_1")
+        report = export_gguf(options.dir, to=options.to, kind=options.kind or "F16", ema=options.ema)
+        print(f"{report.path}: {report.nbytes / 1e6:.1f} MB, {options.kind or 'F16'}, from {options.dir}")
+        return 0
     if options.torch_distributed:
         if options.dtype:
             raise ValueError("--dtype has no effect with --torch-distributed, which keeps fp32: leave one out")

@@ -143,7 +143,7 @@ def export_safetensors(
         CheckpointError: the checkpoint is damaged or lacks weights, or the average.
         ValueError: `to` exists.
     """
-    manifest = _full_manifest(path)
+    manifest = full_manifest(path)
     names, config = None, None
     if not own_names:
         names, config = transformers_view(manifest, dtype=dtype or DTYPES[manifest.parameters[0].dtype])
@@ -169,10 +169,15 @@ def export_safetensors(
 
 def _copy_tokenizer(step: Path, *, to: Path) -> None:
     """The tokenizer of the run that wrote the checkpoint `step`, if it has one."""
+    folder = run_tokenizer(step)
+    for file in [] if folder is None else sorted(folder.iterdir()):
+        shutil.copyfile(file, to / file.name)
+
+
+def run_tokenizer(step: Path) -> Path | None:
+    """The folder with the tokenizer of the run that wrote the checkpoint `step`, if it has one."""
     run = next((place for place in (step, *step.parents[:3]) if (place / "config.yaml").is_file()), None)
-    if run is not None and (run / "tokenizer").is_dir():
-        for file in sorted((run / "tokenizer").iterdir()):
-            shutil.copyfile(file, to / file.name)
+    return run / "tokenizer" if run is not None and (run / "tokenizer").is_dir() else None
 
 
 def special_tokens(folder: Path) -> dict[str, int]:
@@ -225,7 +230,7 @@ def export_state_dict(
 
     The format is a pickle, so all weights are in memory at once. Raises as `export_safetensors`.
     """
-    manifest, to = _full_manifest(path), Path(to)
+    manifest, to = full_manifest(path), Path(to)
     temporary = _temporary_beside(to)
     weights = Weights(manifest, dtype=dtype, ema=ema)
     try:
@@ -250,7 +255,7 @@ def export_torch_distributed(path: str | os.PathLike, *, to: str | os.PathLike) 
     """
     from torch.distributed import checkpoint as dcp
 
-    manifest, to = _full_manifest(path), Path(to)
+    manifest, to = full_manifest(path), Path(to)
     with _new_folder(to) as folder:
         scratch = folder.with_name(f"{folder.name}.scratch")
         try:
@@ -306,7 +311,7 @@ def _on_disk(manifest: Manifest, *, scratch: Path) -> Iterator[tuple[str, Tensor
             yield key, flat.view(info.shape)
 
 
-def _full_manifest(path: str | os.PathLike) -> Manifest:
+def full_manifest(path: str | os.PathLike) -> Manifest:
     """The manifest of a checkpoint with all parameters.
 
     Raises:

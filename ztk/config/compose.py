@@ -24,7 +24,7 @@ from ztk.config.effects import null_inactive_keys, null_unused_defaults, settle_
 from ztk.config.errors import ConfigError
 from ztk.config.evaluating import choose_engine, take_evaluated
 from ztk.config.generation import take_generation
-from ztk.config.hugging_face import take_sizes
+from ztk.config.hugging_face import take_files, take_sizes
 from ztk.config.keys import SWEEP, flatten, leaf_types, no_values, path_keys, read, run_keys, section_of, write
 from ztk.config.lengths import take_lengths
 from ztk.config.machine import Machine
@@ -166,7 +166,7 @@ def to_config(
         if faults := take_user(choices):
             raise ConfigError(faults)
         choices, own, user = _without_objects(choices, overrides=overrides)
-        if faults := [*take_sizes(choices), *take_measured(choices)]:
+        if faults := [*take_files(choices), *take_sizes(choices), *take_measured(choices)]:
             raise ConfigError(faults)
         config = _typed(choices)
     except OmegaConfBaseException as error:

@@ -14,12 +14,29 @@ from ztk.core.policies.runs import HUGGING_FACE, is_hugging_face
 from ztk.core.policies.zero import ZeroEngine
 
 _SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "max_seq_len")
+_MODELS = (("model", "path"), ("inference", "model"), ("inference", "draft_model"))
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _DROPS = ("dropout", "pdrop", "layerdrop")
 _OTHER_HEADS = ("summary", "classifier")  # dropouts of heads that neither a policy nor a model of values has
 _DIVIDING = ("pretrain", "sft", "plan", "eval")  # tasks whose loss is that of targets, which parts of sequences have
 _ENDLESS = 1 << 30  # no learned positions: as long as memory allows
+
+
+def take_files(choices: DictConfig) -> list[str]:
+    """Puts the folder that a GGUF file was unpacked into in its place. Returns one line per fault."""
+    faults = []
+    for section, name in _MODELS:
+        path = choices.get(section, {}).get(name)
+        if not (isinstance(path, str) and path.endswith(".gguf")):
+            continue
+        from ztk.checkpoint.gguf.reading import model_folder  # here: it takes torch
+
+        try:
+            choices[section][name] = model_folder(path)
+        except ValueError as error:
+            faults.append(f"{section}.{name}={path}: {error}")
+    return faults
 
 
 def take_sizes(choices: DictConfig) -> list[str]:

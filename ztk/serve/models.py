@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ztk import checkpoint
+from ztk.checkpoint.gguf.reading import model_folder
 from ztk.config import Config
 from ztk.config import load as load_config
 from ztk.config.generation import end_tokens, generation_file
@@ -101,7 +102,7 @@ def open_model(path: str, *, ema: bool = False) -> Opened:
     Raises:
         ValueError: the folder has neither, it has no average, or transformers is needed and not installed.
     """
-    folder = Path(path)
+    folder = Path(model_folder(path))
     if ema and any((folder / name).is_file() for name in ("config.json", MANIFEST)):
         raise ValueError(f"inference.ema=true: {folder} has one set of weights; leave it out, or name the run folder")
     if (folder / MANIFEST).is_file():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ztk import checkpoint
 from ztk.checkpoint.export import Weights
+from ztk.checkpoint.gguf.reading import model_folder
 from ztk.config import Config
 from ztk.config import load as load_config
 from ztk.hf.causal import build_causal, empty_causal, read_config
@@ -72,7 +73,7 @@ def pack_model(path: str, *, to: str, weights: str, ema: bool = False) -> Packed
     Raises:
         ValueError: as `open_model` and `pack`.
     """
-    folder = Path(path)
+    folder = Path(model_folder(path))
     source = _source(folder, ema=ema)
     try:
         if not is_own_family(source.module):
@@ -98,7 +99,7 @@ def open_streamed(
     Raises:
         ValueError: as `pack_model`.
     """
-    folder = Path(path)
+    folder = Path(model_folder(path))
     if (folder / MANIFEST).is_file():
         return open_model(path, ema=ema)
     if not _is_own_family(folder):
@@ -128,7 +129,7 @@ def opened_unread(path: str, *, ema: bool = False) -> Iterator[Opened]:
     Raises:
         ValueError: as `pack_model`.
     """
-    folder = Path(path)
+    folder = Path(model_folder(path))
     is_pretrained = (folder / "config.json").is_file()
     is_full = is_pretrained and not (_is_own_family(folder) and any(folder.glob("*.safetensors")))
     if is_full or (folder / MANIFEST).is_file():

@@ -71,7 +71,7 @@ class InferenceConfig:
     changes: ClassVar = Changes.experiment
 
     model: str | None = key(
-        "a run folder, a checkpoint, or a folder that transformers reads; with task=generate, serve and eval it must be given",
+        "a run folder, a checkpoint, a GGUF file, or a folder that transformers reads; with task=generate, serve and eval it must be given",
         acts=_NAMED,
         is_path=True,
     )

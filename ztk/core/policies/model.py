@@ -36,7 +36,7 @@ class ModelConfig:
         changes=Changes.experiment,
     )
     path: str | None = key(
-        "folder with the config.json, and for model.init=pretrained the safetensors files",
+        "folder with the config.json, and for model.init=pretrained the safetensors files; or a GGUF file",
         acts=_HUGGING_FACE,
         is_path=True,
     )

@@ -1,0 +1,216 @@
+"""Models out to GGUF files and in again: the same bits, the package gguf's own blocks, and what transformers reads of them."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.inference.models import build, save_letters
+from tests.rl.align.chats import train_tokenizer
+from ztk.checkpoint.__main__ import main
+from ztk.checkpoint.convert import import_checkpoint
+from ztk.checkpoint.gguf.reading import model_folder, unpack
+from ztk.checkpoint.gguf.tokenizer import read_tokenizer, write_tokenizer
+from ztk.checkpoint.gguf.writing import export_gguf
+from ztk.config import ConfigError, Machine, compose
+from ztk.serve.models import open_model
+
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma")
+TEMPLATE = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 320}
+TEXT = "Hello, it's 12345!\n\n<|im_start|>Hi  there<|im_end|> \u00fcber"
+
+
+def save(folder: Path, *, family: str) -> dict[str, torch.Tensor]:
+    """A tiny model whose matrices fp16 holds, with a tokenizer and a template; its weights."""
+    model = build(family, **WIDE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.half())
+    model.save_pretrained(folder)
+    tokenizer = train_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_f16_and_back_is_the_same_model(family, tmp_path):
+    """Bit by bit; logits, too, since rows of query and key come back where they were. Gemma's norms have 1 added and taken off."""
+    weights = save(tmp_path / "own", family=family)
+    export_gguf(tmp_path / "own", to=tmp_path / "model.gguf")
+    unpack(tmp_path / "model.gguf", to=tmp_path / "back")
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    assert found.keys() == weights.keys()
+    for name, value in weights.items():
+        expected = (value + 1) - 1 if family == "gemma" and "norm" in name else value
+        assert torch.equal(found[name].float(), expected), name
+        assert found[name].dtype == (torch.float16 if value.dim() > 1 else torch.float32)
+    first, again = (open_model(str(tmp_path / name)) for name in ("own", "back"))
+    tokens = torch.arange(1, 40).unsqueeze(0)
+    torch.testing.assert_close(again.module(tokens).logits, first.module(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_1"])
+def test_transformers_reads_the_file_alike(family, kind, tmp_path):
+    """`from_pretrained(gguf_file=)`; it knows nothing of Gemma's norms in this format."""
+    save(tmp_path / "own", family=family)
+    export_gguf(tmp_path / "own", to=tmp_path / "model.gguf", kind=kind)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    found = load_file(f"{model_folder(str(tmp_path / 'model.gguf'))}/model.safetensors")
+    for name, value in expected.named_parameters():
+        assert torch.equal(found[name].float(), value), name
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+def test_blocks_are_those_of_the_package(kind, tmp_path):
+    weights = save(tmp_path / "own", family="qwen3")  # whose rows stay where they are
+    export_gguf(tmp_path / "own", to=tmp_path / "model.gguf", kind=kind)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    for place, name in (("blk.1.ffn_up", "model.layers.1.mlp.up_proj"), ("token_embd", "model.embed_tokens")):
+        own = gguf.GGMLQuantizationType["Q8_0" if place == "token_embd" else kind]
+        expected = gguf.quants.quantize(weights[f"{name}.weight"].numpy(), own)
+        found = tensors[f"{place}.weight"]
+        assert found.tensor_type == own and np.array_equal(found.data, expected)
+    assert tensors["blk.0.attn_norm.weight"].tensor_type == gguf.GGMLQuantizationType.F32
+
+
+def test_tokenizer_template_and_end_tokens_come_back(tmp_path):
+    save(tmp_path / "own", family="llama")
+    export_gguf(tmp_path / "own", to=tmp_path / "model.gguf")
+    unpack(tmp_path / "model.gguf", to=tmp_path / "back")
+    own, back = (transformers.AutoTokenizer.from_pretrained(tmp_path / name) for name in ("own", "back"))
+    assert own.encode(TEXT) == back.encode(TEXT) and own.decode(own.encode(TEXT)) == back.decode(own.encode(TEXT))
+    assert (own.chat_template, own.eos_token) == (back.chat_template, back.eos_token)
+    assert own.eos_token_id in open_model(str(tmp_path / "back")).ends
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "llama-bpe"])
+def test_every_way_to_cut_words_is_found_again(pre, tmp_path):
+    pieces = ["<s>", "</s>", *(chr(number) for number in range(33, 127)), "ab"]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.token_type": [3, 3] + [1] * (len(pieces) - 2),
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": TEMPLATE,
+    }
+    write_tokenizer(metadata, folder=tmp_path, file="model.gguf")
+    found = read_tokenizer(tmp_path, vocabulary=len(pieces))
+    assert {key: found[key] for key in metadata} == metadata
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("abc")) == ["<s>", "ab", "c"]
+
+
+def test_a_sentencepiece_vocabulary_gives_its_merges(tmp_path):
+    """The best score first: `bc` is joined before `ab`. Bytes stand for what has no piece."""
+    space = "\u2581"
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{number:02X}>" for number in range(256)), space, "a", "b", "c", "ab", "bc"]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.scores": [0.0] * (len(pieces) - 2) + [-2.0, -1.0],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * 6,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    write_tokenizer(metadata, folder=tmp_path, file="model.gguf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("abc")) == ["<s>", space, "a", "bc"]
+    assert tokenizer.decode(tokenizer.encode("ab \u00e9"), skip_special_tokens=True) == "ab \u00e9"
+
+
+def test_runs_take_a_file_where_they_take_a_folder(tmp_path):
+    """It is unpacked beside itself once, and again when it has changed."""
+    save(tmp_path / "own", family="llama")
+    export_gguf(tmp_path / "own", to=tmp_path / "model.gguf")
+    options = {"output_dir": tmp_path / "run", "machine": Machine(gpus=0, cores=1)}
+    file = tmp_path / "model.gguf"
+    (tmp_path / "a.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 9
+    )
+    trained = compose(
+        "task=sft",
+        "model=hf",
+        f"model.path={file}",
+        "data=chat",
+        f"data.path={tmp_path / 'a.jsonl'}",
+        "data.seq_len=32",
+        **options,
+    )
+    assert trained.model.path == f"{file}.unpacked" and trained.model.dim == 64
+    asked = compose("task=serve", f"inference.model={file}", **options)
+    assert asked.inference.model == trained.model.path == model_folder(str(file))
+    made = Path(trained.model.path, "model.safetensors").stat().st_mtime_ns
+    assert Path(model_folder(str(file)), "model.safetensors").stat().st_mtime_ns == made
+    file.unlink()
+    export_gguf(tmp_path / "own", to=file, kind="Q8_0")
+    assert load_file(f"{model_folder(str(file))}/model.safetensors")["model.embed_tokens.weight"].dtype == torch.float32
+    assert open_model(str(file)).name == "model.gguf.unpacked"
+
+
+def test_a_checkpoint_of_ztks_decoder_becomes_a_llama(tmp_path, capsys):
+    """By the command, which says what goes with what."""
+    weights = save(tmp_path / "own", family="llama")
+    import_checkpoint(tmp_path / "own", to=tmp_path / "run", as_decoder=True)
+    file = str(tmp_path / "model.gguf")
+    assert main(["export", str(tmp_path / "run"), file, "--format", "gguf", "--kind", "F16"]) == 0
+    found = load_file(f"{model_folder(file)}/model.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name].float(), value) for name, value in weights.items())
+    capsys.readouterr()
+    for words, message in (
+        (["--kind", "Q8_0"], "--kind Q8_0 has no effect without --format gguf"),
+        (["--format", "gguf", "--dtype", "bf16"], "--dtype has no effect with --format gguf"),
+        (["--format", "gguf"], "model.gguf exists; name another place"),
+    ):
+        assert main(["export", str(tmp_path / "run"), file, *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_what_is_not_written_is_refused(tmp_path):
+    for family, message in (
+        ("gemma2", "model_type=gemma2 has no mapping to GGUF"),
+        ("mistral", "sliding_window=24 is not written"),
+    ):
+        build(family).save_pretrained(tmp_path / family)
+        with pytest.raises(ValueError, match=message):
+            export_gguf(tmp_path / family, to=tmp_path / f"{family}.gguf")
+        assert not (tmp_path / f"{family}.gguf").exists()
+    build("llama").save_pretrained(tmp_path / "letters")
+    save_letters(tmp_path / "letters")
+    with pytest.raises(ValueError, match="is no byte-level BPE"):
+        export_gguf(tmp_path / "letters", to=tmp_path / "letters.gguf")
+    with pytest.raises(ValueError, match="--kind Q5_K: must be F16, Q8_0, Q4_0 or Q4_1"):
+        export_gguf(tmp_path / "letters", to=tmp_path / "letters.gguf", kind="Q5_K")
+
+
+def test_what_is_not_read_is_refused(tmp_path):
+    save(tmp_path / "own", family="llama")
+    export_gguf(tmp_path / "own", to=tmp_path / "model.gguf")
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes((tmp_path / "model.gguf").read_bytes()[:2000])
+    with pytest.raises(ValueError, match="cut.gguf: is no complete GGUF file"):
+        unpack(cut, to=tmp_path / "back")
+    other = tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(other, "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="general.architecture=mamba is not read: llama, qwen2, qwen3, gemma are"):
+        unpack(other, to=tmp_path / "back")
+    options = {"output_dir": tmp_path / "run", "machine": Machine(gpus=0, cores=1)}
+    with pytest.raises(ConfigError, match=f"inference.model={other}: .*mamba is not read"):
+        compose("task=serve", f"inference.model={other}", **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gguf", "model.gguf", "other.gguf", "own"]

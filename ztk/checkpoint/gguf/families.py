@@ -1,0 +1,172 @@
+"""Configurations and tensor names of the families whose GGUF files are read and written.
+
+llama.cpp rotates neighbouring elements of a Llama's heads and transformers rotates halves, so rows of query and key are in another order in
+the file. Gemma's norms are stored with the 1 that transformers adds.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# GGUF's architecture -> transformers' model_type and class.
+FAMILIES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "gemma": ("gemma", "GemmaForCausalLM"),
+}
+ARCHITECTURES = {model_type: name for name, (model_type, _) in FAMILIES.items()} | {"mistral": "llama"}
+_SIZES = {  # below the architecture -> config.json
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ACTIVATIONS = {"llama": "silu", "qwen2": "silu", "qwen3": "silu", "gemma": "gelu_pytorch_tanh"}
+_THETA = 10000.0  # where a file or a configuration names none
+
+
+def config_of(metadata: Mapping[str, Any], *, shapes: Mapping[str, tuple[int, ...]], file: str) -> dict[str, Any]:
+    """`config.json`, without the weights' dtype, from a file's metadata and the shapes of its tensors by name.
+
+    Raises ValueError for a family or a rotation that is not read.
+    """
+    name = metadata.get("general.architecture")
+    if name not in FAMILIES:
+        raise ValueError(
+            f"{file}: general.architecture={name} is not read: {', '.join(FAMILIES)} are; name the model's folder with safetensors files"
+        )
+    scaling = metadata.get(f"{name}.rope.scaling.type", "none")
+    if "rope_freqs.weight" in shapes or scaling != "none":
+        raise ValueError(
+            f"{file}: its positions are scaled (rope.scaling.type={scaling} or rope_freqs.weight), which is not read; name the model's "
+            "folder with safetensors files"
+        )
+    lacking = [key for key in _SIZES if f"{name}.{key}" not in metadata and key != "attention.head_count_kv"]
+    if lacking:
+        raise ValueError(f"{file}: lacks {name}.{lacking[0]} in its metadata: convert the model again")
+    if "token_embd.weight" not in shapes:
+        raise ValueError(f"{file}: lacks the tensor token_embd.weight: convert the model again")
+    found = {theirs: metadata.get(f"{name}.{key}") for key, theirs in _SIZES.items()}
+    heads = found["num_attention_heads"]
+    model_type, architecture = FAMILIES[name]
+    theta = float(metadata.get(f"{name}.rope.freq_base", _THETA))
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        **found,
+        "num_key_value_heads": found["num_key_value_heads"] or heads,
+        "head_dim": metadata.get(f"{name}.attention.key_length", found["hidden_size"] // heads),
+        "vocab_size": shapes["token_embd.weight"][0],
+        "hidden_act": _ACTIVATIONS[name],
+        "attention_bias": "blk.0.attn_output.bias" in shapes,
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+    }
+
+
+def metadata_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(architecture, metadata below it) for a `config.json`.
+
+    Raises ValueError for a model that llama.cpp would compute otherwise.
+    """
+    name = ARCHITECTURES.get(config.get("model_type", ""))
+    if name is None:
+        raise ValueError(
+            f"--format gguf: model_type={config.get('model_type')} has no mapping to GGUF: {', '.join(ARCHITECTURES)} have; leave --format out"
+        )
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ValueError(
+            f"--format gguf: rope_type={kind} is not written, only default positions are; leave --format out"
+        )
+    if config.get("sliding_window") and config.get("use_sliding_window", name == "llama"):
+        raise ValueError(
+            f"--format gguf: sliding_window={config['sliding_window']} is not written for {name}; leave --format out"
+        )
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    found = {key: config[theirs] for key, theirs in _SIZES.items() if config.get(theirs) is not None}
+    found.setdefault("attention.head_count_kv", heads)
+    theta = float(rope.get("rope_theta", config.get("rope_theta", _THETA)))
+    more = {
+        "rope.freq_base": theta,
+        "rope.dimension_count": head_dim,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "vocab_size": config["vocab_size"],
+    }
+    return name, found | more
+
+
+def to_transformers(name: str) -> str | None:
+    """A tensor's name in a folder of transformers; None: it has none there."""
+    return _renamed(name, top=_TOP, block=_BLOCK, prefixes=("blk", "model.layers"))
+
+
+def to_gguf(name: str) -> str | None:
+    """A tensor's name in a GGUF file; None: it has none there."""
+    top, block = ({theirs: own for own, theirs in names.items()} for names in (_TOP, _BLOCK))
+    return _renamed(name, top=top, block=block, prefixes=("model.layers", "blk"))
+
+
+def _renamed(name: str, *, top: dict[str, str], block: dict[str, str], prefixes: tuple[str, str]) -> str | None:
+    stem, _, part = name.rpartition(".")
+    if part not in ("weight", "bias"):
+        return None
+    if stem in top:
+        return f"{top[stem]}.{part}"
+    match = re.fullmatch(rf"{re.escape(prefixes[0])}\.(\d+)\.(.+)", stem)
+    if match is None or match[2] not in block:
+        return None
+    return f"{prefixes[1]}.{match[1]}.{block[match[2]]}.{part}"
+
+
+def as_transformers(value: Tensor, *, name: str, config: Mapping[str, Any]) -> Tensor:
+    """What transformers computes with. value: a tensor of the file, any shape; name: in the file."""
+    if (heads := _turned_heads(name, config=config)) is not None:
+        return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+    if config["model_type"] == "gemma" and "norm" in name:
+        return value - 1
+    return value
+
+
+def as_gguf(value: Tensor, *, name: str, config: Mapping[str, Any]) -> Tensor:
+    """What llama.cpp computes with, the other way. value: any shape; name: in the file."""
+    if (heads := _turned_heads(name, config=config)) is not None:
+        return value.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
+    if config["model_type"] == "gemma" and "norm" in name:
+        return value.to(torch.float32) + 1
+    return value
+
+
+def _turned_heads(name: str, *, config: Mapping[str, Any]) -> int | None:
+    """How many heads a tensor has whose rows are in another order; None: they are not."""
+    if ARCHITECTURES[config["model_type"]] != "llama":
+        return None
+    if re.fullmatch(r"blk\.\d+\.attn_q\.(weight|bias)", name):
+        return config["num_attention_heads"]
+    if re.fullmatch(r"blk\.\d+\.attn_k\.(weight|bias)", name):
+        return config.get("num_key_value_heads") or config["num_attention_heads"]
+    return None

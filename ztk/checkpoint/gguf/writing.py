@@ -1,0 +1,190 @@
+"""A checkpoint or a folder of transformers as one GGUF file, with tokenizer, chat template and end tokens."""
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ztk.checkpoint.architecture import transformers_view
+from ztk.checkpoint.export import ExportReport, Weights, full_manifest, run_tokenizer
+from ztk.checkpoint.folder import resolve
+from ztk.checkpoint.gguf.families import as_gguf, metadata_of, to_gguf
+from ztk.checkpoint.gguf.reading import gguf_library
+from ztk.checkpoint.gguf.tokenizer import read_tokenizer
+from ztk.checkpoint.sources import MASTER, SafetensorsSource
+
+KINDS = ("F16", "Q8_0", "Q4_0", "Q4_1")
+_HEADS = (
+    "token_embd.weight",
+    "output.weight",
+)  # 8 bits where the others have 4: their errors go straight into the logits
+
+
+class _Model(Protocol):
+    config: dict[str, Any]
+    tokenizer: Path
+
+    def names(self) -> list[str]: ...
+
+    def full(self, name: str) -> Tensor: ...
+
+
+def export_gguf(
+    path: str | os.PathLike, *, to: str | os.PathLike, kind: str = "F16", ema: bool = False
+) -> ExportReport:
+    """Writes the file `to`, one tensor in memory at a time.
+
+    path: a checkpoint as for `load`, or a folder with config.json and safetensors files. kind: F16, Q8_0, Q4_0 or Q4_1, in which matrices are
+    stored, rounded as the package gguf does it; embedding and head of the 4-bit kinds are Q8_0, vectors F32. ema: as in `export_safetensors`.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or lacks weights, or the average.
+        ValueError: `to` exists, gguf is not installed, or the model or its tokenizer has no form in GGUF.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"--kind {kind}: must be {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+    library, target = gguf_library(), Path(to)
+    if target.exists():
+        raise ValueError(f"{target} exists; name another place, or remove it first")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        with _opened(Path(path), ema=ema) as model:
+            _write(model, path=temporary, kind=kind, library=library)
+        os.rename(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return ExportReport(path=target, files=1, nbytes=target.stat().st_size)
+
+
+@contextmanager
+def _opened(path: Path, *, ema: bool) -> Iterator[_Model]:
+    if not (path / "config.json").is_file():
+        with closing(_CheckpointModel(path, ema=ema)) as model:
+            yield model
+        return
+    if ema:
+        raise ValueError(f"--ema: {path} has one set of weights; leave it out, or name a checkpoint")
+    yield _FolderModel(path)
+
+
+class _FolderModel:
+    """A folder as transformers has it."""
+
+    def __init__(self, path: Path) -> None:
+        self.config, self.tokenizer = json.loads((path / "config.json").read_text(encoding="utf-8")), path
+        self._source = SafetensorsSource(sorted(path.glob("*.safetensors")))
+        self._shapes = {name: shape for (_, name), shape in self._source.shapes().items()}
+
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def full(self, name: str) -> Tensor:
+        return torch.cat(list(self._source.ranges((MASTER, name)))).view(self._shapes[name])
+
+
+class _CheckpointModel:
+    """A checkpoint of ztk: a native decoder becomes a Llama."""
+
+    def __init__(self, path: Path, *, ema: bool) -> None:
+        manifest = full_manifest(path)
+        names, config = transformers_view(manifest, dtype=torch.float32)
+        if config is None:
+            raise ValueError(
+                f"--format gguf: {manifest.path} has adapters of peft: merge them (merge_and_unload) and save the model, then export the folder"
+            )
+        is_merged = "decoder" in (manifest.model or {})
+        self.config, self._stack = config, ExitStack()
+        step = resolve(path)
+        self.tokenizer = run_tokenizer(step) or step
+        self._weights = Weights(manifest, dtype=torch.float32, names=names, ema=ema, is_merged=is_merged)
+        self._shapes = {spec.key: spec.shape for spec in self._weights.specs}
+
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def full(self, name: str) -> Tensor:
+        return torch.cat(list(self._weights.ranges(name))).view(self._shapes[name])
+
+    def close(self) -> None:
+        self._weights.close()
+
+
+def _write(model: _Model, *, path: Path, kind: str, library: Any) -> None:
+    architecture, sizes = metadata_of(model.config)
+    writer = library.GGUFWriter(path, architecture)
+    try:
+        writer.add_type("model")
+        writer.add_file_type(library.LlamaFileType[f"MOSTLY_{kind}"])
+        writer.add_quantization_version(library.GGML_QUANT_VERSION)
+        for key, value in sizes.items():
+            _add(writer, f"{architecture}.{key}", value=value)
+        for key, value in read_tokenizer(model.tokenizer, vocabulary=model.config["vocab_size"]).items():
+            _add(writer, key, value=value)
+        _write_tensors(model, writer=writer, kind=kind, library=library)
+    finally:
+        writer.close()
+
+
+def _add(writer: Any, key: str, *, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _write_tensors(model: _Model, *, writer: Any, kind: str, library: Any) -> None:
+    """Sizes of all tensors, then their values one after the other."""
+    places = _places(model)
+    for place, name in places.items():
+        stored = _stored(model.full(name), place=place, config=model.config, kind=kind, library=library)
+        own = None if stored.dtype != "uint8" else _kind_of(place, kind=kind, library=library)
+        writer.add_tensor_info(place, stored.shape, stored.dtype, stored.nbytes, raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for place, name in places.items():
+        writer.write_tensor_data(
+            _stored(model.full(name), place=place, config=model.config, kind=kind, library=library)
+        )
+
+
+def _places(model: _Model) -> dict[str, str]:
+    """Name in the file -> name in the model. A tied head is left out."""
+    found = {}
+    for name in model.names():
+        place = to_gguf(name)
+        if place is None:
+            raise ValueError(f"--format gguf: {name} has no place in a GGUF file; leave --format out")
+        if place != "output.weight" or not model.config.get("tie_word_embeddings"):
+            found[place] = name
+    return found
+
+
+def _kind_of(place: str, *, kind: str, library: Any) -> Any:
+    is_head = place in _HEADS and kind.startswith("Q4")
+    return library.GGMLQuantizationType["Q8_0" if is_head else kind]
+
+
+def _stored(value: Tensor, *, place: str, config: dict[str, Any], kind: str, library: Any) -> Any:
+    """What the file has of one tensor, as numpy: blocks are uint8 [rows, bytes]."""
+    turned = as_gguf(value.float(), name=place, config=config)
+    if turned.dim() < 2:
+        return turned.numpy()
+    chosen = _kind_of(place, kind=kind, library=library)
+    block, _ = library.GGML_QUANT_SIZES[chosen]
+    if kind == "F16" or turned.shape[1] % block:
+        return turned.half().numpy()
+    return library.quants.quantize(turned.numpy(), chosen)
