@@ -8,7 +8,7 @@ import torch
 
 from tests.inference.models import build, build_decoder
 from tests.inference.schedules import alone, run_schedule
-from ztk.inference import Generator, SamplingParams, attention, engine, products, rows, slab_cache
+from ztk.inference import Generator, SamplingParams, attention, engine, products, rows, slab_cache, steps
 from ztk.inference.steps import Places, Span
 
 MODELS = {
@@ -223,3 +223,25 @@ def test_many_sequences_attend_as_one_does(lengths):
         own = slice(span.row, span.row + span.length)
         each[own] = Places([alone], group=2, kv_heads=2, head_dim=16).attend(query[own], **options)
     assert torch.equal(together, each) and together.abs().amax(dim=(1, 2)).min() > 0
+
+
+@pytest.mark.parametrize(("group", "window"), [(1, None), (3, None), (3, 100), (5, None)])
+def test_a_long_prompt_attends_with_few_products_and_the_bits_of_its_tiles(group, window, monkeypatch):
+    """From the middle of a block on, over several pieces of `QUERIES` places."""
+    generator = torch.Generator().manual_seed(0)
+    draw = functools.partial(torch.randn, generator=generator)
+    keys, values = (draw(2, 12, 2, attention.BLOCK, 16) for _ in range(2))
+    spans = [Span(slot=1, start=90, length=600, row=0), Span(slot=0, start=5, length=40, row=600)]
+    query = draw(640, 2 * group, 16)
+    options = {"keys": keys, "values": values, "scale": 0.25, "window": window}
+    calls, bmm = [], torch.bmm
+    monkeypatch.setattr(attention.torch, "bmm", lambda *x, **rest: calls.append(x) or bmm(*x, **rest))
+
+    found = []
+    for joins in (True, False):
+        monkeypatch.setattr(steps, "rows_agree", lambda *shape, joins=joins: joins)
+        places = Places(spans, group=group, kv_heads=2, head_dim=16)
+        calls.clear()
+        found.append((places.attend(query, **options), len(calls)))
+    (joined, few), (tiled, many) = found
+    assert torch.equal(joined, tiled) and few < many / 2

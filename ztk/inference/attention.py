@@ -15,6 +15,7 @@ is loaded.
 
 import functools
 import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -28,6 +29,8 @@ _ROWS = 8  # query rows of a product, at least
 _LONE_ROWS = 4  # of a query without neighbours, where that changes no bit
 _BATCHES, _MOST = (1, 2, 4, 33), 130  # products in one call that are tried, and beside which
 _KEPT = 4  # groups of tiles whose views are kept from step to step
+# (products in one call, tiles of each) in which rows are compared with those of single tiles
+_JOINED = ((1, 2), (4, 5), (33, 9), (5, 32), (2, 1), (130, 3), (3, 64))
 
 
 def tile_of(group: int) -> int:
@@ -74,6 +77,25 @@ def _lone_tile(group: int, head_dim: int, has_lone: bool, threads: int) -> int:
     return narrow
 
 
+@functools.cache
+@torch.inference_mode()
+def rows_agree(group: int, head_dim: int, threads: int) -> bool:
+    """Whether a product of many tiles with a block of keys or values gives every row the bits that it has in a product of its own tile.
+
+    threads: torch's, by which a library may divide a product.
+    """
+    generator, rows = torch.Generator().manual_seed(0), tile_of(group) * group
+    for count, tiles in _JOINED:
+        for columns in (head_dim, BLOCK):
+            x = torch.randn(count, tiles * rows, columns, generator=generator)
+            other = torch.randn(count, BLOCK, head_dim, generator=generator)
+            other = other.mT if columns == head_dim else other
+            expected = torch.cat([torch.bmm(part.contiguous(), other) for part in x.split(rows, dim=1)], dim=1)
+            if not torch.equal(torch.bmm(x, other), expected):
+                return False
+    return True
+
+
 def _counts(has_lone: bool) -> tuple[int, ...]:
     return _BATCHES if has_lone else _BATCHES[1:]
 
@@ -95,7 +117,8 @@ class Tiles:
     each is at all places of a tile of its own. slots, blocks: per tile, the cache's slot and how many blocks of keys it reads. firsts: int64
     [Q], absolute position of the first place. lines: int64 [Q], the only place that counts; None: all do. targets, sources: int64, rows of
     the step and the places in Q * tile (in Q, with lines) whose results they take; sources None: the targets are all Q rows, in order.
-    side_by_side: slots are consecutive and blocks equal. any_place: with lines, every place of a tile has the same bits.
+    side_by_side: slots are consecutive and blocks equal. any_place: with lines, every place of a tile has the same bits. one_sequence: all
+    tiles are of one slot, in the order of their positions, and one product multiplies a block of keys with all tiles that read it.
     """
 
     tile: int
@@ -108,6 +131,7 @@ class Tiles:
     sources: Tensor | None
     side_by_side: bool = False
     any_place: bool = False
+    one_sequence: bool = False
     _hidden: dict = field(default_factory=dict)
     _lines: dict = field(default_factory=dict)
 
@@ -118,11 +142,15 @@ class Tiles:
             return self.firsts.unsqueeze(1) + torch.arange(self.tile)
         return (self.firsts + self.lines).unsqueeze(1)
 
+    def first_hidden(self, *, window: int | None) -> int:
+        """The first block with a key that some query does not see. window: a query sees that many keys, itself included."""
+        return 0 if window is not None or not self.one_sequence else int(self.firsts[0]) // BLOCK
+
     def hidden(self, *, window: int | None) -> Tensor:
-        """bool [Q, blocks, 1, 1, places, BLOCK]: keys that a query does not see. window: it sees that many, itself included."""
+        """bool [Q, blocks from `first_hidden` on, 1, 1, places, BLOCK]: keys that a query does not see."""
         if window not in self._hidden:
-            count = max(self.blocks)
-            key_at = torch.arange(count * BLOCK).view(1, count, 1, 1, 1, BLOCK)
+            first, count = self.first_hidden(window=window), max(self.blocks)
+            key_at = torch.arange(first * BLOCK, count * BLOCK).view(1, count - first, 1, 1, 1, BLOCK)
             query_at = self.positions.view(len(self.slots), 1, 1, 1, -1, 1)
             found = key_at > query_at
             self._hidden[window] = found if window is None else found | (key_at <= query_at - window)
@@ -196,15 +224,21 @@ class _Memory:
     Queries and weights share memory, unless the weights are computed where the scores are: where all places count. Of tiles side by side
     queries are [Q, 1, K, G, T, D], and N and K come first in memory: a product takes one block of one head of all sequences. Over 32
     sequences of one block, 4 heads of 64, microseconds for both products on one core / two: 209 / 139, and one call per sequence 266 / 394.
+    Tiles of one sequence lie in the same way, and a product takes one block of all heads.
     """
 
     def __init__(self, tiles: Tiles, *, sizes: tuple[int, int, int], scratch: Scratch) -> None:
         K, G, D = sizes
         self._tiles, self._rows = tiles, G * tiles.tile
+        self._blocks_first = tiles.side_by_side or tiles.one_sequence
         self._sizes = (len(tiles.slots), max(tiles.blocks), K, G, tiles.tile)
         is_copied = tiles.lines is not None and tiles.tile > 1
-        scratch.take("queries", shape=(*self._sizes, max(D, BLOCK)))
-        self.queries = self._take("queries", columns=D, scratch=scratch)
+        if tiles.one_sequence:
+            Q, _, *rows = self._sizes
+            self.queries = scratch.take("queries", shape=(1, rows[0], Q, *rows[1:], D)).permute(2, 0, 1, 3, 4, 5)
+        else:
+            scratch.take("queries", shape=(*self._sizes, max(D, BLOCK)))
+            self.queries = self._take("queries", columns=D, scratch=scratch)
         if tiles.side_by_side:
             self.queries = self.queries[:, :1]
         self.scores = self._take("scores", columns=BLOCK, scratch=scratch)
@@ -214,7 +248,7 @@ class _Memory:
 
     def _take(self, name: str, *, columns: int, scratch: Scratch) -> Tensor:
         Q, N, K, *rows = self._sizes
-        if self._tiles.side_by_side:
+        if self._blocks_first:
             return scratch.take(name, shape=(N, K, Q, *rows, columns)).permute(2, 0, 1, 3, 4, 5)
         return scratch.take(name, shape=(Q, N, K, *rows, columns))
 
@@ -222,7 +256,7 @@ class _Memory:
         """(left, right, out) of the products with keys and with values."""
         found = self._products.get(id(keys))
         if found is None:
-            cut = self._by_head if self._tiles.side_by_side else self._by_tile
+            cut = self._by_block if self._tiles.one_sequence else self._by_head if self._blocks_first else self._by_tile
             first = [(left, right.mT, out) for left, right, out in cut(self.queries, keys, self.scores)]
             second = list(cut(self.weights, values, self.parts))
             # With the keys themselves, so that no other tensor has their id.
@@ -243,6 +277,24 @@ class _Memory:
             for k in range(K):
                 rows = left[:, n if left.shape[1] > 1 else 0, k].flatten(1, 2)
                 yield rows, slab[first : first + Q, n, k], out[:, n, k].flatten(1, 2)
+
+    def _by_block(self, left: Tensor, slab: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """[K, rows of the tiles that read it, X] of each block."""
+        for n, first in enumerate(self._readers()):
+            rows = left[first:, n if left.shape[1] > 1 else 0].transpose(0, 1).flatten(1, 3)
+            yield rows, slab[self._tiles.slots[0], n], out[first:, n].transpose(0, 1).flatten(1, 3)
+
+    def _readers(self) -> list[int]:
+        """Of tiles of one sequence, the first that reads each block."""
+        return [bisect_right(self._tiles.blocks, n) for n in range(self._sizes[1])]
+
+    def clear_unread(self) -> None:
+        """Zeros the results of blocks that a tile does not read."""
+        if self._tiles.one_sequence:
+            for n, first in enumerate(self._readers()):
+                self.parts[:first, n].zero_()
+        elif min(self._tiles.blocks) < self._sizes[1] and not self._tiles.side_by_side:
+            self.parts.zero_()
 
 
 def attend(
@@ -277,15 +329,14 @@ def attend(
         scores = torch.tanh(scores / softcap) * softcap
     if slopes is not None:
         scores = scores + slopes.view(K, G, 1, 1) * torch.arange(N * BLOCK).view(N, 1, 1, 1, BLOCK)
-    scores = scores.masked_fill_(tiles.hidden(window=window), float("-inf"))
+    scores[:, tiles.first_hidden(window=window) :].masked_fill_(tiles.hidden(window=window), float("-inf"))
     highest = scores.amax(dim=-1, keepdim=True) if N == 1 else scores.amax(dim=(1, 5), keepdim=True)
     weights = scores.sub_(highest).exp_()
     total = _in_order(weights.sum(-1, keepdim=True))  # [Q, K, G, places, 1]
 
     if weights.data_ptr() != memory.weights.data_ptr():
         memory.weights.copy_(weights.expand_as(memory.weights))
-    if min(tiles.blocks) < N and not tiles.side_by_side:
-        memory.parts.zero_()  # of blocks that a tile does not read
+    memory.clear_unread()
     for left, right, out in with_values:
         torch.bmm(left, right, out=out)
     summed = _in_order(tiles.counted(memory.parts))  # [Q, K, G, places, D]

@@ -7,11 +7,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ztk.inference.attention import BLOCK, Scratch, Tiles, attend, lone_tile_of, tile_of
+from ztk.inference.attention import BLOCK, Scratch, Tiles, attend, lone_tile_of, rows_agree, tile_of
 from ztk.inference.rows import rms_norm, rope, turns
 
-QUERIES = 2 * BLOCK  # queries of a sequence whose scores exist at one time
-_SCORES = 4 * QUERIES  # places times blocks of keys: of short sequences more are computed at once
+QUERIES = 4 * BLOCK  # queries of a sequence whose scores exist at one time
+_SCORES = 8 * BLOCK  # places times blocks of keys: of short sequences more are computed at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +130,11 @@ class Places:
         self.groups = [
             _single(own, tile=lone, any_place=any_place) for own in _neighbours(single, most=max(1, QUERIES // lone))
         ]
-        self.groups += _many([span for span in spans if span.length > 1], tile=tile_of(group))
+        self.groups += _many(
+            [span for span in spans if span.length > 1],
+            tile=tile_of(group),
+            joins=rows_agree(group, head_dim, torch.get_num_threads()),
+        )
 
     def write(self, slab: Tensor, *, part: Tensor) -> None:
         """Keys or values [M, K, D] of all rows into a layer's slab [slots, blocks, K, BLOCK, D], which is contiguous."""
@@ -234,8 +238,11 @@ class _Piece:
         return _blocks(min(self.first + self.tiles * tile, self.stop))
 
 
-def _many(spans: list[Span], *, tile: int) -> list[Tiles]:
-    """Sequences with several rows each, up to `QUERIES` places of one at a time, and of several as many as `_SCORES` has room for."""
+def _many(spans: list[Span], *, tile: int, joins: bool) -> list[Tiles]:
+    """Sequences with several rows each, up to `QUERIES` places of one at a time, and of several as many as `_SCORES` has room for.
+
+    joins: the tiles of a sequence may share products with a block of keys, and do where that makes fewer of them.
+    """
     size, found = max(tile, QUERIES // tile * tile), []
     together: list[_Piece] = []
     for span in spans:
@@ -243,6 +250,9 @@ def _many(spans: list[Span], *, tile: int) -> list[Tiles]:
         for first in range(span.start // tile * tile, stop, size):
             tiles = -(-(min(first + size, stop) - first) // tile)
             piece = _Piece(span=span, first=first, tiles=tiles, stop=stop)
+            if joins and piece.tiles > piece.blocks(tile=tile):
+                found.append(_joined([piece], tile=tile, one_sequence=True))
+                continue
             most = max(one.blocks(tile=tile) for one in (*together, piece))
             if together and sum(one.tiles for one in (*together, piece)) * tile * most > _SCORES:
                 found.append(_joined(together, tile=tile))
@@ -251,8 +261,8 @@ def _many(spans: list[Span], *, tile: int) -> list[Tiles]:
     return [*found, _joined(together, tile=tile)] if together else found
 
 
-def _joined(pieces: list[_Piece], *, tile: int) -> Tiles:
-    """The tiles of all pieces, one piece after the other."""
+def _joined(pieces: list[_Piece], *, tile: int, one_sequence: bool = False) -> Tiles:
+    """The tiles of all pieces, one piece after the other. one_sequence: there is one piece."""
     firsts, rows, slots, blocks, targets, sources = [], [], [], [], [], []
     for piece in pieces:
         span, row = piece.span, piece.span.row - piece.span.start
@@ -274,6 +284,7 @@ def _joined(pieces: list[_Piece], *, tile: int) -> Tiles:
         lines=None,
         targets=torch.tensor(targets),
         sources=torch.tensor(sources),
+        one_sequence=one_sequence,
     )
 
 

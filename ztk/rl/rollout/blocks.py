@@ -1,7 +1,7 @@
 """Attention of a forward's texts, and its gradient: products of blocks of `BLOCK` keys, of all heads and texts of a length at once.
 
 The result has the bits of the inference engine's `attend` (see [Note: The cache's bits] in `attention`): the same products, maxima and sums,
-in the same order of blocks. What differs is how many rows a product has, which changes no bit where `_rows_agree` finds that on this
+in the same order of blocks. What differs is how many rows a product has, which changes no bit where `rows_agree` finds that on this
 processor; elsewhere products have the engine's rows. The gradient computes the scores again instead of keeping them:
 
     weights = exp(scores - logsumexp)          d_scores = weights (d_out value^T - sum(d_out out))
@@ -10,21 +10,19 @@ processor; elsewhere products have the engine's rows. The gradient computes the 
 Legend: S segments, K key heads, G query heads per key head, R positions of a segment, T positions of a tile, D head size, N blocks.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ztk.inference.attention import BLOCK, tile_of
+from ztk.inference.attention import BLOCK, rows_agree, tile_of
 
 TILE = 8  # positions in multiples of which segments are computed: of every tile of the engine's, which has 1 to 8
 _ALIKE = 32  # positions by which segments of a group differ, less one: what is computed too much costs less than many small groups
 ROWS = 2 * BLOCK  # queries of a segment at most: scores of all keys exist for so many
 _AWAY = -1e38  # added to scores that are not seen: far below any that is, and finite
 _SCORES = 1 << 20  # of a group: 4 MiB, which stay in the cache from a product to the next
-_TRIED = ((1, 2), (4, 5), (33, 9), (5, 32), (2, 1), (130, 3))  # products, tiles of each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +42,7 @@ class Blocks:
 
     def __init__(self, segments: Sequence[Segment], *, tokens: int, kv_heads: int, group: int, head_dim: int) -> None:
         self._sizes = (tokens, kv_heads, group, head_dim)
-        most = None if _rows_agree(group, head_dim, torch.get_num_threads()) else tile_of(group) * group
+        most = None if rows_agree(group, head_dim, torch.get_num_threads()) else tile_of(group) * group
         self._groups = [
             _Group(together, kv_heads=kv_heads, group=group, most_rows=most)
             for together in _alike(segments, heads=kv_heads * group)
@@ -279,19 +277,3 @@ def _alike(segments: Sequence[Segment], *, heads: int) -> list[list[Segment]]:
         size = max(1, _SCORES // (heads * queries * (base + queries)))
         groups += [alike[first : first + size] for first in range(0, len(alike), size)]
     return groups
-
-
-@functools.cache
-@torch.inference_mode()
-def _rows_agree(group: int, head_dim: int, threads: int) -> bool:
-    """Rows of products with a block of keys or values have the bits of the engine's tiles, in any number of tiles. threads: torch's."""
-    generator, rows = torch.Generator().manual_seed(0), tile_of(group) * group
-    for count, tiles in _TRIED:
-        for columns in (head_dim, BLOCK):
-            x = torch.randn(count, tiles * rows, columns, generator=generator)
-            other = torch.randn(count, BLOCK, head_dim, generator=generator)
-            other = other.mT if columns == head_dim else other
-            expected = torch.cat([torch.bmm(part.contiguous(), other) for part in x.split(rows, dim=1)], dim=1)
-            if not torch.equal(torch.bmm(x, other), expected):
-                return False
-    return True
