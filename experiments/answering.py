@@ -223,6 +223,7 @@ def _policy(config: Config) -> InferencePolicy:
     return InferencePolicy(
         max_sequences=chosen.max_sequences,
         max_step_tokens=chosen.max_step_tokens,
+        step_seconds=chosen.step_seconds,
         max_model_len=config.eval.seq_len or _USUAL_WINDOW if config.task.name == "eval" else chosen.max_model_len,
         lookup_tokens=chosen.lookup_tokens or 0,  # null with task=eval, which draws nothing
         draft_tokens=chosen.draft_tokens or 0,  # null without a draft model

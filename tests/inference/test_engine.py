@@ -12,6 +12,7 @@ import ztk
 from tests.inference.models import VOCABULARY, build, build_decoder
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.inference.sample import DrawSteps, _cut, _likeliest_mass, draw, draw_plain, draws_together, selects, uniform
+from ztk.inference.schedule import Scheduler
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -38,6 +39,38 @@ def test_who_stops_listening_frees_the_slot(model):
     stream.close()
     assert not generator.has_work
     assert len(generator.generate([PROMPT], sampling=SamplingParams(max_tokens=2))[0][0].tokens) == 2
+
+
+def test_a_long_prompt_leaves_steps_short_for_those_who_wait_for_tokens(model, monkeypatch):
+    """A token takes 0.01 s here: a prompt alone gets the whole step, beside an answer that goes on 0.4 s of it."""
+    plan, steps = Scheduler.plan, []
+    prompts, sampling = [PROMPT, [number % 7 for number in range(150)]], SamplingParams(max_tokens=30, temperature=0)
+    monkeypatch.setattr(Scheduler, "plan", lambda self: steps.append(plan(self)) or steps[-1])
+    monkeypatch.setattr(
+        Scheduler,
+        "measured",
+        lambda self, works, *, seconds, measured=Scheduler.measured: measured(
+            self, works, seconds=0.01 * sum(len(work.tokens) for work in works)
+        ),
+    )
+
+    def lengths(**options):
+        steps.clear()
+        generator = Generator(model, policy=InferencePolicy(max_step_tokens=70, **options))
+        generator.generate([[5] * 100], sampling=replace(sampling, max_tokens=1))
+        first = generator.submit(prompts[0], sampling=sampling)
+        outputs = generator.step()
+        steps.clear()
+        second = generator.submit(prompts[1], sampling=sampling)
+        while generator.has_work:
+            outputs += generator.step()
+        works = [max((len(work.tokens) for work in works), default=0) for works in steps]
+        answers = [[one.token for one in outputs if one.request_id == request.id] for request in (first, second)]
+        return [length for length in works if length > 1], answers
+
+    found, tokens = lengths(step_seconds=0.4)
+    assert found == [40, 40, 40, 30]
+    assert lengths() == ([69, 69, 12], tokens)
 
 
 def test_answers_follow_the_distribution_they_report(model):

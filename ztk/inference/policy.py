@@ -26,6 +26,8 @@ class InferencePolicy:
 
     max_sequences: sequences that are computed in one step; others wait. None: 32, or with `offload` as many as the plan finds.
     max_step_tokens: tokens of one step; a longer prompt is computed in several steps. None: 512, or with `offload` what the plan finds.
+    step_seconds: while answers are drawn, a step has fewer tokens of other prompts where it would take longer; None: no limit. Steps are
+        measured, so that how prompts are cut differs from run to run.
     max_model_len: tokens of one sequence, prompt and answer; None: what the model was made for.
     lookup_tokens: draft tokens per step, found by looking the last two tokens up in the sequence itself (Saxena 2023, prompt lookup
         decoding); 0: none. A draft counts only if it is the token that would have been drawn.
@@ -51,6 +53,7 @@ class InferencePolicy:
 
     max_sequences: int | None = None
     max_step_tokens: int | None = None
+    step_seconds: float | None = None
     max_model_len: int | None = None
     lookup_tokens: int = 0
     draft_tokens: int = 0

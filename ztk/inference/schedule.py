@@ -12,6 +12,8 @@ from ztk.inference.masks import packed_mask
 from ztk.inference.policy import Completion, GrammarState, InferencePolicy, PromptLogprob, SamplingParams
 from ztk.inference.sample import DrawSteps
 
+_LEAST_CHUNK = 32  # tokens of prompts in a step, however slow it is
+_MEASURED = 32  # tokens of a step whose time says how long a token takes
 _WORTH_WAITING = 64  # tokens of a prefix that another sequence is computing right now
 
 
@@ -168,6 +170,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.reused_tokens = 0
+        self._seconds_per_token = 0.0  # of the last step with a prompt; 0: not measured yet
 
     def plan(self) -> list[Work]:
         """The next step's rows, which have room. The oldest sequence always gets some."""
@@ -180,6 +183,12 @@ class Scheduler:
                 self._preempt(youngest)
                 preempted.add(youngest)
         return [work for work in works if work.sequence not in preempted]
+
+    def measured(self, works: list[Work], *, seconds: float) -> None:
+        """A step of `works` took so long."""
+        tokens = sum(len(work.tokens) for work in works)
+        if tokens - len(works) >= _MEASURED:
+            self._seconds_per_token = seconds / tokens
 
     def advance(self, sequence: Sequence, *, computed: int) -> None:
         """The first `computed` tokens of `sequence` have keys and values."""
@@ -202,7 +211,7 @@ class Scheduler:
         self.slots.reset()
 
     def _works(self) -> list[Work]:
-        """Sequences that draw a token first, then prompts, within the budget of tokens."""
+        """Sequences that draw a token first, then prompts, within the budget of tokens and, where some draw, of seconds."""
         budget, works = self._policy.max_step_tokens, []
         ready = [sequence for sequence in self.running if len(sequence.tokens) - sequence.computed == 1]
         found = self._drafts(ready[:budget], room=budget - len(ready))
@@ -211,6 +220,8 @@ class Scheduler:
             budget -= 1 + len(drafts)
             tokens = [sequence.tokens[-1], *drafts]
             works.append(Work(sequence=sequence, start=sequence.computed, tokens=tokens, drafts=len(drafts)))
+        if ready and self._policy.step_seconds and self._seconds_per_token:
+            budget = min(budget, max(_LEAST_CHUNK, int(self._policy.step_seconds / self._seconds_per_token)))
         for sequence in self.running:
             left = len(sequence.tokens) - sequence.computed
             if left > 1 and budget > 0:

@@ -9,6 +9,7 @@ errors are raised, and `lost` is true. An error in `Scheduler.plan` belongs to n
 """
 
 import logging
+import time
 from collections.abc import Iterator
 
 import torch
@@ -56,12 +57,13 @@ class Stepper:
         works = self._scheduler.plan()
         if not works:
             return []
-        needed = [self._rows_with_logits(work) for work in works]
+        needed, began = [self._rows_with_logits(work) for work in works], time.perf_counter()
         try:
             lines = self._lines(works, needed=needed)
         except Exception as error:
             self._raise_if_lost(error)
             return self._one_by_one(works, needed=needed, error=error)
+        self._scheduler.measured(works, seconds=time.perf_counter() - began)
         return [
             output
             for work, own, part in zip(works, needed, lines, strict=True)

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 from ztk.core.policies.key import Changes, When, key, ranges_of, tasks
-from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, INT64_MAX, SIZE, Range
+from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, INT64_MAX, POSITIVE, SIZE, Range
 from ztk.core.policies.runs import ANSWERING, infers, offloads
 from ztk.core.policies.tier import Tier
 
@@ -57,6 +57,10 @@ _STREAMS = When(
     lambda config, machine: infers(config) and offloads(config, tier=Tier.nvme),
 )
 _PROMPTED, _GENERATES, _SERVES = tasks("generate", "serve"), tasks("generate"), tasks("serve")
+_IN_MEMORY = When(
+    "task=generate or serve, without offload=nvme",
+    lambda config, machine: _PROMPTED.test(config, machine) and not _STREAMS.test(config, machine),
+)
 _DRAFTS = When(
     f"inference.draft_model=FOLDER, and {_PROMPTED.words}",
     lambda config, machine: _PROMPTED.test(config, machine) and config.inference.draft_model is not None,
@@ -90,6 +94,13 @@ class InferenceConfig:
     max_step_tokens: int | None = key(
         "tokens of one step; a longer prompt is computed in several; null: 512, with offload=nvme what its plan finds",
         range=COUNT,
+        optional=True,
+    )
+    step_seconds: float | None = key(
+        "while answers are drawn, how long a step with tokens of other prompts may take: it has fewer of them; null: no limit",
+        default=0.5,
+        range=POSITIVE,
+        acts=_IN_MEMORY,
         optional=True,
     )
     memory_bytes: int | None = key(
