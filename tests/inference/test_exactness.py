@@ -239,7 +239,7 @@ def test_a_long_prompt_attends_with_few_products_and_the_bits_of_its_tiles(group
 
     found = []
     for joins in (True, False):
-        monkeypatch.setattr(steps, "rows_agree", lambda *shape, joins=joins: joins)
+        monkeypatch.setattr(steps, "rows_agree", lambda group, joins=joins, **shape: joins)
         places = Places(spans, group=group, kv_heads=2, head_dim=16)
         calls.clear()
         found.append((places.attend(query, **options), len(calls)))

@@ -79,7 +79,7 @@ def _lone_tile(group: int, head_dim: int, has_lone: bool, threads: int) -> int:
 
 @functools.cache
 @torch.inference_mode()
-def rows_agree(group: int, head_dim: int, threads: int) -> bool:
+def rows_agree(group: int, *, head_dim: int, threads: int) -> bool:
     """Whether a product of many tiles with a block of keys or values gives every row the bits that it has in a product of its own tile.
 
     threads: torch's, by which a library may divide a product.

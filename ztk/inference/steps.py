@@ -133,7 +133,7 @@ class Places:
         self.groups += _many(
             [span for span in spans if span.length > 1],
             tile=tile_of(group),
-            joins=rows_agree(group, head_dim, torch.get_num_threads()),
+            joins=rows_agree(group, head_dim=head_dim, threads=torch.get_num_threads()),
         )
 
     def write(self, slab: Tensor, *, part: Tensor) -> None:

@@ -42,7 +42,7 @@ def plain(query: torch.Tensor, *, key: torch.Tensor, value: torch.Tensor) -> tor
 def test_every_text_has_the_engines_bits(monkeypatch, heads, kv_heads, head_dim, agree):
     """Also where products may not have more rows than the engine's."""
     if not agree:
-        monkeypatch.setattr(blocks, "rows_agree", lambda *shape: False)
+        monkeypatch.setattr(blocks, "rows_agree", lambda group, **shape: False)
     starts = torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
     segments = [Segment(row=row, length=length) for row, length in zip(starts, LENGTHS, strict=False)]
     sizes = {"kv_heads": kv_heads, "head_dim": head_dim}

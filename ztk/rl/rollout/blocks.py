@@ -42,7 +42,7 @@ class Blocks:
 
     def __init__(self, segments: Sequence[Segment], *, tokens: int, kv_heads: int, group: int, head_dim: int) -> None:
         self._sizes = (tokens, kv_heads, group, head_dim)
-        most = None if rows_agree(group, head_dim, torch.get_num_threads()) else tile_of(group) * group
+        most = None if rows_agree(group, head_dim=head_dim, threads=torch.get_num_threads()) else tile_of(group) * group
         self._groups = [
             _Group(together, kv_heads=kv_heads, group=group, most_rows=most)
             for together in _alike(segments, heads=kv_heads * group)
