@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
-from experiments import policies, rollout_loop, rollouts
+from experiments import policies, rollout_loop, rollout_run, rollouts
 from experiments.models import full_values, warm_start
 from ztk import checkpoint
 from ztk.config import Config, Machine, compose
 from ztk.config.keys import read, write
 from ztk.core.runtime import Process
 from ztk.report import plot
+from ztk.rl.rollout import CachedRollouts
 from ztk.train.engine import Engine
 
 SMALL = (
@@ -93,14 +94,17 @@ def dying(step: int):
         checkpoint.Saver.save = save
 
 
-def play(process: Process, *, config: Config, planted: int = 0, dies: int = 0, fails: bool = False) -> dict:
+def play(
+    process: Process, *, config: Config, planted: int = 0, dies: int = 0, fails: bool = False, cache: str | None = None
+) -> dict:
     """Runs the task to its end on this rank.
 
     planted: the number of a sample one of whose stored log-probabilities is changed by its last bit, in every rollout; 0: none. dies: see
-    `dying`. fails: the error is returned, on one rank alone.
+    `dying`. fails: the error is returned, on one rank alone. cache: of rollout.engine=generator.
     """
     task = importlib.import_module(config.task.module)
     rollout_loop.warm_start, rollouts.EVALUATED = shortened, 1
+    rollout_run.CachedRollouts = functools.partial(CachedRollouts, cache=cache)
     plot.plot_run = lambda folder: None
     drawn, references = [], []
 

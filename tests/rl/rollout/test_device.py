@@ -16,7 +16,7 @@ from experiments.rollout_run import Run
 from experiments.rollouts import draw, drawing, score_samples
 from tests.device_tagged import DEVICE, Tagged, gpu_tensors
 from tests.inference.test_blocks import Replayed
-from tests.rl.rollout.runs import config_of
+from tests.rl.rollout.runs import config_of, play, rows_of
 from ztk.core.runtime import Process
 from ztk.inference import Generator, graphs, memory
 from ztk.nn import Decoder
@@ -78,6 +78,22 @@ def test_weights_are_the_trainers_and_a_rollout_frees_its_memory(ranks, tmp_path
     assert found["own"] == {"head": True, "out": True, "up": True, "down": True, "qkv": False}
     assert found["positions"] == 4 * 64  # a block for each of four texts of 12 tokens
     assert found["alive"] == [False, False]
+
+
+def test_stages_and_tiers_change_no_number_of_a_run_over_blocks(ranks, tmp_path):
+    """Also those of a critic, whose states leave the device with the policy's."""
+    found = []
+    for name, changes in {
+        "0": {},
+        "3": {"zero__stage": 3},
+        "host": {"zero__stage": 3, "offload__optimizer": "cpu"},
+    }.items():
+        folder = tmp_path / name
+        config = config_of("ppo", *OPTIONS, "kl.coef=0", folder=folder, ranks=2, **changes)
+        ranks(2).run(play, config=config, cache="blocks")
+        found.append(rows_of(folder))
+    assert len(found[0]) == 4 and found[0] == found[1] == found[2]
+    assert all(row["rollout_k3"] < 1e-9 for row in found[0])
 
 
 class PlainEngine:

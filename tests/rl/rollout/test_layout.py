@@ -223,7 +223,9 @@ def test_answers_over_packed_weights_have_the_modules_bits():
     packed = packing.pack_weights(_Engine(model))
     assert packed is not None
     draws = torch.rand(8, 80, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    counts, logprobs, finished = hybrid.answer_by(packed, policy=policy, tokens=tokens, lengths=lengths, draws=draws)
+    given = {"tokens": tokens, "lengths": lengths, "draws": draws}
+    counts, logprobs, finished, kept = hybrid.answer_by(packed, policy=policy, **given)
+    assert kept is None
     assert 0 < int(finished.sum()) < 8
     layout = lay_out(tokens, lengths=lengths + counts, packs=True, device=CPU, module=model)
     at = torch.arange(160)

@@ -166,7 +166,7 @@ def test_the_layer_that_differs_is_named(stage, ranks, tmp_path):
 
 @pytest.mark.parametrize("identity", ["corrected", "off"])
 def test_where_bits_may_differ_they_are_counted(identity, ranks, tmp_path):
-    config = config_of("grpo", folder=tmp_path, rollout__identity=identity, rollout__correction_max=2.0)
+    config = config_of("grpo", f"rollout.identity={identity}", folder=tmp_path)
     ranks(1).run(play, config=config, planted=5)
     assert [row["rollout_differing"] for row in rows_of(tmp_path)] == [1] * 4
 
@@ -255,7 +255,7 @@ def test_prompts_of_a_file(ranks, tmp_path):
     assert {row["prompt"] for row in shown} == {"abc", "de", "fghij"} and len(shown) == 4
     for text, said in (
         ('{"prompt": "abcdefg"}\n', "use data.seq_len=13"),
-        ('{"prompt": "a"}\n{"text": "a"}\n', 'line 2: must be an object with a text "prompt"'),
+        ('{"prompt": "a"}\n{"text": "a"}\n', "line 2: its fields are text"),
         ("abc\n", "line 1: not JSON"),
         ("", "there are no records"),
     ):
