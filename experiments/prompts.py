@@ -22,13 +22,14 @@ class Prompts:
     stops: tokens that end an answer."""
 
     def __init__(self, config: Config) -> None:
-        """Raises ValueError for a file without prompts, a line that is none, and a reward function that cannot be loaded."""
+        """Raises ValueError for a file without prompts, a line that is none, a reward function that cannot be loaded, and a
+        text of rollout.stop that no token writes."""
         self._seed = config.train.seed
         self.tokenizer = open_tokenizer(config)
         self._records = None if config.rollout.task is not None else self._read(config)
         by_template = config.data.chat_template == "tokenizer"
         end = answer_end(self._records or [], tokenizer=self.tokenizer, by_template=by_template)
-        self.stops = tuple(dict.fromkeys([end, *self._more_ends(config)]))
+        self.stops = tuple(dict.fromkeys([end, *self._more_ends(config), *self._chosen_ends(config)]))
         self._task: Task | None = None if config.rollout.task is None else TASKS[name_of(config)]
         self.is_own_reward = has_rewards(config)
         self.rewards = self._open_rewards(config)
@@ -47,6 +48,19 @@ class Prompts:
         if isinstance(self.tokenizer, ByteTokenizer) or config.model.path is None:
             return ()
         return end_tokens(generation_file(config.model.path))
+
+    def _chosen_ends(self, config: Config) -> list[int]:
+        """The tokens of `rollout.stop`. Raises ValueError for a text of several tokens."""
+        found = []
+        for text in config.rollout.stop or ():
+            tokens = self.tokenizer.read(text).tokens
+            if len(tokens) != 1:
+                raise ValueError(
+                    f"rollout.stop: {text!r} has {len(tokens)} tokens, and an answer ends with one: name a text of one token, such as a "
+                    "special one"
+                )
+            found += tokens
+        return found
 
     def _read(self, config: Config) -> list[PromptRecord]:
         data = config.data

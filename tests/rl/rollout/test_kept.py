@@ -1,4 +1,4 @@
-"""Rollouts with top-k, top-p and min-p: the trainer's log-probabilities are over the tokens that were kept."""
+"""Rollouts with top-k, top-p and min-p, whose log-probabilities are over the tokens that were kept; texts that end answers."""
 
 import math
 
@@ -112,3 +112,17 @@ def test_rows_of_samples_keep_their_tokens(tmp_path):
     assert torch.equal(samples[order].kept.tokens[:3], samples.kept.tokens[first : first + 3])
     grpo.fill(run, scored)
     assert run.metrics["rollout_outside"] == 0 and math.isclose(run.metrics["rollout_perplexity"], 1, abs_tol=1e-5)
+
+
+def test_texts_of_one_token_end_an_answer(tmp_path):
+    config = config_of("grpo", *OPTIONS, "rollout.stop=[a,b]", folder=tmp_path)
+    run = run_of(config, cache="slabs")
+    run.actor.module.head.weight.data[ord("b")] *= 50  # likely, or very unlikely
+    samples = draw(run)
+    answers = [run.prompts.answer_of(samples, row=row) for row in range(len(samples))]
+    assert samples.finished.any() and not any("a" in answer or "b" in answer for answer in answers)
+    last = samples.tokens[torch.arange(len(samples)), samples.lengths - 1]
+    assert set(last[samples.finished].tolist()) <= {ord("a"), ord("b"), ord("\n")} and ord("b") in last
+    config.rollout.stop = ["END"]
+    with pytest.raises(ValueError, match="'END' has 3 tokens, and an answer ends with one"):
+        run_of(config)

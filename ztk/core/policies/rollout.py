@@ -254,6 +254,10 @@ class RolloutConfig:
         default=0.0,
         range=Range(low=0, high=1),
     )
+    stop: list[str] | None = key(
+        "texts of one token that end an answer, as in [<|end|>], next to the end of the format; they are left out of its text",
+        optional=True,
+    )
     engine: RolloutEngineName | None = key(
         "what computes answers. trainer: the forward of the engine that trains, over its shards; generator: the inference engine, with a cache "
         "of keys and values for every model: on a GPU over the trainer's own weights, on a CPU over a copy in fp32 on every rank. Where it is "
