@@ -1,4 +1,4 @@
-"""Slow tests: the claims of README.md. `pytest tests/slow` runs all, `pytest tests/slow/test_identity.py` one.
+"""Slow tests: claims of docs/claims.md. `pytest tests/slow` runs all, `pytest tests/slow/test_identity.py` one.
 
 Elsewhere they run with `--slow` or `-m slow`. A test shows what it measured by `show`; the lines stand at the end of pytest's report.
 """
