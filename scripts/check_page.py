@@ -147,7 +147,7 @@ def check_stop(tab: Browser, *, origin: str) -> Iterator[str]:
     tab.evaluate("at('stop').click()")
     if not _until(lambda: tab.evaluate("at('status').textContent") == "stopped"):
         yield "Stop does not stop"
-    if not _until(lambda: _counters(origin)["ztk_requests_running"] == 0):
+    if not _until(lambda: _counters(origin)["vllm:num_requests_running"] == 0):
         yield "a stopped answer still runs on the server"
     if _counters(origin)["ztk_cancelled_total"] != before + 1:
         yield "the server did not count the answer that was stopped"
@@ -178,8 +178,8 @@ def _until(is_true: Callable[[], bool]) -> bool:
 
 
 def _counters(origin: str) -> dict[str, float]:
-    lines = httpx.get(f"{origin}/metrics").text.splitlines()
-    return {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
+    lines = [line for line in httpx.get(f"{origin}/metrics").text.splitlines() if not line.startswith("#")]
+    return {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
 
 
 if __name__ == "__main__":

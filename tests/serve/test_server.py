@@ -82,8 +82,10 @@ def wait_until(condition) -> None:
 
 
 def counters(running) -> dict[str, float]:
-    lines = httpx.get(f"{running.url}/metrics").text.splitlines()
-    return {line.split()[0]: float(line.split()[1]) for line in lines if not line.startswith("#")}
+    """Values of metrics that have no label but the model's name."""
+    lines = [line for line in httpx.get(f"{running.url}/metrics").text.splitlines() if not line.startswith("#")]
+    split = [line.rsplit(" ", 1) for line in lines]
+    return {name.split("{")[0]: float(value) for name, value in split if "," not in name}
 
 
 def test_a_completion_is_the_engines(running, client):
@@ -97,6 +99,31 @@ def test_a_completion_is_the_engines(running, client):
     assert choice.logprobs.token_logprobs == pytest.approx(answer.logprobs.tolist(), rel=1e-6)
     assert choice.logprobs.processed_token_logprobs == pytest.approx(answer.processed_logprobs.tolist(), rel=1e-6)
     assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (3, 12, 15)
+
+
+def test_metrics_have_vllms_names_and_count(running, client):
+    names = ("e2e_request_latency_seconds", "time_to_first_token_seconds", "request_queue_time_seconds")
+    names += ("inter_token_latency_seconds", "request_generation_tokens", "request_time_per_output_token_seconds")
+    before = counters(running)
+    client.completions.create(model="tiny", prompt=["abc", "abcd"], max_tokens=5, n=2)
+    ended = "vllm:e2e_request_latency_seconds_count"
+    wait_until(lambda: counters(running)[ended] >= before[ended] + 2)
+    after = counters(running)
+    change = {name: after[name] - before[name] for name in after}
+    assert [change[f"vllm:{name}_count"] for name in names] == [2, 2, 2, 16, 4, 4]
+    assert change["vllm:request_generation_tokens_sum"] == change["vllm:generation_tokens_total"] == 20
+    assert change["vllm:prompt_tokens_total"] == change["vllm:request_prompt_tokens_sum"] == 7
+    assert (
+        after["vllm:num_requests_running"]
+        == after["vllm:num_requests_waiting"]
+        == after["vllm:kv_cache_usage_perc"]
+        == 0
+    )
+    assert change["ztk_requests_total"] == 2 and change["ztk_seconds_total"] > 0
+    times = [change[f"vllm:{name}_sum"] for name in (names[2], names[1], names[0])]
+    assert 0 < times[0] < times[1] < times[2]
+    text = httpx.get(f"{running.url}/metrics").text
+    assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"}' in text
 
 
 def test_a_stream_has_the_text_of_the_complete_answer(client):
@@ -304,7 +331,7 @@ def test_a_client_who_leaves_before_the_complete_answer_frees_its_place(running,
     wait_until(lambda: not running.generator.has_work)
     after = counters(running)
     assert after["ztk_cancelled_total"] == before["ztk_cancelled_total"] + 1
-    assert after["ztk_generated_tokens_total"] < before["ztk_generated_tokens_total"] + 500
+    assert after["vllm:generation_tokens_total"] < before["vllm:generation_tokens_total"] + 500
 
 
 @pytest.mark.parametrize(

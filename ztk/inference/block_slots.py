@@ -20,6 +20,10 @@ class BlockSlots(Slots):
         self.pool = BlockPool(cache.blocks, tables=cache.tables)
         self._saved: dict[Sequence, list[int]] = {}  # copies of preempted sequences' blocks
 
+    @property
+    def usage(self) -> float:
+        return 1 - self.pool.available / self._cache.blocks
+
     def check(self, *, prompt: int, limit: int) -> None:
         """There is room for the model's longest sequence."""
 

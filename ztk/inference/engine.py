@@ -136,7 +136,7 @@ class Generator:
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: pass one, or one per prompt")
         for prompt, one in zip(prompts, each, strict=True):
-            self._check(prompt, limit=one.max_tokens, biased=_named(one))
+            self._check(prompt, limit=one.max_tokens, biased=one.named_tokens)
         answers = self._finished(prompts, sampling=each, limits=[one.max_tokens for one in each])
         return [[sequence.completion() for sequence in sequences] for sequences in answers]
 
@@ -223,7 +223,7 @@ class Generator:
 
     def check(self, prompt: list[int], *, sampling: SamplingParams) -> None:
         """Raises ValueError for a request that `submit` refuses. From any thread."""
-        self._check(prompt, limit=sampling.max_tokens, biased=_named(sampling))
+        self._check(prompt, limit=sampling.max_tokens, biased=sampling.named_tokens)
 
     @property
     def longest(self) -> int:
@@ -238,6 +238,15 @@ class Generator:
     def is_open(self, request_id: int) -> bool:
         """The request has answers that have not ended."""
         return request_id in self._stepper.sequences
+
+    def is_begun(self, request_id: int) -> bool:
+        """An answer to the request has had room, or the request has ended."""
+        return all(sequence.slot >= 0 for sequence in self._stepper.sequences.get(request_id, [])[:1])
+
+    @property
+    def cache_usage(self) -> float:
+        """The part of the memory for keys and values that sequences have, from 0 to 1."""
+        return self._scheduler.slots.usage
 
     @property
     def is_lost(self) -> bool:
@@ -465,9 +474,3 @@ class Generator:
                 self._unclaimed = [output for output in self._unclaimed if output.request_id not in ended]
             finally:
                 self._lock.release()
-
-
-def _named(sampling: SamplingParams) -> list[int]:
-    """Tokens that the sampling names, which must be in the vocabulary."""
-    words = [token for word in sampling.bad_words for token in word]
-    return [*sampling.logit_bias, *sampling.allowed_token_ids, *words]

@@ -178,6 +178,12 @@ class SamplingParams:
                 f"fp32_logprobs=True goes with a temperature above 0, top_k, top_p and min_p alone: leave out {', '.join(changed)}"
             )
 
+    @property
+    def named_tokens(self) -> list[int]:
+        """Those that must be in the vocabulary."""
+        words = [token for word in self.bad_words for token in word]
+        return [*self.logit_bias, *self.allowed_token_ids, *words]
+
 
 @dataclass(kw_only=True)
 class Completion:

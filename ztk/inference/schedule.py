@@ -106,6 +106,11 @@ class Slots(ABC):
         self._free: deque[int] = deque(range(self._count))  # the one that was freed first comes first
 
     @property
+    def usage(self) -> float:
+        """The part of the memory that sequences have, from 0 to 1."""
+        return len(self._members) / self._count
+
+    @property
     def are_full(self) -> bool:
         """All slots that there may be have a sequence."""
         return len(self._members) == self._count

@@ -77,7 +77,7 @@ class Server:
         )
         self._told: set[str] = set()  # ignored fields that the log has named
         self._started = int(time.time())
-        self._loop = EngineLoop(generator, max_waiting=policy.max_waiting)
+        self._loop = EngineLoop(generator, max_waiting=policy.max_waiting, name=opened.name)
         self._whole, self._pieces = (
             ThreadPoolExecutor(_THREADS, thread_name_prefix=f"ztk-serve-{name}") for name in ("whole", "pieces")
         )
@@ -130,16 +130,7 @@ class Server:
 
     async def _metrics(self, request: Request) -> Response:
         """Prometheus' text format."""
-        counters = {f"ztk_{name}_total": value for name, value in vars(self._loop.counters).items()}
-        gauges: dict[str, float] = {
-            "ztk_requests_running": self._loop.running,
-            "ztk_requests_waiting": self._loop.waiting,
-        }
-        if (seconds := self._loop.first_token_seconds) is not None:
-            gauges["ztk_first_token_seconds"] = seconds
-        lines = [f"# TYPE {name} counter\n{name} {value}" for name, value in counters.items()]
-        lines += [f"# TYPE {name} gauge\n{name} {value}" for name, value in gauges.items()]
-        return PlainTextResponse("\n".join(lines) + "\n")
+        return PlainTextResponse(self._loop.metrics.text())
 
     async def _version(self, request: Request) -> Response:
         try:

@@ -17,7 +17,7 @@ from ztk.serve.http import failure
 
 class Guard:
     """An ASGI application that answers 403 for foreign names in Host and Origin. hosts: further names of this server. origins: web pages that
-    may send requests; "*": all."""
+    may send requests; "*": all. Browsers send Host in any case; clients without it are answered."""
 
     def __init__(self, app: ASGIApp, *, hosts: Collection[str], origins: Collection[str]) -> None:
         self._app, self._origins = app, frozenset(origins)
@@ -32,7 +32,7 @@ class Guard:
 
     def _fault(self, headers: Headers) -> str | None:
         host, origin = headers.get("host", ""), headers.get("origin")
-        if not self._is_own(_name(f"//{host}")):
+        if host and not self._is_own(_name(f"//{host}")):
             return (
                 f"Host: {host[:80]} is no name of this server: use its address, start it with serve.allowed_hosts=[NAME], or with "
                 "serve.api_key_variable=NAME"

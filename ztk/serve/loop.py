@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ztk.core.runtime.comm import CommMismatch, PeerLost
 from ztk.inference import Generator, Output, SamplingParams
 from ztk.inference.parallel import BEAT_SECONDS
+from ztk.serve.metrics import Metrics, Timed
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Job:
     outbox: Outbox
     number: int = 0
     request_id: int | None = None
+    timed: Timed | None = None
 
 
 def deliver(items: list[tuple[Job, Output | Exception]]) -> None:
@@ -80,19 +82,6 @@ def _wake(boxes: list[Outbox]) -> None:
         box.wake()
 
 
-@dataclass(kw_only=True)
-class Counters:
-    """What /metrics shows. seconds: the engine has computed."""
-
-    requests: int = 0
-    refused: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    seconds: float = 0.0
-
-
 class EngineLoop:
     """Owns a `Generator`: only its thread computes.
 
@@ -102,9 +91,13 @@ class EngineLoop:
     max_waiting: prompts that have no output yet, at most; `submit` raises `Busy` beyond.
     """
 
-    def __init__(self, generator: Generator, *, max_waiting: int) -> None:
-        self.generator, self.counters = generator, Counters()
-        self._max_waiting = max_waiting
+    def __init__(self, generator: Generator, *, max_waiting: int, name: str = "model") -> None:
+        """name: of the model, in metrics."""
+        self.generator, self._max_waiting = generator, max_waiting
+        self.metrics = Metrics(
+            name, running=lambda: self.running, waiting=lambda: self.waiting, usage=lambda: generator.cache_usage
+        )
+        self._queued: set[int] = set()  # requests that the engine has not taken yet
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._jobs: dict[int, Job] = {}
         self._waiting: dict[int, Job] = {}  # jobs without an output, by id()
@@ -140,12 +133,11 @@ class EngineLoop:
             if self.error is not None or self._stopping:
                 raise RuntimeError(f"the engine has stopped: {self.error or 'the server shuts down'}")
             if len(self._waiting) >= self._max_waiting:
-                self.counters.refused += 1
+                self.metrics.count("refused")
                 raise Busy
             self._first_asked = self._first_asked or time.perf_counter()
             self._waiting[id(job)] = job
-            self.counters.requests += 1
-            self.counters.prompt_tokens += len(job.prompt)
+            job.timed = self.metrics.ask(len(job.prompt))
             self._commands.append(lambda: self._begin(job))
             self._wake.notify()
 
@@ -201,8 +193,10 @@ class EngineLoop:
             self.generator.beat()
             return
         started = time.perf_counter()
-        self._hand_out(self.generator.step())
-        self.counters.seconds += time.perf_counter() - started
+        outputs = self.generator.step()
+        self._record_begun()
+        self._hand_out(outputs)
+        self.metrics.count("seconds", by=time.perf_counter() - started)
 
     def _fail_all(self, error: Exception) -> None:
         """Every job that runs or waits ends by `error`."""
@@ -212,7 +206,8 @@ class EngineLoop:
             self._waiting.clear()
             # Commands that begin those jobs, or end them, have nothing to do any more; one that ends this thread has.
             self._commands = collections.deque(one for one in self._commands if one == self._raise_stop)
-        self.counters.failed += len(jobs)
+        self.metrics.count("failed", by=len(jobs))
+        self._queued.clear()
         deliver([(job, error) for job in jobs])
 
     def _begin(self, job: Job) -> None:
@@ -225,12 +220,14 @@ class EngineLoop:
             deliver([(job, error)])
             return
         self._jobs[job.request_id] = job
+        self._queued.add(job.request_id)
 
     def _end(self, job: Job) -> None:
         self._waiting.pop(id(job), None)
         if job.request_id is not None and self._jobs.pop(job.request_id, None) is not None:
             self.generator.cancel(job.request_id)
-            self.counters.cancelled += 1
+            self._queued.discard(job.request_id)
+            self.metrics.count("cancelled")
 
     def _hand_out(self, outputs: list[Output]) -> None:
         """Delivers one step's outputs, of which several may be of one job; then drops the jobs that have ended."""
@@ -242,18 +239,27 @@ class EngineLoop:
             if job is None:
                 continue
             self._waiting.pop(id(job), None)
-            self.counters.generated_tokens += output.token is not None
-            self.counters.failed += output.finish_reason == "error"
+            assert job.timed is not None, "`submit` has set it"
+            self.metrics.draw(job.timed, output=output)
             delivered.append((job, output))
         deliver(delivered)
         for number in {output.request_id for output in outputs}:
-            if not self.generator.is_open(number):
-                self._jobs.pop(number, None)
+            if not self.generator.is_open(number) and (job := self._jobs.pop(number, None)) is not None:
+                assert job.timed is not None, "`submit` has set it"
+                self.metrics.end(job.timed)
+
+    def _record_begun(self) -> None:
+        """Which requests the engine has taken in this step."""
+        for number in [one for one in self._queued if self.generator.is_begun(one)]:
+            self._queued.discard(number)
+            if (job := self._jobs.get(number)) is not None and job.timed is not None:
+                self.metrics.begin(job.timed)
 
     def _record_first_token(self) -> None:
         assert self._first_asked is not None, "a request was submitted"
         opening, answering = self.generator.opening_seconds, time.perf_counter() - self._first_asked
         self.first_token_seconds = opening + answering
+        self.metrics.show_opening(self.first_token_seconds)
         _LOGGER.info(
             "first token %.2f s after the model was loaded: %.2f s until the engine was open, %.2f s from the first request on",
             self.first_token_seconds,
