@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from experiments.best import Best
 from experiments.examples import Examples, ExampleStream, Step
 from experiments.pretrain import is_saved, load_past, open_interrupts, open_saver
 from experiments.ranks import seed_dropout
@@ -93,9 +94,10 @@ def train(
     reporter: Reporter,
     train_step: Callable[[Step], Measured],
     evaluate: Callable[[], Mapping[str, float]],
+    best: Best,
     state: Callable[[], Mapping[str, Any]] = dict,
 ) -> None:
-    """Optimizer steps up to `train.steps`, with evaluations and checkpoints between them.
+    """Optimizer steps up to `train.steps`, with evaluations and checkpoints between them, or until `train.patience` ends the run.
 
     state: what a checkpoint holds beside the position of the stream. Raises Interrupted after the step in which a signal arrived; that step
     is saved, unless the run saves nothing.
@@ -108,7 +110,8 @@ def train(
             found = train_step(step)
             interrupted = interrupts.are_pending()
             saves = saver is not None and (interrupted or is_saved(config, number))
-            is_due = bool(settings.eval_every) and number % settings.eval_every == 0 and number < settings.steps
+            is_regular = bool(settings.eval_every) and number % settings.eval_every == 0 and number < settings.steps
+            is_due = is_regular or (saves and bool(config.checkpoint.keep_best))
             has_row = saves or is_due or number % settings.log_every == 0 or number in (1, settings.steps)
             measured = means(found.sums, step=step, engine=engine) if has_row else {}
             if is_due and not interrupted:
@@ -116,13 +119,21 @@ def train(
                     measured |= evaluate()
                 interrupted = interrupts.are_pending()
                 saves = saves or (saver is not None and interrupted)
+            judged = measured if is_due else {}
+            ended_by = best.reason_to_end(judged) if is_regular and not interrupted else None
+            saves = saves or (saver is not None and ended_by is not None)
             reporter.step(loss=found.loss, tokens=step.num_tokens, metrics=engine.read_metrics, row=saves, **measured)
             if saves:
                 with reporter.aside():
                     assert saver is not None
-                    saver.save(data_state=stream.state_dict() | dict(state()), extra=reporter.past())
+                    states = stream.state_dict() | dict(state()) | {"best": best.state_dict()}
+                    metric = best.metric(judged) if judged and config.checkpoint.keep_best else None
+                    saver.save(data_state=states, extra=reporter.past(), metric=metric)
             if interrupted:
                 interrupts.stop()
+            if ended_by is not None:
+                reporter.say(f"ends after step {number}: {ended_by}")
+                break
 
 
 def means(sums: Mapping[str, Tensor], *, step: Step, engine: Engine) -> dict[str, float]:

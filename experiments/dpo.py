@@ -8,6 +8,7 @@ from torch import Tensor
 from experiments import policies
 from experiments.alignment import Measured, evaluate_pairs, open_stream, resume, start_from, train, train_pairs
 from experiments.answers import Answers
+from experiments.best import Best
 from experiments.examples import ExampleStream, Step, lengths_of
 from experiments.kto import KtoForward
 from experiments.models import Values, build, warm_start
@@ -70,6 +71,7 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
             reporter=reporter,
             train_step=train_step,
             evaluate=evaluate,
+            best=Best.of(config, loaded=loaded),
             state=reference.state_dict,
         )
         after = evaluate()

@@ -81,6 +81,11 @@ class Prompts:
         found = self._records[int(order[index])]
         return Prompt(text=found.text, tokens=found.tokens, record=found.record, is_chat=found.is_chat)
 
+    @property
+    def count(self) -> int | None:
+        """Those of the files; None: they are made on the spot, without end."""
+        return None if self._records is None else len(self._records)
+
     def save_tokenizer(self, folder: Path) -> None:
         """For those who take the trained model elsewhere; bytes need none."""
         if isinstance(self.tokenizer, SubwordTokenizer):

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from experiments import policies
 from experiments.alignment import Measured, evaluate_pairs, open_stream, resume, start_from, train, train_pairs
+from experiments.best import Best
 from experiments.examples import ExampleStream, Step, lengths_of
 from experiments.models import build
 from experiments.packing import packs_examples
@@ -29,7 +30,7 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
     engine = build(config, process=process, lr_table=policies.learning_rates(config), is_critic=True)
     start_from(config, engine=engine, body_only=True)
     stream.packs = packs_examples(config, policy=engine)
-    past, _ = resume(config, engine=engine, stream=stream)
+    past, loaded = resume(config, engine=engine, stream=stream)
     forward = partial(losses_of, engine, policy=policy_of(config))
     with build_reporter(config, engine=engine, past=past, parameters=engine.num_parameters) as reporter:
         reporter.say(lengths_of(stream.examples))
@@ -41,7 +42,15 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
             return evaluated(engine, stream=stream, policy=policy_of(config))
 
         before = evaluate()
-        train(config, engine=engine, stream=stream, reporter=reporter, train_step=train_step, evaluate=evaluate)
+        train(
+            config,
+            engine=engine,
+            stream=stream,
+            reporter=reporter,
+            train_step=train_step,
+            evaluate=evaluate,
+            best=Best.of(config, loaded=loaded),
+        )
         after = evaluate()
         reporter.finish(**after)
         if after:

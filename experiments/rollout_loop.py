@@ -9,10 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from experiments import policies
+from experiments.completions import Completions, answer_records, drop_later
 from experiments.least_divergence import frontier_of
 from experiments.models import warm_start
 from experiments.policy_update import Update
 from experiments.pretrain import build_reporter, is_saved, open_interrupts
+from experiments.prompt_evaluation import evaluate_prompts, has_evaluations, open_evaluation_prompts
 from experiments.prompts import Prompts
 from experiments.ranks import seed_dropout, started
 from experiments.rollout_run import Run, open_run
@@ -94,12 +96,13 @@ def described(ends: dict[str, float], *, divergence: dict[str, float]) -> str:
 
 
 def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> None:
-    """Optimizer steps up to `train.steps`; a rollout whenever the buffer is used up.
+    """Optimizer steps up to `train.steps`, or until `train.patience` ends the run; a rollout whenever the buffer is used up.
 
     Raises Interrupted after the step in which a signal arrived; that step is saved, unless the run saves nothing.
     """
     config, engine = run.config, run.actor
     texts = Texts(run, first_step=engine.global_steps)
+    prompts = open_evaluation_prompts(config, prompts=run.prompts) if has_evaluations(config) else None
     with open_interrupts(config, process=run.process) as interrupts, Savers(run) as savers:
         for step in range(engine.global_steps + 1, config.train.steps + 1):
             if run.buffer.is_used_up:
@@ -110,19 +113,30 @@ def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> 
             run.metrics |= {"entropy": updated.entropy}
             interrupted = interrupts.are_pending()
             saves = interrupted or is_saved(config, step)
+            is_regular = bool(config.rollout.eval_every) and step % (config.rollout.eval_every or 1) == 0
+            evaluated: dict[str, float] = {}
+            if prompts is not None and (is_regular or (saves and config.checkpoint.keep_best)):
+                with reporter.aside():
+                    evaluated = evaluate_prompts(run, prompts=prompts)
+            values = run.metrics | dict(updated.metrics) | evaluated
+            ended_by = run.best.reason_to_end(values) if is_regular and not interrupted else None
+            saves = saves or (ended_by is not None and config.checkpoint.saves)
             reporter.step(
                 loss=updated.loss,
                 tokens=updated.tokens,
                 metrics=engine.read_metrics,
                 row=saves,
-                **run.metrics,
-                **updated.metrics,
+                **values,
             )
             if saves:
                 with reporter.aside():
-                    savers.save(extra=reporter.past())
+                    metric = run.best.metric(values) if config.checkpoint.keep_best else None
+                    savers.save(extra=reporter.past(), metric=metric)
             if interrupted:
                 interrupts.stop()
+            if ended_by is not None:
+                reporter.say(f"ends after step {step}: {ended_by}")
+                break
 
 
 def roll_out(run: Run, *, reporter: Reporter, texts: "Texts", savers: "Savers", fill: Fill) -> None:
@@ -132,10 +146,11 @@ def roll_out(run: Run, *, reporter: Reporter, texts: "Texts", savers: "Savers", 
         scored = score_samples(run, samples=draw(run))
     entropy = {"entropy": run.metrics["entropy"]} if "entropy" in run.metrics else {}  # of the last update
     run.metrics = entropy | measure(run, scored=scored)
+    completions = texts.write_all(run, step=step, samples=scored.samples, kl=scored.kl)
     if _is_shown(step, updates=run.buffer.updates, every=config.rollout.show_every):
         records = texts.write(run, step=step, samples=scored.samples, kl=scored.kl)
         reporter.say(shown(records, step=step))
-        reporter.texts(records, step=step)
+        reporter.texts(completions or records, step=step)
     fault = run.guards.fault(run.metrics, step=step, max_tokens=config.rollout.max_tokens)
     if fault is not None:
         savers.save(extra=reporter.past())  # from before this rollout: a resumed run draws it again
@@ -156,27 +171,23 @@ class Texts:
         """Drops the rows that a run resumed at `first_step` writes again."""
         self._path = Path(run.config.output_dir) / "samples.jsonl"
         self._writes = run.process.rank == 0
-        if self._writes and self._path.exists():
-            kept = [line for line in self._path.read_text().splitlines() if json.loads(line)["step"] <= first_step]
-            self._path.write_text("".join(f"{line}\n" for line in kept))
+        if self._writes:
+            drop_later(self._path, step=first_step)
+        self._completions = Completions(run, first_step=first_step) if run.config.rollout.save_completions else None
+
+    def write_all(self, run: Run, *, step: int, samples: Samples, kl: Tensor | None) -> list[dict[str, Any]]:
+        """Writes every answer of all ranks to `completions.jsonl`, if the run keeps them, and returns them. A collective call."""
+        if self._completions is None:
+            return []
+        return self._completions.write(run, step=step, samples=samples, kl=kl)
 
     def write(self, run: Run, *, step: int, samples: Samples, kl: Tensor | None) -> list[dict[str, Any]]:
         """Writes one text of each of the rollout's first prompts, and returns them."""
-        records = []
-        for row in range(0, len(samples), run.config.rollout.group_size)[:NUM_SHOWN]:
-            record = {
-                "step": step,
-                "prompt": run.prompts[int(samples.prompts[row])].text,
-                "answer": run.prompts.drawn(samples, row=row),
-                "reward": float(samples.rewards[row]) if samples.included[row] else None,
-                "length": int(samples.answer_lengths[row]),
-                "kl": None if kl is None else float(kl[row]),
-                "finished": bool(samples.finished[row]),
-            }
-            records.append(record)
-            if self._writes:
-                with self._path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record) + "\n")
+        rows = range(0, len(samples), run.config.rollout.group_size)[:NUM_SHOWN]
+        records = answer_records(run, step=step, samples=samples, kl=kl, rows=rows)
+        if self._writes:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(record, default=str) + "\n" for record in records)
         return records
 
 
@@ -211,8 +222,9 @@ class Savers:
             run, config = self._run, self._run.config
             trained_only = policies.trained_only(config)
             keep, keep_every = config.checkpoint.keep or 2, config.checkpoint.keep_every or 0
+            best = bool(config.checkpoint.keep_best)
             # One more of the others: a save that ends between theirs and the policy's leaves the policy's last one complete.
-            spare = checkpoint.Retention(keep=keep + 1, keep_every=keep_every)
+            spare = checkpoint.Retention(keep=keep + 1, keep_every=keep_every, keep_best=best)
             self._others = [
                 self._stack.enter_context(
                     checkpoint.Saver(
@@ -221,20 +233,20 @@ class Savers:
                 )
                 for name, engine in others_of(run).items()
             ]
-            retention = checkpoint.Retention(keep=keep, keep_every=keep_every)
+            retention = checkpoint.Retention(keep=keep, keep_every=keep_every, keep_best=best)
             self._policy = self._stack.enter_context(
                 checkpoint.Saver(run.actor, folder=self.folder, retention=retention, trained_only=trained_only)
             )
         return self._policy
 
-    def save(self, *, extra: dict[str, Any]) -> None:
-        """Saves all models after the same optimizer step. A collective call."""
+    def save(self, *, extra: dict[str, Any], metric: float | None = None) -> None:
+        """Saves all models after the same optimizer step. metric: smaller is better, for `checkpoint.keep_best`. A collective call."""
         policy = self._open()
         for engine in others_of(self._run).values():  # a reference makes no steps: its checkpoints are named alike
             engine.global_steps = self._run.actor.global_steps
         for saver in self._others:
-            saver.save()
-        policy.save(data_state=self._run.state_dict(), extra=extra)
+            saver.save(metric=metric)
+        policy.save(data_state=self._run.state_dict(), extra=extra, metric=metric)
 
 
 def others_of(run: Run) -> dict[str, Engine]:

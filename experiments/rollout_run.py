@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from experiments.alignment import start_from
+from experiments.best import Best
 from experiments.learned_reward import open_reward_model
 from experiments.models import Values, build
 from experiments.packing import pack_exactly_on_all_ranks
@@ -35,9 +36,9 @@ from ztk.train.engine import Engine
 class Run:
     """What a run goes on with.
 
-    weights: how a rollout sees parameters. packs: policy and reference take texts without padding. reward_model: of reward.path. cached: draws
-    for rollout.engine=generator. rollouts: those made. metrics: of the newest one. reward_before: the mean reward before the first step.
-    rewarded: what functions give this rank's newest samples.
+    best: of the evaluations so far. weights: how a rollout sees parameters. packs: policy and reference take texts without padding.
+    reward_model: of reward.path. cached: draws for rollout.engine=generator. rollouts: those made. metrics: of the newest one. reward_before:
+    the mean reward before the first step. rewarded: what functions give this rank's newest samples.
     """
 
     config: Config
@@ -48,6 +49,7 @@ class Run:
     prompts: Prompts
     buffer: Buffer
     guards: Guards
+    best: Best
     weights: SettledWeights
     packs: bool
     reward_model: Engine | None = None
@@ -70,6 +72,7 @@ class Run:
             "metrics": self.metrics,
             "reward_before": self.reward_before,
             "guards": self.guards.state_dict(),
+            "best": self.best.state_dict(),
             "buffer": self.buffer.state_dict(gather=self.process.comm.gather_objects),
         }
 
@@ -78,6 +81,8 @@ class Run:
         self.rollouts, self.metrics = state["rollouts"], dict(state["metrics"])
         self.reward_before = state["reward_before"]
         self.guards.load_state_dict(state["guards"])
+        if "best" in state:  # older checkpoints have none
+            self.best.load_state_dict(state["best"])
         self.buffer.load_state_dict(
             state["buffer"],
             per_update=self.config.train.global_batch_size,
@@ -112,10 +117,18 @@ def open_run(
         reward_model=open_reward_model(config, process=process),
         prompts=prompts,
         buffer=Buffer(updates=samples // config.train.global_batch_size),
+        best=Best(config),
         cached=open_cached(config, actor=actor),
         weights=open_weights(config, actor=actor),
         packs=open_packs(config, actor=actor, reference=reference),
-        guards=Guards(GuardPolicy(kl_above=config.kl.stop_above, entropy_below=config.rollout.stop_entropy_below)),
+        guards=Guards(
+            GuardPolicy(
+                kl_above=config.kl.stop_above,
+                entropy_below=config.rollout.stop_entropy_below,
+                truncated_above=config.rollout.stop_truncated_above,
+                equal_steps=config.rollout.stop_equal_steps,
+            )
+        ),
     )
 
 

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from experiments.alignment import Measured, open_stream, resume, start_from, train
+from experiments.best import Best
 from experiments.examples import ExampleStream, Step, lengths_of
 from experiments.packing import packs_examples
 from experiments.pretrain import build_engine, build_reporter
@@ -25,7 +26,7 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
     engine = build_engine(config, process=process)
     start_from(config, engine=engine)
     stream.packs = packs_examples(config, policy=engine)
-    past, _ = resume(config, engine=engine, stream=stream)
+    past, loaded = resume(config, engine=engine, stream=stream)
     with build_reporter(config, engine=engine, past=past) as reporter:
         reporter.say(lengths_of(stream.examples))
 
@@ -40,6 +41,7 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
             reporter=reporter,
             train_step=train_step,
             evaluate=lambda: evaluate(engine, stream=stream),
+            best=Best.of(config, loaded=loaded),
         )
         after = evaluate(engine, stream=stream)
         reporter.finish(**after)

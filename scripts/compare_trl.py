@@ -219,7 +219,6 @@ def run_trl(config: Config, *, process: Process, folder: str, options: dict) -> 
         def on_step_end(self, args, state, control, **kwargs):
             record.seconds.append(time.perf_counter() - self.started)
 
-    # pyrefly: ignore[invalid-inheritance]  # one of three classes with the same methods
     class Recording(kind):
         def compute_loss(self, *args, **kwargs):
             found = super().compute_loss(*args, **kwargs)

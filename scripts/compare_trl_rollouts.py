@@ -40,13 +40,14 @@ from ztk.config import Config, Machine, compose
 from ztk.core.runtime import Process
 from ztk.nn import Decoder
 from ztk.report import plot
-from ztk.rl.rollout import Samples, guards
+from ztk.rl.rollout import Samples
 
 NORM_TOLERANCE = 1e-5  # of a gradient's norm, relative: sums of two programs round differently
 CPU = Machine(gpus=0, cores=2)
 COMMON = (
     *("task=grpo", "logger=disabled", "launch.ranks=1", "launch.device=cpu", "scheduler=constant", "scheduler.warmup_steps=0"),
     *("rollout.show_every=0", "optimizer.lr=1e-3", "optimizer.weight_decay=0"),
+    "rollout.stop_truncated_above=null",  # nothing is to be learnt here
 )  # fmt: skip
 # eps: AdamW's first step divides a gradient by its own size. With the default of 1e-8 a gradient that is rounding alone (zero in exact
 # arithmetic) moves its weight by the rate, whither the product's rounding says: the norms of step 2 differ by 2e-4 with AVX2, by 1e-7 so.
@@ -155,7 +156,6 @@ def compare_losses(process: Process, *, steps: int) -> bool:
 def compare_speed(process: Process) -> None:
     """Prints tokens per second, medians over rollouts but the first, and the mean and largest number of tokens of an answer. Of training: of
     prompts and answers, without padding. Of generation: without rewards."""
-    guards.MAX_TRUNCATED = 1.0  # nothing is to be learnt here
     for title, speed in SPEEDS.items():
         print(f"{title:43} training   generation   of TRL's     answers: mean, longest")
         records = {}

@@ -23,7 +23,7 @@ from ztk.config.own import call_later, callback_nodes, find, instantiate
 from ztk.config.reference import GroupReference, KeyReference, build_reference, find_reference
 from ztk.config.renamed import rename_keys
 from ztk.config.resumed import take_run_words
-from ztk.config.rewards import has_rewards, open_rewards, prepare_rewards
+from ztk.config.rewards import evaluation_config, has_rewards, open_rewards, prepare_rewards
 from ztk.config.sweep import SweepWords, only_resume, take_sweep_keys
 from ztk.config.text import prepare_text, text_policy, tokenizer_of_run
 from ztk.core.policies.config import Config
@@ -48,6 +48,7 @@ __all__ = [
     "compose",
     "conf_dir",
     "differences",
+    "evaluation_config",
     "expand_ds_config",
     "extra_folders",
     "find",

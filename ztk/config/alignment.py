@@ -15,6 +15,8 @@ from ztk.core.policies.rollout import TASK_LENGTHS, PromptTask
 from ztk.core.policies.runs import ALIGNING, RECORDS, has_tokenizer, is_hugging_face
 from ztk.core.policies.zero import ZeroEngine
 
+_HIGHER = ("reward", "accuracy", "margin")  # names of values that are to grow
+
 
 def take_reference(config: Config, *, given: frozenset[str]) -> None:
     """Losses without a reference keep none, unless the user asks for one to measure the divergence by."""
@@ -22,6 +24,20 @@ def take_reference(config: Config, *, given: frozenset[str]) -> None:
     if config.task.name == "dpo" and config.dpo.loss in without and "dpo.reference" not in given:
         reason = f"dpo.loss={config.dpo.loss.value} has no reference"
         derive(config, key="dpo.reference", value=DpoReferenceName.none, reason=reason)
+
+
+def take_metric(config: Config) -> None:
+    """What checkpoints are ranked by, where the user leaves it open."""
+    saved = config.checkpoint
+    if config.task.name not in (*ALIGNING, "grpo", "ppo") or not (saved.keep_best or config.train.patience is not None):
+        return
+    if saved.metric is None:
+        reason = "held-out data are measured by it"
+        name = "validation_loss" if config.task.name in ALIGNING else "eval_reward"
+        derive(config, key="checkpoint.metric", value=name, reason=reason)
+    if saved.higher_is_better is None:
+        higher = any(word in str(saved.metric) for word in _HIGHER)
+        derive(config, key="checkpoint.higher_is_better", value=higher, reason=f"checkpoint.metric={saved.metric}")
 
 
 def alignment_faults(config: Config, *, machine: Machine) -> Iterator[str]:

@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from ztk.config.alignment import take_reference
+from ztk.config.alignment import take_metric, take_reference
 from ztk.config.arguments import OVERLAY_MARK, parse_arguments
 from ztk.config.batch import AUTO, forwards_of, record_of, round_faults, run_record, settle_batch
 from ztk.config.derived import explained
@@ -192,6 +192,7 @@ def to_config(
     take_rate(config, given=given)
     choose_engine(config, given=given, machine=machine)
     take_reference(config, given=given)
+    take_metric(config)
     if faults := [
         *take_evaluated(config, given=given),
         *take_generation(config, given=given),

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ztk.core.policies.config import Config
-from ztk.core.policies.rollout import RewardConfig
+from ztk.core.policies.reward import RewardConfig
 
 TARGET, SCHEMA, USER, CALLBACKS = "_target_", "_schema_", "user", "callbacks"
 # Groups without keys of ztk's.

@@ -13,7 +13,7 @@ from ztk.config.renamed import rename_keys
 
 _RESUME = "checkpoint.resume="
 # Keys with paths in a form of their own, next to `path_keys`. All of them may be relative to the directory that the run was started in.
-_PATHS = ("data.tokenizer", "reward.function", "reward.functions", "offload.nvme_path")
+_PATHS = ("data.tokenizer", "reward.function", "reward.functions", "reward.eval_functions", "offload.nvme_path")
 # What another command decides for itself. The global batch of the run's configuration gives the accumulation steps on any number of ranks.
 _LEFT = ("checkpoint.allow_changes", "checkpoint.resume", "train.accumulation_steps", "sweep")
 # A word of the command line for the second key makes the run's first one meaningless.

@@ -1,5 +1,6 @@
 """`reward.function` and `reward.functions`: their forms, their paths, and a first call before ranks start."""
 
+import copy
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -41,19 +42,24 @@ def reward_faults(config: Config) -> Iterator[str]:
         yield f"{key}={config.reward.function or config.reward.functions}: reward._target_ names a reward, too; leave one of them out"
     if config.reward.function is not None:
         yield from _name_faults(config.reward.function, key="reward.function")
-    for entry in _entries(config.reward.functions):
+    for key in ("functions", "eval_functions"):
+        yield from _entry_faults(getattr(config.reward, key), key=f"reward.{key}")
+
+
+def _entry_faults(value: Any, *, key: str) -> Iterator[str]:
+    for entry in _entries(value):
         if isinstance(entry, str):
-            yield from _name_faults(entry, key="reward.functions")
+            yield from _name_faults(entry, key=key)
         elif not isinstance(entry, Mapping) or not isinstance(entry.get("function"), str) or set(entry) - set(_KEYS):
             yield (
-                f"reward.functions: {entry!r} must be FILE.py:FUNCTION or {{function: FILE.py:FUNCTION, weight: 0.2}}; use "
-                "reward.functions=[a.py:f,{function: b.py:g, weight: 0.2}]"
+                f"{key}: {entry!r} must be FILE.py:FUNCTION or {{function: FILE.py:FUNCTION, weight: 0.2}}; use "
+                f"{key}=[a.py:f,{{function: b.py:g, weight: 0.2}}]"
             )
         else:
-            yield from _name_faults(entry["function"], key="reward.functions")
+            yield from _name_faults(entry["function"], key=key)
             weight = entry.get("weight", 1.0)
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-                yield f"reward.functions: weight: {weight!r} of {entry['function']} must be a finite number; use weight: 0.2"
+                yield f"{key}: weight: {weight!r} of {entry['function']} must be a finite number; use weight: 0.2"
 
 
 def absolute_name(name: str) -> str:
@@ -67,15 +73,16 @@ def settle_rewards(config: Config) -> None:
     reward = config.reward
     if reward.function is not None:
         reward.function = absolute_name(reward.function)
-    if reward.functions:
-        reward.functions = [
-            absolute_name(entry)
-            if isinstance(entry, str)
-            else entry | {"function": absolute_name(entry["function"])}
-            if isinstance(entry, dict) and isinstance(entry.get("function"), str)
-            else entry
-            for entry in _entries(reward.functions)
-        ]
+    for key in ("functions", "eval_functions"):
+        if value := getattr(reward, key):
+            setattr(reward, key, [_absolute_entry(entry) for entry in _entries(value)])
+
+
+def _absolute_entry(entry: Any) -> Any:
+    if isinstance(entry, str):
+        return absolute_name(entry)
+    is_named = isinstance(entry, dict) and isinstance(entry.get("function"), str)
+    return entry | {"function": absolute_name(entry["function"])} if is_named else entry
 
 
 def prepare_rewards(config: Config) -> None:
@@ -84,8 +91,28 @@ def prepare_rewards(config: Config) -> None:
     Raises:
         ValueError: a function that cannot be imported, raises, is late, or returns something else than a number or None per answer.
     """
-    if not draws(config) or not has_rewards(config):
+    if not draws(config):
         return
+    own = evaluation_config(config)
+    for entry in (config,) if own is None else (config, own):
+        if has_rewards(entry):
+            _call_once(entry)
+
+
+def evaluation_config(config: Config) -> Config | None:
+    """The configuration with the prompts and reward functions of evaluations in place of those of training; None: they are the same."""
+    if config.data.eval_path is None and not config.reward.eval_functions:
+        return None
+    own = copy.deepcopy(config)
+    if config.data.eval_path is not None:
+        own.data.path, own.rollout.task = config.data.eval_path, None
+    if config.reward.eval_functions:
+        own.own.pop("reward", None)
+        own.reward.function, own.reward.functions = None, config.reward.eval_functions
+    return own
+
+
+def _call_once(config: Config) -> None:
     from ztk.rl.rollout.rewards import Answered, RewardError, TrainingState  # here: torch takes a second
 
     functions = open_rewards(config)

@@ -99,8 +99,6 @@ def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         yield f"launch.elastic=true: task={name} does not go on with fewer ranks yet; use launch.elastic=false"
     if config.train.log_every != 1:
         yield f"train.log_every={config.train.log_every}: task={name} has a row for every step; use train.log_every=1"
-    if config.checkpoint.keep_best:
-        yield f"checkpoint.keep_best=true: task={name} has no held-out loss; use checkpoint.keep_best=false"
     if config.checkpoint.asynchronous:
         yield (
             f"checkpoint.asynchronous=true: task={name} saves a critic or a reference beside the policy, together; use "

@@ -344,6 +344,11 @@ def test_functions_are_called_before_ranks_start(text, said, tmp_path):
     config = composed_with(f"reward.functions=[{tmp_path}/mine.py:score]", "reward.timeout_seconds=0.2")
     with pytest.raises(ValueError, match=re.escape(said)):
         prepare_rewards(config)
+    evaluated = composed_with(
+        "rollout.eval_every=1", f"reward.eval_functions=[{tmp_path}/mine.py:score]", "reward.timeout_seconds=0.2"
+    )
+    with pytest.raises(ValueError, match=re.escape(said)):
+        prepare_rewards(evaluated)
     (tmp_path / "mine.py").write_text("def score(completions):\n    return [None]")
     prepare_rewards(config)
 

@@ -1,4 +1,4 @@
-"""Keys of `task=sft` and `task=dpo`. `RewardConfig` in `rollout` has the keys of `task=reward`."""
+"""Keys of `task=sft` and `task=dpo`. `RewardConfig` in `reward` has the keys of `task=reward`."""
 
 from dataclasses import dataclass
 from enum import StrEnum

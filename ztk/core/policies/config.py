@@ -18,13 +18,13 @@ from ztk.core.policies.optimizer import OptimizerConfig
 from ztk.core.policies.plan import PlanConfig
 from ztk.core.policies.precision import PrecisionConfig
 from ztk.core.policies.recompute import RecomputeConfig
+from ztk.core.policies.reward import RewardConfig
 from ztk.core.policies.rollout import (
     AdvantageConfig,
     CriticConfig,
     KlConfig,
     PolicyConfig,
     ReferenceConfig,
-    RewardConfig,
     RolloutConfig,
     WarmStartConfig,
 )

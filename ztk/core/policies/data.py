@@ -73,6 +73,14 @@ _RECORDS = When(
     "data=chat, data=preferences or data=prompts with data.path",
     lambda config, machine: reads_lines(config) and config.data.path is not None,
 )
+_EVALUATED_PROMPTS = When(
+    "task=grpo or task=ppo with data.path, and rollout.eval_every above 0 or checkpoint.keep_best",
+    lambda config, machine: (
+        draws(config)
+        and config.data.path is not None
+        and bool(config.rollout.eval_every or config.checkpoint.keep_best)
+    ),
+)
 _PACKED = When(
     "task=pretrain with documents: jsonl, parquet or compressed files, data.mixture, or another data.tokenizer than bytes",
     lambda config, machine: config.task.name in ("pretrain", "plan") and reads_documents(config),
@@ -127,6 +135,12 @@ class DataConfig:
         default=MISSING,
     )
     path: Any = key("a file, a folder, a glob, or a list of them", acts=_PATHS, optional=True, is_path=True)
+    eval_path: Any = key(
+        "prompts of evaluations, as data.path; null: of rollout.task new ones, of data.path its own",
+        acts=_EVALUATED_PROMPTS,
+        optional=True,
+        is_path=True,
+    )
     tokenizer: str | None = key(
         "bytes; train: a byte-level BPE of data.vocab_size tokens, made on the training text; or a folder with a tokenizer.json. "
         "model.vocab_size follows it unless it is given",

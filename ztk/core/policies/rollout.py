@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from ztk.core.policies.align import RewardLossName
 from ztk.core.policies.key import Changes, When, key, tasks
 from ztk.core.policies.precision import DType
 from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, FRACTION, NOT_NEGATIVE, POSITIVE, Range
@@ -178,10 +177,10 @@ _REFERENCE = When(
         or (config.task.name == "dpo" and config.dpo.reference == "frozen")
     ),
 )
-_REWARD_MODEL = When(
-    f"{DRAWS.words} and reward.path", lambda config, machine: draws(config) and config.reward.path is not None
+EVALUATED = When(
+    f"{DRAWS.words} and rollout.eval_every above 0, or checkpoint.keep_best",
+    lambda config, machine: draws(config) and bool(config.rollout.eval_every or config.checkpoint.keep_best),
 )
-_LEARNS_REWARDS = tasks("reward")
 
 
 def _baseline_faults(config: "Config") -> Iterator[str]:
@@ -215,13 +214,6 @@ def _kl_faults(config: "Config") -> Iterator[str]:
         yield f"kl.coef={kl.coef:g} needs a reference: use kl.reference=frozen, or kl.coef=0"
     if kl.reference is ReferenceName.none and kl.stop_above is not None:
         yield f"kl.stop_above={kl.stop_above:g} needs a reference: use kl.reference=frozen, or leave it out"
-
-
-def _function_faults(config: "Config") -> Iterator[str]:
-    if config.reward.function is not None and config.reward.functions:
-        yield (
-            f"reward.function={config.reward.function}: reward.functions names functions, too; put all of them into reward.functions"
-        )
 
 
 @dataclass(kw_only=True)
@@ -302,6 +294,34 @@ class RolloutConfig:
     )
     stop_entropy_below: float | None = key(
         "the run stops when the mean entropy, nats per token, is below; null: never", range=POSITIVE, optional=True
+    )
+    stop_truncated_above: float | None = key(
+        "the run stops when more than this fraction of the answers was cut at rollout.max_tokens; null: never",
+        default=0.9,
+        range=FRACTION,
+        optional=True,
+        changes=Changes.experiment,
+    )
+    stop_equal_steps: int | None = key(
+        "the run stops when for so many rollouts in a row all answers to each prompt had equal rewards; null: never",
+        default=5,
+        range=COUNT,
+        optional=True,
+        changes=Changes.experiment,
+    )
+    save_completions: bool | None = key(
+        "every answer of every rollout is written to completions.jsonl, and those of shown steps to the logger's table",
+        default=False,
+        changes=Changes.nothing,
+    )
+    eval_every: int | None = key(
+        "steps between evaluations, whose means are in the row as eval_reward and so on; 0: none",
+        default=0,
+        range=COUNT_OR_ZERO,
+        changes=Changes.experiment,
+    )
+    eval_rollouts: int | None = key(
+        "rollouts of an evaluation, of rollout.prompts prompts each", default=1, range=COUNT, acts=EVALUATED
     )
 
 
@@ -414,53 +434,3 @@ class CriticConfig(StrategyConfig):
 
     lr: float | None = key("learning rate of the critic", range=POSITIVE)
     value_clip: float | None = key("a value may move by this much from the old one; 0: no clipping", range=NOT_NEGATIVE)
-
-
-@dataclass(kw_only=True)
-class RewardConfig(StrategyConfig):
-    """The reward of an answer, and the model that learns it, or gives it (reward.path): an engine of its own, as the critic."""
-
-    acts: ClassVar = _REWARD_MODEL
-
-    function: str | None = key(
-        "one function, as an entry of reward.functions; null: the task's own, or those of reward.functions",
-        acts=DRAWS,
-        optional=True,
-        contradicts=_function_faults,
-    )
-    functions: Any = key(
-        "functions whose weighted sum is the reward: FILE.py:FUNCTION, MODULE:FUNCTION or {function: FILE.py:FUNCTION, weight: 0.2}. Called "
-        "once per batch as TRL's are, f(prompts=, completions=, completion_ids=, fields of the records), or with a parameter `answer` once per "
-        "answer, f(prompt=, answer=, record=). None leaves an answer out",
-        acts=DRAWS,
-        optional=True,
-    )
-    path: str | None = key(
-        "run folder or checkpoint of task=reward, of the policy's shape, whose value at the last token is the reward; null: functions give it",
-        acts=DRAWS,
-        optional=True,
-        is_path=True,
-    )
-    path_weight: float | None = key(
-        "weight of the value of reward.path in the sum with the functions' rewards; null: the value alone trains, and the functions' sum is "
-        "shown as true_reward",
-        range=NOT_NEGATIVE,
-        acts=_REWARD_MODEL,
-        optional=True,
-    )
-    timeout_seconds: float | None = key(
-        "longest time of one call of a function", range=Range(low=0, high=86_400, above=True), acts=DRAWS
-    )
-    loss: RewardLossName | None = key(
-        "of a reward model. bradley_terry: of the values at the last tokens; per_token: DeepSpeed-Chat's, of all values behind the common "
-        "beginning",
-        acts=_LEARNS_REWARDS,
-    )
-    margin: float | None = key(
-        "by which a chosen answer's value is to be larger, where a record has no margin",
-        range=NOT_NEGATIVE,
-        acts=_LEARNS_REWARDS,
-    )
-    centring: float | None = key(
-        "factor of (chosen + rejected)^2, added to the loss", range=NOT_NEGATIVE, acts=_LEARNS_REWARDS
-    )

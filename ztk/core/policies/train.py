@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ztk.core.policies.key import Changes, When, key, tasks
 from ztk.core.policies.profile import ProfilePolicy
 from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, POSITIVE, SIZE_OR_ZERO, Range
-from ztk.core.policies.runs import ANSWERING, holds_out, reads_records, trains
+from ztk.core.policies.runs import ALIGNING, ANSWERING, holds_out, reads_lines, reads_records, trains
 
 if TYPE_CHECKING:
     from ztk.core.policies.config import Config
@@ -68,8 +68,19 @@ _SAVES = When(
 )
 _SAVES_OFTEN = When("checkpoint.every above 0", lambda config, machine: config.checkpoint.every != 0)
 _SAVES_BEST = When(
-    "checkpoint.every above 0 and data=stdlib, data=files or own data",
-    lambda config, machine: config.checkpoint.every != 0 and holds_out(config),
+    "checkpoint.every above 0 and data=stdlib, files, chat, preferences, prompts or own data",
+    lambda config, machine: config.checkpoint.every != 0 and (holds_out(config) or reads_lines(config)),
+)
+_JUDGES = When(
+    "task=sft, reward, dpo, grpo or ppo",
+    lambda config, machine: config.task.name in (*ALIGNING, "grpo", "ppo"),
+)
+_RANKS = When(
+    "task=sft, reward, dpo, grpo or ppo with checkpoint.keep_best or train.patience",
+    lambda config, machine: (
+        config.task.name in (*ALIGNING, "grpo", "ppo")
+        and bool(config.checkpoint.keep_best or config.train.patience is not None)
+    ),
 )
 _LOGS = When("logger=offline, online, tensorboard or csv", lambda config, machine: config.logger.mode != "disabled")
 _TO_WANDB = When("logger=offline or online", lambda config, machine: config.logger.mode in ("offline", "online"))
@@ -136,11 +147,18 @@ def _keep_every(config: "Config") -> Iterator[str]:
         )
 
 
+def _patience(config: "Config") -> Iterator[str]:
+    every = config.rollout.eval_every if config.task.name in ("grpo", "ppo") else config.train.eval_every
+    if not every:
+        key = "rollout.eval_every" if config.task.name in ("grpo", "ppo") else "train.eval_every"
+        yield f"train.patience={config.train.patience}: counts evaluations, and there are none; use {key}=25, or train.patience=null"
+
+
 def _keep_best(config: "Config") -> Iterator[str]:
     checkpoint = config.checkpoint
     if checkpoint.keep_best and config.train.quick:
         yield "checkpoint.keep_best=true has nothing to measure with train.quick=true: use checkpoint.keep_best=false"
-    if checkpoint.keep_best and config.data.validation_fraction == 0:
+    if checkpoint.keep_best and config.data.validation_fraction == 0 and config.task.name not in ("grpo", "ppo"):
         yield (
             "checkpoint.keep_best=true has nothing to measure with data.validation_fraction=0: use checkpoint.keep_best=false, or "
             "data.validation_fraction=0.05"
@@ -245,6 +263,14 @@ class TrainConfig:
         changes=Changes.experiment,
         contradicts=_evaluate,
     )
+    patience: int | None = key(
+        "evaluations without a better checkpoint.metric after which the run ends; null: none",
+        range=COUNT,
+        acts=_JUDGES,
+        optional=True,
+        changes=Changes.experiment,
+        contradicts=_patience,
+    )
     quick: bool | None = key(
         "no evaluation, no sample of text and no picture, as for a comparison of speeds; null: false",
         acts=tasks("pretrain"),
@@ -317,10 +343,20 @@ class CheckpointConfig:
         contradicts=_keep_every,
     )
     keep_best: bool | None = key(
-        "and the one with the smallest held-out loss, which is then measured before every save",
+        "and the one with the smallest held-out loss, or the best checkpoint.metric, which is then measured before every save",
         default=False,
         acts=_SAVES_BEST,
         contradicts=_keep_best,
+    )
+    metric: str | None = key(
+        "value of a row that checkpoint.keep_best and train.patience go by; null: validation_loss, of task=grpo and ppo eval_reward",
+        acts=_RANKS,
+        optional=True,
+    )
+    higher_is_better: bool | None = key(
+        "whether larger values of checkpoint.metric are better; null: of rewards, accuracies and margins",
+        acts=_RANKS,
+        optional=True,
     )
     asynchronous: bool | None = key("training goes on while the files are written", default=False, acts=_SAVES_OFTEN)
     resume: str | None = key(

@@ -4,9 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MAX_TRUNCATED = 0.9  # fraction of the answers
-EQUAL_STEPS = 5  # in a row
-
 
 class RolloutStopped(RuntimeError):
     """A guard ended the run; the text says which, what it saw, and what to change."""
@@ -15,10 +12,13 @@ class RolloutStopped(RuntimeError):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuardPolicy:
     """kl_above: stop when the KL divergence to the reference, nats per answer, is above. entropy_below: stop when the policy's mean entropy,
-    nats per token, is below. None: off."""
+    nats per token, is below. truncated_above: stop when a larger fraction of the answers was cut. equal_steps: stop when for so many
+    rollouts in a row all answers to each prompt had equal rewards. None: off."""
 
     kl_above: float | None = None
     entropy_below: float | None = None
+    truncated_above: float | None = 0.9
+    equal_steps: int | None = 5
 
 
 class Guards:
@@ -37,17 +37,18 @@ class Guards:
         self._equal_steps = self._equal_steps + 1 if metrics["equal_groups"] == 1 else 0
         if policy.kl_above is not None and kl is not None and kl > policy.kl_above:
             return f"step {step}: the KL divergence to the reference is {kl:.3f} nats per answer, above kl.stop_above={policy.kl_above:g}"
-        if metrics["truncated"] > MAX_TRUNCATED:
+        if policy.truncated_above is not None and metrics["truncated"] > policy.truncated_above:
             return (
-                f"step {step}: {metrics['truncated']:.0%} of the answers were cut at rollout.max_tokens={max_tokens}: raise it, or "
-                "start from a model that ends its answers"
+                f"step {step}: {metrics['truncated']:.0%} of the answers were cut at rollout.max_tokens={max_tokens}: raise it, start from a "
+                "model that ends its answers, or use rollout.stop_truncated_above=null"
             )
         if metrics["excluded"] == 1:
             return f"step {step}: the reward function returned None for every answer, so nothing can be learnt: look at its conditions"
-        if self._equal_steps >= EQUAL_STEPS:
+        if policy.equal_steps is not None and self._equal_steps >= policy.equal_steps:
             return (
-                f"step {step}: for {EQUAL_STEPS} steps all answers to each prompt had equal rewards, so nothing can be learnt: look at "
-                "samples.jsonl and at the reward function, raise rollout.group_size or rollout.temperature"
+                f"step {step}: for {policy.equal_steps} steps all answers to each prompt had equal rewards, so nothing can be learnt: look at "
+                "samples.jsonl and at the reward function, raise rollout.group_size or rollout.temperature, or use "
+                "rollout.stop_equal_steps=null"
             )
         if policy.entropy_below is not None and entropy is not None and entropy < policy.entropy_below:
             return (

@@ -1,0 +1,59 @@
+"""The best value of a metric so far: which checkpoint is kept for it, and when a run ends because nothing improves."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ztk import checkpoint
+from ztk.config import Config
+
+
+class Best:
+    """`checkpoint.metric`, `checkpoint.higher_is_better` and `train.patience`, seen alike by all ranks."""
+
+    def __init__(self, config: Config) -> None:
+        self._name, self._patience = config.checkpoint.metric, config.train.patience
+        self._sign = -1.0 if config.checkpoint.higher_is_better else 1.0
+        self._best, self._misses = math.inf, 0  # smaller is better
+
+    @classmethod
+    def of(cls, config: Config, *, loaded: checkpoint.LoadReport | None) -> "Best":
+        """Goes on where the checkpoint of a resumed run was saved."""
+        found, state = cls(config), (loaded.data_state or {}).get("best") if loaded is not None else None
+        if state is not None:
+            found.load_state_dict(state)
+        return found
+
+    def metric(self, values: Mapping[str, Any]) -> float | None:
+        """What a checkpoint is ranked by, smaller is better; None: the run ranks none. values: the row of the step.
+
+        Raises:
+            ValueError: the row has no such value.
+        """
+        if self._name is None:
+            return None
+        if self._name not in values:
+            numbers = [name for name, value in values.items() if isinstance(value, int | float)]
+            raise ValueError(
+                f"checkpoint.metric={self._name}: rows have no such value; use one of {', '.join(sorted(numbers)) or 'none'}"
+            )
+        return self._sign * float(values[self._name])
+
+    def reason_to_end(self, values: Mapping[str, Any]) -> str | None:
+        """After an evaluation: why the run ends, or None. values: the row of the step. Raises ValueError as `metric`."""
+        if self._patience is None or (found := self.metric(values)) is None:
+            return None
+        self._misses = 0 if found < self._best else self._misses + 1
+        self._best = min(self._best, found)
+        if self._misses < self._patience:
+            return None
+        return f"train.patience={self._patience}: {self._name} was best at {self._sign * self._best:.6g}, {self._misses} evaluations ago"
+
+    def state_dict(self) -> dict[str, Any]:
+        """A JSON value, the same on all ranks."""
+        return {"best": None if math.isinf(self._best) else self._best, "misses": self._misses}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where `state_dict` was taken."""
+        self._best = math.inf if state["best"] is None else state["best"]
+        self._misses = state["misses"]

@@ -1,0 +1,71 @@
+"""`completions.jsonl` of the run folder: every answer of every rollout of all ranks, as text, with what is known of it."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from experiments.rollout_run import Run
+from ztk.rl.rollout import Samples
+
+
+def drop_later(path: Path, *, step: int) -> None:
+    """Drops the lines of a file with steps above `step`, which a resumed run writes again."""
+    if path.exists():
+        kept = [line for line in path.read_bytes().split(b"\n") if line and json.loads(line)["step"] <= step]
+        path.write_bytes(b"".join(line + b"\n" for line in kept))
+
+
+def answer_records(run: Run, *, step: int, samples: Samples, kl: Tensor | None, rows: range) -> list[dict[str, Any]]:
+    """Some of this rank's answers, with the rewards of every function of `reward.functions` and the columns that functions have logged."""
+    found, functions = run.rewarded, run.prompts.rewards
+    names = functions.names if functions is not None and run.config.reward.functions else ()
+    records = []
+    for row in rows:
+        own: dict[str, Any] = {}
+        if found is not None:
+            values = found.values[row].tolist()
+            own = {
+                f"rewards.{name}": None if math.isnan(value) else value
+                for name, value in zip(names, values, strict=False)
+            }
+            own |= {name: column[row] for name, column in found.extra.items()}
+        records.append(
+            {
+                "step": step,
+                "prompt": run.prompts[int(samples.prompts[row])].text,
+                "answer": run.prompts.drawn(samples, row=row),
+                "reward": float(samples.rewards[row]) if samples.included[row] else None,
+                "length": int(samples.answer_lengths[row]),
+                "kl": None if kl is None else float(kl[row]),
+                "finished": bool(samples.finished[row]),
+            }
+            | own
+        )
+    return records
+
+
+class Completions:
+    """Rank 0 writes."""
+
+    def __init__(self, run: Run, *, first_step: int) -> None:
+        """Drops the rows that a run resumed at `first_step` writes again."""
+        self._path = Path(run.config.output_dir) / "completions.jsonl"
+        self._writes = run.process.rank == 0
+        if self._writes:
+            drop_later(self._path, step=first_step)
+
+    def write(self, run: Run, *, step: int, samples: Samples, kl: Tensor | None) -> list[dict[str, Any]]:
+        """Writes the answers of all ranks, and returns them. A collective call."""
+        own = answer_records(run, step=step, samples=samples, kl=kl, rows=range(len(samples)))
+        numbers = samples.numbers.tolist()
+        gathered = run.process.comm.gather_objects(list(zip(numbers, own, strict=True)))
+        records = [
+            record for _, record in sorted((pair for rank in gathered for pair in rank), key=lambda pair: pair[0])
+        ]
+        if self._writes:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(record, default=str) + "\n" for record in records)
+        return records
