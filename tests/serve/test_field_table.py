@@ -90,7 +90,7 @@ def table() -> str:
 
 
 def _sent(server, shown: str, value: object) -> str:
-    field = shown.split()[0]
+    field = shown.split(maxsplit=1)[0]
     is_chat = "/completions" not in shown
     body = {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": "abc"}
     path = "chat/completions" if is_chat else "completions"

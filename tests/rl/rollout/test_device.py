@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from experiments import grpo, policies
+from experiments.best import Best
 from experiments.models import build
 from experiments.prompts import Prompts
 from experiments.rollout_run import Run
@@ -168,6 +169,7 @@ def run_of(config, *, device: str = "cpu", cache: str = "blocks") -> Run:
         reference=None,
         critic=None,
         prompts=Prompts(config),
+        best=Best(config),
         buffer=Buffer(updates=1),
         guards=Guards(GuardPolicy()),
         weights=SettledWeights(weights=RolloutWeights.whole, reason=""),
