@@ -1,0 +1,41 @@
+"""docs/alignment.md, "The same task in TRL and in ztk": its names exist on both sides, and its command is accepted."""
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ztk.config import compose
+from ztk.config.keys import run_keys
+
+PAGE = (Path(__file__).parents[3] / "docs" / "alignment.md").read_text(encoding="utf-8")
+SECTION = PAGE[PAGE.index("## The same task in TRL and in ztk") :]
+
+
+def test_names_of_the_table_exist():
+    trl = pytest.importorskip("trl")
+    pairs = re.findall(r"^\| `(\w+)` \| `([\w.]+)` \|$", SECTION, re.MULTILINE)
+    theirs = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    assert len(pairs) == 20 and {name for name, _ in pairs} <= theirs
+    assert {name for _, name in pairs} <= run_keys().keys()
+    script = SECTION[SECTION.index("GRPOConfig(\n") : SECTION.index("train_dataset=")]
+    assert set(re.findall(r"^        (\w+)=", script, re.MULTILINE)) <= theirs
+
+
+def test_the_command_is_accepted(monkeypatch, tmp_path):
+    from tests.hf import small
+    from ztk.config import Machine
+
+    folder = small.save_model(tmp_path / "FOLDER")
+    (tmp_path / "mine.py").write_text("")
+    for name in ("prompts", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "ab"}\n')
+    monkeypatch.chdir(tmp_path)
+    command = re.search(r"```bash\npython run.py (.*?)\n```", SECTION, re.DOTALL)
+    words = shlex.split(command[1].replace("\\\n", " ").replace("model.path=FOLDER", f"model.path={folder}"))
+    assert len(words) == 17
+    words = [word.replace("rollout.max_tokens=256", "rollout.max_tokens=4") for word in words]
+    config = compose(*words, output_dir=str(tmp_path / "run"), machine=Machine(gpus=0, cores=2))
+    assert config.checkpoint.metric == "eval_reward" and config.data.eval_path == [str(tmp_path / "held_out.jsonl")]
