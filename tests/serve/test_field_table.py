@@ -83,15 +83,15 @@ def table() -> str:
     lines = ["| field | vLLM | llama.cpp | ztk |", "| --- | --- | --- | --- |"]
     try:
         for shown, value, vllm, llama in FIELDS:
-            lines.append(f"| `{shown.split()[0]}`{shown[len(shown.split()[0]) :]} | {vllm} | {llama} | {_sent(server, shown, value)} |")  # fmt: skip
+            field, *route = shown.split()
+            own = _sent(server, field, value, is_chat=not route)
+            lines.append(f"| {' '.join([f'`{field}`', *route])} | {vllm} | {llama} | {own} |")
     finally:
         server.stop()
     return "\n".join(lines)
 
 
-def _sent(server, shown: str, value: object) -> str:
-    field = shown.split(maxsplit=1)[0]
-    is_chat = "/completions" not in shown
+def _sent(server, field: str, value: object, *, is_chat: bool) -> str:
     body = {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": "abc"}
     path = "chat/completions" if is_chat else "completions"
     found = httpx.post(f"{server.url}/v1/{path}", json={"max_tokens": 4} | body | {field: value}, timeout=60)

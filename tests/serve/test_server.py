@@ -107,9 +107,9 @@ def test_metrics_have_vllms_names_and_count(running, client):
     before = counters(running)
     client.completions.create(model="tiny", prompt=["abc", "abcd"], max_tokens=5, n=2)
     ended = "vllm:e2e_request_latency_seconds_count"
-    wait_until(lambda: counters(running)[ended] >= before[ended] + 2)
+    wait_until(lambda: counters(running)[ended] >= before.get(ended, 0) + 2)
     after = counters(running)
-    change = {name: after[name] - before[name] for name in after}
+    change = {name: value - before.get(name, 0) for name, value in after.items()}
     assert [change[f"vllm:{name}_count"] for name in names] == [2, 2, 2, 16, 4, 4]
     assert change["vllm:request_generation_tokens_sum"] == change["vllm:generation_tokens_total"] == 20
     assert change["vllm:prompt_tokens_total"] == change["vllm:request_prompt_tokens_sum"] == 7

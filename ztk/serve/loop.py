@@ -194,7 +194,7 @@ class EngineLoop:
             return
         started = time.perf_counter()
         outputs = self.generator.step()
-        self._record_begun()
+        self._record_begun(at=started)
         self._hand_out(outputs)
         self.metrics.count("seconds", by=time.perf_counter() - started)
 
@@ -248,12 +248,12 @@ class EngineLoop:
                 assert job.timed is not None, "`submit` has set it"
                 self.metrics.end(job.timed)
 
-    def _record_begun(self) -> None:
-        """Which requests the engine has taken in this step."""
+    def _record_begun(self, *, at: float) -> None:
+        """Which requests the engine has taken in the step that began then."""
         for number in [one for one in self._queued if self.generator.is_begun(one)]:
             self._queued.discard(number)
             if (job := self._jobs.get(number)) is not None and job.timed is not None:
-                self.metrics.begin(job.timed)
+                self.metrics.begin(job.timed, at=at)
 
     def _record_first_token(self) -> None:
         assert self._first_asked is not None, "a request was submitted"

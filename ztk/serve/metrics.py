@@ -23,7 +23,7 @@ class Timed:
 
     def __init__(self) -> None:
         self.asked = time.perf_counter()
-        self.begun = self.first = None  # when the engine took it; its first token
+        self.first: float | None = None  # its first token
         self.last: dict[int, float] = {}  # the last token of each answer
         self.counts: dict[int, int] = {}
 
@@ -87,10 +87,9 @@ class Metrics:
         self._lengths["prompt"].observe(prompt_tokens)
         return Timed()
 
-    def begin(self, timed: Timed) -> None:
-        """The engine has taken a prompt."""
-        timed.begun = time.perf_counter()
-        self._times["request_queue_time_seconds"].observe(timed.begun - timed.asked)
+    def begin(self, timed: Timed, *, at: float) -> None:
+        """The engine has taken a prompt in the step that began then."""
+        self._times["request_queue_time_seconds"].observe(max(0.0, at - timed.asked))
 
     def draw(self, timed: Timed, *, output: Output) -> None:
         """A token of an answer, or the answer's error."""
