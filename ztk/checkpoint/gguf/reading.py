@@ -90,7 +90,7 @@ def unpack(file: str | os.PathLike, *, to: str | os.PathLike) -> None:
     (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     sync_folder(folder)
     if widened:
-        logger.warning("%s: %s tensors are widened to float32 in %s", named, ", ".join(widened), folder)
+        logger.warning("%s: %s tensors are widened to float32", named, ", ".join(widened))
 
 
 _ENDS = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
