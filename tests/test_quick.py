@@ -54,6 +54,17 @@ def test_slow_tests_run_on_request(tmp_path):
     assert lines_of(tmp_path, "-m", "slow") == ["test_a.py::test_slow PASSED"]
 
 
+def test_tests_of_a_real_model_run_by_their_marker_alone(tmp_path):
+    (tmp_path / "test_a.py").write_text(
+        "import pytest\n@pytest.mark.real\ndef test_real(): pass\n@pytest.mark.slow\ndef test_slow(): pass\n"
+    )
+    (tmp_path / "conftest.py").write_text("from tests.quick import pytest_addoption, pytest_collection_modifyitems\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: of this test\n    real: of this test\n")
+    assert lines_of(tmp_path) == []
+    assert lines_of(tmp_path, "--slow") == ["test_a.py::test_slow PASSED"]
+    assert lines_of(tmp_path, "-m", "real") == ["test_a.py::test_real PASSED"]
+
+
 def lines_of(folder: Path, *options: str) -> list[str]:
     """Test and outcome, in the order in which they ran."""
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *(options or ["--quick-first"])]
