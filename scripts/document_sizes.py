@@ -86,7 +86,9 @@ class Plans:
         self._made: dict[tuple[str, ...], Plan] = {}
 
     def __call__(self, *words: str, ranks: int) -> Plan:
-        key = (*RUN, *words, f"launch.ranks={ranks}")
+        given = {word.split("=")[0] for word in words}
+        usual = (word for word in RUN if word.split("=")[0] not in given)
+        key = (*usual, *words, f"launch.ranks={ranks}")
         if key not in self._made:
             started = time.perf_counter()
             self._made[key] = ztk.plan_run(*key)
@@ -305,7 +307,9 @@ def reached(said: float, *, plan: Plan) -> str:
 
 def operations_per_token(plan: Plan) -> float:
     """Of forward and backward alone: full recomputation makes four units of three."""
-    return plan.as_dict()["flops"] / SEQUENCE * 3 / 4
+    assert plan.time is not None, "RUN has hardware"
+    tokens = speed(plan) / plan.world_size * plan.time.seconds
+    return plan.as_dict()["flops"] / tokens * 3 / 4
 
 
 def table_rows(plans: Plans) -> Iterator[Row]:
