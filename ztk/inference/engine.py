@@ -46,9 +46,10 @@ class Generator:
     comm: of the ranks that share the model, each of which makes a generator; None or one rank: none. The first one answers, the others call
     `follow`: see [Note: One broadcast per step] in ztk/inference/parallel.py.
     plan: with `policy.offload`, what is done with the memory. model: a module, a training engine, whose weights are gathered (every rank
-    calls it), a folder of packed weights, or one whose parameters are read one by one. Its linear layers are copied in the
-    processor's own layout, so that what a training script changes later needs `load`; embeddings and norms in fp32 are shared. A
-    sequence's tokens and log-probabilities depend on the sequence, the weights and the seed alone.
+    calls it), a folder of packed weights, or one whose parameters are read one by one. On a CPU linear layers are
+    copied in the processor's own layout, and embeddings and norms in fp32 are shared with the module. Over blocks on the module's device all
+    weights are shared that need no other layout. Call `load` after the weights have changed. A sequence's tokens and log-probabilities depend
+    on the sequence, the weights and the seed alone.
 
     All calls may be made from several threads and in turns: a step computes the sequences of all callers, and each caller gets its own.
 
