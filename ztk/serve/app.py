@@ -31,6 +31,7 @@ from ztk.serve.loop import Busy, EngineLoop, Job, Outbox
 from ztk.serve.models import Opened
 from ztk.serve.page import PAGE
 from ztk.serve.replies import Failed, Reader, Reply
+from ztk.serve.responses import ResponseReply, chat_body
 from ztk.serve.texts import Texts
 from ztk.serve.tools import Format
 from ztk.serve.values import BadRequest, shown
@@ -91,6 +92,7 @@ class Server:
                 Route("/v1/models/{name:path}", self._one_model),
                 Route("/v1/completions", self._completions, methods=["POST"]),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/responses", self._responses, methods=["POST"]),
                 Route("/version", self._version),
                 Route("/tokenize", self._text_route(self._texts.tokenize), methods=["POST"]),
                 Route("/detokenize", self._text_route(self._texts.detokenize), methods=["POST"]),
@@ -173,15 +175,18 @@ class Server:
     async def _chat(self, request: Request) -> Response:
         return await self._answer(request, chat=True)
 
+    async def _responses(self, request: Request) -> Response:
+        return await self._answer(request, chat=True, kind=ResponseReply)
+
     # One request
 
-    async def _answer(self, request: Request, *, chat: bool) -> Response:
-        """Reads, queues, and answers at once or as a stream."""
+    async def _answer(self, request: Request, *, chat: bool, kind: type[Reply] = Reply) -> Response:
+        """Reads, queues, and answers at once or as a stream. kind: whose shape the answer has."""
         outbox = Outbox()
         try:
             self._authorise(request)
             raw = await received(request, most=self._policy.limits.body_bytes)
-            reply = await self._in_thread(self._read, raw, chat=chat, outbox=outbox)
+            reply = await self._in_thread(self._read, raw, chat=chat, outbox=outbox, kind=kind)
             self._submit(reply.jobs)
         except ClientDisconnect:
             return failure(400, message="the client has left before the end of its request")
@@ -209,19 +214,22 @@ class Server:
                 self._told.add(name)
                 _LOGGER.warning("requests have the field %s, which has no effect on this server", shown(name))
 
-    def _read(self, raw: bytes, *, chat: bool, outbox: Outbox) -> Reply:
+    def _read(self, raw: bytes, *, chat: bool, outbox: Outbox, kind: type[Reply]) -> Reply:
         """In a thread. Requests that name no seed have one of their own. Raises ValueError as `Reader.jobs`."""
         usual = replace(self._usual, seed=secrets.randbits(62))
         policy = self._policy
-        asked = read_body(raw, chat=chat, usual=usual, stops=policy.stops, limits=policy.limits)
+        name, translate = "chatcmpl-" if chat else "cmpl-", dict
+        if kind is ResponseReply:
+            name, translate = "resp_", chat_body
+        asked = read_body(raw, chat=chat, usual=usual, stops=policy.stops, limits=policy.limits, translate=translate)
         shape = Shape(
-            id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            id=f"{name}{uuid.uuid4().hex}",
             model=self._opened.name,
             chat=chat,
             created=int(time.time()),
         )
         jobs = self._reader.jobs(asked, chat=chat, outbox=outbox)
-        return Reply(jobs, asked=asked, shape=shape, tokenizer=self._opened.tokenizer, format=self._reader.format)
+        return kind(jobs, asked=asked, shape=shape, tokenizer=self._opened.tokenizer, format=self._reader.format)
 
     def _submit(self, jobs: list[Job]) -> None:
         """Queues all or none. Raises BadRequest for none."""

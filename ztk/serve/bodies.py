@@ -1,7 +1,7 @@
 """OpenAI's request bodies: every field that has an effect is checked with its type, and refused with its name."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -80,14 +80,15 @@ def read_body(
     usual: SamplingParams,
     stops: tuple[str, ...] = (),
     limits: Limits | None = None,
+    translate: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> Asked:
-    """Reads one body. usual, stops: for what it leaves out; `usual.max_tokens` does not count.
+    """Reads one body. usual, stops: for what it leaves out; `usual.max_tokens` does not count. translate: from another interface's fields.
 
     Raises:
         BadRequest: no JSON object, a value of the wrong type, out of range or beyond `limits`, or a field that would change the answer and
             is not there.
     """
-    return read_fields(parsed(raw), chat=chat, usual=usual, stops=stops, limits=limits or Limits())
+    return read_fields(translate(parsed(raw)), chat=chat, usual=usual, stops=stops, limits=limits or Limits())
 
 
 def read_fields(

@@ -177,7 +177,7 @@ class Reply:
         self, jobs: list[Job], *, asked: Asked, shape: Shape, tokenizer: Tokenizer, format: Format = Format.hermes
     ) -> None:
         """format: of tool calls."""
-        self.jobs, self.asked, self._shape = jobs, asked, shape
+        self.jobs, self.asked, self.shape = jobs, asked, shape
         self._answers = [
             Answer(
                 shape=shape,
@@ -223,7 +223,7 @@ class Reply:
 
     def opening(self) -> bytes:
         """Events before the first token."""
-        return _events([chunk for answer in self._answers for chunk in answer.opening()])
+        return self.written([chunk for answer in self._answers for chunk in answer.opening()])
 
     def take_kept(self) -> bytes:
         """The kept outputs as events."""
@@ -239,18 +239,25 @@ class Reply:
                 self._open.discard(place)
                 if all(one.ended for one in self._answers[number * each : (number + 1) * each]):
                     self._ended.append(self.jobs[number])
-        return _events(chunks) if self.asked.stream else b""
+        return self.written(chunks) if self.asked.stream else b""
+
+    def written(self, chunks: list[dict]) -> bytes:
+        """Chunks as events."""
+        return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks).encode()
 
     def closing(self) -> bytes:
         """The last events."""
-        usage = [self._shape.usage_chunk(self._answers, prompt_tokens=self._prompt_tokens)]
-        return _events(usage if self.asked.with_usage else []) + b"data: [DONE]\n\n"
+        usage = [self.shape.usage_chunk(self._answers, prompt_tokens=self._prompt_tokens)]
+        return self.written(usage if self.asked.with_usage else []) + b"data: [DONE]\n\n"
 
     def body(self) -> bytes:
         """The complete response."""
         self.take_kept()
-        whole = self._shape.complete(self._answers, kept=self._best(), prompt_tokens=self._prompt_tokens)
-        return json.dumps(whole).encode()
+        return json.dumps(self.complete()).encode()
+
+    def complete(self) -> dict:
+        """All answers in one object."""
+        return self.shape.complete(self._answers, kept=self._best(), prompt_tokens=self._prompt_tokens)
 
     def _best(self) -> list[Answer]:
         """The answers that are returned: those of each prompt with the largest likelihood, where more were drawn."""
@@ -268,7 +275,3 @@ class Reply:
 
     def _place(self, number: int, *, output: Output) -> int:
         return number * self.asked.sampling.n + output.sample
-
-
-def _events(chunks: list[dict]) -> bytes:
-    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks).encode()
