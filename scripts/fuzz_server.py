@@ -58,6 +58,9 @@ def random_value(chance: random.Random, *, depth: int = 0) -> object:
     )
 
 
+_OF_RESPONSES = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
+
+
 def random_body(chance: random.Random) -> tuple[str, bytes]:
     """A path and a body: mostly a good one with one to three fields that are not."""
     is_chat = chance.random() < 0.4
@@ -70,6 +73,9 @@ def random_body(chance: random.Random) -> tuple[str, bytes]:
         good[chance.choice(_FIELDS)] = random_value(chance)
     if chance.random() < 0.1:
         path = chance.choice(("/tokenize", "/detokenize", "/v1/embeddings"))
+    elif chance.random() < 0.15:
+        path = "/v1/responses"
+        good = {_OF_RESPONSES.get(name, name): value for name, value in good.items()}
     text = json.dumps(good)
     if chance.random() < 0.03:
         text = text[: chance.randrange(len(text))]
