@@ -73,6 +73,30 @@ def test_a_long_prompt_leaves_steps_short_for_those_who_wait_for_tokens(model, m
     assert lengths() == ([69, 69, 12], tokens)
 
 
+def test_one_slow_step_does_not_keep_later_ones_short(model, monkeypatch):
+    """The first step takes 10 s a token, as where kernels are compiled; the shortest steps after it are measured, too."""
+    plan, steps, measured, paces = Scheduler.plan, [], Scheduler.measured, iter([10.0])
+    monkeypatch.setattr(Scheduler, "plan", lambda self: steps.append(plan(self)) or steps[-1])
+    monkeypatch.setattr(
+        Scheduler,
+        "measured",
+        lambda self, works, *, seconds: measured(
+            self, works, seconds=next(paces, 0.001) * sum(len(work.tokens) for work in works)
+        ),
+    )
+    sampling = SamplingParams(max_tokens=30, temperature=0)
+    generator = Generator(model, policy=InferencePolicy(max_step_tokens=70, step_seconds=0.4))
+    generator.generate([[5] * 40], sampling=replace(sampling, max_tokens=1))
+    generator.submit(PROMPT, sampling=sampling)
+    generator.step()
+    steps.clear()
+    generator.submit([number % 7 for number in range(150)], sampling=sampling)
+    while generator.has_work:
+        generator.step()
+    lengths = [max(len(work.tokens) for work in works) for works in steps if works]
+    assert [length for length in lengths if length > 1] == [32, 69, 49]
+
+
 def test_answers_follow_the_distribution_they_report(model):
     """4,000 first tokens: each of the likeliest ten as often as its processed log-probability says, within 4 standard deviations."""
     count = 4000

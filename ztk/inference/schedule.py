@@ -13,7 +13,7 @@ from ztk.inference.policy import Completion, GrammarState, InferencePolicy, Prom
 from ztk.inference.sample import DrawSteps
 
 _LEAST_CHUNK = 32  # tokens of prompts in a step, however slow it is
-_MEASURED = 32  # tokens of a step whose time says how long a token takes
+_MEASURED = _LEAST_CHUNK // 2  # tokens of prompts in a step that is measured, so that steps of the least chunk are
 _WORTH_WAITING = 64  # tokens of a prefix that another sequence is computing right now
 
 
