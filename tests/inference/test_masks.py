@@ -50,6 +50,8 @@ def generated(cache, *, sampling, draft=0, **options):
 def test_packed_masks_name_their_tokens():
     allowed = torch.rand(99, generator=torch.Generator().manual_seed(0)) < 0.5
     allowed[31] = allowed[63] = True  # sign bits
+    packed, shifts = pack(allowed), torch.arange(32, dtype=torch.int32)
+    assert torch.equal(((packed.unsqueeze(1) >> shifts) & 1).flatten()[:99].bool(), allowed)
     scores = masked(torch.zeros(3, 99), masks=[pack(allowed), None, pack(~allowed)])
     assert torch.equal(scores[0].isfinite(), allowed) and torch.equal(scores[2].isfinite(), ~allowed)
     assert scores[1].isfinite().all()

@@ -59,9 +59,9 @@ def masked(scores: Tensor, *, masks: list[Tensor | None]) -> Tensor:
     if not rows:
         return scores
     packed = torch.stack([mask for mask in masks if mask is not None]).to(scores.device)
-    refused = _unpack(packed, size=scores.shape[1]).logical_not_()
+    refused = _refused(packed, size=scores.shape[1])
     if len(rows) == len(masks):
-        return scores.masked_fill(refused, float("-inf"))
+        return torch.where(refused, float("-inf"), scores)
     at = torch.tensor(rows).to(scores.device)
     return scores.index_copy(0, at, scores[at].masked_fill_(refused, float("-inf")))
 
@@ -101,9 +101,17 @@ def _words(size: int) -> int:
     return -(-size // _WORD)
 
 
-def _unpack(packed: Tensor, *, size: int) -> Tensor:
-    """int32 [R, words] -> bool [R, size]."""
-    return ((packed.unsqueeze(-1) & _bits(packed.device)) != 0).flatten(1)[:, :size]
+def _refused(packed: Tensor, *, size: int) -> Tensor:
+    """int32 [R, words] -> bool [R, size] of the tokens whose bits are 0, eight at a time."""
+    return _eights(packed.device).take(packed.view(torch.uint8).long()).view(torch.bool)[:, :size]
+
+
+@functools.cache
+def _eights(device: torch.device) -> Tensor:
+    """For each byte of a mask the eight bytes of bools that refuse its tokens: int64 [256]."""
+    with torch.inference_mode(False):
+        zeros = (torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1 == 0
+        return zeros.view(torch.int64).flatten().to(device)
 
 
 @functools.cache
