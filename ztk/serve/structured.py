@@ -240,10 +240,10 @@ class Followed:
 
     def _follow(self, answer: list[int]) -> bool:
         """Takes guesses back, and the new tokens; false where the grammar does not lead to them."""
-        same = next(
-            (place for place, (own, one) in enumerate(zip(self._taken, answer, strict=False)) if own != one),
-            min(len(self._taken), len(answer)),
-        )
+        same = len(self._taken)
+        if answer[:same] != self._taken:
+            pairs = enumerate(zip(self._taken, answer, strict=False))
+            same = next((place for place, (own, one) in pairs if own != one), min(same, len(answer)))
         if same < len(self._taken):
             self._matcher.rollback(len(self._taken) - same)
             del self._taken[same:]
