@@ -10,7 +10,7 @@ from ztk.serve.values import BadRequest, flag, shown, thing
 # Arguments of transformers' apply_chat_template that are no variables of a template.
 _RESERVED = frozenset(
     (
-        *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt"),
         *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
         *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
     )
