@@ -12,7 +12,7 @@ from tests.inference.models import save_letters
 from tests.serve.test_server import Chatting, start
 from ztk.inference import SamplingParams
 from ztk.serve.bodies import read_body
-from ztk.serve.messages import ChatOptions
+from ztk.serve.messages import ChatOptions, read_options
 from ztk.serve.models import _Pretrained
 from ztk.serve.tools import CallStream, Format, call_structure, format_of, read_tools, told
 from ztk.serve.values import BadRequest
@@ -121,7 +121,7 @@ def test_a_template_without_tools_is_told_of_them_in_words(tmp_path):
         "{% if add_generation_prompt %}!{% endif %}"
     )
     own = _Pretrained(inner)
-    options = ChatOptions(tools=tuple(TOOLS), variables={"colour": "r"})
+    options = read_options({"chat_template_kwargs": {"colour": "r", "documents": []}}, tools=tuple(TOOLS))
     assert own.chat(USER, options=options) == own.encode_text("2rweather?!")
     assert own.chat(USER, options=ChatOptions(begins=False, tools=tuple(TOOLS))) == own.encode_text("2weather?")
 
@@ -151,21 +151,46 @@ def test_a_call_that_must_be_made_is_made(running, choice, stream):
 @pytest.mark.parametrize("format", list(Format))
 def test_grammars_of_each_format_write_what_is_found_again(running, format):
     """A matcher of the library takes the text of a call, and nothing after it."""
-    asked = read_tools({"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False})
-    structure = call_structure(asked, format=format, special={})
+    text = written(ONE, format=format)
+    assert follows(running, tools=TOOLS, format=format, text=text)
+    assert found_in(text, format=format) == ("", [ROME])
+
+
+@pytest.mark.parametrize("format", list(Format))
+def test_parameters_may_refer_to_their_own_parts(running, format):
+    """As pydantic writes nested models: `#` is the function's schema, wherever the grammar has it."""
+    place = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    place["additionalProperties"] = False
+    parameters = {"type": "object", "$defs": {"Place": place}, "properties": {"to": {"$ref": "#/$defs/Place"}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "go", "parameters": parameters}}]
+    for value, is_good in (("2", True), ('"2"', False)):
+        text = written(f'{{"name": "go", "arguments": {{"to": {{"x": {value}}}}}}}', format=format)
+        assert follows(running, tools=tools, format=format, text=text) == is_good
+
+
+def written(call, *, format):
+    """A call as a model writes it."""
     texts = {
-        Format.hermes: f"<tool_call>\n{ONE}\n</tool_call>",
-        Format.llama3: '{"name": "weather", "parameters": {"city": "Rome"}}',
-        Format.mistral: f"[TOOL_CALLS][{ONE}]",
+        Format.hermes: f"<tool_call>\n{call}\n</tool_call>",
+        Format.llama3: call.replace("arguments", "parameters"),
+        Format.mistral: f"[TOOL_CALLS][{call}]",
     }
+    return texts[format]
+
+
+def follows(running, *, tools, format, text):
+    """The grammar of one required call leads to `text`, and ends there."""
+    asked = read_tools({"tools": tools, "tool_choice": "required", "parallel_tool_calls": False})
+    structure = call_structure(asked, format=format, special={})
     state = running.server._reader._grammars.compiled(structure).begin()
-    answer = []
-    for token in texts[format].encode():
+    answer, is_done = [], False
+    for token in text.encode():
         mask = state.mask(answer)
-        assert int(mask[token // 32]) >> token % 32 & 1, bytes(answer)
+        if not int(mask[token // 32]) >> token % 32 & 1:
+            return False
         answer.append(token)
         is_done = state.advance(answer)
-    assert is_done and found_in(texts[format], format=format) == ("", [ROME])
+    return is_done
 
 
 def test_results_of_tools_are_messages(running):

@@ -134,15 +134,20 @@ def call_structure(tools: Tools, *, format: Format, special: Mapping[int, str]) 
     """A grammar of answers that call what must be called. special: of the tokenizer, whose tokens a grammar names by number."""
     names = [tools.named] if tools.named is not None else list(tools.functions)
     key = _ARGUMENTS[format]
+    root = "#/items" if format == Format.mistral else "#"
     one = {
         "anyOf": [
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, key: {"type": "object"} | tools.functions[name]},
+                "properties": {
+                    "name": {"const": name},
+                    key: {"type": "object"}
+                    | _moved(tools.functions[name], to=f"{root}/anyOf/{number}/properties/{key}"),
+                },
                 "required": ["name", key],
                 "additionalProperties": False,
             }
-            for name in names
+            for number, name in enumerate(names)
         ]
     }
     several = tools.several and tools.named is None
@@ -155,6 +160,18 @@ def call_structure(tools: Tools, *, format: Format, special: Mapping[int, str]) 
         return _lark(f"start: call\ncall: {_json(one)}")
     more = f' ("\\n" call){{0,{_CALLS - 1}}}' if several else ""
     return _lark(f'start: call{more}\ncall: "<tool_call>\\n" body "\\n</tool_call>"\nbody: {_json(one)}')
+
+
+def _moved(schema: Any, *, to: str) -> Any:
+    """A schema whose references to its own parts are right where it is a part itself, at the pointer `to`."""
+    if isinstance(schema, list):
+        return [_moved(part, to=to) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: _moved(part, to=to) for name, part in schema.items()}
+    if isinstance(own := schema.get("$ref"), str) and own.startswith("#"):
+        found["$ref"] = to + own.removeprefix("#")
+    return found
 
 
 def _json(schema: dict[str, Any]) -> str:
