@@ -1,5 +1,7 @@
 """Models out to GGUF files and in again: the same bits, the package gguf's own blocks, and what transformers reads of them."""
 
+import errno
+import os
 from pathlib import Path
 
 import gguf
@@ -13,6 +15,8 @@ from tests.inference.models import build, save_letters
 from tests.rl.align.chats import train_tokenizer
 from ztk.checkpoint.__main__ import main
 from ztk.checkpoint.convert import import_checkpoint
+from ztk.checkpoint.gguf import reading
+from ztk.checkpoint.gguf.families import config_of, metadata_of
 from ztk.checkpoint.gguf.reading import model_folder, unpack
 from ztk.checkpoint.gguf.tokenizer import read_tokenizer, write_tokenizer
 from ztk.checkpoint.gguf.writing import export_gguf
@@ -187,12 +191,61 @@ def test_what_is_not_written_is_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             export_gguf(tmp_path / family, to=tmp_path / f"{family}.gguf")
         assert not (tmp_path / f"{family}.gguf").exists()
+    config = build("llama").config.to_dict()
+    with pytest.raises(ValueError, match="hidden_act=gelu is not written for llama, only silu is"):
+        metadata_of(config | {"hidden_act": "gelu"})
     build("llama").save_pretrained(tmp_path / "letters")
     save_letters(tmp_path / "letters")
     with pytest.raises(ValueError, match="is no byte-level BPE"):
         export_gguf(tmp_path / "letters", to=tmp_path / "letters.gguf")
     with pytest.raises(ValueError, match="--kind Q5_K: must be F16, Q8_0, Q4_0 or Q4_1"):
         export_gguf(tmp_path / "letters", to=tmp_path / "letters.gguf", kind="Q5_K")
+
+
+@pytest.mark.parametrize(
+    ("more", "names", "message"),
+    [
+        ({"llama.rope.dimension_count": 8}, (), "rope.dimension_count=8 rotates a part of 16 elements"),
+        ({}, ("blk.0.attn_q.bias",), "blk.0.attn_q.bias has no place in a LlamaForCausalLM"),
+        ({}, ("blk.1.ffn_up.bias",), "blk.1.ffn_up.bias has no place"),
+        ({}, ("output.bias",), "output.bias has no place"),
+        ({}, ("blk.0.attn_k_norm.weight",), "blk.0.attn_k_norm.weight has no place"),
+    ],
+)
+def test_parts_that_transformers_would_leave_out_are_refused(more, names, message):
+    sizes = {"block_count": 2, "context_length": 64, "embedding_length": 64, "feed_forward_length": 96}
+    sizes |= {"attention.head_count": 4, "attention.layer_norm_rms_epsilon": 1e-5, "rope.dimension_count": 16}
+    metadata = {"general.architecture": "llama"} | {f"llama.{key}": value for key, value in sizes.items()}
+    shapes = {"token_embd.weight": (320, 64)}
+    whole = [f"blk.0.attn_{part}.bias" for part in ("q", "k", "v", "output")]
+    assert config_of(metadata, shapes=shapes | dict.fromkeys(whole, (64,)), file="a.gguf")["attention_bias"]
+    with pytest.raises(ValueError, match=message):
+        config_of(metadata | more, shapes=shapes | dict.fromkeys(names, (64,)), file="a.gguf")
+
+
+def test_two_processes_may_unpack_one_file(tmp_path, monkeypatch):
+    """The one that is done later reads the other's folder, which stays as it is; a file system that cannot be written is told of in words."""
+    save(tmp_path / "own", family="llama")
+    file = tmp_path / "model.gguf"
+    export_gguf(tmp_path / "own", to=file)
+    inodes = []
+
+    def slow(source, *, to):
+        monkeypatch.setattr(reading, "unpack", unpack)
+        inodes.append(Path(model_folder(str(source)), "model.safetensors").stat().st_ino)
+        unpack(source, to=to)
+
+    monkeypatch.setattr(reading, "unpack", slow)
+    assert Path(model_folder(str(file)), "model.safetensors").stat().st_ino == inodes[0]
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+    def refuse(source, *, to):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    os.utime(file, (1, 1))
+    monkeypatch.setattr(reading, "unpack", refuse)
+    with pytest.raises(ValueError, match="is unpacked beside itself, and .* cannot be written"):
+        model_folder(str(file))
 
 
 def test_what_is_not_read_is_refused(tmp_path):

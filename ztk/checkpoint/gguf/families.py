@@ -5,7 +5,7 @@ the file. Gemma's norms are stored with the 1 that transformers adds.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_ATTENTION = frozenset(("attn_q", "attn_k", "attn_v", "attn_output"))
+_BIASES = {"qwen2": _ATTENTION - {"attn_output"}}  # of a block that has biases; of others all of attention
 _ACTIVATIONS = {"llama": "silu", "qwen2": "silu", "qwen3": "silu", "gemma": "gelu_pytorch_tanh"}
 _THETA = 10000.0  # where a file or a configuration names none
 
@@ -70,19 +72,40 @@ def config_of(metadata: Mapping[str, Any], *, shapes: Mapping[str, tuple[int, ..
     found = {theirs: metadata.get(f"{name}.{key}") for key, theirs in _SIZES.items()}
     heads = found["num_attention_heads"]
     model_type, architecture = FAMILIES[name]
+    head_dim = metadata.get(f"{name}.attention.key_length", found["hidden_size"] // heads)
+    if (rotated := metadata.get(f"{name}.rope.dimension_count", head_dim)) != head_dim:
+        raise ValueError(
+            f"{file}: {name}.rope.dimension_count={rotated} rotates a part of {head_dim} elements, which is not read; name the model's "
+            "folder with safetensors files"
+        )
+    _check_parts(shapes, name=name, file=file)
     theta = float(metadata.get(f"{name}.rope.freq_base", _THETA))
     return {
         "architectures": [architecture],
         "model_type": model_type,
         **found,
         "num_key_value_heads": found["num_key_value_heads"] or heads,
-        "head_dim": metadata.get(f"{name}.attention.key_length", found["hidden_size"] // heads),
+        "head_dim": head_dim,
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_act": _ACTIVATIONS[name],
         "attention_bias": "blk.0.attn_output.bias" in shapes,
         "tie_word_embeddings": "output.weight" not in shapes,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
     }
+
+
+def _check_parts(names: Iterable[str], *, name: str, file: str) -> None:
+    """Raises ValueError for tensors that transformers would leave out of a model of the family `name`."""
+    norms = ("attn_q_norm", "attn_k_norm")
+    places = {tuple(one.split(".")[2:]) if one.startswith("blk.") else (one,): one for one in names}
+    biases = {place: one for place, one in places.items() if place[-1].endswith("bias")}
+    expected = {(part, "bias") for part in _BIASES.get(name, _ATTENTION)}
+    odd = [one for (part, *_), one in places.items() if part in norms and name != "qwen3"]
+    if odd or (biases and biases.keys() != expected):
+        shown = [*odd, *(one for place, one in biases.items() if place not in expected), *biases.values()][0]
+        raise ValueError(
+            f"{file}: {shown} has no place in a {FAMILIES[name][1]}, or not without others; name the model's folder with safetensors files"
+        )
 
 
 def metadata_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -100,6 +123,11 @@ def metadata_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if kind != "default":
         raise ValueError(
             f"--format gguf: rope_type={kind} is not written, only default positions are; leave --format out"
+        )
+    activation = config.get("hidden_act", _ACTIVATIONS[name])
+    if activation != _ACTIVATIONS[name] and (name, activation) != ("gemma", "gelu"):  # the tanh form was meant
+        raise ValueError(
+            f"--format gguf: hidden_act={activation} is not written for {name}, only {_ACTIVATIONS[name]} is; leave --format out"
         )
     if config.get("sliding_window") and config.get("use_sliding_window", name == "llama"):
         raise ValueError(

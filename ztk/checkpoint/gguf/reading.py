@@ -3,6 +3,7 @@
 Values of F32, F16 and BF16 keep their dtype. Blocks of quantised formats are widened to float32, exactly as the package gguf does it.
 """
 
+import errno
 import importlib
 import json
 import logging
@@ -41,24 +42,41 @@ def model_folder(path: str) -> str:
         return path
     folder, state = file.with_name(f"{file.name}.unpacked"), file.stat()
     source = {"bytes": state.st_size, "modified": state.st_mtime_ns}
-    try:
-        if json.loads((folder / _SOURCE).read_text(encoding="utf-8")) == source:
-            return str(folder)
-    except (OSError, ValueError):
-        pass
+    if _is_made_from(source, folder=folder):
+        return str(folder)
     temporary = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
     try:
         unpack(file, to=temporary)
         (temporary / _SOURCE).write_text(json.dumps(source), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(temporary, folder)
-    except PermissionError:
+        _place(temporary, folder=folder, source=source)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
         raise ValueError(
             f"{file} is unpacked beside itself, and {file.parent} cannot be written: copy the file to another folder"
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return str(folder)
+
+
+def _is_made_from(source: dict[str, int], *, folder: Path) -> bool:
+    try:
+        return json.loads((folder / _SOURCE).read_text(encoding="utf-8")) == source
+    except (OSError, ValueError):
+        return False
+
+
+def _place(temporary: Path, *, folder: Path, source: dict[str, int]) -> None:
+    """Renames the new folder, unless another process has been faster: it reads its own by now."""
+    if _is_made_from(source, folder=folder):
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        os.rename(temporary, folder)
+    except OSError:
+        if not _is_made_from(source, folder=folder):
+            raise
 
 
 def unpack(file: str | os.PathLike, *, to: str | os.PathLike) -> None:
