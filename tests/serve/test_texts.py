@@ -2,6 +2,9 @@
 
 import base64
 import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import MagicMock
 
 import httpx
 import openai
@@ -96,6 +99,24 @@ def test_embeddings_in_parts_are_those_at_once(running):
     parts = Generator(running.opened.module, policy=InferencePolicy(max_step_tokens=4))
     tokens = list(b"a longer text than a part")
     assert torch.allclose(parts.embed(tokens), running.generator.embed(tokens), atol=1e-5)
+
+
+def test_embeddings_leave_threads_and_steps_to_others(running, monkeypatch):
+    """Two that wait hold no thread that reads requests; each part takes the engine's lock anew."""
+    is_free, embed = threading.Event(), running.generator.embed
+    monkeypatch.setattr(running.generator, "embed", lambda prompt: is_free.wait(60) and embed(prompt))
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(post, running, "v1/embeddings", {"input": text}) for text in ("one", "two", "three")]
+        try:
+            assert post(running, "tokenize", {"prompt": "a"}).status_code == 200
+            assert not any(one.done() for one in waiting)
+        finally:
+            is_free.set()
+        assert [one.result().status_code for one in waiting] == [200, 200, 200]
+    parts = Generator(running.opened.module, policy=InferencePolicy(max_step_tokens=4))
+    parts._lock = MagicMock(wraps=parts._lock)
+    parts.embed(list(b"a longer text"))
+    assert parts._lock.__enter__.call_count == 5  # one for the memory
 
 
 @pytest.mark.parametrize(

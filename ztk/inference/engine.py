@@ -186,8 +186,8 @@ class Generator:
             raise ValueError(
                 "embeddings are computed where one process has all layers in memory, of the families that ztk computes itself"
             )
-        with self._lock:
-            return embedding(self._model, tokens=prompt, rows=self.policy.max_step_tokens or len(prompt))
+        rows = self.policy.max_step_tokens or len(prompt)
+        return embedding(self._model, tokens=prompt, rows=rows, lock=self._lock)
 
     def stream(self, prompt: list[int], *, sampling: SamplingParams | None = None) -> Iterator[Output]:
         """The tokens of one request as they are drawn. A caller who stops listening cancels the request."""

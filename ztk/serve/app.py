@@ -38,7 +38,7 @@ from ztk.serve.values import BadRequest, shown
 
 _LOGGER = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_THREADS = 2  # for requests and complete answers; as many for pieces of streams
+_THREADS = 2  # for requests and complete answers; as many for pieces of streams; embeddings have one
 _TOLD = 64  # ignored fields that the log names
 RETRY_SECONDS = 1
 
@@ -79,8 +79,9 @@ class Server:
         self._told: set[str] = set()  # ignored fields that the log has named
         self._started = int(time.time())
         self._loop = EngineLoop(generator, max_waiting=policy.max_waiting, name=opened.name)
-        self._whole, self._pieces = (
-            ThreadPoolExecutor(_THREADS, thread_name_prefix=f"ztk-serve-{name}") for name in ("whole", "pieces")
+        self._whole, self._pieces, self._vectors = (
+            ThreadPoolExecutor(count, thread_name_prefix=f"ztk-serve-{name}")
+            for name, count in (("whole", _THREADS), ("pieces", _THREADS), ("vectors", 1))
         )
         self._texts = Texts(generator, opened=opened, reader=self._reader, limits=policy.limits)
         routes = Starlette(
@@ -96,7 +97,7 @@ class Server:
                 Route("/version", self._version),
                 Route("/tokenize", self._text_route(self._texts.tokenize), methods=["POST"]),
                 Route("/detokenize", self._text_route(self._texts.detokenize), methods=["POST"]),
-                Route("/v1/embeddings", self._text_route(self._texts.embeddings), methods=["POST"]),
+                Route("/v1/embeddings", self._text_route(self._texts.embeddings, pool=self._vectors), methods=["POST"]),
             ],
             exception_handlers={BadRequest: _of_body, HTTPException: _of_route, Exception: _of_nobody},
         )
@@ -106,7 +107,7 @@ class Server:
         """Waits for running answers, then ends the engine's thread. New requests get 503."""
         self._loop.stop(drain_seconds=drain_seconds)
         self._reader.close()
-        for pool in (self._whole, self._pieces):
+        for pool in (self._whole, self._pieces, self._vectors):
             pool.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -141,14 +142,16 @@ class Server:
             found = "unknown"
         return JSONResponse({"version": found})
 
-    def _text_route(self, answer: Callable[[bytes], bytes]) -> Callable[[Request], Awaitable[Response]]:
-        """A route whose body is answered in a thread."""
+    def _text_route(
+        self, answer: Callable[[bytes], bytes], *, pool: ThreadPoolExecutor | None = None
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """A route whose body is answered in a thread; pool: of those that compute, which hold no thread of the others."""
 
         async def route(request: Request) -> Response:
             try:
                 self._authorise(request)
                 raw = await received(request, most=self._policy.limits.body_bytes)
-                return Response(await self._in_thread(answer, raw), media_type="application/json")
+                return Response(await self._in_thread(answer, raw, pool=pool), media_type="application/json")
             except ClientDisconnect:
                 return failure(400, message="the client has left before the end of its request")
             except ValueError as error:
