@@ -161,6 +161,10 @@ def test_answers_next_to_a_grammar_are_those_without_it(running):
         ({"guided_grammar": "x ::="}, "guided_grammar: "),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "exclude each other"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag is not supported"),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace=true is not supported",
+        ),
         ({"guided_json": {"$ref": "#"}}, "the grammar of the request fails"),
     ],
 )

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ztk.serve.values import BadRequest, shown, thing
+from ztk.serve.values import BadRequest, flag, shown, thing
 
 _THREADS, _KEPT = 2, 64  # of masks; compiled grammars
 _CHARACTERS, _DEPTH = 1 << 16, 100  # of a grammar, and nested brackets in it
@@ -90,7 +90,12 @@ def _of_outputs(body: dict) -> list[Structure | None]:
             found.append(_one(name, value=value, param=f"structured_outputs.{name}"))
         elif name == "json_object":
             found.append(Structure(kind="json", text='{"type": "object"}', param=name) if value is True else None)
-        elif name not in ("disable_fallback", "disable_any_whitespace", "disable_additional_properties"):
+        elif name in ("disable_any_whitespace", "disable_additional_properties"):
+            if flag(chosen, name=name):
+                raise BadRequest(
+                    f"structured_outputs.{name}=true is not supported: leave it out", param="structured_outputs"
+                )
+        elif name != "disable_fallback":
             raise BadRequest(
                 f"structured_outputs.{shown(name)} is not supported: send json, regex, choice, grammar or json_object",
                 param="structured_outputs",
