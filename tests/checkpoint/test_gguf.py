@@ -135,7 +135,7 @@ def test_a_sentencepiece_vocabulary_gives_its_merges(tmp_path):
 
 
 def test_runs_take_a_file_where_they_take_a_folder(tmp_path):
-    """It is unpacked beside itself once, and again when it has changed."""
+    """It is unpacked next to itself once, and again when it has changed."""
     save(tmp_path / "own", family="llama")
     export_gguf(tmp_path / "own", to=tmp_path / "model.gguf")
     options = {"output_dir": tmp_path / "run", "machine": Machine(gpus=0, cores=1)}
@@ -224,7 +224,7 @@ def test_parts_that_transformers_would_leave_out_are_refused(more, names, messag
 
 
 def test_two_processes_may_unpack_one_file(tmp_path, monkeypatch):
-    """The one that is done later reads the other's folder, which stays as it is; a file system that cannot be written is told of in words."""
+    """The later one takes the folder of the other, which stays as it is. A read-only file system is an error in words."""
     save(tmp_path / "own", family="llama")
     file = tmp_path / "model.gguf"
     export_gguf(tmp_path / "own", to=file)
@@ -244,7 +244,7 @@ def test_two_processes_may_unpack_one_file(tmp_path, monkeypatch):
 
     os.utime(file, (1, 1))
     monkeypatch.setattr(reading, "unpack", refuse)
-    with pytest.raises(ValueError, match="is unpacked beside itself, and .* cannot be written"):
+    with pytest.raises(ValueError, match="is unpacked into the folder next to it, and .* cannot be written"):
         model_folder(str(file))
 
 

@@ -191,8 +191,8 @@ class Completion:
 
     logprobs: fp32 [tokens], log-softmax of the model's own logits at each token. processed_logprobs: the same after the sampling steps, the
     distribution that the token was drawn from. top_logprobs: per token the likeliest ones and their raw log-probabilities, if asked for.
-    prompt_logprobs: fp32 [prompt - 1], of each prompt token given those before it, if asked for. kept: int32 [kept] for each token, what it was
-    drawn from, where `fp32_logprobs` goes with top-k, top-p or min-p.
+    prompt_logprobs: fp32 [prompt - 1], of each prompt token given those before it, if asked for. kept: int32 [kept] for each token, the ones it
+    was drawn from, where `fp32_logprobs` goes with top-k, top-p or min-p.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -218,8 +218,8 @@ class Output:
 
     finish_reason: stop, length, error or cancelled; None: the answer goes on. logprob: raw, of the model's own logits. processed_logprob: of
     the distribution that the token was drawn from, as in `Completion`. top_logprobs: the likeliest tokens with theirs, raw, if asked for.
-    prompt_logprobs: with an answer's first token, those of the prompt's tokens from the second on, if asked for. is_by_request: the error
-    is what the request asked for, as masks that allow no token.
+    prompt_logprobs: with an answer's first token, those of the prompt's tokens from the second on, if asked for. is_by_request: the
+    fields of the request have caused the error, as masks that allow no token.
     """
 
     request_id: int

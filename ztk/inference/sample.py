@@ -29,7 +29,7 @@ class Drawn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawSteps:
-    """What a draw does with logits, after these tokens. mask: of `packed_mask`."""
+    """The steps of a draw after these tokens. mask: of `packed_mask`."""
 
     sampling: SamplingParams
     prompt: list[int]

@@ -44,7 +44,7 @@ class Asked:
     None: whichever is served. with_logprobs: of drawn tokens, and of an echoed prompt's, `tops` likely ones next to each. prompt_tops: likely
     tokens next to each of the prompt's, in vLLM's form; None: not asked for. stop_token_ids: tokens that end an answer, with the model's ends.
     shows_special: special tokens are part of the text; shows_stop: what has ended an answer is. keeps: answers that are returned, the likeliest
-    of `sampling.n`. chat: how messages are written. structure: what answers must be. ignored: fields without an effect.
+    of `sampling.n`. chat: how messages are written. structure: of answers. ignored: fields without an effect.
     """
 
     sampling: SamplingParams
@@ -148,7 +148,7 @@ def read_fields(
 
 
 def _limit(body: dict, *, echo: bool) -> int | None:
-    """Tokens of an answer; None: the body does not say."""
+    """Tokens of an answer, or None where the body sets none."""
     limit = number(
         body, name="max_completion_tokens", kind=int, usual=number(body, name="max_tokens", kind=int, usual=None)
     )
@@ -188,8 +188,8 @@ def _best_of(body: dict, *, sampling: SamplingParams, stream: bool) -> SamplingP
 
 
 def _tops(body: dict, *, chat: bool, usual: int | None, most: int) -> tuple[int | None, int | None]:
-    """How many of the likeliest tokens next to each token, and next to each of the prompt's; None: no log-probabilities. Chat says it with a
-    flag and a number, completions with a number, of which 0 asks for those of the tokens themselves. usual: where the body says nothing."""
+    """How many of the likeliest tokens next to each token, and next to each of the prompt's; None: no log-probabilities. Chat has a
+    flag and a number, completions with a number, of which 0 asks for those of the tokens themselves. usual: where the body has neither."""
     tops = usual
     if "logprobs" in body and not chat:
         tops = number(body, name="logprobs", kind=int, usual=0)

@@ -32,7 +32,7 @@ async def received(request: Request, *, most: int) -> bytes:
 
 
 async def watch(request: Request, *, outbox: Outbox) -> None:
-    """Waits until the client leaves, and says so to its outbox."""
+    """Waits until the client leaves, then marks its outbox."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     outbox.leave()

@@ -19,7 +19,7 @@ _RESERVED = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatOptions:
-    """What a template is given next to the messages. tools: as the request has them. variables: the template's own. begins: the beginning of an
+    """Inputs of a template next to the messages. tools: as the request has them. variables: the template's own. begins: the beginning of an
     answer follows the messages. continues: the last message is the beginning of the answer."""
 
     tools: tuple[dict[str, Any], ...] = ()

@@ -1,4 +1,4 @@
-"""What /metrics shows, by prometheus_client: vLLM's names, so that its dashboards work, and a few of ztk's own."""
+"""The metrics of /metrics, by prometheus_client: vLLM's names, so that its dashboards work, and a few of ztk's own."""
 
 import time
 from collections.abc import Callable

@@ -20,7 +20,7 @@ _LARGE = 256  # log-probabilities of a prompt that are not written among the pie
 
 
 class Failed(Exception):
-    """The engine has ended an answer by an error. is_by_request: which the request has caused by what it asks for."""
+    """The engine has ended an answer by an error. is_by_request: the fields of the request have caused it."""
 
     def __init__(self, message: str, *, is_by_request: bool = False) -> None:
         super().__init__(message)

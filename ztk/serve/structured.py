@@ -27,7 +27,7 @@ _WORD = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Structure:
-    """What answers must be. kind: json (text: a schema), regex, choice (text: a JSON list), lark, or grammar, which is Lark or GBNF.
+    """The language of answers. kind: json (text: a schema), regex, choice (text: a JSON list), lark, or grammar, which is Lark or GBNF.
     param: the request's field."""
 
     kind: str
@@ -36,7 +36,7 @@ class Structure:
 
 
 def read_structure(body: dict) -> Structure | None:
-    """What the fields of a body ask for, in vLLM's, OpenAI's or llama.cpp's words; None: any text.
+    """The structure that a body asks for in vLLM's, OpenAI's or llama.cpp's words, or None for any text.
 
     Raises:
         BadRequest: no such format, a value of the wrong type or too large, or two of them.

@@ -24,7 +24,7 @@ _ARGUMENTS = {Format.hermes: "arguments", Format.llama3: "parameters", Format.mi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tools:
-    """What a request says of tools. functions: by name, their parameters. named: the one that must be called. required: at least one must
+    """The tools of a request. functions: by name, their parameters. named: the one that must be called. required: at least one must
     be. several: an answer may have more than one call."""
 
     given: tuple[dict[str, Any], ...]
@@ -131,7 +131,7 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def call_structure(tools: Tools, *, format: Format, special: Mapping[int, str]) -> Structure:
-    """A grammar of answers that call what must be called. special: of the tokenizer, whose tokens a grammar names by number."""
+    """A grammar of answers that make the required calls. special: of the tokenizer, whose tokens a grammar names by number."""
     names = [tools.named] if tools.named is not None else list(tools.functions)
     key = _ARGUMENTS[format]
     root = "#/items" if format == Format.mistral else "#"

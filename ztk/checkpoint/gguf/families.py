@@ -172,7 +172,7 @@ def _renamed(name: str, *, top: dict[str, str], block: dict[str, str], prefixes:
 
 
 def as_transformers(value: Tensor, *, name: str, config: Mapping[str, Any]) -> Tensor:
-    """What transformers computes with. value: a tensor of the file, any shape; name: in the file."""
+    """The values that transformers computes with. value: a tensor of the file, any shape; name: in the file."""
     if (heads := _turned_heads(name, config=config)) is not None:
         return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
     if config["model_type"] == "gemma" and "norm" in name:
@@ -181,7 +181,7 @@ def as_transformers(value: Tensor, *, name: str, config: Mapping[str, Any]) -> T
 
 
 def as_gguf(value: Tensor, *, name: str, config: Mapping[str, Any]) -> Tensor:
-    """What llama.cpp computes with, the other way. value: any shape; name: in the file."""
+    """The values that llama.cpp computes with. value: any shape; name: in the file."""
     if (heads := _turned_heads(name, config=config)) is not None:
         return value.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
     if config["model_type"] == "gemma" and "norm" in name:

@@ -53,7 +53,7 @@ def model_folder(path: str) -> str:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
         raise ValueError(
-            f"{file} is unpacked beside itself, and {file.parent} cannot be written: copy the file to another folder"
+            f"{file} is unpacked into the folder next to it, and {file.parent} cannot be written: copy the file to another folder"
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -68,7 +68,7 @@ def _is_made_from(source: dict[str, int], *, folder: Path) -> bool:
 
 
 def _place(temporary: Path, *, folder: Path, source: dict[str, int]) -> None:
-    """Renames the new folder, unless another process has been faster: it reads its own by now."""
+    """Renames the new folder, unless another process was faster and may read its own already."""
     if _is_made_from(source, folder=folder):
         return
     shutil.rmtree(folder, ignore_errors=True)

@@ -70,7 +70,7 @@ def write_tokenizer(metadata: Mapping[str, Any], *, folder: Path, file: str) -> 
 
 
 def read_tokenizer(folder: Path, *, vocabulary: int) -> dict[str, Any]:
-    """GGUF's metadata of the tokenizer in `folder`; without tokenizer.json those of none. vocabulary: rows of
+    """GGUF's metadata of the tokenizer in `folder`; without tokenizer.json that of a model without one. vocabulary: rows of
     the embedding, each of which has a token in the file.
 
     Raises ValueError for a tokenizer that is not written.
@@ -194,7 +194,7 @@ def _added(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _beginning(metadata: Mapping[str, Any], *, tokens: list[str]) -> dict[str, Any] | None:
-    """What puts the first token before a text."""
+    """The post-processor that puts the first token before a text."""
     number = metadata.get(f"{_PREFIX}bos_token_id")
     is_added = metadata.get(f"{_PREFIX}add_bos_token", metadata.get(f"{_PREFIX}model") == "llama")
     if number is None or not is_added:

@@ -179,7 +179,7 @@ def _kind_of(place: str, *, kind: str, library: Any) -> Any:
 
 
 def _stored(value: Tensor, *, place: str, config: dict[str, Any], kind: str, library: Any) -> Any:
-    """What the file has of one tensor, as numpy: blocks are uint8 [rows, bytes]."""
+    """One tensor as the file stores it, a numpy array: blocks are uint8 [rows, bytes]."""
     turned = as_gguf(value.float(), name=place, config=config)
     if turned.dim() < 2:
         return turned.numpy()
