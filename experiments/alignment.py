@@ -114,12 +114,13 @@ def train(
             is_due = is_regular or (saves and bool(config.checkpoint.keep_best))
             has_row = saves or is_due or number % settings.log_every == 0 or number in (1, settings.steps)
             measured = means(found.sums, step=step, engine=engine) if has_row else {}
-            if is_due and not interrupted:
+            is_evaluated = is_due and not interrupted
+            if is_evaluated:
                 with reporter.aside():
                     measured |= evaluate()
                 interrupted = interrupts.are_pending()
                 saves = saves or (saver is not None and interrupted)
-            judged = measured if is_due else {}
+            judged = measured if is_evaluated else {}
             ended_by = best.reason_to_end(judged) if is_regular and not interrupted else None
             saves = saves or (saver is not None and ended_by is not None)
             reporter.step(loss=found.loss, tokens=step.num_tokens, metrics=engine.read_metrics, row=saves, **measured)

@@ -1,11 +1,18 @@
 """Evaluations between steps, the best checkpoint, early ends, guards as keys, and answers in full."""
 
 import json
+import math
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from experiments import alignment as program
 from experiments.best import Best
+from experiments.completions import drop_later
 from tests.experiments import test_alignment as alignment
 from tests.rl.rollout.runs import REWARD, SMALL, config_of, play, rows_of
 from ztk.checkpoint.manifest import read_manifest
@@ -109,6 +116,37 @@ def test_sft_keeps_the_best_and_ends_early(ranks, tmp_path):
     assert len(measured) == best + 3 < 9
     kept = {read_manifest(path).step for path in (tmp_path / "checkpoints").glob("step*")}
     assert kept == {best + 1, best + 3}
+
+
+def test_an_interrupted_run_that_keeps_the_best_is_saved(monkeypatch):
+    """It is not evaluated, so that it ends soon, and its checkpoint has no rank."""
+    config = composed("task=dpo", "train.eval_every=50", "checkpoint.every=50", "checkpoint.keep_best=true")
+    saved = []
+    saver = SimpleNamespace(save=lambda **given: saved.append(given["metric"]))
+    comm = SimpleNamespace(gather_scalars=lambda own, label: own.unsqueeze(0))
+    engine: Any = SimpleNamespace(global_steps=0, process=SimpleNamespace(comm=comm), read_metrics=dict)
+
+    def stop():
+        raise InterruptedError
+
+    interrupts = SimpleNamespace(are_pending=lambda: True, stop=stop)
+    monkeypatch.setattr(program, "open_interrupts", lambda config, process: nullcontext(interrupts))
+    monkeypatch.setattr(program, "open_saver", lambda config, engine: nullcontext(saver))
+    monkeypatch.setattr(program, "seed_dropout", lambda config, **given: None)
+    stream: Any = SimpleNamespace(next_step=lambda: SimpleNamespace(num_examples=1, num_tokens=1), state_dict=dict)
+    reporter: Any = SimpleNamespace(aside=nullcontext, step=lambda **given: None, past=dict)
+    found = program.Measured(loss=torch.zeros(()), sums={"accuracy": torch.ones(())})
+    with pytest.raises(InterruptedError):
+        program.train(
+            config,
+            engine=engine,
+            stream=stream,
+            reporter=reporter,
+            train_step=lambda step: found,
+            evaluate=dict,
+            best=Best(config),
+        )
+    assert saved == [None]
 
 
 def test_better_is_less_or_more():
