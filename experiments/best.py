@@ -25,7 +25,9 @@ class Best:
         return found
 
     def metric(self, values: Mapping[str, Any]) -> float | None:
-        """What a checkpoint is ranked by, smaller is better; None: the run ranks none. values: the row of the step.
+        """The value that ranks a checkpoint, smaller is better; None without `checkpoint.metric`, and for a value that is not finite.
+
+        values: the row of the step.
 
         Raises:
             ValueError: the row has no such value.
@@ -37,14 +39,17 @@ class Best:
             raise ValueError(
                 f"checkpoint.metric={self._name}: rows have no such value; use one of {', '.join(sorted(numbers)) or 'none'}"
             )
-        return self._sign * float(values[self._name])
+        value = self._sign * float(values[self._name])
+        return value if math.isfinite(value) else None
 
     def reason_to_end(self, values: Mapping[str, Any]) -> str | None:
         """After an evaluation: why the run ends, or None. values: the row of the step. Raises ValueError as `metric`."""
-        if self._patience is None or (found := self.metric(values)) is None:
+        if self._patience is None or self._name is None:
             return None
-        self._misses = 0 if found < self._best else self._misses + 1
-        self._best = min(self._best, found)
+        found = self.metric(values)
+        is_better = found is not None and found < self._best
+        self._misses = 0 if is_better else self._misses + 1
+        self._best = found if is_better else self._best
         if self._misses < self._patience:
             return None
         return f"train.patience={self._patience}: {self._name} was best at {self._sign * self._best:.6g}, {self._misses} evaluations ago"

@@ -159,6 +159,14 @@ def test_better_is_less_or_more():
     assert Best(composed("task=grpo", *SMALL)).metric({}) is None
 
 
+def test_a_value_that_is_not_finite_is_never_the_best():
+    best = Best(composed("task=sft", "train.eval_every=5", "train.patience=2"))
+    assert best.metric({"validation_loss": math.nan}) is None and best.metric({"validation_loss": math.inf}) is None
+    found = [best.reason_to_end({"validation_loss": value}) for value in (0.5, math.nan, math.nan)]
+    assert found[:2] == [None] * 2
+    assert found[2] == "train.patience=2: validation_loss was best at 0.5, 2 evaluations ago"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -190,6 +198,7 @@ def test_thresholds_of_guards_are_keys():
 LOGS = """
 def letters(completions, log_extra, **kwargs):
     log_extra("upper", [text.upper() for text in completions])
+    log_extra("step", completions)  # the row's own stays
     return [float(len(text)) for text in completions]
 
 def none(completions, **kwargs):
