@@ -12,10 +12,17 @@ from ztk.rl.rollout import Samples
 
 
 def drop_later(path: Path, *, step: int) -> None:
-    """Drops the lines of a file with steps above `step`, which a resumed run writes again."""
+    """Drops the lines of a file with steps above `step`, which a resumed run writes again, and a line that a killed run left unfinished."""
     if path.exists():
-        kept = [line for line in path.read_bytes().split(b"\n") if line and json.loads(line)["step"] <= step]
+        kept = [line for line in path.read_bytes().split(b"\n") if line and _step_of(line) <= step]
         path.write_bytes(b"".join(line + b"\n" for line in kept))
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return math.inf
 
 
 def answer_records(run: Run, *, step: int, samples: Samples, kl: Tensor | None, rows: range) -> list[dict[str, Any]]:
@@ -24,26 +31,24 @@ def answer_records(run: Run, *, step: int, samples: Samples, kl: Tensor | None, 
     names = functions.names if functions is not None and run.config.reward.functions else ()
     records = []
     for row in rows:
-        own: dict[str, Any] = {}
+        logged: dict[str, Any] = {}
         if found is not None:
             values = found.values[row].tolist()
-            own = {
+            logged = {name: column[row] for name, column in found.extra.items()}
+            logged |= {
                 f"rewards.{name}": None if math.isnan(value) else value
                 for name, value in zip(names, values, strict=False)
             }
-            own |= {name: column[row] for name, column in found.extra.items()}
-        records.append(
-            {
-                "step": step,
-                "prompt": run.prompts[int(samples.prompts[row])].text,
-                "answer": run.prompts.drawn(samples, row=row),
-                "reward": float(samples.rewards[row]) if samples.included[row] else None,
-                "length": int(samples.answer_lengths[row]),
-                "kl": None if kl is None else float(kl[row]),
-                "finished": bool(samples.finished[row]),
-            }
-            | own
-        )
+        own = {
+            "step": step,
+            "prompt": run.prompts[int(samples.prompts[row])].text,
+            "answer": run.prompts.drawn(samples, row=row),
+            "reward": float(samples.rewards[row]) if samples.included[row] else None,
+            "length": int(samples.answer_lengths[row]),
+            "kl": None if kl is None else float(kl[row]),
+            "finished": bool(samples.finished[row]),
+        }
+        records.append(own | logged | own)  # own values stay, whatever the columns of `log_extra` are called
     return records
 
 

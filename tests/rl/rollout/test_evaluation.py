@@ -167,6 +167,13 @@ def test_a_value_that_is_not_finite_is_never_the_best():
     assert found[2] == "train.patience=2: validation_loss was best at 0.5, 2 evaluations ago"
 
 
+def test_a_resumed_run_drops_later_lines_and_a_torn_one(tmp_path):
+    path = tmp_path / "completions.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    drop_later(path, step=2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
