@@ -54,7 +54,7 @@ def reward_metrics(run: Run) -> dict[str, float]:
 
 
 def _means(run: Run, *, means: dict[str, Tensor]) -> dict[str, float]:
-    """Over all ranks, which may have logged other names. NaN is left out."""
+    """Over all ranks, which may have logged other names. Values that are not finite are left out: no checkpoint can hold them."""
     own = {name: (float(values.nansum()), int((~values.isnan()).sum())) for name, values in means.items()}
     ranks = run.process.comm.gather_objects(own)
     merged = {}
@@ -62,4 +62,4 @@ def _means(run: Run, *, means: dict[str, Tensor]) -> dict[str, float]:
         totals = [rank.get(name, (0.0, 0)) for rank in ranks]
         count = sum(number for _, number in totals)
         merged[name] = math.fsum(total for total, _ in totals) / count if count else math.nan
-    return {name: value for name, value in merged.items() if not math.isnan(value)}
+    return {name: value for name, value in merged.items() if math.isfinite(value)}

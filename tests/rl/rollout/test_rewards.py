@@ -5,17 +5,27 @@ import math
 import re
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from experiments.learned_reward import learned_rewards
 from experiments.prompts import Prompts
-from experiments.rewards import reward
+from experiments.rewards import reward, reward_metrics
 from tests.rl.rollout.runs import SMALL, config_of, play, rows_of
 from ztk.config import ConfigError, Machine, compose, from_yaml, prepare_rewards, to_yaml
-from ztk.rl.rollout.rewards import Answered, Reward, RewardError, RewardFunctions, TrainingState, load_function
+from ztk.rl.rollout.rewards import (
+    Answered,
+    Reward,
+    Rewarded,
+    RewardError,
+    RewardFunctions,
+    TrainingState,
+    load_function,
+)
 
 
 def answered(count: int = 1, *, is_chat: bool = False, **columns) -> Answered:
@@ -380,3 +390,17 @@ def test_a_reward_model_trains_alone_or_in_a_sum_with_functions(weight, rewards,
     reward(run, samples=samples, prompts=[prompts[0], prompts[1]])
     assert samples.rewards.tolist() == rewards and samples.included.all()
     assert run.rewarded.total[0] == 2 and run.rewarded.total[1].isnan()
+
+
+def test_logged_values_that_are_not_finite_are_no_metrics():
+    comm = SimpleNamespace(gather_objects=lambda value: [value])
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(reward=SimpleNamespace(functions=None, path_weight=None)),
+        reward_model=None,
+        prompts=SimpleNamespace(rewards=None, is_own_reward=True),
+        process=SimpleNamespace(comm=comm),
+        rewarded=Rewarded(
+            values=torch.zeros(1, 1), total=torch.zeros(1), logged={"a": [math.inf, 1.0], "b": [math.nan], "c": [2.0]}
+        ),
+    )
+    assert reward_metrics(run) == {"c": 2.0}
