@@ -24,7 +24,10 @@ def open_reward_model(config: Config, *, process: Process) -> Engine | None:
 
 
 def learned_rewards(engine: Engine, *, samples: Samples, micro_batch: int) -> Tensor:
-    """The value at the last token of every answer, as in Bradley-Terry's loss: float64 [S]. A collective call."""
+    """The value at the last token of every answer, as in Bradley-Terry's loss: float64 [S]. A collective call.
+
+    Raises FloatingPointError for a value that is not finite.
+    """
     parts, packs = [], can_pack(engine.module)
     with engine.evaluating():
         for first in range(0, len(samples), micro_batch):
@@ -32,4 +35,10 @@ def learned_rewards(engine: Engine, *, samples: Samples, micro_batch: int) -> Te
             layout = lay_out(batch.tokens, lengths=batch.lengths, packs=packs, device=engine.process.device)
             values = layout.forward(engine).flatten()
             parts.append(values.index_select(0, layout.at(batch.lengths - 1)).cpu())
-    return torch.cat(parts).double()
+    found = torch.cat(parts).double()
+    if not found.isfinite().all():
+        row = int((~found.isfinite()).nonzero()[0])
+        raise FloatingPointError(
+            f"sample {int(samples.numbers[row])}: the value of the model of reward.path is not finite"
+        )
+    return found

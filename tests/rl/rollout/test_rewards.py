@@ -392,6 +392,27 @@ def test_a_reward_model_trains_alone_or_in_a_sum_with_functions(weight, rewards,
     assert run.rewarded.total[0] == 2 and run.rewarded.total[1].isnan()
 
 
+def test_a_value_of_the_model_that_is_not_finite_ends_the_run():
+    class Valued(SimpleNamespace):
+        def __call__(self, tokens):
+            return torch.where(tokens == 9, math.inf, 1.0).unsqueeze(-1)
+
+    engine: Any = Valued(
+        module=torch.nn.Identity(), evaluating=nullcontext, process=SimpleNamespace(device=torch.device("cpu"))
+    )
+
+    class Rows(list):
+        tokens, numbers = torch.tensor([[1, 2], [3, 9]]), torch.tensor([4, 5])
+        lengths = torch.tensor([2, 2])
+
+        def __getitem__(self, rows):
+            return self
+
+    samples: Any = Rows([0, 1])
+    with pytest.raises(FloatingPointError, match=r"sample 5: the value of the model of reward.path is not finite"):
+        learned_rewards(engine, samples=samples, micro_batch=2)
+
+
 def test_logged_values_that_are_not_finite_are_no_metrics():
     comm = SimpleNamespace(gather_objects=lambda value: [value])
     run: Any = SimpleNamespace(
