@@ -278,6 +278,17 @@ def test_a_function_logs_columns_and_metrics():
     assert found.extra == {"parsed": ["A", "AA"]} and found.logged == {"accuracy": [0.5]}
 
 
+def test_fields_of_records_do_not_replace_the_answers():
+    seen = []
+
+    def keeps(prompts, completions, **others):
+        seen.append((prompts, completions))
+        return [0.0]
+
+    score(keeps, of=answered(1, completions=["of the record"], prompts=["of the record"]))
+    assert seen == [(["p"], ["a"])]
+
+
 def test_a_function_of_a_file_is_loaded_and_faults_name_the_fix(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def score(prompt, answer, record):\n    return 2.5\n")

@@ -64,13 +64,14 @@ class Answered:
         """The arguments of a function that takes batches."""
         names = dict.fromkeys(name for record in self.records for name in record if name not in _OWN_FIELDS)
         rows = list(zip(self.texts, self.answers, self.records, self.is_chat, strict=True))
-        return {
+        fields = {name: [record.get(name) for record in self.records] for name in names}
+        return fields | {  # UltraFeedback's records have a field "completions" of their own
             "prompts": [
                 record.get("prompt", record.get("messages")) if chat else text for text, _, record, chat in rows
             ],
             "completions": [[{"role": "assistant", "content": text}] if chat else text for _, text, _, chat in rows],
             "completion_ids": [list(ids) for ids in self.token_ids],
-        } | {name: [record.get(name) for record in self.records] for name in names}
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
