@@ -289,6 +289,19 @@ def test_fields_of_records_do_not_replace_the_answers():
     assert seen == [(["p"], ["a"])]
 
 
+def test_a_coroutine_function_that_refuses_its_call_is_named():
+    async def needs(completions, missing):
+        return [0.0]
+
+    async def gives_up(completions):
+        raise asyncio.CancelledError
+
+    with pytest.raises(RewardError, match="the reward function needs raised TypeError: .*'missing'"):
+        score(needs)
+    with pytest.raises(RewardError, match="the reward function gives_up raised CancelledError"):
+        score(gives_up)
+
+
 def test_a_function_of_a_file_is_loaded_and_faults_name_the_fix(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def score(prompt, answer, record):\n    return 2.5\n")

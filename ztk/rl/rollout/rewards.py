@@ -194,14 +194,18 @@ class RewardFunctions:
         )
 
     async def _await(self, reward: Reward, *, arguments: Mapping[str, Any], where: str) -> Any:
-        task = asyncio.ensure_future(reward.function(**arguments))
+        async def run() -> Any:
+            return await reward.function(**arguments)  # here, so that a call with missing arguments is the task's error
+
+        task = asyncio.ensure_future(run())
         done, _ = await asyncio.wait({task}, timeout=self._seconds)
         if not done:
             task.cancel()
             raise self._late(reward, where=where)
-        if (error := task.exception()) is not None:
+        try:
+            return task.result()
+        except (Exception, asyncio.CancelledError) as error:  # whatever the user's function raises
             raise _raised(reward, error=error, where=where) from error
-        return task.result()
 
     def _result(self, future: Any, *, reward: Reward, answered: Answered) -> Any:
         try:
