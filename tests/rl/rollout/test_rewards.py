@@ -278,6 +278,19 @@ def test_a_function_logs_columns_and_metrics():
     assert found.extra == {"parsed": ["A", "AA"]} and found.logged == {"accuracy": [0.5]}
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [([1], "has 1 values for 2 answers: give one per answer"), (1.0, "give a list, with a value per")],
+)
+def test_a_logged_column_of_another_length_is_refused(values, said):
+    def logs(completions, log_extra):
+        log_extra("parsed", values)
+        return [0.0] * len(completions)
+
+    with pytest.raises(RewardError, match=said):
+        score(logs, of=answered(2))
+
+
 def test_fields_of_records_do_not_replace_the_answers():
     seen = []
 

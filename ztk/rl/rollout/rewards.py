@@ -152,7 +152,7 @@ class RewardFunctions:
         values = torch.tensor(found, dtype=torch.float64).view(len(self.rewards), len(answered)).T
         weights = torch.tensor([reward.weight for reward in self.rewards], dtype=torch.float64)
         total = torch.where(values.isnan().all(1), math.nan, (values.nan_to_num() * weights).sum(1))
-        return Rewarded(values=values, total=total, extra=extra, logged=logged)
+        return Rewarded(values=values, total=total, extra=_columns(extra, answered=answered), logged=logged)
 
     def _called(self, reward: Reward, *, answered: Answered, given: Mapping[str, Any]) -> Any:
         """The values of a plain function, called on threads of its own: whatever it waits for, this call ends in time."""
@@ -301,6 +301,21 @@ def _batch(answered: Answered) -> str:
 
 def _raised(reward: Reward, *, error: BaseException, where: str) -> RewardError:
     return RewardError(f"the reward function {reward.name} raised {type(error).__name__}: {error}, {where}")
+
+
+def _columns(extra: Mapping[str, Any], *, answered: Answered) -> dict[str, list[Any]]:
+    """The columns of `log_extra` as lists. Raises RewardError for one that has another length than there are answers."""
+    found = {}
+    for name, values in extra.items():
+        try:
+            found[name] = list(values)
+        except TypeError:
+            raise RewardError(f"log_extra({name!r}, {values!r}): give a list, with a value per answer") from None
+        if len(found[name]) != len(answered):
+            raise RewardError(
+                f"log_extra({name!r}, ...) has {len(found[name])} values for {len(answered)} answers: give one per answer"
+            )
+    return found
 
 
 def _checked(values: Any, *, reward: Reward, answered: Answered) -> list[float]:
