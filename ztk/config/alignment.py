@@ -115,6 +115,11 @@ def _loss_faults(config: Config) -> Iterator[str]:
                 f"dpo.reference={dpo.reference.value}: dpo.loss=kto compares answers to other prompts of the step with the reference, too; use "
                 "dpo.reference=frozen or lora_off"
             )
+        if dpo.loss is DpoLossName.kto and config.train.global_batch_size == 1:
+            yield (
+                "train.global_batch_size=1: dpo.loss=kto compares an answer with those to other prompts of the step; use "
+                "train.global_batch_size=2 or more"
+            )
         if config.model.vocab_size > 256 and config.data.path is None:
             fix = "data.path=PAIRS.jsonl" if is_hugging_face(config.model) else "model.vocab_size=256"
             yield f"model.vocab_size={config.model.vocab_size}: answers are bytes, and others could be drawn: use {fix}"
