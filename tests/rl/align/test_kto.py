@@ -13,7 +13,7 @@ from tests.experiments.test_alignment import config_of, losses_of, play
 from tests.rl.align.test_losses import of_pair
 from ztk.config import ConfigError, Machine, compose
 from ztk.data import Share
-from ztk.rl.align import DpoPolicy, KtoPolicy, dpo_loss, dpo_losses, kto_losses
+from ztk.rl.align import DpoPolicy, KtoPolicy, PairLogprobs, dpo_loss, dpo_losses, kto_losses
 
 
 def sigmoid(x: float) -> float:
@@ -61,6 +61,14 @@ def test_losses_do_not_depend_on_the_division_of_a_step(loss, ranks, tmp_path):
     rows = [json.loads(line) for line in (divided / "metrics.jsonl").read_text().splitlines()]
     if loss == "kto":
         assert all(row["desirable"] == 0.5 and math.isfinite(row["kl"]) for row in rows)
+
+
+def test_orpo_of_a_certain_answer_is_finite():
+    chosen = torch.zeros(1, requires_grad=True)
+    rejected = torch.full((1,), -2.0, requires_grad=True)
+    pairs = PairLogprobs(chosen=chosen, rejected=rejected, chosen_tokens=torch.ones(1), rejected_tokens=torch.ones(1))
+    dpo_losses(pairs, policy=DpoPolicy(loss="orpo"), reference=None).losses.sum().backward()
+    assert chosen.grad.isfinite() and rejected.grad.isfinite()
 
 
 def test_kto_reads_labels_and_takes_pairs_apart(tmp_path):

@@ -124,7 +124,9 @@ def dpo_loss(found: DpoLosses, *, pairs: PairLogprobs, policy: DpoPolicy, num_pa
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) of x < 0, without cancellation (Maechler 2012, https://cran.r-project.org/package=Rmpfr)."""
+    """log(1 - exp(x)) of x <= 0, without cancellation (Maechler 2012, https://cran.r-project.org/package=Rmpfr). 0, the log-probability of a
+    certain answer, counts as the largest number below it, and has no gradient."""
+    x = x.clamp(max=-torch.finfo(x.dtype).tiny)
     near = x > -math.log(2)
     return torch.where(
         near, torch.log(-torch.expm1(torch.where(near, x, -1.0))), torch.log1p(-torch.exp(torch.where(near, -1.0, x)))
