@@ -137,6 +137,8 @@ class Examples:
         for example in self.records:
             for text in example.texts:
                 digest.update(text.tokens.numpy().tobytes() + b"\0" + bytes(text.answer.tolist()))
+            if example.label is not None:
+                digest.update(bytes([example.label]))
         return digest.hexdigest()
 
     def number(self, position: int) -> int:

@@ -71,6 +71,20 @@ def test_orpo_of_a_certain_answer_is_finite():
     assert chosen.grad.isfinite() and rejected.grad.isfinite()
 
 
+def test_other_labels_are_other_records(tmp_path):
+    def digest(label: bool) -> str:
+        (tmp_path / "kto.jsonl").write_text(
+            f'{{"prompt": "a=", "completion": "b", "label": {str(label).lower()}}}\n' * 2
+        )
+        words = ("task=dpo", "dpo.loss=kto", "warm_start.steps=0", "data.validation_fraction=0", "train.eval_every=0")
+        machine = Machine(gpus=0, cores=2)
+        config = compose(*words, f"data.path={tmp_path}/kto.jsonl", output_dir=str(tmp_path), machine=machine)
+        process: Any = SimpleNamespace(rank=0, comm=SimpleNamespace(gather_objects=lambda value: [value]))
+        return Examples(config, process=process).digest
+
+    assert digest(True) != digest(False)
+
+
 def test_kto_reads_labels_and_takes_pairs_apart(tmp_path):
     records = [{"prompt": "a=", "completion": letter, "label": letter < "c"} for letter in "abcd"]
     (tmp_path / "kto.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
