@@ -11,6 +11,7 @@ from tests.rl.align.test_records import text_of
 from ztk.config import ConfigError, Machine, compose, from_yaml, to_yaml
 from ztk.data import ByteTokenizer, SubwordTokenizer
 from ztk.rl.align import RecordFormat, read_examples, read_prompts
+from ztk.rl.align.formats import unified
 
 ASKED = [{"role": "user", "content": "2+2?"}]
 CHAT = [{"role": "system", "content": "brief"}, *ASKED, {"role": "assistant", "content": "4"}]
@@ -82,6 +83,16 @@ def test_conversations_may_differ_before_their_last_message(tmp_path):
     other = [{"role": "user", "content": "1+4?"}, BAD[-1]]
     (example,) = examples(written(tmp_path, {"chosen": CHAT[1:], "rejected": other}), kind="preferences")
     assert text_of(example.texts[1]) == ("<|user|>\n1+4?\n<|assistant|>\n5\x03", "5\x03")
+
+
+def test_a_prompt_is_not_lost_to_answers_of_several_messages(tmp_path):
+    calls = [{"role": "assistant", "content": "add"}, {"role": "tool", "content": "4"}, CHAT[-1]]
+    with pytest.raises(ValueError, match='"chosen": .* must be a text, or a list of one message'):
+        examples(written(tmp_path, {"prompt": ASKED, "chosen": calls, "rejected": calls[:2]}), kind="preferences")
+    record = {"prompt": CHAT[:2], "chosen": CHAT[1:], "rejected": BAD}
+    with pytest.raises(ValueError, match='"prompt" has a message that the conversation of "chosen" lacks'):
+        examples(written(tmp_path, record), kind="preferences")
+    assert examples(written(tmp_path, record | {"prompt": ASKED}), kind="preferences")
 
 
 def test_ktos_records_have_a_label(tmp_path):

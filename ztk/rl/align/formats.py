@@ -188,9 +188,20 @@ def _answered(name: str) -> Callable[[Record], dict[str, Any]]:
 
 def _pair(record: Record) -> dict[str, Any]:
     """A prompt and two answers. Answers with the conversation before them, as UltraFeedback has them, bring their own prompt."""
-    if _is_conversation(record["chosen"]) and _is_conversation(record["rejected"]):
+    sides = [record["chosen"], record["rejected"]]
+    if all(_is_conversation(side) and side[0].get("role") != "assistant" for side in sides):
+        if isinstance(record["prompt"], list) and _lacks(record["chosen"], messages=record["prompt"]):
+            raise ValueError(
+                '"prompt" has a message that the conversation of "chosen" lacks: put it there, or leave "prompt" out'
+            )
         return _conversations(record)
     return {"prompt": record["prompt"], "chosen": record["chosen"], "rejected": record["rejected"]}
+
+
+def _lacks(conversation: list[dict], *, messages: list) -> bool:
+    """Whether one of `messages` is not in the conversation."""
+    contents = [message.get("content", message.get("value")) for message in conversation]
+    return any(isinstance(message, dict) and message.get("content") not in contents for message in messages)
 
 
 def _is_conversation(value: Any) -> bool:
