@@ -95,6 +95,11 @@ def test_a_prompt_is_not_lost_to_answers_of_several_messages(tmp_path):
     assert examples(written(tmp_path, record | {"prompt": ASKED}), kind="preferences")
 
 
+@pytest.mark.parametrize("tools", [[], "[]", "", None])
+def test_no_tools_are_none(tools):
+    assert "tools" not in unified({"conversations": TURNS, "tools": tools}, purpose="chat")
+
+
 def test_ktos_records_have_a_label(tmp_path):
     records = [
         {"prompt": "2+2=", "completion": "4", "label": True},

@@ -55,8 +55,11 @@ def unified(record: Record, *, purpose: str) -> Record:
     for entry in _FORMATS:
         if purpose in entry.purposes and set(entry.needs) <= set(record) and entry.fits(record):
             found = {name: record[name] for name in _KEPT if name in record} | entry.convert(record)
-            if "tools" in found:
-                found["tools"] = _parsed(found["tools"], key="tools")
+            tools = found.pop("tools", None) or None
+            if tools and (
+                tools := _parsed(tools, key="tools")
+            ):  # an empty list is none: templates may ask whether there is one
+                found["tools"] = tools
             return found
     raise ValueError(_nearest(record, purpose=purpose))
 
