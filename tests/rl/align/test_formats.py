@@ -95,9 +95,20 @@ def test_a_prompt_is_not_lost_to_answers_of_several_messages(tmp_path):
     assert examples(written(tmp_path, record | {"prompt": ASKED}), kind="preferences")
 
 
+def test_an_alpaca_record_without_a_question_is_refused(tmp_path):
+    record = {"instruction": "", "input": "", "output": "4"}
+    with pytest.raises(ValueError, match='"instruction" and "input" are empty'):
+        examples(written(tmp_path, record), kind="chat")
+
+
 @pytest.mark.parametrize("tools", [[], "[]", "", None])
 def test_no_tools_are_none(tools):
     assert "tools" not in unified({"conversations": TURNS, "tools": tools}, purpose="chat")
+
+
+def test_speakers_may_be_written_in_capitals():
+    turns = [TURNS[0], {"from": "Function_Call", "value": '{"name": "add", "arguments": {}}'}]
+    assert unified({"conversations": turns}, purpose="chat")["messages"][1]["tool_calls"]
 
 
 def test_ktos_records_have_a_label(tmp_path):

@@ -158,7 +158,7 @@ def _turn(turn: Any, *, number: int = 1) -> dict:
     if role is None or not isinstance(turn.get("value"), str):
         known = ", ".join(_SPEAKERS)
         raise ValueError(f'turn {number}: {_shown(turn)} must be {{"from": ..., "value": ...}} from one of {known}')
-    if speaker == "function_call":
+    if isinstance(speaker, str) and speaker.lower() == "function_call":
         call = _parsed(turn["value"], key="value")
         return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
     return {"role": role, "content": turn["value"]}
@@ -175,6 +175,8 @@ def _alpaca_prompt(record: Record) -> list[dict]:
         for pair in record.get("history") or []
         for role, text in zip(("user", "assistant"), pair, strict=True)
     ]
+    if not any(parts):
+        raise ValueError('"instruction" and "input" are empty: leave the line out')
     return [*system, *earlier, {"role": "user", "content": "\n\n".join(part for part in parts if part)}]
 
 
