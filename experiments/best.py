@@ -15,6 +15,7 @@ class Best:
         self._name, self._patience = config.checkpoint.metric, config.train.patience
         self._sign = -1.0 if config.checkpoint.higher_is_better else 1.0
         self._best, self._misses = math.inf, 0  # smaller is better
+        self._is_known = False  # a row had the metric
 
     @classmethod
     def of(cls, config: Config, *, loaded: checkpoint.LoadReport | None) -> "Best":
@@ -25,20 +26,22 @@ class Best:
         return found
 
     def metric(self, values: Mapping[str, Any]) -> float | None:
-        """The value that ranks a checkpoint, smaller is better; None without `checkpoint.metric`, and for a value that is not finite.
+        """The value that ranks a checkpoint, smaller is better; None without `checkpoint.metric`, and where the value is not finite, or is
+        missing after an earlier row had it: reward functions may leave one out.
 
         values: the row of the step.
 
         Raises:
-            ValueError: the row has no such value.
+            ValueError: no row had such a value yet.
         """
-        if self._name is None:
+        if self._name is None or (self._is_known and self._name not in values):
             return None
         if self._name not in values:
             numbers = [name for name, value in values.items() if isinstance(value, int | float)]
             raise ValueError(
                 f"checkpoint.metric={self._name}: rows have no such value; use one of {', '.join(sorted(numbers)) or 'none'}"
             )
+        self._is_known = True
         value = self._sign * float(values[self._name])
         return value if math.isfinite(value) else None
 
@@ -52,13 +55,20 @@ class Best:
         self._best = found if is_better else self._best
         if self._misses < self._patience:
             return None
+        if math.isinf(self._best):
+            return f"train.patience={self._patience}: {self._name} was not finite in {self._misses} evaluations"
         return f"train.patience={self._patience}: {self._name} was best at {self._sign * self._best:.6g}, {self._misses} evaluations ago"
 
     def state_dict(self) -> dict[str, Any]:
         """A JSON value, the same on all ranks."""
-        return {"best": None if math.isinf(self._best) else self._best, "misses": self._misses}
+        return {
+            "best": None if math.isinf(self._best) else self._best,
+            "misses": self._misses,
+            "is_known": self._is_known,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where `state_dict` was taken."""
         self._best = math.inf if state["best"] is None else state["best"]
         self._misses = state["misses"]
+        self._is_known = state.get("is_known", False)  # older checkpoints have none

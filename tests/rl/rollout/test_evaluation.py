@@ -167,6 +167,22 @@ def test_a_value_that_is_not_finite_is_never_the_best():
     assert found[2] == "train.patience=2: validation_loss was best at 0.5, 2 evaluations ago"
 
 
+def test_a_metric_that_only_some_rows_have_does_not_end_the_run():
+    config = composed("task=grpo", *SMALL, "rollout.eval_every=5", "train.patience=3")
+    best, resumed = Best(config), Best(config)
+    with pytest.raises(ValueError, match="rows have no such value"):
+        best.metric({"loss": 1.0})
+    assert best.reason_to_end({"eval_reward": 0.5}) is None
+    resumed.load_state_dict(json.loads(json.dumps(best.state_dict())))
+    assert resumed.metric({"loss": 1.0}) is None
+
+
+def test_a_metric_that_never_is_finite_ends_the_run_with_a_reason():
+    best = Best(composed("task=sft", "train.eval_every=5", "train.patience=1"))
+    said = "train.patience=1: validation_loss was not finite in 1 evaluations"
+    assert best.reason_to_end({"validation_loss": math.nan}) == said
+
+
 def test_a_resumed_run_drops_later_lines_and_a_torn_one(tmp_path):
     path = tmp_path / "completions.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
