@@ -24,7 +24,7 @@ class Prompts:
     def __init__(self, config: Config) -> None:
         """Raises ValueError for a file without prompts, a line that is none, a reward function that cannot be loaded, and a
         text of rollout.stop that no token writes."""
-        self._seed = config.train.seed
+        self._seed, self._orders = config.train.seed, dict[int, torch.Tensor]()
         self.tokenizer = open_tokenizer(config)
         self._records = None if config.rollout.task is not None else self._read(config)
         by_template = config.data.chat_template == "tokenizer"
@@ -77,9 +77,16 @@ class Prompts:
             assert self._task is not None, "the configuration is checked"
             return self._task.prompt(seed=self._seed, number=number)
         epoch, index = divmod(number, len(self._records))
-        order = torch.randperm(len(self._records), generator=generator(self._seed, "prompts", epoch))
-        found = self._records[int(order[index])]
+        found = self._records[int(self._order(epoch)[index])]
         return Prompt(text=found.text, tokens=found.tokens, record=found.record, is_chat=found.is_chat)
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        """The order of the lines in a pass. The newest two are kept: that of training, and that of evaluations or of the next pass."""
+        assert self._records is not None
+        if epoch not in self._orders:
+            order = torch.randperm(len(self._records), generator=generator(self._seed, "prompts", epoch))
+            self._orders = dict([*self._orders.items(), (epoch, order)][-2:])
+        return self._orders[epoch]
 
     @property
     def count(self) -> int | None:

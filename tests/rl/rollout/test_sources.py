@@ -162,6 +162,20 @@ def test_prompts_are_cut_at_either_end(tmp_path):
         fitted(records, most=0, seq_len=5, cut=Truncation.left)
 
 
+def test_lines_are_shuffled_once_per_pass(tmp_path, monkeypatch):
+    """Not once per prompt: an evaluation lies in another pass."""
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "{letter}"}}\n' for letter in "abcde"))
+    config = config_of("grpo", folder=tmp_path)
+    config.rollout.task, config.data.path = None, [str(tmp_path / "prompts.jsonl")]
+    prompts = Prompts(config)
+    counts, shuffle = [], torch.randperm
+    monkeypatch.setattr(torch, "randperm", lambda *given, **options: counts.append(1) or shuffle(*given, **options))
+    for _ in range(3):
+        seen = [prompts[number].text for number in range(5)]
+        held = [prompts[5000 + number].text for number in range(5)]
+    assert sorted(seen) == sorted(held) == list("abcde") and len(counts) == 2
+
+
 def test_first_weights_that_contradict_each_other_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("ztk.checkpoint.adapter_scale", lambda path: 2.0)  # of lora=adapter
 
