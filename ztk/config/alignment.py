@@ -15,13 +15,13 @@ from ztk.core.policies.rollout import TASK_LENGTHS, PromptTask
 from ztk.core.policies.runs import ALIGNING, RECORDS, has_tokenizer, is_hugging_face
 from ztk.core.policies.zero import ZeroEngine
 
+_WITHOUT_REFERENCE = (DpoLossName.simpo, DpoLossName.orpo)
 _HIGHER = ("reward", "accuracy", "margin")  # names of values that are to grow
 
 
 def take_reference(config: Config, *, given: frozenset[str]) -> None:
     """Losses without a reference keep none, unless the user asks for one to measure the divergence by."""
-    without = (DpoLossName.simpo, DpoLossName.orpo)
-    if config.task.name == "dpo" and config.dpo.loss in without and "dpo.reference" not in given:
+    if config.task.name == "dpo" and config.dpo.loss in _WITHOUT_REFERENCE and "dpo.reference" not in given:
         reason = f"dpo.loss={config.dpo.loss.value} has no reference"
         derive(config, key="dpo.reference", value=DpoReferenceName.none, reason=reason)
 
@@ -114,6 +114,11 @@ def _loss_faults(config: Config) -> Iterator[str]:
             yield (
                 f"dpo.reference={dpo.reference.value}: dpo.loss=kto compares answers to other prompts of the step with the reference, too; use "
                 "dpo.reference=frozen or lora_off"
+            )
+        if dpo.loss in _WITHOUT_REFERENCE and dpo.reference is DpoReferenceName.precomputed:
+            yield (
+                f"dpo.reference=precomputed: dpo.loss={dpo.loss.value} has no reference, and one that measures the divergence has to compute "
+                "answers that are drawn; use dpo.reference=none or frozen"
             )
         if dpo.loss is DpoLossName.kto and config.train.global_batch_size == 1:
             yield (

@@ -121,6 +121,7 @@ def test_kto_reads_labels_and_takes_pairs_apart(tmp_path):
     ("words", "said"),
     [
         (("dpo.loss=kto", "dpo.reference=precomputed"), "use dpo.reference=frozen or lora_off"),
+        (("dpo.loss=orpo", "dpo.reference=precomputed"), "use dpo.reference=none or frozen"),
         (("dpo.loss=kto", "train.global_batch_size=1", "train.micro_batch_size=1"), "use train.global_batch_size=2"),
         (("dpo.loss=kto", "dpo.sft_weight=1"), "dpo.sft_weight=1.0 has no effect here"),
         (("dpo.loss=orpo", "dpo.label_smoothing=0.1"), "dpo.label_smoothing=0.1 has no effect here"),
