@@ -3,6 +3,7 @@
 import gzip
 import importlib
 import json
+import math
 
 import pytest
 
@@ -99,6 +100,12 @@ def test_an_alpaca_record_without_a_question_is_refused(tmp_path):
     record = {"instruction": "", "input": "", "output": "4"}
     with pytest.raises(ValueError, match='"instruction" and "input" are empty'):
         examples(written(tmp_path, record), kind="chat")
+
+
+def test_scores_that_are_no_numbers_do_not_choose_answers(tmp_path):
+    scored = [{"response": text, "overall_score": score} for text, score in (("4", 9), ("6", math.nan), ("5", 1))]
+    (example,) = examples(written(tmp_path, {"instruction": "2+2?", "completions": scored}), kind="preferences")
+    assert [text_of(text)[1] for text in example.texts] == ["4\x03", "5\x03"]
 
 
 @pytest.mark.parametrize("tools", [[], "[]", "", None])

@@ -5,6 +5,7 @@ or messages), "answer", "chosen", "rejected", "rejected_prompt" (if it differs),
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -259,7 +260,7 @@ def _ultrafeedback(record: Record) -> dict[str, Any]:
 
 def _score(entry: Mapping[str, Any]) -> float | None:
     value = entry.get("overall_score", entry.get("fine-grained_score"))
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _sharegpt_pair(record: Record) -> dict[str, Any]:
