@@ -115,7 +115,8 @@ def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> 
             saves = interrupted or is_saved(config, step)
             is_regular = bool(config.rollout.eval_every) and step % (config.rollout.eval_every or 1) == 0
             evaluated: dict[str, float] = {}
-            if prompts is not None and (is_regular or (saves and config.checkpoint.keep_best)):
+            is_due = is_regular or (saves and config.checkpoint.keep_best)
+            if prompts is not None and is_due and not interrupted:  # a run that is to end is saved at once
                 with reporter.aside():
                     evaluated = evaluate_prompts(run, prompts=prompts)
             values = run.metrics | dict(updated.metrics) | evaluated
@@ -130,7 +131,7 @@ def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> 
             )
             if saves:
                 with reporter.aside():
-                    metric = run.best.metric(values) if config.checkpoint.keep_best else None
+                    metric = run.best.metric(values) if config.checkpoint.keep_best and not interrupted else None
                     savers.save(extra=reporter.past(), metric=metric)
             if interrupted:
                 interrupts.stop()

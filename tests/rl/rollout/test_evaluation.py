@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from experiments import alignment as program
+from experiments import rollout_loop as loop
 from experiments.best import Best
 from experiments.completions import drop_later
 from tests.experiments import test_alignment as alignment
@@ -146,6 +147,34 @@ def test_an_interrupted_run_that_keeps_the_best_is_saved(monkeypatch):
             evaluate=dict,
             best=Best(config),
         )
+    assert saved == [None]
+
+
+def test_an_interrupted_rollout_run_is_saved_without_an_evaluation(monkeypatch):
+    config = composed("task=grpo", *SMALL, "checkpoint.every=50", "checkpoint.keep_best=true")
+    saved = []
+    savers = SimpleNamespace(save=lambda *, extra, metric: saved.append(metric))
+
+    def stop():
+        raise InterruptedError
+
+    def no_evaluation(run, *, prompts):
+        raise AssertionError("evaluated after a signal")
+
+    interrupts = SimpleNamespace(are_pending=lambda: True, stop=stop)
+    monkeypatch.setattr(loop, "open_interrupts", lambda config, process: nullcontext(interrupts))
+    monkeypatch.setattr(loop, "Savers", lambda run: nullcontext(savers))
+    monkeypatch.setattr(loop, "Texts", lambda run, first_step: None)
+    monkeypatch.setattr(loop, "seed_dropout", lambda config, **given: None)
+    monkeypatch.setattr(loop, "open_evaluation_prompts", lambda config, prompts: prompts)
+    monkeypatch.setattr(loop, "evaluate_prompts", no_evaluation)
+    run: Any = SimpleNamespace(config=config, prompts=1, process=None, metrics={}, best=Best(config))
+    run.actor, run.buffer = SimpleNamespace(global_steps=0), SimpleNamespace(is_used_up=False, position=0)
+    run.actor.read_metrics = dict
+    reporter: Any = SimpleNamespace(aside=nullcontext, step=lambda **given: None, past=dict)
+    updated: Any = SimpleNamespace(entropy=1.0, metrics={}, loss=0.0, tokens=1)
+    with pytest.raises(InterruptedError):
+        loop.train(run, reporter=reporter, fill=lambda run, scored: None, update=lambda run: updated)
     assert saved == [None]
 
 
