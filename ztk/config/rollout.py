@@ -43,6 +43,8 @@ def _engine_of_gpus(config: Config, *, given: frozenset[str]) -> tuple[RolloutEn
     """Which one draws on a GPU, and why."""
     if "rollout.identity" in given and config.rollout.identity is RolloutIdentity.exact:
         return RolloutEngineName.trainer, "rollout.identity=exact needs the trainer's forward on a GPU"
+    if "rollout.weights" in given and config.rollout.weights is not None:
+        return RolloutEngineName.trainer, f"rollout.weights={config.rollout.weights.value} is for its forward"
     if kind := _uncomputed(config):
         return RolloutEngineName.trainer, f"the inference engine does not compute models of the kind {kind}"
     return RolloutEngineName.generator, "on a GPU: a cache, and the trainer's own weights"

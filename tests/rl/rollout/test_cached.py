@@ -185,6 +185,7 @@ def test_what_it_cannot_promise_is_refused(overrides, says):
         (("zero=stage3", "precision=bf16", "lora=adapter"), "generator", "corrected", "the trainer's own weights"),
         (("rollout.identity=off",), "generator", "off", "the trainer's own weights"),
         (("rollout.identity=exact",), "trainer", "exact", "needs the trainer's forward"),
+        (("zero=stage3", "rollout.weights=whole"), "trainer", "exact", "rollout.weights=whole is for its forward"),
         (("rollout.engine=trainer",), "trainer", "exact", None),
     ],
 )
