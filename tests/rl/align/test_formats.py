@@ -108,6 +108,23 @@ def test_scores_that_are_no_numbers_do_not_choose_answers(tmp_path):
     assert [text_of(text)[1] for text in example.texts] == ["4\x03", "5\x03"]
 
 
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (
+            {"instruction": "a", "chosen": "4", "rejected": "5", "history": ["hi", "yo"]},
+            '"history": .* must be a list of',
+        ),
+        ({"instruction": "a", "chosen": "4", "rejected": "5", "history": [["a"]]}, '"history": .* must be a list of'),
+        ({"instruction": "a", "completions": [{"overall_score": 1}, {"overall_score": 2}]}, "no two different values"),
+        ({"conversations": TURNS, "chosen": TURNS[1], "rejected": TURNS[1]}, "ends with an answer, next to"),
+    ],
+)
+def test_parts_of_another_form_are_named(record, said, tmp_path):
+    with pytest.raises(ValueError, match=f"line 1: .*{said}"):
+        examples(written(tmp_path, record), kind="preferences")
+
+
 @pytest.mark.parametrize("tools", [[], "[]", "", None])
 def test_no_tools_are_none(tools):
     assert "tools" not in unified({"conversations": TURNS, "tools": tools}, purpose="chat")

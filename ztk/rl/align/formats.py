@@ -173,12 +173,20 @@ def _alpaca_prompt(record: Record) -> list[dict]:
     system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
     earlier = [
         {"role": role, "content": text}
-        for pair in record.get("history") or []
+        for pair in _history(record.get("history") or [])
         for role, text in zip(("user", "assistant"), pair, strict=True)
     ]
     if not any(parts):
         raise ValueError('"instruction" and "input" are empty: leave the line out')
     return [*system, *earlier, {"role": "user", "content": "\n\n".join(part for part in parts if part)}]
+
+
+def _history(pairs: Any) -> list[list[str]]:
+    """Earlier questions with their answers, checked."""
+    is_list = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+    if not is_list or not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise ValueError(f'"history": {_shown(pairs)} must be a list of [question, answer]')
+    return pairs
 
 
 def _alpaca(record: Record) -> dict[str, Any]:
@@ -247,7 +255,7 @@ def _hh_messages(text: str, *, key: str) -> list[dict]:
 def _ultrafeedback(record: Record) -> dict[str, Any]:
     """The completions with the highest and the lowest score."""
     scored = sorted(
-        (entry for entry in record["completions"] if isinstance(entry, dict) and _score(entry) is not None),
+        (entry for entry in record["completions"] if isinstance(entry, dict) and _is_scored(entry)),
         key=lambda entry: _score(entry) or 0.0,
     )
     if len(scored) < 2 or _score(scored[0]) == _score(scored[-1]):
@@ -256,6 +264,10 @@ def _ultrafeedback(record: Record) -> dict[str, Any]:
         )
     prompt = [{"role": "user", "content": record["instruction"]}]
     return {"prompt": prompt, "chosen": scored[-1]["response"], "rejected": scored[0]["response"]}
+
+
+def _is_scored(entry: Mapping[str, Any]) -> bool:
+    return "response" in entry and _score(entry) is not None
 
 
 def _score(entry: Mapping[str, Any]) -> float | None:
@@ -268,7 +280,12 @@ def _sharegpt_pair(record: Record) -> dict[str, Any]:
         name: record[name] if isinstance(record[name], str) else [_turn(record[name])]
         for name in ("chosen", "rejected")
     }
-    return {"prompt": _turns(record["conversations"], system=record.get("system")), **answers}
+    prompt = _turns(record["conversations"], system=record.get("system"))
+    if prompt[-1].get("role") == "assistant":
+        raise ValueError(
+            '"conversations" ends with an answer, next to "chosen" and "rejected": leave its last turn out'
+        )
+    return {"prompt": prompt, **answers}
 
 
 def _alpaca_pair(record: Record) -> dict[str, Any]:
