@@ -1,4 +1,4 @@
-"""`completions.jsonl` of the run folder: every answer of every rollout of all ranks, as text, with what is known of it."""
+"""`completions.jsonl` of the run folder: every answer of every rollout of all ranks, as text, with its rewards, length and divergence."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Rewards of a rollout: by functions, by the model of `reward.path`, or by both; and what a step's row has of them."""
+"""Rewards of a rollout: by functions, by the model of `reward.path`, or by both; and their means for a step's row."""
 
 import math
 

@@ -27,7 +27,7 @@ def take_reference(config: Config, *, given: frozenset[str]) -> None:
 
 
 def take_metric(config: Config) -> None:
-    """What checkpoints are ranked by, where the user leaves it open."""
+    """Sets the metric that ranks checkpoints, where the user leaves it open."""
     saved = config.checkpoint
     if config.task.name not in (*ALIGNING, "grpo", "ppo") or not (saved.keep_best or config.train.patience is not None):
         return

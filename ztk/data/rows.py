@@ -25,7 +25,7 @@ _KINDS = (LINES, (".parquet",), (".arrow",), (".json",))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """place: the line, entry or row in its file. value: what it holds; a ValueError: why it cannot be read."""
+    """place: the line, entry or row in its file. value: its Python object, or the ValueError with which it cannot be read."""
 
     place: str
     value: Any

@@ -1,4 +1,4 @@
-"""Answers that another forward has drawn than the one that learns from them: weights of the loss, and how far the two are apart."""
+"""Answers drawn by another forward than the trainer's: weights of the loss, and the distance between the two."""
 
 from dataclasses import dataclass
 
@@ -24,10 +24,10 @@ def importance_weights(logprobs: Tensor, *, drawn: Tensor, mask: Tensor, form: s
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch:
-    """How far what drew is from the trainer, with r the trainer's probability of a token divided by that with which it was drawn.
+    """The distance of the draws from the trainer. r is the trainer's probability of a token divided by the probability of its draw.
 
     k1: mean of -log r; k3: mean of r - 1 - log r; both estimate the divergence of the two in nats per token. perplexity: mean over answers of
-    the trainer's perplexity divided by that of what drew. outside: fraction of the tokens with r outside of `OUTSIDE`.
+    the trainer's perplexity divided by the perplexity of the draw. outside: fraction of the tokens with r outside of `OUTSIDE`.
     """
 
     k1: float
@@ -37,14 +37,14 @@ class Mismatch:
 
     @classmethod
     def of(cls, sums: Tensor) -> "Mismatch":
-        """From what `mismatch_sums` returned, added up over ranks: float64 [6]."""
+        """From the sums of `mismatch_sums`, added up over ranks: float64 [6]."""
         k1, k3, outside, tokens, perplexity, answers = sums.tolist()
         tokens, answers = max(1.0, tokens), max(1.0, answers)
         return cls(k1=k1 / tokens, k3=k3 / tokens, perplexity=perplexity / answers, outside=outside / tokens)
 
 
 def mismatch_sums(logprobs: Tensor, *, drawn: Tensor, mask: Tensor) -> Tensor:
-    """Sums for `Mismatch` over the tokens of `mask`, bool [S, T], float64 [6]. logprobs: the trainer's; drawn: those of the draws; [S, T]."""
+    """Sums for `Mismatch` over the tokens of `mask`, bool [S, T], float64 [6]. logprobs: the trainer's; drawn: the draws'; [S, T]."""
     log_ratio = torch.where(mask, logprobs.double() - drawn.double(), 0.0)
     ratio, lengths = log_ratio.exp(), mask.sum(1)
     outside = ((ratio < OUTSIDE[0]) | (ratio > OUTSIDE[1])) & mask

@@ -65,7 +65,7 @@ class DpoPolicy:
 class PairLogprobs:
     """Sums of log-probabilities over the tokens of P chosen and P rejected answers, [P] each, and how many tokens they have, int64 [P].
 
-    chosen_texts: sums over the chosen answers and their prompts, [P]; None: they are not known.
+    chosen_texts: sums over the chosen answers and their prompts, [P], or None if they are not known.
     """
 
     chosen: Tensor

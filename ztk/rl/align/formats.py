@@ -51,7 +51,7 @@ def unified(record: Record, *, purpose: str) -> Record:
     """A record in the one form. purpose: chat, preferences or prompts, of which a data set may have several in one record.
 
     Raises:
-        ValueError: the fields are of no form that has what the purpose needs, with the nearest one; or a field has another content.
+        ValueError: no form of this purpose has these fields, with the nearest form; or a field has another content.
     """
     for entry in _FORMATS:
         if purpose in entry.purposes and set(entry.needs) <= set(record) and entry.fits(record):
@@ -66,7 +66,7 @@ def unified(record: Record, *, purpose: str) -> Record:
 
 
 def _nearest(record: Record, *, purpose: str) -> str:
-    """What the record has, and what the form that is nearest to it needs."""
+    """An error with the record's fields, the nearest form, and a proposal for `data.fields`."""
     formats = [entry for entry in _FORMATS if purpose in entry.purposes and not set(entry.needs) <= set(record)]
     nearest = max(
         formats, key=lambda entry: sum(_nearness(name, record=record) for name in entry.needs) / len(entry.needs)

@@ -33,7 +33,7 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingState:
-    """The `trainer_state` of reward functions: the optimizer steps made, and those of the run."""
+    """The `trainer_state` of reward functions: the optimizer steps made, and the steps of the run."""
 
     global_step: int
     max_steps: int
