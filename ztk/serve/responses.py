@@ -66,10 +66,11 @@ def _message(item: object, *, number: int) -> dict[str, Any]:
     content = item.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") in _PARTS]
-    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+    found = [text for text in texts if isinstance(text, str)]
+    if len(found) != len(parts):
         raise BadRequest(f"input[{number}].content must be a text or a list of input_text", param="input")
     role = item.get("role")
-    return {"role": "system" if role == "developer" else role, "content": "".join(texts)}
+    return {"role": "system" if role == "developer" else role, "content": "".join(found)}
 
 
 def _format(chosen: object) -> dict[str, Any]:
