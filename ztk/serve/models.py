@@ -312,7 +312,11 @@ class _Subword:
         self.special = tokenizer.special
         self._pieces = Pieces(tokenizer.inner)
         self.token_bytes, self.longest = self._pieces.token_bytes, self._pieces.longest
-        self._inner = ChatTemplate.open(tokenizer.folder).inner if has_chats and by_template else None
+        self._inner = (
+            ChatTemplate.open(tokenizer.folder).inner
+            if has_chats and by_template and ChatTemplate.has(tokenizer.folder)
+            else None
+        )
         self.template = None if self._inner is None else _source(self._inner)
 
     def encode(self, text: str) -> list[int]:
