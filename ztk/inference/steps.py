@@ -10,7 +10,7 @@ from torch import Tensor
 from ztk.inference.attention import BLOCK, Scratch, Tiles, attend, lone_tile_of, rows_agree, tile_of
 from ztk.inference.rows import rms_norm, rope, turns
 
-QUERIES = 4 * BLOCK  # queries of a sequence whose scores exist at one time
+QUERIES = 2 * BLOCK  # queries of a sequence whose scores exist at one time
 _SCORES = 8 * BLOCK  # places times blocks of keys: of short sequences more are computed at once
 
 
