@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ztk.config.own import TARGET, call_later
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import ChatTemplateName
+from ztk.core.policies.reward import is_function_name
 from ztk.core.policies.runs import data_paths, draws, has_tokenizer, is_own
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def prepare_rewards(config: Config) -> None:
 
 
 def evaluation_config(config: Config) -> Config | None:
-    """The configuration with the prompts and reward functions of evaluations in place of those of training; None: they are the same."""
+    """The configuration with the prompts and reward functions of evaluations in place of training's, or None if they are the same."""
     if config.data.eval_path is None and not config.reward.eval_functions:
         return None
     own = copy.deepcopy(config)
@@ -178,9 +179,8 @@ def _entries(value: Any) -> list[Any]:
 
 
 def _name_faults(name: str, *, key: str) -> Iterator[str]:
-    source, _, function = name.rpartition(":")
-    is_module = bool(source) and all(part.isidentifier() for part in source.split("."))
-    if not function.isidentifier() or not (source.endswith(".py") or is_module):
+    source = name.rpartition(":")[0]
+    if not is_function_name(name):
         yield f"{key}={name}: must be FILE.py:FUNCTION or MODULE:FUNCTION; use {key}=mine.py:score"
     elif source.endswith(".py") and not os.path.isfile(os.path.expanduser(source)):
         yield f"{key}={name}: there is no file {source} (from {os.getcwd()}); give its path"

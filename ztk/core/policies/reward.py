@@ -19,6 +19,13 @@ _REWARD_MODEL = When(
 _LEARNS_REWARDS = tasks("reward")
 
 
+def is_function_name(name: str) -> bool:
+    """Whether `name` is `FILE.py:FUNCTION` or `MODULE:FUNCTION`."""
+    source, _, function = name.rpartition(":")
+    is_module = bool(source) and all(part.isidentifier() for part in source.split("."))
+    return function.isidentifier() and (source.endswith(".py") or is_module)
+
+
 def _function_faults(config: "Config") -> Iterator[str]:
     if config.reward.function is not None and config.reward.functions:
         yield (

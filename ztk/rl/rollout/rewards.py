@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ztk.core.policies.reward import is_function_name
+
 RewardFunction = Callable[..., Any]
 _GRACE_SECONDS = 1.0  # for the loop to report a coroutine that is late; without a report something blocks it
 # Fields of a record that are the conversation itself.
@@ -239,13 +241,6 @@ def load_function(name: str, *, key: str) -> RewardFunction:
     if not callable(found):
         raise ValueError(f"{key}={name}: {source} has no function {function!r}; name one that it has")
     return found
-
-
-def is_function_name(name: str) -> bool:
-    """Whether `name` is `FILE.py:FUNCTION` or `MODULE:FUNCTION`."""
-    source, _, function = name.rpartition(":")
-    is_module = bool(source) and all(part.isidentifier() for part in source.split("."))
-    return function.isidentifier() and (source.endswith(".py") or is_module)
 
 
 def _module_of_file(source: str) -> Any:
