@@ -43,7 +43,7 @@ class MicroBatch:
 class Step:
     """This rank's micro-batches of a step, and over all ranks: its examples, its tokens, and the answer tokens of chats or chosen texts.
 
-    num_text_tokens: those of chats or chosen texts, without their first. length: of every row. parts: micro-batches of all ranks. packs:
+    num_text_tokens: tokens of chats or chosen texts, without their first. length: of every row. parts: micro-batches of all ranks. packs:
     forwards take the texts without padding. mismatched: of answers with labels, the same prompts with the answers to those before them.
     """
 

@@ -44,8 +44,9 @@ def fill_buffer(run: Run, *, scored: Scored, counts: Tensor, advantages: Tensor,
 
 
 def corrected(run: Run, *, samples: Samples, trainer: Tensor) -> Tensor:
-    """The weights of rollout.identity=corrected, float32 [S, T]. The run's metrics get how far what drew is from the trainer, whose
-    log-probabilities are `trainer`, [S, T]. A collective call."""
+    """The weights of rollout.identity=corrected, float32 [S, T]. A collective call.
+
+    trainer: the trainer's log-probabilities, [S, T]. Adds the mismatch between them and the drawn ones to the run's metrics."""
     rollout, given = run.config.rollout, {"drawn": samples.logprobs, "mask": samples.answer_mask}
     assert rollout.correction is not None and rollout.correction_max is not None, "the configuration is checked"
     sums = mismatch_sums(trainer, **given).to(run.process.device)

@@ -14,7 +14,7 @@ def has_evaluations(config: Config) -> bool:
 
 
 def open_evaluation_prompts(config: Config, *, prompts: Prompts) -> Prompts:
-    """The prompts of `data.eval_path` with the functions of `reward.eval_functions`; without either those of training.
+    """The prompts of `data.eval_path` with the functions of `reward.eval_functions`. Where a key is not set, training's are used.
 
     Raises:
         ValueError: as `Prompts`.

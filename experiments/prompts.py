@@ -35,7 +35,7 @@ class Prompts:
         self.rewards = self._open_rewards(config)
 
     def _open_rewards(self, config: Config) -> RewardFunctions | None:
-        """The user's functions, or the task's own; None: the model of `reward.path` alone gives rewards."""
+        """The user's functions, or the task's own. None if only the model of `reward.path` gives rewards."""
         if self.is_own_reward:
             return open_rewards(config)
         if self._task is None:
@@ -81,7 +81,7 @@ class Prompts:
         return Prompt(text=found.text, tokens=found.tokens, record=found.record, is_chat=found.is_chat)
 
     def _order(self, epoch: int) -> torch.Tensor:
-        """The order of the lines in a pass. The newest two are kept: that of training, and that of evaluations or of the next pass."""
+        """The order of the lines in a pass. The newest two are kept: one for training, one for evaluations or the next pass."""
         assert self._records is not None
         if epoch not in self._orders:
             order = torch.randperm(len(self._records), generator=generator(self._seed, "prompts", epoch))
@@ -90,7 +90,7 @@ class Prompts:
 
     @property
     def count(self) -> int | None:
-        """Those of the files; None: they are made on the spot, without end."""
+        """Prompts of the files. None if prompts are generated, without end."""
         return None if self._records is None else len(self._records)
 
     def save_tokenizer(self, folder: Path) -> None:

@@ -13,7 +13,7 @@ from ztk.rl.rollout.rewards import Answered, TrainingState
 
 
 def reward(run: Run, *, samples: Samples, prompts: list[Prompt]) -> None:
-    """Writes the rewards into `samples`, and those of each function into `run.rewarded`. Raises RewardError."""
+    """Writes the rewards into `samples` and the rewards of each function into `run.rewarded`. Raises RewardError."""
     config, functions = run.config, run.prompts.rewards
     run.rewarded = None if functions is None else functions.score(answered(run, samples=samples, prompts=prompts))
     total = None if run.rewarded is None else run.rewarded.total

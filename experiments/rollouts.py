@@ -108,7 +108,8 @@ def evaluate(run: Run) -> Evaluated:
 
 
 def logprobs_of(engine: Engine | BaseModel | None, *, run: Run, samples: Samples) -> Tensor | None:
-    """What `engine` gives the tokens of `samples` among those that were kept, float32 [S, T], without gradients; None without an engine."""
+    """Log-probabilities of the tokens of `samples` by `engine`, over the kept tokens, float32 [S, T], without gradients.
+    None without an engine."""
     if engine is None:
         return None
     parts, length, temperature = [], samples.tokens.shape[1], run.config.rollout.temperature

@@ -1,4 +1,4 @@
-"""What formats of weights and of the cache cost: perplexity and greedy tokens of a model that is trained here, or bits per byte of a real one.
+"""The cost of weight and cache formats: perplexity and greedy tokens of a model that is trained here, or bits per byte of a real one.
 
     python scripts/compare_weights.py
     python scripts/compare_weights.py --model FOLDER
@@ -88,7 +88,7 @@ def compare_real(folder: str) -> None:
 
 @torch.no_grad()
 def add_noise(model: nn.Module, *, weights: dict[str, torch.Tensor], noise: float) -> None:
-    """weights: what the matrices are without it."""
+    """weights: the matrices before noise is added."""
     generator = torch.Generator().manual_seed(0)
     parameters = dict(model.named_parameters())
     for name, value in weights.items():

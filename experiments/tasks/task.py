@@ -10,8 +10,8 @@ from ztk.data import ByteTokenizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """text, tokens: what the policy sees. answer: the right one, if it is known. record: what reward functions get in addition to the texts.
-    is_chat: the prompt is a conversation, that of the record."""
+    """text, tokens: the prompt as the policy gets it. answer: the right one, if it is known. record: further columns, which reward
+    functions get as keywords. is_chat: the record has a conversation."""
 
     text: str
     tokens: list[int]

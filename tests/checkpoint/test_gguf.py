@@ -164,7 +164,7 @@ def test_runs_take_a_file_where_they_take_a_folder(tmp_path):
 
 
 def test_a_checkpoint_of_ztks_decoder_becomes_a_llama(tmp_path, capsys):
-    """By the command, which says what goes with what."""
+    """The command refuses options that do not fit together."""
     weights = save(tmp_path / "own", family="llama")
     import_checkpoint(tmp_path / "own", to=tmp_path / "run", as_decoder=True)
     file = str(tmp_path / "model.gguf")

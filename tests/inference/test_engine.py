@@ -42,7 +42,7 @@ def test_who_stops_listening_frees_the_slot(model):
 
 
 def test_a_long_prompt_leaves_steps_short_for_those_who_wait_for_tokens(model, monkeypatch):
-    """A token takes 0.01 s here: a prompt alone gets the whole step, beside an answer that goes on 0.4 s of it."""
+    """A token takes 0.01 s here: a prompt alone gets the whole step, and 0.4 s of it while another answer is drawn."""
     plan, steps = Scheduler.plan, []
     prompts, sampling = [PROMPT, [number % 7 for number in range(150)]], SamplingParams(max_tokens=30, temperature=0)
     monkeypatch.setattr(Scheduler, "plan", lambda self: steps.append(plan(self)) or steps[-1])

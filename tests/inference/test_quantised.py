@@ -64,7 +64,7 @@ def test_no_int4_group_is_worse_than_its_range_in_15_steps():
 
 
 def test_the_search_lowers_the_error_of_normal_weights():
-    """By a tenth at least of that of the range in 15 steps: clipping and the fitted line."""
+    """Clipping and the fitted line reduce the error of 15 equal steps over the range by a tenth or more."""
     weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
     groups = weight.double().unflatten(1, (-1, GROUP))
     least, greatest = groups.aminmax(dim=-1, keepdim=True)
@@ -151,7 +151,7 @@ def test_a_trained_model_stays_near(trained, format, most):
 
 
 def test_memory_is_a_quarter_and_an_eighth():
-    """Of what the linear layers have in fp32: int8 with 2 bytes per row, int4 with 4 per group of 32 inputs."""
+    """Fractions of the fp32 size of the linear layers: int8 has 2 bytes more per row, int4 4 per group of 32 inputs."""
     affine = Affine(weight=torch.randn(256, 1024))
     stored = Product(affine).nbytes
     assert Int8Product(affine).nbytes == stored // 4 + 2 * 256

@@ -1,4 +1,4 @@
-"""The model of `pytest -m real`, and what it answers by transformers."""
+"""The model of `pytest -m real`, and its answers by transformers."""
 
 from pathlib import Path
 

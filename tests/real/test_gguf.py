@@ -14,7 +14,7 @@ pytestmark = pytest.mark.real
 
 
 def test_transformers_reads_the_written_file_as_ztk_does(folder, tmp_path):
-    """Q8_0: the weights that it widens are those of the unpacked folder."""
+    """Q8_0: its widened weights equal the unpacked folder's."""
     export_gguf(folder, to=tmp_path / "model.gguf", kind="Q8_0")
     found = load_file(f"{model_folder(str(tmp_path / 'model.gguf'))}/model.safetensors")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)

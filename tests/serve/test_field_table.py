@@ -78,7 +78,7 @@ FIELDS: list[tuple[str, object, str, str]] = [
 
 
 def table() -> str:
-    """What a server does with each field."""
+    """The server acts on each field, ignores it, or refuses it."""
     server = start(tokenizer=Chatting(), max_sequences=8)
     lines = ["| field | vLLM | llama.cpp | ztk |", "| --- | --- | --- | --- |"]
     try:

@@ -1,4 +1,4 @@
-"""Answers in a grammar: schemas, choices, regular expressions, and what no grammar is."""
+"""Answers in a grammar: schemas, choices, regular expressions, and refused grammars."""
 
 import asyncio
 import importlib
@@ -37,7 +37,7 @@ def chosen(running, body):
 
 
 def random_schema(chance: random.Random, *, depth: int = 0) -> dict:
-    """What schemas have, small enough that answers end."""
+    """Random schemas, small enough that answers end."""
     kinds = ["integer", "number", "boolean", "null", "enum", "const", "string", "pattern"]
     kind = chance.choice(kinds + ["object", "array", "anyOf"] * (depth < 3))
     if depth == 0:

@@ -29,7 +29,7 @@ _ROWS = 8  # query rows of a product, at least
 _LONE_ROWS = 4  # of a query without neighbours, where that changes no bit
 _BATCHES, _MOST = (1, 2, 4, 33), 130  # products in one call that are tried, and beside which
 _KEPT = 4  # groups of tiles whose views are kept from step to step
-# (products in one call, tiles of each) in which rows are compared with those of single tiles
+# (products in one call, tiles of each) whose rows must equal single tiles
 _JOINED = ((1, 2), (4, 5), (33, 9), (5, 32), (2, 1), (130, 3), (3, 64))
 
 

@@ -25,7 +25,7 @@ def masks_tokens(sampling: SamplingParams) -> bool:
 
 
 def packed_mask(sampling: SamplingParams, *, state: GrammarState | None, answer: list[int], size: int) -> Tensor | None:
-    """int32 [words]: the tokens that may follow `answer` in a vocabulary of `size`; None: all, or none of them is ever reached.
+    """int32 [words]: the tokens that may follow `answer` in a vocabulary of `size`, or None where nothing is masked.
 
     state: of the answer, where the request has a grammar.
 

@@ -237,7 +237,7 @@ def first_buffers(sizes: Sizes, *, budget: int, positions: int, sequences: int |
 
 
 def free_device_memory(device: torch.device) -> int:
-    """Bytes of a GPU that a tensor may take: what is free there, and what torch's allocator holds and has given to none."""
+    """Bytes of a GPU that a tensor may take: free memory and the unused part of torch's cache."""
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + held
 

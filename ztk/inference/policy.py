@@ -26,8 +26,8 @@ class InferencePolicy:
 
     max_sequences: sequences that are computed in one step; others wait. None: 32, or with `offload` as many as the plan finds.
     max_step_tokens: tokens of one step; a longer prompt is computed in several steps. None: 512, or with `offload` what the plan finds.
-    step_seconds: while answers are drawn, a step has fewer tokens of other prompts where it would take longer; None: no limit. Steps are
-        measured, so that how prompts are cut differs from run to run.
+    step_seconds: while answers are drawn, a step has fewer tokens of other prompts where it would take longer. None: no limit.
+        The limit follows measured steps, so prompts are cut differently from run to run.
     max_model_len: tokens of one sequence, prompt and answer; None: what the model was made for.
     lookup_tokens: draft tokens per step, found by looking the last two tokens up in the sequence itself (Saxena 2023, prompt lookup
         decoding); 0: none. A draft counts only if it is the token that would have been drawn.
@@ -89,7 +89,8 @@ class GrammarState(Protocol):
     """How far one answer has come in a grammar. Used by one thread at a time."""
 
     def mask(self, answer: list[int]) -> Tensor | None:
-        """int32 [words]: the tokens that may follow `answer`, as `ztk.inference.masks` packs them; None: the grammar does not lead to `answer`.
+        """int32 [words]: the tokens that may follow `answer`, as `ztk.inference.masks` packs them. None if the grammar does
+        not lead to `answer`.
 
         The last tokens of `answer` may be guesses, which a later call leaves out again. Raises ValueError where the grammar fails.
         """
@@ -121,7 +122,7 @@ class SamplingParams:
         distribution are over all of them. None: all. A token_mask could say the same, more slowly.
     token_mask: called with the answer so far, returns a bool tensor [V] of the tokens that are allowed.
     min_tokens: before so many tokens none of `stop_token_ids` is drawn. allowed_token_ids: only these are drawn; empty: all. bad_words: token
-    sequences that no answer has. grammar: what answers are written in; an answer that is complete in it ends with "stop".
+    sequences that no answer has. grammar: constrains answers; an answer that is complete in it ends with "stop".
     fp32_logprobs: `processed_logprobs` are log_softmax(logits / temperature) in fp32, the bits that a trainer computes, instead of double
     precision rounded once; goes with no step but the temperature and top-k, top-p and min-p, over whose tokens the softmax then is.
 

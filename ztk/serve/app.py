@@ -47,8 +47,8 @@ RETRY_SECONDS = 1
 class ServePolicy:
     """api_key: what clients must send as bearer token; None: nothing. max_waiting: prompts that wait for a place, at most. limits: of one
     request. stops, max_tokens: of requests that have none; the answer ends where the context does in any case, and with None only there.
-    tool_format: how calls are written; None: by the chat template. hosts: names of this server that are answered without a key, next to
-    localhost and this machine's. origins: web pages that may send requests."""
+    tool_format: how calls are written, by default as the chat template does. hosts: names of this server that are answered without a key,
+    next to localhost and this machine's. origins: web pages that may send requests."""
 
     api_key: str | None = None
     max_waiting: int = 256

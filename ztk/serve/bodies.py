@@ -42,7 +42,7 @@ class Asked:
 
     max_tokens: 0 with echo asks for the prompt's log-probabilities alone; None: the request has none, and `sampling` has 1. model: its name;
     None: whichever is served. with_logprobs: of drawn tokens, and of an echoed prompt's, `tops` likely ones next to each. prompt_tops: likely
-    tokens next to each of the prompt's, in vLLM's form; None: not asked for. stop_token_ids: tokens that end an answer, with the model's ends.
+    tokens next to each prompt token, in vLLM's form, if asked for. stop_token_ids: tokens that end an answer, with the model's ends.
     shows_special: special tokens are part of the text; shows_stop: what has ended an answer is. keeps: answers that are returned, the likeliest
     of `sampling.n`. chat: how messages are written. structure: of answers. ignored: fields without an effect.
     """
@@ -82,7 +82,7 @@ def read_body(
     limits: Limits | None = None,
     translate: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> Asked:
-    """Reads one body. usual, stops: for what it leaves out; `usual.max_tokens` does not count. translate: from another interface's fields.
+    """Reads one body. usual, stops: defaults; `usual.max_tokens` does not count. translate: from another interface's fields.
 
     Raises:
         BadRequest: no JSON object, a value of the wrong type, out of range or beyond `limits`, or a field that would change the answer and
@@ -188,8 +188,8 @@ def _best_of(body: dict, *, sampling: SamplingParams, stream: bool) -> SamplingP
 
 
 def _tops(body: dict, *, chat: bool, usual: int | None, most: int) -> tuple[int | None, int | None]:
-    """How many of the likeliest tokens next to each token, and next to each of the prompt's; None: no log-probabilities. Chat has a
-    flag and a number, completions with a number, of which 0 asks for those of the tokens themselves. usual: where the body has neither."""
+    """Likely tokens to return next to each token and next to each prompt token, or None without log-probabilities. Chat has a
+    flag and a number, completions with a number, of which 0 asks for the tokens themselves. usual: where the body has neither."""
     tops = usual
     if "logprobs" in body and not chat:
         tops = number(body, name="logprobs", kind=int, usual=0)

@@ -37,7 +37,7 @@ CHAT = _SHARED | {
 }
 
 _SEND_TOOLS = "send tools"
-# Fields that would change an answer and are not there: the values that change nothing, and what to do instead.
+# Fields that would change an answer and are not supported: the values that change nothing, and the advice.
 _UNDONE: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "leave it out"),
     "use_beam_search": ((False,), "leave it out"),

@@ -61,7 +61,7 @@ class Tokenizer(Protocol):
 
     @property
     def template(self) -> str | None:
-        """The source of the chat template; None: chats are written without one, or not at all."""
+        """The source of the chat template, or None without one."""
         ...
 
     def chat(self, messages: list[dict[str, Any]], *, options: ChatOptions = PLAIN) -> list[int]:

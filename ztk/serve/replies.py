@@ -28,7 +28,10 @@ class Failed(Exception):
 
 
 class Reader:
-    """Makes jobs of requests for one model. max_tokens: of requests that have none. format: of tool calls; None: by the chat template."""
+    """Makes jobs of requests for one model.
+
+    max_tokens: of requests that have none. format: of tool calls, by default as the chat template does.
+    """
 
     def __init__(
         self,
@@ -260,7 +263,7 @@ class Reply:
         return self.shape.complete(self._answers, kept=self._best(), prompt_tokens=self._prompt_tokens)
 
     def _best(self) -> list[Answer]:
-        """The answers that are returned: those of each prompt with the largest likelihood, where more were drawn."""
+        """The answers that are returned: the likeliest of each prompt, where more were drawn."""
         each, keeps = self.asked.sampling.n, self.asked.keeps
         if keeps == each:
             return self._answers

@@ -48,7 +48,7 @@ class Call:
 
 
 def read_tools(body: dict) -> Tools | None:
-    """None: the answer is text. Raises BadRequest for tools or a choice of another form."""
+    """Returns None where the answer is text. Raises BadRequest for tools or a choice of another form."""
     given, choice = body.get("tools", []), body.get("tool_choice", "auto")
     several = flag(body, name="parallel_tool_calls", usual=True)
     if not isinstance(given, list) or len(given) > _TOOLS:
@@ -213,7 +213,7 @@ class CallStream:
         return text, self._counted(calls)
 
     def finish(self) -> tuple[str, list[Call]]:
-        """What waits, at the end of the answer."""
+        """The pending text, at the end of the answer."""
         rest, self._waiting = self._waiting, ""
         calls = self._counted(self._calls(rest)) if self._is_call else []
         return "" if calls else rest, calls

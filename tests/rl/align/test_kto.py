@@ -1,4 +1,4 @@
-"""KTO, SimPO and ORPO: by hand, however a step is divided, and what they refuse."""
+"""KTO, SimPO and ORPO: losses by hand, divided steps, and refused options."""
 
 import json
 import math

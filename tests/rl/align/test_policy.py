@@ -216,7 +216,7 @@ def test_a_correction_weighs_the_policys_part():
     close(found.loss, -(0.5 * 2) + 2 * 3)
 
 
-# Ratios of the trainer's probabilities to those of the draws: of two answers of two tokens, and one of one.
+# The trainer's probabilities divided by the drawn ones: two answers of two tokens, one of one token.
 RATIOS = torch.tensor([[0.5, 3.0], [1.05, 1.2], [0.8, 7.0]], dtype=torch.float64)
 DRAWN = torch.tensor([[0.5, 0.125], [0.25, 0.5], [0.5, 1.0]], dtype=torch.float64).log()
 ANSWERED = torch.tensor([[True, True], [True, True], [True, False]])

@@ -154,7 +154,7 @@ def test_the_engines_attention_has_the_gradient_of_torchs():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [
         (
             ("rollout.engine=generator", "precision=bf16"),
@@ -199,7 +199,7 @@ def test_the_inference_engine_draws_on_a_gpu(overrides, engine, identity, reason
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [
         (
             ("rollout.engine=generator", "rollout.identity=exact"),
@@ -208,6 +208,6 @@ def test_the_inference_engine_draws_on_a_gpu(overrides, engine, identity, reason
         (("rollout.tensor=2", "launch.ranks=2"), "this run is on GPUs; use rollout.tensor=1"),
     ],
 )
-def test_what_a_gpu_cannot_do_is_refused(overrides, says):
-    with pytest.raises(ConfigError, match=says):
+def test_what_a_gpu_cannot_do_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
         compose("task=grpo", *overrides, output_dir="/run", machine=Machine(gpus=2, cores=2))

@@ -44,7 +44,7 @@ def requests_of(count: int) -> Requests:
 
 
 def held(process: Process, *, config) -> dict:
-    """What a rollout over blocks keeps alive, and which of its weights are the engine's memory."""
+    """A rollout over blocks: tensors that stay alive, and weights that are the engine's memory."""
     engine = build(config, process=process.arrange(policies.topology(config)))
     found, close = {}, Generator.close
 
@@ -82,7 +82,7 @@ def test_weights_are_the_trainers_and_a_rollout_frees_its_memory(ranks, tmp_path
 
 
 def test_stages_and_tiers_change_no_number_of_a_run_over_blocks(ranks, tmp_path):
-    """Also those of a critic, whose states leave the device with the policy's."""
+    """Also with a critic, whose states leave the device with the policy's."""
     found = []
     for name, changes in {
         "0": {},
@@ -98,7 +98,7 @@ def test_stages_and_tiers_change_no_number_of_a_run_over_blocks(ranks, tmp_path)
 
 
 class PlainEngine:
-    """What rollouts and updates call of a training engine, over a module on a device that ztk's engine cannot have here."""
+    """The part of a training engine that rollouts and updates call, over a module on a device that is not there."""
 
     def __init__(self, module: Decoder, *, process) -> None:
         self.module, self.process, self.comm, self.global_steps = module, process, process.comm, 0
@@ -212,7 +212,7 @@ def test_a_gpu_has_the_rollouts_and_losses_of_a_cpu(tmp_path, monkeypatch, cuts)
 
 
 def test_an_answer_of_another_policy_does_not_count(tmp_path):
-    """rollout.correction and its bound are those of the loss, and the row names the difference."""
+    """The loss uses rollout.correction and its bound, and the row shows the mismatch."""
     options = (*OPTIONS, "rollout.correction=sequence_mask", "rollout.correction_max=3")
     run = run_of(config_of("grpo", *options, folder=tmp_path, train__global_batch_size=16))
     scored = score_samples(run, samples=draw(run))

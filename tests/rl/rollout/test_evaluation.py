@@ -33,7 +33,7 @@ def lines(path: Path) -> list[dict]:
 
 
 def test_prompts_are_evaluated_with_rewards_of_their_own(ranks, tmp_path):
-    """Every second step, without a change of what the run learns."""
+    """Every second step, without a change of the losses."""
     (tmp_path / "one.py").write_text(ONE)
     (tmp_path / "train.jsonl").write_text("".join(f'{{"prompt": "{letter}="}}\n' for letter in "abcd"))
     (tmp_path / "eval.jsonl").write_text('{"prompt": "x="}\n{"prompt": "y="}\n')

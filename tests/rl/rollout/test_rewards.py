@@ -1,4 +1,4 @@
-"""Reward functions: how they are called, what they may return, and what becomes of those that fail."""
+"""Reward functions: calls, return values, and failures."""
 
 import asyncio
 import math

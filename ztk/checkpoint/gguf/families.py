@@ -149,12 +149,12 @@ def metadata_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def to_transformers(name: str) -> str | None:
-    """A tensor's name in a folder of transformers; None: it has none there."""
+    """A tensor's name in a folder of transformers, or None if it is not saved there."""
     return _renamed(name, top=_TOP, block=_BLOCK, prefixes=("blk", "model.layers"))
 
 
 def to_gguf(name: str) -> str | None:
-    """A tensor's name in a GGUF file; None: it has none there."""
+    """A tensor's name in a GGUF file, or None if it is not saved there."""
     top, block = ({theirs: own for own, theirs in names.items()} for names in (_TOP, _BLOCK))
     return _renamed(name, top=top, block=block, prefixes=("model.layers", "blk"))
 
@@ -190,7 +190,7 @@ def as_gguf(value: Tensor, *, name: str, config: Mapping[str, Any]) -> Tensor:
 
 
 def _turned_heads(name: str, *, config: Mapping[str, Any]) -> int | None:
-    """How many heads a tensor has whose rows are in another order; None: they are not."""
+    """Heads of a tensor whose rows are permuted in GGUF, or None."""
     if ARCHITECTURES[config["model_type"]] != "llama":
         return None
     if re.fullmatch(r"blk\.\d+\.attn_q\.(weight|bias)", name):

@@ -70,7 +70,7 @@ def write_tokenizer(metadata: Mapping[str, Any], *, folder: Path, file: str) -> 
 
 
 def read_tokenizer(folder: Path, *, vocabulary: int) -> dict[str, Any]:
-    """GGUF's metadata of the tokenizer in `folder`; without tokenizer.json that of a model without one. vocabulary: rows of
+    """GGUF metadata of the tokenizer in `folder`, or of a model without tokenizer where tokenizer.json is missing. vocabulary: rows of
     the embedding, each of which has a token in the file.
 
     Raises ValueError for a tokenizer that is not written.

@@ -310,7 +310,7 @@ class RolloutConfig:
         changes=Changes.experiment,
     )
     save_completions: bool | None = key(
-        "every answer of every rollout is written to completions.jsonl, and those of shown steps to the logger's table",
+        "every answer of every rollout is written to completions.jsonl, and the answers of shown steps to the logger's table",
         default=False,
         changes=Changes.nothing,
     )

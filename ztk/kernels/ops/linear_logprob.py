@@ -168,7 +168,7 @@ def linear_logprob(
     """log softmax(x @ weight^T / temperature) of the tokens `target`; gradients for x and weight.
 
     x: [T, H]; weight: [V, H], of x's dtype; target: int64 [T], -100 counts for nothing. product: what multiplies, as the model's head does.
-    hide: leaves tokens out of the softmax; None: none. At most `chunk_bytes` of float32 logits exist at a time (512 MiB; 32 MiB on CPU).
+    hide: leaves tokens out of the softmax, if given. At most `chunk_bytes` of float32 logits exist at a time (512 MiB; 32 MiB on CPU).
     Returns float32 [T], float64 for float64. Raises ValueError for other shapes and dtypes.
     """
     _check(x, weight=weight, target=target)

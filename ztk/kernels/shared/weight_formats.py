@@ -6,7 +6,7 @@
     int4    uint8 [N, K / 2], w = scale[g, n] (q - 8) + zero[g, n]     scales bf16 [K / 32, N, 2], of groups g of 32 inputs
 
 A byte of int4 has input i of its block of 128 in the lower half and input 64 + i in the upper one. All may have a first dimension of
-experts. K is that of the weight: int4 rows are padded to full blocks, and x ends before them.
+experts. K is the weight's: int4 rows are padded to full blocks, and x ends before them.
 
 [Note: Fitting int4]
 The least and the greatest weight of a group set its first scale and zero. Each of `_SHARES` of that range then gives steps, to which a line is

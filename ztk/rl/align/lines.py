@@ -14,7 +14,7 @@ def read_records(
     paths: Sequence[str], *, make: Callable[[Mapping[str, Any]], R], fields: Mapping[str, str] | None = None
 ) -> list[R]:
     """The records of all files. paths: as `ztk.data.rows.files_of` takes them. make: from a row's object; raises ValueError for a bad one.
-    fields: names of ztk's -> those of the data.
+    fields: ztk's names -> the data's.
 
     Raises:
         ValueError: rows that are no such record, each with file and place, at most ten; files without a record.

@@ -44,7 +44,7 @@ def read_prompts(
     another form of `formats`.
 
     paths: files, globs, or folders. by_template: messages are written by the chat template of the tokenizer's folder, as `task=sft` learns
-    them; otherwise as lines <|role|>. fields: names of ztk's -> those of the data.
+    them; otherwise as lines <|role|>. fields: ztk's names -> the data's.
 
     Raises:
         ValueError: lines that are no prompts, each with file, line and fix; no prompts.

@@ -148,9 +148,10 @@ def read_examples(
     fields: Mapping[str, str] | None = None,
     labelled: bool = False,
 ) -> list[Example]:
-    """The rows of all files. paths: files, globs, or folders. seq_len: the longest text in tokens; None: any. stop: the byte that ends answers
-    of bytes. tokenizer: of the texts; None: they are bytes. by_template: messages are written by the chat template of the tokenizer's folder,
-    which is read if there are any. fields: names of ztk's -> those of the data. labelled: preferences may have one answer with a label.
+    """The rows of all files. paths: files, globs, or folders. seq_len: the longest text in tokens, or None for no limit. stop: the byte
+    that ends answers of bytes. tokenizer: of the texts, or None for bytes. by_template: messages are written by the chat template of the
+    tokenizer's folder, which is read if there are any. fields: ztk's names -> the data's. labelled: preferences may have one answer with a
+    label.
 
     Raises:
         ValueError: lines that are no such record or do not fit, each with file, line and fix; no records.

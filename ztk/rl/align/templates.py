@@ -106,13 +106,13 @@ class ChatTemplate:
         return self.end
 
     def prompt(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> str:
-        """A conversation and the beginning of the next answer. tools: what is offered. Raises ValueError for messages that are refused."""
+        """A conversation and the beginning of the next answer. tools: offered to the model. Raises ValueError for messages that are refused."""
         return self._text(messages, asks=True, tools=tools)
 
     def learnt(
         self, messages: Sequence[Message], *, last_only: bool = False, tools: Sequence[Any] | None = None
     ) -> Rendered:
-        """A conversation with its answers; last_only: the last message alone is one. tools: what the template offers. See [Note: What an
+        """A conversation with its answers; last_only: the last message alone is one. tools: offered by the template. See [Note: What an
         assistant wrote].
 
         Raises:

@@ -28,7 +28,7 @@ Chosen = Callable[[Tensor, Tensor], Tensor]
 class Drawing:
     """How answers are drawn. max_tokens: of an answer. stops: tokens that end one. draws: of each answer and token a number in [0, 1), float64
     [A, max_tokens]. in_double: they are compared with probabilities in double precision, as `ztk.inference.sample` does. chosen: the
-    log-probabilities that are stored; None: those of `fp32_logprobs`. cut: the tokens that are drawn from, over which log-probabilities are."""
+    log-probabilities that are stored; None: those of `fp32_logprobs`. cut: restricts draws and log-probabilities to the kept tokens."""
 
     max_tokens: int
     stops: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Attention of a forward's texts, and its gradient: products of blocks of `BLOCK` keys, of all heads and texts of a length at once.
 
 The result has the bits of the inference engine's `attend` (see [Note: The cache's bits] in `attention`): the same products, maxima and sums,
-in the same order of blocks. What differs is how many rows a product has, which changes no bit where `rows_agree` finds that on this
+in the same order of blocks. Products have another number of rows, which changes no bit where `rows_agree` finds that on this
 processor; elsewhere products have the engine's rows. The gradient computes the scores again instead of keeping them:
 
     weights = exp(scores - logsumexp)          d_scores = weights (d_out value^T - sum(d_out out))

@@ -21,7 +21,7 @@ class Samples:
     tokens: int64 [S, T]. numbers: the sample's number in the step over all ranks, int64 [S]. prompts: its prompt's number in the run,
     int64 [S]. prompt_lengths, answer_lengths: int64 [S]. finished: the answer ended by itself, bool [S]. logprobs: of the tokens of the
     answer when they were drawn, float32 [S, T], 0 elsewhere. rewards: float64 [S]; included: whether the sample has one, bool [S]. kept: the
-    tokens that top-k, top-p and min-p kept; None: all.
+    tokens that top-k, top-p and min-p kept, or None if nothing was cut.
     """
 
     tokens: Tensor

@@ -33,7 +33,7 @@ from ztk.train.engine import Engine
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
     """An answer. tokens: its own. logprobs: of each, float32 numbers. reason: stop, length, or error: the logits are not finite. kept:
-    int32 [kept] of each token; None: all."""
+    int32 [kept] of each token, or None if nothing was cut."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -47,10 +47,10 @@ _MOST_OVER_BLOCKS, _STEP_TOKENS = 256, 2048  # answers that are drawn at once, a
 class CachedRollouts:
     """Answers by a `Generator` with the policy's weights, adapters merged.
 
-    cache: as of `InferencePolicy`; None: slabs on a CPU, blocks on a GPU. Over slabs every rank has a copy of the weights, fp32 in main
+    cache: as in `InferencePolicy`; by default slabs on a CPU and blocks on a GPU. Over slabs every rank has a copy of the weights, fp32 in main
     memory, which is made anew after every optimizer step that the policy has made, when the next samples are drawn. Over blocks the weights
     are the engine's own, on its device and in its dtype: see [Note: Weights on the device].
-    comm: of the ranks that share a copy over slabs, each with a part of every layer; None: every rank has one of its own.
+    comm: of the ranks that share a copy over slabs, each with a part of every layer. Without it every rank has a copy.
     """
 
     def __init__(self, engine: Engine, *, comm: Comm | None = None, cache: str | None = None) -> None:

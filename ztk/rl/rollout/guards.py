@@ -13,7 +13,7 @@ class RolloutStopped(RuntimeError):
 class GuardPolicy:
     """kl_above: stop when the KL divergence to the reference, nats per answer, is above. entropy_below: stop when the policy's mean entropy,
     nats per token, is below. truncated_above: stop when a larger fraction of the answers was cut. equal_steps: stop when for so many
-    rollouts in a row all answers to each prompt had equal rewards. None: off."""
+    rollouts in a row all answers to each prompt had equal rewards. None switches it off."""
 
     kl_above: float | None = None
     entropy_below: float | None = None

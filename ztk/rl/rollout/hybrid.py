@@ -29,7 +29,7 @@ class RolloutPolicy:
     keeps them.
 
     max_tokens: of an answer. stops, pad: token numbers; an answer ends with one of `stops`. temperature: divides the logits, for drawing
-    and for the log-probabilities. cut: the tokens that are drawn from, over which log-probabilities are.
+    and for the log-probabilities. cut: restricts draws and log-probabilities to the kept tokens.
 
     Raises:
         ValueError: a number out of its range.
@@ -105,7 +105,7 @@ def generate(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step:
 
 class Part(NamedTuple):
     """Some rows' answers: how many tokens they have, int64 [S], their log-probabilities, float32 [S, T], whether they ended by themselves, bool
-    [S], and the tokens that were kept; None: all."""
+    [S], and the kept tokens, or None if nothing was cut."""
 
     counts: Tensor
     logprobs: Tensor

@@ -47,7 +47,7 @@ class Kept:
 
 
 def hide_of(kept: Kept | None, *, mask: Tensor, device: torch.device) -> Hide | None:
-    """For logits on `device` that predict the tokens of `mask`, bool [S, T], which are those with kept tokens, in their order. None: nothing is
+    """For logits on `device` that predict the tokens of `mask`, bool [S, T], in their order. None: nothing is
     left out."""
     if kept is None:
         return None
