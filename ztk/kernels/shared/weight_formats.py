@@ -83,6 +83,8 @@ def fit_int4(groups: Tensor) -> tuple[Tensor, Tensor]:
     """float32 groups of weights [.., GROUP] -> steps uint8 of 0 to 15, and scale and zero bfloat16 [.., 2]. See [Note: Fitting int4]."""
     steps = torch.empty(groups.shape, dtype=torch.uint8, device=groups.device)
     scales = torch.empty(*groups.shape[:-1], 2, dtype=torch.bfloat16, device=groups.device)
+    if groups.is_meta:  # no values to fit
+        return steps, scales
     parts = zip(*(part.flatten(0, -2).split(_GROUPS) for part in (groups, steps, scales)), strict=True)
     for weights, own_steps, own_scales in parts:
         scale, zero = _best_line(weights)
