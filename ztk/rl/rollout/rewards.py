@@ -95,9 +95,7 @@ class Reward:
         function = self.function
         while isinstance(function, functools.partial):
             function = function.func
-        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004 - of an object whose __call__ is a coroutine function
-        )
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
