@@ -364,7 +364,7 @@ def test_held_out_records_are_not_trained_on(ranks, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "says"),
     [
         (("task=dpo", "topology=tp2"), "topology.tensor=2: task=dpo reads the model's output .* use topology=dp"),
         (("task=reward", "topology=pp2"), "topology.pipeline=2: task=reward .* use topology=dp"),

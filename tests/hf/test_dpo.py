@@ -290,7 +290,7 @@ def base_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "says"),
     [
         (("dpo.reference=lora_off",), "dpo.reference=lora_off: .* use lora=adapter, or dpo.reference=frozen"),
         (("topology=tp2",), "topology.tensor=2: task=dpo reads"),

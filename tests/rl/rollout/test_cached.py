@@ -173,8 +173,8 @@ def test_the_engines_attention_has_the_gradient_of_torchs():
         ((*GENERATOR, "zero=stage3", "rollout.weights=streamed"), "rollout.weights=streamed has no effect here"),
     ],
 )
-def test_what_it_cannot_promise_is_refused(overrides, says):
-    with pytest.raises(ConfigError, match=f"(?s){says}"):
+def test_what_it_cannot_promise_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
         compose("task=grpo", *overrides, output_dir="/run", machine=Machine(gpus=0, cores=2))
 
 
