@@ -44,10 +44,10 @@ def test_ranks_share_layers(words):
         ),
         ("topology=dp", "topology has no effect with task=generate"),
         ("topology=tp2_pp2", "topology.pipeline=2: task=generate cuts layers between ranks, and nothing else"),
-        ("weights=fp8", "inference.weights=fp8 is of the cache of blocks: add inference.cache=blocks"),
-        ("weights=bf16", "inference.weights=bf16 is of the cache of blocks"),
-        ("inference.cache_dtype=fp8", "inference.cache_dtype=fp8 is of the cache of blocks"),
-        ("inference.exact=false", "inference.exact=false is of the cache of blocks"),
+        ("weights=fp8", "inference.weights=fp8 needs a cache of blocks: add inference.cache=blocks"),
+        ("weights=bf16", "inference.weights=bf16 needs a cache of blocks"),
+        ("inference.cache_dtype=fp8", "inference.cache_dtype=fp8 needs a cache of blocks"),
+        ("inference.exact=false", "inference.exact=false needs a cache of blocks"),
         ("inference.cache=pages", "inference.cache=pages"),
         ("sampling.temperature=-1", "sampling.temperature=-1.0: must be 0, or 1e-06 or more"),
         ("inference.model=/nowhere", "inference.model=/nowhere: is no folder"),
@@ -92,7 +92,7 @@ def test_a_gpu_has_a_cache_of_blocks(words):
     for option, message in (
         ("offload=nvme", "launch.device=cuda with offload=nvme: layers stream on the CPU"),
         ("topology=tp2", "launch.device=cuda with topology.tensor=2: ranks share layers on the CPU"),
-        ("inference.cache=slabs", "inference.cache=slabs is of the CPU, and the model is on cuda"),
+        ("inference.cache=slabs", "inference.cache=slabs works on the CPU only, and the model is on cuda"),
     ):
         assert any(message in fault for fault in faults(*words, option, "launch.device=cuda", machine=machine))
 
@@ -221,7 +221,7 @@ def test_layers_are_streamed_from_files(words):
     [
         (
             ("offload=cpu",),
-            "offload=cpu: answers are computed on the CPU, where main memory is what the weights would leave",
+            "offload=cpu: answers are computed on the CPU, and offload=cpu would save no memory there",
         ),
         (
             ("inference.memory_bytes=5",),

@@ -353,9 +353,9 @@ def test_a_broken_sequence_is_located_in_its_own_blocks(monkeypatch):
 @pytest.mark.parametrize(
     "policy, message",
     [
-        ({"weights": "fp8"}, "inference.weights=fp8 is of the cache of blocks"),
-        ({"cache_dtype": "fp8"}, "inference.cache_dtype=fp8 is of the cache of blocks"),
-        ({"exact": False}, "inference.exact=false is of the cache of blocks"),
+        ({"weights": "fp8"}, "inference.weights=fp8 needs a cache of blocks"),
+        ({"cache_dtype": "fp8"}, "inference.cache_dtype=fp8 needs a cache of blocks"),
+        ({"exact": False}, "inference.exact=false needs a cache of blocks"),
         ({"cache": "blocks", "cache_tokens": 128}, "128 tokens in blocks of 64, and one sequence may have 256"),
         ({"cache": "pages"}, "must be slabs or blocks"),
     ],

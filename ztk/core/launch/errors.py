@@ -1,7 +1,7 @@
-"""What a failing rank leaves behind, and which of several failures came first.
+"""Error files of failing ranks, and the choice of the first cause among several failures.
 
-When one rank fails, its peers fail a moment later because they lost it. A rank therefore writes its error with the time to the
-microsecond, and marks it `secondary` if the error only says that another rank is gone.
+When one rank fails, its peers fail a moment later because they lost it. A rank therefore writes its error with the time in microseconds,
+and marks it `secondary` if the error only reports the loss of another rank.
 """
 
 import json
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# Class names, so that nothing heavy is imported: ztk.core.runtime's, then torch.distributed's.
+# Names, so that nothing heavy is imported: classes of ztk.core.runtime, then of torch.distributed.
 _SECONDARY_TYPES = {"PeerLost", "DistBackendError", "DistNetworkError", "DistStoreError"}
 _SECONDARY_TEXTS = (
     *("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe"),
@@ -23,9 +23,9 @@ _SECONDARY_TEXTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFailure:
-    """time: seconds since 1970. secondary: the error only says that another rank is gone. trace: empty if the rank could write none.
+    """time: seconds since 1970. secondary: the error only reports the loss of another rank. trace: empty if the rank could not write one.
 
-    code: the exit code of its process, 128 + n after signal n.
+    code: exit code of its process, 128 + n after signal n.
     """
 
     rank: int
@@ -51,7 +51,7 @@ class RankFailure:
 
 
 class RankError(RuntimeError):
-    """A run failed. The text is one line about the first cause; `failure` has the rest. killed: the ranks that signals ended."""
+    """A run failed. The text is one line about the first cause; `failure` has the details. killed: the ranks that signals ended."""
 
     def __init__(self, failure: RankFailure, *, log: str, killed: tuple[int, ...] = ()) -> None:
         super().__init__(str(failure))
@@ -71,17 +71,17 @@ def error_path(output_dir: str | os.PathLike, *, rank: int) -> Path:
 
 
 def memory_path(output_dir: str | os.PathLike, *, rank: int) -> Path:
-    """The file of what a rank held when it ran out of memory."""
+    """Path of a rank's memory report, written when it runs out of memory."""
     return Path(output_dir, "ranks", f"rank{rank}.memory.json")
 
 
 def log_path(output_dir: str | os.PathLike, *, rank: int) -> Path:
-    """The file of a rank's output."""
+    """Path of a rank's output."""
     return Path(output_dir, "ranks", f"rank{rank}.log")
 
 
 def failure_of(error: BaseException, *, rank: int) -> RankFailure:
-    """`error` as it was raised in `rank`, now."""
+    """Describes `error`, raised in `rank` at this moment."""
     message = str(error)
     return RankFailure(
         rank=rank,
@@ -100,7 +100,7 @@ def _is_secondary(error: BaseException) -> bool:
 
 
 def failure_of_exit(returncode: int, *, rank: int, noticed: float) -> RankFailure:
-    """A rank that ended without writing its error. noticed: seconds since 1970 when its end was seen."""
+    """Describes a rank that ended without writing its error. noticed: seconds since 1970 when its end was detected."""
     if returncode < 0:
         name = signal.Signals(-returncode).name
         hints = {"SIGKILL": " (out of memory? see dmesg)", "SIGBUS": " (is /dev/shm full?)"}
@@ -109,28 +109,28 @@ def failure_of_exit(returncode: int, *, rank: int, noticed: float) -> RankFailur
         message = f"was ended by {signal.Signals(returncode - 128).name}"
     else:
         message = f"ended with exit code {returncode}"
-    # An abort is how a communication library reacts to a lost peer.
+    # Communication libraries abort when they lose a peer.
     secondary = returncode == -signal.SIGABRT
     code = 128 - returncode if returncode < 0 else returncode
     return RankFailure(rank=rank, kind="", message=message, trace="", time=noticed, secondary=secondary, code=code)
 
 
 def write_failure(failure: RankFailure, *, output_dir: str | os.PathLike) -> None:
-    """Writes the error of a rank completely or not at all."""
+    """Writes the error of a rank atomically."""
     path = error_path(output_dir, rank=failure.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content=asdict(failure))
 
 
 def write_json(path: Path, *, content: dict[str, Any]) -> None:
-    """Writes `path` completely or not at all: whoever waits for the file may end its writer, and never reads a part."""
+    """Writes `path` atomically: a reader that waits for the file may end the writer, and must never read a part."""
     staging = path.with_suffix(f".{os.getpid()}")
     staging.write_text(json.dumps(content), encoding="utf-8")
     os.replace(staging, path)
 
 
 def forget_failure(output_dir: str | os.PathLike, *, rank: int) -> None:
-    """Removes the error of an earlier start of the rank, which must not be taken for this one's."""
+    """Removes the error file of an earlier start of the rank."""
     error_path(output_dir, rank=rank).unlink(missing_ok=True)
     memory_path(output_dir, rank=rank).unlink(missing_ok=True)
 

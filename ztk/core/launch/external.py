@@ -1,4 +1,4 @@
-"""Ranks that torchrun or srun have started: each runs `run.py`, and they agree on the run that rank 0 composed."""
+"""Ranks started by torchrun or srun: each runs `run.py`, and all use the config that rank 0 composed."""
 
 import datetime
 import os
@@ -18,7 +18,7 @@ _QUIET = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """The text that rank 0 sent. `store` must live as long as the process group: rank 0 may be the one that serves it."""
+    """The text that rank 0 sent. `store` must live as long as the process group, because rank 0 may serve it."""
 
     text: str
     store: object
@@ -37,7 +37,7 @@ class ExternalRank:
     def of_environment() -> "ExternalRank | None":
         """This process as a rank, or None if no launcher started it.
 
-        srun's variables are also set under the names that torch reads.
+        Also sets srun's variables under the names that torch reads.
         """
         if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
             os.environ.update(_slurm_names(os.environ))
@@ -70,12 +70,13 @@ class ExternalRank:
         return [*arguments, f"hydra.run.dir={_quoted(note.read_text(encoding='utf-8'))}"]
 
     def remember_folder(self, folder: str) -> None:
-        """Notes the run folder for rank 0 of a restart by torchrun. Works on one machine; for several, set `hydra.run.dir`."""
+        """Stores the run folder for rank 0 of a restart by torchrun. Works on one machine; on several, set `hydra.run.dir`."""
         if self.rank == 0 and (note := _note_of_folder()) is not None:
             note.write_text(folder, encoding="utf-8")
 
     def agree(self, text: str, *, timeout_seconds: float, open_store: Callable[..., Any]) -> "Agreement":
-        """Rank 0's `text`, on every rank. open_store: `ztk.core.runtime.rendezvous.open_store`; only ranks pay for torch."""
+        """Rank 0's `text`, on every rank. open_store: `ztk.core.runtime.rendezvous.open_store`, passed in because only ranks import
+        torch."""
         under_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = open_store(
             os.environ["MASTER_ADDR"],
@@ -92,18 +93,18 @@ class ExternalRank:
         agreement = Agreement(text=store.get(key).decode(), store=store)
         if store.add(f"{key}/readers", 1) == self.world_size:
             store.set(f"{key}/read", "")
-        store.wait([f"{key}/read"])  # rank 0 may serve the store: it stays until all have read
+        store.wait([f"{key}/read"])  # rank 0 may serve the store, so it waits for all readers
         return agreement
 
     def tell_starter(self, failure: RankFailure) -> None:
-        """Writes the error for torchrun, which shows its text at the end and fails over a file that is not complete."""
+        """Writes the error for torchrun, which prints its text at the end and fails on an incomplete file."""
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             extra = {"py_callstack": failure.trace, "timestamp": str(int(failure.time))}
             write_json(Path(path), content={"message": {"message": str(failure), "extraInfo": extra}})
 
 
 def _note_of_folder() -> Path | None:
-    """A file beside those that torchrun keeps from one start of the ranks to the next: .../attempt_0/0/error.json."""
+    """A file next to torchrun's own that survives a restart of the ranks (.../attempt_0/0/error.json)."""
     errors = os.environ.get("TORCHELASTIC_ERROR_FILE")
     attempt = None if errors is None else Path(errors).parent.parent
     return attempt.parent / "ztk-run-folder" if attempt and attempt.name.startswith("attempt_") else None
@@ -115,7 +116,7 @@ def _quoted(path: str) -> str:
 
 
 def _slurm_names(slurm: os._Environ | dict[str, str]) -> dict[str, str]:
-    """torch's variables for a task of a SLURM step. The port comes from the ids of job and step, equal on all nodes."""
+    """torch's variables for a task of a SLURM step. The port is derived from the ids of job and step, which are equal on all nodes."""
     port = 15000 + (int(slurm["SLURM_JOB_ID"]) * 31 + int(slurm.get("SLURM_STEP_ID", 0))) % 16000
     own = {
         "RANK": slurm["SLURM_PROCID"],

@@ -1,7 +1,8 @@
-"""Ranks as forks of one interpreter that has imported torch and ztk: what a start costs is paid once for many runs.
+"""Ranks forked from one interpreter that has imported torch and ztk, so that many runs pay for the imports once.
 
-For ranks on the CPU: a process that has used CUDA cannot be forked. The interpreter (`ztk.cli.rank_server`) computes nothing and starts no
-thread, so that a fork is as a new process would be after its imports.
+Only for ranks on the CPU: a process that has used CUDA cannot be forked. The interpreter (`ztk.cli.rank_server`) computes nothing and
+starts
+no thread, so a fork equals a new process after its imports.
 """
 
 import json
@@ -22,16 +23,16 @@ _LOST = -9  # the exit code of a rank whose interpreter was killed, which ends i
 
 
 class Forker:
-    """Starts children by asking the interpreter, which it starts itself. threads: of every rank; libraries read it when they are loaded.
+    """Forks children from an interpreter that it starts. threads: of every rank, read by libraries when they are loaded.
 
-    The interpreter and its forks end with `close`, and with the process that made this.
+    The interpreter and its forks end with `close`, and with the process that created this object.
     """
 
     def __init__(self, *, threads: int, environment: dict[str, str]) -> None:
         own, other = socket.socketpair()
         self.threads = threads
         self._codes: dict[int, int] = {}
-        self._made: list[int] = []  # the rank that was asked for
+        self._made: list[int] = []  # process id of the requested rank
         self._is_lost, self._rest = False, b""
         with other:
             self._server = subprocess.Popen(
@@ -39,12 +40,12 @@ class Forker:
                 env=environment | {"OMP_NUM_THREADS": str(threads)},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[other.fileno()],
-                preexec_fn=before_start(cores=None),  # noqa: PLW1509 - see [Note: Forks beside threads]
+                preexec_fn=before_start(cores=None),  # noqa: PLW1509 - see [Note: Forking with threads]
             )
         self._socket = own
 
     def start(self, child: Child, *, log: IO | None) -> "ForkedRank":
-        """Forks one rank, which runs as `python -m ztk.worker` would. log: where its output goes, None: to the terminal.
+        """Forks one rank, equivalent to `python -m ztk.worker`. log: file for its output. If None, it writes to the terminal.
 
         Raises:
             OSError: the interpreter has ended.
@@ -75,11 +76,11 @@ class Forker:
         self._server.wait()
 
     def _receive(self) -> None:
-        """Takes the answers that are there, waits if there is none. Raises OSError if the interpreter has ended."""
+        """Reads all available answers, and waits for one if there is none. Raises OSError if the interpreter has ended."""
         received = self._socket.recv(1 << 16)
         if not received:
             self._is_lost = True
-            raise ConnectionResetError("the interpreter that starts ranks has ended; see what it printed above")
+            raise ConnectionResetError("the interpreter that starts ranks has ended; see its output above")
         *lines, self._rest = (self._rest + received).split(b"\n")
         for answer in map(json.loads, lines):
             if "pid" in answer:
@@ -89,7 +90,7 @@ class Forker:
 
 
 class ForkedRank:
-    """A rank as `subprocess.Popen` shows a process."""
+    """A forked rank with the interface of `subprocess.Popen`."""
 
     def __init__(self, *, forker: Forker, pid: int) -> None:
         self.pid, self._forker = pid, forker

@@ -40,7 +40,7 @@ class LastingOutput:
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
-    """Inside, a closed pipe is no error of a print."""
+    """Context in which printing to a closed pipe raises no error."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(LastingOutput, before)
     try:

@@ -1,13 +1,17 @@
 """A group of child processes: when one fails or a signal arrives, all of them end.
 
-The parent uses no GPU and computes nothing, so it may fork and it handles a signal at once. Each child leads its own process group: Ctrl-C in
+The parent uses no GPU and computes nothing, so it may fork and it handles a signal at once. Each child leads its own process group: Ctrl-C
+in
 the terminal reaches only the parent, which then stops every group. Children also ask the kernel to kill them when the parent dies.
 
-[Note: Forks beside threads]
-The parent's heartbeat thread runs when ranks start, and an idle thread of torch's where it has tokenised a text. A fork has neither of them,
-but keeps the locks that they hold. It takes none of these: the thread that forks holds Python's lock, so the others wait for it or are in a
-system call; CPython and glibc make their own locks (imports, memory, files, the loader) new in the fork; and what runs there before the program
-replaces all is the system calls of `before_start`, looked up before. Nothing that takes a lock may be added to it.
+[Note: Forking with threads]
+While ranks start, the parent's heartbeat thread runs, and an idle thread of torch if it has tokenised a text. A fork has neither thread,
+but
+keeps the locks that they hold. It acquires none of these. The forking thread holds Python's lock, so the other threads wait for it or are
+in
+a system call. CPython and glibc reinitialise their own locks (imports, memory, files, the loader) in the fork. Until the new program
+replaces
+the process, the fork makes only the system calls of `before_start`, which are resolved before. Do not add anything there that takes a lock.
 """
 
 import ctypes
@@ -25,19 +29,19 @@ from typing import IO, Protocol
 from ztk.core.launch.errors import RankFailure, failure_of_exit
 
 _POLL_SECONDS = 0.05
-_REPEAT_SECONDS = 0.5  # within it a signal is the same one again: a terminal and a wrapper may both pass on a Ctrl-C
+_REPEAT_SECONDS = 0.5  # a repeated signal within it is ignored: a terminal and a wrapper may both forward a Ctrl-C
 _LAST_WORDS_SECONDS = 0.7  # for the peers of a failed rank to write their errors
 _GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL
 _GRACE_AFTER_FAILURE_SECONDS = 1.5  # the same for peers of a failed rank: one that hangs may be in any call
-_KILL_SECONDS = 1.0  # for what SIGKILL ends
-# From the end of a rank to that of all; docs/inference.md promises 5 seconds, with what the launcher writes afterwards.
+_KILL_SECONDS = 1.0  # for processes to end after SIGKILL
+# From the end of one rank to the end of all. docs/inference.md promises 5 seconds, including the launcher's own writes.
 MOST_SECONDS_AFTER_FAILURE = 2 * _POLL_SECONDS + _LAST_WORDS_SECONDS + _GRACE_AFTER_FAILURE_SECONDS + _KILL_SECONDS
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Child:
-    """One process. environment: all its variables. log: where its output goes, None: to the terminal. cores: the ones it may use."""
+    """One process. environment: all its variables. log: file for its output; None for the terminal. cores: the CPU cores it may use."""
 
     rank: int
     command: Sequence[str]
@@ -47,7 +51,7 @@ class Child:
 
 
 class Started(Protocol):
-    """A process as `subprocess.Popen` shows it. returncode: None while it runs, or until it is asked."""
+    """The interface of `subprocess.Popen`. returncode: None while the process runs, or until `poll`."""
 
     pid: int
     returncode: int | None
@@ -76,26 +80,25 @@ def _nothing() -> None:
 
 
 def start_process(child: Child, *, log: IO | None) -> subprocess.Popen:
-    """Starts the command of one child. log: where its output goes, None: to the terminal."""
+    """Starts the command of one child. log: file for its output; None for the terminal."""
     return subprocess.Popen(
         child.command,
         env=child.environment,
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=None if log is None else subprocess.STDOUT,
-        preexec_fn=before_start(cores=child.cores),  # noqa: PLW1509 - see [Note: Forks beside threads]
+        preexec_fn=before_start(cores=child.cores),  # noqa: PLW1509 - see [Note: Forking with threads]
     )
 
 
 def before_start(*, cores: Sequence[int] | None, parent: int | None = None) -> Callable[[], None]:
-    """What a child does before its program: it leads a process group, keeps to its cores, and ends with its parent.
+    """Returns a child's `preexec_fn`: it makes the child lead a process group, pins it to its cores, and ends it with its parent.
 
-    parent: its process id; None: this process.
+    parent: process id. Defaults to this process.
     """
     expected = os.getpid() if parent is None else parent
     # A look-up in the fork could wait for the loader's lock.
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-    # a look-up in the fork could wait for the loader's lock
 
     def before_exec() -> None:
         os.setpgrp()
@@ -103,7 +106,7 @@ def before_start(*, cores: Sequence[int] | None, parent: int | None = None) -> C
             os.sched_setaffinity(0, cores)
         if prctl is not None:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != expected:  # it died before prctl
+            if os.getppid() != expected:  # the parent died before prctl
                 os.kill(os.getpid(), signal.SIGKILL)
 
     return before_exec
@@ -118,12 +121,14 @@ def run_children(
     on_signal: Callable[[], None] = _nothing,
     start: Start = start_process,
 ) -> list[RankFailure]:
-    """Runs all children and returns when they have ended. Returns what failed, in order of rank; nothing if all ended well.
+    """Runs all children and returns when they have ended. Returns the failures in order of rank, or an empty list.
 
-    failure_of: returns the failure that a rank has written about itself, or None. drain_seconds: after a signal, children that serve have so
-    long to end by themselves; if SIGTERM ends them well, that is no failure. save_seconds: after a signal, children that train have so long
-    to end their step and save it; 0: they save nothing. on_signal: called before that wait. start: starts one child, its output to the open
-    file. A second signal ends all children at once.
+    failure_of: returns the failure that a rank has written about itself, or None. drain_seconds: time that serving children have after a
+    signal
+    to end by themselves; ending well after SIGTERM is no failure. save_seconds: time that training children have after a signal to finish
+    and
+    save their step; 0 if they save nothing. on_signal: called before that wait. start: starts one child with its output to the open file. A
+    second signal ends all children at once.
     Raises KeyboardInterrupt after SIGINT, SystemExit(128 + signal) after SIGTERM and SIGHUP. In every case all have ended before.
     """
     processes: list[Started] = []
@@ -174,7 +179,7 @@ def _watch(
     received: list[int],
     failure_of: Callable[[int], RankFailure | None],
 ) -> list[RankFailure]:
-    """Waits for the end of all, of one that failed, or for a signal. Returns what failed."""
+    """Waits until all have ended, one has failed, or a signal arrives. Returns the failures."""
     ended: dict[int, float] = {}
     patience: float | None = None
     while not received:
@@ -197,8 +202,9 @@ def _watch(
 
 
 def _let_save(processes: list[Started], *, received: list[int], seconds: float) -> None:
-    """SIGTERM to every child alone: what it has started, such as a tracker, is still needed. Returns when all have ended, when one has failed
-    and so the others wait in vain, after `seconds`, or after another signal."""
+    """Sends SIGTERM to the children alone: processes that they started, such as a tracker, are still needed. Returns when all have ended,
+    when
+    one has failed (the others then wait forever), after `seconds`, or after another signal."""
     for process in processes:
         if process.poll() is None:
             with suppress(ProcessLookupError):
@@ -214,18 +220,18 @@ def _let_save(processes: list[Started], *, received: list[int], seconds: float) 
 
 
 def _stop(processes: list[Started], *, received: list[int], grace_seconds: float, saves: bool) -> None:
-    """SIGTERM, then SIGKILL, to every child's process group unless all ended well; a second Ctrl-C skips the grace.
+    """Sends SIGTERM, then SIGKILL, to every child's process group unless all ended well. A second Ctrl-C skips the grace period.
 
-    saves: SIGTERM alone would let a child finish its step first, for which its peers may be gone.
+    saves: SIGTERM alone would make a child finish its step first, for which its peers may be gone.
     """
     if all(process.poll() == 0 for process in processes):
         return
     for kind, seconds in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, _KILL_SECONDS)):
         for process in processes:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, kind)  # also what an ended child has left in its group
+                os.killpg(process.pid, kind)  # also ends processes that an ended child left in its group
                 if saves and process.poll() is None:
-                    os.kill(process.pid, signal.SIGHUP)  # has no handler there
+                    os.kill(process.pid, signal.SIGHUP)  # children have no handler for it
         end = time.monotonic() + seconds
         while time.monotonic() < end and any(process.poll() is None for process in processes) and len(received) < 2:
             time.sleep(_POLL_SECONDS)

@@ -25,7 +25,7 @@ def run_ranks(
 ) -> None:
     """Runs `command` once per rank and returns when all have ended well.
 
-    places: `LOCAL_RANK`, and so the GPU, of each rank; default: the rank's number. drain_seconds, save_seconds, on_signal, start: see
+    places: `LOCAL_RANK`, and so the GPU, of each rank. Defaults to the rank's number. drain_seconds, save_seconds, on_signal, start: see
     `run_children`.
 
     Environment of a rank: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `ZTK_STORE` (path of the file store),
@@ -69,7 +69,7 @@ def run_ranks(
 
 @contextmanager
 def _store() -> Iterator[str]:
-    """The path of the ranks' store. Under Linux it is a file without a name, which ends with this process however that ends."""
+    """The path of the ranks' store. On Linux it is an unnamed file, which disappears with this process."""
     if Path("/proc/self/fd").is_dir():
         with tempfile.TemporaryFile() as file:
             yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
@@ -91,8 +91,8 @@ def python_path(*extra: str | os.PathLike) -> str:
 
 
 def allocator_settings() -> dict[str, str]:
-    """Environment of a rank: segments of GPU memory that grow, so that buffers of changing sizes leave no gaps that nobody can use.
-    Empty if the user has said something of torch's allocator."""
+    """Environment of a rank: expandable segments of GPU memory, so that buffers of changing sizes leave no unusable gaps.
+    Empty if the user has configured torch's allocator."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     return {} if any(name in os.environ for name in names) else {names[0]: "expandable_segments:True"}
 

@@ -13,7 +13,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 class Tee:
     """Writes the text unchanged to the terminal, and to a log without colours and without the frames of a progress bar.
 
-    A frame that will be redrawn ends without a newline or moves the cursor; only permanent lines reach the log.
+    A frame that is redrawn ends without a newline or moves the cursor; only permanent lines are logged.
     """
 
     def __init__(self, terminal: TextIO, *, log: TextIO) -> None:

@@ -1,4 +1,5 @@
-"""A user's choices. Every key of the command line is declared here once, as a field of its section (`key`, `config`): type, default, range,
-meaning, the runs in which it acts, contradictions, its old name. Next to the sections are the small frozen dataclasses that the engine
-takes, with the rules between them. Needs neither torch nor Hydra.
+"""Configuration keys and policies. Every key of the command line is declared once, as a field of its section (`key`, `config`): type,
+default,
+range, meaning, the runs in which it acts, contradictions, its old name. The frozen dataclasses that the engine takes are next to the
+sections, with the rules between them. Imports neither torch nor Hydra.
 """

@@ -20,7 +20,7 @@ class DpoLossName(StrEnum):
 
 
 class DpoReferenceName(StrEnum):
-    """dpo.reference: what the policy is compared with."""
+    """dpo.reference: the model that the policy is compared with."""
 
     frozen = "frozen"
     lora_off = "lora_off"

@@ -1,6 +1,6 @@
-"""Compact optimizer states: which fit together, and what they need.
+"""Compact optimizer states: valid combinations and their requirements.
 
-| optimizer.states | precision.master | kept per parameter beside the 16-bit parameter and its gradient |
+| optimizer.states | precision.master | stored per parameter, in addition to the 16-bit parameter and its gradient |
 | --- | --- | --- |
 | fp32 | fp32 | 12 bytes: master weight and two moments in float32 |
 | bf16 | fp32 | 8 bytes: master weight in float32, moments in bfloat16 |
@@ -14,7 +14,7 @@ STATES, MASTERS = ("fp32", "bf16", "8bit"), ("fp32", "stochastic")
 
 
 def master_of(states: str, *, master: str | None) -> str:
-    """How the master weights are kept if the user says `master`; None: stochastic with 8-bit states, else in fp32."""
+    """The format of the master weights. `master` if given, else stochastic with 8-bit states, and fp32 otherwise."""
     return master or ("stochastic" if states == "8bit" else "fp32")
 
 

@@ -37,7 +37,7 @@ from ztk.core.policies.zero import ZeroConfig
 @dataclass(kw_only=True)
 class Config:
     """One run. `output_dir` is its run folder, absolute. user: the user's own keys, by attribute or item: a mapping, or a dataclass.
-    own: section -> the node of an object of the user's, see `ztk.config.own`. reasons: of values that the user left open, by key.
+    own: section -> the node of a user's object, see `ztk.config.own`. reasons: explanations of derived values, by key.
     notes: lines that the command prints before the run starts.
     """
 

@@ -1,4 +1,4 @@
-"""Seconds of work by its amount, between measured points.
+"""Measured curves: seconds as a function of the amount of work.
 
 Kinds: `product.DTYPE`, `grouped_product.DTYPE` (torch's, of groups of rows with a matrix each), `attention.DTYPE` (ztk's) and
 `torch_attention.DTYPE` in operations; `elementwise.DTYPE` (torch's), `indexed.DTYPE` (torch's, of rows that indices or a mask name),
@@ -16,7 +16,7 @@ Points = Sequence[Sequence[float]]  # [amount, seconds], rising amounts
 
 
 def seconds_of(points: Points, *, amount: float) -> float:
-    """Between two points a power of the amount; before the first and after the last in proportion to it."""
+    """Interpolates by a power law between two points, and proportionally before the first and after the last."""
     place = bisect.bisect_left([point[0] for point in points], amount)
     if place in (0, len(points)):
         known, seconds = points[min(place, len(points) - 1)]
@@ -27,12 +27,12 @@ def seconds_of(points: Points, *, amount: float) -> float:
 
 
 def scaled(curves: Mapping[str, Points], *, by: float) -> dict[str, list[list[float]]]:
-    """The same amounts in `by` times the seconds."""
+    """The curves with their seconds multiplied by `by`."""
     return {kind: [[amount, seconds * by] for amount, seconds in points] for kind, points in curves.items()}
 
 
 def curve_faults(curves: Mapping[str, Points]) -> Iterator[str]:
-    """One line per curve that has no points, or other than positive numbers with rising amounts, and one for those that lack."""
+    """One line per curve without points, or with points that are not positive and rising, and one line for missing curves."""
     if curves and (missing := [kind for kind in NEEDED if kind not in curves]):
         yield f"hardware.curves: {', '.join(missing)} must be there, too"
     for kind, points in curves.items():

@@ -18,15 +18,15 @@ class DataName(StrEnum):
     """data.name: where sequences come from."""
 
     stdlib = "stdlib"  # the source code of the Python standard library on this machine
-    files = "files"  # whatever `data.path` names
+    files = "files"  # the files of `data.path`
     synthetic = "synthetic"  # random tokens, for benchmarks
-    prompts = "prompts"  # what a policy answers: of `rollout.task`, or lines of `data.path`
+    prompts = "prompts"  # prompts of `rollout.task`, or lines of `data.path`
     chat = "chat"  # answers to learn: made on the spot, or lines of `data.path`
     preferences = "preferences"  # pairs of answers: made on the spot, or lines of `data.path`
 
 
 class OnError(StrEnum):
-    """What becomes of a record that cannot be used."""
+    """Handling of records that cannot be used."""
 
     refuse = "refuse"  # before ranks start
     skip = "skip"  # leave it out, and count it
@@ -35,7 +35,7 @@ class OnError(StrEnum):
 class Packing(StrEnum):
     """data.packing: how documents share sequences."""
 
-    concatenate = "concatenate"  # attention sees across their ends
+    concatenate = "concatenate"  # attention crosses document boundaries
     documents = "documents"  # a token attends to its own document
 
 
@@ -47,7 +47,7 @@ class ChatTemplateName(StrEnum):
 
 
 class TruncationName(StrEnum):
-    """data.truncate_prompts: what goes of a prompt that is too long."""
+    """data.truncate_prompts: which end of a prompt that is too long is cut."""
 
     left = "left"
     right = "right"
@@ -128,7 +128,7 @@ class DataConfig:
     """The tokens to train on."""
 
     name: DataName = key(
-        "stdlib: the source code of this machine's Python standard library; files: what data.path names; synthetic: random "
+        "stdlib: the source code of this machine's Python standard library; files: the files of data.path; synthetic: random "
         'tokens; prompts: of rollout.task, or data.path\'s lines {"prompt": ...} or {"messages": ...}; chat: made on the spot, or '
         'data.path\'s lines {"messages": ...} or {"prompt": ..., "answer": ...}; preferences: likewise, lines {"prompt": ..., "chosen": '
         '..., "rejected": ...}. Forms of known data sets are read, too',
@@ -163,20 +163,20 @@ class DataConfig:
         optional=True,
     )
     packing: Packing | None = key(
-        "documents in a sequence: concatenate: attention sees across their ends; documents: a token attends to its own document alone",
+        "documents in a sequence: concatenate: attention crosses their boundaries; documents: a token attends to its own document alone",
         acts=_PACKED,
     )
     on_error: OnError | None = key(
-        "what becomes of broken records and files: refuse: the run does not start; skip: they are left out and counted",
+        "handling of broken records and files: refuse: the run does not start; skip: they are left out and counted",
         acts=_DOCUMENTS,
     )
     chat_template: ChatTemplateName | None = key(
         "how messages become tokens of data.tokenizer. tokenizer: by the chat template of its folder, as transformers renders it; roles: lines "
-        "<|role|>, and the end token behind an answer",
+        "<|role|>, and the end token after an answer",
         acts=_TEMPLATED,
     )
     truncate_prompts: TruncationName | None = key(
-        "what goes of a prompt that leaves no room for rollout.max_tokens in data.seq_len: left: its beginning; right: its end; null: it is "
+        "end that is cut from a prompt that leaves no room for rollout.max_tokens in data.seq_len: left or right; null: the prompt is "
         "refused",
         acts=_PROMPTS,
         optional=True,

@@ -52,13 +52,14 @@ RANGES = ranges_of(EmaConfig)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmaPolicy:
-    """An average of the weights over training, in fp32 beside the master weights (Polyak and Juditsky 1992,
-    https://doi.org/10.1137/0330046, with weights that decay): it starts as a copy of the first weights, and an update makes it
+    """An average of the weights over training, stored in fp32 with the master weights (Polyak and Juditsky 1992,
+    https://doi.org/10.1137/0330046, with decaying weights). It starts as a copy of the first weights, and an update makes it
     average + (1 - decay) (weights - average).
 
-    decay: what is left of the average after an update. every: optimizer steps between updates, counted with the skipped ones; a
-        step that overflow made skip updates nothing. offload: the tier on which the average is stored; None: that of the optimizer states,
-        in whose memory it is then a row more. It changes no bit.
+    decay: factor of the old average in an update. every: optimizer steps between updates, including skipped steps; an update of the average
+    at
+        a step that overflow skipped does nothing. offload: the tier on which the average is stored. If omitted, it is one more row of the
+        optimizer states. The tier changes no bit.
 
     Raises:
         ValueError: a number is out of range, or there is no such tier.
@@ -75,5 +76,5 @@ class EmaPolicy:
         refuse(range_faults(self, section="ema", ranges=RANGES))
 
     def is_apart(self, *, optimizer: Tier) -> bool:
-        """Whether the average is on another tier than the optimizer states."""
+        """Whether the average is stored on another tier than the optimizer states."""
         return self.offload not in (None, optimizer)

@@ -9,7 +9,7 @@ from ztk.core.policies.ranges import COUNT, INT32_MAX, Range
 
 
 class EvalEngine(StrEnum):
-    """eval.engine: what computes the model."""
+    """eval.engine: the engine that computes the model."""
 
     inference = "inference"
     training = "training"
@@ -24,7 +24,7 @@ _READS = When(
 
 @dataclass(kw_only=True)
 class EvalConfig:
-    """The texts that a model is judged by. One of path and choices must be given."""
+    """The texts of an evaluation. One of `path` and `choices` must be given."""
 
     acts: ClassVar = _EVAL
     changes: ClassVar = Changes.experiment
@@ -44,7 +44,7 @@ class EvalConfig:
         is_path=True,
     )
     seq_len: int | None = key(
-        "tokens of a window; null: what the model takes, 2048 at most",
+        "tokens of a window; null: the model's longest sequence, 2048 at most",
         range=Range(low=2, high=INT32_MAX),
         optional=True,
     )

@@ -15,7 +15,7 @@ from ztk.core.policies.runs import reports_mfu, times_kernels
 
 HERE = "here"
 COMMAND = "python -m ztk.calibrate"
-CEILINGS = ("memory_bandwidth", "bf16_rate", "fp16_rate", "fp32_rate")  # that floors of kernels are counted with
+CEILINGS = ("memory_bandwidth", "bf16_rate", "fp16_rate", "fp32_rate")  # rates that a kernel's lower bound uses
 _SHARE = Range(low=0, high=1, above=True)
 _PLANNED = When("task=plan and hardware=NAME", lambda config, machine: config.task.name == "plan")
 _COUNTED = When(
@@ -29,7 +29,7 @@ _NAMED = When(
 
 
 def _rated(dtype: str) -> When:
-    """Runs that a rate of products in this dtype acts in: MFU has one dtype, plans and floors have all."""
+    """Runs that use the rate of matrix products in this dtype: MFU uses one dtype, plans and floors use all."""
     return When(
         f"task=plan, kernels.log_every above 0 or task=pretrain on a GPU with precision={dtype}",
         lambda config, machine: (
@@ -108,18 +108,23 @@ RANGES = ranges_of(HardwareConfig)
 class Hardware:
     """Bytes, bytes per second, operations per second, seconds; per device, one way.
 
-    capacity_bytes: what the driver offers. reserve_bytes: of that, what the context, NCCL and the allocator's rounding take.
+    capacity_bytes: memory that the driver offers. reserve_bytes: part of it that the context, NCCL and the allocator's rounding take.
     bf16_rate, fp16_rate, fp32_rate, fp8_rate: dense products. host_bandwidth: a device's share of its node's main memory. disk: a device's
-    share. link: between the devices of a node. network: between nodes; None: there is none, so a plan for several nodes is refused.
-    ranks_per_node: devices of a node. operation_latency: an operation takes at least as long. source: where the numbers are from.
-    curves: of a CPU, where no rate holds at every size: kind of work -> points [amount, seconds], see `ztk.core.policies.curves`. With curves
-    nothing overlaps but the disk: the same cores compute, reduce and update, and an operation's latency comes before its work.
+    share. link: between the devices of a node. network: between nodes; if omitted, a plan for several nodes is refused.
+    ranks_per_node: devices of a node. operation_latency: minimum time of an operation. source: origin of the numbers.
+    curves: measurements of a CPU, where no rate holds at every size: kind of work -> points [amount, seconds], see
+    `ztk.core.policies.curves`.
+    With curves only the disk overlaps with other work, because the same cores compute, reduce and update, and an operation's latency is
+    added
+    to its work.
 
-    Of these rates operations reach a share. product_share, fp8_share: large products whose tiles fill all multiprocessors, in fp8 those of
-    linear layers; multiprocessors: 0 leaves the tiles out. attention_share: causal attention, forward and backward together, of long
+    Operations reach a share of these rates. product_share, fp8_share: large products whose tiles fill all multiprocessors; fp8_share is for
+    linear layers in fp8. multiprocessors: 0 disables the tile model. attention_share: causal attention, forward and backward together, with
+    long
     sequences and heads of 128 numbers; attention_length: the length at which it reaches half of that. memory_share: operations on rows.
-    link_share, network_share: large collectives. host_share, pcie_share: the update in main memory and pinned copies. overlap_cost: the part
-    of a collective's seconds by which it delays what is computed meanwhile, because it takes multiprocessors and memory bandwidth.
+    link_share, network_share: large collectives. host_share, pcie_share: the update in main memory and pinned copies. overlap_cost: the
+    part of a
+    collective's seconds by which it delays concurrent compute, because it uses multiprocessors and memory bandwidth.
 
     Raises ValueError naming key and value for a number that is not positive, and for curves that do not rise; latencies and
     `reserve_bytes` may be zero.
@@ -159,7 +164,7 @@ class Hardware:
 
     @staticmethod
     def here(*, file: str | None = None) -> "Hardware":
-        """This machine, as `python -m ztk.calibrate` has measured it. file: None: `ztk/hardware.json` in the user's cache.
+        """This machine, as measured by `python -m ztk.calibrate`. file: defaults to `ztk/hardware.json` in the user's cache.
 
         Raises:
             ValueError: it was never measured.
@@ -171,12 +176,12 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> int:
-        """What tensors may take."""
+        """Bytes available for tensors."""
         return self.capacity_bytes - self.reserve_bytes
 
     @property
     def is_reached(self) -> bool:
-        """Seconds are estimates, at rates that were measured, and no bounds at those of data sheets."""
+        """Whether seconds are estimates at measured rates, rather than bounds from data sheets."""
         return self.curves is not None or self.product_share < 1
 
     def reached(self, dtype: str) -> float:
@@ -184,7 +189,7 @@ class Hardware:
         return self.rate(dtype) * self.product_share
 
     def rate(self, dtype: str) -> float:
-        """Operations per second of products in `dtype`, such as "bfloat16"; those that are not named compute as fp32."""
+        """Operations per second of products in `dtype`, such as "bfloat16". Other dtypes compute as fp32."""
         return {"bfloat16": self.bf16_rate, "float16": self.fp16_rate}.get(dtype, self.fp32_rate)
 
 
@@ -207,7 +212,7 @@ def read_measured(file: str | os.PathLike | None = None) -> dict[str, Any]:
     """Keywords of `Hardware`. file: see `measured_path`.
 
     Raises:
-        ValueError: nobody has written the file, or it is no file of `python -m ztk.calibrate`.
+            ValueError: the file does not exist, or was not written by `python -m ztk.calibrate`.
     """
     path = measured_path(file)
     command = COMMAND if file is None else f"{COMMAND} --to {file}"
@@ -224,7 +229,7 @@ def read_measured(file: str | os.PathLike | None = None) -> dict[str, Any]:
 
 
 def write_measured(content: Mapping[str, Any], *, file: str | os.PathLike | None = None) -> Path:
-    """Writes `content` (with the keys "hardware" and "sources") and returns the path; a reader sees the old file or the new one."""
+    """Writes `content` (with the keys "hardware" and "sources") atomically and returns the path."""
     path = measured_path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}")

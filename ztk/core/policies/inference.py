@@ -1,4 +1,4 @@
-"""What a user chooses about answers: how sequences share the engine, and how one is drawn. Ranges of both, once."""
+"""Keys of inference and sampling: how sequences share the engine, and how answers are sampled. Ranges are declared once for both."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -69,19 +69,19 @@ _DRAFTS = When(
 
 @dataclass(kw_only=True)
 class InferenceConfig:
-    """Which model answers, and how sequences share it."""
+    """The model that answers, and how sequences share it."""
 
     acts: ClassVar = _INFERS
     changes: ClassVar = Changes.experiment
 
     model: str | None = key(
-        "a run folder, a checkpoint, a GGUF file, or a folder that transformers reads; with task=generate, serve and eval it must be given",
+        "a run folder, a checkpoint, a GGUF file, or a folder that transformers reads; required with task=generate, serve and eval",
         acts=_NAMED,
         is_path=True,
     )
     prompts: str | None = key(
-        'a jsonl file, each line {"prompt": "text"}, {"messages": [...]} or {"tokens": [1, 2]}, with sampling keys of its own where it has '
-        "them; null: one prompt, a line break, and the answer is printed",
+        'a jsonl file, each line {"prompt": "text"}, {"messages": [...]} or {"tokens": [1, 2]}, optionally with sampling keys of its own'
+        "; null: one prompt, a line break, and the answer is printed",
         acts=_GENERATES,
         optional=True,
         is_path=True,
@@ -92,25 +92,25 @@ class InferenceConfig:
         optional=True,
     )
     max_step_tokens: int | None = key(
-        "tokens of one step; a longer prompt is computed in several; null: 512, with offload=nvme what its plan finds",
+        "tokens of one step; a longer prompt is split over several; null: 512, with offload=nvme the number that its plan finds",
         range=COUNT,
         optional=True,
     )
     step_seconds: float | None = key(
-        "while answers are drawn, how long a step with tokens of other prompts may take: it has fewer of them; null: no limit",
+        "time limit of a step while answers are drawn: it processes fewer prompt tokens to keep it; null: no limit",
         default=0.5,
         range=POSITIVE,
         acts=_IN_MEMORY,
         optional=True,
     )
     memory_bytes: int | None = key(
-        "with offload=nvme: memory for layers, caches and activations; null: 80 % of what is free",
+        "with offload=nvme: memory for layers, caches and activations; null: 80 % of the free memory",
         range=SIZE,
         acts=_STREAMS,
         optional=True,
     )
     max_model_len: int | None = key(
-        "tokens of one sequence, prompt and answer; null: what the model was made for",
+        "tokens of one sequence, prompt and answer; null: the model's own limit",
         range=COUNT,
         acts=_PROMPTED,
         optional=True,
@@ -122,7 +122,7 @@ class InferenceConfig:
         acts=_PROMPTED,
     )
     draft_model: str | None = key(
-        "a smaller model with the same tokens, run folder or folder of transformers, which drafts where nothing was looked up; null: none",
+        "a smaller model with the same tokens, run folder or folder of transformers, which drafts when the look-up finds nothing; null: none",
         acts=_PROMPTED,
         optional=True,
         is_path=True,
@@ -142,15 +142,16 @@ class InferenceConfig:
         optional=True,
     )
     cache_tokens: int | None = key(
-        "tokens of all sequences together that there is memory for; others wait; null: what fits into the free memory",
+        "tokens of all sequences together that the cache holds; others wait; null: as many as fit into the free memory",
         range=COUNT,
         optional=True,
     )
     cache_dtype: CacheFormat | None = key(
-        "keys and values of a cache of blocks: stored (that of the computation) or fp8; null: stored", optional=True
+        "keys and values of a cache of blocks: stored (the dtype of the computation) or fp8; null: stored",
+        optional=True,
     )
     exact: bool | None = key(
-        "over blocks, a sequence has the same bits whatever is computed beside it; false: products of up to eight rows are faster on a GPU; "
+        "with a cache of blocks, a sequence's bits do not depend on its batch; false: products of up to 8 rows are faster on a GPU; "
         "null: true",
         optional=True,
     )
@@ -165,7 +166,7 @@ class InferenceConfig:
         optional=True,
     )
     held_out: str | None = key(
-        "a text file; its first 2,048 tokens say how much int8 or int4 weights change the perplexity",
+        "a text file; its first 2,048 tokens measure the change of perplexity by int8 or int4 weights",
         acts=_PROMPTED,
         optional=True,
         is_path=True,
@@ -174,7 +175,7 @@ class InferenceConfig:
 
 @dataclass(kw_only=True)
 class SamplingConfig:
-    """How an answer is drawn. A request may say otherwise."""
+    """How an answer is sampled. A request may override each key."""
 
     acts: ClassVar = _PROMPTED
     changes: ClassVar = Changes.experiment
@@ -202,10 +203,10 @@ class SamplingConfig:
         range=Range(low=0, above=True),
     )
     presence_penalty: float | None = key(
-        "taken off the logits of tokens in the answer", default=0.0, range=Range(low=-2, high=2)
+        "subtracted from the logits of tokens in the answer", default=0.0, range=Range(low=-2, high=2)
     )
     frequency_penalty: float | None = key(
-        "the same, times how often the token is there", default=0.0, range=Range(low=-2, high=2)
+        "the same, times the token's count in the answer", default=0.0, range=Range(low=-2, high=2)
     )
     n: int | None = key("answers to each prompt", default=1, range=COUNT)
     seed: int | None = key(
@@ -229,22 +230,22 @@ class ServeConfig:
     host: str | None = key("address to listen on; 0.0.0.0: all of this machine's")
     port: int | None = key("port to listen on; 0: a free one, which is printed", range=Range(low=0, high=65_535))
     model_name: str | None = key(
-        "the model's name in /v1/models, which requests may send; null: that of its folder", optional=True
+        "the model's name in /v1/models, which requests may send; null: its folder's name", optional=True
     )
     api_key_variable: str | None = key(
-        "environment variable whose value clients must send as Authorization: Bearer VALUE; null: nothing is asked for",
+        "environment variable whose value clients must send as Authorization: Bearer VALUE; null: no key is required",
         optional=True,
     )
     max_waiting: int | None = key("requests that wait for a place; more are refused with 429", range=COUNT)
     drain_seconds: float | None = key(
-        "after SIGTERM running answers have so long to end", range=Range(low=0, high=86_400)
+        "seconds that running answers have to finish after SIGTERM", range=Range(low=0, high=86_400)
     )
     max_body_bytes: int | None = key("bytes of a request; longer ones are refused with 413", range=COUNT)
     max_answers: int | None = key("answers to one request, prompts times n; more are refused with 400", range=COUNT)
     max_logprobs: int | None = key("likely tokens per position that a request may ask for", range=COUNT_OR_ZERO)
     max_stops: int | None = key("stop texts that a request may have", range=COUNT_OR_ZERO)
     tool_parser: ToolFormat | None = key(
-        "how the model writes calls of tools: hermes (also Qwen), llama3 or mistral; null: by the words of its chat template",
+        "how the model writes calls of tools: hermes (also Qwen), llama3 or mistral; null: detected from its chat template",
         optional=True,
     )
     allowed_hosts: list[str] | None = key(
@@ -264,26 +265,25 @@ RANGES = ranges_of(InferenceConfig)
 SAMPLING_RANGES = ranges_of(SamplingConfig)
 
 
-ONLY_NVME = "answers are computed on the CPU, where main memory is what the weights would leave; use offload=nvme, or leave offload out"
+ONLY_NVME = "answers are computed on the CPU, and offload=cpu would save no memory there; use offload=nvme, or leave offload out"
 # Values that go with a cache of slabs.
 _OF_SLABS = {"weights": WEIGHTS, "cache_dtype": (None, "stored"), "exact": (None, True)}
 LOGIT_BIAS = Range(low=-1e9, high=1e9)
 
 
 def cache_of(cache: str | None, *, device: str) -> str:
-    """slabs or blocks: what is chosen, else blocks on a GPU. device: cpu or cuda."""
+    """slabs or blocks: `cache` if given, else blocks on a GPU. device: cpu or cuda."""
     return cache or ("slabs" if device == "cpu" else "blocks")
 
 
 def cache_faults(options: Any, *, device: str, streams: bool) -> Iterator[str]:
-    """What goes with the other kind of cache or another device, one line each with its fix.
+    """One line with its fix for each option that needs the other kind of cache or another device.
 
-    options: has `cache`, `cache_tokens`, `cache_dtype`, `exact`, `memory_bytes` and `weights` as `InferencePolicy` has them, None where
-    nothing is chosen.
-    device: cpu or cuda. streams: offload=nvme is chosen.
+    options: has `cache`, `cache_tokens`, `cache_dtype`, `exact`, `memory_bytes` and `weights` as in `InferencePolicy`, None if not given.
+    device: cpu or cuda. streams: whether offload=nvme is chosen.
     """
     if cache_of(options.cache, device=device) == "blocks":
-        if streams and options.cache is None:  # a model that lies on a GPU
+        if streams and options.cache is None:  # a model on a GPU
             yield (
                 "offload=nvme: layers stream on the CPU, over slabs; use launch.device=cpu, or inference.cache=blocks, which keeps the layers "
                 "and writes the blocks of preempted sequences to files"
@@ -299,8 +299,8 @@ def cache_faults(options: Any, *, device: str, streams: bool) -> Iterator[str]:
             "inference.memory_bytes, inference.max_sequences or inference.max_model_len"
         )
     if device != "cpu":
-        yield f"inference.cache=slabs is of the CPU, and the model is on {device}: use inference.cache=blocks"
+        yield f"inference.cache=slabs works on the CPU only, and the model is on {device}: use inference.cache=blocks"
     for name, usual in _OF_SLABS.items():
         if (value := getattr(options, name)) not in usual:
             shown = str(value).lower() if isinstance(value, bool) else value
-            yield f"inference.{name}={shown} is of the cache of blocks: add inference.cache=blocks, or leave it out"
+            yield f"inference.{name}={shown} needs a cache of blocks: add inference.cache=blocks, or leave it out"

@@ -1,4 +1,4 @@
-"""How a key of the command line is declared: once, as a field of its section. Help, ranges, refusals and hashes follow from it."""
+"""Declares a key of the command line once, as a field of its section. Help, ranges, refusals and hashes are derived from it."""
 
 import functools
 import typing
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Machine(Protocol):
-    """The facts about a machine that decide which keys act."""
+    """The facts about a machine that conditions of keys depend on."""
 
     @property
     def gpus(self) -> int:
@@ -26,7 +26,7 @@ class Machine(Protocol):
 
 
 class Accepted(Protocol):
-    """The values that a key accepts, such as a `Range`. brief: in words."""
+    """The values that a key accepts, such as a `Range`. brief: their description."""
 
     @property
     def brief(self) -> str: ...
@@ -90,7 +90,7 @@ def key(
     range: the accepted values, where the type accepts more.
     acts: the runs in which the key acts. In other runs the key is None, and a value from the user is refused.
     optional: the key may be None where it acts.
-    contradicts: yields one line per choice of the run that the value does not go with.
+    contradicts: yields one line per choice of the run that contradicts the value.
     idle: a value that is accepted where the key does not act.
     was: the name before the last release.
     changes: the part of a run that depends on the key.
@@ -138,7 +138,7 @@ def _complete(entry: Field, *, section: type, name: str, hint: Any) -> Key:
 
 
 def changes_of(section: type) -> Changes:
-    """`changes` of a section, which keys of a user's object in it have too."""
+    """`changes` of a section, which also applies to keys of a user's object in it."""
     return getattr(section, "changes", Changes.numbers)
 
 

@@ -1,4 +1,4 @@
-"""Rules between policies: what fits together on which topology.
+"""Rules between policies and the topology.
 
 Each function yields one line per fault. `ztk.parallelize` raises the first, `run.py` prints them all. Arguments are policies, or sections
 of the configuration with the same fields.
@@ -40,6 +40,6 @@ def hpz_faults(size: int, *, data_ranks: int, model_ranks: int) -> Iterator[str]
 
 
 def hpz_topology_faults(size: int, *, intra_node: int) -> Iterator[str]:
-    """size: `zero.hpz_partition_size`, ranks. intra_node: of the topology that the process was arranged with."""
+    """size: `zero.hpz_partition_size`, ranks. intra_node: of the process's topology."""
     if size not in (1, intra_node):
         yield f"zero.hpz_partition_size={size}: arrange the process with Topology(intra_node={size})"

@@ -27,8 +27,9 @@ _ADAPTERS = When("lora=adapter, or lora.rank above 0", lambda config, machine: c
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """The decoder: ztk's own, a Llama-like transformer, dense or with experts; or a causal model of transformers (model=hf), whose sizes are
-    those of its config.json."""
+    """The decoder: ztk's own, a Llama-like transformer, dense or with experts; or a causal model of transformers (model=hf), whose sizes
+    come
+    from its config.json."""
 
     name: str = key(
         "name of the model, for the record; hf: the model of transformers in model.path",
@@ -84,9 +85,9 @@ class ModelConfig:
 
 @dataclass(kw_only=True)
 class LoraConfig:
-    """Low-rank adapters: the model is frozen, and small products beside its linear layers train."""
+    """Low-rank adapters: the model is frozen, and small products added to its linear layers are trained."""
 
     rank: int = key("rank of an adapter; 0: the model itself trains", default=MISSING, range=Range(low=0, high=65_536))
-    alpha: float | None = key("what an adapter adds is multiplied by alpha / rank", range=POSITIVE, acts=_ADAPTERS)
+    alpha: float | None = key("an adapter's output is multiplied by alpha / rank", range=POSITIVE, acts=_ADAPTERS)
     targets: Any = key("all-linear, or ends of names of linear layers, as in [q_proj,v_proj]", acts=_ADAPTERS)
     dropout: float | None = key("dropout of an adapter's inputs, a probability", range=BELOW_ONE, acts=_ADAPTERS)

@@ -1,4 +1,4 @@
-"""What is offloaded, where to, and through how much memory."""
+"""Keys and policy of offloading: which states, to which tier, and through how much memory."""
 
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
@@ -29,7 +29,7 @@ _ANY_NVME = When(
     lambda config, machine: offloads(config, tier=Tier.nvme) or others_offload(config, tier=Tier.nvme),
 )
 _PINNED = When(
-    "offload=cpu or offload=nvme beside a GPU",
+    "offload=cpu or offload=nvme on a GPU",
     lambda config, machine: (
         (offloads(config, tier=Tier.nvme) or offloads(config, tier=Tier.cpu))
         and device_of(config, machine=machine) == "cuda"
@@ -81,7 +81,7 @@ RANGES = ranges_of(OffloadConfig)
 
 
 class OffloadChoices(Protocol):
-    """The fields that rules read; None: not given."""
+    """The fields that rules read; None if not given."""
 
     optimizer: str
     parameters: str
@@ -131,17 +131,17 @@ class OffloadPolicy:
 
     @property
     def uses_nvme(self) -> bool:
-        """Something is offloaded to files."""
+        """Whether anything is offloaded to files."""
         return Tier.nvme in (self.optimizer, self.parameters)
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the block each I/O thread owns."""
+        """Bytes of the block that each I/O thread owns."""
         return min(self.block_bytes, self.buffer_bytes)
 
     @property
     def pool_bytes(self) -> int:
-        """All main memory an NvmeStore of this policy holds, in bytes."""
+        """All main memory that an NvmeStore of this policy holds, in bytes."""
         return self.buffer_count * self.buffer_bytes + self.threads * self.staging_bytes
 
 

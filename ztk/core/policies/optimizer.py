@@ -21,7 +21,7 @@ _DEFAULT_BETAS = {
 }
 _DEFAULT_EPS = {"adamw": 1e-8, "adam": 1e-8, "lamb": 1e-8, "muon": 1e-8}
 ADJUST_LR, NS_DTYPES = ("original", "match_rms_adamw"), ("bf16", "fp32")
-# Weights beside the body's in ztk's decoder and in transformers' models, whatever the class of their modules.
+# Names of weights outside of the blocks in ztk's decoder and in transformers' models, independent of their modules' classes.
 ADAM_NAMES = r"(^|\.)(lm_head|head|embed_out|score|classifier|output_projection|w[tp]e|\w*embed\w*)(\.|$)"
 
 
@@ -48,11 +48,11 @@ class AdjustLr(StrEnum):
 StateDtype = StrEnum("StateDtype", [(word, word) for word in STATES])
 
 
-StateDtype.__doc__ = """optimizer.states: in what AdamW's states are kept."""
+StateDtype.__doc__ = """optimizer.states: the format of AdamW's states."""
 
 
 class NewtonSchulzDtype(StrEnum):
-    """optimizer.ns_dtype: in which Muon orthogonalises."""
+    """optimizer.ns_dtype: the dtype of Muon's orthogonalisation."""
 
     bf16 = "bf16"
     fp32 = "fp32"
@@ -109,14 +109,14 @@ class OptimizerConfig:
         acts=_MUON,
     )
     ns_dtype: NewtonSchulzDtype | None = key(
-        "what it computes in and what is sent for it: bf16, or fp32 to compare with", acts=_MUON
+        "dtype of its computation and communication: bf16, or fp32 to compare with", acts=_MUON
     )
     adjust_lr: AdjustLr | None = key(
         "factor on optimizer.lr for a matrix; original: sqrt(max(1, rows / columns)); match_rms_adamw: 0.2 sqrt(max(rows, columns))",
         acts=_MUON,
     )
     adam_lr: float | None = key(
-        "learning rate of what Muon leaves to AdamW: embeddings, head, norms, biases; null: optimizer.lr",
+        "learning rate of AdamW for parameters that Muon does not update: embeddings, head, norms, biases; null: optimizer.lr",
         range=NOT_NEGATIVE,
         acts=_MUON,
         optional=True,
@@ -133,7 +133,7 @@ class OptimizerConfig:
         acts=chosen("optimizer", "adamw"),
     )
     min_coeff: float | None = key(
-        "least factor on LAMB's step for a parameter: the norm of its weights over that of its update",
+        "least factor on LAMB's step for a parameter: norm of its weights / norm of its update",
         range=NOT_NEGATIVE,
         acts=_LAMB,
         contradicts=lambda config: coefficient_faults(low=config.optimizer.min_coeff, high=config.optimizer.max_coeff),
@@ -155,8 +155,8 @@ RANGES = {name: allowed for name, allowed in ranges_of(OptimizerConfig).items() 
 class ParameterGroup:
     """Hyperparameters for the parameters whose full name contains a match of the regular expression `pattern`.
 
-    None takes the value of the policy. A `weight_decay` given here applies to every parameter of the group, also to
-    those that the policy would not decay.
+    None uses the value of the policy. A `weight_decay` given here applies to every parameter of the group, also to
+    parameters that the policy would not decay.
 
     Raises:
         ValueError: for a pattern that is not a regular expression.
@@ -184,24 +184,27 @@ class OptimizerPolicy:
         https://arxiv.org/abs/1412.6980, weight decay as an L2 term), sgd, lion (Chen et al. 2023,
         https://arxiv.org/abs/2302.06675), muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/): Muon for parameters of
         two dimensions, AdamW for the others, for embeddings and for the head; or lamb (You et al. 2020, https://arxiv.org/abs/1904.00962):
-        Adam whose step is scaled, for each parameter, by the norm of its weights over that of its update; torch is for a torch
-        optimizer that is passed beside the policy: its parameter groups have the hyperparameters, and the policy says only how to clip.
-    betas: None means (0.9, 0.95) for adam, adamw and muon's AdamW, (0.9, 0.99) for lion, (0.9, 0.999) for lamb.
-    eps: None means 1e-8; adam, adamw, lamb and muon's AdamW only.
-    min_coeff, max_coeff: bounds of lamb's factor, DeepSpeed's names; None means 0.01 and 10, its defaults.
-    momentum, nesterov: sgd and muon only. None means 0 and False for sgd, 0.95 and True for muon.
-    ns_steps, ns_dtype: of muon's orthogonalisation. None means 5 and "bf16", as torch.optim.Muon; "fp32" is there to compare with.
-    adjust_lr: muon's factor on the rate of a matrix, "original" or "match_rms_adamw", see `ztk.optim.muon.scale_of`; None: original.
-    adam_lr: the rate of muon's AdamW; None: `lr`. adam_names: a regular expression; AdamW updates matrices whose name contains a match, and
-        the weights of nn.Embedding. None means `ADAM_NAMES`.
+        Adam whose step is scaled, for each parameter, by the ratio of the norms of its weights and its update. torch is for a torch
+        optimizer that is passed in addition to the policy: its parameter groups hold the hyperparameters, and the policy only clips.
+    betas: defaults to (0.9, 0.95) for adam, adamw and muon's AdamW, (0.9, 0.99) for lion, (0.9, 0.999) for lamb.
+    eps: defaults to 1e-8; adam, adamw, lamb and muon's AdamW only.
+    min_coeff, max_coeff: bounds of lamb's factor, under DeepSpeed's names; default to 0.01 and 10, as there.
+    momentum, nesterov: sgd and muon only. Default to 0 and False for sgd, 0.95 and True for muon.
+    ns_steps, ns_dtype: steps and dtype of muon's orthogonalisation. Default to 5 and "bf16", as in torch.optim.Muon; "fp32" is for
+    comparisons.
+    adjust_lr: muon's factor on the rate of a matrix, "original" (the default) or "match_rms_adamw", see `ztk.optim.muon.scale_of`.
+    adam_lr: the rate of muon's AdamW. Defaults to `lr`. adam_names: a regular expression; AdamW updates matrices whose name contains a
+    match,
+        and the weights of nn.Embedding. Defaults to `ADAM_NAMES`.
     weight_decay: decays the parameters with two or more dimensions; `decay_all` decays norms and biases too.
     bias_correction: adam, adamw and lamb only. False uses the averages as they are, as the first BERT did (Devlin et al. 2019,
         https://arxiv.org/abs/1810.04805).
-    clip_grad_norm: upper bound of the norm of the full model's averaged gradient; 0: no clipping.
-    skip_unused: a parameter that got no gradient on any rank in a step is left alone by it, with its states, as torch's optimizers do; False:
-        it counts as one with the gradient zero, which momentum and decay move.
-    states: "fp32", or smaller for adamw: "bf16", or "8bit", moments of 8 bits with a scale per 32 elements. See `ztk.core.policies.compact`.
-    rounding_seed: of the bits that round smaller states; a run's seed.
+    clip_grad_norm: upper bound of the norm of the full model's averaged gradient; 0 disables clipping.
+    skip_unused: if True, a step leaves parameters without a gradient on any rank unchanged, with their states, as torch's optimizers do. If
+        False, their gradient counts as zero, and momentum and decay still move them.
+    states: "fp32", or smaller for adamw: "bf16", or "8bit", moments of 8 bits with a scale per 32 elements. See
+    `ztk.core.policies.compact`.
+    rounding_seed: seed of the bits that round smaller states; the run's seed.
     groups: the first group whose pattern matches a parameter's name sets its hyperparameters.
 
     Raises ValueError for a value out of range and for an option that the optimizer does not have.
@@ -293,13 +296,13 @@ class OptimizerPolicy:
 
 
 def coefficient_faults(*, low: float | None, high: float | None) -> Iterator[str]:
-    """Of lamb's factor."""
+    """Faults of the bounds of lamb's factor."""
     if low is not None and high is not None and low > high:
         yield f"optimizer.min_coeff={low}: is above optimizer.max_coeff={high}; use optimizer.min_coeff={high} or less"
 
 
 def pattern_faults(pattern: str | None) -> Iterator[str]:
-    """Of optimizer.adam_names."""
+    """Faults of optimizer.adam_names."""
     try:
         re.compile(pattern or "")
     except re.error as error:
@@ -307,7 +310,7 @@ def pattern_faults(pattern: str | None) -> Iterator[str]:
 
 
 def nesterov_faults(*, nesterov: bool | None, momentum: float | None) -> Iterator[str]:
-    """Nesterov's method looks ahead along the momentum."""
+    """Nesterov's method needs momentum."""
     if nesterov and not momentum:
         yield (
             "optimizer.nesterov=true has no effect without momentum: use optimizer.momentum=0.9, or optimizer.nesterov=false"
@@ -315,13 +318,13 @@ def nesterov_faults(*, nesterov: bool | None, momentum: float | None) -> Iterato
 
 
 def beta_faults(betas: Sequence[float] | None, *, section: str = "optimizer") -> Iterator[str]:
-    """See `_Betas`."""
+    """Faults of a pair of betas, see `_Betas`."""
     if betas is not None and (reason := _Betas().fault(betas)):
         yield f"{section}.betas=[{','.join(map(str, betas))}]: {reason}"
 
 
 def _group_faults(group: OptimizerPolicy | ParameterGroup, *, name: str) -> Iterator[str]:
-    """Ranges, and options that optimizer `name` lacks. None is accepted: it stands for the policy's value, or for nothing."""
+    """Checks ranges, and options that optimizer `name` lacks. None is accepted: it uses the policy's value, or the option is not given."""
     section = f"optimizer.groups[{group.pattern!r}]" if isinstance(group, ParameterGroup) else "optimizer"
     yield from range_faults(group, section=section, ranges=RANGES)
     yield from beta_faults(group.betas, section=section)

@@ -1,4 +1,4 @@
-"""The ways in which other libraries run the same step, so that a plan can be compared with their published runs.
+"""Models of how other libraries run the same step, to compare a plan with their published runs.
 
 A plan traces ztk's own operations. Eager PyTorch computes some of them as several operations, each of which reads and writes memory;
 torch.compile fuses those again. The factors are counted from the operations of torch 2.5 per number of the input, in bytes: an RMSNorm in bf16
@@ -14,11 +14,11 @@ class Way(StrEnum):
 
     ztk = "ztk"  # by ztk's kernels
     eager = "eager"  # by PyTorch's operations, one after the other
-    compiled = "compiled"  # by what torch.compile makes of them
-    tuned = "tuned"  # by the vendor's library, with its attention, and with collectives of a layer behind its products
+    compiled = "compiled"  # by kernels that torch.compile generates
+    tuned = "tuned"  # by the vendor's library, with its attention, and with a layer's collectives overlapped with its products
 
 
-# Bytes of eager PyTorch in those of ztk's kernel.
+# Bytes that eager PyTorch moves, relative to ztk's kernel.
 _EAGER = {
     "rms_norm": 34 / 4,
     "rms_norm_backward": 46 / 6,
@@ -40,15 +40,15 @@ _TUNED_HIDDEN = 0.8  # of a layer's collectives inside a node, which are cut int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peer:
-    """way: how operations are computed. fp8: linear layers multiply in fp8; attention and the head do not. again: the share of a
-    forward's products that a backward computes again besides what the plan does: 0.5 for torchtitan's selective recomputation."""
+    """way: how operations are computed. fp8: linear layers multiply in fp8; attention and the head do not. again: the share of a forward's
+    products that a backward computes again in addition to the plan's own recomputation: 0.5 for torchtitan's selective recomputation."""
 
     way: Way = Way.ztk
     fp8: bool = False
     again: float = 0.0
 
     def passes(self, kind: str) -> float:
-        """The bytes that an operation moves, in those of ztk's kernel."""
+        """The bytes that an operation moves, relative to ztk's kernel."""
         return _EAGER.get(kind, 1.0) if self.way is Way.eager else 1.0
 
     @property
@@ -68,5 +68,5 @@ class Peer:
 
     @property
     def hidden(self) -> float:
-        """The part of a gather or reduce-scatter inside a node that products hide."""
+        """The fraction of a gather or reduce-scatter inside a node that overlaps with products."""
         return _TUNED_HIDDEN if self.way is Way.tuned else 0.0

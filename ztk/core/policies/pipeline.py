@@ -65,7 +65,7 @@ def check_schedule(name: ScheduleName, *, num_ranks: int, num_micro_batches: int
 
 
 def interleaved_faults(*, num_ranks: int, num_micro_batches: int | None, virtual_stages: int | None) -> Iterator[str]:
-    """What the interleaved schedule needs. None: not given."""
+    """Requirements of the interleaved schedule. None if a value is not given."""
     if num_micro_batches and num_micro_batches % num_ranks:
         yield (
             f"topology.schedule=interleaved runs micro-batches in rounds of one per stage: train.accumulation_steps={num_micro_batches} "
@@ -80,7 +80,7 @@ def interleaved_faults(*, num_ranks: int, num_micro_batches: int | None, virtual
 
 
 def partition_faults(partition: str | None) -> Iterator[str]:
-    """`topology.partition` is one of PARTITION_METHODS, its pattern a regular expression."""
+    """Checks that `topology.partition` is one of PARTITION_METHODS and its pattern a regular expression."""
     if partition is None or partition in ("uniform", "parameters", "profile"):
         return
     if not partition.startswith("type:"):

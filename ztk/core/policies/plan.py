@@ -22,7 +22,7 @@ _SEARCHES = When(
 
 @dataclass(kw_only=True)
 class PlanConfig:
-    """What `task=plan` does beside the plan of the command line. `plan` has no options, only keys."""
+    """What `task=plan` does in addition to planning the command line. `plan` has no options, only keys."""
 
     acts: ClassVar = _PLANNED
     optional: ClassVar = True
@@ -33,7 +33,7 @@ class PlanConfig:
     )
     way: Way | None = key(
         "how operations are computed: ztk, eager (PyTorch's), compiled (torch.compile) or tuned (Transformer Engine's, with a layer's "
-        "collectives behind its products), to plan another library's run; null: ztk"
+        "collectives overlapped with its products), to plan another library's run; null: ztk"
     )
     fp8: bool | None = key("linear layers multiply in fp8, as torchao's do; null: false")
     again: float | None = key(
@@ -58,7 +58,7 @@ class PlanConfig:
 
 
 def rank_counts(value: Any) -> list[int]:
-    """The numbers of ranks that `plan.ranks` names, ascending. Raises ValueError for another form."""
+    """The numbers of ranks in `plan.ranks`, ascending. Raises ValueError for another form."""
     counts: list[Any] = []
     if isinstance(value, str) and re.fullmatch(r"\d+(-\d+)?", value):
         first, last = (int(part) for part in (value.split("-") * 2)[:2])
@@ -84,6 +84,6 @@ def rank_faults(plan: PlanConfig) -> Iterator[str]:
 
 
 def untraced(*, partition: str | None) -> Iterator[str]:
-    """One line per fault. partition: of a pipeline; None without one."""
+    """One line per fault. partition: of a pipeline, or None without one."""
     if partition == "profile":
         yield "topology.partition=profile: a plan computes nothing and cannot measure layers; use topology.partition=parameters"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class DType(StrEnum):
-    """In what the model computes."""
+    """The dtype in which the model computes."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -21,7 +21,7 @@ class DType(StrEnum):
 
 
 class MasterWeights(StrEnum):
-    """precision.master: what the optimizer updates."""
+    """precision.master: the weights that the optimizer updates."""
 
     fp32 = "fp32"  # float32 weights, of which the parameters are casts
     stochastic = "stochastic"  # the bfloat16 parameters; 8 more bits with optimizer.states=8bit

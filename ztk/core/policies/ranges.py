@@ -1,4 +1,4 @@
-"""Ranges of numbers, and the one form in which a number outside of its range is refused."""
+"""Ranges of numbers, and the message for a number outside of its range."""
 
 import math
 import struct
@@ -15,7 +15,7 @@ class Range:
     """Finite numbers from `low` to `high`; `below` leaves `high` itself out, `above` leaves `low` out, and `zero` lets 0 in.
 
     float32: kernels read the number in float32. It must lie in the range after that rounding too, and must not become 0 or infinite. words:
-    how help says it, where other rules narrow it.
+    replaces the description in help, where other rules narrow the range.
     """
 
     low: float
@@ -48,7 +48,7 @@ class Range:
 
     @property
     def brief(self) -> str:
-        """The range in words, without an upper end that no user comes near."""
+        """The range in words, without an upper end far beyond useful values."""
         if self.words:
             return self.words
         return str(replace(self, high=None)).removesuffix(" and finite") if self.high in _FAR_ENDS else str(self)
@@ -71,7 +71,7 @@ BELOW_ONE = Range(low=0, high=1, below=True, float32=True)
 
 
 def rounded_to_float32(value: float) -> float:
-    """`value` as float32 holds it: infinite where it is too large."""
+    """`value` rounded to float32: infinite if it is too large."""
     try:
         return struct.unpack("f", struct.pack("f", value))[0]
     except OverflowError:

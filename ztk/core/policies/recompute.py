@@ -1,4 +1,4 @@
-"""What a user chooses about activations."""
+"""Keys and policy of activation checkpointing."""
 
 import re
 from dataclasses import MISSING, dataclass
@@ -10,7 +10,7 @@ from ztk.core.policies.ranges import COUNT, range_faults, refuse
 
 
 class RecomputeMode(StrEnum):
-    """What is kept of a block for its backward."""
+    """The activations of a block that are kept for its backward."""
 
     none = "none"  # everything that autograd saves
     full = "full"  # the block's input (Chen et al. 2016, https://arxiv.org/abs/1604.06174)
@@ -37,13 +37,13 @@ class RecomputeConfig:
     changes: ClassVar = Changes.experiment
 
     mode: RecomputeMode = key(
-        "what a block saves: none: all its activations; full: its input alone; selective: its input and the results of matrix "
+        "saved activations of a block: none: all, nothing is recomputed; full: its input; selective: its input and the results of matrix "
         "products and attention",
         default=MISSING,
     )
     every: int | None = key("recompute one block of this many", default=1, range=COUNT, acts=_RECOMPUTES)
     inputs_on_cpu: bool | None = key(
-        "keep a block's input in main memory, pinned beside a GPU", default=False, acts=_RECOMPUTES
+        "keep a block's input in main memory, pinned on a machine with a GPU", default=False, acts=_RECOMPUTES
     )
     partition_inputs: bool | None = key(
         "each tensor-parallel rank keeps its part of a block's input", default=False, acts=_PARTITIONS
@@ -67,11 +67,11 @@ class RecomputePolicy:
     every: blocks 0, every, 2 * every, ... are recomputed; the others keep their activations.
     modules: regular expressions that match full module names, such as `model\.layers\.\d+`. Empty: the elements of the outermost
         ModuleLists, ModuleDicts and Sequentials that have parameters and submodules.
-    inputs_on_cpu: a block's input is kept in main memory, pinned beside a GPU.
+    inputs_on_cpu: a block's input is kept in main memory, pinned if there is a GPU.
     partition_inputs: each tensor-parallel rank keeps its part of an input, and the backward gathers it. The input must be the same on
         all of them.
     contiguous: inputs are kept in one buffer that is allocated once, for the size of the first input. Later ones may be smaller.
-    num_checkpoints: inputs that the buffer holds; None: one per recomputed block.
+    num_checkpoints: inputs that the buffer holds. Defaults to one per recomputed block.
     preserve_rng: random numbers, such as dropout's, are the same when a block runs again.
 
     Raises ValueError for options that change nothing.

@@ -35,12 +35,13 @@ def _function_faults(config: "Config") -> Iterator[str]:
 
 @dataclass(kw_only=True)
 class RewardConfig(StrategyConfig):
-    """The reward of an answer, and the model that learns it, or gives it (reward.path): an engine of its own, as the critic."""
+    """The reward of an answer, and the reward model that is trained, or that gives rewards (reward.path) in an engine of its own, like the
+    critic."""
 
     acts: ClassVar = _REWARD_MODEL
 
     function: str | None = key(
-        "one function, as an entry of reward.functions; null: the task's own, or those of reward.functions",
+        "one function, as an entry of reward.functions; null: the task's own, or reward.functions",
         acts=DRAWS,
         optional=True,
         contradicts=_function_faults,
@@ -74,7 +75,7 @@ class RewardConfig(StrategyConfig):
         "longest time of one call of a function", range=Range(low=0, high=86_400, above=True), acts=DRAWS
     )
     loss: RewardLossName | None = key(
-        "of a reward model. bradley_terry: of the values at the last tokens; per_token: DeepSpeed-Chat's, of all values behind the common "
+        "of a reward model. bradley_terry: of the values at the last tokens; per_token: DeepSpeed-Chat's, of all values after the common "
         "beginning",
         acts=_LEARNS_REWARDS,
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RolloutEngineName(StrEnum):
-    """rollout.engine: what computes answers."""
+    """rollout.engine: the engine that computes answers."""
 
     trainer = "trainer"
     generator = "generator"
@@ -48,7 +48,7 @@ class CorrectionName(StrEnum):
 
 
 class BaselineName(StrEnum):
-    """advantage.baseline: what a reward is compared with."""
+    """advantage.baseline: the expected reward that is subtracted."""
 
     critic = "critic"
     mean = "mean"
@@ -56,7 +56,7 @@ class BaselineName(StrEnum):
 
 
 class AdvantageScale(StrEnum):
-    """advantage.scale: what an advantage is divided by."""
+    """advantage.scale: the divisor of an advantage."""
 
     group = "group"
     batch = "batch"
@@ -64,7 +64,7 @@ class AdvantageScale(StrEnum):
 
 
 class RatioName(StrEnum):
-    """policy.ratio: of what the ratio of probabilities is."""
+    """policy.ratio: the level of the ratio of probabilities."""
 
     token = "token"
     sequence = "sequence"
@@ -78,7 +78,7 @@ class PolicyForm(StrEnum):
 
 
 class AverageName(StrEnum):
-    """policy.average: what the policy's loss is a mean of."""
+    """policy.average: the mean that the policy's loss is."""
 
     sequence = "sequence"
     tokens = "tokens"
@@ -102,7 +102,7 @@ class KlPlace(StrEnum):
 
 
 class ReferenceName(StrEnum):
-    """kl.reference: what the divergence is measured to."""
+    """kl.reference: the model that the divergence is measured to."""
 
     frozen = "frozen"
     lora_off = "lora_off"
@@ -110,7 +110,7 @@ class ReferenceName(StrEnum):
 
 
 class PromptTask(StrEnum):
-    """rollout.task: prompts that are made on the spot."""
+    """rollout.task: generated prompts."""
 
     sorting = "sorting"
     arithmetic = "arithmetic"
@@ -128,7 +128,7 @@ TASK_LENGTHS = {
 
 
 class StageName(StrEnum):
-    """What a model beside the policy shards."""
+    """The states that a second model shards."""
 
     stage0 = "stage0"
     stage1 = "stage1"
@@ -218,7 +218,7 @@ def _kl_faults(config: "Config") -> Iterator[str]:
 
 @dataclass(kw_only=True)
 class RolloutConfig:
-    """What is drawn from the policy, and how it is checked."""
+    """How answers are sampled from the policy and checked."""
 
     acts: ClassVar = DRAWS
 
@@ -251,14 +251,14 @@ class RolloutConfig:
         optional=True,
     )
     engine: RolloutEngineName | None = key(
-        "what computes answers. trainer: the forward of the engine that trains, over its shards; generator: the inference engine, with a cache "
-        "of keys and values for every model: on a GPU over the trainer's own weights, on a CPU over a copy in fp32 on every rank. Where it is "
-        "left open, generator on a GPU, trainer on a CPU",
+        "trainer: the training engine's forward, over its shards; generator: the inference engine, with a cache of keys and values "
+        "for every model: on a GPU over the trainer's own weights, on a CPU over a copy in fp32 on every rank. The default is "
+        "generator on a GPU, trainer on a CPU",
         default=RolloutEngineName.trainer,
     )
     weights: RolloutWeightsName | None = key(
         "at stage 3: whole: parameters are gathered once per rollout, as many as zero.max_live_parameters allows; streamed: for every "
-        "forward, in the memory of training; auto: whole if they fit into what is free on every rank, and the run says so",
+        "forward, in the memory of training; auto: whole if they fit into the free memory of every rank, with a note in the output",
         default=RolloutWeightsName.auto,
         acts=_GATHERS,
     )
@@ -336,7 +336,7 @@ class WarmStartConfig:
     lr: float | None = key("learning rate of these steps", default=3.0e-3, range=POSITIVE)
     batch_size: int | None = key("examples per step, over all ranks", default=64, range=COUNT)
     path: str | None = key(
-        "run folder or checkpoint of a decoder of this shape, whose parameters are the first ones; null: those of train.seed",
+        "run folder or checkpoint of a decoder of this shape, whose parameters are the initial ones; null: drawn from train.seed",
         acts=_ALIGNS,
         optional=True,
         is_path=True,
@@ -350,7 +350,7 @@ class AdvantageConfig:
     acts: ClassVar = DRAWS
 
     baseline: BaselineName | None = key(
-        "what is expected: critic: a second model's value per token (GAE); mean: the group's mean; leave_one_out: the mean of the others",
+        "the expected reward: critic: a second model's value per token (GAE); mean: the group's mean; leave_one_out: the mean of the others",
         contradicts=_baseline_faults,
     )
     scale: AdvantageScale | None = key(
@@ -389,7 +389,7 @@ class KlConfig:
     acts: ClassVar = DRAWS
 
     reference: ReferenceName | None = key(
-        "frozen: a copy of the first weights is kept, with lora=adapter of those below the adapters; lora_off: with lora=adapter, the policy "
+        "frozen: a copy of the first weights (of the base model with lora=adapter); lora_off: with lora=adapter, the policy "
         "without its adapters, no second model; none: nothing is measured",
         default=ReferenceName.frozen,
         contradicts=_kl_faults,
@@ -408,9 +408,11 @@ class KlConfig:
 
 @dataclass(kw_only=True)
 class StrategyConfig:
-    """Where a model beside the policy differs from the policy's zero, offload and precision."""
+    """Overrides of the policy's zero, offload and precision for a second model."""
 
-    zero: StageName | None = key("what it shards; null: as zero.stage", optional=True, changes=Changes.experiment)
+    zero: StageName | None = key(
+        "the ZeRO stage of the model; null: as zero.stage", optional=True, changes=Changes.experiment
+    )
     offload: Tier | None = key(
         "where its shards are stored, at stage 3 its parameters, too; null: as offload",
         optional=True,

@@ -1,4 +1,4 @@
-"""Predicates over a configuration that the conditions of keys and the rules share."""
+"""Predicates over a configuration, shared by conditions of keys and rules."""
 
 import functools
 import glob
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ztk.core.policies.model import ModelConfig
 
 DRAWING = ("generate", "serve")  # tasks that answer prompts and train nothing
-ANSWERING = (*DRAWING, "eval")  # those and the one that scores texts
+ANSWERING = (*DRAWING, "eval")  # DRAWING and the task that scores texts
 ALIGNING = ("sft", "reward", "dpo")
 TEXT = ("stdlib", "files")
 RECORDS = ("chat", "preferences")
@@ -64,14 +64,15 @@ def others_offload(config: "Config", *, tier: Tier) -> bool:
 
 
 def streams_layers(config: "Config") -> bool:
-    """Whether a task that answers reads layers from files in every pass; with a cache of blocks files take preempted sequences' blocks."""
+    """Whether a task that answers reads layers from files in every pass. With a cache of blocks, files hold the blocks of preempted
+    sequences."""
     return config.offload.optimizer is not Tier.none and config.inference.cache != "blocks"
 
 
 def device_of(config: "Config", *, machine: "Machine") -> str:
     """`cpu` or `cuda`."""
     if config.task.name == "plan":
-        return "cuda"  # a plan is that of GPUs, wherever it is made
+        return "cuda"  # a plan is always for GPUs
     if config.launch.device == "auto":
         return "cuda" if machine.gpus and not _needs_cpu(config) else "cpu"
     return config.launch.device.value
@@ -115,7 +116,7 @@ def reads_lines(config: "Config") -> bool:
 
 
 def has_tokenizer(config: "Config") -> bool:
-    """Whether tokens are those of a tokenizer, not bytes."""
+    """Whether tokens come from a tokenizer rather than bytes."""
     return config.data.tokenizer not in (None, BYTES)
 
 

@@ -1,4 +1,4 @@
-"""How the learning rate moves."""
+"""Keys and policy of the learning-rate schedule."""
 
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
@@ -28,7 +28,7 @@ SCHEDULES = {
 
 
 class SchedulerName(StrEnum):
-    """scheduler.name: how the learning rate moves."""
+    """scheduler.name: the learning-rate schedule."""
 
     constant = "constant"
     linear = "linear"
@@ -39,7 +39,7 @@ class SchedulerName(StrEnum):
 
 
 class WarmupShape(StrEnum):
-    """scheduler.warmup_shape: how it rises."""
+    """scheduler.warmup_shape: the shape of the warm-up."""
 
     linear = "linear"
     log = "log"
@@ -134,13 +134,14 @@ class SchedulePolicy:
 
     warmup_steps: 0 for none; one_cycle and range_test warm up by themselves.
     warmup_shape: linear, or log (needs two steps).
-    warmup_start: the first multiplier; None means 1 / warmup_steps, so that no update is made with rate 0.
-    final: what linear, cosine and wsd end at. total_steps: where they end; None means with the run.
-    decay_steps: the last steps of wsd, in which the rate falls; None means a tenth, one at least. decay_shape: linear, cosine, sqrt
+    warmup_start: the first multiplier. Defaults to 1 / warmup_steps, so that no update has rate 0.
+    final: the last multiplier of linear, cosine and wsd. total_steps: the step at which they end. Defaults to the end of the run.
+    decay_steps: the last steps of wsd, in which the rate falls. Defaults to a tenth of the steps, at least one. decay_shape: linear,
+    cosine, sqrt
         (1 - square root) or exponential, which needs a `final` above 0.
-    start, rise_steps, fall_steps: one_cycle's lowest multiplier and half cycles; fall_steps None means rise_steps, 0
-        ends the cycle at the lowest multiplier where its peak would be.
-    rise_stairs, fall_stairs: steps of a staircase per half cycle, 0 for a slope; fall_stairs None means rise_stairs.
+    start, rise_steps, fall_steps: one_cycle's lowest multiplier and half cycles. fall_steps defaults to rise_steps; 0 ends the cycle at the
+        lowest multiplier, at the step of its peak.
+    rise_stairs, fall_stairs: steps of a staircase per half cycle, 0 for a slope. fall_stairs defaults to rise_stairs.
     decay_rate, decay_interval: one_cycle's decay after the cycle; interval 0 for none.
     step_size, step_rate, staircase: range_test's growth.
 
@@ -213,7 +214,7 @@ def shape_faults(*, shape: str | None, final: float | None) -> Iterator[str]:
 
 
 def room_faults(*, warmup: int, decay: int, end: int) -> Iterator[str]:
-    """wsd's warm-up and decay lie one after the other. decay: 0 for a schedule without."""
+    """wsd's warm-up and decay must not overlap. decay: 0 for a schedule without one."""
     if decay and warmup + decay > end > warmup:
         yield (
             f"scheduler.decay_steps={decay} and scheduler.warmup_steps={warmup} are more than the {end} steps of the schedule: use "

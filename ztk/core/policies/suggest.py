@@ -1,4 +1,4 @@
-"""The end of a refusal that names what may have been meant."""
+"""Suggestions of similar names at the end of an error message."""
 
 from collections.abc import Sequence
 

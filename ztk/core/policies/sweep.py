@@ -17,11 +17,11 @@ class RepeatWith(StrEnum):
 
 @dataclass(kw_only=True)
 class SweepConfig:
-    """A named grid of runs, or one given with -m; none is chosen unless the command line does."""
+    """A named grid of runs, or one given with -m. No sweep runs unless the command line asks for one."""
 
     resume: str | None = key(
-        "folder of a sweep to go on with: what is done stays, what failed starts again, what was interrupted goes on from its "
-        "checkpoint; without other words its recorded command line"
+        "folder of a sweep to continue: finished jobs stay, failed jobs start again, interrupted jobs continue from their "
+        "checkpoint; without other arguments, its recorded command line is used"
     )
     retries: int | None = key(
         "how often a failed job is started again; null: once with sweep.resume, else never",
@@ -29,11 +29,11 @@ class SweepConfig:
     )
     list: bool = key("print the jobs with their folders, states and plans, start none", default=False)
     hardware: str | None = key(
-        "what the plans of sweep.list and sweep.skip_misfits are made for, an option of the group hardware; null: they do not say whether a "
+        "hardware for the plans of sweep.list and sweep.skip_misfits, an option of the group hardware; null: they do not check whether a "
         "job fits"
     )
     skip_misfits: bool = key(
-        "record does_not_fit for jobs that do not fit on sweep.hardware as the planner says, and start the others",
+        "record does_not_fit for jobs that do not fit on sweep.hardware by their plan, and start the others",
         default=False,
     )
     repeats: int = key("runs of every job, interleaved: all jobs once, then all again", default=1, range=COUNT)
@@ -44,7 +44,7 @@ class SweepConfig:
     )
 
     def varied(self, words: Sequence[str]) -> RepeatWith:
-        """`repeat_with`, or what null means for a command line of `words`."""
+        """`repeat_with`, or its default for a command line of `words`."""
         if self.repeat_with is not None:
             return self.repeat_with
         is_told = any(word.lstrip("+").startswith("train.seed=") for word in words)

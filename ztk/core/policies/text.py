@@ -1,4 +1,4 @@
-"""Which files hold documents in a field."""
+"""File formats that hold documents in a field."""
 
 from pathlib import PurePath
 

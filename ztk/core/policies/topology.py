@@ -71,7 +71,7 @@ class TopologyConfig:
         ),
     )
     partition: str | None = key(
-        "what is equal between stages: uniform (number of layers), parameters, type:PATTERN (layers of these classes) or profile "
+        "how layers are balanced over stages: uniform (number of layers), parameters, type:PATTERN (layers of these classes) or profile "
         "(measured time)",
         default="parameters",
         acts=_PIPELINE,

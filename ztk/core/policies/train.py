@@ -34,7 +34,7 @@ class LoggerMode(StrEnum):
 
 
 class DeviceName(StrEnum):
-    """launch.device: what ranks run on."""
+    """launch.device: the device of the ranks."""
 
     auto = "auto"
     cpu = "cpu"
@@ -42,9 +42,9 @@ class DeviceName(StrEnum):
 
 
 class Evaluated(StrEnum):
-    """train.evaluate: which weights held-out losses and the sample of text are of."""
+    """train.evaluate: the weights used for held-out losses and the text sample."""
 
-    weights = "weights"  # those that train
+    weights = "weights"  # the trained weights
     ema = "ema"  # their moving average
 
 
@@ -117,15 +117,15 @@ def _profile(config: "Config") -> Iterator[str]:
         return
     if profile.last > steps:
         fitting = f"{min(profile.first, steps)}:{steps}"
-        yield f"train.profile={text} ends behind the last step: use train.profile={fitting}, or train.steps={profile.last}"
+        yield f"train.profile={text} ends after the last step: use train.profile={fitting}, or train.steps={profile.last}"
 
 
 def _accumulation(config: "Config") -> Iterator[str]:
     train = config.train
     if train.global_batch_size is not None and train.accumulation_steps is not None:
         yield (
-            f"train.accumulation_steps={train.accumulation_steps} has no effect beside "
-            f"train.global_batch_size={train.global_batch_size}, which takes as many forwards as it needs: leave one out"
+            f"train.accumulation_steps={train.accumulation_steps} has no effect with "
+            f"train.global_batch_size={train.global_batch_size}, which sets the number of forwards: leave one out"
         )
 
 
@@ -151,7 +151,7 @@ def _patience(config: "Config") -> Iterator[str]:
     every = config.rollout.eval_every if config.task.name in ("grpo", "ppo") else config.train.eval_every
     if not every:
         key = "rollout.eval_every" if config.task.name in ("grpo", "ppo") else "train.eval_every"
-        yield f"train.patience={config.train.patience}: counts evaluations, and there are none; use {key}=25, or train.patience=null"
+        yield f"train.patience={config.train.patience}: counts evaluations, and this run makes none; use {key}=25, or train.patience=null"
 
 
 def _keep_best(config: "Config") -> Iterator[str]:
@@ -189,8 +189,7 @@ def _elastic(config: "Config") -> Iterator[str]:
     launch = config.launch
     if launch.elastic and not config.checkpoint.every and config.task.name != "plan":
         yield (
-            "launch.elastic=true has nothing to go on from without checkpoints: use checkpoint=periodic, or "
-            "checkpoint.every=N"
+            "launch.elastic=true cannot continue without checkpoints: use checkpoint=periodic, or checkpoint.every=N"
         )
 
 
@@ -242,7 +241,7 @@ class TrainConfig:
         "global batches of one evaluation", default=8, range=COUNT, acts=_EVALUATES, changes=Changes.experiment
     )
     max_seconds: float | None = key(
-        "seconds of training after which the run ends, from this start on, with the step under way; null: no limit",
+        "seconds of training after which the run ends, counted from this start; the current step is finished; null: no limit",
         range=_YEAR,
         acts=tasks("pretrain"),
         optional=True,
@@ -257,7 +256,7 @@ class TrainConfig:
         contradicts=_until_loss,
     )
     evaluate: Evaluated | None = key(
-        "whose held-out losses and sample of text: weights: those that train; ema: their moving average, see ema.decay; null: weights",
+        "weights of held-out losses and the text sample: weights: the trained ones; ema: their moving average, see ema.decay; null: weights",
         acts=_COMPARES,
         optional=True,
         changes=Changes.experiment,
@@ -272,13 +271,13 @@ class TrainConfig:
         contradicts=_patience,
     )
     quick: bool | None = key(
-        "no evaluation, no sample of text and no picture, as for a comparison of speeds; null: false",
+        "no evaluation, no sample of text and no picture, for comparisons of speed; null: false",
         acts=tasks("pretrain"),
         optional=True,
         changes=Changes.experiment,
     )
     profile: str | None = key(
-        "START:STOP: of the steps START to STOP every rank writes a trace and the memory's course into the folder profile; null: none",
+        "START:STOP: every rank writes a trace and a memory timeline of the steps START to STOP into the folder profile; null: none",
         acts=_TRAINS,
         optional=True,
         changes=Changes.nothing,
@@ -294,7 +293,7 @@ class TrainConfig:
 
 @dataclass(kw_only=True)
 class KernelsConfig:
-    """What computes ztk's operations."""
+    """The implementation of ztk's operations."""
 
     changes: ClassVar = Changes.experiment
 
@@ -320,7 +319,7 @@ class CheckpointConfig:
 
     every: int = key("steps between checkpoints; 0: none", default=MISSING, range=COUNT_OR_ZERO, contradicts=_every)
     last: bool | None = key(
-        "the last step is saved, whatever ends the run",
+        "the last step is saved, however the run ends",
         default=True,
         acts=_SAVES_LAST,
         optional=True,
@@ -328,7 +327,7 @@ class CheckpointConfig:
         changes=Changes.nothing,
     )
     grace_seconds: float | None = key(
-        "after Ctrl-C or SIGTERM the step that runs has so long to end and to be saved; a second signal ends the run at once",
+        "seconds after Ctrl-C or SIGTERM to finish and save the current step; a second signal ends the run at once",
         default=30.0,
         range=_DAY,
         acts=_SAVES,
@@ -336,14 +335,14 @@ class CheckpointConfig:
     )
     keep: int | None = key("how many of the newest are kept", default=2, range=COUNT, acts=_SAVES_OFTEN)
     keep_every: int | None = key(
-        "beside them those of every so many steps are kept; 0: none",
+        "steps between further checkpoints that are kept for good; 0: none",
         default=0,
         range=COUNT_OR_ZERO,
         acts=_SAVES_OFTEN,
         contradicts=_keep_every,
     )
     keep_best: bool | None = key(
-        "and the one with the smallest held-out loss, or the best checkpoint.metric, which is then measured before every save",
+        "also keep the checkpoint with the smallest held-out loss, or the best checkpoint.metric, which is then measured before every save",
         default=False,
         acts=_SAVES_BEST,
         contradicts=_keep_best,
@@ -364,7 +363,7 @@ class CheckpointConfig:
         changes=Changes.nothing,
     )
     allow_changes: bool | None = key(
-        "continue although keys that change numbers, such as optimizer.lr, differ from those of the checkpoint's run",
+        "continue although keys that change numbers, such as optimizer.lr, differ from the checkpoint's run",
         acts=When("checkpoint.resume", lambda config, machine: config.checkpoint.resume is not None),
         optional=True,
         changes=Changes.nothing,
@@ -399,19 +398,19 @@ class LoggerConfig:
 
 @dataclass(kw_only=True)
 class LaunchConfig:
-    """The ranks of a run. Under torchrun or srun they are there already: only threads, timeout_seconds and device count."""
+    """The ranks of a run. Under torchrun or srun they exist already, and only threads, timeout_seconds and device apply."""
 
     changes: ClassVar = Changes.nothing
 
     ranks: int | None = key(
-        "number of ranks; null: what the topology needs, else one per GPU, two without a GPU",
+        "number of ranks; null: as the topology requires, else one per GPU, two without a GPU",
         range=Range(low=1, high=65_536),
     )
     threads: int | None = key(
         "CPU threads per rank; null: OMP_NUM_THREADS, else the cores divided by the ranks",
         range=Range(low=1, high=4096),
     )
-    timeout_seconds: float = key("how long a collective may wait for a rank, in seconds", default=MISSING, range=_YEAR)
+    timeout_seconds: float = key("seconds that a collective may wait for a rank", default=MISSING, range=_YEAR)
     device: DeviceName = key("where the ranks compute; auto: on GPUs if there are any", default=MISSING)
     elastic: bool | None = key(
         "when ranks are killed, go on with the others from the latest checkpoint, with the same global batch",

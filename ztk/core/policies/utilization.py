@@ -1,20 +1,21 @@
-"""MFU and HFU, by one definition for plans, runs and scripts.
+"""Definition of MFU and HFU for plans, runs and scripts.
 
 MFU, model FLOPs utilization, as in the PaLM paper (https://arxiv.org/abs/2204.02311, appendix B): the operations of the model's forward and
-backward, over those that the devices could compute in the same time at their peak rate in the computing dtype. Attention counts without
-its causal mask, and nothing that is computed twice counts twice. HFU, hardware FLOPs utilization, also counts what the devices compute again:
-recomputed activations, and the scores in the backward of fused attention.
+backward, divided by the operations that the devices could compute in the same time at their peak rate in the computing dtype. Attention
+counts
+without its causal mask, and nothing that is computed twice counts twice. HFU, hardware FLOPs utilization, also counts recomputation: of
+activations, and of the scores in the backward of fused attention.
 """
 
 from dataclasses import dataclass
 
 AGAIN = (
     1 / 6
-)  # of the operations of attention: its backward has five products in place of four, because it computes the scores again
+)  # share of attention's operations: its backward has five products instead of four, because it recomputes the scores
 
 
 def utilization(flops: float, *, seconds: float, rate: float) -> float:
-    """MFU of the model's operations, HFU of those that are computed. flops: of one device in `seconds`. rate: its peak, per second."""
+    """MFU of the model's operations, HFU of the computed ones. flops: of one device in `seconds`. rate: its peak, per second."""
     return flops / seconds / rate
 
 
@@ -22,7 +23,7 @@ def utilization(flops: float, *, seconds: float, rate: float) -> float:
 class Work:
     """Operations of one step over all devices, and the peak of a device.
 
-    hardware_flops: None if they were not counted. rate: operations per second of a device at its peak. source: where the rate is from.
+    hardware_flops: None if not counted. rate: operations per second of a device at its peak. source: origin of the rate.
     """
 
     model_flops: int

@@ -1,4 +1,4 @@
-"""What a user chooses about ZeRO."""
+"""Keys and policy of ZeRO."""
 
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
@@ -12,7 +12,7 @@ MAX_LIVE_PARAMETERS = 1_000_000_000  # elements, DeepSpeed's default
 
 
 class ZeroEngine(StrEnum):
-    """Who shards and reduces."""
+    """The implementation of sharding and reduction."""
 
     ztk = "ztk"  # ztk's own ZeRO, stages 0 to 3
     ddp = "ddp"  # torch.nn.parallel.DistributedDataParallel, to compare with
@@ -25,16 +25,16 @@ STAGE3 = When("zero=stage3", lambda config, machine: config.zero.stage == 3)
 
 @dataclass(kw_only=True)
 class ZeroConfig:
-    """Which of optimizer states, gradients and parameters are sharded, and by whom."""
+    """Which of optimizer states, gradients and parameters are sharded, and by which implementation."""
 
     changes: ClassVar = Changes.experiment
 
     engine: ZeroEngine = key(
-        "who shards and reduces: ztk's own ZeRO; torch's DistributedDataParallel (ddp) or fully_shard (fsdp2), to compare with",
+        "the implementation: ztk's own ZeRO; torch's DistributedDataParallel (ddp) or fully_shard (fsdp2), to compare with",
         default=MISSING,
     )
     stage: int | None = key(
-        "what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too",
+        "sharded states: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too",
         range=Range(low=0, high=3),
         acts=ZTK,
     )
@@ -42,15 +42,15 @@ class ZeroConfig:
         "elements of one flat buffer; a larger unit is split", default=500_000_000, range=SIZE, acts=ZTK
     )
     prefetch_bucket_size: int | None = key(
-        "elements of parameters gathered ahead of their use, one bucket at least; 0: none; null: a sixteenth of the model's, at most "
-        "50,000,000, and none of a model whose buckets are larger than an eighth of it",
+        "elements of parameters gathered ahead of their use, one bucket at least; 0: none; null: a sixteenth of the model, at most "
+        "50,000,000, and none if a bucket is larger than an eighth of the model",
         range=SIZE_OR_ZERO,
         acts=STAGE3,
         optional=True,
     )
     max_live_parameters: int | None = key(
-        "nothing is gathered ahead while this many elements are gathered, and no more stay for their next use; null: half of the model's, or "
-        "what is in use and gathered ahead if that is more, at most 1,000,000,000; rollouts and batches of pipelines then keep that many",
+        "nothing is gathered ahead while this many elements are gathered, and no more stay for their next use; null: half of the model, or "
+        "the elements in use and prefetched if that is more, at most 1,000,000,000; rollouts and pipeline batches then keep that many",
         range=SIZE_OR_ZERO,
         acts=STAGE3,
         optional=True,
@@ -67,7 +67,7 @@ class ZeroConfig:
         "parameters with at most this many elements are never sharded", range=SIZE_OR_ZERO, acts=STAGE3
     )
     quantized_weights: bool | None = key(
-        "all-gather parameters as int8: half the bytes, and ranks compute with what arrives (ZeRO++ qwZ)",
+        "all-gather parameters as int8: half the bytes, and all ranks compute with the rounded values (ZeRO++ qwZ)",
         acts=STAGE3,
         changes=Changes.numbers,
     )
@@ -92,7 +92,7 @@ RANGES = ranges_of(ZeroConfig)
 
 
 class ZeroChoices(Protocol):
-    """The fields that rules between policies read; None: not given."""
+    """The fields that rules between policies read; None if not given."""
 
     stage: int | None
     hpz_partition_size: int | None
@@ -105,20 +105,23 @@ class ZeroPolicy:
     stage: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters (Rajbhandari et al. 2020,
         https://arxiv.org/abs/1910.02054). Sizes below are in elements.
     bucket_size: a unit with more elements is split into several flat buffers (a parameter is never split).
-    prefetch_bucket_size: stage 3: how many elements are gathered ahead of their use, one bucket at least unless it is 0; None: a sixteenth
-        of the model's, at most 50,000,000, and 0 where a bucket has more than an eighth of it. A fixed number gathers all of a small model.
-    max_live_parameters: stage 3: prefetching stops when this many elements are gathered, and no more stay for their next use; None: half
-        of the model's, or what the root, the largest unit and the elements gathered ahead of their use take, if that is more, at most
-        1,000,000,000, which is also what a rollout or a batch of a pipeline keeps gathered then.
+    prefetch_bucket_size: stage 3: elements gathered ahead of their use, at least one bucket unless it is 0. None means a sixteenth of the
+        model, at most 50,000,000, and 0 if a bucket has more than an eighth of it. A fixed number gathers all of a small model.
+    max_live_parameters: stage 3: prefetching stops when this many elements are gathered, and no more stay for their next use. None means
+    half of
+        the model, or the sum of the root, the largest unit and the prefetched elements if that is more, at most 1,000,000,000. A rollout or
+        a pipeline batch then keeps that many gathered, too.
     max_reuse_distance: stage 3: a unit stays gathered if it is used again within this many elements.
     param_persistence_threshold: stage 3: parameters with at most this many elements are never sharded.
     overlap_gather: stages 1 and 2: the next forward begins while updated parameters are gathered, and waits per bucket at its first use.
-        Whatever asks torch for a parameter waits, too. Off unless chosen, by `run.py` for its own tasks: a function that torch does not see
-        (an extension in C++) and that a script gives a parameter between steps does not wait.
+        Operations that access a parameter through torch wait, too. Off by default; `run.py` turns it on for its own tasks. A C++ extension
+        that
+        bypasses torch and reads a parameter between steps would not wait.
 
     ZeRO++ (Wang et al. 2023, https://arxiv.org/abs/2306.10209). The quantized collectives change numbers, `hpz_partition_size` does not:
-    quantized_weights: stage 3: parameters are gathered as int8; every rank computes with the same rounded values, master weights stay exact.
-    quantized_nontrainable_weights: the same of frozen parameters alone, such as those below adapters.
+    quantized_weights: stage 3: parameters are gathered as int8; every rank computes with the same rounded values, master weights stay
+    exact.
+    quantized_nontrainable_weights: the same for frozen parameters only, such as the weights below adapters.
     quantized_gradients: stages 2 and 3: gradients are reduced as int4.
     hpz_partition_size: stage 3: groups of this many ranks (a node's) keep a second copy of the parameters, and the backward gathers from
         it. It must equal the topology's `intra_node`.
@@ -143,7 +146,7 @@ class ZeroPolicy:
 
     @property
     def max_kept_parameters(self) -> int:
-        """Elements that stay gathered for many passes: in a rollout, in a batch of a pipeline."""
+        """Elements that stay gathered over many passes: in a rollout, or in a pipeline batch."""
         return MAX_LIVE_PARAMETERS if self.max_live_parameters is None else self.max_live_parameters
 
     def _faults(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""In which dtypes a model computes and sums, and how its loss is scaled."""
+"""Dtypes of computation and reduction, and loss scaling."""
 
 from ztk.core.policies.loss_scale import LossScalePolicy
 from ztk.core.precision.control import control_settings, control_state

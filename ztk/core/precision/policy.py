@@ -1,4 +1,4 @@
-"""The dtypes of a run. Optimizer states are the optimizer's policy."""
+"""The dtypes of a run. Dtypes of optimizer states belong to the optimizer's policy."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -18,15 +18,19 @@ class PrecisionPolicy:
     """The dtypes of a run.
 
     dtype: parameters, activations and gradients as the model computes them.
-    reduce_dtype: in which gradients are summed over ranks; None means `dtype`.
+    reduce_dtype: in which gradients are summed over ranks. Defaults to `dtype`.
     master: the master weights: "fp32", or "stochastic": the bfloat16 parameters themselves, rounded stochastically, with 8 bits more if the
-        optimizer's states have 8 bits. None means "stochastic" with optimizer.states=8bit, else "fp32". See `ztk.core.policies.compact`.
-    autocast: the 16-bit dtype in which the caller computes under torch.autocast, which casts by itself; parameters and gradients keep `dtype`.
-    bf16_master: bfloat16 parameters are their own master weights, 2 bytes per parameter instead of 6: an update smaller than 2^-9 of a weight
-        is lost. bf16_states: the optimizer's states are bfloat16, too. Otherwise both are float32. As DeepSpeed's keys: computed in float32,
+        optimizer's states have 8 bits. Defaults to "stochastic" with optimizer.states=8bit, else "fp32". See `ztk.core.policies.compact`.
+    autocast: the 16-bit dtype in which the caller computes under torch.autocast, which casts by itself; parameters and gradients keep
+    `dtype`.
+    bf16_master: bfloat16 parameters are their own master weights, 2 bytes per parameter instead of 6: an update smaller than 2^-9 of a
+    weight
+        is lost. bf16_states: the optimizer's states are bfloat16, too. Otherwise both are float32. As DeepSpeed's keys: computed in
+        float32,
         rounded to nearest.
-    loss_scale: None means the default of `LossScalePolicy` for float16, autocast's too, and `LossScalePolicy.off()` otherwise; after
-        construction it is never None.
+    loss_scale: defaults to `LossScalePolicy()` for float16, autocast's too, and to `LossScalePolicy.off()` otherwise; after construction it
+    is
+        never None.
 
     Raises ValueError for other dtypes, and for loss scaling where it would do nothing but cost (bfloat16 and float32
     have the exponent range of float32).
@@ -46,7 +50,7 @@ class PrecisionPolicy:
             raise ValueError(f"precision.dtype={self.dtype}: must be one of {words}")
         if self.reduce_dtype is not None and self.reduce_dtype not in _NAMES:
             raise ValueError(
-                f"precision.reduce_dtype={self.reduce_dtype}: must be one of {words}, or null for that of the model"
+                f"precision.reduce_dtype={self.reduce_dtype}: must be one of {words}, or null for the model's dtype"
             )
         if self.master not in (None, *MASTERS):
             raise ValueError(f"precision.master={self.master}: must be one of {', '.join(MASTERS)}, or null")
@@ -103,7 +107,7 @@ class PrecisionPolicy:
 
     @property
     def states_dtype(self) -> torch.dtype:
-        """Of the optimizer's states where `bf16_master` is set."""
+        """Dtype of the optimizer's states if `bf16_master` is set."""
         return torch.bfloat16 if self.bf16_states else torch.float32
 
     @property

@@ -1,4 +1,4 @@
-"""What a process has before any model: its place in the world, collectives, counted memory and counted time."""
+"""The process without a model: rank and device, collectives, and counters of memory and time."""
 
 from ztk.core.runtime.clock import PhaseClock
 from ztk.core.runtime.comm import Comm, CommMismatch, PeerLost

@@ -1,4 +1,4 @@
-"""Flat buffers that are needed for a moment: gathered parameters, and gradients on their way to their shard.
+"""Pool of short-lived flat buffers: gathered parameters, and gradients before they are reduced to their shard.
 
 Buffers are kept for reuse. On the CPU a fresh allocation costs a page fault per 4 KiB, measured 0.1 s per GB and step; on a GPU
 the reuse keeps the caching allocator from growing. A buffer has the dtype that it was acquired with.
@@ -11,23 +11,21 @@ from ztk.core.runtime.memory import MemoryLedger, Tier
 from ztk.core.runtime.planned import host_bytes, is_planned
 
 _OWN_REFERENCES = (
-    3  # of a buffer's storage in `release`: the pool's tensor, the caller's, and the Python object that is asked
+    3  # references to a storage during `release`: the pool's tensor, the caller's tensor, the storage's Python object
 )
 
 
 class BufferPool:
-    """Hands out 1-D buffers. It never keeps more buffers than were in use at one time.
+    """Hands out 1-D buffers, and keeps at most as many as were in use at one time.
 
-    The ledger counts buffers under `category` as long as they exist, in use or not. elements_in_use: what the callers have now.
+    The ledger counts every buffer that exists under `category`, in use or not. `elements_in_use` counts the elements handed out now.
     """
 
     def __init__(self, *, device: torch.device, ledger: MemoryLedger, category: str, tier: Tier = Tier.device) -> None:
         self._device, self._ledger, self._category, self._tier = device, ledger, category, tier
         self._free: list[Tensor] = []  # uint8, by size
-        self._used: dict[int, tuple[Tensor, int]] = {}  # identity of its storage -> uint8, the elements asked for
-        self._shown: list[
-            tuple[Tensor, bool]
-        ] = []  # released while others had a view of it; whether its values will change
+        self._used: dict[int, tuple[Tensor, int]] = {}  # identity of its storage -> uint8, the elements requested
+        self._shown: list[tuple[Tensor, bool]] = []  # released while a view existed; whether the values will change
         self.elements_in_use = 0
 
     @torch.inference_mode(False)  # training writes to buffers that an evaluation allocated
@@ -58,10 +56,10 @@ class BufferPool:
         return buffer is not None and buffer.untyped_storage()._cdata in self._used
 
     def release(self, buffer: Tensor, *, may_be_viewed: bool = False, is_changing: bool = True) -> None:
-        """The caller no longer uses `buffer`.
+        """Returns `buffer` [n] to the pool.
 
-        may_be_viewed: others were shown its memory. As long as one of them has a view, it is not handed out again.
-        is_changing: `invalidate_views` applies to it.
+        may_be_viewed: other code may hold views of the memory. The buffer is not handed out again while such a view exists.
+        is_changing: `invalidate_views` overwrites the buffer with NaN.
         """
         released, numel = self._used.pop(buffer.untyped_storage()._cdata)
         self.elements_in_use -= numel
@@ -71,7 +69,7 @@ class BufferPool:
             self._put_back(released)
 
     def invalidate_views(self) -> None:
-        """What views of released buffers show is about to change elsewhere: from now on they read as NaN, not as what was."""
+        """Overwrites released buffers that still have views with NaN, because the values they show are about to change elsewhere."""
         self._take_back()
         for buffer, is_changing in self._shown:
             if is_changing:
@@ -80,7 +78,7 @@ class BufferPool:
         self._shown = [entry for entry in self._shown if not entry[1]]
 
     def _take_back(self) -> None:
-        """Buffers of which nobody has a view any more are free."""
+        """Frees released buffers whose last view is gone."""
         if not self._shown:
             return
         shown, self._shown = self._shown, []
@@ -104,5 +102,5 @@ class BufferPool:
 
 
 def references(buffer: Tensor) -> int:
-    """To the storage of `buffer`, of any shape: tensors, and the Python object by which this call asks."""
+    """Counts the references to the storage of `buffer` (any shape): tensors, and the Python object that this call creates."""
     return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)

@@ -12,10 +12,10 @@ LinearMap = Callable[[Tensor], Tensor]
 
 
 def through(x: Tensor, *, forward: LinearMap, backward: LinearMap) -> Tensor:
-    """Returns forward(x), in the shape that forward gives it; its gradient with respect to x is backward(gradient), in x's shape.
+    """Returns forward(x), in the shape that `forward` returns. The gradient with respect to x is backward(gradient), in x's shape.
 
-    Both must be linear and `backward` the adjoint of `forward`. Derivatives of any order are then right: the gradient of the gradient
-    uses `forward` again.
+    Both must be linear, and `backward` the adjoint of `forward`. Derivatives of any order are then correct: a double backward calls
+    `forward` again.
     """
     return _Through.apply(x, forward, backward)
 

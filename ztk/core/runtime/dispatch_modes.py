@@ -1,7 +1,7 @@
-"""Operations that are not the model's own, hidden from dispatch modes.
+"""Hides ztk's own operations from dispatch modes.
 
-Selective recomputation counts the operations of a block and fails if the repetition runs more of them than the forward; the repetition may
-have to gather a bucket that was gathered before the forward. A FLOP counter would book these operations to a module.
+Selective recomputation counts the operations of a block and fails if the repetition runs more of them than the forward. The repetition may
+have to gather a bucket that was already gathered in the forward. A FLOP counter would attribute these operations to a module.
 """
 
 import functools
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 
 def without_dispatch_modes(function: Callable) -> Callable:
-    """`function`, run without any active dispatch mode but those with `sees_everything`, which count memory (`ztk.planner`)."""
+    """Wraps `function` to run without active dispatch modes, except modes with `sees_everything`, which count memory (`ztk.planner`)."""
 
     @functools.wraps(function)
     def hidden(*args, **kwargs):
@@ -31,7 +31,7 @@ def without_dispatch_modes(function: Callable) -> Callable:
 
 
 def keeps_results() -> bool:
-    """Selective recomputation, ztk's or the user's, keeps results of operations now: they must stay as they are."""
+    """Whether a selective recomputation, ztk's or the user's, is keeping results of operations. These must then not change in place."""
     if not torch._C._len_torch_dispatch_stack():
         return False
     kinds = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode

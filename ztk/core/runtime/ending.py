@@ -1,8 +1,8 @@
-"""Background threads end before the interpreter does.
+"""Ends background threads before the interpreter ends.
 
-A daemon thread that comes back from C++ after the interpreter has begun to end is unwound through frames that forbid it, and the process
-aborts ("terminate called without an active exception"). So every thread of ztk that runs torch's code is listed here, and the main
-thread, when it has run to its end or raised, ends them one after another, the newest first: older ones may work for newer ones.
+A daemon thread that returns from C++ after the interpreter has begun to end is unwound through frames that forbid it, and the process
+aborts ("terminate called without an active exception"). Every thread of ztk that runs torch's code is therefore registered here. When the
+main thread has finished or raised, it ends them one after another, the newest first: older threads may still serve newer ones.
 """
 
 import sys
@@ -13,20 +13,20 @@ _threads: dict[threading.Thread, Callable[[], None]] = {}
 
 
 def end_with_process(thread: threading.Thread, *, end: Callable[[], None]) -> None:
-    """`end()` is called before the interpreter ends if `thread` still runs; it returns when the thread has ended or may be left alone.
+    """Registers `end()`, which is called before the interpreter ends if `thread` still runs. It returns when the thread may be left alone.
 
-    thread: calls `forget` as the last thing it does. end: is kept until then, so it holds no more than it needs.
+    thread: must call `forget` as its last action. end: kept until then, so it should hold few references.
     """
     _threads[thread] = end
 
 
 def forget(thread: threading.Thread) -> None:
-    """It has nothing more to run."""
+    """Unregisters a thread that has finished."""
     _threads.pop(thread, None)
 
 
 def seconds_to_end() -> float:
-    """How long to wait at the end for what may wait for another rank: after an error that rank is unlikely to come."""
+    """Seconds to wait at exit for a call that may wait for another rank. Short after an error: that rank is then unlikely to answer."""
     return 0.2 if hasattr(sys, "last_value") else 2.0
 
 
@@ -36,6 +36,6 @@ def _end_all() -> None:
             end()
 
 
-# Before `atexit`'s functions and before threads that are no daemons are waited for, as concurrent.futures does.
+# Runs before `atexit` functions and before non-daemon threads are joined, as in concurrent.futures.
 # pyrefly: ignore[missing-attribute]  # CPython's, used by concurrent.futures
 threading._register_atexit(_end_all)

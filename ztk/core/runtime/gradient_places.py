@@ -1,7 +1,7 @@
-"""Where the gradient of a parameter belongs: an operation that knows writes it there, and nobody copies it.
+"""Lets a backward write a parameter's gradient directly into its bucket, without a copy.
 
-`ztk.zero` offers the place in a bucket's flat buffer, `ztk.nn` takes it in the backward of matrix products. Gradients have their parameter's
-dtype.
+`ztk.zero` offers a view of the bucket's flat buffer; `ztk.nn` writes to it in the backward of matrix products. Gradients have their
+parameter's dtype.
 """
 
 from collections.abc import Callable
@@ -9,12 +9,15 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-_offered: WeakIdKeyDictionary = WeakIdKeyDictionary()  # beside the parameters: what is an attribute goes into files
+_offered: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # not attributes of the parameters: attributes would be saved with them
 
 
 def offer_place(parameter: Tensor, *, place: Callable[[], Tensor | None]) -> None:
-    """`place()` is called in a backward: it returns a view with the shape of `parameter` that nobody else holds, for all of its gradient, or
-    None if the gradient must be a tensor of its own. A view that was taken is returned to autograd as the gradient.
+    """Registers `place()`, which is called in a backward. It returns an unshared view with the shape of `parameter` for the whole gradient,
+    or
+    None if the gradient must be a separate tensor. The backward returns the view to autograd as the gradient.
     """
     _offered[parameter] = place
 
@@ -25,5 +28,5 @@ def withdraw_place(parameter: Tensor) -> None:
 
 
 def place_offered(parameter: Tensor) -> Callable[[], Tensor | None] | None:
-    """What was offered for `parameter`, of any shape; None: nothing."""
+    """The `place` registered for `parameter` (any shape), or None."""
     return _offered.get(parameter)

@@ -1,7 +1,8 @@
-"""Who wants to know the gradient of a layer's input before the layer computes the gradient of its weight.
+"""Hands over the gradient of a layer's input before the layer computes the gradient of its weight.
 
-`ztk.parallel.tensor` sums input gradients over ranks: it offers to take them, and `ztk.nn` hands them over in the backward of matrix
-products, so that the sum is under way while the weight's product runs. Gradients have the dtype of the input.
+`ztk.parallel.tensor` sums input gradients over ranks. It registers for an input, and the backward of matrix products in `ztk.nn` passes it
+the
+gradient, so that the sum overlaps with the weight's product. Gradients have the dtype of the input.
 """
 
 from collections.abc import Callable
@@ -9,18 +10,18 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Of an input's gradient, which nobody else holds: what the layer returns to autograd in its place.
+# Takes the gradient of an input, which it owns, and returns the tensor that the layer returns to autograd instead.
 Taker = Callable[[Tensor], Tensor | None]
 
 _offered: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def offer_to_take(x: Tensor, *, attach: Callable[[], Taker]) -> None:
-    """A layer that is given `x`, of any shape, and whose backward hands over its gradient, calls `attach` in its forward."""
+    """Registers `attach` for `x` (any shape). A layer that hands over its input gradient calls `attach` in its forward on `x`."""
     _offered[x] = attach
 
 
 def taker_of(x: Tensor) -> Taker | None:
-    """Who takes the gradient of `x`, of any shape, in the backward of the layer that asks now, in its forward; None: nobody."""
+    """The taker registered for `x` (any shape), or None. Called in the forward of a layer."""
     attach = _offered.get(x) if _offered else None
     return None if attach is None else attach()

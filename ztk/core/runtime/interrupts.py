@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a run trains: every rank ends after the same step, so that the state it leaves can be saved."""
+"""Ctrl-C and SIGTERM during training: every rank stops after the same step, so that a consistent state can be saved."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ _REPEAT_SECONDS = 1.0  # a terminal and a launcher may both pass on the same Ctr
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the training loop after a complete step. number: the signal that this rank received; None: another rank did."""
+    """A signal ended the training loop after a complete step. number: the signal received by this rank, or None if another rank got it."""
 
     def __init__(self, number: int | None) -> None:
         super().__init__("interrupted")
@@ -24,13 +24,13 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupts:
-    """Inside this context SIGINT and SIGTERM set a flag, and `are_pending` reports it on all ranks after the same step.
+    """Context in which SIGINT and SIGTERM set a flag, which `are_pending` reports on all ranks after the same step.
 
-    A second signal, a second or more after the first, ends the process at once. Every rank enters the context, which raises Interrupted at its
-    end for a signal that nobody has seen.
+    A second signal, at least a second after the first, ends the process at once. Every rank must enter the context. On exit it raises
+    Interrupted for a signal that no check has reported yet.
 
-    The flags travel over host connections of their own: on a GPU the exchange does not wait for the device, and the counters of the
-    training's collectives do not include it. is_active: False: signals keep their effect, and `are_pending` costs nothing.
+    The flags travel over separate host connections: on a GPU the exchange does not wait for the device, and it is not counted with the
+    training's collectives. is_active: if False, signals keep their default effect and `are_pending` costs nothing.
     """
 
     def __init__(self, process: Process, *, is_active: bool = True) -> None:
@@ -54,7 +54,7 @@ class Interrupts:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # One that came after the last step's check, such as while that step was saved, ends the run here.
+        # A signal after the last step's check, for example during its save, ends the run here.
         is_late = error is None and self._is_active and self.are_pending()
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -81,5 +81,5 @@ class Interrupts:
         return bool(self._comm.gather_scalars(flag, label="interrupts").any())
 
     def stop(self) -> None:
-        """Raises Interrupted."""
+        """Raises Interrupted on every rank."""
         raise Interrupted(self._number)

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class Direction(StrEnum):
-    """Which way bytes go."""
+    """Direction of a transfer."""
 
     read = "read"  # disk to memory
     write = "write"  # memory to disk
@@ -19,7 +19,7 @@ class Direction(StrEnum):
 class IoCounters:
     """Bytes and busy seconds of file reads and writes; several threads and stores may share one.
 
-    `*_bytes` is what the disk moved (full 4096-byte pages), `*_payload_bytes` the part of it that was requested.
+    `*_bytes` counts the disk traffic (full 4096-byte pages), `*_payload_bytes` the requested part of it.
     Seconds are wall time during which at least one such transfer was running: two overlapping reads count once, so
     bytes / seconds is the rate of the disk. `busy_seconds` is the same over reads and writes together. Seconds of a
     transfer are added when the last of the overlapping ones ends.

@@ -18,7 +18,7 @@ class MemoryLedger:
         self._bytes: dict[Tier, dict[str, int]] = {tier: defaultdict(int) for tier in Tier}
         self._peak: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self._at_peak: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
-        self._lock = threading.Lock()  # I/O and communication threads book too
+        self._lock = threading.Lock()  # also used by I/O and communication threads
 
     def add(self, *, tier: Tier, category: str, nbytes: int) -> None:
         """Counts `nbytes` more on `tier` under `category`."""
@@ -35,20 +35,20 @@ class MemoryLedger:
             assert self._bytes[tier][category] >= 0, f"{category} on {tier.label} freed more often than allocated"
 
     def current(self, tier: Tier) -> int:
-        """Bytes booked on `tier` now."""
+        """Bytes on `tier` now."""
         with self._lock:
             return sum(self._bytes[tier].values())
 
     def peak(self, tier: Tier) -> int:
-        """The most bytes ever booked on `tier` at one time."""
+        """The most bytes on `tier` at one time."""
         return self._peak[tier]
 
     def by_category_at_peak(self, tier: Tier) -> dict[str, int]:
-        """Bytes booked on `tier` when it had its peak, per category, zeros left out."""
+        """Bytes per category at the peak of `tier`, without zeros."""
         with self._lock:
             return {category: nbytes for category, nbytes in self._at_peak[tier].items() if nbytes}
 
     def by_category(self, tier: Tier) -> dict[str, int]:
-        """Bytes booked on `tier` now, per category, zeros left out."""
+        """Bytes per category on `tier` now, without zeros."""
         with self._lock:
             return {category: nbytes for category, nbytes in self._bytes[tier].items() if nbytes}

@@ -1,4 +1,4 @@
-"""Which ranks work together: the process groups along the axes of parallelism.
+"""Process groups along the axes of parallelism.
 
 Rank = (((pp * DP + dp) * CP + cp) * SP + sp) * TP + tp. Tensor parallelism needs the fastest links, so its ranks are neighbours; pipeline
 stages communicate least and are farthest apart. Ranks that differ only in dp, cp or sp hold the same part of the model: they are the
@@ -33,12 +33,13 @@ AXES = (*_GROUPS, *_DATA_GROUPS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """Degrees of parallelism; the remaining factor of the world size is data parallelism.
+    """Degrees of parallelism. The remaining factor of the world size is data parallelism.
 
     pipeline: stages. tensor: shards of each layer. context: parts of each sequence, between which attention goes around a ring. sequence:
-    parts of each of those, which trade sequence for heads (Ulysses). expert: ranks over which a layer's experts are distributed; they are
+    parts of each of those, which exchange sequence for heads (Ulysses). expert: ranks over which a layer's experts are distributed; they
+    are
     data-parallel ranks too, so this degree does not multiply the number of ranks. intra_node: ranks of the data group that share a node's
-    fast links, see `ztk.zero.buckets.exchange`; 1: not used.
+    fast links, see `ztk.zero.buckets.exchange`; 1 disables it.
 
     Raises:
         ValueError: a degree is less than 1.

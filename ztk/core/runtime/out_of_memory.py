@@ -1,4 +1,4 @@
-"""What a rank holds when an allocation fails."""
+"""Memory report of a rank whose allocation failed."""
 
 import gc
 from dataclasses import dataclass, field
@@ -8,27 +8,27 @@ import torch
 from ztk.core.runtime.memory import MemoryLedger, Tier
 from ztk.core.runtime.system_memory import process_memory
 
-_TEXTS = ("can't allocate memory", "not enough memory")  # of torch's allocator on the CPU
+_TEXTS = ("can't allocate memory", "not enough memory")  # messages of torch's CPU allocator
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryState:
-    """Bytes of a rank. booked: of its ledgers, by tier and category. device: of the GPU's driver and allocator: `total`, `free`,
-    `allocated`, `reserved`, `max_allocated`; without a GPU `resident` and `max_resident` of the process."""
+    """Bytes of a rank. booked: from its ledgers, by tier and category. device: from the GPU's driver and allocator (`total`, `free`,
+    `allocated`, `reserved`, `max_allocated`); without a GPU, `resident` and `max_resident` of the process."""
 
     booked: dict[str, dict[str, int]] = field(default_factory=dict)
     device: dict[str, int] = field(default_factory=dict)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """An allocation failed, on a GPU or in main memory."""
+    """Whether `error` is a failed allocation, on a GPU or in main memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
 
 
 def memory_state() -> MemoryState:
-    """Of this process, now. Models that a traceback keeps alive count: call it while the error is handled."""
+    """The current state of this process. Includes models that a traceback keeps alive, so call it while the error is handled."""
     ledgers = [found for found in gc.get_objects() if type(found) is MemoryLedger]
     booked: dict[str, dict[str, int]] = {}
     for ledger in ledgers:

@@ -1,7 +1,8 @@
-"""A module's forward replaced on the instance, and what a copy of the module makes of it.
+"""Replaces the forward of a module instance so that copies of the module stay correct.
 
-A function in `module.__dict__` is copied by reference: a copy of the module (`copy.deepcopy`, `torch.save`, an averaged model) would run its
-forward with the first module's weights, without a word.
+A function in `module.__dict__` is copied by reference: a copy of the module (`copy.deepcopy`, `torch.save`, an averaged model) would run
+its
+forward with the first module's weights, without any error.
 """
 
 import copy
@@ -13,15 +14,15 @@ from torch import nn
 
 
 def replace_forward(module: nn.Module, *, by: Callable, refusal: str = "") -> None:
-    """`module.forward` is `by` from now on.
+    """Sets `module.forward` to `by`.
 
-    A copy of the module has the forward from before, bound to the copy; with `refusal` copying raises RuntimeError with that text.
+    A copy of the module has the original forward, bound to the copy. With `refusal`, copying raises RuntimeError with that text.
     """
     module.forward = OwnForward(module.forward, run=by, refusal=refusal)
 
 
 class OwnForward:
-    """Calls `run`; looks like the forward `before`, to which a copy goes back."""
+    """Callable that runs `run` and has the signature of `before`. A copy of it is `before`."""
 
     def __init__(self, before: Callable, *, run: Callable, refusal: str = "") -> None:
         functools.update_wrapper(self, before)
@@ -46,7 +47,7 @@ class OwnForward:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """The module computes another thing than its class's forward, which `replace_forward` may have surrounded."""
+    """Whether the module's forward differs from its class's forward, beyond a wrapper of `replace_forward`."""
     forward = module.forward
     while isinstance(forward, OwnForward):
         forward = forward.before

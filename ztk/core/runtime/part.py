@@ -1,4 +1,4 @@
-"""Which part of a parameter of the full model this rank holds.
+"""The part of a full model's parameter that a rank holds.
 
 Techniques that shard parameters (tensor and expert parallelism) record a `Part` per parameter that they shard or replicate. ZeRO shards
 that part again over the ranks that hold the same part, and checkpoints write it under the full parameter's name and shape.
@@ -23,9 +23,9 @@ class Part:
     """The box [start, start + shape) of a parameter of shape `full_shape`.
 
     axis: "data" or "expert_data", the ranks that hold the same box and train it on different data.
-    replica: this rank's number among the ranks on other axes that hold the same box and compute the same gradient; only number 0 counts it
-        in the gradient norm and writes it to checkpoints.
-    holders: pipeline ranks that hold copies and compute different gradients, of which all use the sum; empty: it is on one stage only.
+    replica: this rank's number among the ranks on other axes that hold the same box and compute the same gradient. Only number 0 counts the
+        box in the gradient norm and writes it to checkpoints.
+    holders: pipeline ranks that hold copies and compute different gradients; all use the sum. Empty if the parameter is on one stage only.
     """
 
     full_shape: tuple[int, ...]
@@ -77,7 +77,7 @@ class Part:
 
 
 def values_of_parts(full: InitialValues, *, parts: Mapping[str, Part]) -> InitialValues:
-    """Initial values of this rank's parts, taken from those of the full parameters: the same values as on one rank."""
+    """Initial values of this rank's parts, sliced from the full parameters' values: the same values as on one rank."""
 
     def values(*, name: str, start: int, stop: int) -> Tensor:
         part = parts.get(name)
@@ -93,7 +93,7 @@ def values_of_parts(full: InitialValues, *, parts: Mapping[str, Part]) -> Initia
 def share_first_values(parameter: nn.Parameter, *, comm: Comm, name: str, key: str) -> None:
     """Broadcasts the values of `comm`'s first rank before the parameter is sharded. Does nothing on the meta device.
 
-    key: the option that shards it, for the error.
+    key: name of the option that shards the parameter, for the error.
 
     Raises:
         ValueError: the parameter has no values of its own.

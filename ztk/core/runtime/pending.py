@@ -1,4 +1,4 @@
-"""Handles of what is under way: a read, a write, a copy, a collective."""
+"""Handles of asynchronous work: reads, writes, copies, collectives."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -9,17 +9,17 @@ from ztk.core.runtime.streams import Copy
 
 
 class Pending(Protocol):
-    """Something under way. `wait()` returns when it is over, with its tensor, of any shape, if it has one, and raises what went wrong."""
+    """Asynchronous work. `wait()` returns when it is done, with its tensor (any shape) if there is one, and raises its error."""
 
     def wait(self) -> Tensor | None: ...
 
 
 class Handle:
-    """A `Pending` with a value that is known at once.
+    """A `Pending` whose value is available immediately.
 
-    value: what `wait()` returns, of any shape. finish: called by every `wait()` before it returns; None: it is over already.
-    is_immediate: a collective that has to wait for it may start at once, on every rank alike (see `Comm.all_gather`).
-    copy: what the value comes by, if `finish` does nothing but wait for it; a collective may be issued on its stream.
+    value: the return value of `wait()`, of any shape. finish: called by every `wait()` before it returns. If omitted, the work is done.
+    is_immediate: a collective that depends on it may start at once, on every rank alike (see `Comm.all_gather`).
+    copy: the copy that produces the value, if `finish` only waits for it. A collective may be issued on its stream.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Handle:
 
 
 def then(work: Pending, *, action: Callable[[], object], is_immediate: bool = False) -> Handle:
-    """`work` followed by `action()`. The first `wait()` calls it; later ones do nothing."""
+    """`work` followed by `action()`. The first `wait()` calls `action`; later ones do nothing."""
     actions = [action]
 
     def finish() -> None:

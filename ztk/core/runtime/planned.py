@@ -1,7 +1,7 @@
 """Tensors of a plan: on the meta device, with shapes and without values (`ztk.planner`).
 
-What the host reads of tensors' values has its one place here, and what takes a tensor for the same as another looks at its storage: an
-address is 0 on the meta device.
+All reads of tensor values by the host go through this module. Tensors are compared by their storage, because every address is 0 on the
+meta device.
 """
 
 import weakref
@@ -18,12 +18,12 @@ _host: set[int] = set()  # storages of planned tensors that stand for host memor
 
 
 def is_planned(device: torch.device) -> bool:
-    """`device` computes nothing: what runs there is a plan."""
+    """Whether `device` computes nothing, because the run is a plan."""
     return device.type == "meta"
 
 
 def place_of(tensor: Tensor) -> tuple[int, int]:
-    """Identity of the storage of a tensor of any shape, and the byte where the tensor begins. Valid while the tensor lives."""
+    """Storage identity of a tensor (any shape) and the byte where the tensor begins. Valid while the tensor lives."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.element_size()
 
 
@@ -33,14 +33,14 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 
 
 def note_read(what: str) -> None:
-    """The host reads `what` from the device now, or a run on a GPU would. Says so to whoever watches."""
+    """Reports that the host reads `what` from the device here, or would in a run on a GPU. Calls the watcher, if there is one."""
     for seen in _watching:
         seen(what)
 
 
 @contextmanager
 def watch_reads(seen: Callable[[str], None]) -> Iterator[None]:
-    """Inside, `seen` is called with the name of everything that the host reads of values that the device has computed."""
+    """Context in which `seen` is called with the name of every device value that the host reads."""
     _watching.append(seen)
     try:
         yield
@@ -49,7 +49,7 @@ def watch_reads(seen: Callable[[str], None]) -> Iterator[None]:
 
 
 def on_host(values: Tensor, *, what: str) -> Tensor:
-    """`values`, of any shape, in host memory. Waits for the device. what: they are, see `watch_reads`."""
+    """`values` (any shape) in host memory. Waits for the device. what: name of the values, passed to `watch_reads`."""
     note_read(what)
     if not values.is_meta:
         return values.cpu()
@@ -57,21 +57,21 @@ def on_host(values: Tensor, *, what: str) -> Tensor:
 
 
 def in_one_memory(first: Tensor, *, second: Tensor) -> bool:
-    """Two tensors of any shapes are on one device, and in a plan both stand for its memory or both for the host's."""
+    """Whether two tensors (any shapes) are on one device. In a plan, whether both stand for device memory or both for host memory."""
     if first.device != second.device:
         return False
     return not first.is_meta or is_host_memory(first.untyped_storage()) == is_host_memory(second.untyped_storage())
 
 
 def is_set(flag: Tensor, *, what: str) -> bool:
-    """A device scalar [] as a bool. Waits for the device. A planned flag is not set: a plan skips no step. what: see `watch_reads`."""
+    """A device scalar [] as a bool. Waits for the device. False for a planned flag: a plan skips no step. what: see `watch_reads`."""
     note_read(what)
     return not flag.is_meta and bool(flag)
 
 
 def host_bytes(nbytes: int) -> Tensor:
-    """uint8 [nbytes], planned, that stands for host memory: what counts the device's bytes leaves it out."""
-    with _disable_current_modes():  # a mode would see the storage before it is known as the host's
+    """Planned uint8 [nbytes] that stands for host memory and is left out of counts of device memory."""
+    with _disable_current_modes():  # else a mode would count the storage before it is registered as host memory
         memory = torch.empty(nbytes, dtype=torch.uint8, device=PLANNED)
     storage = memory.untyped_storage()
     _host.add(storage._cdata)
@@ -81,5 +81,5 @@ def host_bytes(nbytes: int) -> Tensor:
 
 
 def is_host_memory(storage: torch.UntypedStorage) -> bool:
-    """A planned storage that `host_bytes` made."""
+    """Whether `host_bytes` made this planned storage."""
     return storage._cdata in _host

@@ -32,10 +32,10 @@ class Process:
         """Reads the launcher's environment, joins the process group and connects the collectives.
 
         Environment: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` (all absent: a world of one), and either `ZTK_STORE`
-        (path of a file that all ranks of one machine see; no port, no race) or `MASTER_ADDR` and `MASTER_PORT`.
+        (path of a file that all ranks of one machine can open; no port, no race) or `MASTER_ADDR` and `MASTER_PORT`.
 
         Raises:
-            ValueError: variables do not fit together, or the machine lacks the requested device.
+            ValueError: variables are inconsistent, or the machine lacks the requested device.
         """
         rank, world, local_rank, local_world = _read_place()
         chosen = _choose_device(device, local_rank=local_rank)
@@ -84,7 +84,7 @@ class Process:
         )
 
     def stop(self) -> None:
-        """Waits until all ranks arrive, then closes the connections. After a failure do not call it: just exit."""
+        """Waits until all ranks arrive, then closes the connections. Do not call it after a failure: exit instead."""
         self.comm.barrier()
         self.mesh.close()
         self.comm.close()
@@ -99,13 +99,14 @@ def all_replicas(comm: Comm) -> Mesh:
 
 
 def _read_place() -> tuple[int, int, int, int]:
-    """Rank, world size, local rank, local world size. Raises ValueError at once for what the others would wait for in vain."""
+    """Rank, world size, local rank, local world size. Raises ValueError at once for settings with which the other ranks would wait
+    forever."""
     world = _variable("WORLD_SIZE", default=1, least=1)
     rank = _variable("RANK", default=0, most=world - 1)
     if world > 1 and "RANK" not in os.environ:
         raise ValueError(f"WORLD_SIZE={world} without RANK: set RANK to this process's number, 0 to {world - 1}")
     local_world = _variable("LOCAL_WORLD_SIZE", default=world, least=1, most=world)
-    # Not bounded by LOCAL_WORLD_SIZE: it names the GPU, and ranks that go on without a lost one keep theirs.
+    # Not bounded by LOCAL_WORLD_SIZE: it names the GPU, and the surviving ranks of a restart keep their GPUs.
     local_rank = _variable("LOCAL_RANK", default=rank)
     return rank, world, local_rank, local_world
 

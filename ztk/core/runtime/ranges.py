@@ -1,7 +1,7 @@
 """Named ranges of a profile: phases, modules, collectives, updates of buckets. Without a recording they cost one comparison.
 
-torch's profiler sees the thread that started it and autograd's threads. What other threads of ztk do (collectives on the CPU, the update
-behind the forward) is kept here, and `Recording.elsewhere` has it.
+torch's profiler records the thread that started it and autograd's threads. Ranges of ztk's other threads (collectives on the CPU, the
+update during the forward) are recorded here and returned in `Recording.elsewhere`.
 """
 
 import threading
@@ -19,7 +19,7 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThreadRange:
-    """A range of a thread that torch's profiler does not see. start, stop: nanoseconds of the Unix epoch."""
+    """A range of a thread that torch's profiler does not record. start, stop: nanoseconds of the Unix epoch."""
 
     name: str
     thread: str
@@ -29,7 +29,7 @@ class ThreadRange:
 
 @dataclass(kw_only=True, slots=True)
 class Recording:
-    """elsewhere: in the order in which the ranges ended."""
+    """elsewhere: ranges of other threads, ordered by their end."""
 
     elsewhere: list[ThreadRange] = field(default_factory=list)
 
@@ -55,16 +55,16 @@ class _Active:
 
 
 def named(name: str) -> AbstractContextManager[None]:
-    """Inside, this thread is in the range `name`, if anybody records."""
+    """Context that records a range `name` of this thread, if a recording is active."""
     recording = _Active.recording
     return _NOTHING if recording is None else recording.named(name)
 
 
 @contextmanager
 def recorded(model: nn.Module | None) -> Iterator[Recording]:
-    """Inside, ranges are recorded, and every forward of a module of `model` is a range with the module's name, in recomputation too.
+    """Context in which ranges are recorded. Every forward of a module of `model` is a range with the module's name, in recomputation too.
 
-    Raises RuntimeError inside another one.
+    Raises RuntimeError inside another recording.
     """
     if _Active.recording is not None:
         raise RuntimeError("ranges are being recorded already")

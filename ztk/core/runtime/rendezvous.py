@@ -1,9 +1,10 @@
-"""The store over which ranks find each other: rank 0 serves it, where only the other ranks of the run can reach it as far as possible.
+"""The store over which ranks find each other. Rank 0 serves it, on an address that only the run's ranks can reach where possible.
 
-Whoever reaches the store may write into it, and torch's own listens on every interface of the machine. Here it listens on the one address that
-the ranks were told. It listens on all of them only where that address cannot be known: `MASTER_ADDR` is a name with several addresses, it
-stands for an address that this machine does not have itself (behind address translation), or it is a name that other machines resolve
-differently (Debian gives a machine's own name the address 127.0.1.1). A number in place of the name avoids the last two.
+Any process that reaches the store may write to it, and torch's own store listens on every interface of the machine. This one listens on the
+address that the ranks connect to. It listens on all interfaces only if that address cannot be determined: `MASTER_ADDR` is a name with
+several
+addresses, an address that this machine does not have itself (behind address translation), or a name that other machines resolve
+differently (Debian gives a machine's own name the address 127.0.1.1). A numeric address avoids the last two.
 """
 
 import datetime
@@ -23,9 +24,9 @@ def open_store(
     timeout: datetime.timedelta,
     wait_for_workers: bool = True,
 ) -> dist.TCPStore:
-    """The store at `address`, which rank 0 serves. A second call of this process for the same port joins the store that it serves.
+    """The store at `address`, which rank 0 serves. A second call in the same process for the same port joins that store.
 
-    is_one_machine: all ranks are on it.
+    is_one_machine: all ranks are on one machine.
     """
     own = _address(address, is_one_machine=is_one_machine)
     return dist.TCPStore(
@@ -41,7 +42,7 @@ def open_store(
 
 
 def _address(name: str, *, is_one_machine: bool) -> str | None:
-    """The only address of `name`, if other ranks have it from that name, too."""
+    """The only address of `name`, if other ranks resolve it the same way."""
     if name == "localhost":
         return "127.0.0.1"
     if name.startswith("127."):  # the other ranks connect to this one, not to 127.0.0.1
@@ -57,7 +58,7 @@ def _address(name: str, *, is_one_machine: bool) -> str | None:
 
 
 def _listen(address: str, *, port: int) -> int | None:
-    """A descriptor of a socket that listens there. None: this process serves the store already, or torch's error says who has the port."""
+    """File descriptor of a listening socket. None if this process already serves the port, or to let torch report the error."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -9,19 +9,21 @@ from concurrent.futures import Future
 
 from ztk.core.runtime.ending import end_with_process, forget, seconds_to_end
 
-LONGEST_CALL_SECONDS = 60.0  # what a call that waits for nobody may take when the process ends
+LONGEST_CALL_SECONDS = 60.0  # longest wait at exit for a call that depends on no other rank
 
 
 class SerialThread:
     """Like an executor with one worker, but the thread is a daemon.
 
-    A rank that fails must be able to exit while this thread waits for a peer; `concurrent.futures` joins its threads at exit. It ends
-    after the calls that were submitted when nobody has this object any more, and before the interpreter does (`ztk.core.runtime.ending`);
-    what is submitted later runs at once, in the caller's thread.
+    A rank that fails must be able to exit while this thread waits for a peer; `concurrent.futures` joins its threads at exit. When this
+    object is
+    garbage-collected, the thread finishes the submitted calls and ends, at the latest before the interpreter does
+    (`ztk.core.runtime.ending`).
+    Later calls run at once, in the caller's thread.
     """
 
     def __init__(self, *, name: str, interrupt: Callable[[], None] | None = None) -> None:
-        """interrupt: makes a call that waits for another rank raise, for the end of the process; it must not hold this object."""
+        """interrupt: makes a call that waits for another rank raise, when the process ends. Must not reference this object."""
         self._calls = _Calls()
         self._thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
         end_with_process(self._thread, end=functools.partial(_end, self._thread, self._calls, interrupt))
@@ -60,7 +62,7 @@ class InlineCalls:
 
 
 class _Calls:
-    """The calls of a thread, in order; it ends once it has found a None and the queue is empty."""
+    """The queue of a thread. The thread ends after it has received None and the queue is empty."""
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue = queue.SimpleQueue()
@@ -76,7 +78,7 @@ def _serve(calls: _Calls) -> None:
         if calls.ended:
             break
         item = calls.queue.get()
-        if item is None:  # several are possible: by the finalizer, by `close` and by the end of the process
+        if item is None:  # sent by the finalizer, by `close` and at process exit
             is_ending = True
             continue
         call, future = [item[0]], item[1]
@@ -87,10 +89,10 @@ def _serve(calls: _Calls) -> None:
 
 
 def _run(call: list[Callable], future: Future) -> None:
-    """The one call of the list. It and its tensors are freed before anybody is told that it is done, who may end the process then."""
+    """Runs the call in the list. Frees it and its tensors before the future is set, because the waiting thread may then end the process."""
     try:
         result = call[0]()
-    except BaseException as error:  # belongs to whoever waits for the result
+    except BaseException as error:  # raised in the thread that waits for the result
         call.clear()
         future.set_exception(error)
     else:

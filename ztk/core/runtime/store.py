@@ -1,4 +1,4 @@
-"""Where a shard is stored: the protocol of a tier, which `ztk.zero.offload` implements for main memory and disks, and the device tier."""
+"""The `Store` protocol of a memory tier, and its implementation for device memory. `ztk.zero.offload` has main memory and disks."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,13 +32,13 @@ class Store(Protocol):
 
     def allocate(
         self, *, name: str, shape: tuple[int, ...], dtype: torch.dtype, category: str, keep: bool = False
-    ) -> Slot: ...  # keep: what is put stays in memory until `forget`, where there is room
+    ) -> Slot: ...  # keep: values stay in memory until `forget`, if there is room
 
     def fetch(self, slot: Slot) -> Pending: ...
 
-    def has_room(self, slot: Slot) -> bool: ...  # a fetch ahead of time takes no memory that others need
+    def has_room(self, slot: Slot) -> bool: ...  # whether prefetching it leaves enough memory
 
-    def fetch_ahead(self, slot: Slot) -> Pending | None: ...  # long before its use; None: no memory now, or no gain
+    def fetch_ahead(self, slot: Slot) -> Pending | None: ...  # early prefetch; None if there is no memory or no gain
 
     def fetch_into(self, slot: Slot, *, out: Tensor) -> Handle: ...
 
@@ -46,7 +46,7 @@ class Store(Protocol):
 
     def release(self, slot: Slot) -> None: ...
 
-    def forget(self, slot: Slot) -> None: ...  # nobody will read what was put; undefined until the next `put`
+    def forget(self, slot: Slot) -> None: ...  # drops the value; undefined until the next `put`
 
     def flush(self) -> None: ...
 
@@ -55,7 +55,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stores:
-    """Which store keeps which kind of state. average: of the weights; None: it is among the optimizer states, or there is none."""
+    """Store of each kind of state. average: store of averaged weights, or None if they are optimizer states or do not exist."""
 
     optimizer: Store
     gradients: Store
@@ -73,7 +73,7 @@ class Stores:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class DeviceSlot:
-    """A slot that is the tensor itself. last_copy: from host memory; None: what was put came from the device."""
+    """A slot that holds the tensor itself. last_copy: the last copy from host memory, or None if the value came from the device."""
 
     name: str
     shape: tuple[int, ...]
@@ -119,7 +119,7 @@ class DeviceStore:
         if not has_streams(slot.tensor) or has_streams(value):
             slot.tensor.copy_(value)
             return Handle()
-        slot.last_copy = start_copy(value, out=slot.tensor)  # an optimizer on the host goes on meanwhile
+        slot.last_copy = start_copy(value, out=slot.tensor)  # overlaps with the optimizer on the host
         assert slot.last_copy is not None, "the slot is on a GPU"
         return Handle(finish=slot.last_copy.synchronize)
 
@@ -137,6 +137,6 @@ class DeviceStore:
 
 
 def _follow(slot: DeviceSlot) -> None:
-    """What the current stream does next finds in the slot what was put."""
+    """Makes the current stream wait until the slot's last copy is done."""
     if slot.last_copy is not None:
         slot.last_copy.wait()

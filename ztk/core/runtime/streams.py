@@ -1,12 +1,13 @@
-"""The one owner of copy streams: copies between host and device run on two streams of their own, one in each direction.
+"""Copies between host and device, on two streams per device, one in each direction. No other module creates copy streams.
 
-[Note: What orders what]
-A copy starts behind the work that the current stream had been given before the call, and behind the copy it is told of. Afterwards
-`Copy.wait` makes the current stream wait for it, and the host goes on; before the host reads or changes its side, it calls
-`Copy.synchronize`. A PCIe link carries both directions at full speed at one time, so each has a stream.
+[Note: Stream order]
+A copy starts after the work given to the current stream before the call, and after the copy passed as `after`. `Copy.wait` makes the
+current stream wait for the copy without blocking the host. Before the host reads or changes its side, it must call `Copy.synchronize`.
+A PCIe link carries both directions at full speed at the same time, so each direction has its own stream.
 
-Everything here goes through a `StreamApi`. The usual one is torch.cuda's; `tests/core/streams` has one that checks, on tensors without values,
-that whatever uses a buffer is ordered behind whoever used it before. Copies are between tensors of one dtype, or cast.
+All calls go through a `StreamApi`, by default torch.cuda's. `tests/core/streams` has one for tensors without values, which checks that
+every
+use of a buffer is ordered after earlier uses. Copies are between tensors of one dtype, or cast.
 """
 
 import functools
@@ -19,35 +20,35 @@ from torch import Tensor
 
 
 class Event(Protocol):
-    """A moment of a stream."""
+    """A point in a stream."""
 
     def synchronize(self) -> None:
-        """The host waits for it."""
+        """Blocks the host until the event has happened."""
         ...
 
     def query(self) -> bool:
-        """It is over."""
+        """Whether the event has happened."""
         ...
 
 
 class Stream(Protocol):
-    """Work in order."""
+    """A queue of work that runs in order."""
 
     def wait_event(self, event: Event, /) -> None:
-        """What is given to the stream from now on starts behind `event`."""
+        """Makes later work of the stream start after `event`."""
         ...
 
     def record_event(self) -> Event:
-        """The end of what the stream has been given so far."""
+        """Records the end of the stream's work so far."""
         ...
 
     def synchronize(self) -> None:
-        """The host waits for all of it."""
+        """Blocks the host until the stream's work is done."""
         ...
 
 
 class StreamApi(Protocol):
-    """What a device offers. has_streams: tensor [any shape] is in memory that streams work on."""
+    """Stream functions of a device. has_streams: whether tensor [any shape] is in memory that streams work on."""
 
     def has_streams(self, tensor: Tensor) -> bool: ...
 
@@ -57,38 +58,38 @@ class StreamApi(Protocol):
 
     def use(self, stream: Stream) -> AbstractContextManager: ...  # makes it the current one
 
-    def keep_for(self, tensor: Tensor, *, stream: Stream) -> None: ...  # freed memory is not handed out before
+    def keep_for(self, tensor: Tensor, *, stream: Stream) -> None: ...  # delays reuse of freed memory
 
-    def is_capturing(self) -> bool: ...  # what the current stream is given becomes a graph, and does not run yet
+    def is_capturing(self) -> bool: ...  # the current stream is captured into a graph
 
 
 class CudaStreams:
     """The streams of torch.cuda."""
 
     def has_streams(self, tensor: Tensor) -> bool:
-        """`tensor`, of any shape, is on a GPU."""
+        """Whether `tensor` (any shape) is on a GPU."""
         return tensor.is_cuda
 
     def current(self, device: torch.device) -> Stream:
-        """The stream that this thread's operations on `device` go to."""
+        """This thread's current stream of `device`."""
         return torch.cuda.current_stream(device)
 
     def new(self, device: torch.device) -> Stream:
-        """One of the device's pool of streams."""
+        """A stream of the device's pool."""
         return torch.cuda.Stream(device)
 
     def use(self, stream: Stream) -> AbstractContextManager:
-        """Inside, operations of this thread go to `stream`."""
+        """Context in which this thread's operations run on `stream`."""
         # pyrefly: ignore[bad-argument-type]  # made by `new` or `current`
         return torch.cuda.stream(stream)
 
     def keep_for(self, tensor: Tensor, *, stream: Stream) -> None:
-        """The memory of `tensor`, of any shape, is handed out again only behind what `stream` has been given so far."""
+        """Delays reuse of the memory of `tensor` (any shape) until the current work of `stream` is done."""
         # pyrefly: ignore[bad-argument-type]  # made by `new` or `current`
         tensor.record_stream(stream)
 
     def is_capturing(self) -> bool:
-        """`torch.cuda.graph` records what this thread's current stream is given."""
+        """Whether `torch.cuda.graph` is capturing this thread's current stream."""
         return torch.cuda.is_current_stream_capturing()
 
 
@@ -103,7 +104,7 @@ _active = _Active()
 
 @contextmanager
 def use_api(api: StreamApi) -> Iterator[None]:
-    """Inside, streams are those of `api`."""
+    """Context in which `api` provides the streams."""
     before, _active.api = _active.api, api
     _copies.cache_clear()
     try:
@@ -114,61 +115,62 @@ def use_api(api: StreamApi) -> Iterator[None]:
 
 
 def has_streams(tensor: Tensor) -> bool:
-    """`tensor`, of any shape, is in memory of a device whose work runs on streams."""
+    """Whether `tensor` (any shape) is in memory of a device with streams."""
     return _active.api.has_streams(tensor)
 
 
 def current_event(device: torch.device) -> Event:
-    """The end of what the current stream of `device` has been given so far."""
+    """Event at the end of the current stream's work so far on `device`."""
     return _active.api.current(device).record_event()
 
 
 def stream_of(tensor: Tensor) -> Stream | None:
-    """The stream that computes where `tensor`, of any shape, is; None: it is in memory without streams."""
+    """The stream that computes on the device of `tensor` (any shape), or None if its device has no streams."""
     return _active.api.current(tensor.device) if has_streams(tensor) else None
 
 
 def order_behind_current(stream: Stream, *, tensor: Tensor) -> None:
-    """What `stream` is given from now on starts behind what the current stream of the device of `tensor`, of any shape, was given so far."""
+    """Makes later work of `stream` start after the work so far of the current stream of the device of `tensor` (any shape)."""
     current = _active.api.current(tensor.device)
     if stream != current:
         stream.wait_event(current.record_event())
 
 
 def is_capturing(tensor: Tensor) -> bool:
-    """What is done with `tensor`, of any shape, becomes part of a graph: the host may neither read it nor wait for it now."""
+    """Whether operations on `tensor` (any shape) are being captured into a graph. The host must then neither read nor wait."""
     return has_streams(tensor) and _active.api.is_capturing()
 
 
 class Copy:
-    """A copy that was given to a stream. `Handle`s and the current stream wait by `wait`, the host by `synchronize`."""
+    """A copy issued to a stream. `wait` orders the current stream after it, `synchronize` blocks the host."""
 
     def __init__(self, *, stream: Stream, event: Event, device: torch.device) -> None:
         self.event = event
         self._stream, self._device = stream, device
 
     def wait(self) -> None:
-        """What the current stream is given from now on finds the copy done. The host does not wait."""
+        """Makes later work of the current stream start after the copy, without blocking the host."""
         _active.api.current(self._device).wait_event(self.event)
 
     def synchronize(self) -> None:
-        """The host waits until the copy is done."""
+        """Blocks the host until the copy is done."""
         self.event.synchronize()
 
     def is_completed(self) -> bool:
-        """It is done."""
+        """Whether the copy is done."""
         return self.event.query()
 
     def on_its_stream(self) -> AbstractContextManager:
-        """Inside, the current stream is the copy's: what is issued there is ordered behind it, and computing goes on."""
+        """Context in which the copy's stream is current: work issued there runs after the copy and overlaps with compute."""
         return _active.api.use(self._stream)
 
 
 def start_copy(source: Tensor, *, out: Tensor, after: Copy | None = None) -> Copy | None:
-    """Starts `out.copy_(source)` on a stream of its direction; None: both are on the host, and nothing was done.
+    """Starts `out.copy_(source)` on the copy stream of its direction. Returns None, without copying, if both are on the host.
 
-    source, out: tensors of one shape, of which one may be on a GPU and the other in page-locked memory. Until `Copy.wait` the current
-    stream, and until `Copy.synchronize` the host, must not change `source` or use `out`. after: an earlier copy that this one follows.
+    source, out: tensors of one shape, one on a GPU and the other in page-locked memory. Neither the current stream (before `Copy.wait`) nor
+    the
+    host (before `Copy.synchronize`) may change `source` or use `out`. after: an earlier copy that must finish first.
     """
     on_device = next((tensor for tensor in (out, source) if _active.api.has_streams(tensor)), None)
     if on_device is None:
@@ -178,7 +180,7 @@ def start_copy(source: Tensor, *, out: Tensor, after: Copy | None = None) -> Cop
 
 
 def copy_on(stream: Stream, *, source: Tensor, out: Tensor, after: Copy | None = None) -> Copy:
-    """As `start_copy`, on `stream`: `out.copy_(source)` of two tensors of one shape, one of them on a device."""
+    """Like `start_copy`, but on `stream`: `out.copy_(source)` of two tensors of one shape, one of them on a device."""
     on_device = out if _active.api.has_streams(out) else source
     stream.wait_event(current_event(on_device.device))
     if after is not None:
@@ -190,7 +192,7 @@ def copy_on(stream: Stream, *, source: Tensor, out: Tensor, after: Copy | None =
 
 
 def copy_behind(event: Event, *, source: Tensor, out: Tensor) -> None:
-    """`out.copy_(source)` of two tensors of one shape, one of them on a device, behind `event`: for a thread of its own. Done on return."""
+    """Copies after `event` and waits: `out.copy_(source)` of two tensors of one shape, one of them on a device. For background threads."""
     device = (out if _active.api.has_streams(out) else source).device
     stream = _active.api.new(device)
     stream.wait_event(event)
@@ -200,17 +202,17 @@ def copy_behind(event: Event, *, source: Tensor, out: Tensor) -> None:
 
 
 class Reading:
-    """Values on their way to the host: what the device is given between the start and `wait` runs while the host waits for them."""
+    """Values being copied to the host. Device work issued before `wait` overlaps with the copy."""
 
     def __init__(self, values: Tensor) -> None:
-        """values: a tensor of any shape, as the current stream leaves it."""
+        """values: a tensor of any shape, read after the current stream's work so far."""
         self._values, self._copy = values, None
         if has_streams(values):
             self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda)
             self._copy = start_copy(values, out=self._values)
 
     def wait(self) -> Tensor:
-        """The values, in the host's memory."""
+        """Waits and returns the values in host memory."""
         if self._copy is not None:
             self._copy.synchronize()
         return self._values
@@ -218,5 +220,5 @@ class Reading:
 
 @functools.cache
 def _copies(device: torch.device) -> tuple[Stream, Stream]:
-    """The streams to a device and from it."""
+    """The copy streams to and from a device."""
     return _active.api.new(device), _active.api.new(device)

@@ -1,15 +1,15 @@
-"""Main memory as Linux counts it, in bytes, under the kernel's names: those of proc_meminfo(5) and proc_pid_status(5)."""
+"""Main memory as Linux counts it, in bytes, under the kernel's names (proc_meminfo(5), proc_pid_status(5))."""
 
 from pathlib import Path
 
 
 def machine_memory() -> dict[str, int]:
-    """Of the machine: `MemTotal`, `MemAvailable` (what a new program could have), `SwapFree` and others; empty on another system."""
+    """Memory of the machine: `MemTotal`, `MemAvailable` (available to a new program), `SwapFree` and others. Empty on other systems."""
     return _read(Path("/proc/meminfo"))
 
 
 def process_memory() -> dict[str, int]:
-    """Of this process: `VmRSS`, resident now, `VmHWM`, resident at most, and others; empty on another system."""
+    """Memory of this process: `VmRSS` (resident now), `VmHWM` (peak resident) and others. Empty on other systems."""
     found = _read(Path("/proc/self/status"))
     if found:
         found["VmHWM"] = max(found["VmHWM"], found["VmRSS"])  # the kernel updates it late

@@ -2,7 +2,7 @@
 
 Blocking transports run on one thread per process, in the order of submission. The order is the same on all ranks because all ranks run
 the same program. So communication overlaps with compute, and no rank can overtake another. Point-to-point messages have their own
-threads. What arrives has the dtype of what was sent.
+threads. Results have the dtype of the tensor that was sent.
 """
 
 import ctypes
@@ -28,9 +28,9 @@ from ztk.core.runtime.streams import current_event, is_capturing
 
 
 class Work:
-    """A collective under way. `wait()` returns when its result may be used (on a GPU: by the current stream).
+    """A collective in flight. After `wait()` its result may be used (on a GPU: by the current stream).
 
-    pending: a future, an object with `wait()`, None if it is complete, or a function that starts the collective now.
+    pending: a future, an object with `wait()`, a function that starts the collective, or None if the collective is complete.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class Work:
 
 
 class _Watched:
-    """A collective on a device, of which the watchdog knows without what torch's object keeps.
+    """A device collective that the watchdog can follow without keeping its tensors alive.
 
-    NCCL's object has its tensors until it is dropped, also when the current stream has waited. Buffers count the references to their memory
-    to see whether somebody has a view, and the host is many collectives ahead of the device: all of their buffers would seem to be in use.
+    NCCL's work object holds its tensors until it is dropped, even after the current stream has waited. `BufferPool` counts references to
+    detect views, and the host runs many collectives ahead of the device, so all of their buffers would appear to be in use.
     """
 
     def __init__(self, work: Any, *, entered: Entered, watchdog: Watchdog, device: torch.device) -> None:
-        """work: what a transport that does not block has returned. entered: what `Watchdog.enter` has."""
+        """work: the object that a non-blocking transport returned. entered: the entry from `Watchdog.enter`."""
         self._work, self._device = work, device
         self._leave = functools.partial(watchdog.leave, entered)
         self._leave(is_over=work.is_completed)
@@ -99,14 +99,15 @@ class _Watched:
         self._work.wait()
         self._leave(
             is_over=current_event(self._device).query
-        )  # behind the collective, because the current stream now is
+        )  # the current stream runs after the collective from here on
 
 
 class Comm:
-    """Collectives on flat contiguous tensors among `size` ranks, counted.
+    """Counted collectives on flat contiguous tensors among `size` ranks.
 
-    `before` is called with the label before each collective: tests use it to delay or to kill. `observe` is called after each one with its
-    kind, its label, the bytes of its buffer and its seconds. To measure these it waits for the collective, so nothing overlaps.
+    `before` is called with the label before each collective; tests use it to delay or kill a rank. `observe` is called after each
+    collective
+    with its kind, label, buffer bytes and seconds. Measuring requires waiting for each collective, so nothing overlaps while it is set.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Comm:
         device: torch.device,
         watchdog: Watchdog | None = None,
     ) -> None:
-        """watchdog: for transports that do not check labels themselves."""
+        """watchdog: required by transports that do not compare labels themselves."""
         self.rank, self.size, self.device = rank, size, device
         self.counters = CommCounters()
         self.before: Callable[[str], None] | None = None
@@ -130,21 +131,23 @@ class Comm:
         self._message_threads: dict[str, SerialThread] = {}
 
     def empty(self, numel: int, *, dtype: torch.dtype, label: str) -> Tensor:
-        """A long-lived buffer [numel] with undefined content. A collective call; waits.
+        """Allocates a long-lived buffer [numel] with undefined content. A collective call; waits.
 
-        On the CPUs of one machine the buffer lies in shared memory, so collectives on all of it need no copies.
+        On the CPUs of one machine the buffer is in shared memory, so collectives on the whole buffer need no copies.
         """
         made = None
-        if self._thread is not None:  # a collective call: it keeps its order among the others
+        if self._thread is not None:  # `empty` is a collective, so it must run in submission order
             name = f"memory {label} {numel} x {str(dtype)[6:]}"
             made = self._thread.submit(lambda: self._transport.empty(numel, dtype=dtype, label=name)).result()
         return torch.empty(numel, dtype=dtype, device=self.device) if made is None else made
 
     def all_gather(self, full: Tensor, *, label: str, after: Handle | None = None) -> Work:
-        """In place: every rank's slice of `full` [size * n] reaches every rank. `after.wait()` runs first, if given.
+        """Gathers in place: every rank's slice of `full` [size * n] reaches every rank. Runs `after.wait()` first, if given.
 
-        after: without a communication thread (a world of one, NCCL) a collective that depends on it starts at its own `wait()`, which is at
-        the same place of the program on every rank, or at once if `after` is immediate: behind its copy, if it has one.
+        after: a handle that must complete before the collective starts. Without a communication thread (one rank, or NCCL), a collective
+        with a
+        dependency starts in its own `wait()`, which every rank calls at the same place of the program. If `after` is immediate it starts
+        at once, on the stream of its copy if there is one.
         """
         self._check(full)
         self.counters.count("all_gather", numel=full.numel(), itemsize=full.itemsize)
@@ -160,9 +163,10 @@ class Comm:
         )
 
     def all_reduce(self, full: Tensor, *, label: str, in_shard_order: bool = True) -> Work:
-        """In place: `full` [size * n] becomes its sum over ranks, the same bits on all, added in the order that `reduce_scatter` adds in.
+        """Sums `full` [size * n] over ranks in place, with the same bits on all ranks and the summation order of `reduce_scatter`.
 
-        in_shard_order: False: NCCL may choose the order, which is that of its own all-reduce: for sums that no sharded run makes otherwise.
+        in_shard_order: if False, NCCL may use the order of its own all-reduce. Use this for sums that no sharded run computes in another
+        way.
         """
         self._check(full)
         own = full.chunk(self.size)[self.rank]
@@ -188,10 +192,11 @@ class Comm:
         label: str,
         kind: str = "all_to_all",
     ) -> Work:
-        """All-to-all with parts of unequal size: `send[r]` rows of `source` [S, C] go to rank r, `receive[r]` rows of `out` come from it.
+        """All-to-all with parts of unequal size: `send[r]` rows of `source` [S, C] go to rank r, and `receive[r]` rows of `out` come from
+        it.
 
-        Rank r must receive as many rows as this rank sends to it. Counts may be zero; every rank makes the call nevertheless.
-        kind: the counter that the rows of `source` are added to.
+        Rank r must receive as many rows as this rank sends to it. Counts may be zero; every rank must make the call nevertheless.
+        kind: counter for the rows of `source`.
         """
         assert sum(send) == source.shape[0] and sum(receive) == out.shape[0] and source.shape[1:] == out.shape[1:]
         assert source.is_contiguous() and out.is_contiguous() and source.dtype == out.dtype
@@ -209,7 +214,8 @@ class Comm:
         )  # the number of rows differs between ranks
 
     def pass_on(self, source: Tensor, *, out: Tensor, label: str) -> Work:
-        """Around a ring: `source` [n] goes to the next rank, and `out` [n] receives that of the rank before. Every rank makes the call."""
+        """Shifts around the ring: `source` [n] goes to the next rank, and `out` [n] receives the previous rank's. Every rank makes the
+        call."""
         assert source.is_contiguous() and source.dim() == 1 and out.shape == source.shape and out.dtype == source.dtype
         self.counters.count("ring", numel=source.numel(), itemsize=source.itemsize)
         send, receive = [0] * self.size, [0] * self.size
@@ -228,10 +234,10 @@ class Comm:
         return self._submit(f"broadcast {label}", tensor, lambda t, name: t.broadcast(flat, source=source, label=name))
 
     def send(self, tensor: Tensor, *, to: int, label: str, kind: str = "send") -> Work:
-        """The bytes of `tensor` (contiguous, any dtype) go to rank `to`, which calls `recv` with the same size and label.
+        """Sends the bytes of `tensor` (contiguous, any dtype) to rank `to`, which calls `recv` with the same size and label.
 
-        Messages to one rank arrive in the order of the calls; they may overtake collectives and messages to others. `tensor` is kept
-        alive and must not change before `wait()` has returned. kind: the counter it is added to, only at the sender.
+        Messages to one rank arrive in the order of the calls. They may overtake collectives and messages to other ranks. `tensor` is kept
+        alive and must not change before `wait()` returns. kind: counter for the message, at the sender only.
         """
         self.counters.count(kind, numel=tensor.numel(), itemsize=tensor.itemsize)
         return self._pass(
@@ -272,13 +278,14 @@ class Comm:
         return [pickle.loads(ctypes.string_at(row.data_ptr(), size)) for row, size in zip(rows, sizes, strict=True)]
 
     def send_object(self, obj: object, *, to: int, label: str) -> list[tuple[Work, Tensor]]:
-        """`obj` (small, picklable) goes to rank `to`, which calls `recv_object`. Returns what must be kept until it is sent."""
+        """Sends `obj` (small, picklable) to rank `to`, which calls `recv_object`. The caller keeps the returned works until they are
+        done."""
         data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(self.device)
         size = torch.tensor([data.numel()], device=self.device)
         return [(self.send(tensor, to=to, label=label, kind="scalars"), tensor) for tensor in (size, data)]
 
     def recv_object(self, *, source: int, label: str) -> Any:
-        """What rank `source` sends by `send_object`. Waits."""
+        """Receives the object that rank `source` sends with `send_object`. Waits."""
         note_read("an object of another rank")
         size = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.recv(size, source=source, label=label).wait()
@@ -293,7 +300,7 @@ class Comm:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Ends the thread and the connections; peers that still wait see this rank as lost."""
+        """Stops the threads and closes the connections. Peers that still wait raise `PeerLost`."""
         for thread in (self._thread, *self._message_threads.values()):
             if thread is not None:
                 thread.close()
@@ -322,7 +329,7 @@ class Comm:
     def _submit(
         self, label: str, tensor: Tensor, run: Callable, *, size: str | None = None, after: Handle | None = None
     ) -> Work:
-        """size: the size in the label, the same on all ranks; None: the number of elements."""
+        """size: size in the label, equal on all ranks. Defaults to the number of elements."""
         name = f"{label} {size or tensor.numel()} x {str(tensor.dtype)[6:]}"
 
         def task():
@@ -350,7 +357,7 @@ class Comm:
                 return Work(task, counters=self.counters)
             if after is None or after.copy is None:
                 return Work(task(), counters=self.counters)
-            with after.copy.on_its_stream():  # the collective is behind the copy, and the current stream computes on
+            with after.copy.on_its_stream():  # runs after the copy, without blocking the current stream
                 pending = task()
             return Work(after.copy if pending is None else pending, counters=self.counters)
         return Work(self._thread.submit(task), counters=self.counters, watchdog=self._watchdog)

@@ -1,4 +1,4 @@
-"""Which transport a group of ranks uses."""
+"""Chooses the transport of a group of ranks and connects it."""
 
 import datetime
 import itertools
@@ -19,7 +19,7 @@ _connected = itertools.count()  # the same number on all ranks: they connect in 
 
 
 def backend_of(device: torch.device) -> str:
-    """What torch.distributed moves tensors of ranks on `device` with, and those in their main memory."""
+    """The torch.distributed backends for tensors on `device` and in host memory, as one string."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 
 
@@ -38,8 +38,8 @@ def connect(*, device: torch.device, one_node: bool, timeout_seconds: float) -> 
 
 
 def _of_all_ranks(device: torch.device, *, timeout_seconds: float) -> dist.ProcessGroup:
-    """The running process group. If a script has joined with nccl alone, another one of the same ranks: the shapes of a pipeline's batches and
-    background checkpoints go by the host."""
+    """The process group of all ranks. If a script initialised nccl alone, creates a group with a CPU backend too: the shapes of pipeline
+    messages and background checkpoints are exchanged on the host."""
     group = dist.group.WORLD
     assert group is not None, "this process has joined"
     if group.size() > 1 and torch.device("cpu") not in group._device_types:
@@ -57,13 +57,13 @@ def connect_groups(
     own = next(group for group in groups if rank in group)
     if len(own) == 1:  # then all are: the groups have equal sizes
         return Comm(SingleRankTransport(), rank=0, size=1, device=device)
-    backend = backend_of(device)  # whatever a script has joined with
+    backend = backend_of(device)  # independent of the backend that a script initialised
     made = {tuple(ranks): dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in groups}
     one_node = len({member // local_world_size for member in own}) == 1
     transport = _transport(made[tuple(own)], device=device, one_node=one_node, timeout_seconds=timeout_seconds)
     if isinstance(transport, SharedMemoryTransport):
-        # The group has connected the ranks and is not needed again. Its threads poll: a hundred of them took half a core.
-        # No rank still uses it: every rank has sent its memory, after the last collective of the group.
+        # The group was needed only to connect the ranks. Its threads poll: a hundred of them used half a core.
+        # Safe to destroy: every rank sent its memory after the group's last collective.
         dist.destroy_process_group(made[tuple(own)])
     return _comm(
         transport, ranks=own, rank=own.index(rank), device=device, timeout_seconds=timeout_seconds, number=number

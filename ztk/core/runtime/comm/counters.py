@@ -1,4 +1,4 @@
-"""What the collectives moved, by kind."""
+"""Volume and time of collectives, by kind."""
 
 from collections import defaultdict
 
@@ -19,10 +19,11 @@ KINDS = (
 class CommCounters:
     """Calls, elements and bytes per kind, and seconds.
 
-    The volume is the one of the ZeRO paper (Rajbhandari et al. 2020, section 7): a gather or reduce-scatter of a tensor with n
-    elements counts n, an all-reduce 2 n because it is a reduce-scatter followed by an all-gather. What crosses a
-    wire is (N-1)/N of that on N ranks. `scalars` counts the few numbers that ranks exchange per step (gradient norm, loss) separately,
-    so that the formulas hold exactly.
+    The volume is the one of the ZeRO paper (Rajbhandari et al. 2020, section 7): a gather or reduce-scatter of a tensor with n elements
+    counts
+    n, an all-reduce counts 2 n because it is a reduce-scatter followed by an all-gather. The bytes on the wire are (N-1)/N of that on N
+    ranks.
+    `scalars` counts the few numbers that ranks exchange per step (gradient norm, loss) separately, so that the formulas hold exactly.
 
     `busy_seconds` is the time the transport worked, `wait_seconds` the part of it that the step had to wait for.
     """

@@ -1,8 +1,8 @@
-"""What can go wrong between ranks."""
+"""Errors of communication between ranks."""
 
 
 class PeerLost(RuntimeError):
-    """Another rank is gone. This is never the first cause: that is the other rank's own error."""
+    """Another rank is gone. Never the first cause: the lost rank's own error is."""
 
 
 class CommMismatch(RuntimeError):

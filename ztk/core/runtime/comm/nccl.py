@@ -9,11 +9,11 @@ from ztk.core.runtime.comm.transport import SeparateMemory
 
 
 class NcclTransport(SeparateMemory):
-    """Calls return at once; `wait()` on what they return orders the current stream behind them.
+    """Collectives return at once. `wait()` on the returned work orders the current stream after them.
 
-    The group moves tensors of the host too, by gloo (`connect.backend_of`): there `wait()` makes the host wait.
+    Tensors in host memory go over gloo (`connect.backend_of`); their `wait()` blocks the host.
 
-    An all-reduce of gradients is done as reduce-scatter and all-gather over the same slices as the sharded stages use, so that the order of
+    An all-reduce of gradients is a reduce-scatter and an all-gather over the same slices as the sharded stages use, so that the order of
     summation is the same at every stage. `all_sum`, for activations of tensor parallelism, is NCCL's own.
     """
 
@@ -34,11 +34,11 @@ class NcclTransport(SeparateMemory):
     def all_reduce(self, full: Tensor, *, own: Tensor, label: str) -> dist.Work:
         scattered = self.reduce_scatter(full, out=own, label=label)
         if not full.is_cuda:
-            scattered.wait()  # gloo's calls have no stream that keeps their order, and write the result in their `wait`
+            scattered.wait()  # gloo has no stream order, and writes the result in `wait`
         return self.all_gather(full, label=label)
 
     def all_sum(self, full: Tensor, *, own: Tensor, label: str) -> dist.Work | None:
-        """As `all_reduce`, `full` [size * n] and `own` [n] of any dtype, in an order of the transport's choice."""
+        """As `all_reduce`, for `full` [size * n] and `own` [n] of any dtype, in an order that the transport chooses."""
         return dist.all_reduce(full, group=self._group, async_op=True)
 
     def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> dist.Work:

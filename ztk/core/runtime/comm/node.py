@@ -72,14 +72,14 @@ class NodeGroup:
         try:
             connection.connect(name + str(peer))
             connection.sendall(_RANK.pack(self.rank))
-        except OSError as error:  # it listened before the barrier, and stops after all calls
+        except OSError as error:  # the peer listens from before the barrier until all have connected
             raise PeerLost(f"rank {peer} is gone (connecting): {error}") from error
         if not _is_ours(connection):
             raise PeerLost(f"rank {peer} does not belong to this user (connecting): start all ranks as one user")
         return connection
 
     def _await_calls(self, listener: socket.socket, *, made: dict[int, socket.socket]) -> dict[int, socket.socket]:
-        """The connections that the other ranks make to this one. made: this rank's connections to them."""
+        """Accepts the connections of the other ranks. made: this rank's connections to them."""
         deadline = time.monotonic() + self._timeout
         heard: dict[int, socket.socket] = {}
         while missing := made.keys() - heard.keys():
@@ -100,7 +100,7 @@ class NodeGroup:
                 connection, _ = listener.accept()
             except BlockingIOError:
                 return heard
-            if not _is_ours(connection):  # any user of the machine may connect to an abstract name, and say nothing
+            if not _is_ours(connection):  # any user of the machine may connect to an abstract name and send nothing
                 connection.close()
                 continue
             connection.settimeout(self._timeout)
@@ -133,7 +133,7 @@ class NodeGroup:
         return segments
 
     def share(self, nbytes: int, *, label: str) -> list[mmap.mmap]:
-        """A new segment of each rank, in rank order: zero-filled, seen by all. A collective call; raises as `barrier` does."""
+        """Maps a new zero-filled segment of each rank, in rank order, shared by all. A collective call; raises as `barrier` does."""
         self.barrier(label)
         return self._exchange(nbytes)
 
@@ -173,7 +173,7 @@ class NodeGroup:
             )
 
     def _wait_for(self, peer: int, *, connection: socket.socket, label: str) -> None:
-        """Returns when the peer has sent something; logs once that it is late."""
+        """Returns when the peer has sent data. Logs one warning if the peer is late."""
         patience = min(PATIENCE_SECONDS, self._timeout / 4)
         if _has_news(connection, seconds=patience):
             return
@@ -185,13 +185,13 @@ class NodeGroup:
             raise PeerLost(f"rank {peer} did not arrive at {label} within {self._timeout:g} s")
 
     def close(self) -> None:
-        """Also from another thread than the one that waits, which gets PeerLost then."""
+        """Closes all sockets. May be called from another thread; a thread that waits in `barrier` then raises PeerLost."""
         for connection in self._sockets.values():
             hang_up(connection)
 
 
 def _has_news(connection: socket.socket, *, seconds: float) -> bool:
-    """Something can be read, or the other end has hung up."""
+    """Whether the connection has data to read or was closed by the peer."""
     poll = select.poll()
     try:
         poll.register(connection, select.POLLIN)
@@ -201,6 +201,6 @@ def _has_news(connection: socket.socket, *, seconds: float) -> bool:
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """The process at the other end belongs to this process's user: memory is handed to no other."""
+    """Whether the peer process belongs to this user. Memory is never handed to other users."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(credentials)[1] == os.geteuid()

@@ -1,4 +1,4 @@
-"""The communicator of a plan: its counters count, and nothing moves. What arrives has the dtype of what was sent."""
+"""Communicator of a plan: it counts collectives and moves nothing. Results have the dtype of the tensor that was sent."""
 
 import pickle
 from collections.abc import Callable, Sequence
@@ -10,13 +10,14 @@ from ztk.core.runtime.comm.comm import Comm, Work
 from ztk.core.runtime.comm.transport import SeparateMemory, SingleRankTransport
 from ztk.core.runtime.planned import PLANNED, note_read
 
-Moved = Callable[[str, int], object]  # kind and bytes of the buffer -> what `Work.wait` waits for, or None
+Moved = Callable[[str, int], object]  # kind and bytes of the buffer -> the object that `Work.wait` waits for, or None
 
 
 class PlannedTransport(SeparateMemory):
-    """Moves nothing. Like NCCL it does not block, so collectives are issued from the thread that trains.
+    """Moves nothing. Like NCCL it does not block, so collectives are issued from the training thread.
 
-    moved: called for every operation with its kind and the bytes of its buffer; returns an object with `wait()` and `is_completed()`, or None.
+    moved: called for every operation with its kind and the bytes of its buffer. It returns an object with `wait()` and `is_completed()`, or
+    None.
     """
 
     blocking = False
@@ -49,32 +50,33 @@ class PlannedTransport(SeparateMemory):
         return self._move("send", tensor=tensor)
 
     def recv(self, out: Tensor, *, source: int, label: str) -> None:
-        """Takes no time here: when a message arrives depends on the rank that sends it, see `ztk.planner.pipeline`."""
+        """Takes no time: the arrival of a message depends on the sending rank, see `ztk.planner.pipeline`."""
 
     def close(self) -> None:
         pass
 
 
 class Letters:
-    """Objects that ranks of a plan send each other, by label. The ranks are planned one after the other, so some are read before they are
-    sent: then the last one that was sent stands for them, until `check`."""
+    """Objects that ranks of a plan send each other, by label. Ranks are planned one after the other, so some objects are read before they
+    are
+    sent. A read then returns the last object sent under that label, and `check` verifies the assumption afterwards."""
 
     def __init__(self) -> None:
         self._sent: dict[str, object] = {}
         self._assumed: dict[str, object] = {}
 
     def send(self, obj: object, *, label: str) -> None:
-        """Keeps `obj` for who reads `label`."""
+        """Stores `obj` for the rank that reads `label`."""
         self._sent[label] = obj
 
     def read(self, label: str) -> object:
-        """What was sent or will be sent."""
+        """The object sent under `label`, or the assumed one if it is sent later."""
         if label not in self._sent:
             self._assumed[label] = next(reversed(self._sent.values()))
         return self._sent.get(label, self._assumed.get(label))
 
     def check(self) -> None:
-        """Raises ValueError if something else was sent than was read."""
+        """Raises ValueError if a rank sent another object than was read."""
         for label, obj in self._assumed.items():
             if self._sent.get(label, obj) != obj:
                 raise ValueError(
@@ -84,40 +86,40 @@ class Letters:
 
 
 class PlannedComm(Comm):
-    """The collectives of one rank of a plan: the other ranks are taken to do what this one does."""
+    """Collectives of one rank of a plan. The other ranks are assumed to do the same as this one."""
 
     def __init__(self, *, rank: int, size: int, moved: Moved | None = None, letters: Letters | None = None) -> None:
-        """size: ranks. moved: see `PlannedTransport`; a group of one moves nothing. letters: those of the ranks of a pipeline."""
+        """size: ranks. moved: see `PlannedTransport`; a group of one moves nothing. letters: shared by the ranks of a pipeline."""
         self._letters = letters or Letters()
         transport = SingleRankTransport() if size == 1 else PlannedTransport(moved)
         super().__init__(transport, rank=rank, size=size, device=PLANNED)
 
     def gather_scalars(self, values: Tensor, *, label: str) -> Tensor:
-        """This rank's values for every rank, where they are on the host and have values."""
+        """Repeats this rank's values for every rank, if they are on the host and have values."""
         full = super().gather_scalars(values, label=label)
         return full if values.is_meta else full.copy_(values.expand_as(full))
 
     def gather_objects(self, obj: object) -> list:
-        """This rank's `obj` for every rank; counted as `Comm.gather_objects` counts it."""
+        """Repeats this rank's `obj` for every rank. Counted as in `Comm.gather_objects`."""
         note_read("objects of ranks")
         self.counters.count("scalars", numel=self.size, itemsize=8)
         self.counters.count("scalars", numel=self.size * len(pickle.dumps(obj)), itemsize=1)
         return [obj] * self.size
 
     def send_object(self, obj: object, *, to: int, label: str) -> list[tuple[Work, Tensor]]:
-        """Counted as `Comm.send_object` counts it."""
+        """Counted as in `Comm.send_object`."""
         self._letters.send(obj, label=label)
         return super().send_object(obj, to=to, label=label)
 
     def recv_object(self, *, source: int, label: str) -> object:
-        """What the sender's plan has sent."""
+        """The object that the sending rank sent in its plan."""
         note_read("an object of another rank")
         return self._letters.read(label)
 
     def gather_numbers(
         self, numbers: Sequence[float], *, label: str, dtype: torch.dtype = torch.float32
     ) -> list[list[float]]:
-        """This rank's numbers for every rank; counted as `Comm.gather_numbers` counts them."""
+        """Repeats this rank's numbers for every rank. Counted as in `Comm.gather_numbers`."""
         note_read(f"numbers of ranks: {label}")
         self.counters.count("scalars", numel=self.size * len(numbers), itemsize=dtype.itemsize)
         return [list(numbers)] * self.size

@@ -45,13 +45,13 @@ class SharedMemoryTransport:
         self._shared: dict[int, list[Tensor | None]] = {}
 
     def empty(self, numel: int, *, dtype: torch.dtype, label: str) -> Tensor:
-        """[numel] in memory that all ranks see. A collective call."""
+        """[numel] in memory that all ranks share. A collective call."""
         segments = self._node.share(numel * dtype.itemsize, label=label)
         everyone: list[Tensor | None] = [torch.frombuffer(segment, dtype=dtype) for segment in segments]
         own, everyone[self._rank] = everyone[self._rank], None
         assert own is not None, "everyone has the own segment"
         self._shared[own.data_ptr()] = everyone
-        weakref.finalize(segments[self._rank], self._shared.pop, own.data_ptr())  # after its last view is gone
+        weakref.finalize(segments[self._rank], self._shared.pop, own.data_ptr())  # runs when its last view is gone
         return own
 
     def _buffers(self, full: Tensor) -> list[Tensor] | None:
@@ -64,7 +64,8 @@ class SharedMemoryTransport:
 
     @contextmanager
     def _reading(self, label: str) -> Iterator[None]:
-        """Inside the block, all ranks have filled their shared buffers and none has changed them. The label differs from that of slots."""
+        """Inside the block, all ranks have filled their shared buffers and none changes them. The barrier's label differs from the
+        slots'."""
         self._node.barrier(f"shared {label}")
         yield
         self._node.barrier(f"shared {label}")
@@ -88,7 +89,7 @@ class SharedMemoryTransport:
                     other[cut].copy_(own[cut])
 
     def all_sum(self, full: Tensor, *, own: Tensor, label: str) -> None:
-        """As `all_reduce`, `full` [size * n] and `own` [n] of any dtype, in an order of the transport's choice."""
+        """As `all_reduce`, for `full` [size * n] and `own` [n] of any dtype, in an order that the transport chooses."""
         self.all_reduce(full, own=own, label=label)
 
     def all_gather(self, full: Tensor, *, label: str) -> None:
@@ -142,7 +143,7 @@ class SharedMemoryTransport:
     def all_to_all_uneven(
         self, source: Tensor, *, out: Tensor, send: Sequence[int], receive: Sequence[int], label: str
     ) -> None:
-        """Runs chunk by chunk until the largest part of any rank is complete; in its first chunk every rank says how many chunks it needs."""
+        """Runs chunk by chunk until every rank's largest part is complete. In the first chunk each rank announces its number of chunks."""
         parts, out_parts = source.split(list(send)), out.split(list(receive))
         step = (self._slot_bytes - _HEADER_BYTES) // source.itemsize // self._size // 64 * 64
         chunks = [max(1, -(-max(send) // step))] * self._size
@@ -190,7 +191,7 @@ class SharedMemoryTransport:
 
 
 def _cuts(tensor: Tensor) -> Iterator[slice]:
-    """Its pieces."""
+    """Slices of at most `_PIECE_BYTES`."""
     step = _PIECE_BYTES // tensor.itemsize
     for start in range(0, tensor.numel(), step):
         yield slice(start, start + step)

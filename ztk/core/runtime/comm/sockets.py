@@ -52,7 +52,8 @@ class PeerSockets:
         self._guard(to, lambda: (connection.sendall(header), connection.sendall(payload)), label=label)
 
     def recv(self, out: Tensor, *, source: int, label: str) -> None:
-        """Fills `out` (contiguous, of any shape, on the CPU) with the next message of rank `source`, which must have its size and this label.
+        """Fills `out` (contiguous, of any shape, on the CPU) with the next message of rank `source`, which must have the same size and
+        label.
 
         Raises:
             CommMismatch: the message has another size or label.
@@ -86,13 +87,13 @@ class PeerSockets:
             raise PeerLost(f"rank {peer} is gone ({label}): {error}") from error
 
     def close(self) -> None:
-        """Also from another thread than those that wait, which get PeerLost then."""
+        """Closes all sockets. May be called from another thread; threads that wait then raise PeerLost."""
         for connection in self._sockets.values():
             hang_up(connection)
 
 
 def hang_up(connection: socket.socket) -> None:
-    """Closes it and wakes the threads that wait at it, which `close` alone does not. Idempotent."""
+    """Shuts the socket down, which wakes threads that wait on it (`close` alone does not). Idempotent."""
     with contextlib.suppress(OSError):  # the other end is gone already
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

@@ -1,4 +1,4 @@
-"""How bytes get from rank to rank: the protocol, and the order of summation of every transport on the CPU."""
+"""Protocol that moves bytes between ranks, and the summation order of every CPU transport."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -10,9 +10,9 @@ from ztk.core.runtime.planned import place_of
 
 
 class Transport(Protocol):
-    """Moves flat contiguous tensors [n] of any dtype. `blocking` transports return when done; others return an object with `wait()`.
+    """Moves flat contiguous tensors [n] of any dtype. Transports with `blocking` return when done; others return an object with `wait()`.
 
-    `label` names what is being moved; it appears in errors. checks_labels: ranks with different labels get an error instead of a hang.
+    `label` names the moved tensor in errors. checks_labels: ranks with different labels raise an error instead of hanging.
     """
 
     blocking: bool
@@ -25,10 +25,12 @@ class Transport(Protocol):
     def all_reduce(self, full: Tensor, *, own: Tensor, label: str): ...  # in place; `own` is this rank's slice
 
     def all_sum(self, full: Tensor, *, own: Tensor, label: str):
-        """As `all_reduce`, `full` [size * n] and `own` [n] of any dtype, in an order of the transport's choice."""
+        """As `all_reduce`, for `full` [size * n] and `own` [n] of any dtype, in an order that the transport chooses."""
         ...
 
-    def empty(self, numel: int, *, dtype: torch.dtype, label: str) -> Tensor | None: ...  # where all ranks see it
+    def empty(
+        self, numel: int, *, dtype: torch.dtype, label: str
+    ) -> Tensor | None: ...  # shared by all ranks, if possible
 
     def all_to_all(self, source: Tensor, *, out: Tensor, label: str): ...  # equal parts; part r of `source` goes to r
 
@@ -46,17 +48,17 @@ class Transport(Protocol):
 
 
 class SeparateMemory:
-    """The common part of transports whose ranks do not share memory."""
+    """Shared methods of transports whose ranks do not share memory."""
 
     reduce_scatter: Callable
     all_gather: Callable
 
     def all_reduce(self, full: Tensor, *, own: Tensor, label: str):
-        self.reduce_scatter(full, out=own, label=label)  # complete on return: those of NCCL are not, see there
+        self.reduce_scatter(full, out=own, label=label)  # complete on return, unlike in `NcclTransport`
         return self.all_gather(full, label=label)
 
     def all_sum(self, full: Tensor, *, own: Tensor, label: str):
-        """As `all_reduce`, `full` [size * n] and `own` [n] of any dtype, in an order of the transport's choice."""
+        """As `all_reduce`, for `full` [size * n] and `own` [n] of any dtype, in an order that the transport chooses."""
         return self.all_reduce(full, own=own, label=label)
 
     def empty(self, numel: int, *, dtype: torch.dtype, label: str) -> None:

@@ -1,9 +1,9 @@
 """Detects ranks that wait in different collectives, for transports that cannot: gloo between machines, NCCL.
 
-Every rank numbers its collectives and writes the last one it entered to a store from time to time. A rank that waits long in one reads
-there which collectives the others entered under the same number. A different label is an error on both sides. A rank that is behind is
-named once, because it may only be slow. On a GPU the host may be in a call that cannot be interrupted, so there the process exits some
-seconds after the error is found, unless the program has exited by itself.
+Every rank numbers its collectives and periodically writes the last one it entered to a store. A rank that waits long in a collective reads
+which collectives the others entered under the same number. If a label differs, both ranks raise an error. A rank that is late is reported
+once, because it may only be slow. On a GPU the host may be in a call that cannot be interrupted, so the process exits a few seconds after
+the error is found, unless the program has exited by itself.
 """
 
 import functools
@@ -29,12 +29,12 @@ _REMEMBERED = 4096  # collectives: a GPU's host may run this far ahead of the de
 
 @dataclass(kw_only=True, slots=True)
 class Entered:
-    """A collective that a rank has begun. since: of `time.monotonic`."""
+    """A collective that this rank has started. since: start time, of `time.monotonic`."""
 
     number: int
     label: str
     since: float
-    is_over: Callable[[], bool] | None = None  # of a transport that does not block, once it is under way
+    is_over: Callable[[], bool] | None = None  # set for non-blocking transports once the collective was issued
 
 
 class Watchdog:
@@ -58,7 +58,7 @@ class Watchdog:
         self._thread.start()
 
     def enter(self, label: str) -> Entered:
-        """A collective begins."""
+        """Records the start of a collective."""
         self._records = False
         with self._lock:
             self._forget_completed()
@@ -69,7 +69,7 @@ class Watchdog:
         return entered
 
     def leave(self, entered: Entered, *, is_over: Callable[[], bool] | None = None) -> None:
-        """Marks it as complete, or as running on the device until `is_over()`, which may be said again by something else."""
+        """Marks the collective as complete, or as running on the device until `is_over()` returns True. A later call replaces `is_over`."""
         with self._lock:
             if is_over is None:
                 self._open.remove(entered)
@@ -77,11 +77,12 @@ class Watchdog:
                 entered.is_over = is_over
 
     def pass_over(self) -> None:
-        """A collective becomes part of a CUDA graph. Until the next `enter` no event is asked: that would end the recording."""
+        """Called when a collective becomes part of a CUDA graph. No event is queried until the next `enter`: a query would end the
+        capture."""
         self._records = True
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stops the thread. Idempotent."""
         self._ended.set()
 
     def _watch(self) -> None:
