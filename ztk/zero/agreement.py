@@ -1,9 +1,10 @@
-"""Whether all ranks wrote the same values into parameters that are full on every rank.
+"""Checks that all ranks wrote the same values into parameters that are full on every rank.
 
-Data-parallel ranks train one model. A write that differs between them gives each rank another one at stage 0, and from stage 1 on the
-values of whichever rank stores the shard. A rank that found a write makes its part of the gradient norm negative, which costs no
-collective. The ranks compare digests of the written parameters only after a step in which one of them did. On a GPU the host reads the
-signs one step late, as it reads the overflow status, and the ranks compare the digests that they kept.
+Data-parallel ranks train one model. If a write differs between ranks, stage 0 trains a different model on each rank, and stages 1 to 3 keep
+the values of the rank that stores the shard. A rank that detects a write makes its part of the gradient norm negative, which costs no
+collective. The ranks compare digests of the written parameters only after a step in which some rank did so. On a GPU the host reads the
+signs
+one step late, like the overflow status, and the ranks compare the digests that they kept.
 """
 
 import math
@@ -23,7 +24,7 @@ _SHOWN = 5  # names in an error
 
 
 class WriteAgreement:
-    """Compares writes between steps. is_late: the host reads signs one step late; tests set it."""
+    """Compares writes between steps. is_late: the host reads signs one step late; overridden in tests."""
 
     def __init__(self, buckets: list[Bucket], *, model: nn.Module, context: ZeroContext) -> None:
         self._comm, self._is_on = context.mesh.world, not is_planned(context.device)
@@ -37,26 +38,26 @@ class WriteAgreement:
                     key = (pp, tp, 0 if bucket.comm is context.mesh.comm("data") else ep, place.name)
                     self._keys[place.name], self._parameters[key] = key, parameter
         self._is_on &= self._comm.size > 1
-        self._renormalised = {  # by their own lookups, which are other ones on every rank
+        self._renormalised = {  # renormalised by each rank's own lookups
             f"{name}.weight".lstrip(".")
             for name, module in model.named_modules()
             if getattr(module, "max_norm", None) is not None and isinstance(module, nn.Embedding | nn.EmbeddingBag)
         }
-        self._written: dict[_Key, bool] = {}  # since the last step, and whether for certain
-        self._error: Exception | None = None  # of this rank, found before the step
-        self._digests: dict[_Key, tuple[Tensor, bool]] = {}  # of the last step, where signs are read late
-        self._seen: Tensor | None = None  # where signs arrive late
+        self._written: dict[_Key, bool] = {}  # since the last step; True if certainly written
+        self._error: Exception | None = None  # this rank's error, found before the step
+        self._digests: dict[_Key, tuple[Tensor, bool]] = {}  # of the last step, if signs are read late
+        self._seen: Tensor | None = None  # if signs are read late
         self._pending: Copy | None = None
 
     def note(self, changed: Mapping[str, bool]) -> None:
-        """Parameters of this rank that were written since the last step: name -> whether for certain."""
+        """Records parameters of this rank that were written since the last step: name -> whether the write is certain."""
         if self._is_on:
             for name in changed.keys() & self._keys.keys():
                 key = self._keys[name]
                 self._written[key] = self._written.get(key, False) or changed[name]
 
     def forget(self, names: Container[str] | None) -> None:
-        """The engine has given these parameters the same values on every rank. names: None: all."""
+        """Drops records of these parameters, because the engine set them to the same values on every rank. names: defaults to all."""
         if self._written:
             self._written = (
                 {} if names is None else {key: c for key, c in self._written.items() if key[-1] not in names}
@@ -64,11 +65,11 @@ class WriteAgreement:
 
     @property
     def tells_errors(self) -> bool:
-        """The other ranks raise together with one that cannot step; False: that one raises alone."""
+        """Whether an error of one rank is raised on all ranks. If False, only the rank with the error raises."""
         return self._is_on and not self.is_late
 
     def signed(self, squares: Tensor, *, error: Exception | None) -> Tensor:
-        """This rank's part of the gradient norm, float64 [1], negative if the ranks have to compare. error: this rank cannot step."""
+        """This rank's part of the gradient norm, float64 [1], negative if the ranks must compare. error: why this rank cannot step."""
         self._error = error
         return -squares.abs() if self._written or error else squares
 
@@ -110,7 +111,7 @@ class WriteAgreement:
         self._judge({key: kept.get(key, (None, False)) for key in wanted & self._parameters.keys()})
 
     def _judge(self, own: dict[_Key, tuple[int | None, bool]]) -> None:
-        """own: digests of parameters that this rank holds; None: it did not write that one."""
+        """own: digests of parameters that this rank holds; None if this rank did not write the parameter."""
         everyone = self._comm.gather_objects(own)
         differing: dict[str, None] = {}
         for found in everyone:

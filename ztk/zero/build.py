@@ -1,6 +1,6 @@
-"""From a model to buckets: plan the units, lay out every bucket, allocate its slots, set its first values.
+"""Builds buckets from a model: plan the units, lay out every bucket, allocate its slots, set its first values.
 
-Building needs no more memory at a time than one piece, or one bucket of a model that already has values: a model on the meta device is
+Building needs at most one extra piece of memory at a time, or one bucket of a model that already has values. A model on the meta device is
 initialised shard by shard.
 """
 
@@ -34,15 +34,17 @@ logger = logging.getLogger(__name__)
 
 
 class Builder:
-    """Builds the buckets of one model. buckets: in order of definition. units: those that use them, the root last. held: memory that the
-    parameters had before and a script still has."""
+    """Builds the buckets of one model. buckets: in order of definition. units: the units that use them, the root last. held: the
+    parameters'
+    previous memory, as far as a script still references it."""
 
     def __init__(self, model: nn.Module, *, context: ZeroContext, initial_values: InitialValues | None) -> None:
         """Takes over all parameters of `model` and frees their memory, bucket by bucket. A collective call.
 
-        initial_values: needed if `model` is on the meta device. Otherwise rank 0's values are everybody's.
-        Raises ValueError if a parameter has no values, shares memory with another tensor of the model, or is of a dtype that training's would
-        not represent.
+        initial_values: required if `model` is on the meta device. Otherwise rank 0's values are used on all ranks.
+        Raises ValueError if a parameter has no values, shares memory with another tensor of the model, or has a dtype that the training
+        dtype
+        cannot represent.
         """
         self._context, self._policy, self._stores = context, context.policy, context.stores
         self._states = PieceStates(context)
@@ -68,7 +70,7 @@ class Builder:
         self.units = list(_units(plans, owner=owner))
 
     def _take_values(self, model: nn.Module) -> dict[str, Tensor | PartitionedParameter]:
-        """Gives the parameters their dtype and device without memory, and returns the values they had, or who has them."""
+        """Sets the parameters' dtype and device without memory, and returns their previous values, or the objects that hold them."""
         values = {}
         for name, parameter in list(model.named_parameters()):
             empty = placeholder(parameter.shape, dtype=self._context.precision.dtype, device=self._context.device)
@@ -114,7 +116,7 @@ class Builder:
             )
 
     def _traits(self, plan: BucketPlan, *, name: str) -> BucketTraits:
-        # A group of one has nothing to shard; stage 3 there only means that parameters may be offloaded.
+        # A group of one rank has nothing to shard; at stage 3 its parameters may still be offloaded.
         is_alone = self._context.mesh.comm(plan.kind.axis).size == 1 and self._stores.parameters.tier is Tier.device
         return BucketTraits(
             name=name,
@@ -129,7 +131,7 @@ class Builder:
         )
 
     def _pieces(self, traits: BucketTraits, *, layout: BucketLayout, own_rank: int) -> Iterator[Piece]:
-        """The pieces that this rank updates: of its shard, or at stage 0 of all shards, cut alike."""
+        """The pieces that this rank updates: of its shard, or of all shards at stage 0, cut in the same way."""
         updates_all = traits.trainable and not self._policy.shards_optimizer
         for rank in range(layout.num_shards) if updates_all else (own_rank,):
             for number, span in enumerate(cut_shard(layout, rank=rank, piece_size=self._context.piece_size)):
@@ -140,7 +142,8 @@ class Builder:
         shape, stores = (len(span),), self._stores
         states = gradient = parameter = None
         has_master = traits.trainable and not self._is_own_master(traits)
-        # The launches of the update: the fewest that have one group, and one distance to the elements' positions if they count.
+        # One launch of the update per segment: as few as possible with one group, and one distance to the elements' positions if those
+        # count.
         segments = tuple(layout.segments(span, positions=self._positions if traits.trainable else None))
         moments = momentum = None
         if traits.trainable:
@@ -178,8 +181,9 @@ class Builder:
         )
 
     def _is_own_master(self, traits: BucketTraits) -> bool:
-        """A parameter of the master weights' dtype needs no copy if the optimizer can write it where its states are. On NVMe a bf16 one is read
-        and written beside them, which moves the bytes that a copy would."""
+        """Whether the parameter is its own master weight: it has the master weights' dtype, and the optimizer can write it where its states
+        are. On
+        NVMe a bf16 parameter is read and written in addition to the states, which moves as many bytes as a copy would."""
         tier, master = (
             self._stores.parameters.tier if traits.shards_parameters else Tier.device,
             self._context.states.master,
@@ -190,11 +194,11 @@ class Builder:
     # First values
 
     def _share_values(self, bucket: Bucket, *, values: dict[str, Tensor | PartitionedParameter]) -> InitialValues:
-        """Takes the bucket's values out of `values`, those of the first rank of its shard group. A collective call."""
+        """Removes the bucket's values, from the first rank of its shard group, from `values`. A collective call."""
         shared = {}  # name -> (flat values, the element that they start at)
         for placement in bucket.layout.placements:
             value = values.pop(placement.name)
-            if isinstance(value, PartitionedParameter):  # full for a moment only: this rank's pieces need a range of it
+            if isinstance(value, PartitionedParameter):  # full only briefly: this rank's pieces need a range of it
                 bounds = bucket.pieces[0].start - placement.offset, bucket.pieces[-1].stop - placement.offset
                 start, stop = (min(max(bound, 0), placement.numel) for bound in bounds)
                 shared[placement.name] = value.take()[start:stop].clone(), start
@@ -232,7 +236,7 @@ class Builder:
 
 
 def _positions(plans: list[UnitPlan], *, model: nn.Module, context: ZeroContext) -> dict[str, int] | None:
-    """Of the trained parameters; None: no state is rounded stochastically."""
+    """Positions of the trained parameters, or None if no state is rounded stochastically."""
     if not isinstance(context.optimizer, FlatOptimizer) or not context.optimizer.is_stochastic:
         return None
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -240,7 +244,7 @@ def _positions(plans: list[UnitPlan], *, model: nn.Module, context: ZeroContext)
 
 
 def _check_dtypes(model: nn.Module, *, dtype: torch.dtype, warns: bool) -> None:
-    """Parameters take the training's `dtype`; what a cast would change beyond rounding is refused. warns: of wider ones, on one rank."""
+    """Checks that parameters can be cast to the training `dtype` with no change beyond rounding. warns: about wider ones, on one rank."""
     narrow = []
     for name, parameter in model.named_parameters():
         own = str(parameter.dtype).removeprefix("torch.")
@@ -255,8 +259,10 @@ def _check_dtypes(model: nn.Module, *, dtype: torch.dtype, warns: bool) -> None:
             )
         if parameter.dtype in (torch.bfloat16, torch.float16):
             narrow.append(name)
-        if parameter.dtype == torch.float64:  # as DeepSpeed, whose scripts bring parameters made by numpy
-            logger.warning("parameter %s: is float64 and becomes float32 at most; model.float() before says so", name)
+        if parameter.dtype == torch.float64:  # accepted as in DeepSpeed, whose scripts use parameters made by numpy
+            logger.warning(
+                "parameter %s: is float64 and becomes float32 at most; call model.float() before to silence this", name
+            )
     if narrow and dtype is torch.float32 and warns:
         logger.warning(
             "%d parameters are 16 bit (%s), but no 16-bit training is configured: they become float32, with twice the memory and other numbers "
@@ -284,7 +290,7 @@ def _units(plans: list[UnitPlan], *, owner: dict[str, Bucket]) -> Iterator[Unit]
 
 
 def _replace(model: nn.Module, *, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Puts `new` in every place of `old`, ties included."""
+    """Replaces `old` by `new` wherever the model holds it, ties included."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is old:

@@ -1,8 +1,8 @@
-"""Parameters of which several pipeline stages have a copy (an embedding that is also the head): one gradient for all copies.
+"""One gradient for parameters that several pipeline stages hold copies of, such as an embedding that is also the head.
 
-Such a parameter lies in a bucket of its own, which all its stages cut alike, so that their shards have the same elements. After the
-reduction over data-parallel ranks, the first stage with a copy adds up the others' gradients in order of stages and sends the sum back:
-all copies are updated by the same numbers and remain equal. Bytes are counted as "tied": a shard in each direction.
+Such a parameter is in a bucket of its own, which all its stages cut alike, so that their shards have the same elements. After the
+reduction over data-parallel ranks, the first stage with a copy adds up the others' gradients in order of stages and sends the sum back. All
+copies are then updated with the same numbers and remain equal. Bytes are counted as "tied": a shard in each direction.
 """
 
 import torch
@@ -13,14 +13,14 @@ from ztk.zero.buckets.context import ZeroContext
 
 
 class SharedGradients:
-    """Adds up the gradients of the copies of `buckets`, once per step, over the ranks of the pipeline axis that `holders` names."""
+    """Adds up the gradients of the copies of `buckets`, once per step, over the pipeline ranks in `holders`."""
 
     def __init__(self, buckets: list[Bucket], *, context: ZeroContext) -> None:
         self._buckets = [bucket for bucket in buckets if bucket.traits.holders]
         self._store, self._comm = context.stores.gradients, context.mesh.comm("pp")
 
     def add_up(self) -> None:
-        """Between the last reduction of a step and the norm. A collective call of the ranks that have copies."""
+        """Runs between the last reduction of a step and the norm. A collective call of the ranks that have copies."""
         for bucket in self._buckets:
             start, stop = bucket.pieces[0].start, bucket.pieces[-1].stop
             total = torch.empty(stop - start, dtype=bucket.traits.gradient_dtype, device=self._comm.device)
@@ -42,7 +42,7 @@ class SharedGradients:
     def _sum_over_copies(self, gradient: Tensor, *, bucket: Bucket) -> None:
         """`gradient` becomes the sum over the copies, in place."""
         first, *others = bucket.traits.holders
-        label = f"gradient of {bucket.layout.placements[0].name}"  # buckets may have other numbers on other stages
+        label = f"gradient of {bucket.layout.placements[0].name}"  # bucket numbers may differ between stages
         if self._comm.rank != first:
             self._comm.send(gradient, to=first, label=label, kind="tied").wait()
             self._comm.recv(gradient, source=first, label=label).wait()

@@ -1,4 +1,4 @@
-"""Stage 3: when buckets are gathered and released. Parameters are full while they are used, and only then."""
+"""Stage 3: gathers buckets before their use and releases them after it, so that parameters are full only while they are used."""
 
 import weakref
 from collections.abc import Container, Iterator
@@ -15,8 +15,8 @@ from ztk.zero.buckets.context import ZeroContext
 from ztk.zero.buckets.residency import ParameterState
 from ztk.zero.trace import UseTrace
 
-# Of `prefetch_bucket_size=None`: this part of the model's elements, and no more than DeepSpeed's default. One bucket at least, but none
-# where buckets are larger than that part: with one in use and one ahead such a model would not be sharded any more.
+# Limits for `prefetch_bucket_size=None`: this part of the model's elements, and at most DeepSpeed's default. At least one bucket, but none
+# if buckets exceed that part: with one in use and one prefetched, such a model would hardly be sharded.
 PREFETCHED_PART, MAX_PREFETCHED, LARGEST_PART = 16, 50_000_000, 8
 
 
@@ -37,7 +37,7 @@ class Gathering:
 
     def __init__(self, units: list[Unit], *, context: ZeroContext) -> None:
         self.units, self.open_units = units, 0
-        self.changes = 0  # how often parameters changed: a graph from before cannot run backward any more
+        self.changes = 0  # number of parameter changes; older graphs cannot run backward
         self.mark_updated: weakref.WeakMethod | None = None  # of `ParameterWrites`, see `full_parameters_change`
         self._policy, self._clock, self._pool = context.policy, context.clock, context.gathered
         self._buckets = list(dict.fromkeys(bucket for unit in units for bucket in unit.buckets))
@@ -54,7 +54,7 @@ class Gathering:
     # Unshard and reshard
 
     def unshard(self, bucket: Bucket) -> None:
-        """Makes the parameters of `bucket` usable, records the use, and starts to gather what comes next."""
+        """Makes the parameters of `bucket` usable, records the use, and starts to prefetch the next buckets."""
         if bucket.residency.is_used:
             return
         if inside_backward():
@@ -65,7 +65,7 @@ class Gathering:
 
     @without_dispatch_modes
     def unshard_untraced(self, bucket: Bucket) -> None:
-        """Gathers `bucket` outside of the model's own passes: records and prefetches nothing."""
+        """Gathers `bucket` outside of the model's own passes, without recording or prefetching."""
         bucket.residency.start_gather()
         with self._clock.phase("communication"):
             bucket.residency.finish_gather()
@@ -84,7 +84,7 @@ class Gathering:
         residency.release(may_be_viewed=may_be_viewed)
 
     def reshard_all(self) -> None:
-        """Releases, at the end of a pass, whatever is still gathered or prefetched and not kept."""
+        """Releases, at the end of a pass, all buckets that are gathered or prefetched and not kept."""
         for bucket in self._buckets:
             self.reshard(bucket)
 
@@ -99,13 +99,13 @@ class Gathering:
         self.reshard_all()
 
     def parameters_change(self) -> None:
-        """The parameters take other values: views from before read as NaN, and graphs from before cannot run backward."""
+        """Records that the parameters take new values: earlier views read as NaN, and earlier graphs cannot run backward."""
         self.changes += 1
         self._pool.invalidate_views()
         self.full_parameters_change()
 
     def full_parameters_change(self, bucket: Bucket | None = None, *, names: Container[str] | None = None) -> None:
-        """The same for parameters that are never sharded: all trained ones, or those of `bucket` called `names`."""
+        """As `parameters_change`, for parameters that are never sharded: all trained ones, or the ones of `bucket` in `names`."""
         mark_updated = None if self.mark_updated is None else self.mark_updated()
         if mark_updated is not None:
             mark_updated(bucket, names=names)
@@ -113,21 +113,21 @@ class Gathering:
     # Keep unsharded
 
     def pin(self, bucket: Bucket) -> None:
-        """Gathers `bucket` and keeps it so until `unpin`, across passes of the model."""
+        """Gathers `bucket` and keeps it gathered until `unpin`, across passes of the model."""
         gathered_by_pin = not bucket.residency.pins and not bucket.residency.is_used
         self.unshard_untraced(bucket)
         bucket.residency.pin(gathered_by_pin=gathered_by_pin)
 
     def unpin(self, bucket: Bucket) -> None:
-        """Undoes one `pin`. The last one releases what the first one gathered, unless a running forward needs it."""
+        """Undoes one `pin`. The last one releases the bucket if the first one gathered it and no running forward needs it."""
         if bucket.residency.unpin() and not bucket.residency.is_needed:
             self.reshard(bucket)
 
     @contextmanager
     def keep_unsharded(self) -> Iterator[None]:
-        """Inside, buckets are gathered once for many passes and stay, as many as `max_kept_parameters` allows.
+        """Context in which buckets are gathered once for many passes and stay gathered, as many as `max_kept_parameters` allows.
 
-        The others are gathered for every pass. Room for the largest unit, and for one of that size that is prefetched, is kept free.
+        The others are gathered for every pass. Room for the largest unit, and for a prefetched unit of that size, is kept free.
         """
         limit, largest = self._policy.max_kept_parameters, max(map(_size, self.units), default=0)
         room = limit if sum(bucket.size for bucket in self._buckets) <= limit else limit - 2 * largest
@@ -145,7 +145,7 @@ class Gathering:
 
     @contextmanager
     def open(self, unit: Unit, *, is_root: bool) -> Iterator[None]:
-        """Runs a forward of `unit`: its buckets are gathered inside, and released after it if nothing else needs them."""
+        """Runs a forward of `unit`: its buckets are gathered inside, and released afterwards if nothing else needs them."""
         recomputing = inside_backward()
         if is_root and not recomputing:
             self._trace = self._trace_with_gradients if torch.is_grad_enabled() else self._trace_without
@@ -179,7 +179,7 @@ class Gathering:
             self.reshard_all()
 
     def bucket_under(self, tensor: Tensor) -> Bucket | None:
-        """The gathered bucket that `tensor`, of any shape, is a view of; None: it is a view of none."""
+        """The gathered bucket that `tensor` (any shape) is a view of, or None."""
         if not self._by_storage or tensor.layout is not torch.strided:
             return None
         try:
@@ -187,7 +187,7 @@ class Gathering:
         except NotImplementedError:  # inside torch.vmap
             return None
 
-    # What comes next
+    # Prefetching
 
     def _is_reused_soon(self, bucket: Bucket) -> bool:
         distance = self._trace.distance_to(bucket)
@@ -195,7 +195,7 @@ class Gathering:
         return within and self._pool.elements_in_use <= self._max_live
 
     def _release_passed(self) -> None:
-        """Releases frozen buckets that the backward does not use again. They have no gradient whose completion releases them."""
+        """Releases frozen buckets that the backward does not use again. They have no gradient whose completion would release them."""
         for bucket in self._buckets:
             is_idle = bucket.residency.is_used and not bucket.residency.open_units
             if is_idle and not bucket.traits.trainable and self._trace.distance_to(bucket) is None:
@@ -212,7 +212,7 @@ class Gathering:
             budget -= bucket.size  # after the start: a budget smaller than a bucket still prefetches one bucket
 
     def _usual_live(self) -> int:
-        """Elements; what is in use anyway, and one more prefetch, always have room."""
+        """Elements. The buckets in use and one more prefetch always fit."""
         *blocks, root = map(_size, self.units) if self.units else [0]
         in_use = root + max(blocks, default=0) + self._prefetched_elements
         return min(MAX_LIVE_PARAMETERS, max(sum(bucket.size for bucket in self._buckets) // 2, in_use))
@@ -227,12 +227,12 @@ def _size(unit: Unit) -> int:
 
 
 def _usual_prefetch(sizes: list[int]) -> int:
-    """Elements, by the sizes of the model's buckets."""
+    """Elements to prefetch, from the sizes of the model's buckets."""
     if max(sizes, default=0) > sum(sizes) // LARGEST_PART:
         return 0
     return min(MAX_PREFETCHED, max(1, sum(sizes) // PREFETCHED_PART))
 
 
 def inside_backward() -> bool:
-    """Autograd is running on this thread."""
+    """Whether autograd is running on this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -1,12 +1,12 @@
 """Stage 3: hooks that gather parameters when a unit's forward, a module's attribute or autograd's saved tensors need them.
 
 [Note: Saved parameters]
-Autograd saves views of parameters (`weight.t()`) for the backward, but the buffer under them goes back to the pool after the forward. So a
-saved tensor whose storage is a gathered buffer is packed as (bucket, shape, strides, offset). When the backward asks for it, it is rebuilt
-from the buffer that the bucket has then, and this request gathers the bucket. That works for any module and for parameters used outside
-of their own module, and needs no hooks on outputs.
+Autograd saves views of parameters (`weight.t()`) for the backward, but the buffer under them returns to the pool after the forward. So a
+saved tensor whose storage is a gathered buffer is packed as (bucket, shape, strides, offset). When the backward unpacks it, the bucket is
+gathered and the tensor is rebuilt from its current buffer. This works for any module and for parameters used outside of their own module,
+and needs no hooks on outputs.
 Hooks on saved tensors do not stack in PyTorch: only the innermost pair is called. So tensors that are no parameters are passed on to the
-pair that was active outside, which keeps activation checkpointing around a unit working.
+outer pair, which keeps activation checkpointing around a unit working.
 """
 
 import copy
@@ -50,7 +50,7 @@ class ModelHooks:
         self._bucket_of = {
             parameter: bucket for unit in self._units for bucket in unit.buckets for parameter in bucket.parameters
         }
-        self._forwards: dict[nn.Module, Callable] = {}  # of the wrapped modules, as they were or compiled
+        self._forwards: dict[nn.Module, Callable] = {}  # of the wrapped modules, original or compiled
         for unit in self._units:
             self._wrap(unit.module, unit=unit, is_root=unit is self._units[-1])
         for module in self._entries():
@@ -60,13 +60,13 @@ class ModelHooks:
     def compile(self, compiler: Callable[[Callable], Callable]) -> None:
         """Compiles the forward of every unit, inside its gathering.
 
-        The root's own code runs between theirs and stays as it is, unless the root is the only unit.
+        The root's own code runs between the units and is not compiled, unless the root is the only unit.
         """
         for unit in self._units[:-1] or self._units:
             self._forwards[unit.module] = compiler(self._forwards[unit.module])
 
     def detach(self) -> None:
-        """Takes the hooks off the model. Its sharded parameters remain placeholders."""
+        """Removes the hooks from the model. Its sharded parameters remain placeholders."""
         for module, forward in self._forwards.items():
             with suppress(AttributeError):  # a traced module keeps it elsewhere
                 del module.forward
@@ -75,7 +75,7 @@ class ModelHooks:
         forget_access(self._modules())
 
     def _modules(self) -> list[nn.Module]:
-        """The model's modules; none where nothing is sharded."""
+        """The model's modules, or none if nothing is sharded."""
         return list(self._units[-1].module.modules()) if self._units else []
 
     def _entries(self) -> Iterator[nn.Module]:
@@ -102,7 +102,7 @@ class ModelHooks:
             return
         self._forwards[module] = module.forward
         is_part = module is not unit.module
-        inside = (module,) if is_root else module.modules()  # what the root has inside are other units
+        inside = (module,) if is_root else module.modules()  # the root's submodules belong to other units
         gathers_first = not is_part and any(getattr(part, "is_one_unit", False) for part in inside)
 
         was_inside = False  # another forward, the last time
@@ -116,7 +116,7 @@ class ModelHooks:
                 was_inside = is_inside
             if is_inside:
                 return self._forwards[module](*args, **kwargs)
-            # A forward that activation checkpointing repeats must save as many tensors through its hooks as the first time.
+            # Activation checkpointing requires the repeated forward to save as many tensors through its hooks as the first.
             saving = nullcontext() if is_part and inside_backward() and was_inside else self.saved_tensors()
             with self._gathering.open(unit, is_root=is_root), saving:
                 output = self._keep_views(self._forwards[module](*args, **kwargs), is_root=is_root)
@@ -125,7 +125,7 @@ class ModelHooks:
         replace_forward(module, by=forward)
 
     def _keep_views(self, output: object, *, is_root: bool) -> object:
-        """A unit that returns views of its parameters stays gathered until the model's forward ends; the model returns copies."""
+        """Keeps a unit gathered until the model's forward ends if it returns views of its parameters. The model itself returns copies."""
 
         def keep(value: object) -> object:
             if isinstance(value, Tensor) and (bucket := self._gathering.bucket_under(value)) is not None:
@@ -137,9 +137,9 @@ class ModelHooks:
         return tree_map(keep, output)
 
     def _gather_before_backward(self, unit: Unit, *, output: object) -> object:
-        """Makes the backward of a unit that is gathered as one begin with gathering all of it.
+        """Gathers all of a unit (with `is_one_unit`) at the start of its backward.
 
-        Inside such a unit ranks may read different parameters, or none, so they could not agree on what to gather.
+        Inside such a unit, ranks may read different parameters or none, so they could not agree on which buckets to gather.
         """
 
         def gather(gradient: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class ModelHooks:
     def _on_access(self, parameter: nn.Parameter) -> None:
         """Gathers a parameter that is read in a forward of another unit, or again by activation checkpointing in the backward."""
         if torch.compiler.is_compiling():
-            return  # compiled code runs inside an open unit, and must not guard on what happens to be gathered
+            return  # compiled code runs inside an open unit, and must not guard on residency
         bucket = self._bucket_of.get(parameter)
         if bucket is not None and not bucket.residency.is_used and (self._gathering.open_units or inside_backward()):
             self._gathering.unshard(bucket)
@@ -166,7 +166,7 @@ class ModelHooks:
 
     @contextmanager
     def saved_tensors(self) -> Iterator[None]:
-        """Inside, autograd saves no view of a gathered buffer, but what is needed to gather it again."""
+        """Context in which autograd saves the address of a parameter instead of a view of a gathered buffer."""
         outer = active_hooks()
         if not torch.is_grad_enabled() or (outer and outer[1] == self._unpack):
             yield
@@ -201,7 +201,8 @@ class ModelHooks:
 
 
 def _check_transforms() -> None:
-    """Raises RuntimeError inside torch.func.grad and its kin, whose backward comes when weights are released, and inside torch.jit.trace."""
+    """Raises RuntimeError inside torch.func.grad and similar, whose backward runs after weights are released, and inside
+    torch.jit.trace."""
     if (level := _innermost_transform()) is not None and level.key() in _DIFFERENTIATES:
         raise RuntimeError(
             "torch.func.grad, vjp, jvp, jacrev and hessian do not work on a model at zero stage 3, whose weights are released after its "
@@ -231,7 +232,7 @@ def forget_access(modules: Iterable[nn.Module]) -> None:
 
 
 class _GatherOnAccess(dict):
-    """A module's parameters. Reading one calls `on_access`; iterating does not. A copy is a plain dict, of gathered parameters alone."""
+    """A module's parameters. Reading one calls `on_access`; iterating does not. A copy is a plain dict of gathered parameters only."""
 
     def __init__(self, parameters: dict, *, on_access: Callable[[nn.Parameter], None]) -> None:
         super().__init__(parameters)

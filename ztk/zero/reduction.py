@@ -1,6 +1,6 @@
-"""Gradients: from autograd into flat buffers, and from all ranks into shards, while the backward is still running.
+"""Collects gradients from autograd in flat buffers and reduces them into shards while the backward is still running.
 
-They have the dtype in which they are sent.
+Gradients have the dtype in which they are sent.
 """
 
 import functools
@@ -24,7 +24,7 @@ from ztk.zero.gathering import Gathering
 from ztk.zero.parameters.watched import TAKES_GRADIENT
 from ztk.zero.shards import ReducedShards
 
-MAX_IN_FLIGHT = 2  # reductions whose buffers are alive at one time: one is sent while the next one fills
+MAX_IN_FLIGHT = 2  # reductions with live buffers: one is sent while the next fills
 _DID_NOT_END = (
     "the last backward did not end (it raised): its gradients are half reduced. Call engine.discard_gradients() on every rank before the "
     "next one"
@@ -33,12 +33,12 @@ _DID_NOT_END = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Backward:
-    """What a backward is for.
+    """Settings of a backward.
 
-    reduces: its gradients are reduced over the ranks; False: they add up locally (`no_sync`).
-    is_last: nothing is added to them before the optimizer steps.
-    scope: the buckets that it completes, and reduces if it reduces; None: all. Gradients of other buckets add up locally.
-    scaled: its loss has been multiplied by the loss scale.
+    reduces: whether its gradients are reduced over the ranks. If False, they are accumulated locally (`no_sync`).
+    is_last: whether the optimizer steps after it, without further gradients.
+    scope: the buckets that it completes, and reduces if `reduces`. Defaults to all. Gradients of other buckets are accumulated locally.
+    scaled: whether its loss has been multiplied by the loss scale.
     """
 
     reduces: bool = True
@@ -49,22 +49,22 @@ class Backward:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reduction:
-    """A reduction under way."""
+    """A running reduction."""
 
     bucket: Bucket
     work: Pending
-    local: Tensor | None  # the local gradient [size], which returns to the pool; None: it stays
+    local: Tensor | None  # the local gradient [size] if it returns to the pool
     shard: Tensor  # [shard_size], the sum
     is_last: bool
 
 
 class GradientReduction:
-    """Reduces each bucket once per backward that reduces, in one fixed order on all ranks.
+    """Reduces each bucket once per reducing backward, in one fixed order on all ranks.
 
-    A bucket is reduced when it and all buckets before it in the order are complete. What is incomplete at the end of the backward (modules
-    that were not used) is reduced then, with zeros for what is missing, so ranks that used different modules issue the same
-    collectives. The order is that of definition backwards, the root last, and after the first backward the order in which
-    rank 0's buckets became complete: a bucket early in the order that completes late would delay all others.
+    A bucket is reduced when it and all buckets before it in the order are complete. Buckets that are incomplete at the end of the backward,
+    because modules were not used, are reduced then, with zeros for missing gradients. So ranks that used different modules issue the same
+    collectives. The first backward uses the reverse order of definition, the root last. Later ones use the order in which rank 0's buckets
+    became complete: a bucket early in the order that completes late would delay all others.
 
     pool: of unreduced gradients at stages 2 and 3.
     """
@@ -85,15 +85,15 @@ class GradientReduction:
         self._shards = ReducedShards(context.stores.gradients, pool=self.pool, clock=context.clock)
         root = [bucket for bucket in buckets if bucket.traits.unit == ROOT]
         self._order = [bucket for bucket in reversed(buckets) if bucket not in root] + root
-        self._completed: list[Bucket] | None = []  # in this order, in the first backward; None: the order is settled
+        self._completed: list[Bucket] | None = []  # in order of completion, in the first backward only
         self._announced = Backward()
         self._prescale = 1.0
         self._needs_scaled_loss = False
-        self._current: Backward | None = None  # the backward that runs
-        self._task: int | None = None  # autograd's number of it, once a gradient has come
-        self._ending: weakref.ref | None = None  # what autograd calls at its end, if nobody else does; dead: it raised
-        self._plan: list[Bucket] = []  # what it completes
-        self._num_launched = 0  # of the plan
+        self._current: Backward | None = None  # the running backward
+        self._task: int | None = None  # autograd's id of it, known from its first gradient
+        self._ending: weakref.ref | None = None  # callback at the end of autograd's run; dead if the backward raised
+        self._plan: list[Bucket] = []  # the buckets that it completes, in order
+        self._num_launched = 0  # of `_plan`
         self._in_flight: deque[_Reduction] = deque()
         self._resident = self._allocate_resident(context.ledger)
         self._hooks = [
@@ -109,7 +109,7 @@ class GradientReduction:
                     )
 
     def _allocate_resident(self, ledger: MemoryLedger) -> dict[Bucket, Tensor]:
-        """The gradient buffers that stay, at stages 0 and 1. A collective call, so it cannot wait until gradients come."""
+        """Allocates the gradient buffers that stay, at stages 0 and 1. A collective call, so it cannot wait until gradients arrive."""
         resident = {}
         for bucket in self._buckets:
             if not bucket.traits.shards_gradients:
@@ -119,7 +119,7 @@ class GradientReduction:
         return resident
 
     def detach(self) -> None:
-        """Takes the hooks off the parameters. Idempotent."""
+        """Removes the hooks from the parameters. Idempotent."""
         for hook in self._hooks:
             hook.remove()
         for bucket in self._buckets:
@@ -129,22 +129,22 @@ class GradientReduction:
     # Backward
 
     def require_scaled_loss(self) -> None:
-        """From now on a backward that was not announced as `scaled` raises RuntimeError: a loss scale other than 1 is in effect."""
+        """Makes a backward that was not announced as `scaled` raise RuntimeError, because a loss scale other than 1 is in effect."""
         self._needs_scaled_loss = True
 
     def set_prescale(self, factor: float) -> None:
-        """A rank's gradients are multiplied by `factor` before they are added up, from the next reduction on."""
+        """Sets the factor of a rank's gradients before they are added up, from the next reduction on."""
         self._prescale = factor
 
     def announce(self, backward: Backward) -> None:
-        """Describes the next backward; its first gradient begins it unless `begin` was called.
+        """Sets the options of the next backward. Its first gradient begins it, unless `begin` is called before.
 
         A scaled loss stays announced until its backward, because a script may run another forward in between.
         """
         self._announced = replace(backward, scaled=backward.scaled or self._announced.scaled)
 
     def begin(self, backward: Backward | None = None) -> None:
-        """A backward begins; None: the one that was announced last.
+        """Begins a backward. Defaults to the last one announced.
 
         Raises RuntimeError if the last backward did not end.
         """
@@ -161,16 +161,17 @@ class GradientReduction:
             bucket.gradient.begin_backward()
 
     def _reopen(self, bucket: Bucket) -> None:
-        """A further backward of this step adds to gradients that are reduced: scripts call one per loss, and one `step()`."""
+        """Prepares for a further backward of this step, which adds to reduced gradients: a script may call one per loss before one
+        `step()`."""
         while any(reduction.bucket is bucket for reduction in self._in_flight):
             self._finish_oldest()
         bucket.gradient.reopen(own=bucket.layout.shard(bucket.comm.rank), prescale=self._prescale)
 
     def accept(self, bucket: Bucket, *, index: int) -> None:
-        """Takes the gradient that autograd has finished for parameter `index` of `bucket`, and reduces what is complete.
+        """Takes the finished gradient of parameter `index` of `bucket` from autograd, and reduces buckets that are complete.
 
-        Raises RuntimeError for a gradient of a bucket that is reduced already, for that of a loss without the loss scale in effect, and if the
-        last backward did not end.
+        Raises RuntimeError if the bucket is reduced already, if the loss lacks the loss scale in effect, and if the last backward did not
+        end.
         """
         if (
             gradient_of(bucket.parameters[index]) is None
@@ -178,7 +179,7 @@ class GradientReduction:
             return
         if self._current is None:
             if self._needs_scaled_loss and not self._announced.scaled:
-                bucket.parameters[index].grad = None  # autograd stops here, so no other parameter has one
+                bucket.parameters[index].grad = None  # autograd stops here, so no other parameter has a gradient
                 self._gathering.reshard_all()
                 raise RuntimeError(
                     "loss.backward() with a loss scale in effect: the step would divide the gradients by a scale that the loss never had. "
@@ -207,10 +208,13 @@ class GradientReduction:
             self._gathering.reshard(bucket)
 
     def place(self, bucket: Bucket, *, index: int) -> Tensor | None:
-        """Where an operation of the backward that runs may write the gradient of parameter `index`, in its shape; None: it makes its own.
+        """A view, in the parameter's shape, for an operation of the running backward to write the gradient of parameter `index` to. None if
+        the
+        operation must allocate the gradient.
 
-        Its own where somebody else may keep the gradient: `torch.autograd.grad` inside a backward (another number of autograd's, which is
-        known once a gradient has come), and hooks of a script; and where autograd adds to a gradient that is there.
+        None is returned if the gradient may be kept elsewhere, by `torch.autograd.grad` inside a backward (which has another id of
+        autograd's,
+        known from its first gradient) or by hooks of a script, and if autograd adds to an existing gradient.
         """
         is_ours = self._current is not None and self._task == torch._C._current_graph_task_id()
         if not is_ours or bucket.gradient.is_launched or _is_seen(bucket.parameters[index]):
@@ -218,7 +222,7 @@ class GradientReduction:
         return bucket.gradient.place(index, acquire=functools.partial(self._acquire, bucket))
 
     def finish(self) -> None:
-        """The backward is over: reduces what was not used and releases what is still gathered. Idempotent."""
+        """Ends the backward: reduces unused buckets and releases buckets that are still gathered. Idempotent."""
         backward = self._current
         if backward is None:
             return
@@ -234,17 +238,17 @@ class GradientReduction:
             self._completed = None
 
     def _end_backward(self) -> None:
-        """Forgets the backward that ran and its scaled loss."""
+        """Resets the running backward and its scaled loss."""
         self._current, self._announced = None, replace(self._announced, scaled=False)
 
     @property
     def has_unreduced(self) -> bool:
-        """Backwards that did not reduce have left gradients on this rank."""
+        """Whether backwards without reduction have left gradients on this rank."""
         return any(bucket.gradient.has_local and not bucket.gradient.is_final for bucket in self._buckets)
 
     @property
     def has_gradients(self) -> bool:
-        """A backward has left gradients, reduced or not, since the last step; the same on every rank unless a backward failed."""
+        """Whether a backward has left gradients since the last step, reduced or not. The same on every rank unless a backward failed."""
         return (
             self._current is not None
             or bool(self._in_flight)
@@ -252,24 +256,24 @@ class GradientReduction:
         )
 
     def unused_names(self) -> frozenset[str]:
-        """This rank's trained parameters that got no gradient on any rank since the last step. A collective call."""
+        """This rank's trained parameters without a gradient on any rank since the last step. A collective call."""
         used, unused = set(), set()
         for bucket in self._buckets:
             for index, placement in enumerate(bucket.layout.placements):
                 (used if index in bucket.gradient.used else unused).add(placement.name)
         asked = set().union(*self._world.gather_objects(unused))
-        if not asked:  # nearly every step of nearly every model
+        if not asked:  # the common case
             return frozenset()
         return frozenset(unused.difference(*self._world.gather_objects(used & asked)))
 
     def reduce_now(self) -> None:
-        """Reduces, as a last backward does, what backwards that did not reduce left on the ranks. Every rank must call it."""
+        """Reduces, like a last backward, the gradients of backwards that did not reduce. Every rank must call it."""
         self.announce(Backward())
         self.begin()
         self.finish()
 
     def reduce_given(self, gradients: Mapping[tuple[Bucket, int], Tensor]) -> None:
-        """Reduces gradients that no backward of the engine made, as a last backward does. Every rank must call it.
+        """Reduces, like a last backward, gradients that were computed outside of the engine's backwards. Every rank must call it.
 
         gradients: by bucket and number of the parameter, each in its parameter's shape, scaled as the engine's are.
         """
@@ -282,7 +286,7 @@ class GradientReduction:
     def rewrite(
         self, bucket: Bucket, *, changes: Mapping[int, Callable[[Tensor], Tensor]], unused: Collection[int] = ()
     ) -> None:
-        """Changes gradients of `bucket` where they lie, at stages 0 and 1; the norm follows.
+        """Changes gradients of `bucket` in place, at stages 0 and 1, and updates the norm.
 
         changes: number of a parameter -> function from its gradient to the new one, both in its shape. unused: numbers of parameters that
             count as having no gradient.
@@ -295,11 +299,11 @@ class GradientReduction:
             bucket.gradient.record_squares([bucket.own(bucket.gradient.full)])
 
     def resident_buffers(self) -> list[Tensor]:
-        """The full gradients that stay on the device, at stages 0 and 1: a flat one per bucket."""
+        """The full gradients that stay on the device at stages 0 and 1: one flat tensor per bucket."""
         return list(self._resident.values())
 
     def _settle_order(self, completed: list[Bucket]) -> None:
-        """Rank 0's order of completion becomes the order of all ranks; what rank 0 did not use comes last."""
+        """Makes rank 0's order of completion the order of all ranks. Buckets that rank 0 did not use come last."""
         wanted = list(dict.fromkeys([*completed, *self._order]))
         number = {bucket: index for index, bucket in enumerate(self._buckets)}
         order = [number[bucket] for bucket in wanted]
@@ -307,7 +311,7 @@ class GradientReduction:
         self._order = [self._buckets[int(index)] for index in agreed]
 
     def _acquire(self, bucket: Bucket) -> Tensor:
-        """A buffer [size] for the local gradient: resident at stages 0 and 1, of the pool at 2 and 3."""
+        """A buffer [size] for the local gradient: resident at stages 0 and 1, from the pool at stages 2 and 3."""
         if bucket.traits.shards_gradients:
             return self.pool.acquire(bucket.size, dtype=bucket.traits.gradient_dtype)
         return self._resident[bucket]
@@ -333,7 +337,9 @@ class GradientReduction:
             shard = bucket.own(full)
             work = bucket.comm.reduce_scatter(full, out=shard, label=label)
         else:
-            while any(other.bucket is bucket for other in self._in_flight):  # few buckets: the last micro-batch's
+            while any(
+                other.bucket is bucket for other in self._in_flight
+            ):  # with few buckets, the last micro-batch's may be in flight
                 self._finish_oldest()
             local = bucket.gradient.take()
             assert local is not None
@@ -344,7 +350,7 @@ class GradientReduction:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        """Waits for the sum of the oldest reduction under way, and passes it on."""
+        """Waits for the oldest running reduction and passes its sum on."""
         reduction = self._in_flight.popleft()
         with self._clock.phase("communication"):
             reduction.work.wait()
@@ -357,19 +363,19 @@ class GradientReduction:
     # Step
 
     def finish_step(self) -> None:
-        """Returns when all sums are there. Raises RuntimeError if no backward was reduced since the last step."""
+        """Waits for all sums. Raises RuntimeError if no backward was reduced since the last step."""
         self.settle()
         if not all(bucket.gradient.is_reduced for bucket in self._order):
             raise RuntimeError("step() without a synchronised backward since the last step: call backward() first")
 
     def settle(self) -> None:
-        """Returns when all reductions and writes have ended."""
+        """Waits for all reductions and writes."""
         while self._in_flight:
             self._finish_oldest()
         self._shards.settle()
 
     def discard(self) -> None:
-        """Drops all gradients since the last step, also half reduced ones. Every rank must call it."""
+        """Drops all gradients since the last step, including half reduced ones. Every rank must call it."""
         while self._in_flight:
             reduction = self._in_flight.popleft()
             reduction.work.wait()
@@ -387,7 +393,7 @@ class GradientReduction:
         self.forget()
 
     def forget(self) -> None:
-        """The step is over; the next gradients start anew."""
+        """Resets all state after a step."""
         for bucket in self._order:
             bucket.gradient.finish_step()
 
@@ -399,20 +405,20 @@ def _hook(reduction: "weakref.ref[GradientReduction]", *, bucket: int, index: in
 
 
 def _place(reduction: "weakref.ref[GradientReduction]", *, bucket: int, index: int) -> Tensor | None:
-    """What a parameter offers, see `GradientReduction.place`."""
+    """The callable that a parameter offers, see `GradientReduction.place`."""
     alive = reduction()
     return None if alive is None else alive.place(alive._buckets[bucket], index=index)
 
 
 def _is_seen(parameter: Tensor) -> bool:
-    """A script has hooks on `parameter`, of any shape, that get its gradient, or has given it one."""
+    """Whether a script has hooks on `parameter` (any shape) that receive its gradient, or has set its gradient."""
     hooks = parameter._post_accumulate_grad_hooks
     return bool(parameter._backward_hooks) or len(hooks) > 1 or gradient_of(parameter) is not None
 
 
 def _on_gradient(parameter: Tensor, *, reduction: "weakref.ref[GradientReduction]", bucket: int, index: int) -> None:
-    """A parameter's hook. Autograd keeps hooks where Python's garbage collector does not look: a hook that referred to buckets, and through
-    them to parameters, would keep a model alive for ever after its engine was dropped."""
+    """Hook of a parameter. Autograd's hooks are invisible to Python's garbage collector: a hook that referenced buckets, and through them
+    parameters, would keep a model alive after its engine was dropped."""
     alive = reduction()
     if alive is not None:
         alive.accept(alive._buckets[bucket], index=index)

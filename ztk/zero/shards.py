@@ -1,4 +1,4 @@
-"""Reduced gradients: where a bucket's reduced shard goes, and how micro-batches add up there.
+"""Stores reduced gradient shards and accumulates them over micro-batches.
 
 Shards have the dtype in which gradients are sent.
 """
@@ -24,22 +24,22 @@ class ReducedShards:
         """pool: of buffers for shards that the store does not keep on the device."""
         self._store, self._pool, self._clock = store, pool, clock
         self._on_device = store.tier is Tier.device
-        self._writes: deque[tuple[list[Pending], Tensor]] = deque()  # and the shards that they write
+        self._writes: deque[tuple[list[Pending], Tensor]] = deque()  # with the shards that they write
 
     def acquire(self, bucket: Bucket, *, dtype: torch.dtype) -> Tensor:
-        """Memory [shard_size] for a sum: the stored shard itself if that is on the device and empty, else a buffer of the pool."""
+        """Memory [shard_size] for a sum: the stored shard itself if it is on the device and empty, else a buffer of the pool."""
         if self._on_device and not bucket.gradient.has_earlier:
             return self._stored(bucket)
         return self._pool.acquire(bucket.layout.shard_size, dtype=dtype)
 
     def release(self, bucket: Bucket, *, shard: Tensor) -> None:
-        """Drops a sum that came out of `acquire`."""
+        """Drops a sum from `acquire`."""
         if not (self._on_device and shard is self._stored(bucket)):
             self._pool.release(shard)
 
     def accumulate(self, bucket: Bucket, *, shard: Tensor, is_last: bool) -> None:
-        """Adds a reduced shard [shard_size] to those of earlier micro-batches and stores the sum. is_last: computes its squares."""
-        bucket.residency.wait_for_update()  # an optimizer behind the forward may still read the last step's gradient
+        """Adds a reduced shard [shard_size] to earlier micro-batches' and stores the sum. is_last: computes the sum's squares."""
+        bucket.residency.wait_for_update()  # an optimizer that runs during the forward may still read the last step's gradient
         total = self._add_on_device(bucket, shard=shard) if self._on_device else self._add_earlier(bucket, shard=shard)
         bucket.gradient.has_earlier = True
         if is_last:
@@ -48,7 +48,7 @@ class ReducedShards:
             self._write_back(bucket, shard=shard)
 
     def settle(self) -> None:
-        """Returns when all shards are stored."""
+        """Waits until all shards are stored."""
         while self._writes:
             self._finish_write()
 

@@ -1,4 +1,4 @@
-"""The order in which buckets are used in a pass, recorded to prefetch in the next one."""
+"""Records the order in which buckets are used in a pass, to prefetch in the next one."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from ztk.zero.buckets.bucket import Bucket
 class UseTrace:
     """Uses of buckets from one start of the model to the next: forward, then backward.
 
-    What is prefetched depends on recorded uses and sizes only, never on time, so all ranks issue the same collectives in the same order.
+    Prefetching depends on recorded uses and sizes only, never on time, so all ranks issue the same collectives in the same order.
     """
 
     def __init__(self) -> None:
@@ -17,13 +17,13 @@ class UseTrace:
         self._cursor = 0
 
     def restart(self) -> None:
-        """A new pass begins; the last one becomes the forecast."""
+        """Begins a new pass; the last one becomes the forecast."""
         if self._current:
             self._recorded = self._current
         self._current, self._cursor = [], 0
 
     def use(self, bucket: Bucket) -> None:
-        """`bucket` is used now. The cursor moves past it in the forecast, or stays if the forecast does not use it again."""
+        """Records a use of `bucket`. The cursor moves past it in the forecast, or stays if the forecast has no further use of it."""
         self._current.append(bucket)
         for position in range(self._cursor, len(self._recorded)):
             if self._recorded[position] is bucket:
@@ -31,11 +31,11 @@ class UseTrace:
                 return
 
     def ahead(self) -> Iterator[Bucket]:
-        """The forecast from here on."""
+        """The rest of the forecast."""
         return iter(self._recorded[self._cursor :])
 
     def distance_to(self, bucket: Bucket) -> int | None:
-        """Elements used before `bucket` is used again, or None if the forecast does not use it again."""
+        """Elements used before the next use of `bucket`, or None if the forecast has none."""
         distance = 0
         for other in self.ahead():
             if other is bucket:

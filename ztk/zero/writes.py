@@ -1,12 +1,13 @@
-"""What a script does to parameters between steps, found once per step and taken over, or refused with the call that does it.
+"""Detects changes of parameters by a script between steps, and takes them over or refuses them with the correct call.
 
 A bucket whose parameters are full on every rank keeps them as views of its buffer. A script may write them in place, through `.data`, or
-give them other memory (`p.data = x`). The optimizer reads master weights, which are elsewhere in 16 bit and where states are offloaded, so
-such values must reach them. Writes in place raise a parameter's version, other memory has another address, and the class of an engine's
-parameters notes that `.data` was read: these three are asked, about half a microsecond per parameter and step; values are compared only
-where one of them changed. `agreement` compares them between ranks then.
+give them other memory (`p.data = x`). The optimizer reads master weights, which are separate for 16-bit parameters and offloaded states, so
+such values must be copied there. Writes in place raise a parameter's version, other memory has another address, and the class of an
+engine's
+parameters records reads of `.data`. Checking these three takes about half a microsecond per parameter and step; values are compared only
+if one of them changed. `agreement` then compares the values between ranks.
 
-Sharded parameters (stage 3) are checked when they are released: what was written into them while they were gathered would be lost.
+Sharded parameters (stage 3) are checked when they are released: writes while they were gathered would be lost.
 """
 
 from collections.abc import Callable, Container, Iterator
@@ -26,12 +27,12 @@ from ztk.zero.update.piece_states import PieceStates
 
 
 class ParameterWrites:
-    """Finds what changed about the parameters of `buckets` since the last call."""
+    """Finds changes of the parameters of `buckets` since the last call."""
 
     def __init__(
         self, buckets: list[Bucket], *, model: nn.Module, context: ZeroContext, finish_update: Callable[[], None]
     ) -> None:
-        """finish_update: returns when the last optimizer step and its writes have ended."""
+        """finish_update: waits for the last optimizer step and its writes."""
         self._buckets, self._states, self._finish_update = buckets, PieceStates(context), finish_update
         self.agreement = WriteAgreement(buckets, model=model, context=context)
         names = {parameter: placement.name for _, parameter, placement in _places(buckets)}
@@ -49,11 +50,13 @@ class ParameterWrites:
         self._versions = {bucket: [parameter._version for parameter in bucket.parameters] for bucket in buckets}
 
     def take_over(self) -> None:
-        """Makes what was written count: other memory becomes the bucket's again, and master weights follow.
+        """Takes over a script's writes: moves other memory back into the bucket and updates master weights.
 
-        Raises ValueError for a parameter of another dtype or shape, or that shares memory with another one, and RuntimeError for one that
-        another object has replaced in the model, for one of a module that was put into the model since, and for one that got other memory while
-        a script has a view of the old one.
+        Raises ValueError for a parameter of another dtype or shape, or that shares memory with another one. Raises RuntimeError for one
+        that
+        was replaced by another object in the model, for one of a module that was added to the model later, and for one that got other
+        memory while
+        a script has a view of the old memory.
         """
         with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
             self._check_replaced()
@@ -66,12 +69,14 @@ class ParameterWrites:
                         self._refresh(bucket, changed=changed)
 
     def mark_updated(self, bucket: Bucket | None = None, *, names: Container[str] | None = None) -> None:
-        """After the engine gave trained parameters other values: the backward of a graph from before raises, as after torch's own optimizers.
+        """Records that the engine changed trained parameters, so that the backward of an earlier graph raises, as after torch's own
+        optimizers.
 
-        Kernels raise no version. Where parameters are sharded, `ModelHooks` compares instead. bucket: the only one that changed. names: of its
-        parameters that changed.
+        Kernels do not raise versions, so this does. If parameters are sharded, `ModelHooks` compares instead. bucket: the only one that
+        changed.
+        names: of its parameters that changed.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # versions may be read before values are there
+        with torch._C.DisableTorchFunctionSubclass():  # versions may be read while values are pending
             for changed in self._buckets if bucket is None else (bucket,):
                 if changed.traits.trainable and not changed.traits.shards_parameters:
                     parameters, versions = changed.parameters, self._versions[changed]
@@ -83,7 +88,7 @@ class ParameterWrites:
             self.agreement.forget(names)
 
     def check_structure(self) -> None:
-        """Raises RuntimeError if a step would not train what requires a gradient, or values were lost."""
+        """Raises RuntimeError if a step would ignore a parameter that requires a gradient, or values were lost."""
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, is_trained, name in self._trained:
                 if not is_trained and parameter.requires_grad:
@@ -113,7 +118,7 @@ class ParameterWrites:
                 )
 
     def _check_modules(self) -> None:
-        """Modules may leave the model, but what comes in is not trained."""
+        """Checks for new modules: modules may leave the model, but added ones would not be trained."""
         if all(_children(module) == children for module, children in self._tree):
             return
         for name, parameter in self._model.named_parameters():
@@ -126,14 +131,14 @@ class ParameterWrites:
         self._tree = _tree(self._model)
 
     def frozen_names(self) -> frozenset[str]:
-        """Trained parameters for which requires_grad_(False) was called: a step leaves them and their states alone."""
+        """Trained parameters with requires_grad_(False): a step leaves them and their states unchanged."""
         with torch._C.DisableTorchFunctionSubclass():
             return frozenset(
                 name for parameter, is_trained, name in self._trained if is_trained and not parameter.requires_grad
             )
 
     def _changed(self, bucket: Bucket) -> Iterator[tuple[str, bool]]:
-        """(name, whether it was written for certain and its `.data` not only read)."""
+        """(name, whether the write is certain); it is uncertain if `.data` was only read."""
         assert bucket.full is not None
         (storage, first), size, versions = place_of(bucket.full), bucket.full.element_size(), self._versions[bucket]
 
@@ -152,7 +157,7 @@ class ParameterWrites:
             yield place.name, is_written
 
     def _bring_back(self, bucket: Bucket, *, parameter: nn.Parameter, place: Placement, is_marked: bool) -> None:
-        """The values of a parameter's other memory go into the bucket. is_marked: its `.data` was read."""
+        """Copies the values in a parameter's other memory into the bucket. is_marked: its `.data` was read."""
         # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
         value = torch.Tensor.data.__get__(parameter)
         bucket.residency.check_fits(value, placement=place)
@@ -172,7 +177,7 @@ class ParameterWrites:
         restore(parameter, value=own)
 
     def _refresh(self, bucket: Bucket, *, changed: dict[str, bool]) -> None:
-        """Master weights follow, see `PieceStates.follow`. changed: what `_changed` found."""
+        """Updates master weights, see `PieceStates.follow`. changed: the result of `_changed`."""
         for piece in bucket.pieces:
             places = {f.name: (f.place, changed[f.name]) for f in piece.fragments if f.name in changed}
             if places and self._states.follows(piece):
@@ -185,7 +190,7 @@ def _tree(model: nn.Module) -> list[tuple[nn.Module, tuple]]:
 
 
 def _children(module: nn.Module) -> tuple:
-    """Its modules, and the number of its parameters: `_check_replaced` looks at each."""
+    """Its child modules and its number of parameters, which `_check_replaced` iterates over."""
     return (*module._modules.values(), len(module._parameters))
 
 
@@ -196,13 +201,13 @@ def _places(buckets: list[Bucket]) -> Iterator[tuple]:
 
 
 def _is_shown_elsewhere(bucket: Bucket, *, own: Tensor) -> bool:
-    """Whether a numpy array, or a tensor made from an entry of a state dict, shows the bucket's memory: no read of `.data` returned it.
+    """Whether a numpy array, or a tensor made from an entry of a state dict, shares the bucket's memory without a recorded read of `.data`.
 
     own: the parameter's place there, in its shape.
     """
     known = viewers(bucket.parameters, memory=own)
     if known is None:
-        return False  # views hold the storage too, and cannot be told from arrays or matched to a parameter
+        return False  # views hold the storage too, and cannot be distinguished from arrays or matched to a parameter
     storage = own.untyped_storage()._cdata
     inside = sum(parameter.untyped_storage()._cdata == storage for parameter in bucket.parameters)
     return references(own) > known + inside + 3  # the buffer, `own`, and the storage object that `references` reads

@@ -1,4 +1,4 @@
-"""ZeRO over one model: built once, then gathering, reduction and update take turns."""
+"""ZeRO over one model: built once, then gathering, reduction and update in turn."""
 
 import functools
 import weakref
@@ -38,20 +38,20 @@ from ztk.zero.update.update import ShardUpdate
 from ztk.zero.writes import ParameterWrites
 
 _NOT_SEEN = (
-    "zero.overlap_gather=true: {what} would read parameters before they are gathered, because ztk cannot see when it reads them; set "
+    "zero.overlap_gather=true: {what} would read parameters before they are gathered, because ztk cannot intercept these reads; set "
     "zero.overlap_gather=false"
 )
 
 
 class Zero:
-    """The parameters, gradients and optimizer states of one model, sharded as `policy` says.
+    """The parameters, gradients and optimizer states of one model, sharded according to `policy`.
 
     buckets: in order of definition. gathering, hooks: parameters at stage 3. reduction: gradients.
     state: the state for checkpoints. named_state: the state of single parameters. offloader: moves states off the device.
-    averaged: the average of the weights in their place. state_names: of what is stored per parameter beside its master weight.
-    kept_states: in what, see `StateFormat.described`. matrices: names of the parameters that Muon updates.
-    num_parameters: elements of the model over all ranks, frozen ones included, padding not.
-    dtype: of the parameters as the model computes with them. gradient_dtype: in which gradients are sent and add up.
+    averaged: shows the average of the weights. state_names: names of the states stored per parameter, without its master weight.
+    kept_states: their formats, see `StateFormat.described`. matrices: names of the parameters that Muon updates.
+    num_parameters: elements of the model over all ranks, including frozen ones, without padding.
+    dtype: of the parameters as the model computes with them. gradient_dtype: in which gradients are sent and added up.
     """
 
     def __init__(
@@ -74,9 +74,12 @@ class Zero:
     ) -> None:
         """Takes over all parameters of `model`. A collective call.
 
-        piece_size: elements that are updated at once; None: a shard. parts: of the parameters that are cut or copied along other axes than
-        the data's. initial_values: needed if `model` is on the meta device. skip_unused: a step leaves parameters without a gradient alone.
-        ema: keeps a moving average of the trained weights with the optimizer's states, or in `stores.average`; None: none.
+        piece_size: elements that are updated at once. Defaults to a shard. parts: of parameters that are cut or copied along other axes
+        than
+        the data's. initial_values: required if `model` is on the meta device. skip_unused: a step leaves parameters without a gradient
+        unchanged.
+        ema: keeps a moving average of the trained weights with the optimizer's states, or in `stores.average`. If omitted, no average is
+        kept.
         Raises ValueError if a parameter has no values.
         """
         self.policy, self.optimizer, self.parts = policy, optimizer, parts or {}
@@ -138,11 +141,11 @@ class Zero:
 
     @property
     def tiers(self) -> dict[str, str]:
-        """Where optimizer states and parameters are stored."""
+        """The tiers of optimizer states and parameters."""
         return {"optimizer": str(self._stores.optimizer.tier), "parameters": str(self._stores.parameters.tier)}
 
     def _count_parameters(self) -> int:
-        """Over all ranks, each part once."""
+        """Counts elements over all ranks, each part once."""
         first = [bucket for bucket in self.buckets if bucket.traits.counted and bucket.comm.rank == 0]
         count = sum(bucket.layout.num_parameters for bucket in first)
         counts = self._comm.gather_numbers([count], label="number of parameters", dtype=torch.float64)
@@ -151,7 +154,7 @@ class Zero:
     # Step
 
     def sum_of_squares(self) -> Tensor:
-        """float64 [1]: of all ranks' gradients, scaled and summed as they are; the same bits at every stage and on every rank.
+        """float64 [1]: the squared norm of all ranks' gradients, still scaled and summed; the same bits at every stage and on every rank.
 
         Raises RuntimeError if no backward was reduced since the last step, and on every rank if the ranks wrote different values into a
         parameter. A collective call.
@@ -176,8 +179,8 @@ class Zero:
     def update(self, control: Tensor, *, step: int) -> None:
         """The optimizer step, after `step_control` has written `control`, fp32 [groups, 16]. A collective call.
 
-        step: its number, from 1 on, skipped ones included, by which the average of the weights is due.
-        Raises RuntimeError if parameters are pinned, or are an average, or were saved without their values.
+        step: its number, from 1 on, including skipped ones, which determines when the average of the weights is due.
+        Raises RuntimeError if parameters are pinned, show the average, or were saved without their values.
         """
         self.averaged.check_hidden("a step")
         check_saved()
@@ -192,11 +195,11 @@ class Zero:
 
     @property
     def missed_updates(self) -> MissedUpdates:
-        """What each parameter of this rank has missed of the run's updates, of optimizers that count them."""
+        """The updates of the run that each parameter of this rank has missed, for optimizers that count them."""
         return self._update.missed
 
     def finish_update(self) -> None:
-        """Returns when the last update has ended. Raises what went wrong in it."""
+        """Waits for the last update. Raises its error."""
         self._update.finish()
 
     def discard_gradients(self) -> None:
@@ -217,9 +220,9 @@ class Zero:
         return not bool(found.isfinite().all())
 
     def first_non_finite(self) -> str | None:
-        """The first parameter, in order of definition, whose reduced gradient is not finite, and of a pipeline's ranks the first's.
+        """The first parameter, in order of definition and of pipeline ranks, whose reduced gradient is not finite.
 
-        The same answer on every rank; None: all are finite. A collective call.
+        The same result on every rank, or None if all are finite. A collective call.
         """
         first, names = float("inf"), []
         for bucket in self._trained:
@@ -238,7 +241,7 @@ class Zero:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, all parameters are full: for reading, and for small models. Every rank must enter."""
+        """Context in which all parameters are full: for reading, and for small models. Every rank must enter."""
         sharded = [bucket for bucket in self.buckets if bucket.state is ParameterState.sharded]
         for bucket in sharded:
             self.gathering.unshard_untraced(bucket)
@@ -249,7 +252,7 @@ class Zero:
                 self.gathering.reshard(bucket)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, parameter in its full shape), with no more than one bucket full at a time: at stage 3 a parameter is valid until the next one.
+        """(name, parameter in its full shape), with at most one bucket full at a time: at stage 3 a parameter is valid until the next one.
 
         Every rank must iterate to the end.
         """
@@ -264,12 +267,12 @@ class Zero:
                 self.gathering.reshard(bucket, may_be_viewed=False)
 
     def is_changed(self, bucket: Bucket, *, name: str) -> bool:
-        """A parameter of `bucket` that is gathered was written: its bits in this rank's slice differ from the stored shard's."""
+        """Whether a gathered parameter of `bucket` was written: its bits in this rank's slice differ from the stored shard's."""
         placement = bucket.layout.placement(name)
         return bucket.residency.is_changed(range(placement.offset, placement.stop))
 
     def compile(self, model: nn.Module, **options: object) -> None:
-        """torch.compile with `options`: of the model, or, where parameters are sharded, of every unit inside its gathering.
+        """torch.compile with `options`: of the model, or of every unit inside its gathering if parameters are sharded.
 
         Raises ValueError with `overlap_gather`.
         """
@@ -284,7 +287,8 @@ class Zero:
     # End
 
     def release_model(self, init_context: ZeroInitContext) -> None:
-        """Undoes the building with one full bucket at a time, and closes. Another Zero may take the model. Every rank must call it.
+        """Undoes the building with one full bucket at a time, and closes. Another Zero may then take over the model. Every rank must call
+        it.
 
         Sharded parameters become slices in `init_context`, the others stay full; optimizer states are lost.
         Raises RuntimeError if parameters are pinned.
@@ -300,14 +304,14 @@ class Zero:
         self.close()
 
     def close(self) -> None:
-        """Ends the last update and closes all stores; raises what went wrong in them. At stage 3 the model is unusable after it."""
+        """Ends the last update and closes all stores, and raises their errors. At stage 3 the model is unusable afterwards."""
         self.reduction.detach()
         if self.policy.overlap_gather:
             forget_access(self._model.modules())
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 give_back(parameter)
-        with ExitStack() as stack:  # everything is closed, whatever raises
+        with ExitStack() as stack:  # everything is closed, even if one call raises
             stack.callback(self._stores.close)
             stack.callback(self._update.close)
             for bucket in self.buckets:
@@ -315,7 +319,7 @@ class Zero:
 
 
 def _check_seen(model: nn.Module) -> None:
-    """Raises ValueError if modules read parameters where nobody sees it."""
+    """Raises ValueError if modules read parameters without a way to intercept it."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(_NOT_SEEN.format(what=f"the scripted module {name or 'itself'}"))

@@ -13,10 +13,10 @@ from ztk.zero.buckets.units import BucketTraits
 
 
 class Bucket:
-    """Parameters of one unit in one flat buffer: its layout, its pieces, and where its parameters and gradients are.
+    """Parameters of one unit in one flat buffer: its layout, its pieces, and the state of its parameters and gradients.
 
-    pieces: what this rank updates: its shard, or every shard where optimizer states are not sharded.
-    comm: among the ranks that share the shards. exchange: how shards are sent over it.
+    pieces: the parts that this rank updates: its shard, or every shard if optimizer states are not sharded.
+    comm: the ranks that share the shards. exchange: how shards are sent over it.
     """
 
     def __init__(

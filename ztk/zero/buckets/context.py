@@ -1,4 +1,4 @@
-"""What the parts of one `Zero` share."""
+"""State shared by the parts of one `Zero`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,11 +15,11 @@ from ztk.core.runtime.store import Stores
 from ztk.optim import FlatOptimizer, GroupTable, TorchStep
 from ztk.optim.states import StateFormat
 
-AVERAGE = "ema"  # the kind of state that a moving average of the weights is
+AVERAGE = "ema"  # kind of state of the moving average of the weights
 
 
 def stored_states(optimizer: FlatOptimizer | TorchStep, *, with_average: bool) -> StateFormat:
-    """What is stored together per parameter: the optimizer's states, and the average if one is kept on their tier."""
+    """The states stored together per parameter: the optimizer's, and the average if it is kept on their tier."""
     return optimizer.format.with_row(AVERAGE) if with_average else optimizer.format
 
 
@@ -27,9 +27,10 @@ def stored_states(optimizer: FlatOptimizer | TorchStep, *, with_average: bool) -
 class ZeroContext:
     """Policies, stores, ranks and counters.
 
-    groups: the optimizer's parameter groups. piece_size: elements that are updated at once; None: a shard.
-    ema: of the average that is kept beside the optimizer's states, or apart where `stores` has a store for it; None: there is none.
-    parts: of the parameters that are cut or copied along other axes than the data's. gathered: the full buffers of sharded buckets.
+    groups: the optimizer's parameter groups. piece_size: elements that are updated at once. If omitted, a whole shard.
+    ema: policy of the weights' average, which is stored with the optimizer's states, or in `stores.average` if given. None if there is
+    none.
+    parts: of parameters that are cut or copied along other axes than the data's. gathered: pool of the full buffers of sharded buckets.
     """
 
     policy: ZeroPolicy
@@ -52,7 +53,7 @@ class ZeroContext:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Of the states that are kept for a piece beside its master weights, as a checkpoint has them."""
+        """Names of a piece's states without its master weights, as in a checkpoint."""
         return self.states.names if self.stores.average is None else (*self.states.names, AVERAGE)
 
     @property
@@ -62,7 +63,7 @@ class ZeroContext:
 
     @property
     def described_states(self) -> dict[str, str]:
-        """What is kept of each state, in a word for a manifest."""
+        """The format of each state, one word for a manifest."""
         return self.states.described() | ({} if self.stores.average is None else {AVERAGE: "float32"})
 
     @property

@@ -29,7 +29,8 @@ class Exchange:
         self._comm = comm
 
     def gather(self, full: Tensor, *, label: str, fetch: Fetch) -> Pending:
-        """All shards of `full` [size], in place. fetch: starts to bring the rank's own shard, if it is needed, which comes first."""
+        """All-gathers the shards of `full` [size] in place. fetch: starts to load the rank's own shard. Only called if the shard is
+        needed."""
         return self._comm.all_gather(full, label=label, after=fetch())
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> Pending:
@@ -37,16 +38,16 @@ class Exchange:
         return self._comm.reduce_scatter(full, out=out, label=label)
 
     def invalidate(self) -> None:
-        """The shards have new values: what is kept of them is out of date."""
+        """Invalidates cached copies of the shards, because the shards have new values."""
 
     @property
     def is_exact(self) -> bool:
-        """Gathered parameters have the bits of their shards."""
+        """Whether gathered parameters have the same bits as their shards."""
         return True
 
 
 class QuantizedCollectives(Exchange):
-    """An exchange with the savings that `policy` asks for."""
+    """An exchange with the compression chosen in `policy`."""
 
     def __init__(
         self,
@@ -57,8 +58,9 @@ class QuantizedCollectives(Exchange):
         hops: tuple[Comm, Comm] | None,
         ledger: MemoryLedger,
     ) -> None:
-        """sends_int8: parameters are gathered as int8. hops: the ranks of this rank's group, and the ranks at the same place in the other
-        groups; None: there are no groups."""
+        """sends_int8: gathers parameters as int8. hops: the ranks of this rank's group, and the ranks at the same position of the other
+        groups. If
+        omitted, there are no groups."""
         super().__init__(comm)
         self._policy, self._sends_int8, self._ledger = policy, sends_int8, ledger
         self._intra_node, self._inter_node = hops or (None, None)
@@ -67,7 +69,7 @@ class QuantizedCollectives(Exchange):
         self._copy_is_current = False
 
     def gather(self, full: Tensor, *, label: str, fetch: Fetch) -> Pending:
-        if self._copy_is_current:  # nothing is fetched: it would land in `full` when nobody waits for it any more
+        if self._copy_is_current:  # no fetch: nothing would wait for it, and it would overwrite `full` later
             assert self._intra_node is not None
             full.chunk(self._intra_node.size)[self._intra_node.rank].copy_(self._copy)
             return self._intra_node.all_gather(full, label=f"{label} inside the node")
@@ -85,10 +87,10 @@ class QuantizedCollectives(Exchange):
         def pack() -> None:
             packed[self._comm.rank].copy_(quantize(shards[self._comm.rank], bits=WEIGHT_BITS)[0])
 
-        def unpack() -> None:  # the own shard too, so that all ranks compute with the same values
+        def unpack() -> None:  # including the own shard, so that all ranks compute with the same values
             shards.copy_(dequantize(packed, numel=numel, bits=WEIGHT_BITS, dtype=full.dtype))
 
-        # Behind a copy the packing starts when the shards are awaited: at once, it would stop the current stream until the copy is there.
+        # With a copy, packing starts when the shards are awaited. Starting at once would stall the current stream until the copy is done.
         before = then(after, action=pack, is_immediate=after.is_immediate and after.copy is None)
         return then(self._comm.all_gather(packed.view(-1), label=f"{label} as int8", after=before), action=unpack)
 
@@ -117,7 +119,7 @@ class QuantizedCollectives(Exchange):
         return self._reduce_in_two_hops(full, out=out, label=label)
 
     def _reduce_in_two_hops(self, full: Tensor, *, out: Tensor, label: str) -> Pending:
-        """First inside the node, where rank n collects the shards of all ranks at place n of their nodes; then between those ranks."""
+        """Reduces inside the node, where rank n collects the shards of all ranks at position n of their nodes, then between those ranks."""
         assert self._intra_node is not None and self._inter_node is not None
         intra, inter = self._intra_node.size, self._inter_node.size
         shards = full.view(inter, intra, -1).transpose(0, 1).reshape(intra, -1)  # [intra, inter * shard]
@@ -131,7 +133,7 @@ class QuantizedCollectives(Exchange):
 
 
 def _sum_quantized(shards: Tensor, *, out: Tensor, comm: Comm, label: str) -> Pending:
-    """out [n] = the sum over ranks of their row for this rank of `shards` [comm.size, n]; rows are sent as int4."""
+    """out [n] = the sum over ranks of their row for this rank of `shards` [comm.size, n]. Rows are sent as int4."""
     numel = shards.shape[1]
     packed = quantize(shards, bits=GRADIENT_BITS)
     received = torch.empty_like(packed)
@@ -142,7 +144,7 @@ def _sum_quantized(shards: Tensor, *, out: Tensor, comm: Comm, label: str) -> Pe
 
 
 def exchange_of(axis: str, *, is_trained: bool, context: ZeroContext) -> Exchange:
-    """The exchange of buckets that are sharded over `axis`. Groups inside a node are of data-parallel ranks, so experts have none."""
+    """The exchange of buckets that are sharded over `axis`. Experts have no groups inside a node: the groups are data-parallel ranks."""
     policy, mesh, comm = context.policy, context.mesh, context.mesh.comm(axis)
     has_groups = axis == "data" and mesh.comm("intra_node").size > 1
     sends_int8 = policy.quantized_weights or (policy.quantized_nontrainable_weights and not is_trained)

@@ -1,4 +1,4 @@
-"""The gradient of one bucket: from autograd into a flat buffer, and how far its reduction is."""
+"""The gradient of one bucket: collected from autograd in a flat buffer, with the state of its reduction."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ from ztk.core.runtime.planned import place_of
 from ztk.kernels import sum_of_squares
 from ztk.zero.buckets.layout import BucketLayout
 
-# What autograd has left in a parameter; a subclass may show scripts something else.
+# Autograd's own gradient of a parameter; subclasses may override `grad` for scripts.
 # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
 gradient_of, set_gradient = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__
 
@@ -18,8 +18,8 @@ gradient_of, set_gradient = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__
 class BucketGradient:
     """The gradient half of a bucket.
 
-    full: [layout.size], this rank's local gradient; None: there is none.
-    squares: float64 [1], the sum of squares of the reduced shard; None: this step's gradient is not reduced yet.
+    full: [layout.size], this rank's local gradient, or None.
+    squares: float64 [1], the sum of squares of the reduced shard. None until this step's gradient is reduced.
     is_launched: its reduction has started in this backward. is_final: this step's gradient is reduced, in `full` (stages 0 and 1).
     used: numbers of the parameters that got a gradient since the last step.
     has_earlier: the stored shard contains gradients of earlier micro-batches of this step.
@@ -30,16 +30,17 @@ class BucketGradient:
         self.full: Tensor | None = None
         self.squares: Tensor | None = None
         self.is_launched = self.is_final = self.has_earlier = False
-        self._written = [False] * len(parameters)  # whose gradient is in `full`
+        self._written = [False] * len(parameters)  # whether `full` holds the parameter's gradient
         self.used: set[int] = set()
-        self._arrived: set[int] = set()  # whose gradient came in this backward
+        self._arrived: set[int] = set()  # parameters whose gradient arrived in this backward
         self._placed: set[int] = (
             set()
-        )  # whose place was given away in this backward, to be written by autograd's operation
+        )  # parameters whose place was handed out in this backward, for autograd's operation to write
 
     def place(self, index: int, *, acquire: Callable[[], Tensor]) -> Tensor | None:
-        """Where an operation may write the first gradient of parameter `index` in this step, in its shape; None: there is one already, or the
-        place was given away. What autograd adds to it before `accept` may be added in place.
+        """A view, in the parameter's shape, into which an operation may write the step's first gradient of parameter `index`. None if a
+        gradient
+        exists already or the view was handed out. Autograd may add to it in place before `accept`.
 
         acquire: returns the buffer [layout.size] if there is none yet.
         """
@@ -51,13 +52,15 @@ class BucketGradient:
         return self._view(index)
 
     def accept(self, index: int, *, acquire: Callable[[], Tensor]) -> None:
-        """Moves the fresh gradient of parameter `index` into the flat buffer: copies the first one unless it is there, adds later ones.
+        """Moves the new gradient of parameter `index` into the flat buffer. Copies the first one unless it was written in place, and adds
+        later
+        ones.
 
         acquire: returns the buffer [layout.size] if there is none yet.
         """
         parameter = self.parameters[index]
         autograds = gradient_of(parameter)
-        if autograds.layout is not torch.strided:  # of Embedding(sparse=True)
+        if autograds.layout is not torch.strided:  # from Embedding(sparse=True)
             autograds = autograds.to_dense()
         if self.full is None:
             self._begin(acquire())
@@ -72,54 +75,56 @@ class BucketGradient:
         self.used.add(index)
 
     def _begin(self, buffer: Tensor) -> None:
-        """`buffer` [layout.size] is the local gradient from now on."""
+        """Sets `buffer` [layout.size] as the local gradient."""
         self.full = buffer
         self.restart()
         for gap in self._layout.gaps():
             self.full[gap.start : gap.stop].zero_()
 
     def _view(self, index: int) -> Tensor:
-        """The place of parameter `index` in the buffer, in its shape."""
+        """The view of parameter `index` in the buffer, in its shape."""
         assert self.full is not None
         placement = self._layout.placements[index]
         return self.full[placement.offset : placement.stop].view(placement.shape)
 
     def read(self, index: int) -> Tensor | None:
-        """The gradient of parameter `index`, reduced or local, as a view of the buffer in the parameter's shape; None if there is none."""
+        """The gradient of parameter `index`, reduced or local, as a view of the buffer in the parameter's shape, or None."""
         return self._view(index) if self.full is not None and (self.is_reduced or self._written[index]) else None
 
     @property
     def is_reduced(self) -> bool:
-        """This step's gradient is the sum over the ranks."""
+        """Whether this step's gradient is the sum over the ranks."""
         return self.squares is not None
 
     def record_squares(self, parts: Iterable[Tensor]) -> None:
-        """Sets this rank's share of the squared norm: the sum of squares of `parts` [n], the final reduced shard or those parts of it that
-        this rank counts."""
+        """Sets this rank's share of the squared norm: the sum of squares of `parts` [n], the parts of the final reduced shard that this
+        rank
+        counts."""
         before = self.squares  # the new sum stays on its device
         counted = [sum_of_squares(part).to(part.device if before is None else before.device) for part in parts]
         self.squares = functools.reduce(torch.add, counted) if counted else torch.zeros_like(before)
 
     @property
     def has_local(self) -> bool:
-        """A parameter's local gradient is in the buffer."""
+        """Whether the buffer holds a local gradient."""
         return self.full is not None and any(self._written)
 
     @property
     def is_complete(self) -> bool:
-        """Every parameter's gradient has arrived in this backward."""
+        """Whether every parameter's gradient has arrived in this backward."""
         return len(self._arrived) == len(self.parameters)
 
     def begin_backward(self) -> None:
-        """A backward starts: no gradient has arrived in it."""
+        """Starts a backward: no gradient has arrived in it."""
         self._arrived.clear()
         self._placed.clear()
 
     def reopen(self, *, own: range, prescale: float) -> None:
-        """Gradients of a further backward may be added to reduced ones: each rank keeps the sums of its own shard, so that the next
+        """Prepares reduced gradients for a further backward that adds to them. Each rank keeps the sums of its own shard only, so that the
+        next
         reduction counts them once.
 
-        own: the rank's shard of the buffer. prescale: what the reduction will multiply the buffer by.
+        own: the rank's shard of the buffer. prescale: factor of the next reduction.
         """
         assert self.full is not None and self.is_final
         self.full[: own.start].zero_()
@@ -130,7 +135,7 @@ class BucketGradient:
         self.squares, self.is_final = None, False
 
     def fill_missing(self, *, acquire: Callable[[], Tensor]) -> None:
-        """Sets the gradient of parameters that were not used to zero."""
+        """Sets the gradient of unused parameters to zero."""
         if self.full is None:
             self.full = acquire().zero_()
             return
@@ -139,17 +144,17 @@ class BucketGradient:
                 self.full[placement.offset : placement.stop].zero_()
 
     def take(self) -> Tensor | None:
-        """Gives the buffer to the caller; the next gradient starts a new one."""
+        """Hands the buffer to the caller. The next gradient starts a new one."""
         full, self.full = self.full, None
         return full
 
     def restart(self) -> None:
-        """Keeps the buffer and forgets its content."""
+        """Keeps the buffer and discards its content."""
         self._written = [False] * len(self.parameters)
         self._placed.clear()
 
     def finish_step(self) -> None:
-        """The step is over: the next gradient starts anew."""
+        """Resets all state for the next step."""
         self.squares = None
         self.is_launched = self.is_final = self.has_earlier = False
         self.used.clear()

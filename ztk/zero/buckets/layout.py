@@ -1,4 +1,4 @@
-"""Where each parameter lies in a flat buffer, and which shard of the buffer belongs to which rank.
+"""Positions of parameters in a flat buffer, and the shards of the buffer by rank.
 
 Pure arithmetic on names, shapes and the number of ranks, without tensors or processes. The layout does not depend on the ZeRO stage or the
 offload tier: this is the first reason why neither changes a number. All offsets and sizes are in elements.
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-# Every parameter starts on a multiple of 32 elements: 64 bytes in 16 bit, so that vector loads and CPU kernels see the
+# Parameters start at multiples of 32 elements: 64 bytes in 16 bit, so that vector loads and CPU kernels have the
 # same alignment in every buffer. Every shard is a multiple of 128: 512 bytes in fp32.
 PARAMETER_ALIGNMENT = 32
 SHARD_ALIGNMENT = 128
@@ -44,9 +44,9 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Elements [start, stop) of a bucket, all of one parameter group. Padding belongs to the group before it.
+    """Elements [start, stop) of a bucket, all of one parameter group. Padding belongs to the preceding group.
 
-    position: of the first element in the model, see `ztk.zero.update.positions`; 0 where nothing is rounded stochastically.
+    position: of the first element in the model, see `ztk.zero.update.positions`; 0 if nothing is rounded stochastically.
     """
 
     start: int
@@ -59,7 +59,7 @@ class Segment:
 class Fragment:
     """The part of one parameter within a range of the bucket.
 
-    start, stop: the parameter's flat elements. place: where they lie, counted from the start of the range.
+    start, stop: the parameter's flat elements. place: their position, counted from the start of the range.
     """
 
     name: str
@@ -107,9 +107,9 @@ class BucketLayout:
         return range(rank * self.shard_size, (rank + 1) * self.shard_size)
 
     def segments(self, span: range, *, positions: Mapping[str, int] | None = None) -> Iterator[Segment]:
-        """`span`, cut where the parameter group changes, and where positions jump. Padding belongs to the parameter before it.
+        """`span`, cut where the parameter group changes or positions jump. Padding belongs to the preceding parameter.
 
-        positions: of the parameters' first elements in the model; None: they do not count.
+        positions: of the parameters' first elements in the model. If omitted, jumps of positions cause no cut.
         """
         start, of = span.start, None
         for placement in self.placements:
@@ -150,7 +150,7 @@ class BucketLayout:
 
 
 def _segment(start: int, *, stop: int, of: tuple[int, int | None]) -> Segment:
-    """of: its group, and the distance from places to positions."""
+    """of: its group, and the difference between positions and places."""
     group, distance = of
     return Segment(start=start, stop=stop, group=group, position=0 if distance is None else distance + start)
 

@@ -1,7 +1,8 @@
-"""Which elements of a piece have which of Muon's states: those of matrices have momentum alone, all others the moments of AdamW.
+"""Layout of Muon's states in a piece: elements of matrices have momentum, all others have the moments of AdamW.
 
-The momentum is a slot of its own: a step updates it in one pass over the matrices and the weights in a second one, and each reads and writes
-what it changes. The moments are stored for the others alone, one element behind the other. All rows are float32.
+The momentum has a slot of its own: a step updates it in one pass over the matrices and the weights in a second one, and each pass only
+reads
+and writes the data it changes. Moments are stored contiguously for the other elements. All rows are float32.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,14 +18,14 @@ MOMENTUM, MOMENTS = "exp_avg", ("exp_avg", "exp_avg_sq")  # as a checkpoint name
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Moments:
-    """matrices, others: the places in a piece [n] of the elements that have momentum, and moments; together they are all."""
+    """matrices, others: the ranges of a piece [n] with momentum and with moments; together they cover the piece."""
 
     matrices: tuple[slice, ...]
     others: tuple[slice, ...]
 
     @staticmethod
     def of(segments: Iterable[Segment], *, start: int, matrix_groups: frozenset[int]) -> "Moments | None":
-        """Of the segments of a piece that begins at `start` of its bucket; None: it has no element of a matrix."""
+        """From the segments of a piece that begins at `start` of its bucket. None if it contains no element of a matrix."""
         places = [(slice(cut.start - start, cut.stop - start), cut.group in matrix_groups) for cut in segments]
         if not any(is_matrix for _, is_matrix in places):
             return None
@@ -44,19 +45,19 @@ class Moments:
         return sum(place.stop - place.start for place in self.others)
 
     def momentum_of(self, place: slice) -> slice:
-        """Where the elements of `place`, within one matrix, lie in the momentum."""
+        """The elements of `place`, within one matrix, as a slice of the momentum."""
         return _found(place, among=self.matrices)
 
     def moments_of(self, place: slice) -> slice:
-        """Where the elements of `place`, all with moments, lie in the moments' rows."""
+        """The elements of `place`, all with moments, as a slice of the moments' rows."""
         return _found(place, among=self.others)
 
     def has_moments(self, place: slice) -> bool:
-        """The elements of `place`, within one segment, have moments."""
+        """Whether the elements of `place`, within one segment, have moments."""
         return any(other.start <= place.start < other.stop for other in self.others)
 
     def spread(self, rows: Mapping[str, Tensor], *, momentum: Tensor, numel: int) -> dict[str, Tensor]:
-        """`rows`, float32, with full ones [numel] in place of the moments, copies: zeros where an element has none."""
+        """`rows`, float32, with full copies [numel] of the moments: zeros for elements without moments."""
         full = dict(rows)
         for name in MOMENTS:
             full[name] = torch.zeros(numel, dtype=momentum.dtype, device=momentum.device)
@@ -67,7 +68,8 @@ class Moments:
         return full
 
     def gather(self, full: Mapping[str, Tensor], *, rows: Mapping[str, Tensor], momentum: Tensor) -> None:
-        """Writes what `spread` gave back into `rows` and `momentum`, float32. What has no place there is dropped: it was 0 or had no effect."""
+        """Writes the result of `spread` back into `rows` and `momentum`, float32. Elements without a place are dropped: they were 0 or
+        unused."""
         for name in MOMENTS:
             for place in self.others:
                 rows[name][self.moments_of(place)].copy_(full[name][place])

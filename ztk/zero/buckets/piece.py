@@ -21,8 +21,8 @@ class Piece:
         `StateFormat` lays them out. None if the bucket is frozen.
     gradient: the reduced gradient, if gradients are sharded. parameter: the parameter shard, if parameters are sharded.
     average: of the weights, fp32, if it is stored on another tier than the states.
-    moments: which elements have which of Muon's states, and momentum: of its matrices, fp32; None: it has none of them, and all elements
-        have all rows.
+    moments: layout of Muon's states, and momentum: of its matrices, fp32. None if the piece has no matrices, and all elements have all
+    rows.
     """
 
     start: int
@@ -43,7 +43,7 @@ class Piece:
 
     @property
     def with_rows(self) -> int | None:
-        """Elements that have the optimizer's rows, as `StateFormat` takes it; None: all."""
+        """Elements that have the optimizer's rows, as `StateFormat` expects it, or None for all."""
         return None if self.moments is None else self.moments.num_moments
 
     def of(self, full: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Piece:
 
 
 def cut_shard(layout: BucketLayout, *, rank: int, piece_size: int | None) -> list[range]:
-    """The shard of `rank` as ranges of at most `piece_size` elements; None: as one range."""
+    """The shard of `rank` as ranges of at most `piece_size` elements. If None, as one range."""
     shard = layout.shard(rank)
     step = piece_size or layout.shard_size
     return [range(start, min(start + step, shard.stop)) for start in range(shard.start, shard.stop, step)]

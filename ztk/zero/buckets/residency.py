@@ -1,4 +1,4 @@
-"""Where the parameters of one bucket are, and why they are there. Buffers have the bucket's dtype."""
+"""State of the parameters of one bucket, and the reasons to keep them gathered. Buffers have the bucket's dtype."""
 
 import threading
 from collections.abc import Container
@@ -26,7 +26,7 @@ from ztk.zero.parameters.released import is_released, placeholder, release, rest
 
 
 class ParameterState(Enum):
-    """Where a bucket's parameters are, and what memory they take."""
+    """Whether a bucket's parameters are gathered, and the memory they take."""
 
     sharded = "sharded"  # only the rank's shard exists; the parameters are placeholders without memory
     gathering = "gathering"  # the full buffer is allocated and being filled; the parameters are still placeholders
@@ -34,13 +34,14 @@ class ParameterState(Enum):
 
 
 class Residency:
-    """The parameter half of a bucket: the full buffer while there is one, and what keeps it.
+    """The parameter half of a bucket: the full buffer while it exists, and the uses that keep it.
 
-    full: [layout.size], the parameters; None while they are sharded. Reading it waits for what `expect` was told of.
-    updated: done when an optimizer that runs behind the forward has finished with the bucket; None: no such optimizer runs.
+    full: [layout.size], the parameters. None while they are sharded. Reading it waits for the pending gather (`expect`).
+    updated: future of the bucket's update, if the optimizer runs during the forward, else None.
     open_units: running forwards of units that use the bucket. pins: contexts that keep it gathered across passes.
-    is_used: it was used since it was gathered, or since it was kept for reuse. stays: once gathered, it stays until the end of a batch.
-    lost: parameters that were written while they were gathered, since somebody asked.
+    is_used: whether it was used since it was gathered, or since it was kept for reuse. stays: once gathered, it stays until the end of a
+    batch.
+    lost: parameters that were written while they were gathered, since the last check.
     has_returned_view: a unit returned a view of it, so it stays until the model's forward ends.
     """
 
@@ -57,9 +58,9 @@ class Residency:
     ) -> None:
         self.state = ParameterState.sharded
         self._full: Tensor | None = None
-        self._expected: Pending | None = None  # the gather of updated parameters that nobody has waited for
-        self._computing: Stream | None = None  # the stream that computed when it began
-        self._clock: tuple[PhaseClock, int] | None = None  # on which the thread of this number waits for it
+        self._expected: Pending | None = None  # the pending gather of updated parameters
+        self._computing: Stream | None = None  # the compute stream when it began
+        self._clock: tuple[PhaseClock, int] | None = None  # clock for waits of the thread with this number
         self._waiting = threading.RLock()
         self.updated: Future | None = None
         self.open_units = self.pins = 0
@@ -68,13 +69,13 @@ class Residency:
         self.lost: list[str] = []
         self._parameters, self._traits, self._layout, self._pieces = parameters, traits, layout, pieces
         self._exchange, self._store, self._pool = exchange, store, pool
-        self._work: Pending | None = None  # the gather that is under way
+        self._work: Pending | None = None  # the running gather
         self._placeholder: Tensor | None = None
-        self._versions: list[int] = []  # of the parameters when they were shown
+        self._versions: list[int] = []  # of the parameters at `show_parameters`
 
     @property
     def full(self) -> Tensor | None:
-        """See the class."""
+        """The full buffer, or None. Waits for the pending gather."""
         if self._expected is not None:
             self.wait_for_values()
         return self._full
@@ -83,18 +84,19 @@ class Residency:
     def full(self, value: Tensor | None) -> None:
         self._full = value
 
-    # Values on their way
+    # Pending values
 
     @property
     def is_viewed(self) -> bool:
-        """A script has a view of a parameter, as `p.data` or `p.detach()` from before the step: nobody sees when that is read."""
-        own = len(self._parameters) + 2  # the parameters, `full`, and the Python object that is asked
+        """Whether a script holds a view of a parameter, such as `p.data` or `p.detach()` from before the step. Reads of a view go
+        undetected."""
+        own = len(self._parameters) + 2  # the parameters, `full`, and the storage's Python object
         return self._full is not None and references(self._full) > own
 
     def expect(self, gather: Pending, *, clock: PhaseClock) -> None:
-        """The full buffer of a bucket that is never sharded is complete when `gather` is: whoever uses it, or a parameter, waits.
+        """Sets the pending gather of a bucket that is never sharded. Any use of the full buffer or a parameter waits for it.
 
-        clock: of this thread, where its waiting counts as communication.
+        clock: of this thread; its waits count as communication.
         """
         assert self._full is not None
         self._expected, self._computing = gather, stream_of(self._full)
@@ -103,8 +105,8 @@ class Residency:
             await_value(parameter, wait=self.wait_for_values)
 
     def wait_for_values(self) -> None:
-        """Returns when what `expect` was told of is there: on a GPU for the current stream, and for the one that computed then. Raises what
-        went wrong in it."""
+        """Waits for the pending gather: the current stream on a GPU, and the stream that computed when it was set. Raises the error of the
+        gather."""
         with self._waiting, torch._C.DisableTorchFunctionSubclass():
             if self._expected is None:
                 return
@@ -115,7 +117,7 @@ class Residency:
                     self._expected.wait()
                 if self._computing is not None and self._full is not None:
                     order_behind_current(self._computing, tensor=self._full)
-            finally:  # only now: another thread that asks waits, too
+            finally:  # cleared last, so that other threads wait, too
                 self._expected = None
                 for parameter in self._parameters:
                     arrived(parameter)
@@ -132,7 +134,7 @@ class Residency:
         self.state = ParameterState.gathering
 
     def finish_gather(self) -> None:
-        """-> gathered: the parameters are usable."""
+        """-> gathered: makes the parameters usable."""
         if self.state is ParameterState.gathered:
             return
         self.start_gather()
@@ -144,8 +146,9 @@ class Residency:
     def release(self, *, may_be_viewed: bool = True) -> None:
         """-> sharded: the parameters keep their shapes and read as NaN; the full buffer returns to the pool.
 
-        may_be_viewed: it returns as soon as no view of a parameter is left. In a backward, autograd keeps one for a moment, of a node that has
-        run.
+        may_be_viewed: the buffer returns as soon as no view of a parameter is left. In a backward, autograd briefly keeps a view for a node
+        that
+        has run.
         """
         if self.state is ParameterState.sharded:
             return
@@ -174,16 +177,16 @@ class Residency:
         self.accept_writes()
 
     def accept_writes(self) -> None:
-        """What was written into the parameters until now is known, or stored."""
+        """Marks all writes into the parameters so far as handled."""
         self._versions = [parameter._version for parameter in self._parameters]
 
     @property
     def is_shown(self) -> bool:
-        """The parameters are views of `full`, unless a script gave them other memory."""
+        """Whether the parameters are views of `full`; False if a script gave them other memory."""
         return self._full is not None and not is_released(self._parameters[0])
 
     def check_fits(self, value: Tensor, *, placement: Placement) -> None:
-        """Raises ValueError if the parameter of `placement`, whose values are `value` now, of any shape, cannot have its place back."""
+        """Raises ValueError if `value` (any shape), the current value of the parameter of `placement`, does not fit into its place."""
         if value.dtype != self._traits.dtype or value.shape != torch.Size(placement.shape):
             raise ValueError(
                 f"parameter {placement.name}: is {value.dtype} of shape {tuple(value.shape)} now, and the engine holds it as "
@@ -191,7 +194,7 @@ class Residency:
             )
 
     def bring_back(self, names: Container[str]) -> None:
-        """Sharded parameters that a script gave other memory (p.data = x) get their places in `full` back, with the new values.
+        """Moves sharded parameters with other memory (p.data = x in a script) back to their places in `full`, with the new values.
 
         Raises ValueError for one of another dtype or shape.
         """
@@ -211,27 +214,27 @@ class Residency:
         return place_of(self.full)
 
     def _is_moved(self, parameter: nn.Parameter, *, placement: Placement, start: tuple[int, int]) -> bool:
-        """The parameter has other memory than its place in the full buffer, which begins at `start`."""
+        """Whether the parameter has other memory than its place in the full buffer, which begins at `start`."""
         storage, first = start
         own = storage, first + placement.offset * self._traits.dtype.itemsize
         return place_of(parameter) != own and placement.numel > 0
 
     def _note_lost_writes(self) -> None:
-        """Adds to `lost` the sharded parameters that were written since they were shown: in place, or by other memory."""
+        """Adds sharded parameters that were written since they were shown to `lost`: written in place, or given other memory."""
         start = self._start_of_full()
         for parameter, placement, version in zip(
             self._parameters, self._layout.placements, self._versions, strict=True
         ):
-            if is_released(parameter):  # somebody else has taken it over
+            if is_released(parameter):  # another engine has taken it over
                 continue
             if parameter._version != version or self._is_moved(parameter, placement=placement, start=start):
                 self.lost.append(placement.name)
 
     def start_fetch(self) -> Handle:
-        """Brings the rank's shard into `full`: from now on, or as soon as the optimizer has finished with it."""
-        # Each rank sees the end of its update at another time, but all must start the collective alike. So this looks at whether there is
-        # an update, not at whether it is done.
-        # What comes from the disk is there when the host has waited; what comes from main memory, in the order of a stream.
+        """Loads the rank's shard into `full`, at once or as soon as the optimizer has finished with it."""
+        # Ranks finish their updates at different times, but must all start the collective alike. So this checks whether there is
+        # an update, not whether it is done.
+        # Data from the disk is present after the host has waited; data from main memory arrives in stream order.
         is_immediate = self._store.tier is not Tier.nvme and self.updated is None
         fetches = self._fetch_shard() if self.updated is None or self.updated.done() else None
 
@@ -239,7 +242,7 @@ class Residency:
             for fetch in self._fetch_shard() if fetches is None else fetches:
                 fetch.wait()
 
-        copy = fetches[-1].copy if is_immediate and fetches else None  # all of them run on one stream, in this order
+        copy = fetches[-1].copy if is_immediate and fetches else None  # all run on one stream, in this order
         return Handle(finish=finish, is_immediate=is_immediate, copy=copy)
 
     def _fetch_shard(self) -> list[Handle]:
@@ -252,16 +255,16 @@ class Residency:
         self._work = None
 
     def wait_for_update(self) -> None:
-        """Returns when an optimizer that runs behind the forward has finished with this bucket. Raises what went wrong in it."""
+        """Waits until the optimizer that runs during the forward has finished with this bucket. Raises its error."""
         if (updated := self.updated) is not None:
             updated.result()
             self.updated = None
 
     @torch.inference_mode(False)
     def is_changed(self, elements: range) -> bool:
-        """The full buffer has other bits than the stored shard, in those of `elements` (of the bucket) that this rank stores.
+        """Whether the full buffer differs from the stored shard, in the part of `elements` (of the bucket) that this rank stores.
 
-        False where the buffer holds what quantized collectives made of the shards.
+        False if the buffer holds values from quantized collectives.
         """
         if not self._traits.shards_parameters or self.full is None or not self._exchange.is_exact:
             return False
@@ -275,25 +278,25 @@ class Residency:
                     return True
         return False
 
-    # What keeps it gathered
+    # Reasons to stay gathered
 
     @property
     def is_kept(self) -> bool:
-        """It stays gathered across passes."""
+        """Whether it stays gathered across passes."""
         return self.pins > 0 or self.stays
 
     @property
     def is_needed(self) -> bool:
-        """The forward that is running needs it."""
+        """Whether the running forward needs it."""
         return self.open_units > 0 or self.has_returned_view
 
     def pin(self, *, gathered_by_pin: bool) -> None:
-        """One more context keeps it. gathered_by_pin: it was not in use before that context came."""
+        """Adds a context that keeps it gathered. gathered_by_pin: it was not in use before that context."""
         self._was_gathered_by_pin |= gathered_by_pin
         self.pins += 1
 
     def unpin(self) -> bool:
-        """One context less. Returns whether no context is left and the first one had gathered it."""
+        """Removes a context. Returns whether no context is left and the first one had gathered it."""
         self.pins -= 1
         if self.pins or not self._was_gathered_by_pin:
             return False

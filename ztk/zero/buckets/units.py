@@ -1,4 +1,4 @@
-"""Which modules are gathered together, and which parameters share a flat buffer.
+"""Groups of modules that are gathered together, and of parameters that share a flat buffer.
 
 A unit is a module whose parameters are needed at the same time: each element of a `ModuleList`, `ModuleDict` or `Sequential`, or of a
 module with `children_are_units` (a transformer block), each module with `is_one_unit`, each large leaf outside of them (an
@@ -15,12 +15,12 @@ from ztk.core.runtime.part import Part
 
 LARGE_LEAF = 1 << 20  # elements; a leaf module with more is a unit of its own
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-ROOT = "root"  # the name of the unit that has the rest
+ROOT = "root"  # the name of the unit with the remaining parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitPlan:
-    """A unit before it has buffers. Names are those of `model.named_parameters()`; a tied parameter appears in every unit that uses it."""
+    """A unit before it has buffers. Names are as in `model.named_parameters()`; a tied parameter appears in every unit that uses it."""
 
     name: str
     module: nn.Module
@@ -30,10 +30,11 @@ class UnitPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketKind:
-    """What parameters of one bucket have in common.
+    """Properties that all parameters of one bucket share.
 
-    persistent: never sharded, whatever the stage. axis: along which the buffer is sharded. counted: this rank's copy counts, see
-    `Part.replica`. holders: see `Part`. is_full: the rank holds all of each parameter; apart, so that all ranks cut buckets alike.
+    persistent: never sharded, at any stage. axis: along which the buffer is sharded. counted: this rank's copy counts, see
+    `Part.replica`. holders: see `Part`. is_full: the rank holds all of each parameter; a separate kind, so that all ranks cut buckets
+    alike.
     """
 
     dtype: torch.dtype
@@ -56,10 +57,10 @@ class BucketPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketTraits:
-    """What never changes about a bucket.
+    """Constant properties of a bucket.
 
     holders: pipeline ranks whose gradients of this bucket are added up, see `Part`.
-    counted: this rank's copy counts in the gradient norm and in checkpoints; False: a rank outside the shard group has the same one.
+    counted: this rank's copy counts in the gradient norm and in checkpoints; False if a rank outside the shard group has the same copy.
     """
 
     name: str
@@ -104,7 +105,7 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Cuts a unit's own parameters into buckets of at most `bucket_size` elements, in order of definition.
 
-    parts: of the parameters that are not full on all data-parallel ranks.
+    parts: of parameters that are not full on all data-parallel ranks.
     """
     parameters, parts = dict(model.named_parameters()), parts or {}
 

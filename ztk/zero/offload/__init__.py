@@ -1,4 +1,4 @@
-"""Where a shard is stored: in main memory or in a file, behind the `Store` protocol of `ztk.core.runtime.store`."""
+"""Stores of shards in main memory or in a file, behind the `Store` protocol of `ztk.core.runtime.store`."""
 
 from ztk.core.policies.offload import OffloadPolicy
 from ztk.zero.offload.disk import DiskError, DiskFile

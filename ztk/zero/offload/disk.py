@@ -37,7 +37,7 @@ class DiskFile:
     """
 
     def __init__(self, path: Path, *, direct: bool) -> None:
-        """Creates `path` (which must not exist) and unlinks it. direct: past the page cache (O_DIRECT). Raises OSError."""
+        """Creates `path` (which must not exist) and unlinks it. direct: bypasses the page cache (O_DIRECT). Raises OSError."""
         self._hold(path, flags=os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, direct=direct)
         os.unlink(path)  # See [Note: Unlinked offload files]
 
@@ -51,7 +51,7 @@ class DiskFile:
 
     @classmethod
     def existing(cls, path: Path, *, direct: bool) -> "DiskFile":
-        """An existing file, to be read; it keeps its name. Raises OSError."""
+        """Opens an existing file for reading; it keeps its name. Raises OSError."""
         found = cls.__new__(cls)
         found._hold(path, flags=os.O_RDONLY | os.O_CLOEXEC, direct=direct)
         return found
@@ -69,15 +69,16 @@ class DiskFile:
         self._move(memory, offset=offset, some=self.write_some, action="writing")
 
     def read_some(self, buffer: memoryview, *, offset: int) -> int:
-        """One system call; bytes read, fewer than asked for where the kernel stops early."""
+        """One system call. Returns the bytes read, which may be fewer than requested."""
         return os.preadv(self._fd, [buffer], offset)
 
     def write_some(self, buffer: memoryview, *, offset: int) -> int:
-        """One system call; bytes written, fewer than asked for where the kernel stops early."""
+        """One system call. Returns the bytes written, which may be fewer than requested."""
         return os.pwritev(self._fd, [buffer], offset)
 
     def sync(self) -> None:
-        """Writes the page cache to the device, so that its errors show here; direct writes are there already. Raises DiskError."""
+        """Writes the page cache to the device, so that its errors are raised here. Direct writes are on the device already. Raises
+        DiskError."""
         if not self.direct:
             try:
                 os.fdatasync(self._fd)
@@ -85,7 +86,7 @@ class DiskFile:
                 raise self._error("syncing", nbytes=0, offset=0, cause=error) from error
 
     def close(self) -> None:
-        """Frees the space. Idempotent; it happens by itself when nothing refers to this object any more."""
+        """Frees the space. Idempotent; also called when the object is garbage-collected."""
         self._close()
 
     def _move(self, memory: Tensor, *, offset: int, some, action: str) -> None:

@@ -21,11 +21,11 @@ from ztk.core.runtime.io import Direction, IoCounters
 from ztk.core.runtime.streams import Event, copy_behind, current_event, has_streams
 from ztk.zero.offload.disk import DiskFile
 
-EXIT_SECONDS = 5.0  # that a process which ends without `close` waits for running calls
+EXIT_SECONDS = 5.0  # wait for running calls in a process that ends without `close`
 
 
 class Urgency(IntEnum):
-    """Whose blocks are moved first. Writes come last, unless somebody waits for them."""
+    """Priority of transfers. Writes come last, unless a caller waits for them."""
 
     awaited = (
         0  # reads into the caller's memory (parameters that a forward needs), copies, writes that a caller waits for
@@ -45,11 +45,11 @@ class Transfer:
     direction: Direction
     offset: int  # in the file
     nbytes: int  # payload
-    padded_bytes: int  # payload rounded up to pages: what the disk moves
+    padded_bytes: int  # payload rounded up to pages, the disk traffic
     urgency: Urgency
     memory: Tensor | None = None  # uint8 [>= nbytes], CPU or CUDA; None while a fetch waits for a buffer
     kept: Tensor | None = None  # uint8 [padded_bytes] of host memory that replaces the slot's place in the file
-    ready: Event | None = None  # the caller's work on a GPU's `memory` up to the call; copies start behind it
+    ready: Event | None = None  # the caller's work on a GPU's `memory` up to the call; copies start after it
     on_done: Callable[[], None] | None = None  # called once with the lock held, also after an error
 
     blocks_left: int = 0
@@ -60,9 +60,9 @@ class Transfer:
 
 
 class IoEngine:
-    """`len(staging)` threads over one file. `changed` is the lock of all bookkeeping, and is notified of ended transfers.
+    """`len(staging)` threads over one file. `changed` is the lock of all bookkeeping, and is notified when transfers end.
 
-    staging: a block of memory for each, uint8 [block_bytes] on the CPU.
+    staging: a block of memory for each thread, uint8 [block_bytes] on the CPU.
     """
 
     def __init__(self, disk: DiskFile, *, staging: list[Tensor], block_bytes: int, counters: IoCounters) -> None:
@@ -90,12 +90,12 @@ class IoEngine:
     # Transfers #
 
     def submit(self, transfer: Transfer, *, after: Iterable[Transfer]) -> None:
-        """Queues `transfer` behind the unfinished ones of `after`; a read behind a failed write fails with its error."""
+        """Queues `transfer` after the unfinished ones of `after`. A read after a failed write fails with the write's error."""
         with self.changed:
             assert not self._closing, "the store is closed"
             self._unfinished.add(transfer)
             self._num_writes += transfer.direction is Direction.write
-            assert transfer.memory is not None, "it has its memory until it has ended"
+            assert transfer.memory is not None, "a transfer keeps its memory until it has ended"
             if has_streams(transfer.memory):
                 transfer.ready = current_event(transfer.memory.device)
             for other in after:
@@ -108,9 +108,9 @@ class IoEngine:
                 self._start(transfer)
 
     def hasten(self, transfer: Transfer) -> None:
-        """Moves the blocks of a write before reads ahead of time, because somebody waits for it. Called with the lock held.
+        """Moves the blocks of a write before prefetches, because a caller waits for it. Called with the lock held.
 
-        Without it, where the pool had room for many reads ahead, a backward waited 99 of 540 ms per step for writes of gradients.
+        Without this, a backward waited 99 of 540 ms per step for writes of gradients when the pool had room for many prefetches.
         """
         if transfer.urgency is not Urgency.write:
             return
@@ -122,7 +122,7 @@ class IoEngine:
         self._queues[Urgency.awaited].extend(waiting)
 
     def flush(self) -> None:
-        """Waits for all writes submitted so far. Raises the first error that a write of this engine had."""
+        """Waits for all writes submitted so far. Raises the first error of any write of this engine."""
         with self.changed:
             while self._num_writes:
                 self.changed.wait()
@@ -138,7 +138,7 @@ class IoEngine:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Drops what is queued, waits for running calls, stops the threads. Dropped transfers end with StoreClosed."""
+        """Drops queued transfers, waits for running calls and stops the threads. Dropped transfers end with StoreClosed."""
         _running.discard(self)
         self.stop()
         for thread in self._threads:
@@ -149,7 +149,7 @@ class IoEngine:
             self._unfinished.clear()
 
     def stop(self) -> None:
-        """Drops what is queued; the threads end after their running calls. Does not wait."""
+        """Drops queued transfers; the threads end after their running calls. Does not wait."""
         with self.changed:
             self._closing = True
             for queue in self._queues.values():
@@ -157,7 +157,7 @@ class IoEngine:
             self._work.notify_all()
 
     def end_with_process(self) -> None:
-        """Stops, and waits for at most EXIT_SECONDS: a disk that hangs does not keep the process alive."""
+        """Stops, and waits for at most EXIT_SECONDS: a hanging disk must not keep the process alive."""
         self.stop()
         deadline = time.monotonic() + EXIT_SECONDS
         for thread in self._threads:
@@ -209,9 +209,9 @@ class IoEngine:
         self.changed.notify_all()
 
     def _move_block(self, transfer: Transfer, *, start: int, staging: Tensor) -> Exception | None:
-        """Moves one block, through `staging` unless the disk can use its memory as it is."""
+        """Moves one block, through `staging` unless the disk can access its memory directly."""
         nbytes = min(self._block_bytes, transfer.padded_bytes - start)
-        piece = transfer.memory[start : start + nbytes]  # shorter than nbytes where the slot ends inside a page
+        piece = transfer.memory[start : start + nbytes]  # shorter than nbytes if the slot ends inside a page
         payload = min(nbytes, transfer.nbytes - start)
         staged = has_streams(piece) or piece.numel() < nbytes or piece.data_ptr() % PAGE_BYTES != 0
         buffer = staging[:nbytes] if staged else piece
@@ -231,20 +231,20 @@ class IoEngine:
                     _copy(piece, out=buffer[: piece.numel()], ready=transfer.ready)
                 with self._counters.moving(Direction.write, nbytes=nbytes, payload_bytes=payload):
                     self._disk.write(buffer, offset=offset)
-        except Exception as error:  # noqa: BLE001 - handed to whoever waits
+        except Exception as error:  # noqa: BLE001 - raised in the thread that waits
             return error
         return None
 
 
 def _inherit_error(transfer: Transfer, *, source: Transfer) -> None:
-    """A read must not return what a failed write left behind; a write replaces all of it and may go on."""
+    """Passes an error on to a later transfer. A read must not return data of a failed write; a write replaces all of it and may run."""
     if transfer.direction is Direction.read and source.direction is Direction.write:
         transfer.error = transfer.error or source.error
 
 
 def _copy(source: Tensor, *, out: Tensor, ready: Event | None) -> None:
     """Copies equal numbers of bytes between the pool's memory and the caller's; complete on return."""
-    if ready is None:  # not copy_: it would start a team of OpenMP threads in each I/O thread
+    if ready is None:  # copy_ would start a team of OpenMP threads in each I/O thread
         ctypes.memmove(out.data_ptr(), source.data_ptr(), source.numel())
         return
     copy_behind(ready, source=source, out=out)
@@ -255,6 +255,6 @@ _running: "weakref.WeakSet[IoEngine]" = weakref.WeakSet()
 
 @atexit.register
 def _end_threads() -> None:
-    """A thread that is inside torch when the interpreter ends aborts the process ("terminate called without an active exception")."""
+    """Stops all engines: a thread inside torch at interpreter exit aborts the process ("terminate called without an active exception")."""
     for engine in list(_running):
         engine.end_with_process()

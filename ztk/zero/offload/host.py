@@ -1,4 +1,4 @@
-"""The host tier: shards are stored in main memory, page-locked beside a GPU."""
+"""The host tier: shards are stored in main memory, page-locked if there is a GPU."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,8 @@ from ztk.zero.offload.pool import AlignedRegion
 from ztk.zero.offload.slot import SlotSpec, check_fits
 
 # [Note: Streams and host memory]
-# Copies between host and device run on streams of their own (`ztk.core.runtime.streams`), so they overlap with computation. `last_copy` is the
+# Copies between host and device run on streams of their own (`ztk.core.runtime.streams`), so they overlap with computation. `last_copy` is
+# the
 # newest copy of a slot: the CPU may read or change the slot's memory only after it, and the next copy of the slot starts after it.
 # Without it an update on the CPU could overwrite values that are still being copied to the device.
 
@@ -34,9 +35,9 @@ class HostSlot:
 
 
 class HostStore:
-    """Store (see `ztk.core.runtime.store`) in main memory: `fetch` returns the tensor itself, `put` of that tensor is free.
+    """Store (see `ztk.core.runtime.store`) in main memory: `fetch` returns the tensor itself, and `put` of that tensor is free.
 
-    Between host tensors everything is done when the call returns. Memory is page-aligned and booked in the ledger as
+    Between host tensors all work is done when the call returns. Memory is page-aligned and booked in the ledger with
     the slots' own bytes; pages become resident at the first write.
     """
 
@@ -50,7 +51,7 @@ class HostStore:
     def allocate(
         self, *, name: str, shape: tuple[int, ...], dtype: torch.dtype, category: str, keep: bool = False
     ) -> HostSlot:
-        """A zero-filled slot. keep: has no effect, the slot is in memory anyway."""
+        """A zero-filled slot. keep: has no effect, because slots are always in memory."""
         spec = SlotSpec(name=name, shape=tuple(shape), dtype=dtype, category=category)
         region = self._region(spec.nbytes)
         tensor = region.bytes.view(dtype).view(spec.shape)
@@ -69,15 +70,15 @@ class HostStore:
         return Handle(slot.tensor, finish=None if slot.last_copy is None else slot.last_copy.synchronize)
 
     def has_room(self, slot: HostSlot) -> bool:
-        """Every slot is in memory."""
+        """Always True: every slot is in memory."""
         return True
 
     def fetch_ahead(self, slot: HostSlot) -> None:
-        """None: reading ahead gains nothing."""
+        """Always None: prefetching gains nothing."""
         return None
 
     def fetch_into(self, slot: HostSlot, *, out: Tensor) -> Handle:
-        """Copies the slot into `out` (contiguous, of its dtype). On a GPU the current stream may use it once `wait()` was called.
+        """Copies the slot into `out` (contiguous, of its dtype). On a GPU the current stream may use it after `wait()`.
 
         Raises ValueError if `out` does not fit.
         """
@@ -85,7 +86,7 @@ class HostStore:
         return _handle(out, copy=_copy(slot, source=slot.tensor, out=out.view(slot.shape)))
 
     def put(self, slot: HostSlot, *, value: Tensor) -> Handle:
-        """Makes `value` the slot's content. On a GPU the current stream may change `value` once `wait()` was called.
+        """Sets the slot's content to `value`. On a GPU the current stream may change `value` after `wait()`.
 
         Raises ValueError if `value` does not fit.
         """
@@ -95,10 +96,10 @@ class HostStore:
         return _handle(value, copy=_copy(slot, source=value.detach().view(slot.shape), out=slot.tensor))
 
     def release(self, slot: HostSlot) -> None:
-        """Nothing to do: fetched memory is the slot itself."""
+        """Does nothing: fetched memory is the slot itself."""
 
     def forget(self, slot: HostSlot) -> None:
-        """Nothing to do: the slot keeps its memory."""
+        """Does nothing: the slot keeps its memory."""
 
     def flush(self) -> None:
         """Waits for copies from the device."""
@@ -106,7 +107,7 @@ class HostStore:
             _finish_copy(slot)
 
     def close(self) -> None:
-        """Frees the memory, but for tensors that are still referenced. Idempotent."""
+        """Frees the memory, except for tensors that are still referenced. Idempotent."""
         self.flush()
         for slot in self._slots:
             slot.region.close()
@@ -115,7 +116,7 @@ class HostStore:
 
 
 def _copy(slot: HostSlot, *, source: Tensor, out: Tensor) -> Copy | None:
-    """Copies behind the slot's earlier copies. None: between host memory, and it is done."""
+    """Copies after the slot's earlier copies. Returns None if both are in host memory and the copy is done."""
     copy = start_copy(source, out=out, after=slot.last_copy)
     if copy is None:
         _finish_copy(slot)
@@ -126,11 +127,11 @@ def _copy(slot: HostSlot, *, source: Tensor, out: Tensor) -> Copy | None:
 
 
 def _handle(value: Tensor, *, copy: Copy | None) -> Handle:
-    """`value`, once the current stream is behind the copy; None: there is none."""
+    """A handle of `value` that makes the current stream wait for `copy`, if there is one."""
     return Handle(value, finish=None if copy is None else copy.wait, copy=copy)
 
 
 def _finish_copy(slot: HostSlot) -> None:
-    """The host may use the slot's memory."""
+    """Waits until the host may use the slot's memory."""
     if slot.last_copy is not None:
         slot.last_copy.synchronize()

@@ -1,4 +1,4 @@
-"""The disk tier: shards are stored in one file per rank, and main memory has a fixed pool of buffers, whatever the model.
+"""The disk tier: shards are stored in one file per rank, and main memory holds a fixed pool of buffers, for any model size.
 
 One fetched slot occupies one buffer from `fetch` until `release`, or until the write that `put` started has ended. The
 update of slot k therefore overlaps with the read of k+1 and the write of k-1 as soon as the pool has buffers for all
@@ -15,11 +15,11 @@ three (ZeRO-Infinity, https://arxiv.org/abs/2104.07857, section 5.2.2).
 # to return, only the caller could return one: then `wait()` on a queued fetch raises PoolExhausted.
 # `put` of other tensors and `fetch_into` need no buffer: they pass through the staging block of their thread.
 #
-# [Note: What never reaches the disk]
-# A gradient is written by the backward and read once by the update. What is put into a slot allocated with `keep` stays in the pool,
-# where there is room, until `forget`: that saves 4 of the 34 bytes per parameter that a step moves, and the first update finds its
-# gradient at once. Such slots have up to half of what the three buffers leave; the rest, and two of the three, are for states that
-# are read ahead. Their transfers are copies by the same threads, in the same order.
+# [Note: Slots that stay in memory]
+# A gradient is written by the backward and read once by the update. Values of slots allocated with `keep` stay in the pool,
+# if there is room, until `forget`. That saves 4 of the 34 bytes per parameter that a step moves, and the first update finds its
+# gradient at once. Such slots use up to half of the pool beyond the three buffers; the rest, and two of the three, are for prefetched
+# states. Their transfers are copies by the same threads, in the same order.
 
 import ctypes
 import errno
@@ -54,7 +54,7 @@ class PoolExhausted(RuntimeError):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class NvmeSlot:
-    """A tensor's place in the file, and what is under way there (guarded by the store's lock)."""
+    """A tensor's place in the file, and its running transfers (guarded by the store's lock)."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,10 +64,10 @@ class NvmeSlot:
     offset: int  # in the file, a multiple of PAGE_BYTES
     padded_bytes: int  # in the file, a multiple of PAGE_BYTES
     fetched: "_Fetch | None" = None  # from fetch() to put() or release()
-    write: Transfer | None = None  # the last one submitted, kept when done: its error belongs to every later read
+    write: Transfer | None = None  # the last one submitted, kept when done: later reads raise its error
     reads: list[Transfer] = field(default_factory=list)  # submitted since `write`
-    keep: bool = False  # in memory, from put() to forget(), where there is room
-    kept: Lease | None = None  # that memory, which stands for its place in the file
+    keep: bool = False  # stays in memory from put() to forget(), if there is room
+    kept: Lease | None = None  # that memory, used instead of its place in the file
 
 
 class NvmeStore:
@@ -119,14 +119,14 @@ class NvmeStore:
         self._queued: deque[_Fetch] = deque()  # fetches without a buffer
         self._most_kept = (policy.buffer_count - MIN_BUFFER_COUNT) * policy.buffer_bytes // 2  # bytes
         self._wanted_kept = self._kept = 0  # bytes: of the slots with `keep`, and of those that are kept now
-        self._num_returning = 0  # buffers that return without the caller's doing
+        self._num_returning = 0  # buffers that will return without an action of the caller
         self._closed = False
-        # A store that is dropped without `close`, with its engine in a notebook, keeps neither threads nor memory nor disk space.
+        # A store that is dropped without `close`, with its engine in a notebook, frees its threads, memory and disk space.
         self._drop = weakref.finalize(self, _drop, self._engine, self._pool)
         # pyrefly: ignore[missing-attribute]  # a property, which typeshed leaves out of __slots__
         self._drop.atexit = False
 
-    # The medium: a plan has another (`ztk.zero.offload.planned`) #
+    # The medium, overridden in plans (`ztk.zero.offload.planned`) #
 
     def _open(self, *, rank: int, open_disk: Callable[..., DiskFile]) -> DiskFile:
         probe_folder(self._folder, direct=self._policy.direct_io)
@@ -143,9 +143,9 @@ class NvmeStore:
     # Space #
 
     def reserve(self, *, nbytes: int) -> None:
-        """Makes the file at least `nbytes` long, so that a full disk shows before the first slot is written.
+        """Makes the file at least `nbytes` long, so that a full disk is detected before the first slot is written.
 
-        Raises ValueError that says how much is needed, how much there is, and which key to change.
+        Raises ValueError with the required and available space and the key to change.
         """
         with self._changed:
             missing = nbytes - self._reserved_bytes
@@ -160,7 +160,7 @@ class NvmeStore:
     def allocate(
         self, *, name: str, shape: tuple[int, ...], dtype: torch.dtype, category: str, keep: bool = False
     ) -> NvmeSlot:
-        """A zero-filled slot, padded to 4096 bytes. keep: see [Note: What never reaches the disk]. Raises ValueError if the disk is full."""
+        """A zero-filled slot, padded to 4096 bytes. keep: see [Note: Slots that stay in memory]. Raises ValueError if the disk is full."""
         spec = SlotSpec(name=name, shape=tuple(shape), dtype=dtype, category=category)
         padded = -(-spec.nbytes // PAGE_BYTES) * PAGE_BYTES
         with self._changed:
@@ -185,7 +185,7 @@ class NvmeStore:
     # Transfers #
 
     def fetch(self, slot: NvmeSlot) -> "_Fetch":
-        """Starts to read into a buffer; `wait()` returns it as a CPU tensor (pinned beside a GPU) of the slot's shape.
+        """Starts to read into a buffer. `wait()` returns it as a CPU tensor of the slot's shape, pinned if there is a GPU.
 
         Raises ValueError for a slot larger than a buffer; `wait()` may raise PoolExhausted or DiskError.
         """
@@ -206,14 +206,14 @@ class NvmeStore:
             return slot.fetched
 
     def has_room(self, slot: NvmeSlot) -> bool:
-        """A fetch would find memory now, without the buffers that others wait for."""
+        """Whether a fetch would get memory now without taking buffers that queued fetches wait for."""
         with self._changed:
             return slot.fetched is not None or (
                 not self._queued and self._pool.has_room(slot.padded_bytes, leaving=self._room_to_keep)
             )
 
     def fetch_ahead(self, slot: NvmeSlot) -> "_Fetch | None":
-        """As `fetch`, of a slot without `keep`, long before its use. None if there is no memory beside what is kept and one buffer.
+        """As `fetch`, for a slot without `keep`, long before its use. Returns None unless memory is free beyond kept slots and one buffer.
 
         That buffer keeps later fetches going, in the order in which slots are updated: the first gradient can be fetched into it.
         """
@@ -239,7 +239,7 @@ class NvmeStore:
         return Handle(out, finish=partial(self.wait_for, transfer))
 
     def put(self, slot: NvmeSlot, *, value: Tensor) -> Handle:
-        """Starts to write `value`: the fetched tensor, whose buffer returns to the pool, or any other that fits.
+        """Starts to write `value`: the fetched tensor, whose buffer returns to the pool, or any other tensor that fits.
 
         Raises ValueError if `value` does not fit; `wait()` may raise DiskError.
         """
@@ -250,7 +250,7 @@ class NvmeStore:
                 slot.fetched = None
                 transfer.memory = fetched.memory
                 if slot.kept is not None:
-                    transfer.padded_bytes = 0  # it is in its place already
+                    transfer.padded_bytes = 0  # the value is in place already
                 else:
                     transfer.on_done = self._returns(fetched.buffer)
             else:
@@ -265,7 +265,7 @@ class NvmeStore:
         return Handle(value, finish=partial(self.wait_for, transfer))
 
     def forget(self, slot: NvmeSlot) -> None:
-        """Drops what was put: memory that kept it returns to the pool, and the slot's content is undefined until the next `put`."""
+        """Drops the stored value: memory that kept it returns to the pool, and the slot's content is undefined until the next `put`."""
         with self._changed:
             self.release(slot)
             lease, slot.kept = slot.kept, None
@@ -279,7 +279,7 @@ class NvmeStore:
             self._submit_write(slot, last)
 
     def release(self, slot: NvmeSlot) -> None:
-        """Returns fetched memory, which must not have been changed, without writing it. Does nothing if the slot is not fetched."""
+        """Frees fetched memory, which must be unchanged, without writing it. Does nothing if the slot is not fetched."""
         with self._changed:
             fetched, slot.fetched = slot.fetched, None
             if fetched is None or slot.kept is not None:
@@ -294,11 +294,11 @@ class NvmeStore:
                 fetched.transfer.on_done = self._returns(fetched.buffer)
 
     def flush(self) -> None:
-        """Returns when the disk has accepted all writes. Raises the first error that a write had."""
+        """Returns when the disk has accepted all writes. Raises the first error of any write."""
         self._engine.flush()
 
     def close(self) -> None:
-        """Drops what is under way and ends threads, file and pool. Raises no I/O errors. Idempotent."""
+        """Drops running transfers and ends threads, file and pool. Raises no I/O errors. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -346,7 +346,7 @@ class NvmeStore:
         )
 
     def _read_from_memory(self, slot: NvmeSlot, transfer: Transfer) -> bool:
-        """A slot that is kept, or whose write has not ended, is in memory: it is copied from there, and the disk is not asked."""
+        """Copies a slot that is kept in memory, or whose write has not ended, from there. No disk read."""
         source, out = None if slot.write is None else slot.write.memory, transfer.memory
         if slot.kept is not None:
             transfer.kept = self._pool.memory(slot.kept)
@@ -354,7 +354,7 @@ class NvmeStore:
         failed = slot.write is not None and slot.write.error is not None
         if source is None or failed:
             return False
-        assert out is not None, "a fetch that is copied has its memory"
+        assert out is not None, "a fetch from memory has a target"
         if has_streams(source) or has_streams(out):
             return False
         if not source.is_meta:
@@ -370,7 +370,7 @@ class NvmeStore:
     def _submit_read(self, slot: NvmeSlot, transfer: Transfer) -> None:
         slot.reads = [read for read in slot.reads if not read.done]
         before = [slot.write] if slot.write is not None else []
-        if slot.kept is not None:  # a fetch hands out what earlier reads may still copy from
+        if slot.kept is not None:  # a fetch hands out memory that earlier reads may still copy from
             before += slot.reads
         slot.reads.append(transfer)
         self._engine.submit(transfer, after=before)
@@ -395,7 +395,7 @@ class NvmeStore:
         return min(self._most_kept, self._wanted_kept) - self._kept
 
     def _returns(self, buffer: Lease) -> Callable[[], None]:
-        """Books a buffer as about to return. Returns the callback for the end of the transfer that still uses it."""
+        """Counts a buffer as about to return. Returns the callback for the end of the transfer that still uses it."""
         self._num_returning += 1
 
         def give_back() -> None:
@@ -429,13 +429,13 @@ class _Fetch:
         self.memory: Tensor | None = None  # uint8 [slot.padded_bytes] of that buffer
 
     def wait(self) -> Tensor:
-        """The slot, once it is in memory. Raises DiskError, PoolExhausted or StoreClosed."""
+        """The slot's tensor, when it is in memory. Raises DiskError, PoolExhausted or StoreClosed."""
         self._store.wait_for(self.transfer)
         spec = self.slot.spec
         return self.memory[: spec.nbytes].view(spec.dtype).view(spec.shape)
 
     def is_value(self, value: Tensor) -> bool:
-        """`value` is the fetched tensor, or a reshape of it."""
+        """Whether `value` is the fetched tensor, or a reshape of it."""
         if (
             not self.transfer.done or self.memory is None or value.device != self.memory.device
         ):  # None while it is queued

@@ -1,7 +1,7 @@
-"""The stores of a plan: the real ones over memory without values and a file that is not there. They book and count as the real ones do.
+"""The stores of a plan: the real ones over memory without values and a file that does not exist. Bookkeeping and counters are the same.
 
-A planned transfer has ended when it is submitted, so nothing is read from the memory of a write that still runs: what a plan says that
-is read is what a disk that keeps up is asked for.
+A planned transfer ends when it is submitted, so no read is served from the memory of a running write. A plan's disk reads are therefore
+those of a disk that keeps up.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class PlannedRegion(AlignedRegion):
         self.bytes: Tensor = host_bytes(nbytes)
 
     def close(self) -> None:
-        """Nothing is locked."""
+        """Does nothing: no memory is locked."""
 
 
 class PlannedHostStore(HostStore):
@@ -42,19 +42,20 @@ class PlannedFile(DiskFile):
         self.preallocated = 0
 
     def preallocate(self, *, offset: int, nbytes: int) -> None:
-        """There is always space."""
+        """Does nothing: there is always space."""
         self.preallocated = offset + nbytes
 
     def sync(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: no write is pending."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
 
 class PlannedIo(IoEngine):
-    """Counts every block of a transfer and ends it at once, in the caller's thread. What passes between the disk and the device is a copy
-    that dispatch modes see."""
+    """Counts every block of a transfer and ends it at once, in the caller's thread. Data between the disk and the device is moved by a copy
+    that
+    dispatch modes intercept."""
 
     def __init__(self, disk: DiskFile, *, counters: IoCounters, block_bytes: int) -> None:
         super().__init__(disk, staging=[], block_bytes=block_bytes, counters=counters)
@@ -76,7 +77,7 @@ class PlannedIo(IoEngine):
         self._finish(transfer)
 
     def request(self, direction: Direction, *, nbytes: int, payload_bytes: int) -> None:
-        """One system call of a transfer."""
+        """Records one system call of a transfer."""
         with self._counters.moving(direction, nbytes=nbytes, payload_bytes=payload_bytes):
             pass
 

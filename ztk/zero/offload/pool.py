@@ -36,13 +36,13 @@ class AlignedRegion:
 
 
 class _Mapping(mmap.mmap):
-    """Memory that is unlocked before it goes, also if nobody closes its region. Of memory that has gone the driver would keep the pages, and it
-    would refuse to lock what is mapped next at the same address."""
+    """Memory that is unlocked before it is unmapped, even if its region is never closed. Otherwise the driver would keep the pages, and
+    refuse to lock the next mapping at the same address."""
 
     _locked: int | None = None  # the address
 
     def lock(self, *, address: int) -> None:
-        """Page-locks all of it. address: its own."""
+        """Page-locks all of it. address: of the mapping."""
         # pyrefly: ignore[missing-attribute]  # None is without a GPU
         _cuda_check(torch.cuda.cudart().cudaHostRegister(address, len(self), 0), "page-locking", len(self))
         self._locked = address
@@ -69,8 +69,8 @@ class Lease:
 
 
 class AlignedPool:
-    """One region: a few buffers, each of which can serve any request, and a rest that is given out in ranges of the size
-    that is needed; beside them one staging block per I/O thread. Nothing is allocated afterwards.
+    """One region with a few buffers, each large enough for any request, a rest that is given out in ranges of the requested size, and one
+    staging block per I/O thread. Nothing is allocated later.
 
     Requests take from the rest first, so that a small slot does not occupy a buffer that a large one needs.
     """
@@ -85,7 +85,7 @@ class AlignedPool:
         staging_bytes: int,
         new_region: Callable[[int], AlignedRegion],
     ) -> None:
-        """new_region: makes the region of a number of bytes."""
+        """new_region: allocates a region of the given number of bytes."""
         split = num_buffers * buffer_bytes + rest_bytes
         self.nbytes = split + num_staging * staging_bytes
         self._region = new_region(self.nbytes)
@@ -98,12 +98,12 @@ class AlignedPool:
         self._taken: set[Lease] = set()
 
     def has_room(self, nbytes: int, *, leaving: int = 0) -> bool:
-        """The rest has a range of `nbytes`, so that no buffer would be taken, and `leaving` bytes more."""
+        """Whether the rest has a free range of `nbytes`, so that no buffer would be taken, and `leaving` bytes more."""
         sizes = [len(span) for span in self._free]
         return max(sizes, default=0) >= nbytes and sum(sizes) - nbytes >= leaving
 
     def take(self, nbytes: int) -> Lease | None:
-        """Memory for `nbytes` (a multiple of a page), or None: the shortest range of the rest that is long enough, else a buffer."""
+        """Memory for `nbytes` (a multiple of a page), or None: the shortest free range of the rest that is long enough, else a buffer."""
         return self.take_range(nbytes) or self._take_buffer(sparing=0)
 
     def take_spare(self, nbytes: int, *, leaving: int) -> Lease | None:
@@ -133,7 +133,7 @@ class AlignedPool:
         return lease
 
     def give(self, lease: Lease) -> None:
-        """The memory is free again."""
+        """Returns the memory to the pool."""
         assert lease in self._taken, f"{lease} given back twice"
         self._taken.remove(lease)
         if lease.is_buffer:
@@ -149,7 +149,7 @@ class AlignedPool:
         self._region.close()
 
     def _insert(self, span: range) -> None:
-        """Adds a free range and joins it with the free ranges beside it."""
+        """Adds a free range and merges it with adjacent free ranges."""
         start, stop = span.start, span.stop
         for other in list(self._free):
             if other.stop == start or other.start == stop:

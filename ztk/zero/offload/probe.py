@@ -1,4 +1,4 @@
-"""Checks at start that a folder can hold offload files, so that the answer is not an EINVAL in the middle of a run."""
+"""Checks at start that a folder can hold offload files, instead of failing with EINVAL in the middle of a run."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")  # Linux accepts O_DIRECT on tmpfs since 6.6, bu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filesystem:
-    """The filesystem under a folder. `kind` is "" where the kernel does not say (btrfs)."""
+    """The filesystem under a folder. `kind` is "" if the kernel does not report it (btrfs)."""
 
     kind: str
     free_bytes: int
@@ -57,7 +57,7 @@ def probe_folder(path: str | Path, *, direct: bool) -> Filesystem:
 
 
 def check_disk(path: Path, *, direct: bool) -> None:
-    """Raises ValueError if the existing `path` lies in main memory, where direct reads leave nothing out of it."""
+    """Raises ValueError if the existing `path` is in main memory (tmpfs), where streaming from it would save nothing."""
     kind = filesystem_of(path).kind
     if direct and kind in _IN_MEMORY:
         raise ValueError(

@@ -1,1 +1,1 @@
-"""Parameters whose values are elsewhere: placeholders that scripts may read, models built of them, and what shares their memory."""
+"""Parameters without local values: placeholders, models built of them, and detection of shared memory."""

@@ -1,7 +1,7 @@
-"""Parameters and attributes that share memory in a model, found before the engine moves the parameters into its buffers.
+"""Finds parameters and attributes that share memory in a model, before the engine moves the parameters into its buffers.
 
-An engine gives every parameter a place of its own, so tensors that shared memory with it would keep old values without a word: parameters
-that were tied by `a.data = b.data`, a parameter that is a view of another one, an attribute or a buffer that is a view of a parameter.
+An engine gives every parameter a place of its own, so tensors that shared its memory would silently keep old values: parameters tied by
+`a.data = b.data`, a parameter that is a view of another one, or an attribute or buffer that is a view of a parameter.
 """
 
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ from ztk.zero.parameters.partitioned import partitioned_of
 
 
 def check_aliases(model: nn.Module) -> None:
-    """Raises ValueError for a trained parameter whose elements are also another parameter's or an attribute's."""
+    """Raises ValueError for a trained parameter that shares elements with another parameter or an attribute."""
     named = {name: parameter for name, parameter in model.named_parameters() if _has_memory(parameter)}
     by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named.items():
         by_storage.setdefault(parameter.untyped_storage()._cdata, []).append((name, parameter))
     for sharing in by_storage.values():
-        open_: list[tuple[str, nn.Parameter]] = []  # whose elements may reach as far as the next parameter's first
+        open_: list[tuple[str, nn.Parameter]] = []  # parameters that may overlap the next one
         for name, parameter in sorted(sharing, key=lambda entry: _span(entry[1]).start):
             open_ = [entry for entry in open_ if _span(entry[1]).stop > _span(parameter).start]
             for other_name, other in open_:
@@ -51,7 +51,7 @@ def check_initialized(model: nn.Module) -> None:
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that modules hold outside of their parameters. What a hook computes before every forward is left out."""
+    """Tensors that modules hold in addition to their parameters, except those that a hook recomputes before every forward."""
     for prefix, module in model.named_modules():
         computed = {
             getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()

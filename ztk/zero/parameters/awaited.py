@@ -1,10 +1,10 @@
-"""A parameter whose new value is on its way: whatever asks torch for it first waits.
+"""Parameters whose updated value is still being gathered: any access through torch waits for it.
 
-After a step of stages 1 and 2 the ranks gather what each has updated, and the next forward begins (`ZeroPolicy.overlap_gather`). Until a
-bucket's gather has been awaited, the class of its parameters sees every torch function that gets one: it waits, the parameters have their usual
-class again, and the function runs. Modules' attributes wait too, for functions that torch does not see (extensions in C++, scripted functions).
-What neither sees is a parameter that a script has kept from before the step and gives to such a function between steps. A bucket is not awaited
-late while a script has a view of one of its parameters, such as `p.data`.
+After a step of stages 1 and 2 the ranks gather the updated parameters while the next forward begins (`ZeroPolicy.overlap_gather`). Until a
+bucket's gather has completed, the class of its parameters intercepts every torch function that receives one. It waits, restores the
+parameters' usual class, and runs the function. Attributes of modules wait too, for functions that bypass torch (C++ extensions, scripted
+functions). One case is missed: a script keeps a parameter from before the step and passes it to such a function between steps. A bucket is
+gathered without overlap while a script has a view of one of its parameters, such as `p.data`.
 A parameter has the dtype of its bucket.
 """
 
@@ -18,7 +18,7 @@ from torch import nn
 from ztk.zero.parameters.released import change_class
 
 _WAIT = "_ztk_wait"  # an attribute of an awaited parameter
-# Properties that say nothing of the values.
+# Properties that do not depend on the values.
 _WITHOUT_VALUES = frozenset({
     "grad", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "is_cuda", "is_meta", "is_sparse",
     "grad_fn", "names", "itemsize", "nbytes", "_version",
@@ -26,7 +26,7 @@ _WITHOUT_VALUES = frozenset({
 
 
 class _Awaited:
-    """Mixed into the class of a parameter while its value is on its way."""
+    """Mixed into the class of a parameter while its value is pending."""
 
     _usual_class: type
 
@@ -49,28 +49,28 @@ class _Awaited:
 
 
 def await_value(parameter: nn.Parameter, *, wait: Callable[[], None]) -> None:
-    """`wait()` is called before the value of `parameter`, of any shape, is used; it has to call `arrived`."""
+    """Makes every use of the value of `parameter` (any shape) call `wait()` first, which must call `arrived`."""
     parameter.__dict__[_WAIT] = wait
     change_class(parameter, make=_awaited)
 
 
 def wait_for(parameter: nn.Parameter) -> None:
-    """Returns when the value of `parameter`, of any shape, is there."""
+    """Waits for the value of `parameter` (any shape)."""
     _arrive(parameter)
 
 
 def arrived(parameter: nn.Parameter) -> None:
-    """The value of `parameter`, of any shape, is there."""
+    """Restores the usual class of `parameter` (any shape), because its value has arrived."""
     if isinstance(parameter, _Awaited):
         parameter.__class__ = parameter._usual_class
         del parameter.__dict__[_WAIT]
 
 
 def _arrive(value: Any) -> None:
-    """Waits for `value`, or for those in it."""
+    """Waits for `value`, or for the parameters in it."""
     if isinstance(value, _Awaited):
         wait = value.__dict__.get(_WAIT)
-        if wait is not None:  # another thread has not just waited
+        if wait is not None:  # None if another thread has waited meanwhile
             wait()
     elif isinstance(value, list | tuple):
         for item in value:

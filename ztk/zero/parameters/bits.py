@@ -1,4 +1,4 @@
-"""Numbers that tell whether two tensors have the same bits, without a copy of either."""
+"""Comparison of tensors by their bits, without copies."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ def same_bits(first: Tensor, *, second: Tensor) -> bool:
 @torch.no_grad()
 def digest_of(values: Tensor) -> Tensor:
     """int64 []: a sum of the bits of `values`, of any shape and dtype, each weighted by its place. On the device of `values`."""
-    flat = Tensor.detach(values).contiguous().reshape(-1)  # the `detach` of an engine's parameter notes who reads it
+    flat = Tensor.detach(values).contiguous().reshape(-1)  # the `detach` of an engine's parameter records its caller
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     words = flat.view(_WORDS[flat.element_size()])

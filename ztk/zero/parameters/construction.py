@@ -1,15 +1,15 @@
-"""Building a model that is too large for a rank: parameters are sharded as soon as the constructor of their module ends.
+"""Builds a model that is too large for a rank: parameters are sharded as soon as the constructor of their module ends.
 
 [Note: End of a constructor]
 PyTorch has no hook at the end of `__init__`, so while a model is built the constructors of all module classes are wrapped. A class and its
 bases construct the same object: only the outermost constructor counts. Until it ends the module's parameters are full, so it can
-initialise them as it likes.
+initialise them freely.
 
 [Note: Touched parameters]
-A parent often changes its children's parameters (`self.apply(init)`, `self.head.weight.data.mul_(0.5)`), which are sharded by then. While a
-model is built, every torch function that is given such a parameter makes it full first. The parameter is sharded again, with rank 0's
-values, when the next one is touched or a constructor ends, unless something else refers to its memory: the parent may still
-write to a view of it. So the model gets the same values as in an ordinary construction, and little of it is full at a time.
+A parent often changes its children's parameters (`self.apply(init)`, `self.head.weight.data.mul_(0.5)`), which are already sharded. While a
+model is built, every torch function that receives such a parameter makes it full first. The parameter is sharded again, with rank 0's
+values, when the next one is touched or a constructor ends, unless another object refers to its memory: the parent may still
+write to a view of it. So the model gets the same values as in an ordinary construction, and only a small part of it is full at a time.
 """
 
 import functools
@@ -35,10 +35,10 @@ _PASSIVE = {
 
 @contextmanager
 def construction(init_context: ZeroInitContext) -> Iterator[None]:
-    """Inside, the parameters of every module are sharded when its constructor ends; see the notes above.
+    """Context in which the parameters of every module are sharded when its constructor ends; see the notes above.
 
-    Every rank must build the same modules in the same order. Parameters on the meta device stay there. Inside another
-    construction this one changes nothing. Raises ValueError for a parameter that is a view of a sharded one.
+    Every rank must build the same modules in the same order. Parameters on the meta device stay there. Nested constructions have no
+    effect. Raises ValueError for a parameter that is a view of a sharded one.
     """
     if _Construction.current is not None:
         yield
@@ -54,7 +54,8 @@ def construction(init_context: ZeroInitContext) -> Iterator[None]:
 
 @contextmanager
 def construction_suspended() -> Iterator[None]:
-    """Inside, modules are built as usual: an engine takes over what was built so far. It settles first; a collective call."""
+    """Context in which modules are built as usual, while an engine takes over the modules built so far. Settles first; a collective
+    call."""
     current = _Construction.current
     if current is None or current.is_suspended:
         yield
@@ -82,13 +83,13 @@ class _Construction:
     def __init__(self, init_context: ZeroInitContext) -> None:
         self._init_context = init_context
         self._unfinished: list[nn.Module] = []  # outermost first
-        # In order, unlike a set: every parameter takes a collective call, so all ranks must go through the modules alike.
+        # Ordered, unlike a set: every parameter takes a collective call, so all ranks must visit the modules in the same order.
         self._built: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._touched: list[PartitionedParameter] = []
         self.is_suspended = False
 
     def finish(self) -> None:
-        """Shards what is still full after the last constructor."""
+        """Shards parameters that are still full after the last constructor."""
         self._settle(all_of_them=True)
         built, self._built = list(self._built), weakref.WeakKeyDictionary()
         for module in built:  # parameters that were replaced after their module's constructor
@@ -147,7 +148,8 @@ class _Construction:
     def _make_parameter(
         self, make: Callable, cls: type, data: torch.Tensor | None = None, requires_grad: bool = True
     ) -> nn.Parameter:
-        """`nn.Parameter(data)`, which refuses a parameter that is sharded, for its class: weight_norm makes a parameter of one."""
+        """`nn.Parameter(data)` for sharded parameters, which nn.Parameter refuses because of their class. weight_norm makes such a
+        parameter."""
         partitioned = partitioned_of(data)
         if data is not None and partitioned is not None and not self.is_suspended:
             self.touch([partitioned])
@@ -172,7 +174,7 @@ class _Construction:
     def _settle(self, *, but: Sequence[PartitionedParameter] = (), all_of_them: bool = False) -> None:
         kept = []
         for touched in self._touched:
-            if touched.parameter is None:  # replaced or deleted since
+            if touched.parameter is None:  # replaced or deleted meanwhile
                 continue
             if touched in but or (not all_of_them and _is_shared(touched.parameter)):
                 kept.append(touched)
@@ -182,7 +184,7 @@ class _Construction:
 
 
 class _TouchMode(TorchFunctionMode):
-    """Sees every torch function while a model is built."""
+    """Intercepts every torch function while a model is built."""
 
     def __init__(self, construction: _Construction) -> None:
         super().__init__()

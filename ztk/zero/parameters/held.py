@@ -1,7 +1,7 @@
-"""Memory of parameters that a script has held since before the engine moved them: `p.data`, a numpy array, a state dict.
+"""Memory of parameters that a script still references after the engine moved them: `p.data`, a numpy array, a state dict.
 
-The engine gives parameters other memory, so what is written into the old one would be lost. A storage that outlives the move is watched
-by a digest of its bits until the script drops it, and a change of it is an error. Nothing is watched in most runs.
+The engine gives parameters new memory, so writes to the old memory would be lost. A storage that outlives the move is checked
+by a digest of its bits until the script drops it, and a change of it is an error. Most runs hold no such memory.
 """
 
 import logging
@@ -23,22 +23,22 @@ _WAY_OUT = (
 
 
 class HeldMemory:
-    """The memory that the parameters of `model` have now. `start` when the engine has moved them."""
+    """The current memory of the parameters of `model`. Call `start` after the engine has moved them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._held: dict[str, tuple[StorageWeakRef, tuple]] = {}
         self._digests: dict[str, int] = {}
         buffers = {buffer.untyped_storage()._cdata for buffer in model.buffers() if _has_storage(buffer)}
         for name, parameter in model.named_parameters():
-            is_moved = not is_watched(parameter)  # else the memory is that of an earlier engine
+            is_moved = not is_watched(parameter)  # else the memory belongs to an earlier engine
             if is_moved and _has_storage(parameter) and partitioned_of(parameter) is None and parameter.numel():
                 storage = parameter.untyped_storage()
-                if storage._cdata not in buffers:  # the module itself keeps those alive
+                if storage._cdata not in buffers:  # the module itself keeps its buffers alive
                     place = parameter.dtype, parameter.storage_offset(), parameter.shape, parameter.stride()
                     self._held[name] = StorageWeakRef(storage), place
 
     def start(self, *, warns: bool) -> None:
-        """Watches the memory that is still held. warns: of it, on one rank."""
+        """Starts to check the memory that is still held. warns: logs a warning about it; set on one rank."""
         for name in list(self._held):
             digest = self._digest(name)
             if digest is not None:
@@ -65,7 +65,7 @@ class HeldMemory:
             )
 
     def _digest(self, name: str) -> int | None:
-        """The bits that are in the memory now; None: nobody holds it."""
+        """Digest of the memory's current bits, or None if it was freed."""
         reference, (dtype, offset, shape, stride) = self._held[name]
         if reference.expired():
             return None

@@ -1,4 +1,4 @@
-"""Parameters that are sharded before there is an engine: every rank has a slice of each, and no rank has the model.
+"""Parameters that are sharded before an engine exists: every rank has a slice of each, and no rank has the full model.
 
 Rank r of n has the flat elements [r * k, (r + 1) * k) of a parameter, k = ceil(numel / n). The parameter itself is a placeholder of its
 own shape that reads as NaN. `construction` makes such parameters while a model is built; `ztk.zero.build` takes them over, one at a
@@ -27,9 +27,9 @@ _taken: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters of engines
 
 @dataclass(kw_only=True, eq=False)
 class ZeroInitContext:
-    """Where slices are stored until an engine takes them over, and which ranks share them.
+    """The store of slices until an engine takes them over, and the ranks that share them.
 
-    dtype: of the slices; None: that of the parameter. on_partition: called with every parameter that is sharded.
+    dtype: of the slices. Defaults to the parameter's. on_partition: called with every parameter that is sharded.
     """
 
     comm: Comm
@@ -40,12 +40,12 @@ class ZeroInitContext:
     is_open: bool = True  # more parameters may be partitioned
 
     def close(self) -> None:
-        """No more parameters are partitioned. The store closes when the last slice has been taken over."""
+        """Ends partitioning. The store closes when the last slice has been taken over."""
         self.is_open = False
         self.remove(0)
 
     def remove(self, count: int) -> None:
-        """`count` slices have been taken over or dropped."""
+        """Records that `count` slices have been taken over or dropped."""
         self.num_slices -= count
         if not self.is_open and self.num_slices == 0:
             self.store.flush()
@@ -64,13 +64,13 @@ def _without_hooks(method: Callable) -> Callable:
 
 
 class PartitionedParameter:
-    """One parameter, sharded over the ranks of its init_context. All methods but `fill` and the properties are collective calls.
+    """One parameter, sharded over the ranks of its init_context. All methods except `fill` and the properties are collective calls.
 
-    built_on: the device on which it was built. pins: contexts inside which it is full. is_full: it has its values.
+    built_on: the device on which it was built. pins: number of contexts in which it is full. is_full: it has its values.
     """
 
     def __init__(self, parameter: nn.Parameter, *, init_context: ZeroInitContext) -> None:
-        """Rank 0's values are everybody's. The parameter's own memory is freed."""
+        """Shards rank 0's values and frees the parameter's own memory."""
         self.init_context, self.number = init_context, next(_numbers)
         self.built_on, self.pins, self.is_full = parameter.device, 0, True
         self._parameter, self._stored = weakref.ref(parameter), None
@@ -85,7 +85,7 @@ class PartitionedParameter:
 
     @property
     def parameter(self) -> nn.Parameter | None:
-        """The parameter itself; None when it is dead."""
+        """The parameter, or None if it was freed."""
         return self._parameter()
 
     @property
@@ -102,7 +102,7 @@ class PartitionedParameter:
         return self.init_context.store.fetch_into(self._slot, out=own).wait()[:used]
 
     def gather(self) -> Tensor:
-        """The full values, flat [numel], on the device that computes. The parameter stays as it is."""
+        """The full values, flat [numel], on the compute device. The parameter does not change."""
         comm, size = self.init_context.comm, self._slot.shape[0]
         full = torch.empty(size * comm.size, dtype=self._slot.dtype, device=comm.device)
         self.init_context.store.fetch_into(self._slot, out=full[comm.rank * size :][:size]).wait()
@@ -111,7 +111,7 @@ class PartitionedParameter:
 
     @_without_hooks
     def make_full(self, *, device: torch.device | None = None) -> None:
-        """Gives the parameter its values, on `device` (None: the one that computes)."""
+        """Gives the parameter its values, on `device`. Defaults to the compute device."""
         if not self.is_full:
             full = self.gather().view(self._shape)
             restore(self.parameter, value=full if device is None else full.to(device))
@@ -119,7 +119,7 @@ class PartitionedParameter:
 
     @_without_hooks
     def shard(self, *, source: int | None) -> None:
-        """Makes the parameter a placeholder. source: the rank whose values are kept; None: nobody changed them."""
+        """Makes the parameter a placeholder. source: the rank whose values are kept, or None if they are unchanged."""
         if not self.is_full:
             return
         if source is not None:
@@ -131,14 +131,14 @@ class PartitionedParameter:
         release(self.parameter, value=empty)
 
     def pin(self) -> None:
-        """The parameter is full until as many calls of `unpin`."""
-        if self.pins == 0 and self.is_full:  # a parent changed it while the model is built: that counts
+        """Makes the parameter full until the matching call of `unpin`."""
+        if self.pins == 0 and self.is_full:  # a parent changed it while the model is built: keep the change
             self.shard(source=0)
         self.pins += 1
         self.make_full()
 
     def unpin(self, *, source: int | None) -> None:
-        """Undoes one `pin`; the last one shards it. source: the rank whose changes are everybody's; None: nobody changed anything."""
+        """Undoes one `pin`; the last one shards the parameter. source: the rank whose changes are kept, or None if there are none."""
         self.pins -= 1
         if self.pins == 0:
             self.shard(source=source)
@@ -147,7 +147,7 @@ class PartitionedParameter:
 
     @_without_hooks
     def fill(self, read: Callable[[int, int], Tensor]) -> None:
-        """Sets this rank's slice, without the other ranks. read(start, stop): the parameter's flat elements, on any device.
+        """Sets this rank's slice without the other ranks. read(start, stop): returns the parameter's flat elements, on any device.
 
         Raises:
             RuntimeError: while the parameter is pinned.
@@ -166,7 +166,7 @@ class PartitionedParameter:
         self.init_context.store.put(self._slot, value=own).wait()
 
     def take(self) -> Tensor:
-        """As `gather`, flat [numel]; then the slice is removed, and the parameter is the caller's."""
+        """As `gather`, flat [numel], but also frees the slice. The parameter then belongs to the caller."""
         full = self.gather()
         _partitioned.pop(self.parameter, None)
         self._stored = None
@@ -175,7 +175,7 @@ class PartitionedParameter:
 
     @property
     def is_changed(self) -> bool:
-        """This rank's slice of the full parameter has other bits than the one that is stored."""
+        """Whether this rank's slice of the full parameter differs from the stored one."""
         with torch._C.DisableTorchFunction(), torch.inference_mode(False):
             if not self.is_full:
                 return False
@@ -214,12 +214,12 @@ class PartitionedParameter:
 
 
 def partitioned_of(parameter: object) -> PartitionedParameter | None:
-    """None for a parameter that was not built sharded, or that an engine has taken over."""
+    """The sharded state of `parameter`, or None if it was not built sharded or an engine has taken it over."""
     return _partitioned.get(parameter) if isinstance(parameter, nn.Parameter) else None
 
 
 def take(parameter: nn.Parameter) -> None:
-    """An engine has taken over `parameter`: nobody else may shard it until `give_back`."""
+    """Marks `parameter` as owned by an engine: it cannot be sharded otherwise until `give_back`."""
     _taken[parameter] = True
 
 
@@ -229,5 +229,5 @@ def give_back(parameter: nn.Parameter) -> None:
 
 
 def is_taken(parameter: nn.Parameter) -> bool:
-    """`parameter` is an engine's."""
+    """Whether `parameter` belongs to an engine."""
     return parameter in _taken

@@ -1,12 +1,14 @@
-"""A released parameter: it has its own shape, reads as NaN, takes no memory, and refuses to be written.
+"""A released parameter: it has its own shape, reads as NaN, takes no memory, and refuses writes.
 
-Its values are on other ranks, in main memory or on a disk, so what a script writes into it would be lost. Its memory therefore refuses
-writes, and while it is released its class turns that refusal into an error that says what to do. Reading stays possible, for a log on one
-rank, and warns once. Four uses of the NaN are errors: a write of it into another tensor (averages of weights, target networks), the backward
-of a loss that read it, a bool or an integer computed from it (comparisons, masks, argmax) or floats that hide it (`nan_to_num`), and a copy,
-also of an entry of a state dict, whose reader wants to keep the weights. `torch.save` of such an entry writes a file that no program can load,
-warns, and lets the next step raise, unless the script gathers parameters before it: DeepSpeed-Chat saves the module on rank 0 at every stage,
-and the full one after it.
+Its values are on other ranks, in main memory or on a disk, so a write by a script would be lost. Its memory therefore refuses writes, and
+its class, while it is released, turns the refusal into an error with instructions. Reading stays possible, for a log on one rank, and
+warns once. Four uses of the NaN are errors:
+- writing it into another tensor (averages of weights, target networks);
+- the backward of a loss that read it;
+- a bool or an integer computed from it (comparisons, masks, argmax), or floats that hide it (`nan_to_num`);
+- a copy, also of an entry of a state dict, because its reader expects weights.
+`torch.save` of such an entry warns and writes a file that cannot be loaded, and the next step raises, unless the script gathers parameters
+first: DeepSpeed-Chat saves the module on rank 0 at every stage, and the full one afterwards.
 A placeholder has the dtype of its parameter.
 """
 
@@ -35,27 +37,27 @@ _SAVED = (
     f"cannot be loaded; {_INSTEAD}"
 )
 _IN_PLACE_OPERATORS = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__"}
-# What they return has a parameter's shape or dtype, or is its gradient, and has nothing of its values.
+# Functions whose results have a parameter's shape or dtype, or are its gradient, and do not depend on its values.
 _WITHOUT_VALUES = {
     *("__get__", "grad", "backward"),
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new"),
 }
-# Functions whose bools and integers are of the tensor, not of its values.
+# Functions whose bools and integers describe the tensor, not its values.
 _WITHOUT_READING = {"is_same_size", "is_set_to", "result_type", "broadcast_tensors", "size", "__len__"}
-# Functions that give numbers of Python from a tensor's values; "float()" calls `__float__`, "if" `__bool__`.
+# Functions that return Python numbers computed from a tensor's values; "float()" calls `__float__`, "if" `__bool__`.
 _DECISIONS = {"__bool__", "__int__", "__index__", "__contains__", "is_nonzero", "equal", "allclose"}
 _NUMBERS = {"__float__", "__complex__", "item", "tolist", "numpy", "__array__", "__dlpack__"}
-# `module.to()` makes them and throws them away.
+# `module.to()` computes these and drops them.
 _CONVERSIONS = {"to", "half", "bfloat16", "float", "double", "cpu", "cuda"}
 _MAKES_PARAMETER = nn.Parameter.__new__.__code__
 _IN_STATE_DICT = nn.Module._save_to_state_dict.__code__
-_saved: list[tuple[int, ...]] = []  # shapes of what was saved since the script has gathered parameters
-_read: list[tuple[int, ...]] = []  # shapes of what was read while it was released
+_saved: list[tuple[int, ...]] = []  # shapes of entries saved since parameters were last gathered
+_read: list[tuple[int, ...]] = []  # shapes of parameters that were read while released
 
 
 def placeholder(shape: torch.Size | tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`shape` without memory: NaN, so that reading a sharded parameter by mistake shows at once (0 for integers). It cannot be written."""
+    """A tensor of `shape` without memory: NaN, so that accidental reads are detected at once (0 for integers). It cannot be written."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     element = torch.full((), value, dtype=dtype, device=device)
     torch._C._set_throw_on_mutable_data_ptr(element)
@@ -63,14 +65,14 @@ def placeholder(shape: torch.Size | tuple[int, ...], *, dtype: torch.dtype, devi
 
 
 def release(parameter: nn.Parameter, *, value: Tensor) -> None:
-    """`parameter` shows `value`, a `placeholder` of its shape, until `restore`."""
+    """Makes `parameter` show `value`, a `placeholder` of its shape, until `restore`."""
     # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
     torch.Tensor.data.__set__(_unguarded(parameter), value)
     parameter.__class__ = _released(type(parameter))
 
 
 def restore(parameter: nn.Parameter, *, value: Tensor) -> None:
-    """`parameter` is `value` again, of any shape."""
+    """Sets `parameter` to `value` again, of any shape."""
     # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
     torch.Tensor.data.__set__(_unguarded(parameter), value)
 
@@ -85,7 +87,7 @@ def change_class(parameter: nn.Parameter, *, make: Callable[[type], type]) -> No
 
 
 def is_released(parameter: Tensor) -> bool:
-    """`parameter`, of any shape, has no values on this rank."""
+    """Whether `parameter` (any shape) has no values on this rank."""
     return isinstance(parameter, _Released)
 
 
@@ -129,7 +131,7 @@ class _View(_Guard, Tensor):
     """A view of a released parameter."""
 
     def __reduce_ex__(self, protocol: int) -> Any:
-        """For a file that nobody can load, see the module docstring."""
+        """Writes a file that cannot be loaded, see the module docstring."""
         if not _saved:
             warnings.warn(_SAVED.format(shape=tuple(self.shape)), stacklevel=2)
             _saved.append(tuple(self.shape))
@@ -138,7 +140,7 @@ class _View(_Guard, Tensor):
 
 # pyrefly: ignore[inconsistent-inheritance]  # the guard comes first
 class _Computed(_Guard, Tensor):
-    """Floats computed from a released parameter: NaN, which may be logged and from which no decision may be made."""
+    """Floats computed from a released parameter: NaN, which may be logged but not used for decisions."""
 
     _source_shape: tuple[int, ...] = ()
 
@@ -151,13 +153,13 @@ class _Computed(_Guard, Tensor):
 
 
 class _Entry(_View):
-    """What a state dict has of a released parameter: it shows shape, dtype and device, and its values to nobody."""
+    """The entry of a released parameter in a state dict: it has shape, dtype and device, and refuses reads of its values."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
             entry = next((value for value in (*args, *(kwargs or {}).values()) if isinstance(value, _Entry)), None)
-            if entry is None:  # in a list: of torch.cat and the like
+            if entry is None:  # in a list, as in torch.cat
                 raise RuntimeError(_kept(None))
             if function.__name__ in _VALUES:
                 raise RuntimeError(_kept(entry))
@@ -175,7 +177,7 @@ class _Entry(_View):
 
 
 def saved_outside_of_gathered_parameters(shape: tuple[int, ...]) -> Tensor:
-    """What a file has in the place of a released parameter, of any shape. Raises RuntimeError: the file has no values for it."""
+    """Stands for a released parameter (any shape) in a file. Raises RuntimeError: the file has no values for it."""
     raise RuntimeError(_SAVED.format(shape=shape))
 
 
@@ -188,12 +190,12 @@ def check_saved() -> None:
 
 
 def was_read() -> bool:
-    """A script has read a released parameter, which gave it NaN."""
+    """Whether a script has read a released parameter, which returned NaN."""
     return bool(_read)
 
 
 def forget_saved() -> None:
-    """The script gathers parameters, to save them perhaps."""
+    """Clears the record of saved entries, because the script gathers parameters."""
     _saved.clear()
 
 
@@ -227,7 +229,7 @@ def _unguarded(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _replaces(function: Any, args: tuple) -> bool:
-    """`function` would give a released parameter other memory."""
+    """Whether `function` would give a released parameter other memory."""
     if not args or not isinstance(args[0], _Guard):
         return False
     name = function.__name__
@@ -237,7 +239,7 @@ def _replaces(function: Any, args: tuple) -> bool:
 
 
 def _first_guarded(args: tuple, kwargs: dict) -> Tensor | None:
-    """Of the arguments, and of the lists among them."""
+    """The first guarded tensor among the arguments and in lists among them."""
     for value in (*args, *kwargs.values()):
         for item in value if isinstance(value, list | tuple) else (value,):
             if isinstance(item, _Guard):
@@ -247,7 +249,8 @@ def _first_guarded(args: tuple, kwargs: dict) -> Tensor | None:
 
 
 def _writes_elsewhere(function: Any, *, args: tuple, kwargs: dict) -> bool:
-    """`function` reads a released parameter into a tensor that is none: `average.lerp_(p, 0.1)`, `target.copy_(p)`, `out=`, `_foreach_add_`."""
+    """Whether `function` copies a released parameter into another tensor: `average.lerp_(p, 0.1)`, `target.copy_(p)`, `out=`,
+    `_foreach_add_`."""
     name = getattr(function, "__name__", "")
     is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
     written = kwargs.get("out", args[0] if is_in_place and args else None)
@@ -260,7 +263,8 @@ def _writes_elsewhere(function: Any, *, args: tuple, kwargs: dict) -> bool:
 
 
 def _note_reading(function: Any, *, args: tuple, kwargs: dict, result: Any) -> None:
-    """`function` has made `result` of a released parameter: says so once, and makes the backward of a loss with it an error."""
+    """Handles `result`, which `function` computed from a released parameter: warns once, and makes the backward of a loss with it an
+    error."""
     name = getattr(function, "__name__", "")
     if name in _WITHOUT_VALUES:
         return
@@ -278,8 +282,8 @@ def _note_reading(function: Any, *, args: tuple, kwargs: dict, result: Any) -> N
 
 
 def _refuse_values(function: Any, *, args: tuple, kwargs: dict, result: Any) -> None:
-    """Raises RuntimeError if `result` does not show that a released parameter has no values: a bool, an integer, an element as a number of
-    Python, or floats without a NaN (`nan_to_num`, `nansum`, `norm(p, 0)`)."""
+    """Raises RuntimeError if `result` hides that a released parameter has no values: a bool, an integer, an element as a Python number, or
+    floats without a NaN (`nan_to_num`, `nansum`, `norm(p, 0)`)."""
     name = getattr(function, "__name__", "")
     if name in _WITHOUT_VALUES or name in _WITHOUT_READING:
         return
@@ -293,11 +297,11 @@ def _refuse_values(function: Any, *, args: tuple, kwargs: dict, result: Any) -> 
         if isinstance(made, Tensor) and not isinstance(made, _Guard) and torch._C._current_graph_task_id() != -1:
             raise RuntimeError(_read_in_backward(guarded))
     if is_hidden:
-        raise RuntimeError(_was_read(guarded, what=f"the result of {name} would not be that of the weights"))
+        raise RuntimeError(_was_read(guarded, what=f"the result of {name} would not depend on the weights"))
 
 
 def _computed(result: Any, *, source: Tensor | None, name: str) -> Any:
-    """`result` whose floats remember that they are computed from `source`, a released parameter or computed from one."""
+    """Marks floats in `result` as computed from `source`, a released parameter or a value computed from one."""
     if source is None or name in _WITHOUT_VALUES:
         return result
     if isinstance(result, list | tuple) and not isinstance(result, torch.Size):
@@ -326,7 +330,8 @@ def _refuse(gradient: Tensor, *, message: str) -> None:
 
 
 def check_not_made_parameter(parameter: Tensor | None, *, caller: FrameType | None) -> None:
-    """Raises RuntimeError for `nn.Parameter(p)` of an engine's or a released parameter, of any shape: torch refuses it with names of classes.
+    """Raises RuntimeError for `nn.Parameter(p)` of an engine's or a released parameter (any shape), which torch would refuse with class
+    names.
 
     caller: of `detach`.
     """
@@ -338,13 +343,13 @@ def check_not_made_parameter(parameter: Tensor | None, *, caller: FrameType | No
 
 
 def _is_for_state_dict() -> bool:
-    """`Module.state_dict` detaches the parameter, perhaps through the `detach` of its class."""
+    """Whether the caller is `Module.state_dict`, which detaches the parameter, perhaps through the `detach` of its class."""
     frame = sys._getframe(2)
     return is_for_state_dict(frame) or is_for_state_dict(frame.f_back)
 
 
 def is_for_state_dict(caller: FrameType | None) -> bool:
-    """caller: of `detach`, which `Module.state_dict` calls for every entry."""
+    """Whether `caller`, the caller of `detach`, is `Module.state_dict`, which detaches every entry."""
     return caller is not None and caller.f_code is _IN_STATE_DICT
 
 
@@ -381,7 +386,7 @@ def _was_read(tensor: Tensor | None, *, what: str) -> str:
     return (
         f"{_named(tensor)} was read where it is not gathered: its values are not on this rank (zero stage 3), so {what}. Read it "
         "inside deepspeed.zero.GatheredParameters(list(model.parameters())) on every rank, also for a term of the loss. A forward gathers "
-        "what modules read by name (self.layer.weight), not what self.parameters() lists"
+        "parameters that modules read by name (self.layer.weight), not those from self.parameters()"
     )
 
 

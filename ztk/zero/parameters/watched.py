@@ -1,7 +1,7 @@
 """The class of an engine's parameters.
 
-It notes that a script took hold of `.data`, through which writes leave no other trace, and lets hooks of a script that are registered on a
-parameter run before the engine's, which takes the gradient away. Memory has the dtype of its parameter.
+It records reads of `.data`, through which writes leave no other trace. It also runs a script's hooks on a parameter before the engine's
+hook, which takes the gradient away. Memory has the dtype of its parameter.
 """
 
 import functools
@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ztk.zero.parameters.released import change_class, check_not_made_parameter, is_for_state_dict
 
 TAKES_GRADIENT = "ztk_takes_gradient"  # an attribute of the engine's hook, which stays the last
-_returned: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> references to what reads of `.data` returned
+_returned: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> references to tensors returned by `.data`
 
 
 class _Watched:
@@ -37,10 +37,11 @@ class _Watched:
         torch.Tensor.data.__set__(self, value)
 
     def detach(self) -> Tensor:
-        """As Tensor's. What is written through a numpy array of it leaves no trace, so it counts as a read of `.data`.
+        """As Tensor's. A write through a numpy array of the result leaves no trace, so the call counts as a read of `.data`.
 
-        Calls from torch itself do not count, except for entries of a state dict: recomputation detaches every weight that it saves, and nobody
-        writes into that.
+        Calls from torch itself do not count, except for entries of a state dict: recomputation detaches every weight that it saves, and
+        never
+        writes to it.
         """
         caller = sys._getframe(1)
         # pyrefly: ignore[bad-argument-type]  # mixed into nn.Parameter
@@ -62,25 +63,25 @@ class _Watched:
         # pyrefly: ignore[missing-attribute]  # mixed into nn.Parameter
         hooks = self._post_accumulate_grad_hooks
         for key in [key for key, other in hooks.items() if hasattr(other, TAKES_GRADIENT)]:
-            hooks[key] = hooks.pop(key)  # autograd reads the dict beneath, which move_to_end leaves as it is
+            hooks[key] = hooks.pop(key)  # autograd reads the underlying dict, which move_to_end does not change
         return handle
 
 
 def watch(parameter: nn.Parameter) -> None:
-    """From now on `take_data_mark` knows of reads of `parameter.data`. Idempotent."""
+    """Starts to record reads of `parameter.data` for `take_data_mark`. Idempotent."""
     if not isinstance(parameter, _Watched):
         change_class(parameter, make=_watched)
 
 
 def is_watched(parameter: Tensor) -> bool:
-    """`parameter`, of any shape, is or was an engine's."""
+    """Whether `parameter` (any shape) is or was an engine's."""
     return isinstance(parameter, _Watched)
 
 
 def take_data_mark(parameter: nn.Parameter, *, is_viewed: Callable[[], bool]) -> bool:
-    """Whether `.data` was read since the last call, or a script still has what it returned, or a view of that: it may have written there.
+    """Whether `.data` may have been used to write: it was read since the last call, or a script still has its result or a view of it.
 
-    is_viewed: something else than parameters refers to their memory, as a numpy array does.
+    is_viewed: whether other objects than parameters, such as a numpy array, refer to their memory.
     """
     was_read = parameter.__dict__.pop("_data_was_read", False)
     if was_read and (_alive(parameter) or is_viewed()):
@@ -89,8 +90,9 @@ def take_data_mark(parameter: nn.Parameter, *, is_viewed: Callable[[], bool]) ->
 
 
 def part_from(parameter: nn.Parameter, *, memory: Tensor) -> bool:
-    """What `.data` returned and a script still has keeps its values when `memory` [n], which it shows, gets others: as where `p.data = x` gives
-    a parameter other memory and leaves the old one alone. False if there are views of it, which cannot follow."""
+    """Copies the tensors that `.data` returned and a script still holds out of `memory` [n], so that they keep their values when it
+    changes.
+    This mimics `p.data = x`, which leaves the old memory unchanged. Returns False if one of them has views, which cannot follow."""
     for reference in _alive(parameter):
         kept = reference()
         if kept is not None and kept.untyped_storage()._cdata == memory.untyped_storage()._cdata:
@@ -101,7 +103,7 @@ def part_from(parameter: nn.Parameter, *, memory: Tensor) -> bool:
 
 
 def viewers(parameters: Sequence[nn.Parameter], *, memory: Tensor) -> int | None:
-    """Counts the tensors in the storage of `memory` [n] that `.data` returned and a script still holds; None if one of them has views."""
+    """Counts the tensors returned by `.data` that a script still has in the storage of `memory` [n]. None if one of them has views."""
     kept = [reference() for parameter in parameters for reference in _alive(parameter)]
     storage = memory.untyped_storage()._cdata
     showing = [tensor for tensor in kept if tensor is not None and tensor.untyped_storage()._cdata == storage]
@@ -109,7 +111,7 @@ def viewers(parameters: Sequence[nn.Parameter], *, memory: Tensor) -> int | None
 
 
 def _alive(parameter: nn.Parameter) -> list[weakref.ref]:
-    """The references of `parameter` whose tensors exist. A view keeps its base, so that of `p.data.view(-1)` is among them."""
+    """The references of `parameter` whose tensors exist. A view keeps its base alive, so `p.data.view(-1)` counts, too."""
     return [reference for reference in _returned.get(parameter, ()) if reference() is not None]
 
 

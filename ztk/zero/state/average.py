@@ -1,4 +1,4 @@
-"""The moving average of the weights in the place of the weights, for a while."""
+"""Temporarily replaces the weights by their moving average."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from ztk.zero.update.update import ShardUpdate
 
 
 class AveragedWeights:
-    """Exchanges weights and average, shard by shard. is_shown: the parameters are the average now."""
+    """Exchanges weights and average, shard by shard. is_shown: whether the parameters are the average now."""
 
     def __init__(
         self, buckets: list[Bucket], *, context: ZeroContext, update: ShardUpdate, gathering: Gathering
@@ -23,7 +23,8 @@ class AveragedWeights:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Inside, the parameters are the average, cast to the model's dtype; after it they and the master weights have the bits that they had.
+        """Context in which the parameters are the average, cast to the model's dtype. Afterwards they and the master weights have their
+        previous bits.
 
         A collective call, between steps. Raises RuntimeError if there is no average, it is shown already, or parameters are pinned.
         """
@@ -40,7 +41,7 @@ class AveragedWeights:
             self.is_shown = False
 
     def check_hidden(self, action: str) -> None:
-        """Raises RuntimeError for `action` where it would take the average for the weights."""
+        """Raises RuntimeError if the average is shown. action: the refused operation, for the message."""
         if self.is_shown:
             raise RuntimeError(
                 f"{action} inside engine.averaged() would take the average for the weights: leave it first"
@@ -48,7 +49,7 @@ class AveragedWeights:
 
     def _exchange(self) -> None:
         self._gathering.reshard_before_change()
-        self._update.finish()  # takes over writes of a script, which the change would hide
+        self._update.finish()  # takes over writes of a script, which the exchange would hide
         self._gathering.parameters_change()
         for bucket in self._buckets:
             for piece in bucket.pieces:

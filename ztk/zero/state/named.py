@@ -1,7 +1,8 @@
-"""One parameter's state, fp32, read and changed by name: to look at it, and to set it by hand.
+"""Reads and changes one parameter's state by name, in fp32, for inspection and manual changes.
 
-Full, as collective calls: reading, every rank fills in the range that it keeps, and the sum over ranks is the full state; writing, every
-rank has the full new values and sets its own pieces from them. Or local: this rank's elements alone, without the others.
+Full access is a collective call. For a read, every rank fills in the range that it stores, and the sum over ranks is the full state. For a
+write, every rank has the full new values and sets its own pieces from them. Local access covers this rank's elements only, without the
+other ranks.
 A kind of state is "master", a name of the optimizer's states, "parameter" for a frozen parameter, or "gradient": the gradient as
 reduced, still scaled and summed, while a step is due.
 """
@@ -32,7 +33,7 @@ class NamedState:
         self._reduction, self._gathering = reduction, gathering
 
     def has_gradient(self, bucket: Bucket) -> bool:
-        """The gradients of `bucket` are reduced, and a step is due."""
+        """Whether the gradients of `bucket` are reduced and a step is due."""
         self._reduction.settle()
         return bucket.gradient.is_reduced
 
@@ -64,14 +65,14 @@ class NamedState:
     def write(self, bucket: Bucket, *, values: dict[str, Tensor], kind: str) -> None:
         """Sets state `kind` of the parameters in `values` (any shape, the same on all ranks). A collective call.
 
-        Weights: where a value is the cast of the master weight that is there, the master keeps its precision.
-        Gradients: the norm follows; a step must be due.
+        Weights: if a value equals the cast of the current master weight, the master keeps its precision.
+        Gradients: the norm is updated; a step must be due.
         """
         flat = {name: value.detach().reshape(-1) for name, value in values.items()}
         self._write(bucket, flat=flat, kind=kind, pieces=bucket.pieces)
 
     def write_local(self, bucket: Bucket, *, name: str, kind: str, value: Tensor) -> None:
-        """Sets the elements that `read_local` reads, from stage 1 on. value: those elements, in any shape.
+        """Sets the elements that `read_local` reads, from stage 1 on. value: these elements, in any shape.
 
         A local call, unless it sets the weight of a bucket that is never sharded: then all ranks must make it.
         """
@@ -125,7 +126,7 @@ class NamedState:
 
 
 def local_range(bucket: Bucket, *, name: str) -> range:
-    """Which flat elements of the parameter lie in this rank's shard."""
+    """The flat elements of the parameter in this rank's shard."""
     found = [f for f in bucket.layout.fragments(bucket.layout.shard(bucket.comm.rank)) if f.name == name]
     return range(found[0].start, found[0].stop) if found else range(0)
 

@@ -1,7 +1,7 @@
-"""States that are moved off the device for a while, so that something else (generation, another model) has its memory.
+"""Temporarily moves states off the device, to free its memory for generation or another model.
 
-A tensor keeps its identity and loses its memory, so everything that refers to it finds its content when it is back. States that are
-offloaded anyway stay where they are. Where the device is the CPU its memory is host memory already: nothing is copied, only booked.
+A tensor keeps its identity and loses its memory, so all references to it are valid again after the reload. States that are
+offloaded anyway stay where they are. If the device is the CPU, its memory is host memory already: nothing is copied, only booked.
 """
 
 from collections.abc import Collection, Iterator
@@ -22,7 +22,7 @@ from ztk.zero.update.update import ShardUpdate
 
 
 class StateKind(StrEnum):
-    """What can be offloaded."""
+    """Kinds of state that can be offloaded."""
 
     optim_states = "optim_states"  # the optimizer's moments, and the average of the weights
     hp_params = "hp_params"  # fp32 master weights; fp32 parameters have none
@@ -33,7 +33,7 @@ class StateKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Offloaded:
-    """A tensor without memory, and its content along dimension 0: rows that stayed, rows that are offloaded, rows that stayed."""
+    """A tensor without memory, and its content along dimension 0: leading rows that stayed, offloaded rows, trailing rows that stayed."""
 
     tensor: Tensor
     category: str
@@ -43,7 +43,7 @@ class _Offloaded:
 
 
 class StateOffloader:
-    """Moves the states of one model to main memory and back. Every rank calls it alike, between steps.
+    """Moves the states of one model to main memory and back. Every rank must make the same calls, between steps.
 
     absent: the kinds that are offloaded now.
     """
@@ -67,7 +67,7 @@ class StateOffloader:
         self._copied: list[Tensor] = []  # host memory that a copy to the device may still read
 
     def offload(self, kinds: Collection[StateKind], *, pin_memory: bool, non_blocking: bool) -> None:
-        """Moves `kinds` to main memory, in addition to what is offloaded already.
+        """Moves `kinds` to main memory, in addition to kinds that are offloaded already.
 
         Raises RuntimeError if parameters are pinned.
         """
@@ -107,14 +107,14 @@ class StateOffloader:
         self.absent = frozenset()
 
     def free_buffers(self) -> None:
-        """Frees the memory of buffers that are not in use: of what is gathered and not pinned, and of unreduced gradients."""
+        """Frees the memory of unused buffers: of gathered parameters that are not pinned, and of unreduced gradients."""
         self._gathering.reshard_all()
-        self._update.finish()  # its thread uses a pool
+        self._update.finish()  # its thread uses one of the pools
         for pool in (self._gathered, self._reduction.pool, self._update.pool):
             pool.drop_free()
 
     def _on_device(self, kinds: frozenset[StateKind]) -> Iterator[tuple[Tensor, slice, str]]:
-        """(tensor, the rows of it that are offloaded, category) of all tensors of `kinds` that are on the device."""
+        """(tensor, its rows that are offloaded, category) of all tensors of `kinds` that are on the device."""
         for piece in (piece for bucket in self._buckets for piece in bucket.pieces):
             if piece.states is not None and self._stores.optimizer.tier is Tier.device:
                 rows = self._rows(piece, kinds=kinds)
@@ -136,7 +136,8 @@ class StateOffloader:
             yield from ((full, slice(None), "gradients") for full in self._reduction.resident_buffers())
 
     def _rows(self, piece: Piece, *, kinds: frozenset[StateKind]) -> slice:
-        """Which part of a piece's stored states along dimension 0 is of `kinds`: first the master weights, if there are some, then the
+        """The part of a piece's stored states along dimension 0 that belongs to `kinds`: first the master weights, if there are some, then
+        the
         moments."""
         assert piece.states is not None
         count = piece.states.shape[0]

@@ -1,4 +1,4 @@
-"""The state as a checkpoint sees it: every element once over all ranks, in ranges of one parameter and kind."""
+"""The state for a checkpoint: every element once over all ranks, in ranges of one parameter and kind."""
 
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
@@ -50,13 +50,13 @@ class ModelState:
         self._dtypes = context.state_dtypes
 
     def part_of(self, name: str, *, bucket: Bucket) -> Part:
-        """What this rank holds of parameter `name`, which lies in `bucket`."""
+        """The part of parameter `name`, in `bucket`, that this rank holds."""
         return self._parts.get(name) or Part.everything(bucket.layout.placement(name).shape)
 
     # Save
 
     def slices(self) -> Iterator[StateSlice]:
-        """What `shards` will yield, in the same order, without the values. Does not touch the stores."""
+        """The slices of `shards`, in the same order, without their values. Does not access the stores."""
         for bucket, piece in self._saved_pieces():
             kinds = {FROZEN: bucket.traits.dtype}
             if piece.states is not None:
@@ -68,7 +68,7 @@ class ModelState:
     def shards(self, *, aside: bool = False) -> Iterator[StateShard]:
         """Every state element of the model exactly once over all ranks. A shard's values are valid until the next one.
 
-        aside: for another thread than the one that trains, after `before_change`; pieces pass through memory of their own.
+        aside: for another thread than the training thread, after `before_change`; pieces pass through separate memory.
         """
         self._update.await_last() if aside else self._update.finish()
         for bucket, piece in self._saved_pieces():
@@ -79,16 +79,17 @@ class ModelState:
                         yield StateShard(dtype=values.dtype, value=values[fragment.place], **address)
 
     def before_change(self, action: Callable[[], None]) -> None:
-        """Calls `action()` once, before the next update or whatever else changes the state."""
+        """Calls `action()` once, before the next update or other change of the state."""
         self._update.before_change(action)
 
     def _address(self, fragment: Fragment, *, kind: str, bucket: Bucket) -> dict[str, object]:
-        """The fields of a slice but its dtype."""
+        """All fields of a slice except its dtype."""
         part = self.part_of(fragment.name, bucket=bucket)
         return {"name": fragment.name, "kind": kind, "part": part, "start": fragment.start, "stop": fragment.stop}
 
     def _saved_pieces(self) -> Iterator[tuple[Bucket, Piece]]:
-        """Each rank saves its own shards, also at stage 0, where it has all; of several copies one rank saves its copy."""
+        """The pieces that this rank saves: its own shards, also at stage 0, where it has all. Of several copies, one rank saves its
+        copy."""
         for bucket in self._buckets:
             if bucket.traits.counted:
                 yield from ((bucket, piece) for piece in bucket.own_pieces)
@@ -98,13 +99,13 @@ class ModelState:
     def load(self, read: Callable[..., Tensor], *, keep: Container[str] = ()) -> int:
         """Sets this rank's state from `read(name=, kind=, start=, stop=) -> Tensor [stop - start]`, piece by piece.
 
-        keep: names of parameters that stay as they are, with their optimizer states.
-        Local: after it all ranks call `share_parameters`. Raises RuntimeError if parameters are pinned.
-        Returns how many groups of 8-bit states had to be rounded: 0 after a checkpoint of the same states and the same parts.
+        keep: names of parameters that stay unchanged, with their optimizer states.
+        A local call, after which all ranks call `share_parameters`. Raises RuntimeError if parameters are pinned.
+        Returns the number of groups of 8-bit states that had to be rounded: 0 for a checkpoint of the same states and parts.
         """
         before = self._states.num_rounded
         self._gathering.reshard_before_change()
-        self._update.finish()  # takes over writes of a script, which the change would hide
+        self._update.finish()  # takes over writes of a script, which the load would hide
         self._gathering.parameters_change()
         for bucket in self._buckets:
             if all(placement.name in keep for placement in bucket.layout.placements):
@@ -116,7 +117,7 @@ class ModelState:
         return self._states.num_rounded - before
 
     def share_parameters(self) -> None:
-        """After `load`, a collective call: parameters that are never sharded become full on all ranks."""
+        """Makes parameters that are never sharded full on all ranks after `load`. A collective call."""
         for bucket in self._buckets:
             bucket.share_parameters()
 
@@ -139,7 +140,7 @@ class ModelState:
 
 
 def _read_into(values: Tensor, *, piece: Piece, kind: str, read: Callable[..., Tensor], keep: Container[str]) -> None:
-    """Reads the fragments of a piece into `values`, fp32 [n], but for those whose names are in `keep`."""
+    """Reads the fragments of a piece into `values`, fp32 [n], except names in `keep`."""
     for fragment in piece.fragments:
         if fragment.name not in keep:
             values[fragment.place] = read(name=fragment.name, kind=kind, start=fragment.start, stop=fragment.stop)

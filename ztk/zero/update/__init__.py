@@ -1,1 +1,1 @@
-"""Optimizers over shards, wherever these are stored: the update piece by piece, and what Muon and LAMB need of other ranks."""
+"""Optimizer updates over stored shards, piece by piece, and the exchanges between ranks that Muon and LAMB need."""

@@ -1,7 +1,7 @@
-"""Muon's matrices of which every tensor-parallel rank has a part: each is brought together on one of these ranks.
+"""Muon's matrices that are split over tensor-parallel ranks: each is assembled on one of these ranks.
 
-The ranks of one data-parallel coordinate own the same matrices, each its part of them. They share them by FLOPs: an all-to-all brings a
-matrix's parts to the rank that orthogonalises it, a second one brings the parts of the result back. Bytes are counted as "muon".
+The ranks of one data-parallel coordinate own parts of the same matrices. The matrices are divided among them by FLOPs. An all-to-all
+brings a matrix's parts to the rank that orthogonalises it, and a second one returns the parts of the result. Bytes are counted as "muon".
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from ztk.zero.update.owners import Matrix, balance
 
 
 class CutMatrices:
-    """Orthogonalises matrices, also those that are cut over the tensor-parallel ranks of the mesh."""
+    """Orthogonalises matrices, including those that are split over the tensor-parallel ranks of the mesh."""
 
     def __init__(self, *, muon: Muon, context: ZeroContext) -> None:
         """A collective call of the tensor-parallel ranks."""
@@ -33,19 +33,19 @@ class CutMatrices:
         self._parts: list[dict[str, Part]] = self._comm.gather_objects(own) if self._comm.size > 1 else [{}]
 
     def is_cut(self, name: str) -> bool:
-        """Whether several ranks have the parts of this matrix."""
+        """Whether several ranks have parts of this matrix."""
         return name in self._parts[0]
 
     def planned(self, name: str, *, shape: Sequence[int]) -> tuple[int, int]:
-        """(elements, FLOPs) of a rank's part of `shape`, by which all ranks plan alike: of the largest part, and a rank's share."""
+        """(elements, FLOPs) of a rank's part of `shape`: of the largest part and an equal share, so that all ranks plan alike."""
         if not self.is_cut(name):
             return prod(shape), self._muon.flops(shape)
         parts = [own[name] for own in self._parts]
         return max(part.numel for part in parts), self._muon.flops(parts[0].full_shape) // len(parts)
 
     def orthogonalised(self, flat: list[Tensor], *, matrices: Sequence[Matrix]) -> list[Tensor]:
-        """The results for this rank's parts of `matrices`, each [numel] in Muon's dtype, as in `flat`. A collective call where one of them is
-        cut."""
+        """The results for this rank's parts of `matrices`, each [numel] in Muon's dtype, as in `flat`. A collective call if any matrix is
+        split."""
         cut = [matrix for matrix in matrices if self.is_cut(matrix.name)]
         own = {matrix.name: values for values, matrix in zip(flat, matrices, strict=True)}
         found = self._exchanged([(matrix.name, own[matrix.name]) for matrix in cut]) if cut else {}

@@ -1,8 +1,8 @@
-"""Pieces on their way into memory: the next ones are fetched while the one before them is updated.
+"""Fetches pieces into memory: the next pieces are fetched while the current one is updated.
 
 [Note: States ahead]
-A third of what a step moves over the disk is reading states, and the disk is nearly idle in the backward. So whenever a bucket is
-reduced, the states of as many pieces are fetched as the pool has room for. The update finds them there.
+Reading states is a third of a step's disk traffic, and the disk is nearly idle in the backward. So whenever a bucket is
+reduced, the states of as many pieces are prefetched as the pool has room for. The update then finds them in memory.
 
 States and gradients have the dtypes in which they are stored.
 """
@@ -25,16 +25,17 @@ from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.buckets.context import ZeroContext
 from ztk.zero.buckets.piece import Piece
 
-MAX_FETCHED = 8  # pieces, the one that is updated among them: the disk has the next request when it has read one
-MAX_WRITES = 8  # pieces that may be being written back while later ones are updated
+MAX_FETCHED = 8  # pieces, including the current one: keeps requests queued at the disk
+MAX_WRITES = 8  # pieces being written back while later ones are updated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FetchedPiece:
     """A piece whose gradient and states, or the momentum of its matrices, are being fetched.
 
-    parameter: one that is its own master weight, into a buffer of the pool, where it is on NVMe. staged: a gradient from the device, on its way
-    to a buffer of the pool.
+    parameter: if the parameter is its own master weight and on NVMe, its fetch into a buffer of the pool. staged: a gradient being copied
+    from
+    the device to a buffer of the pool.
     """
 
     bucket: Bucket
@@ -45,7 +46,7 @@ class FetchedPiece:
     staged: tuple[Tensor, Copy] | None = None
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """The stored states and the gradient [n], where the update runs."""
+        """Waits for the stored states and the gradient [n], in the memory where the update runs."""
         states = self.states.wait()
         if self.staged is not None:
             gradient, copy = self.staged
@@ -78,9 +79,9 @@ class FetchedMomentum:
 
 
 class PieceFetcher:
-    """Fetches pieces in order, from whatever store their states are in.
+    """Fetches pieces in order, from any store.
 
-    pool: of buffers beside the optimizer's states. on_host: the update runs in main memory, because the states are there or on a disk.
+    pool: of buffers outside of the optimizer's states. on_host: the update runs in main memory, because the states are there or on a disk.
     """
 
     def __init__(self, context: ZeroContext) -> None:
@@ -93,12 +94,12 @@ class PieceFetcher:
             category="parameters on their way",
             tier=Tier.host if beside_the_device else Tier.device,
         )
-        self._ahead: dict[Slot | None, Pending] = {}  # states that are fetched ahead
+        self._ahead: dict[Slot | None, Pending] = {}  # prefetched states
 
     # Before the update
 
     def fetch_ahead(self, slots: Sequence[Slot | None]) -> None:
-        """The first of `slots` that there is room for, see [Note: States ahead]. slots: in the order of use."""
+        """Prefetches the first of `slots` that fit, see [Note: States ahead]. slots: in the order of use."""
         for slot in slots[len(self._ahead) :]:
             pending = self._stores.optimizer.fetch_ahead(slot)
             if pending is None:
@@ -106,7 +107,7 @@ class PieceFetcher:
             self._ahead[slot] = pending
 
     def drop_ahead(self) -> None:
-        """Releases what was fetched ahead: no update will use it."""
+        """Releases prefetched states, because no update will use them."""
         for slot in self._ahead:
             self._stores.optimizer.release(slot)
         self._ahead.clear()
@@ -114,9 +115,9 @@ class PieceFetcher:
     # In the update
 
     def fetch(self, pieces: Iterable[tuple[Bucket, Piece]], *, momentum: bool = False) -> Iterator[FetchedPiece]:
-        """Pieces in order. Each is fetched while the one before it is updated, and more of them where the store has room.
+        """Pieces in order. Each is fetched while the one before it is updated, and more of them if the store has room.
 
-        momentum: that of matrices in place of the states.
+        momentum: fetches the momentum of matrices instead of the states.
         """
         todo = deque(pieces)
         fetched: deque[FetchedPiece] = deque()
@@ -127,7 +128,7 @@ class PieceFetcher:
             yield fetched.popleft()
 
     def fetch_states(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[FetchedStates]:
-        """Before the update, the states of pieces, which are written back behind their turn. Their gradients stay where they are."""
+        """The states of pieces, before the update, each written back after its turn. Gradients are not moved."""
         for bucket, piece, states, gradient in self._passing(pieces, momentum=False):
             rows = self.rows(piece, states=states)
             master = rows.pop(MASTER) if MASTER in rows else self.resident_parameter(bucket, piece=piece)
@@ -135,14 +136,15 @@ class PieceFetcher:
             yield FetchedStates(bucket=bucket, piece=piece, master=master, rows=rows, gradient=gradient)
 
     def fetch_momentum(self, pieces: Iterable[tuple[Bucket, Piece]]) -> Iterator[FetchedMomentum]:
-        """As `fetch_states`, the momentum of matrices alone."""
+        """As `fetch_states`, for the momentum of matrices only."""
         for _, piece, momentum, gradient in self._passing(pieces, momentum=True):
             yield FetchedMomentum(piece=piece, momentum=momentum, gradient=gradient)
 
     def _passing(
         self, pieces: Iterable[tuple[Bucket, Piece]], *, momentum: bool
     ) -> Iterator[tuple[Bucket, Piece, Tensor, Tensor]]:
-        """Bucket, piece, what is stored of it and the gradient [n], where the update runs; it is written back behind its turn."""
+        """Bucket, piece, its stored states and gradient [n], in the memory where the update runs. The states are written back after the
+        turn."""
         writes: deque[Pending] = deque()
         for fetched in self.fetch(pieces, momentum=momentum):
             piece = fetched.piece
@@ -159,7 +161,7 @@ class PieceFetcher:
             write.wait()
 
     def release_staged(self, fetched: FetchedPiece) -> None:
-        """The gradient is not read any more."""
+        """Frees the staged gradient."""
         if fetched.staged is not None:
             self.pool.release(fetched.staged[0])
 
@@ -197,7 +199,7 @@ class PieceFetcher:
         )
 
     def _stage(self, gradient: Tensor) -> tuple[Tensor, Copy] | None:
-        """Starts to copy a gradient [n] from a GPU to the host; None: it is there."""
+        """Starts to copy a gradient [n] from a GPU to the host. None if it is on the host already."""
         if not has_streams(gradient):
             return None
         buffer = self.pool.acquire(gradient.numel(), dtype=gradient.dtype)

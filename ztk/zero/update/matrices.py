@@ -1,14 +1,14 @@
-"""Muon's matrices: each is collected from the shards, orthogonalised once by its owner, and given back to the shards.
+"""Muon's matrices: each is collected from the shards, orthogonalised once by its owner, and returned to the shards.
 
-Momentum and weights are updated elementwise, where they are stored; what is between needs the full matrix. Per round of matrices:
+Momentum and weights are updated elementwise, where they are stored; orthogonalisation needs the full matrix. Per round of matrices:
 
 1. every rank updates the momentum of its ranges, in the store, and writes their directions into one buffer;
 2. an all-to-all brings the ranges to the matrices' owners, who orthogonalise; a second one brings the results back;
-3. the results take the place of the gradients.
+3. the results replace the gradients.
 
-Then the update over pieces applies them like gradients. All this runs in the thread that trains, because it communicates; the
-update over pieces may follow behind the next forward. At stage 0 every rank has every direction, and only the results are sent.
-Where tensor-parallel ranks hold parts of a matrix, its owners bring these together first: see `ztk.zero.update.cut_matrices`.
+Then the update over pieces applies them like gradients. All this runs in the training thread, because it communicates; the
+update over pieces may run during the next forward. At stage 0 every rank has every direction, and only the results are sent.
+If tensor-parallel ranks hold parts of a matrix, its owners assemble them first: see `ztk.zero.update.cut_matrices`.
 Bytes are counted as "muon": a rank's elements of all matrices in each direction. The control is fp32, directions have Muon's dtype.
 """
 
@@ -35,8 +35,11 @@ from ztk.zero.update.piece_states import PieceStates
 class _Batch:
     """A round among the ranks of `comm`, this rank's pieces with ranges of its matrices, and their parameter groups by name.
 
-    places: where a matrix's ranges begin among this rank's. own: the matrices that it orthogonalises. to_owners: elements that it has of each
-    rank's matrices; from_ranks: that each rank has of its own. Computed once: both grow with the number of ranks.
+    places: offsets of a matrix's ranges among this rank's. own: the matrices that this rank orthogonalises. to_owners: by rank, elements
+    that
+    this rank has of that rank's matrices. from_ranks: by rank, elements that it has of this rank's matrices. Computed once, because both
+    grow
+    with the number of ranks.
     """
 
     comm: Comm
@@ -62,18 +65,18 @@ class MatrixUpdate:
 
     @property
     def pieces(self) -> list[tuple[Bucket, Piece]]:
-        """Those with matrices, in the order in which they are fetched first."""
+        """The pieces with matrices, in the order of their first fetch."""
         return list(dict.fromkeys(entry for batch in self._batches for entry in batch.pieces))
 
     def run(self, control: Tensor, *, skipped: frozenset[str]) -> None:
-        """After it, gradients of matrices are directions to step along. A collective call of the ranks of every bucket; waits.
+        """Replaces the gradients of matrices by directions to step along. A collective call of the ranks of every bucket; waits.
 
         control: of a step that is not skipped, [groups, 16]. skipped: names of parameters that keep their momentum.
         """
         for batch in self._batches:
             self._run_batch(batch, control=control, skipped=skipped)
 
-    # Which matrices together
+    # Grouping into rounds
 
     def _plan(self, buckets: list[Bucket], *, groups: GroupTable) -> Iterator[_Batch]:
         comms = list({id(bucket.comm): bucket.comm for bucket in buckets}.values())
@@ -119,7 +122,7 @@ class MatrixUpdate:
                 )
 
     def _held(self, bucket: Bucket, *, start: int, stop: int, rank: int) -> range:
-        """Of a parameter at [start, stop) of the bucket, its flat elements that `rank` updates."""
+        """The flat elements, updated by `rank`, of a parameter at [start, stop) of the bucket."""
         if self._is_replicated:
             return range(stop - start)
         shard = bucket.layout.shard(rank)
@@ -179,7 +182,7 @@ class MatrixUpdate:
         return self._cut.orthogonalised(flat, matrices=own)
 
     def _collect(self, batch: _Batch, *, parts: Tensor) -> list[Tensor]:
-        """This rank's matrices, each [numel] in memory of its own, so that all begin at an aligned address."""
+        """This rank's matrices, each [numel] in separate memory, so that all begin at an aligned address."""
         comm, own = batch.comm, batch.own
         received = self.pool.acquire(sum(batch.from_ranks), dtype=parts.dtype)
         self._move(

@@ -1,7 +1,7 @@
-"""Updates that single parameters have missed: frozen for a while, or without a gradient where such steps leave them alone.
+"""Counts the updates that single parameters have missed: while frozen, or without a gradient if such steps leave them unchanged.
 
-Adam corrects its averages by the number of updates that they have seen. Torch's counts them for every parameter; here the step's control counts
-those of the run, and this object what a parameter has missed of them. The control has the dtype fp32.
+Adam corrects its averages by the number of updates of a parameter. torch counts them per parameter. Here the step's control has the run's
+count, and this object the number that each parameter missed. The control has the dtype fp32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from ztk.optim.groups import HyperParameters
 
 
 class MissedUpdates:
-    """counts: parameter -> updates that it has missed; those that have missed none are not in it. The same on every rank that has a part."""
+    """counts: parameter -> missed updates, only for parameters that missed some. The same on every rank with a part of the parameter."""
 
     def __init__(self, rows: Sequence[HyperParameters]) -> None:
         """rows: of the table of hyperparameters."""
@@ -22,21 +22,21 @@ class MissedUpdates:
         self._corrected = [not row.uncorrected for row in rows]
 
     def note(self, names: frozenset[str]) -> None:
-        """One more, of `names`."""
+        """Counts one more missed update for each of `names`."""
         for name in names:
             self.counts[name] = self.counts.get(name, 0) + 1
 
     def restore(self, counts: Mapping[str, int], *, keep: frozenset[str] = frozenset()) -> None:
-        """Goes on from there; parameters in `keep` stay as they are."""
+        """Restores saved counts; parameters in `keep` stay unchanged."""
         self.counts = {**counts, **{name: count for name, count in self.counts.items() if name in keep}}
 
     def control_of(self, name: str, *, control: Tensor, group: int) -> Tensor:
-        """The row [16] of `control` [groups, 16] for a parameter. One that has missed updates has its own step, and bias corrections for it."""
+        """The row [16] of `control` [groups, 16] for a parameter. If it missed updates, with its own step count and bias corrections."""
         row, missed = control[group], self.counts.get(name, 0)
         if not missed:
             return row
         row = row.clone()
-        step = row[Control.step].sub_(missed).to(torch.float64)  # the host does not wait
+        step = row[Control.step].sub_(missed).to(torch.float64)  # without a wait of the host
         if self._corrected[group]:
             row[Control.bias_correction1] = 1.0 - row[Control.beta1] ** step
             row[Control.bias_correction2_sqrt] = (1.0 - row[Control.beta2] ** step).sqrt()

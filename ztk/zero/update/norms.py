@@ -1,10 +1,11 @@
 """LAMB's norms: of every parameter's weights and of its update, over the shards that hold it.
 
-Before the update over pieces, in the thread that trains, because it communicates: every rank updates the averages of its ranges, in the store,
-and adds up squares; the ranks exchange two numbers per parameter. The update over pieces computes the same direction again, from the averages,
-so that nothing else is kept; it may follow behind the next forward. States on a disk are therefore read and written twice per step.
+They are computed before the update over pieces, in the training thread, because this communicates. Every rank updates the averages of its
+ranges, in the store, and adds up squares; the ranks exchange two numbers per parameter. The update over pieces computes the same direction
+again from the averages, so that no further state is needed; it may run during the next forward. States on a disk are therefore read and
+written twice per step.
 
-Squares add up in float64: where pieces are cut shows in the 16th digit, and the norms are rounded to the 7th.
+Squares add up in float64: the cuts of pieces change the 16th digit, and the norms are rounded to the 7th.
 Control and ratios have the dtype fp32.
 """
 
@@ -20,7 +21,7 @@ from ztk.zero.update.fetching import FetchedStates, PieceFetcher
 
 
 class TrustRatios:
-    """Updates LAMB's averages, and says by which factor each parameter steps. ratios: parameter -> its factor in this step, a scalar []."""
+    """Updates LAMB's averages and computes each parameter's factor. ratios: parameter -> its factor in this step, a scalar []."""
 
     def __init__(self, buckets: list[Bucket], *, lamb: Lamb, fetcher: PieceFetcher, context: ZeroContext) -> None:
         """buckets: the trained ones, in the order of the update."""
@@ -33,7 +34,7 @@ class TrustRatios:
         self.ratios: dict[str, Tensor] = {}
 
     def run(self, control: Tensor, *, skipped: frozenset[str]) -> None:
-        """Sets `ratios`, which lie where `control` does. A collective call of the ranks of every bucket; waits.
+        """Sets `ratios`, on the device of `control`. A collective call of the ranks of every bucket; waits.
 
         control: of a step that is not skipped, [groups, 16]. skipped: names of parameters that keep their averages.
         """
@@ -67,7 +68,7 @@ class TrustRatios:
         with self._clock.phase("communication"):
             of_ranks = comm.gather_scalars(squares.to(comm.device), label="norms of parameters and updates")
         total = of_ranks[0].clone()
-        for rank in range(1, comm.size):  # in one order
+        for rank in range(1, comm.size):  # in the same order on all ranks
             total += of_ranks[rank]
         return total.to(squares.device)
 

@@ -1,4 +1,4 @@
-"""Which rank orthogonalises which matrix, and which elements it gets from whom: arithmetic on layouts, without tensors or processes.
+"""Assigns matrices to the ranks that orthogonalise them, and their elements to transfers: arithmetic on layouts, without tensors.
 
 Matrices are handled in rounds, so that the memory for them does not grow with the model. In a round every rank sends its ranges of each
 matrix to the matrix's owner, and gets the same ranges of the result.
@@ -13,10 +13,11 @@ ROUND_ELEMENTS = 2**25  # of matrices, per rank and round: 64 MiB in 16 bit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matrix:
-    """A parameter [rows, columns], or the part of it that this rank and those of its data group have.
+    """A parameter [rows, columns], or the part of it that this rank's data group has.
 
-    held: by rank, its flat elements that the rank updates. planned: its elements, the same number on all ranks that have another part. cost:
-    of its orthogonalisation, in FLOPs, the same there, too.
+    held: by rank, the flat elements that the rank updates. planned: its number of elements, and cost: the FLOPs of its orthogonalisation;
+    both
+    are the same on all ranks with other parts.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Matrix:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Round:
-    """Matrices that are handled at once. owners: by matrix, the rank that orthogonalises it."""
+    """Matrices that are handled together. owners: by matrix, the rank that orthogonalises it."""
 
     matrices: tuple[Matrix, ...]
     owners: tuple[int, ...]
@@ -42,19 +43,19 @@ class Round:
         return [matrix for matrix, owner in zip(self.matrices, self.owners, strict=True) if owner == rank]
 
     def sent(self, rank: int) -> list[int]:
-        """By rank, elements that `rank` has of that rank's matrices."""
+        """By rank, the number of elements that `rank` has of that rank's matrices."""
         counts = [0] * len(self.matrices[0].held)
         for matrix, owner in zip(self.matrices, self.owners, strict=True):
             counts[owner] += len(matrix.held[rank])
         return counts
 
     def received(self, rank: int) -> list[int]:
-        """By rank, elements that that rank has of the matrices of `rank`."""
+        """By rank, the number of elements that it has of the matrices of `rank`."""
         own = self.owned(rank)
         return [sum(len(matrix.held[other]) for matrix in own) for other in range(len(self.matrices[0].held))]
 
     def places(self, rank: int) -> dict[str, int]:
-        """Where the ranges of `rank` begin in its buffer, by matrix: those of rank 0's matrices first."""
+        """Offsets of the ranges of `rank` in its buffer, by matrix, ordered by owner from rank 0."""
         places, offset = {}, 0
         ordered = sorted(zip(self.owners, self.matrices, strict=True), key=lambda pair: pair[0])  # stable
         for _, matrix in ordered:

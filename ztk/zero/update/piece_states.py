@@ -1,4 +1,4 @@
-"""A piece's states, read and changed one piece at a time, in whatever store they are."""
+"""Reads and changes the states of one piece at a time, in any store."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,13 +16,16 @@ from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.buckets.context import AVERAGE, ZeroContext
 from ztk.zero.buckets.piece import Piece
 
-FROZEN, GRADIENT = "parameter", "gradient"  # kinds of state, beside MASTER and the names of the optimizer's states
+FROZEN, GRADIENT = (
+    "parameter",
+    "gradient",
+)  # kinds of state, together with MASTER and the names of the optimizer's states
 
 
 class PieceStates:
     """Reads and changes the states of pieces. names: of the optimizer's states, and of the average of the weights if it is kept.
 
-    num_rounded: groups of 8-bit states that were set to numbers which their codes cannot give, see `ztk.optim.eight_bit`.
+    num_rounded: groups of 8-bit states that were set to values without an exact code, see `ztk.optim.eight_bit`.
     """
 
     def __init__(self, context: ZeroContext) -> None:
@@ -31,10 +34,10 @@ class PieceStates:
 
     @contextmanager
     def reading(self, bucket: Bucket, *, piece: Piece, aside: bool = False) -> Iterator[dict[str, Tensor]]:
-        """The states by kind: "master" and the optimizer's, or "parameter" alone for a frozen bucket, each flat [n], of the dtypes
-        `StateFormat.read_dtypes`. Valid inside.
+        """The states by kind: "master" and the optimizer's, or "parameter" alone for a frozen bucket, each flat [n], in the dtypes of
+        `StateFormat.read_dtypes`. Valid inside the context.
 
-        aside: for another thread than the one that trains; states pass through memory of their own.
+        aside: for another thread than the training thread; states pass through separate memory.
         """
         if piece.states is None:
             yield {FROZEN: self._parameter(bucket, piece=piece)}
@@ -60,12 +63,12 @@ class PieceStates:
             fetched = store.fetch(slot).wait()
             try:
                 yield fetched
-            finally:  # also when the caller stops early
+            finally:  # also if the caller stops early
                 store.release(slot)
 
     @contextmanager
     def changing(self, piece: Piece) -> Iterator[dict[str, Tensor]]:
-        """The states [n] of a trained piece by kind, "master" only if it has a row, which are written back at the end."""
+        """The states [n] of a trained piece by kind, "master" only if it has a row. They are written back at the end."""
         with self._rows(piece) as rows, self.average(piece, changes=True) as apart:
             if piece.moments is not None:
                 with self._changed(piece.momentum) as momentum:
@@ -85,13 +88,14 @@ class PieceStates:
 
     @contextmanager
     def average(self, piece: Piece, *, changes: bool = False, aside: bool = False) -> Iterator[dict[str, Tensor]]:
-        """The average of a trained piece that is stored on a tier of its own, fp32 [n] under `AVERAGE`, where that tier is: on the device or
-        in main memory; else nothing. changes: it is written back at the end. aside: as of `reading`."""
+        """The average of a trained piece if it is stored on a tier of its own, fp32 [n] under `AVERAGE`, on the device or in main memory;
+        else an
+        empty dict. changes: writes it back at the end. aside: as in `reading`."""
         store = self._stores.average
         if store is None or piece.average is None:
             yield {}
             return
-        if aside or store.tier is Tier.nvme:  # past the pool, whose buffers the states may take
+        if aside or store.tier is Tier.nvme:  # not through the pool, whose buffers the states may take
             memory = (
                 host_bytes(4 * piece.numel) if self._is_planned else torch.empty(4 * piece.numel, dtype=torch.uint8)
             )
@@ -104,13 +108,13 @@ class PieceStates:
 
     @contextmanager
     def _rows(self, piece: Piece) -> Iterator[dict[str, Tensor]]:
-        """The rows of a trained piece as they are stored, which are written back at the end."""
+        """The rows of a trained piece as they are stored. They are written back at the end."""
         with self._changed(piece.states) as states:
             yield self._views(piece, states=states)
 
     @contextmanager
     def _changed(self, slot: Slot | None) -> Iterator[Tensor]:
-        """The tensor of a slot of the optimizer's store, which is written back at the end."""
+        """The tensor of a slot of the optimizer's store. It is written back at the end."""
         assert slot is not None, "of a trained piece"
         fetched = self._stores.optimizer.fetch(slot).wait()
         try:
@@ -149,7 +153,7 @@ class PieceStates:
                 self._write_master(rows, values=values)
 
     def _write_master(self, rows: dict[str, Tensor], *, values: Tensor) -> None:
-        """Sets what `rows` have of the master weights `values`, fp32 [n]."""
+        """Sets the rows of the master weights in `rows` from `values`, fp32 [n]."""
         if not self._format.is_eight_bit:
             rows[MASTER].copy_(values)
             return
@@ -159,16 +163,21 @@ class PieceStates:
             rows[MASTER].copy_(high)
 
     def follows(self, piece: Piece) -> bool:
-        """The states have master weights, or a part of them, that a new value of the parameter must reach."""
+        """Whether the states contain master weights, or a part of them, that must follow a new value of the parameter."""
         return piece.states is not None and (piece.has_master or self._format.is_eight_bit)
 
     def follow(self, bucket: Bucket, *, piece: Piece, places: Iterable[tuple[slice, bool]]) -> None:
-        """A script may have changed parameters that are full on every rank. Master weights whose cast is not the parameter's value take that
-        value, the others keep their precision. places: (elements of the piece, whether they were written for certain).
+        """Updates master weights after a script may have changed parameters that are full on every rank. A master weight whose cast differs
+        from
+        the parameter takes the parameter's value; the others keep their precision. places: (elements of the piece, whether they were
+        certainly
+        written).
 
-        8-bit states: a parameter that is its own master has nothing to be compared with. So, on every tier alike, one that was written for
-        certain keeps no more bits than it shows. Otherwise `low` stays, half a unit in the last place at most, but beside 0 and what is not
-        finite, with which it decodes to NaN.
+        8-bit states: a parameter that is its own master has no copy to compare with. So, on every tier alike, a certain write clears the
+        extra
+        bits. Otherwise `low`, at most half a unit in the last place, stays, except where the value is 0 or not finite, because it would
+        decode
+        to NaN.
         """
         with self._rows(piece) as rows:
             for place, is_written in places:
@@ -185,13 +194,13 @@ class PieceStates:
                     master.copy_(torch.where(master.to(value.dtype) == value, master, value.to(master.dtype)))
 
     def start_average(self, piece: Piece, *, values: Tensor) -> None:
-        """The average begins as a copy of the weights `values`, fp32 [n]; nothing where none is kept."""
+        """Starts the average as a copy of the weights `values`, fp32 [n]. Does nothing if no average is kept."""
         if piece.states is not None and AVERAGE in self.names:
             with self.changing(piece) as rows:
                 rows[AVERAGE].copy_(values)
 
     def exchange_average(self, bucket: Bucket, *, piece: Piece) -> None:
-        """The average of a trained piece becomes its master weights, and the other way round; the parameter follows."""
+        """Exchanges the average of a trained piece and its master weights; the parameter follows."""
         with self.changing(piece) as rows:
             average = rows[AVERAGE].clone()
             if MASTER in rows:
@@ -210,7 +219,7 @@ class PieceStates:
             piece.of(bucket.full).copy_(parameter)
 
     def _parameter(self, bucket: Bucket, *, piece: Piece) -> Tensor:
-        """The parameter's values [n] of a piece, in its dtype; a copy where they are stored elsewhere."""
+        """The parameter's values [n] of a piece, in its dtype; a copy if they are stored elsewhere."""
         if piece.parameter is None:
             return piece.of(bucket.full)
         out = torch.empty(piece.numel, dtype=bucket.traits.dtype, device=bucket.comm.device)

@@ -21,11 +21,11 @@ class PieceUpdate:
     def __init__(
         self, optimizer: FlatOptimizer, *, groups: GroupTable, missed: MissedUpdates, norms: TrustRatios | None
     ) -> None:
-        """missed: the updates that parameters have missed. norms: of LAMB, whose `run` comes before that of a step's pieces."""
+        """missed: the updates that parameters have missed. norms: LAMB's, whose `run` must precede the pieces of a step."""
         self._optimizer, self._missed, self._group_of = optimizer, missed, groups.row_of
         self._norms = norms
         self._scales = [row.muon_scale for row in groups.rows]
-        self._tiles: dict[Piece, Tensor] = {}  # of the pieces that one launch updates
+        self._tiles: dict[Piece, Tensor] = {}  # of pieces that are updated by one launch
 
     def run(
         self,
@@ -41,7 +41,7 @@ class PieceUpdate:
         """Updates `master` and `rows` in place.
 
         master: [n]; gradient: scaled and summed, [n]; rows: state -> its row, of the optimizer's format; control: [groups, 16]; out: 16-bit
-        [n] that receives the cast master. skipped: names of parameters that stay as they are.
+        [n] that receives the cast master. skipped: names of parameters that stay unchanged.
         """
         if self._norms is not None:
             self._run_lamb(piece, master=master, rows=rows, control=control, out=out, skipped=skipped)
@@ -85,12 +85,12 @@ class PieceUpdate:
                 out[place].copy_(master[place])
 
     def _is_one_launch(self, piece: Piece, *, master: Tensor) -> bool:
-        """On the CPU a call costs little, and its kernel is torch's."""
+        """Whether one launch updates the piece. Not on the CPU, where calls are cheap and use torch's kernels."""
         segments = piece.segments
         return len(segments) > 1 and _is_on_device(master) and not any(self._scales[cut.group] for cut in segments)
 
     def _tiles_of(self, piece: Piece, *, master: Tensor) -> Tensor:
-        """Made once: from the host's numbers."""
+        """The tiles of a piece, built once from numbers on the host."""
         if piece not in self._tiles:
             parts = [
                 UpdatePart(
@@ -102,8 +102,9 @@ class PieceUpdate:
         return self._tiles[piece]
 
     def _cut(self, rows: dict[str, Tensor], *, place: slice, piece: Piece) -> tuple[Tensor, ...]:
-        """The rows of the elements of `place`, which begins and ends where groups of the format do, or at the padding behind a parameter; none
-        of a matrix, whose momentum is elsewhere."""
+        """The rows of the elements of `place`, which begins and ends at groups of the format, or at the padding after a parameter. Empty
+        for a
+        matrix, whose momentum is stored separately."""
         if piece.moments is not None:
             if not piece.moments.has_moments(place):
                 return ()
@@ -120,9 +121,10 @@ class PieceUpdate:
         rows: dict[str, Tensor],
         control: Tensor,
     ) -> dict[str, tuple[slice, list[Tensor]]]:
-        """By name, place, master and states to be, of parameters that this step leaves alone, and of those that have missed updates.
+        """By name: place, master and final states of parameters that this step skips, and of those that have missed updates.
 
-        The latter are updated on a copy of their segment: where a buffer is cut decides how a kernel rounds (multiples of 16 elements).
+        The latter are updated on a copy of their segment, because the cut of a buffer decides how a kernel rounds (multiples of 16
+        elements).
         """
         found: dict[str, tuple[slice, list[Tensor]]] = {}
         if not (skipped or self._missed.counts):
@@ -167,11 +169,11 @@ class PieceUpdate:
         out: Tensor | None,
         skipped: frozenset[str],
     ) -> None:
-        """Parameter by parameter; the averages in `rows` are updated already."""
+        """Updates parameter by parameter. The averages in `rows` are updated already."""
         lamb = self._optimizer.lamb
         assert lamb is not None and self._norms is not None
         if out is not None:
-            out.copy_(master)  # of what is skipped, and of padding
+            out.copy_(master)  # for skipped parameters and padding
         for fragment in piece.fragments:
             if fragment.name not in skipped:
                 place = fragment.place

@@ -1,9 +1,10 @@
-"""The position of every element in the model: what stochastic rounding draws its bits by.
+"""The position of every element in the model, which selects its bits for stochastic rounding.
 
 A position depends on the names and full shapes of a unit's parameters and on their groups, so the bits of a step are the same for every
-stage, tier, bucket size and number of ranks. A unit starts at a hash of its name, so the stages of a pipeline need not know each other; a
-parameter of the root, or one with copies on other stages, starts at a hash of its own. A cut parameter counts from its first element in
-the full one; where it is cut along its first dimension, all elements have the positions of the full parameter. All starts are multiples of
+stage, tier, bucket size and number of ranks. A unit starts at a hash of its name, so that pipeline stages need not communicate. A
+parameter of the root, or one with copies on other stages, starts at a hash of its own name. A cut parameter counts from its first element
+in
+the full one; if it is cut along its first dimension, all elements have the positions of the full parameter. All starts are multiples of
 `PARAMETER_ALIGNMENT`, a group of 8-bit states.
 """
 
@@ -26,7 +27,7 @@ def first_positions(
 ) -> dict[str, int]:
     """Trained parameter -> the position of its first element.
 
-    shapes: of what this rank has of each parameter. row_of: the group of each trained one.
+    shapes: of this rank's part of each parameter. row_of: the group of each trained one.
     """
     positions: dict[str, int] = {}
     for unit in units:

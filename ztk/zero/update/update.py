@@ -9,11 +9,11 @@ Offloaded states with sharded parameters (stage 3) are updated by a thread while
 bytes per parameter that a step moves over the disk, and clipping needs the end of the backward. Buckets whose parameters are
 full on every rank are updated at once: the thread may not gather, because ranks must agree on the order of collectives. A bucket's
 `residency.updated` future is done when its last parameter write is submitted. Gathering the bucket waits for it, and the store keeps the
-order of write and read. Everything else that touches states calls `finish` first.
+order of write and read. All other access to states calls `finish` first.
 
 [Note: Writes behind]
-The next forward waits for updated parameters, not for what is written back. So the update goes on while writes queue up, and the backward
-has time for the rest of them. A store reads before it writes, and its memory limits both.
+The next forward waits for updated parameters, not for states that are written back. So the update continues while writes queue up, and the
+backward gives time for the rest. A store reads before it writes, and its memory limits both.
 """
 
 import functools
@@ -50,8 +50,8 @@ from ztk.zero.update.piece_update import PieceUpdate, TorchPieceUpdate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _WriteBack:
-    """An updated piece that is being written back. parameter: its new values, in a buffer of the pool; None: in place.
-    copy: from that buffer to the device; None: to a store, or it is done."""
+    """An updated piece that is being written back. parameter: its new values in a buffer of the pool, or None if updated in place.
+    copy: from that buffer to the device, or None if the target is a store or the copy is done."""
 
     puts: tuple[Pending, ...]
     parameter: Tensor | None
@@ -61,7 +61,7 @@ class _WriteBack:
 class ShardUpdate:
     """Runs the optimizer over all pieces that this rank updates.
 
-    pool: of buffers beside the optimizer's states. missed: the updates that parameters have missed.
+    pool: of buffers outside of the optimizer's states. missed: the updates that parameters have missed.
     """
 
     def __init__(self, buckets: list[Bucket], *, context: ZeroContext) -> None:
@@ -72,11 +72,11 @@ class ShardUpdate:
         self.pool = self._fetcher.pool
         self._behind = [bucket for bucket in buckets if self._fetcher.on_host and bucket.traits.shards_parameters]
         self._at_once = [bucket for bucket in buckets if bucket not in self._behind]
-        # The optimizer does not fill the pool's buffer when a step is skipped, and then nothing may be written from it.
+        # The optimizer leaves the pool's buffer undefined when a step is skipped, and then it must not be written back.
         self._must_know_of_skips = (
             self._fetcher.on_host
             or context.stores.parameters.tier is not Tier.device
-            or isinstance(context.optimizer, TorchStep)  # torch's steps do not look at the control table
+            or isinstance(context.optimizer, TorchStep)  # torch's steps ignore the control table
         )
         self._matrices: MatrixUpdate | None = None
         if isinstance(context.optimizer, FlatOptimizer) and context.optimizer.muon is not None:
@@ -101,35 +101,35 @@ class ShardUpdate:
                 context.optimizer, groups=context.groups, missed=self.missed, norms=self._norms
             )
         self._corrects_bias = "exp_avg_sq" in context.optimizer.state_names
-        self.take_over: weakref.WeakMethod | None = None  # makes what a script has written into parameters count
-        # The first that are fetched: a store's memory goes to pieces in that order.
+        self.take_over: weakref.WeakMethod | None = None  # takes over a script's writes into parameters
+        # The first pieces to fetch: a store assigns memory in this order.
         self._first = [piece.states for _, piece in self._pieces_of((*self._at_once, *self._behind))]
         if self._matrices is not None:
             self._first = [piece.momentum for _, piece in self._matrices.pieces]
         self._overlaps_gather = context.policy.overlap_gather
-        self._is_fetching = False  # the update behind the forward has not fetched everything yet
+        self._is_fetching = False  # the background update has not fetched all pieces yet
 
     def fetch_ahead(self) -> None:
-        """The states of the first pieces that there is room for. Does nothing while the last update still fetches."""
+        """Prefetches the states of the first pieces that fit. Does nothing while the last update still fetches."""
         if not self._is_fetching:
             self._fetcher.fetch_ahead(self._first)
 
     def run(self, control: Tensor, *, skipped: frozenset[str] = frozenset(), averages: bool = False) -> None:
-        """Updates all parameters; whatever uses them next finds them updated. control: [groups, 16] fp32, of `step_control`.
+        """Updates all parameters; later uses of them wait for their update. control: [groups, 16] fp32, of `step_control`.
 
-        skipped: names of parameters that keep their values and their states. averages: the average of the weights is updated, too.
+        skipped: names of parameters that keep their values and states. averages: also updates the average of the weights.
 
-        With offloaded states the update runs on the host, and a copy of `control` to the host waits for the device. Where parameters
+        With offloaded states the update runs on the host, and a copy of `control` to the host waits for the device. If parameters
         are written to a store, the host waits for the decision to skip.
         """
         self._join()
         self._skipped, self._averages = skipped, averages
         if self._fetcher.on_host:
             control = on_host(control, what="decision to step: states are updated on the host")
-        # What parameters miss is counted here, too.
+        # Missed updates are also counted here.
         must_know = self._must_know_of_skips or (self._corrects_bias and skipped)
         if must_know and is_set(control[0, Control.skip], what="decision to step: the optimizer does not read it"):
-            self._fetcher.drop_ahead()  # and nothing is read from the medium or written to it
+            self._fetcher.drop_ahead()  # without any access to the medium
             return
         if isinstance(self._optimizer, TorchStep):
             self._optimizer.begin_step()
@@ -150,7 +150,7 @@ class ShardUpdate:
         self._running = self._thread.submit(behind_step(functools.partial(self._update_behind, control.clone())))
 
     def finish(self) -> None:
-        """Takes over what a script has written, then `finish_running`."""
+        """Takes over a script's writes, then calls `finish_running`."""
         self._take_over()
         self.finish_running()
 
@@ -160,23 +160,23 @@ class ShardUpdate:
             take_over()
 
     def finish_running(self) -> None:
-        """Returns when the last update and its writes have ended; nothing stays fetched ahead. Raises what went wrong in it."""
+        """Waits for the last update and its writes, and drops prefetched states. Raises the update's error."""
         self._join()
         self._fetcher.drop_ahead()
 
     def before_change(self, action: Callable[[], None]) -> None:
-        """Calls `action()` once before states change: it waits for another thread that reads them."""
+        """Calls `action()` once before states change, to wait for another thread that reads them."""
         self._take_over()
         self._before_change = action
 
     def await_last(self) -> None:
-        """For that other thread: returns when the last update has ended. Raises what went wrong in it."""
+        """Waits for the last update, in a thread that reads states. Raises the update's error."""
         running = self._running
         if running is not None:
             running.result()
 
     def close(self) -> None:
-        """Ends the last update and the thread. Raises what went wrong in the update."""
+        """Ends the last update and the thread. Raises the update's error."""
         try:
             self.finish_running()
         finally:
@@ -196,11 +196,11 @@ class ShardUpdate:
 
     def _update_behind(self, control: Tensor) -> None:
         """See [Note: Update behind the forward]."""
-        try:  # its seconds are hidden behind the forward: on a clock of its own they do not count as the step's
+        try:  # a separate clock: this time overlaps with the forward and is not part of the step's
             self._update_all(self._behind, control=control, clock=PhaseClock())
         except BaseException as error:
             for bucket in self._behind:
-                updated = bucket.residency.updated  # None: it is done, and somebody has waited for it
+                updated = bucket.residency.updated  # None if the update is done and was waited for
                 if updated is not None and not updated.done():
                     updated.set_exception(error)
             self._is_fetching = False
@@ -217,7 +217,7 @@ class ShardUpdate:
             if current.piece is bucket.pieces[-1]:
                 if _needs_gather(bucket):
                     expects = overlaps and not bucket.residency.is_viewed
-                    copy = writes[-1].copy  # the bucket's last; the others are before it on its stream
+                    copy = writes[-1].copy  # the bucket's last copy; the others precede it on the stream
                     after = None if copy is None else Handle(finish=copy.wait, is_immediate=True, copy=copy)
                     gather = bucket.comm.all_gather(bucket.full, label=bucket.traits.name, after=after)
                     gathers.append((bucket, gather, expects))
@@ -248,12 +248,12 @@ class ShardUpdate:
         average = rows.pop(AVERAGE, None)
         resident = self._fetcher.resident_parameter(bucket, piece=piece) if own is None else None
         if MASTER not in rows:
-            master, out = (resident if own is None else own), None  # master weight and parameter are one
+            master, out = (resident if own is None else own), None  # the parameter is its own master weight
         elif resident is not None and in_one_memory(resident, second=states):
             master, out = rows.pop(MASTER), resident
         else:
             master, out = rows.pop(MASTER), self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
-        assert master is not None, "there while the update runs"
+        assert master is not None, "present while the update runs"
         with named(f"update {bucket.traits.name}"):
             self._piece_update.run(
                 piece, master=master, gradient=gradient, rows=rows, control=control, out=out, skipped=self._skipped
@@ -267,7 +267,7 @@ class ShardUpdate:
         return self._write_back(bucket, piece=piece, states=states, out=out if own is None else own)
 
     def _update_average(self, average: Tensor, *, weights: Tensor | None, control: Tensor) -> None:
-        """See `update_average`. Where the host knows of skips, no skipped step comes here."""
+        """See `update_average`. If the host reads the skip decision, skipped steps never get here."""
         assert weights is not None and self._ema is not None
         skip = None if self._must_know_of_skips else control[0, Control.skip].to(average.device)
         update_average(average, weights=weights, decay=self._ema.decay, skip=skip)
@@ -298,17 +298,18 @@ class ShardUpdate:
 
 
 def _something_is_compiled() -> bool:
-    """torch.compile was called in this process. What it made reads parameters without asking, and looks at their classes before it does."""
+    """Whether torch.compile was called in this process. Compiled code reads parameters without interception, and guards on their
+    classes."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return frames is not None and any(backend is not None for backend in frames.cached_backends.values())
 
 
 def _new_thread(device: torch.device) -> SerialThread | InlineCalls:
-    """What runs the update behind the forward."""
+    """The thread that runs the update during the forward."""
     return InlineCalls() if is_planned(device) else SerialThread(name="ztk-update")
 
 
 def _needs_gather(bucket: Bucket) -> bool:
-    """The parameters are full on every rank, but each rank updated its own part only."""
+    """Whether the parameters are full on every rank, but each rank updated its own part only."""
     updated = sum(piece.numel for piece in bucket.pieces)
     return not bucket.traits.shards_parameters and updated < bucket.size
