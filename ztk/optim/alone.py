@@ -1,4 +1,4 @@
-"""One step of a torch optimizer's class over tensors that are not its own."""
+"""Runs one step of a torch optimizer's class over other tensors than its own."""
 
 import copy
 from collections import OrderedDict, defaultdict
@@ -9,18 +9,19 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-_OF_ENGINE = ("_ztk_", "_data_was_read", "ds_")  # how the attributes begin that engines set on parameters
+_OF_ENGINE = ("_ztk_", "_data_was_read", "ds_")  # prefixes of attributes that engines set on parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filled:
-    """A state with an element per element of its parameter, all of them `value` [] of the state's dtype."""
+    """A state with an element per element of its parameter, all equal to `value` [] of the state's dtype."""
 
     value: Tensor
 
 
 def initial_state(state: Mapping[str, Any], *, parameter: Tensor) -> dict[str, Any] | None:
-    """What a class sets in its constructor, for a parameter of any shape: see `fill`. None if it is no first state."""
+    """The state that a class sets in its constructor for a parameter of any shape, as input of `fill`. None if it cannot be a first
+    state."""
     made = {}
     for key, value in state.items():
         made[key] = value
@@ -33,7 +34,7 @@ def initial_state(state: Mapping[str, Any], *, parameter: Tensor) -> dict[str, A
 
 
 def fill(state: Mapping[str, Any], *, parameter: Tensor) -> dict[str, Any]:
-    """The first state of `parameter`, of any shape, of what `initial_state` found."""
+    """The first state of `parameter` (any shape), from the result of `initial_state`."""
     return {
         key: value.value.to(parameter.device).expand(parameter.shape).clone()
         if isinstance(value, Filled)
@@ -43,7 +44,7 @@ def fill(state: Mapping[str, Any], *, parameter: Tensor) -> dict[str, Any]:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters. Tensors, such as a rate that a schedule fills, are copied."""
+    """A parameter group without its parameters. Tensors, such as a rate that a scheduler fills, are copied."""
     return {
         key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
     }
@@ -52,8 +53,9 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     """The attributes that a script has set on a parameter (`p.lr_scale = 0.1`), for the ranges of it that a step updates.
 
-    A tensor of several elements becomes an object that raises a TypeError wherever a step uses it: which of its elements belong to a range is
-    unknown.
+    A tensor of several elements is replaced by an object that raises a TypeError when a step uses it, because the mapping of its elements
+    to
+    a range is unknown.
     """
     return {
         name: _Uncut(name) if _has_elements(value) else value
@@ -63,14 +65,14 @@ def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
 
 
 def stand_in(value: Tensor, *, attributes: Mapping[str, Any]) -> nn.Parameter:
-    """A parameter over the memory of `value` [n] that a step may take for the one that has `attributes`."""
+    """A parameter over the memory of `value` [n] with the given `attributes`, to pass to a step."""
     made = nn.Parameter(value)
     vars(made).update(attributes)
     return made
 
 
 class _Uncut:
-    """An attribute of a parameter that a range of it cannot have."""
+    """An attribute of a parameter that cannot be cut to a range."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -111,12 +113,13 @@ def step_alone(
 ) -> dict[str, Any]:
     """Calls the step of the optimizer's class over `groups`, and returns the attributes of the object that it was called on.
 
-    groups: as `param_groups`, their parameters with gradients. states: as `state`; both are changed in place. `optimizer` is not changed,
-    except by a class that changes an object behind an attribute, and its hooks are not called. cls: of the object; None: the optimizer's.
+    groups: as `param_groups`, their parameters with gradients. states: as `state`. Both are changed in place. `optimizer` is not changed,
+    except by a class that changes an object held in an attribute, and its hooks are not called. cls: class of the temporary object.
+    Defaults to the optimizer's.
     """
     alone = object.__new__(cls or type(optimizer))
     alone.__dict__.update(optimizer.__dict__)
-    alone.__dict__.pop("step", None)  # a scheduler wraps the method of the object, to see that it was called
+    alone.__dict__.pop("step", None)  # a scheduler wraps the object's method to detect calls
     alone._optimizer_step_pre_hooks, alone._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     alone.param_groups, alone.state = groups, defaultdict(dict, states)
     step: Any = type(optimizer).step

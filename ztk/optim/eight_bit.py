@@ -1,11 +1,12 @@
-"""The codes of `ztk.kernels.adamw_8bit` outside of the update: read as float32, and written from float32.
+"""Conversion between float32 and the codes of `ztk.kernels.adamw_8bit`, outside of the update.
 
-[Note: Codes from what they decode to]
-A checkpoint holds the decoded moments, so that any run can load them. An update sees nothing else of the codes either: it decodes, computes
-and encodes. So a resumed run has the same bits if the codes that are found for a group decode to the same 32 numbers, whichever they are.
-`write_moments` finds them: the scale follows from the largest number of the group if its code is known, and the update gives the largest
-one a code near the top, because scales are rounded up by less than 2^-7 (moments below float32's normal range get any code). A group for
-which no scale gives the numbers back, one of another format's, is rounded to nearest, and counted.
+[Note: Codes from decoded numbers]
+A checkpoint holds the decoded moments, so that any run can load them. An update uses the codes only through decoding: it decodes, computes
+and encodes. So a resumed run has the same bits if the codes found for a group decode to the same 32 numbers, whichever codes these are.
+`write_moments` finds them. The scale follows from the largest number of the group once its code is known, and the update gives the largest
+number a code near the top, because scales are rounded up by less than 2^-7 (moments below float32's normal range get any code). A group
+that
+no scale reproduces, such as one from another format, is rounded to nearest and counted.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,17 +18,18 @@ from ztk.kernels import decode_master, decode_moments, encode_master
 
 GROUP = 32
 _TOP = {"m": 127, "v": 255}  # the largest codes
-_SLACK = 5  # how many below them the largest number of a group may have
-_TINY = 1e-30  # groups whose largest number is below it may have any largest code
-_NEAREST = 0x80  # added below the kept 24 bits: rounds to nearest, and leaves what has 24 bits as it is
+_SLACK = 5  # codes below them that a group's largest number may have
+_TINY = 1e-30  # a group with a smaller maximum may have any largest code
+_NEAREST = 0x80  # added below the kept 24 bits: rounds to nearest, exact for numbers of 24 bits
 _ELEMENTS = 1 << 20  # at once
 
 
 def read_master(param: Tensor, *, rows: Mapping[str, Tensor]) -> Tensor:
-    """float32 [n] from the bfloat16 parameter and the row `low`, whose cast is the parameter.
+    """float32 [n], whose cast is the parameter, from the bfloat16 parameter and the row `low`.
 
-    One that lies in the middle between two bfloat16 values is a unit of float32 nearer to the parameter, because a cast rounds it to even and
-    the update away from zero. `split` takes the unit off again.
+    A value in the middle between two bfloat16 values is moved by one float32 unit towards the parameter, because a cast rounds it to even
+    and
+    the update away from zero. `split` reverses this.
     """
     bits = decode_master(param.contiguous(), low=rows["low"]).view(torch.int32)
     return (bits + (rows["low"] == -128)).view(torch.float32)
@@ -40,13 +42,13 @@ def read_moments(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """(bfloat16 parameter, int8 low) of float32 [n], rounded to the nearest 24 bits. What `read_master` gave comes back as it was."""
+    """(bfloat16 parameter, int8 low) of float32 [n], rounded to the nearest 24 bits. Exact for results of `read_master`."""
     nearest = torch.full((1,), _NEAREST, dtype=torch.int32, device=master.device)
     return encode_master(master.contiguous(), random=nearest)
 
 
 def write_moments(rows: Mapping[str, Tensor], *, exp_avg: Tensor, exp_avg_sq: Tensor) -> int:
-    """Encodes float32 [n] into the rows, see [Note: Codes from what they decode to]. Returns how many groups had to be rounded."""
+    """Encodes float32 [n] into the rows, see [Note: Codes from decoded numbers]. Returns the number of groups that had to be rounded."""
     rounded = 0
     for start in range(0, exp_avg.numel(), _ELEMENTS):
         stop = min(start + _ELEMENTS, exp_avg.numel())
@@ -66,7 +68,7 @@ def _groups(values: Tensor) -> Tensor:
 
 
 def _codes(values: Tensor, *, kind: str) -> tuple[Tensor, Tensor, int]:
-    """(codes float32 [groups, 32], scales bfloat16 [groups], how many groups do not decode to `values` [groups, 32])."""
+    """(codes float32 [groups, 32], scales bfloat16 [groups], number of groups that do not decode to `values` [groups, 32])."""
     largest = (values.abs() if kind == "m" else values.sqrt()).amax(dim=1)
     bits = (largest.view(torch.int32) + 0xFFFF) & 0x7FFF0000  # rounded up to a bfloat16, as the update rounds
     scale = bits.view(torch.float32).bfloat16()
@@ -87,8 +89,9 @@ def _codes(values: Tensor, *, kind: str) -> tuple[Tensor, Tensor, int]:
 
 
 def _scales(largest: Tensor, *, top: int, kind: str) -> Iterator[Tensor]:
-    """bfloat16 [groups]: what the scale can be if the largest number of a group has the code `top`. Below float32's normal range the number
-    has few bits, and the scale may be a neighbour."""
+    """bfloat16 [groups]: candidate scales if the largest number of a group has the code `top`. Below float32's normal range the number has
+    few
+    bits, and the scale may be a neighbour."""
     nearest = (largest.double() * (_TOP[kind] / top) ** (2 if kind == "m" else 1)).bfloat16()
     yield nearest
     if bool((largest < _TINY).any()):

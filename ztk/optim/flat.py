@@ -16,14 +16,15 @@ from ztk.optim.states import StateFormat, StateRow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatOptimizer:
-    """An optimizer as the states it keeps beside the master weights, zero at the start, and one fused update. It has no tensors of its
-    own: the store keeps the states.
+    """An optimizer defined by its states, which start at zero, and one fused update of master weights and states. It owns no tensors: the
+    store keeps the states.
 
-    format: of the states, and the dtype of the master weights. is_stochastic: the kernel rounds by bits that it draws by the position of
-    an element. writes_out: the kernel casts the master weights itself. is_wide: the kernel updates copies in float32, which are rounded to
+    format: layout of the states, and the dtype of the master weights. is_stochastic: the kernel rounds with bits drawn by the position of
+    an
+    element. writes_out: the kernel casts the master weights itself. is_wide: the kernel updates copies in float32, which are rounded to
     the dtypes of the rows.
-    muon: how the matrices of rows with a `muon_scale` are updated, whose momentum is the first state; None: there are none.
-    lamb: what updates everything in place of `kernel`, as the norms of a parameter are over several shards.
+    muon: the update of matrices (rows with a `muon_scale`), whose momentum is the first state. None if there are none.
+    lamb: the update that replaces `kernel` if the norms of a parameter span several shards.
     """
 
     format: StateFormat
@@ -37,7 +38,7 @@ class FlatOptimizer:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Of the states as a checkpoint has them."""
+        """Names of the states in a checkpoint."""
         return self.format.names
 
     def step(
@@ -51,13 +52,15 @@ class FlatOptimizer:
         position: int = 0,
         tiles: Tensor | None = None,
     ) -> None:
-        """Updates `master` and `states` in place from the scaled, summed gradient.
+        """Updates `master` and `states` in place from the scaled, summed gradient. A skipped step changes no value.
 
-        master: [n] of the format's dtype; states: its rows for these elements; grad: float32, bfloat16 or float16 [n]; control: one row
-        of the control table, written by `ztk.kernels.step_control`, which says whether to skip, the factor on the gradient and the
-        hyperparameters; position: of the first element in the model;
-        out: 16-bit [n] that receives the cast master. A skipped step changes no value.
-        tiles: of `ztk.kernels.tiles_of`: which row of `control`, then [groups, 16], is whose, and which positions; None: one row for all.
+        master: [n] of the format's dtype; states: its rows for these elements; grad: float32, bfloat16 or float16 [n]; control: one row of
+        the
+        control table, written by `ztk.kernels.step_control`, with the skip flag, the factor on the gradient and the hyperparameters;
+        position: of the first element in the model; out: 16-bit [n] that receives the cast master.
+        tiles: of `ztk.kernels.tiles_of`: maps elements to rows of `control`, which is then [groups, 16], and to positions. If omitted, one
+        row
+        applies to all.
         """
         options = (
             self.options
@@ -76,9 +79,10 @@ class FlatOptimizer:
             out.copy_(master)
 
     def rounded(self, *, states: torch.dtype) -> "FlatOptimizer":
-        """With bfloat16 parameters as their own master weights, and states of the dtype `states`: computed in float32, rounded to nearest.
+        """The optimizer with bfloat16 parameters as their own master weights, and states of dtype `states`: computes in float32, rounds to
+        nearest.
 
-        Raises ValueError for an optimizer whose update is over more than one element, or whose states are compact already.
+        Raises ValueError for an optimizer whose update is not elementwise, or whose states are compact already.
         """
         if self.muon is not None or self.lamb is not None or not self.format.is_plain:
             raise ValueError(
@@ -92,7 +96,7 @@ class FlatOptimizer:
 
 def flat_optimizer(policy: OptimizerPolicy, *, master: str = "fp32") -> FlatOptimizer:
     """The fused step of the optimizer `policy.name` with the states `policy.states`. master: "fp32" or "stochastic", see
-    `ztk.core.policies.compact`. What the policies refuse is an AssertionError."""
+    `ztk.core.policies.compact`. Raises AssertionError for combinations that the policies refuse."""
     if policy.states != "fp32":
         return _compact(policy, master=master)
     muon = lamb = None

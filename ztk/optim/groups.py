@@ -1,4 +1,4 @@
-"""Which parameter has which hyperparameters."""
+"""Assignment of hyperparameters to parameters."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -14,8 +14,8 @@ from ztk.optim.muon import scale_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HyperParameters:
-    """One row of the table that the step's control kernel reads, named as in `ztk.kernels.Hyper`. Values that the optimizer
-    does not have are 0.
+    """One row of the table that the step's control kernel reads, named as in `ztk.kernels.Hyper`. 0 for values that the optimizer
+    does not have.
     """
 
     lr: float
@@ -25,14 +25,12 @@ class HyperParameters:
     weight_decay: float
     momentum: float
     uncorrected: float = 0.0  # 1: without bias correction
-    muon_scale: float = (
-        0.0  # the factor on the rate of Muon's matrices, no column of the table; 0: updated by the other optimizer
-    )
+    muon_scale: float = 0.0  # factor on the rate of Muon's matrices, not in the table; 0 for the other optimizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupTable:
-    """The rows in use, and for every parameter the number of its row."""
+    """The rows in use, and the row number of every parameter."""
 
     rows: tuple[HyperParameters, ...]
     row_of: dict[str, int]
@@ -49,10 +47,10 @@ class GroupTable:
 def group_parameters(
     policy: OptimizerPolicy, *, shapes: Mapping[str, Sequence[int]], tables: Collection[str] = ()
 ) -> GroupTable:
-    """Gives every parameter its row.
+    """Assigns a row to every parameter.
 
-    shapes: full name -> full shape (not that of a shard), in the order of the model, so that all ranks number their rows alike.
-    tables: names of weights of embeddings, which are no matrices to Muon.
+    shapes: full name -> shape of the full parameter (not of a shard), in the order of the model, so that all ranks number their rows alike.
+    tables: names of embedding weights, which Muon does not treat as matrices.
 
     Raises ValueError for a group whose pattern matches no parameter that an earlier group has not taken.
     """
@@ -80,7 +78,7 @@ def _first_match(groups: Sequence[ParameterGroup], *, name: str) -> int | None:
 
 
 def _is_matrix(policy: OptimizerPolicy, *, name: str, shape: Sequence[int], tables: Collection[str]) -> bool:
-    """Updated by Muon."""
+    """Whether Muon updates the parameter."""
     if policy.adam_names is None or len(shape) != 2 or name in tables:
         return False
     return re.search(policy.adam_names, name) is None

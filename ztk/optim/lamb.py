@@ -1,4 +1,4 @@
-"""LAMB: Adam whose step is scaled, for each parameter, by the norm of its weights over that of its update.
+"""LAMB: Adam whose step is scaled, for each parameter, by the ratio of the norms of its weights and its update.
 
     exp_avg    = beta1 * exp_avg + (1 - beta1) * g
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * g^2
@@ -6,9 +6,9 @@
     ratio      = clamp(|master| / |update|, min_coeff, max_coeff)          1 where a norm is 0
     master     = master - lr * bias_correction2_sqrt / bias_correction1 * ratio * update
 
-Everything but the two norms is elementwise. You et al. 2020, https://arxiv.org/abs/1904.00962; as DeepSpeed's FusedLamb, which corrects
-the bias in the rate and not in the averages. Every operation rounds once, so that an element's bits depend on that element and the ratio
-alone, wherever a shard is cut.
+Everything but the two norms is elementwise. You et al. 2020, https://arxiv.org/abs/1904.00962. Like DeepSpeed's FusedLamb, it corrects the
+bias in the rate and not in the averages. Every operation rounds once, so an element's bits depend only on that element and the ratio, for
+any cut of a shard.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Lamb:
         exp_avg_sq.mul_(control[Control.beta2]).add_(fresh.square_().mul_(1 - control[Control.beta2]))
 
     def direction(self, master: Tensor, *, exp_avg: Tensor, exp_avg_sq: Tensor, control: Tensor) -> Tensor:
-        """`update` of the module docstring, float32 [n], of the averages as they are."""
+        """`update` of the module docstring, float32 [n], from the current averages."""
         decay = master * control[Control.weight_decay]
         return (exp_avg / exp_avg_sq.sqrt().add_(control[Control.eps])).add_(decay)
 
@@ -46,7 +46,7 @@ class Lamb:
     def step(
         self, master: Tensor, *, exp_avg: Tensor, exp_avg_sq: Tensor, ratio: Tensor, control: Tensor, out: Tensor | None
     ) -> None:
-        """The last line of the module docstring, in place. ratio: []; out: 16-bit [n] that receives the cast master."""
+        """Applies the last line of the module docstring in place. ratio: []; out: 16-bit [n] that receives the cast master."""
         rate = control[Control.lr] * control[Control.bias_correction2_sqrt] / control[Control.bias_correction1] * ratio
         update = self.direction(master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, control=control)
         master.sub_(update.mul_(rate))

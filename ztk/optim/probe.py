@@ -1,15 +1,16 @@
-"""Is a torch optimizer elementwise, and what does it keep? Found out by stepping it on a few parameters.
+"""Tests whether a torch optimizer is elementwise and finds its states, by stepping it on a few parameters.
 
-A rank holds a range of a parameter, flat, and its shard is updated in pieces. So an optimizer may run over shards if it does to every element
-what it would do to that element in a full parameter, in its shape, beside others. Three steps over parameters of one, two and four
-dimensions are compared bit by bit with three steps over flat ranges of them, each range with an object of its own: norms (LAMB), matrices
-(Muon, Shampoo), factored moments (Adafactor) and random numbers show. A class may treat each parameter in its own way, by an attribute that
-the script has set on it: the parameters of the trial, and all ranges later, have the attributes of the script's. One that recognises
-parameters in another way (by identity, by their place in the group) is refused: ranges are other objects, and a piece has some of them.
+A rank holds a flat range of a parameter, and its shard is updated in pieces. So an optimizer can run over shards only if it updates every
+element as it would in the full parameter, in its shape and together with other parameters. Three steps over parameters of one, two and four
+dimensions are compared bit by bit with three steps over flat ranges of them, each range with a separate object. This detects norms (LAMB),
+matrices (Muon, Shampoo), factored moments (Adafactor) and random numbers. A class may distinguish parameters by an attribute that the
+script has set: the parameters of the trial, and all ranges later, have the attributes of the script's parameters. A class that
+distinguishes
+them in another way (by identity, or by position in the group) is refused, because ranges are other objects, and a piece has some of them.
 
-One parameter has 23,040 elements and sides above 128, because some classes treat large parameters otherwise: 8-bit states begin at 4,096
-elements (bitsandbytes, torchao), factored moments of some at sides of 128. What begins above that shows only if it changes a state, in the
-first step: see `TorchStep`.
+One parameter has 23,040 elements and sides above 128, because some classes treat large parameters differently: 8-bit states begin at 4,096
+elements (bitsandbytes, torchao), factored moments of some at sides of 128. A change at larger sizes is detected only if it changes a
+state, in the first step: see `TorchStep`.
 """
 
 import copy
@@ -26,13 +27,13 @@ from torch import Tensor, nn
 from ztk.optim.alone import attributes_of, fill, options_of, stand_in, step_alone
 from ztk.optim.reads import Reads
 
-GRADIENTS = (1.0, 1e-3, 1e4)  # how large those of each step are: clipping begins somewhere
-# Shape -> elements of a range of it, multiples of 64: torch's vector loops do not round their remainders as their bodies.
+GRADIENTS = (1.0, 1e-3, 1e4)  # scale of each step's gradients, to detect clipping
+# Shape -> elements of a range of it, multiples of 64, because torch's vector loops round their remainders differently.
 CUTS: dict[tuple[int, ...], int] = {(320,): 64, (8, 32): 128, (2, 2, 4, 16): 192, (160, 144): 2560}
 SHAPES = tuple(CUTS)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.bool)  # exact in fp32
 RESERVED = ("master", "parameter", "gradient", "buffer", "rng")  # kinds of state in a checkpoint
-# Attributes that `step_alone` sets, and those that torch's own optimizers change in their first step and that carry nothing to the next one.
+# Attributes that `step_alone` sets, and attributes that torch's own optimizers set in their first step and that carry no state.
 _MARKS = (
     "param_groups",
     "state",
@@ -46,11 +47,13 @@ _OFFERED = "use AdamW, Adam, SGD, Lion or another elementwise optimizer"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """What an optimizer keeps beside the weights.
+    """The states of an optimizer.
 
-    rows: name -> dtype of the states that have an element per element of the parameter. scalars: the other names of states, which all ranges of
-        one parameter share. on_device: those of `scalars` that are tensors on the parameter's device. group_values: per parameter group, the
-        names of its values that a step changes.
+    rows: name -> dtype of the states with an element per element of the parameter. scalars: names of the other states, which all ranges of
+    one
+    parameter share. on_device: names in `scalars` whose values are tensors on the parameter's device. group_values: per parameter group,
+    the
+    names of its values that a step changes.
     """
 
     rows: dict[str, torch.dtype]
@@ -66,13 +69,13 @@ def probe(
     device: torch.device,
     model: Iterable[nn.Parameter] = (),
 ) -> Kept:
-    """What `optimizer` keeps, with the options of its parameter groups as they are.
+    """Returns the states of `optimizer`, with the current options of its parameter groups.
 
     initial: by number of the group, the states that a parameter has before its first step, see `initial_state`. device: where it will run.
-    model: further parameters that a step must not look for, besides those of its groups.
+    model: further parameters that a step must not access, in addition to those in its groups.
 
     Raises ValueError, with the reason, for an optimizer that cannot run over shards: one that needs a closure, wraps another one, raises in
-    its step, is not elementwise, recognises parameters by identity or place, or keeps what neither a shard nor a checkpoint can hold.
+    its step, is not elementwise, distinguishes parameters by identity or position, or has states that a shard or a checkpoint cannot hold.
     """
     name = type(optimizer).__name__
     reason = _unfit(optimizer)
@@ -94,22 +97,22 @@ def probe(
         except Unfit as error:
             raise ValueError(f"optimizer={name}: {error}; {_OFFERED}") from None
         except Exception as error:
-            if reason := reads.fault():  # why it raises: it has found none of its parameters
+            if reason := reads.fault():  # it raises because it found none of its parameters
                 raise ValueError(f"optimizer={name}: {reason}; {_OFFERED}") from error
             raise ValueError(
                 f"optimizer={name}: its step raises {type(error).__name__} ({error}) on flat fp32 parameters with gradients and without a "
-                f"closure, which is what a rank holds of a sharded model; {_OFFERED}"
+                f"closure, as a rank holds them of a sharded model; {_OFFERED}"
             ) from error
     return Kept(rows=rows, scalars=frozenset(scalars), on_device=frozenset(on_device), group_values=tuple(group_values))
 
 
 class Unfit(Exception):
-    """Why an optimizer cannot run over shards."""
+    """The reason why an optimizer cannot run over shards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Found:
-    """What the groups before have shown; further ones add to it. initial: the states of a new parameter of this one."""
+    """States found in the groups so far. initial: the states of a new parameter of the current group."""
 
     rows: dict[str, torch.dtype]
     scalars: set[str]
@@ -118,7 +121,7 @@ class _Found:
 
 
 def _unfit(optimizer: torch.optim.Optimizer) -> str | None:
-    """What can be seen without a step."""
+    """The reason for a refusal that needs no step, or None."""
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if isinstance(optimizer, torch.optim.LBFGS) or required:
@@ -130,7 +133,7 @@ def _unfit(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Its whole step is torch's."""
+    """Whether its whole step is torch's."""
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
@@ -144,16 +147,16 @@ class _Subject:
     device: torch.device
 
     def run(self, values: Sequence[Tensor], *, likes: Sequence[Mapping[str, Any]]) -> "_Run":
-        """likes: the attributes of each."""
+        """likes: the attributes of each parameter."""
         return _Run(self, values=values, likes=likes)
 
 
 def _probe_group(
     subject: _Subject, *, likes: Sequence[Mapping[str, Any]], found: _Found, reads: Reads
 ) -> frozenset[str]:
-    """Adds the states of one group to `found`; returns which of the group's values a step changes. Raises Unfit.
+    """Adds the states of one group to `found` and returns the group's values that a step changes. Raises Unfit.
 
-    likes: the attributes of the group's parameters, of which the parameters of the trial have as many different ones as there is room for.
+    likes: the attributes of the group's parameters. The parameters of the trial cover as many different ones as possible.
     """
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator) for shape in SHAPES]
@@ -197,19 +200,19 @@ def _probe_group(
 
 
 def _held(options: Mapping[str, Any], *, reads: Reads) -> str | None:
-    """A step is given the options of its group whether it reads them or not."""
+    """The fault of an option that holds parameters, or None. A step receives all options of its group, even if it does not read them."""
     return next((reads.words(f"the group's {key}") for key, value in options.items() if reads.holds(value)), None)
 
 
 def _different(likes: Sequence[Mapping[str, Any]], *, count: int) -> list[Mapping[str, Any]]:
-    """`count` of them, as many different ones as there are."""
+    """`count` attribute sets, as many different ones as there are."""
     kinds = {tuple(_fingerprint(own).items()): own for own in likes}
     return [own for own, _ in zip(itertools.cycle(kinds.values()), range(count), strict=False)]
 
 
 def _check_places(subject: _Subject, *, likes: Sequence[Mapping[str, Any]]) -> None:
-    """As many parameters as the group has, in order, and the same in two halves and backwards: a piece has some of them, in its own order.
-    Raises Unfit where that shows."""
+    """Steps as many parameters as the group has, in order, in two halves and backwards, because a piece has some of them in its own order.
+    Raises Unfit if the results differ."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(64, generator=generator) for _ in likes]
     gradients = [torch.randn(64, generator=generator) for _ in likes]
@@ -241,7 +244,7 @@ class _Run:
         )
 
     def step(self, gradients: list[Tensor], *, cls: type | None = None) -> dict[str, Any]:
-        """Over copies of `gradients`, which a class may change in place."""
+        """Steps with copies of `gradients`, which a class may change in place."""
         attributes = [_fingerprint(vars(parameter)) for parameter in self.parameters]
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient.to(self._device, copy=True)
@@ -257,18 +260,18 @@ class _Run:
 
 
 def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """So that a trial changes nothing that the script has."""
+    """A copy of the attributes, so that a trial does not change the script's objects."""
     made = {}
     for name, value in attributes.items():
         try:
             made[name] = copy.deepcopy(value)
-        except Exception:  # what cannot be copied is shared
+        except Exception:  # share objects that cannot be copied
             made[name] = value
     return made
 
 
 def _sort(states: list[dict[str, Any]], *, parameters: list[nn.Parameter], found: _Found) -> None:
-    """Which states have a value per element, and which are scalars. Raises Unfit for what is neither."""
+    """Sorts states into rows, with a value per element, and scalars. Raises Unfit for others."""
     for state, parameter in zip(states, parameters, strict=True):
         for name, value in state.items():
             if name in RESERVED or not isinstance(name, str):
@@ -281,7 +284,7 @@ def _sort(states: list[dict[str, Any]], *, parameters: list[nn.Parameter], found
                 if name in found.scalars or found.rows.setdefault(name, value.dtype) != value.dtype:
                     raise Unfit(f"its state {name} is of another kind in another parameter")
             elif _is_scalar(value):
-                if value is None:  # where another group has a tensor, perhaps
+                if value is None:  # another group may have a tensor here
                     continue
                 found.scalars.add(name)
                 on_device = isinstance(value, Tensor) and value.device == parameter.device
@@ -296,7 +299,7 @@ def _sort(states: list[dict[str, Any]], *, parameters: list[nn.Parameter], found
 
 
 def _compare(part: _Run, *, full: _Run, index: int, place: slice, found: _Found) -> None:
-    """Raises Unfit unless a range of a parameter went as the same range of the full one did."""
+    """Raises Unfit unless a range of a parameter was updated like the same range of the full one."""
     (own,), parameter = part.parameters, full.parameters[index]
     pairs = {"the weights": (own, parameter)}
     state, of_full = part.states[own], full.states[parameter]
@@ -320,14 +323,14 @@ def _compare(part: _Run, *, full: _Run, index: int, place: slice, found: _Found)
 
 
 def _is_scalar(value: Any) -> bool:
-    """A checkpoint's JSON holds it."""
+    """Whether a checkpoint's JSON can hold it."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
     return value is None or isinstance(value, bool | int | float | str)
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Its bytes: NaN equals NaN, and 0 does not equal -0."""
+    """The bytes of a tensor: NaN equals NaN, and 0 does not equal -0."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
@@ -338,12 +341,12 @@ def _same(first: Any, second: Any) -> bool:
         return math.isnan(second)
     try:
         return type(first) is type(second) and bool(first == second)
-    except Exception:  # what cannot be compared is the same object or is not
+    except Exception:  # compare by identity
         return first is second
 
 
 def _fingerprint(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes by value where they have one, else by identity; those of torch's own marks left out."""
+    """Attributes by value if they have one, else by identity, without torch's own marks."""
     return {name: tuple(_values(value)) for name, value in attributes.items() if name not in _MARKS}
 
 

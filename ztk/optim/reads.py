@@ -1,7 +1,8 @@
-"""What a torch optimizer's step reads besides its groups and states, and whether it looks for parameters there.
+"""Records the objects that a torch optimizer's step reads in addition to its groups and states, to detect access to parameters.
 
-A step over shards runs on stand-ins for the script's parameters, so `p in self.no_decay`, `self.scale[id(p)]` and `for p in model.parameters()`
-would find none of them. While a step is tried, the attributes that it reads are noted, and the globals and closures of the functions that run.
+A step over shards runs on substitutes of the script's parameters, so `p in self.no_decay`, `self.scale[id(p)]` and
+`for p in model.parameters()` would find none of them. During a trial step, the attributes that it reads are recorded, together with the
+globals and closures of the functions that run.
 """
 
 import functools
@@ -15,15 +16,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_GIVEN = frozenset(("param_groups", "state", "defaults"))  # attributes that a step over ranges has of its own
+_GIVEN = frozenset(("param_groups", "state", "defaults"))  # attributes that are separate in a step over ranges
 _SKIPPED = ("torch.", "ztk.")
 _COLLECTIVES = ("torch.distributed.distributed_c10d", "ztk.deepspeed.collectives.comm")
-_ASKING = ("_", "is_", "get_")  # how their functions begin that send nothing
+_ASKING = ("_", "is_", "get_")  # prefixes of functions that do not communicate
 _DEPTH = 6
 
 
 class Reads:
-    """parameters: the script's. of: the optimizer's class."""
+    """parameters: of the script. of: the optimizer's class."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, of: type) -> None:
         self._ids = {id(parameter) for parameter in parameters}
@@ -33,7 +34,7 @@ class Reads:
 
     @contextmanager
     def watch(self, *, skip: bool) -> Iterator[type]:
-        """Gives the class to run the step with. skip: the step is torch's own, which reads nothing else."""
+        """Yields the class to run the step with. skip: the step is torch's own, which reads nothing else."""
         if skip:
             yield self._of
             return
@@ -45,7 +46,7 @@ class Reads:
             sys.setprofile(before)
 
     def fault(self) -> str | None:
-        """Why the steps so far cannot run over stand-ins, or None."""
+        """Why the steps so far cannot run over substitutes, or None."""
         if self._sent:
             return (
                 f"its step calls {self._sent}() of torch.distributed, and a rank steps over ranges of parameters that other ranks do not have: "
@@ -55,7 +56,7 @@ class Reads:
 
     @staticmethod
     def words(what: str) -> str:
-        """A fault's, which `what` holds."""
+        """The text of a fault. what: the object that holds parameters."""
         return (
             f"its step reads {what}, which holds parameters of the model or their id(), and a rank steps over ranges of parameters, which are "
             "other objects: mark parameters by an attribute that the step reads (p.no_decay = True), or give them a parameter group of "
@@ -77,14 +78,14 @@ class Reads:
             inner = list(value.parameters())
         elif isinstance(value, functools.partial):
             inner = [value.args, value.keywords]
-        elif callable(value) or not hasattr(value, "__dict__"):  # a function that runs shows its closure by itself
+        elif callable(value) or not hasattr(value, "__dict__"):  # the closure of a function is recorded when it runs
             inner = []
         else:
             inner = list(vars(value).values())
         return any(self.holds(item, depth=depth - 1) for item in inner)
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
-        """Notes the globals and the closure of a function that is called."""
+        """Records the globals and the closure of a function that is called."""
         if event != "call":
             return
         module, code = str(frame.f_globals.get("__name__", "")), frame.f_code
@@ -105,7 +106,7 @@ class Reads:
 
 
 def _noting(of: type, *, found: dict[str, Any]) -> type:
-    """A class like `of` whose objects write into `found` which of their attributes are read."""
+    """A subclass of `of` whose objects record their attribute reads in `found`."""
 
     def __getattribute__(self: Any, name: str) -> Any:
         value = super(noting, self).__getattribute__(name)

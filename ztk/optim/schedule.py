@@ -1,6 +1,6 @@
-"""The learning rate multipliers of a full run as a table, in which the control kernel of a step looks up its own.
+"""The learning rate multipliers of a run as a table, from which the control kernel reads one entry per step.
 
-The formulas are those of DeepSpeed's schedules of the same purpose, t counting updates from 0, W = `warmup_steps`,
+The formulas equal DeepSpeed's schedules of the same purpose. t counts updates from 0, W = `warmup_steps`,
 T = `total_steps`, s = `warmup_start`, f = `final`:
 
 * warm-up, t < W: s + (1 - s) g(t), with g(t) = t / W (linear) or ln(t + 1) / ln(W) (log)
@@ -38,7 +38,7 @@ def lr_table(policy: SchedulePolicy, *, steps: int) -> Tensor:
 
 
 def lr_multiplier(policy: SchedulePolicy, *, step: int, steps: int) -> float:
-    """Entry `step` of the table of a run of `steps` updates, before it is rounded to float32."""
+    """Entry `step` of the table of a run of `steps` updates, before rounding to float32."""
     formula = {"one_cycle": _one_cycle, "range_test": _range_test}.get(policy.name, _warm_then_decay)
     return formula(policy, t=step, steps=steps)
 
@@ -84,7 +84,7 @@ def _one_cycle(policy: SchedulePolicy, *, t: int, steps: int) -> float:
     climbed = t / rise if rising else (rise + fall - t) / fall
     stairs = policy.rise_stairs if rising or policy.fall_stairs is None else policy.fall_stairs
     if stairs:
-        # From integers: a quotient slightly below an integer would lose one stair.
+        # In integers: a quotient slightly below an integer would lose one stair.
         climbed = (t * stairs // rise if rising else (rise + fall - t) * stairs // fall) / stairs
     return policy.start + (1 - policy.start) * climbed
 

@@ -1,7 +1,7 @@
 """A torch optimizer of a script whose parameters an engine trains.
 
-Its groups and options act, its states and its step are the engine's. So a script that uses the object as before would lose something: each
-such use raises and names the call that works, or is passed on.
+Its groups and options apply; the engine keeps its states and runs its step. A script that uses the object as before would lose
+data: each such use is forwarded, or raises an error that names the correct call.
 """
 
 import functools
@@ -19,7 +19,7 @@ _ELSEWHERE = (
 _WALKED = "optimizer.state is empty (read by {what}): the states are sharded and the engine has them. {way}"
 _NEW_GROUP = (
     "a parameter group was added after {build}: the engine's buffers are laid out for the groups it was built of. Give all groups to "
-    "{build}, and freeze what trains later by requires_grad_(False) after it; or {again}"
+    "{build}, and freeze parameters that train later by requires_grad_(False) after it; or {again}"
 )
 _REPLACED = (
     "optimizer.step was replaced, and the engine's step does not call it: derive a class from {name} and change its step, use "
@@ -30,9 +30,11 @@ _SCHEDULER = "_wrapped_by_lr_sched"  # torch's mark of a step that a scheduler h
 
 
 class StateElsewhere(defaultdict):
-    """What stands for `optimizer.state`. It has no entries, as libraries that walk over it expect.
+    """Replaces `optimizer.state`. It has no entries, as libraries that iterate over it expect.
 
-    way: a sentence that names the calls to use. warn: told once if a script walks over it when it would have entries; None: it never has.
+    way: a sentence that names the calls to use. warn: called once if a script iterates over it when it would have entries. If omitted,
+    there
+    is no warning.
     """
 
     def __init__(self, *, way: str, warn: Callable[[str], None] | None = None) -> None:
@@ -55,13 +57,13 @@ class StateElsewhere(defaultdict):
         raise RuntimeError(_ELSEWHERE.format(what=".pop(p)", way=self._way))
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Raises RuntimeError: nobody would read them."""
+        """Raises RuntimeError: the entries would never be read."""
         raise RuntimeError(_ELSEWHERE.format(what=".update(...)", way=self._way))
 
     def __deepcopy__(self, memo: dict) -> "StateElsewhere":
         return self
 
-    # A walk finds nothing, which is right before the first step
+    # Iteration finds nothing, which is correct before the first step
 
     def __iter__(self) -> Iterator:
         self._note("iteration")
@@ -81,17 +83,17 @@ class StateElsewhere(defaultdict):
         return super().get(key, *default)
 
     def keys(self) -> Any:
-        """Of no entries."""
+        """The keys of an empty dict."""
         self._note("keys")
         return super().keys()
 
     def values(self) -> Any:
-        """Of no entries."""
+        """The values of an empty dict."""
         self._note("values")
         return super().values()
 
     def items(self) -> Any:
-        """Of no entries."""
+        """The items of an empty dict."""
         self._note("items")
         return super().items()
 
@@ -102,13 +104,13 @@ class StateElsewhere(defaultdict):
 
 
 def check_same(state: object, *, expected: StateElsewhere) -> None:
-    """Raises RuntimeError if a script has put another object into the place of `expected`."""
+    """Raises RuntimeError if a script has replaced `expected` by another object."""
     if state is not expected:
         raise RuntimeError(_ELSEWHERE.format(what=" = ...", way=expected._way))
 
 
 class FixedGroups:
-    """The parameters of an optimizer's groups, which do not change while an engine trains them. `check` before every step."""
+    """The parameters of an optimizer's groups, which must not change while an engine trains them. Call `check` before every step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, names: Mapping[int, str], build: str, again: str) -> None:
         """names: of parameters, by id(). build, again: the calls that build an engine, and that build another one."""
@@ -117,11 +119,11 @@ class FixedGroups:
         self._parameters = [list(group["params"]) for group in self._groups]
 
     def refuse_group(self, *_: Any, **__: Any) -> None:
-        """Raises ValueError: in the place of `add_param_group`."""
+        """Replaces `add_param_group`. Raises ValueError."""
         raise ValueError(_NEW_GROUP.format(build=self._build, again=self._again))
 
     def check(self) -> None:
-        """Raises ValueError for groups that hold other parameters than when the engine was built, or that are in another list."""
+        """Raises ValueError if groups hold other parameters than when the engine was built, or are in another list."""
         if self._optimizer.param_groups is not self._groups:
             raise ValueError(
                 "optimizer.param_groups was replaced by another list, which the engine does not read: change the groups in place "
@@ -156,9 +158,9 @@ def _is(first: object, second: object) -> bool:
 
 
 class ScriptOptimizer:
-    """Refuses what `optimizer` itself can no longer do, until `release`.
+    """Refuses uses of `optimizer` that the engine has taken over, until `release`.
 
-    `check` before every step raises for what a script has changed about it. zero_grad: what its `zero_grad` does from now on.
+    `check` runs before every step and raises for changes by a script. zero_grad: replaces its `zero_grad`.
     """
 
     def __init__(
@@ -170,7 +172,7 @@ class ScriptOptimizer:
         instead: str,
         zero_grad: Callable[[], None],
     ) -> None:
-        """state: takes the place of the optimizer's, if that is empty. instead: names the calls that save and load its states.
+        """state: replaces the optimizer's state, if that is empty. instead: names the calls that save and load its states.
 
         Raises ValueError for an optimizer whose `step` a script has replaced.
         """
@@ -190,20 +192,20 @@ class ScriptOptimizer:
         }
         vars(optimizer).update(self._methods)
         self._shows_no_state = not optimizer.state
-        if self._shows_no_state:  # a class may have set states in its constructor, which its step takes over
+        if self._shows_no_state:  # states set in its constructor are taken over by its step
             optimizer.state = state
         self.is_released = False
 
     def describe(self) -> dict[str, Any]:
-        """Its class as "name", and what its first group has of the options that ztk's optimizers have; None for those that it lacks."""
+        """Its class as "name", and its first group's values of the options that ztk's optimizers have, None for options it lacks."""
         group = self.optimizer.param_groups[0]
         found = {key: group.get(key) for key in _RECORDED}
-        found["lr"] = group.get("initial_lr", found["lr"])  # which a scheduler notes
+        found["lr"] = group.get("initial_lr", found["lr"])  # set by a scheduler
         plain = {key: float(value) if isinstance(value, torch.Tensor) else value for key, value in found.items()}
         return {"name": type(self.optimizer).__name__} | plain
 
     def check(self) -> None:
-        """Raises ValueError or RuntimeError for a step, groups or states that a script has put in the place of those that act."""
+        """Raises ValueError or RuntimeError for a step, groups or states that a script has replaced."""
         self.groups.check()
         if vars(self.optimizer).get("step") is not self._methods["step"]:
             raise ValueError(_REPLACED.format(name=type(self.optimizer).__name__))
@@ -212,19 +214,19 @@ class ScriptOptimizer:
 
     @contextmanager
     def inside_hooks(self) -> Iterator[None]:
-        """Calls the optimizer's step hooks before and after. Raises ValueError for one that returns arguments."""
+        """Context that calls the optimizer's step hooks before and after. Raises ValueError for a hook that returns arguments."""
         with inside_hooks(self.optimizer):
             yield
         self.mark_stepped()
 
     def mark_stepped(self) -> None:
-        """After a step of the engine."""
+        """Records a step of the engine."""
         # pyrefly: ignore[missing-attribute]  # torch's own mark
         self.optimizer._opt_called = True  # a torch scheduler warns if its optimizer has not stepped before it
         self._state.has_stepped = True
 
     def release(self) -> None:
-        """The engine ends: the optimizer is the script's again."""
+        """Restores the optimizer for the script when the engine ends."""
         self.is_released = True
         while self._handles:
             self._handles.pop().remove()
@@ -238,7 +240,7 @@ class ScriptOptimizer:
 
 
 def check_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError if a script has replaced the `step` of the object. A scheduler's wrapper, which notes the call, is no fault."""
+    """Raises ValueError if a script has replaced the `step` of the object. A scheduler's wrapper, which records calls, is accepted."""
     step = vars(optimizer).get("step")
     while step is not None and hasattr(step, _SCHEDULER):
         step = getattr(step, "__wrapped__", None)
@@ -256,7 +258,7 @@ def unhooked(step: Any) -> Any:
 
 @contextmanager
 def inside_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Calls the optimizer's own step hooks before and after. Raises ValueError for one that returns arguments."""
+    """Context that calls the optimizer's own step hooks before and after. Raises ValueError for a hook that returns arguments."""
     for hook in list(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()):
         if hook(optimizer, (), {}) is not None:
             raise ValueError(
@@ -275,7 +277,7 @@ def _refusing(call: str) -> Callable:
 
 
 def _stepping(owner: ScriptOptimizer, *, own: Callable | None) -> Callable:
-    """own: the step that the object had before, a scheduler's wrapper; None: the class's."""
+    """own: the step that the object had before, a scheduler's wrapper. None if it uses its class's."""
 
     @functools.wraps(type(owner.optimizer).step)
     def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -283,5 +285,5 @@ def _stepping(owner: ScriptOptimizer, *, own: Callable | None) -> Callable:
             return type(optimizer).step(optimizer, *args, **kwargs) if own is None else own(*args, **kwargs)
         raise RuntimeError("optimizer.step(): call engine.step() instead, which updates the parameters")
 
-    setattr(step, _SCHEDULER, True)  # a scheduler neither wraps it nor warns that it came later
+    setattr(step, _SCHEDULER, True)  # a scheduler then neither wraps it nor warns about the order
     return step

@@ -1,4 +1,4 @@
-"""How the states of a range of parameters lie in one stored tensor: the master weights' row first, then the optimizer's.
+"""Layout of the states of a range of parameters in one stored tensor: the row of the master weights first, then the optimizer's.
 
 Rows of float32 are one tensor [k, n]. Compact states have rows of several dtypes, some with one value per group of elements: they are one
 tensor of bytes, each row on a multiple of `ROW_ALIGNMENT`.
@@ -18,7 +18,8 @@ ROW_ALIGNMENT = 64  # bytes: vector loads and CPU kernels see the same alignment
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateRow:
-    """A value per element, or per `group` consecutive elements. is_common: every element has it, also where some lack the optimizer's."""
+    """One value per element, or per `group` consecutive elements. is_common: all elements have it, even if some lack the optimizer's
+    rows."""
 
     name: str
     dtype: torch.dtype = torch.float32
@@ -26,17 +27,17 @@ class StateRow:
     is_common: bool = False
 
     def nbytes(self, numel: int) -> int:
-        """Without padding."""
+        """Bytes without padding."""
         return -(-numel // self.group) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateFormat:
-    """What is stored per parameter. Every range that a store keeps starts and ends on a multiple of all rows' groups.
+    """The data stored per parameter. Every range that a store keeps starts and ends at a multiple of all rows' groups.
 
-    rows: beside the master weights, under the names of the update kernel's arguments. master: the dtype of the master weights' row; a
-    parameter of this dtype can be its own master. names: of the states as a checkpoint and a script see them.
-    is_eight_bit: rows hold the codes of `ztk.kernels.adamw_8bit`, which are decoded to be read and encoded to be changed.
+    rows: without the master weights, under the names of the update kernel's arguments. master: the dtype of the master weights' row; a
+    parameter of this dtype can be its own master. names: of the states in a checkpoint and for a script.
+    is_eight_bit: rows hold the codes of `ztk.kernels.adamw_8bit`, which are decoded for reads and encoded for changes.
     """
 
     rows: tuple[StateRow, ...]
@@ -50,7 +51,7 @@ class StateFormat:
         return StateFormat(rows=tuple(StateRow(name=name) for name in names), names=names)
 
     def with_row(self, name: str) -> "StateFormat":
-        """With one more row in float32, which every element has."""
+        """The format with one more float32 row, which every element has."""
         row = StateRow(name=name, is_common=True)
         return StateFormat(
             rows=(*self.rows, row), names=(*self.names, name), master=self.master, is_eight_bit=self.is_eight_bit
@@ -58,19 +59,20 @@ class StateFormat:
 
     @property
     def is_plain(self) -> bool:
-        """All rows are float32 of the same length."""
+        """Whether all rows are float32 of the same length."""
         return all(row.dtype is torch.float32 and row.group == 1 for row in self.all_rows(has_master=True))
 
     def all_rows(self, *, has_master: bool) -> tuple[StateRow, ...]:
-        """In the order in which they are stored."""
+        """All rows in the order in which they are stored."""
         master = StateRow(name=MASTER, dtype=self.master, is_common=True)
         return (master, *self.rows) if has_master else self.rows
 
     def stored(
         self, numel: int, *, has_master: bool, with_rows: int | None = None
     ) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of the tensor for `numel` elements. with_rows: those of them that have the optimizer's rows, of a format whose rows
-        are all float32; None: all."""
+        """Shape and dtype of the tensor for `numel` elements. with_rows: number of elements that have the optimizer's rows, if all rows of
+        the
+        format are float32. Defaults to all."""
         rows = self.all_rows(has_master=has_master)
         if with_rows is not None:
             size = sum(numel if row.is_common else with_rows for row in rows)
@@ -80,11 +82,12 @@ class StateFormat:
         return (sum(_padded(row.nbytes(numel)) for row in rows),), torch.uint8
 
     def bytes_per_element(self, *, has_master: bool) -> float:
-        """Without padding."""
+        """Bytes per element, without padding."""
         return sum(row.dtype.itemsize / row.group for row in self.all_rows(has_master=has_master))
 
     def views(self, stored: Tensor, *, numel: int, has_master: bool, with_rows: int | None = None) -> dict[str, Tensor]:
-        """The rows of that tensor by name: [numel], or [ceil(numel / group)]; the optimizer's [with_rows] where that is given."""
+        """The rows of a stored tensor by name: [numel], or [ceil(numel / group)]; the optimizer's rows have [with_rows] if that is
+        given."""
         rows = self.all_rows(has_master=has_master)
         views, start = {}, 0
         if with_rows is not None:
@@ -102,36 +105,36 @@ class StateFormat:
         return views
 
     def first_state(self, numel: int, *, with_rows: int | None = None) -> int:
-        """Where along dimension 0 of the stored tensor the rows beside the master weights begin."""
+        """The first position after the master weights along dimension 0 of the stored tensor."""
         if with_rows is not None:
             return numel
         return 1 if self.is_plain else _padded(numel * self.master.itemsize)
 
     def cut(self, rows: Mapping[str, Tensor], *, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Elements [start, stop) of `rows`, which are some of this format's, in its order."""
+        """Elements [start, stop) of `rows`, a subset of this format's rows, in its order."""
         kept = [row for row in self.rows if row.name in rows]
         return tuple(rows[row.name][start // row.group : -(-stop // row.group)] for row in kept)
 
     def read_dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype of each state as `read` gives it, the master weights' first."""
+        """The dtype of each state as returned by `read`, the master weights' first."""
         if self.is_eight_bit:
             return dict.fromkeys((MASTER, *self.names), torch.float32)
         return {row.name: row.dtype for row in self.all_rows(has_master=True)}
 
     def described(self) -> dict[str, str]:
-        """What is kept of each state, the master weights' first, in a word for a manifest."""
+        """The format of each state, the master weights' first, one word for a manifest."""
         if self.is_eight_bit:
             return {MASTER: "24 bits"} | dict.fromkeys(self.names, "8 bits")
         return {name: str(dtype).removeprefix("torch.") for name, dtype in self.read_dtypes().items()}
 
     def read(self, rows: Mapping[str, Tensor], *, master: Tensor) -> dict[str, Tensor]:
-        """`master`, its row or the parameter, and the states under `names`, each [numel]: the rows themselves, or what they decode to."""
+        """`master` (its row or the parameter) and the states under `names`, each [numel]: the rows themselves, or their decoded values."""
         if not self.is_eight_bit:
             return {MASTER: master, **{name: rows[name] for name in self.names}}
         return {MASTER: eight_bit.read_master(master, rows=rows), **eight_bit.read_moments(rows)}
 
     def cast(self, master: Tensor, *, dtype: torch.dtype) -> Tensor:
-        """The parameter of master weights float32 [n]."""
+        """Casts master weights float32 [n] to the parameter."""
         return eight_bit.split(master)[0] if self.is_eight_bit else master.to(dtype)
 
 

@@ -1,9 +1,10 @@
 """Any elementwise torch optimizer over shards: its own step runs on the ranges of parameters that a rank holds.
 
-Every range is a flat fp32 parameter of an object of the optimizer's class. States with an element per element of the parameter are rows of the
-store, like those of ztk's own optimizers. The rest, such as `step`, stays here, once per parameter: each range starts a step from what the
-last step left, and all ranges leave the same. A parameter has its states from its first update on, made by the class itself. One that a step
-leaves out keeps weights, states and its own count of steps.
+Every range is a flat fp32 parameter of an object of the optimizer's class. States with an element per element of the parameter are rows of
+the
+store, as for ztk's own optimizers. The rest, such as `step`, is kept here, once per parameter: each range starts a step from the values
+after the last step, and all ranges end with the same values. A parameter has states from its first update on, created by the class itself.
+A parameter that a step skips keeps its weights, states and step count.
 """
 
 import copy
@@ -22,7 +23,7 @@ from ztk.optim.states import StateFormat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """What a parameter has besides rows. scalars: by name. rows: the names of its states that exist."""
+    """The states of a parameter that are not rows. scalars: by name. rows: the names of its rows that exist."""
 
     scalars: dict[str, Any]
     rows: tuple[str, ...]
@@ -31,10 +32,12 @@ class Progress:
 class TorchStep:
     """Runs a torch optimizer's step over pieces of shards.
 
-    state_names: of the rows that a store keeps for it, fp32, which hold narrower dtypes exactly. options: for a checkpoint's description.
+    state_names: of the rows that a store keeps for it, in fp32, which represents narrower dtypes exactly. options: for a checkpoint's
+    description.
 
-    `begin_step`, then `step` for every piece, in any thread. A state that the probe has not seen (one that only large parameters get, or
-    that an option brings which was off before) is a RuntimeError at the first step that has it.
+    Call `begin_step`, then `step` for every piece, in any thread. A state that the probe did not find (one that only large parameters get,
+    or
+    that belongs to an option that was off before) raises RuntimeError at the first step that creates it.
     """
 
     def __init__(
@@ -45,11 +48,12 @@ class TorchStep:
         device: torch.device | str = "cpu",
         lr_table: Tensor | None = None,
     ) -> None:
-        """parameters: the trained parameters, by name. device: where the step runs. The optimizer's groups are read at every step, its states
-        are emptied. lr_table: fp32 [steps], multiplies every group's `lr`, one value per update; the last one stays.
+        """parameters: the trained parameters, by name. device: where the step runs. The optimizer's groups are read at every step, its
+        states
+        are emptied. lr_table: fp32 [steps], multiplies every group's `lr`, one value per update; after the last one it stays constant.
 
         Raises ValueError for an optimizer that cannot run over shards (see `probe`), lacks a parameter or has made steps, and for one that
-        changes `lr` itself or has none, together with an lr_table.
+        changes `lr` itself or has none, if there is an lr_table.
         """
         name_of = {id(parameter): name for name, parameter in parameters.items()}
         self._optimizer = optimizer
@@ -74,19 +78,19 @@ class TorchStep:
                     f"optimizer={type(optimizer).__name__}: {why}, and lr_table would change it: leave the schedule out"
                 )
         self._lr_table, self._rate = lr_table, _rate_of(optimizer)
-        self._multiplier: float | None = None  # of the step under way; None: not read yet
-        optimizer.state.clear()  # full tensors, which nothing uses
+        self._multiplier: float | None = None  # of the current step; None until it is read
+        optimizer.state.clear()  # full tensors that are not used
         self.state_names = tuple(self._kept.rows)
         self.format = StateFormat.float32(self.state_names)
         self.options = {"class": type(optimizer).__name__}
         self._before: dict[str, Progress] = {}
         self._after: dict[str, Progress] = {}
         self._groups: list[dict[str, Any]] = []
-        self._values_before: dict[int, dict[str, Any]] = {}  # of groups, those that a step changes
+        self._values_before: dict[int, dict[str, Any]] = {}  # values of groups that a step changes
         self._values_after: dict[int, dict[str, Any]] = {}
 
     def begin_step(self) -> None:
-        """Takes the options of the groups and the attributes of parameters as they are now. Between steps, in the thread that trains."""
+        """Reads the current options of the groups and attributes of parameters. Call it between steps, in the training thread."""
         self._before |= self._after
         self._after = {}
         self._values_before |= self._values_after
@@ -101,8 +105,9 @@ class TorchStep:
     ) -> None:
         """Updates `master` and `rows` in place.
 
-        master: float32 [n]; grad: scaled and summed, [n]; rows: state -> float32 [n]; control: one row of the control table; places: parameter
-        -> its range of the piece. Elements outside of `places` stay.
+        master: float32 [n]; grad: scaled and summed, [n]; rows: state -> float32 [n]; control: one row of the control table; places:
+        parameter
+        -> its range of the piece. Elements outside of `places` do not change.
 
         Raises RuntimeError for a state of another kind than before.
         """
@@ -143,8 +148,9 @@ class TorchStep:
 
     @property
     def rate(self) -> float:
-        """The learning rate of the first group, before an lr_table multiplies it: that of the last step, or of the first one. 0 for a class
-        without."""
+        """The learning rate of the first group, before an lr_table multiplies it: of the last step, or of the first one before that. 0 for
+        a class
+        without a rate."""
         return self._rate
 
     # For checkpoints
@@ -155,17 +161,17 @@ class TorchStep:
         return self._kept.group_values
 
     def progress(self) -> dict[str, Progress]:
-        """By parameter, of those that this rank has updated. After the last update has ended."""
+        """Progress of each parameter that this rank has updated. Call it after the last update has ended."""
         return self._before | self._after
 
     def group_values(self) -> dict[int, dict[str, Any]]:
-        """By number of the group, the values that steps have changed. After the last update has ended."""
+        """By number of the group, the values that steps have changed. Call it after the last update has ended."""
         return self._values_before | self._values_after
 
     def restore(
         self, progress: Mapping[str, Progress], *, group_values: Mapping[int, dict[str, Any]], keep: frozenset[str]
     ) -> None:
-        """Goes on from there; parameters that are not in it, but for those in `keep`, begin anew."""
+        """Restores progress. Parameters without an entry start anew, except those in `keep`."""
         kept = {name: own for name, own in self.progress().items() if name in keep}
         self._before, self._after = {**progress, **kept}, {}
         self._values_before, self._values_after = dict(group_values), {}
@@ -182,7 +188,7 @@ class TorchStep:
         return state
 
     def _take(self, name: str, *, state: dict[str, Any], rows: Mapping[str, Tensor], place: slice) -> Progress:
-        """Writes a range's states back to the rows, and returns the rest."""
+        """Writes a range's states back to the rows and returns the other states."""
         scalars, present = {}, []
         for key, value in state.items():
             if value is None or (key in self._kept.scalars and not (isinstance(value, Tensor) and value.numel() > 1)):
@@ -204,13 +210,13 @@ class TorchStep:
 
 
 def _rate_of(optimizer: torch.optim.Optimizer) -> float:
-    """Of the first group."""
+    """The learning rate of the first group."""
     rate = optimizer.param_groups[0].get("lr", 0.0)
     return float(rate) if isinstance(rate, int | float | Tensor) else 0.0
 
 
 def _initial_states(optimizer: torch.optim.Optimizer, *, name_of: Mapping[int, str]) -> dict[str, dict[str, Any]]:
-    """What the constructor has set, by parameter. Raises ValueError for states of a step."""
+    """States set by the constructor, by parameter. Raises ValueError for states of a step."""
     found = {}
     for parameter, state in optimizer.state.items():
         made = initial_state(state, parameter=parameter)
