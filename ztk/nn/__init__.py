@@ -1,4 +1,4 @@
-"""A modern decoder in plain modules that know no mesh: one rank, one device, called like any torch model."""
+"""A modern decoder in plain modules without parallelism: one rank, one device, called like any torch model."""
 
 from ztk.nn.config import DecoderConfig
 from ztk.nn.decoder import Decoder

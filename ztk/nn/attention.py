@@ -24,7 +24,7 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        # Which positions x has, where a rank has a part of the sequence: int64 [T] or a slice; None: the first ones.
+        # Positions of x if a rank has a part of the sequence: int64 [T] or a slice. None for positions from 0.
         self.positions: Tensor | slice | None = None
         self.query = Linear(config.dim, config.heads * config.head_dim)
         self.key = Linear(config.dim, config.kv_heads * config.head_dim)
@@ -49,7 +49,7 @@ class Attention(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """See `causal_attention`, for shapes too, and `attention_in_documents`. A module so that it can be wrapped from outside."""
+    """A module around `causal_attention` (which gives the shapes) and `attention_in_documents`, so that it can be wrapped from outside."""
 
     def forward(self, query: Tensor, *, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
         if documents is None:
@@ -58,9 +58,9 @@ class CausalAttention(nn.Module):
 
 
 def attention_in_documents(query: Tensor, *, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-    """As `causal_attention`, over the past in the same document: query [B, T, H, D], key and value [B, T, K, D]; returns [B, T, H, D].
+    """As `causal_attention`, but within documents: query [B, T, H, D], key and value [B, T, K, D]; returns [B, T, H, D].
 
-    On CPU 16-bit types are computed in float32, for the reason given there. Raises ValueError for documents that go on with others.
+    On CPU 16-bit types are computed in float32, for the reason given there. Raises ValueError for documents that continue others.
     """
     if documents.continued is not None:
         raise ValueError(
@@ -76,9 +76,9 @@ def attention_in_documents(query: Tensor, *, key: Tensor, value: Tensor, documen
 def causal_attention(query: Tensor, *, key: Tensor, value: Tensor) -> Tensor:
     """softmax(query key^T / sqrt(D)) value over the past.
 
-    query [B, T, H, D], key and value [B, T, K, D]; returns [B, T, H, D]. On a GPU ztk's kernel, whose backward has one order of summation:
-    that of torch's default adds up with atomics, and two runs differ. On CPU torch's fused attention is slow in 16-bit types. Measured on
-    one core of an EPYC, forward and backward of 4 x 128 tokens in 8 heads of 64,
+    query [B, T, H, D], key and value [B, T, K, D]; returns [B, T, H, D]. On a GPU this uses ztk's kernel, whose backward has one order of
+    summation: torch's default backward adds up with atomics, so two runs differ. On CPU torch's fused attention is slow in 16-bit types.
+    Measured on one core of an EPYC, forward and backward of 4 x 128 tokens in 8 heads of 64,
     milliseconds: bfloat16 fused 10.4, in blocks 2.4; float16 fused 52.6, in float32 6.2.
     """
     if query.device.type != "cpu" and query.shape[3] <= _MAX_HEAD and get_backend() is not Backend.reference:

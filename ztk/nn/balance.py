@@ -1,4 +1,4 @@
-"""How evenly a router spreads tokens over experts: the auxiliary losses and the metrics.
+"""Load balance of a router: auxiliary losses and metrics.
 
 Per layer, with T tokens, k choices each among E experts, f_e the share of all T k choices that fell on expert e and P_e the mean
 probability of e:
@@ -47,7 +47,7 @@ class ExpertLoad:
         z: Tensor | None = None,
         weight: float = 1.0,
     ) -> None:
-        """Adds one forward. counts: choices per expert [E]. dropped: how many of them were dropped. balance, z: the two losses. weight: of the
+        """Adds one forward. counts: choices per expert [E]. dropped: number of dropped choices. balance, z: the two losses. weight: of the
         micro-batch."""
         zero = balance.new_zeros((), dtype=torch.float64)
         parts = [zero if part is None else part.detach().double() for part in (dropped, balance, z)]
@@ -69,8 +69,8 @@ class RouterLosses(nn.Module):
     As in Megatron-LM, their gradients enter the backward at the layer's output. So blocks stay functions of one tensor and can be
     recomputed or run in a pipeline. The model's loss does not contain these terms; the layer's metrics do.
 
-    loss_scale: what the model's loss is multiplied by before the backward, a device scalar that may change; None: 1. summed_over: how
-    many ranks have different tokens of one mean and sum their gradients. weight: of the current micro-batch, see `weighing`.
+    loss_scale: factor on the model's loss before the backward, a device scalar that may change. Defaults to 1. summed_over: number of ranks
+    that have different tokens of one mean and sum their gradients. weight: of the current micro-batch, see `weighing`.
     """
 
     def __init__(self, *, balance_weight: float, z_weight: float) -> None:
@@ -93,7 +93,7 @@ class RouterLosses(nn.Module):
 
 @contextmanager
 def weighing(model: nn.Module, *, weight: float) -> Iterator[None]:
-    """Inside, forwards and recomputed forwards belong to a micro-batch whose loss has this weight."""
+    """Context in which forwards and recomputed forwards belong to a micro-batch whose loss has this weight."""
     losses = [] if weight == 1.0 else [module for module in model.modules() if isinstance(module, RouterLosses)]
     for module in losses:
         module.weight = weight

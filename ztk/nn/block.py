@@ -14,7 +14,7 @@ class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); x is [B, T, C]."""
 
     def __init__(self, config: DecoderConfig, *, number: int = 0) -> None:
-        """number: which of the decoder's blocks it is, from 0."""
+        """number: position of the block in the decoder, from 0."""
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)

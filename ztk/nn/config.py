@@ -1,4 +1,4 @@
-"""The shape of a decoder, and what follows from it without building one."""
+"""The shape of a decoder, with sizes that follow from it."""
 
 from dataclasses import dataclass
 
@@ -86,8 +86,8 @@ class DecoderConfig:
     def flops_per_token(self, seq_len: int) -> int:
         """Floating point operations of forward and backward per token, at sequences of `seq_len`.
 
-        Six per weight that is multiplied (the embedding is looked up, not multiplied; of the experts those that a token
-        uses), and 12 * dim * seq_len per layer for attention scores and values, the causal half not taken off: the PaLM
+        Six per weight that is multiplied (the embedding is looked up, not multiplied; of the experts only those that a token
+        uses), and 12 * dim * seq_len per layer for attention scores and values, without subtracting the causal half: the PaLM
         convention (arXiv 2204.02311, appendix B).
         """
         norms = 2 * self.dim * self.layers
@@ -95,7 +95,7 @@ class DecoderConfig:
         return 6 * multiplied + 12 * self.layers * self.dim * seq_len
 
     def _blocks_count(self, *, experts: int) -> int:
-        """Parameters of all blocks, `experts` experts counted in those that have them."""
+        """Parameters of all blocks, counting `experts` experts in each block that has them."""
         attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
         dense = 3 * self.dim * self.hidden_dim
         sparse = self.dim * (self.experts + 3 * self.shared_hidden_dim + 3 * experts * self.expert_hidden_dim)

@@ -40,8 +40,8 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Documents | None = None) -> Tensor:
         """tokens int64 [B, T] -> logits [B, T, V], or, given targets [B, T], their mean cross entropy (float32 scalar).
 
-        Targets of -100 do not count. documents: tokens attend to their own document alone, and positions start with it. Raises ValueError
-        for T, or the longest document, above `config.max_seq_len`.
+        Targets of -100 do not count. documents: tokens attend to their own document only, and positions restart with it. Raises ValueError
+        if T, or the longest document, exceeds `config.max_seq_len`.
         """
         x = self.embed(tokens, documents=documents)
         for block in self.blocks:
@@ -67,7 +67,7 @@ class Decoder(nn.Module):
 
     def through(self, block: Block, *, x: Tensor, documents: Documents | None = None) -> Tensor:
         """One block: x [B, T, C] -> [B, T, C]."""
-        given = {} if documents is None else {"documents": documents}  # a block wrapped from outside need not know them
+        given = {} if documents is None else {"documents": documents}  # a wrapped block may not accept documents
         return block(x, cos=self.rope_cos, sin=self.rope_sin, **given)
 
     def finish(self, x: Tensor, *, targets: Tensor | None = None) -> Tensor:

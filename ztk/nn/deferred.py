@@ -1,6 +1,6 @@
-"""Weight gradients that are computed later than input gradients.
+"""Computes weight gradients later than input gradients.
 
-The backward of a linear layer computes two products: the gradient of its input, for which the layer before waits, and the gradient of its
+The backward of a linear layer computes two products: the gradient of its input, for which the previous layer waits, and the gradient of its
 weight, which is first needed by the optimizer. Zero-bubble pipelines defer the second. The input and the gradient of the output are
 kept until then; nothing is computed twice, and the weight itself is not read again. Gradients have the dtype of their parameters.
 """
@@ -28,20 +28,21 @@ class DeferredGradients:
 
     @property
     def is_active(self) -> bool:
-        """Backwards defer weight gradients now."""
+        """Whether backwards currently defer weight gradients."""
         return self.collecting is not None
 
     def defer(self, parameter: nn.Parameter, *, product: Callable[[], Tensor]) -> None:
-        """Keeps `product`; `product()` is a part of `parameter`'s gradient, in its shape."""
+        """Stores `product`. `product()` returns a part of `parameter`'s gradient, in its shape."""
         assert self.collecting is not None
         self.collecting.append((parameter, product))
 
     def attach(self, model: nn.Module) -> None:
-        """Makes the linear layers in `model`, and other modules that can, defer their weight gradients. Layers whose forward was replaced,
-        as adapters replace it, keep it."""
+        """Makes the linear layers in `model`, and modules with `defer_weight_gradients`, defer their weight gradients. Layers whose forward
+        was
+        replaced, for example by adapters, are not changed."""
         for module in model.modules():
             if hasattr(module, "defer_weight_gradients"):
-                # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
+                # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
                 module.defer_weight_gradients(self)
             elif "forward" in vars(module):
                 continue
@@ -59,7 +60,7 @@ class DeferredGradients:
 
 @torch.no_grad()
 def finish(collected: list[tuple[nn.Parameter, Callable[[], Tensor]]]) -> None:
-    """Computes the deferred products, of their parameters' shapes, and gives every parameter the sum of its own, as a backward would."""
+    """Computes the deferred products, of their parameters' shapes, and accumulates each parameter's sum as a backward would."""
     uses: dict[nn.Parameter, list[Callable[[], Tensor]]] = {}
     for parameter, product in collected:
         uses.setdefault(parameter, []).append(product)

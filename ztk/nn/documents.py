@@ -1,4 +1,4 @@
-"""Documents that share a sequence and do not see each other."""
+"""Documents that share a sequence without attending to each other."""
 
 from dataclasses import dataclass, replace
 
@@ -8,13 +8,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Documents:
-    """Where the documents of a micro-batch of B sequences of T tokens lie. An argument of the model, no batch of tensors: what a technique
-    does to tensors of a batch, it does not do to these.
+    """Positions of the documents in a micro-batch of B sequences of T tokens. This is an argument of the model rather than a tensor of the
+    batch,
+    so techniques that transform the batch's tensors do not change it.
 
-    positions: int64 [B, T], the place of each token in its document. cu_seqlens: int32 [documents + 1] over the B T tokens, as
-    `ztk.kernels.attention_varlen` takes them. longest: tokens of the longest document. starts: of each sequence the places where its
-    documents begin, on the host. continued: of each document the number of the one whose tokens precede its own, -1: none do; None: no
-    document goes on with another. Only an attention that says so takes that.
+    positions: int64 [B, T], the position of each token in its document. cu_seqlens: int32 [documents + 1] over the B T tokens, as in
+    `ztk.kernels.attention_varlen`. longest: tokens of the longest document. starts: per sequence, the positions where its documents begin,
+    on the host. continued: per document, the number of the document whose tokens precede its own, or -1. None if no document continues
+    another.
+    Only some implementations of attention support it.
     """
 
     positions: Tensor
@@ -36,7 +38,7 @@ class Documents:
         )
 
     def to(self, device: torch.device) -> "Documents":
-        """The same on `device`; from pinned memory a copy to a GPU waits for nothing."""
+        """Copies to `device`. From pinned memory, a copy to a GPU does not block."""
         if device.type == "cpu":
             return self
         moved = (x.pin_memory().to(device, non_blocking=True) for x in (self.positions, self.cu_seqlens))

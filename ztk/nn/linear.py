@@ -1,4 +1,4 @@
-"""Linear layers, and the fastest way to multiply by them on this processor.
+"""Linear layers with the fastest matrix product of this processor.
 
 [Note: Matrix products on CPU]
 torch sends float32 products to MKL, which on AMD processors stays at AVX2, and float16 products of processors without
@@ -27,7 +27,7 @@ from ztk.core.runtime.input_gradients import Taker, taker_of
 
 
 class Linear(nn.Linear):
-    """y = x W^T with `weight` [out_features, in_features]; x is [..., in_features]. It has a bias only if it was made from torch's layer."""
+    """y = x W^T with `weight` [out_features, in_features]; x is [..., in_features]. Only layers converted from torch's can have a bias."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -38,7 +38,7 @@ class Linear(nn.Linear):
 
 def speed_up_linear_layers(model: nn.Module) -> None:
     """Makes torch's own linear layers in `model` multiply by `linear`, which differs from `F.linear` by rounding. Layers of derived
-    classes stay as they are, because their forward may do anything.
+    classes are not changed, because their forward may differ.
     """
     for module in model.modules():
         if type(module) is nn.Linear:
@@ -67,7 +67,7 @@ def linear(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if _is_for_onednn(x, weight):
-        if not torch.is_grad_enabled() and forward_ad._current_level < 0:  # apply takes longer than a small product
+        if not torch.is_grad_enabled() and forward_ad._current_level < 0:  # `apply` costs more than a small product
             return _product(x, weight, bias)
         return _LinearByOneDNN.apply(x, weight, bias, _taker(x))
     if _has_place(x, weight):
@@ -76,7 +76,7 @@ def linear(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def is_autocast(device: torch.device) -> bool:
-    """Torch casts what its operations on `device` compute with."""
+    """Whether autocast is active for operations on `device`."""
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
@@ -85,13 +85,13 @@ def weight_gradient(d_out: Tensor, *, x: Tensor) -> Tensor:
     d_out, x = _rows(d_out).t(), _rows(x).t()  # [out, positions], [in, positions]
     if not _is_for_onednn(d_out, x):
         return d_out @ x.t()
-    # oneDNN takes its first operand by rows only, so one of the two is copied. The smaller: 8.5 -> 7.9 ms for 512 tokens, 512 -> 1408,
-    # with the copy that the result needs where it is kept by rows.
+    # oneDNN takes its first operand by rows only, so one of the two is copied. Copying the smaller one takes 8.5 -> 7.9 ms for 512 tokens,
+    # 512 -> 1408, including the copy of a result that must be stored by rows.
     return _product(x, d_out).t() if d_out.shape[0] > x.shape[0] else _product(d_out, x)
 
 
 def _is_for_onednn(a: Tensor, b: Tensor) -> bool:
-    """Whether oneDNN computes this product. torch keeps what it refuses with a message of its own, and products that other tools intercept."""
+    """Whether oneDNN computes this product. torch's own path is kept for invalid products, to raise its error, and for intercepted ones."""
     return (
         a.dtype in _BY_ONEDNN
         and a.dtype is b.dtype
@@ -104,7 +104,7 @@ def _is_for_onednn(a: Tensor, b: Tensor) -> bool:
 
 
 def _has_place(x: Tensor, weight: Tensor) -> bool:
-    """The backward may write the weight's gradient where it belongs. On the CPU the products are oneDNN's, which makes its own tensors."""
+    """Whether the backward may write the weight's gradient into its bucket. Not on the CPU, where oneDNN allocates its own results."""
     return (
         _computes_elsewhere(x)
         and weight.requires_grad
@@ -118,7 +118,7 @@ def _has_place(x: Tensor, weight: Tensor) -> bool:
 
 
 def _computes_elsewhere(x: Tensor) -> bool:
-    """`x` is not on the CPU."""
+    """Whether `x` is not on the CPU."""
     return x.device.type != "cpu"
 
 
@@ -182,12 +182,12 @@ class _LinearIntoPlace(torch.autograd.Function):
 
 
 def _taker(x: Tensor) -> Taker | None:
-    """Who takes the gradient of `x`, of any shape. A compiled product has nobody: who sums it waits for autograd."""
+    """The taker of the gradient of `x` (any shape). None under torch.compile, where the sum over ranks waits for autograd."""
     return None if torch.compiler.is_compiling() else taker_of(x)
 
 
 def _handed_over(take: Taker | None, d_x: Tensor) -> Tensor | None:
-    """The gradient of the input, [..., in], or what its taker returns in its place."""
+    """The gradient of the input, [..., in], or the tensor that its taker returns instead."""
     return d_x if take is None else take(d_x)
 
 
@@ -205,5 +205,5 @@ if HAS_ONEDNN:
 
     @register_flop_formula(torch.ops.mkldnn._linear_pointwise)
     def _count_operations(x: torch.Size, weight: torch.Size, *args, **kwargs) -> int:
-        """For torch's FLOP counter, which knows only torch's own products, and for the profilers that use it."""
+        """FLOPs for torch's FLOP counter and profilers that use it, which only support torch's own products."""
         return 2 * x.numel() * weight[0]

@@ -1,6 +1,7 @@
-"""Low-rank adapters (Hu et al. 2021, https://arxiv.org/abs/2106.09685): trained beside frozen linear layers, named as peft names them.
+"""Low-rank adapters (Hu et al. 2021, https://arxiv.org/abs/2106.09685) on frozen linear layers, named as in peft.
 
-A target keeps its module, name and weight. It gets two children, `lora_A.default.weight` [rank, in] and `lora_B.default.weight` [out, rank],
+A target keeps its module, name and weight. It gets two children, `lora_A.default.weight` [rank, in] and `lora_B.default.weight` [out,
+rank],
 and adds scale * B A dropout(x) to its output. Weights keep their dtype.
 """
 
@@ -24,8 +25,8 @@ _A, _B = "lora_A.default.weight", "lora_B.default.weight"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraPolicy:
-    """rank: of the product B A. alpha: its scale is alpha / rank. targets: ends of names of linear layers; ("all-linear",): all in lists of
-    layers. dropout: of the adapter's inputs, a probability."""
+    """rank: of the product B A. alpha: its scale is alpha / rank. targets: suffixes of names of linear layers; ("all-linear",) selects all
+    linear layers in lists of layers. dropout: of the adapter's inputs, a probability."""
 
     rank: int
     alpha: float
@@ -34,7 +35,7 @@ class LoraPolicy:
 
     @property
     def scale(self) -> float:
-        """What the product is multiplied by."""
+        """The factor on the product B A."""
         return self.alpha / self.rank
 
 
@@ -50,7 +51,7 @@ class PeftDescription:
 
 
 class _Named(nn.Module):
-    """A container with one child, "default". No ModuleDict, whose elements would be gathered one by one."""
+    """A container with one child, "default". Not a ModuleDict, whose elements would be gathered one by one."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -60,8 +61,8 @@ class _Named(nn.Module):
 def add_adapters(model: nn.Module, *, policy: LoraPolicy, base: str) -> None:
     """Freezes `model`, in place, and adds trained adapters on the meta device: see `adapter_values`.
 
-    base: where the frozen weights come from, for peft; empty: no folder has them.
-    Raises ValueError for targets that name no linear layer, and for one whose weight is another module's, too.
+    base: source of the frozen weights, for peft; empty if no folder has them.
+    Raises ValueError for targets that match no linear layer, and for layers whose weight is tied to another module's.
     """
     found = targets_of(model, targets=policy.targets)
     _refuse_tied(model, targets=found)
@@ -106,19 +107,19 @@ def _refuse_tied(model: nn.Module, *, targets: Mapping[str, nn.Module]) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is a part of an adapter."""
+    """Whether a parameter of this name belongs to an adapter."""
     return name.endswith((f".{_A}", f".{_B}"))
 
 
 def adapter_of(weight: str) -> tuple[str, str]:
-    """The names of A and B beside the layer with this weight."""
+    """The names of A and B of the layer with this weight."""
     layer = weight.removesuffix(".weight")
     return f"{layer}.{_A}", f"{layer}.{_B}"
 
 
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` is its frozen base, without gradients: its adapters are not computed.
+    """Context in which `model` is its frozen base, without gradients: adapters are not computed.
 
     Raises ValueError for a model without adapters.
     """
@@ -129,7 +130,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     for module in adapted:
         module.adapter_is_off = True
     try:
-        with torch.no_grad():  # a block that is recomputed in a backward would see the adapters again
+        with torch.no_grad():  # a block recomputed in a backward would include the adapters again
             yield
     finally:
         for module, was in zip(adapted, before, strict=True):
@@ -195,9 +196,10 @@ def merge_adapters(model: nn.Module, *, state: Mapping[str, Tensor], scale: floa
 def merged_parameters(
     model: nn.Module, *, read: Callable[[], Iterator[tuple[str, Tensor]]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, value of any shape) of the parameters of `model` without adapters: theirs are added to the weights beside them, in fp32.
+    """(name, value of any shape) of the parameters of `model` with adapters merged: their products are added to the layers' weights in
+    fp32.
 
-    read: (name, full value) of all its own; where there are adapters it is called twice, and read to its end.
+    read: yields (name, full value) of all parameters. If there are adapters, it is called twice and read to its end.
     """
     adapted: dict[str, Any] = {
         name: module for name, module in model.named_modules() if hasattr(module, "adapter_is_off")
@@ -217,7 +219,7 @@ def merged_parameters(
 
 
 def _added(module: Any, out: Tensor, *, x: Tensor, scale: float, dropout: float) -> Tensor:
-    """out [..., out], the layer's, and what its adapter makes of x [..., in]."""
+    """out [..., out], the output of the layer, plus the output of its adapter for x [..., in]."""
     if module.adapter_is_off:
         return out
     if dropout and module.training:
@@ -234,13 +236,13 @@ def _ends(name: str, *, end: str) -> bool:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """A linear layer of torch or a class of its kind (Falcon's multiplies by itself), or the Conv1D of transformers' GPT-2."""
+    """Whether this is torch's linear layer or a subclass (Falcon's has its own product), or the Conv1D of transformers' GPT-2."""
     return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
 def _sizes(module: nn.Module) -> tuple[int, int, bool]:
     """(inputs, outputs, whether the weight is [in, out])."""
-    # pyrefly: ignore[not-iterable]  # nn.Module says Tensor | Module for every name that a model has
+    # pyrefly: ignore[not-iterable]  # nn.Module types every attribute as Tensor or Module
     first, second = module.weight.shape
     is_turned = not isinstance(module, nn.Linear)
     return (first, second, True) if is_turned else (second, first, False)

@@ -1,4 +1,4 @@
-"""From logits to the loss."""
+"""The language model's loss."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from ztk.data.borders import IGNORED
 from ztk.kernels import bytes_kept, cross_entropy, linear_cross_entropy
 from ztk.nn.linear import Linear, is_autocast
 
-LARGE_LOGITS = 1 << 30  # bytes: below, the loss reads the logits of the head, as every run has since the first
+LARGE_LOGITS = 1 << 30  # bytes: for smaller logits, the loss uses the head's logits
 
 __all__ = ["IGNORED", "LanguageLoss"]
 
@@ -31,8 +31,8 @@ class LanguageLoss(nn.Module):
         return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, z_loss=z_loss, inplace=True)
 
     def of_head(self, head: nn.Module, *, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """As `forward` of the logits `head(x)`, x [B, T, C]. Where they would take more than `LARGE_LOGITS` bytes and more than the op keeps,
-        the loss comes from the head's weight in chunks of tokens (`ztk.kernels.linear_cross_entropy`), and the logits never exist.
+        """As `forward` of the logits `head(x)`, x [B, T, C]. If they would take more than `LARGE_LOGITS` bytes and more than the op keeps,
+        the loss is computed from the head's weight in chunks of tokens (`ztk.kernels.linear_cross_entropy`), without storing the logits.
         """
         if targets is None or not self._is_large(head, x=x):
             return self(head(x), targets)
@@ -41,8 +41,9 @@ class LanguageLoss(nn.Module):
 
     @staticmethod
     def _is_large(head: nn.Module, *, x: Tensor) -> bool:
-        """Of a head that is the plain product with a trained weight: not one with an adapter, whose gradient is deferred, or that autocast
-        computes in 16 bits, as the op does not."""
+        """Whether to compute the loss in chunks. Requires a plain product with a trained weight: no adapter, no deferred gradient, and no
+        autocast to
+        16 bits, which the op does not support."""
         if type(head) is not Linear or head.bias is not None or has_own_forward(head) or is_autocast(x.device):
             return False
         nbytes = x.numel() // head.in_features * head.out_features * x.element_size()

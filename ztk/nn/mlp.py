@@ -11,7 +11,7 @@ class SwiGLU(nn.Module):
     """x [..., C] -> down(silu(gate(x)) * up(x)) [..., C] (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
 
     def __init__(self, config: DecoderConfig, *, hidden_dim: int | None = None) -> None:
-        """hidden_dim: the width inside. None: that of `config`."""
+        """hidden_dim: the inner width. Defaults to the one in `config`."""
         super().__init__()
         inner = config.hidden_dim if hidden_dim is None else hidden_dim
         self.gate = Linear(config.dim, inner)

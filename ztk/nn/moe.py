@@ -31,8 +31,8 @@ class Exchange(Protocol):
 
 
 class Exchanged(Protocol):
-    """rows [S, C]: every slot's result. counts [E]: choices per expert over all ranks, multiplied by the weights of their
-    micro-batches. meanwhile: the result of what ran during the all-to-all."""
+    """rows [S, C]: every slot's result. counts [E]: choices per expert over all ranks, multiplied by the weights of their micro-batches.
+    meanwhile: the result of the function that ran during the all-to-all."""
 
     rows: Tensor
     counts: Tensor
@@ -42,8 +42,8 @@ class Exchanged(Protocol):
 class Router(nn.Module):
     """tokens [T, C] -> logits fp32 [T, E], never rounded to the model's dtype: a rounded logit changes the chosen experts.
 
-    The product of two 16-bit numbers is exact in fp32, so on a GPU they are multiplied as they are and added up in fp32. Gradients of logits
-    are fp32, and so are their products.
+    The product of two 16-bit numbers is exact in fp32, so on a GPU 16-bit inputs are multiplied directly and added up in fp32. Gradients of
+    logits are fp32, and so are their products.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -57,7 +57,7 @@ class Router(nn.Module):
 
 
 class _LogitProduct(torch.autograd.Function):
-    """tokens [T, C] times weight [E, C] transposed, in fp32. Saves no fp32 copy of what has another dtype."""
+    """tokens [T, C] times weight [E, C] transposed, in fp32. Saves no fp32 copy of inputs in other dtypes."""
 
     @staticmethod
     def forward(ctx, tokens: Tensor, weight: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class _LogitProduct(torch.autograd.Function):
 
 
 def _adds_wide_sums(tokens: Tensor) -> bool:
-    """Torch has products of 16-bit numbers with a result in fp32 where `tokens` are: on NVIDIA's GPUs."""
+    """Whether torch supports 16-bit products with an fp32 result on the device of `tokens`: on NVIDIA's GPUs."""
     return tokens.device.type != "cpu" and not torch.version.hip
 
 
@@ -99,7 +99,8 @@ class StackedExperts(nn.Module):
     def forward(
         self, x: Tensor, *, offsets: Tensor, order: Tensor | None = None, position: Tensor | None = None
     ) -> Tensor:
-        """x [T, C] read through `order` and `position`, or sorted by expert without; offsets int32 [E + 1] -> [S, C] by slot."""
+        """x [T, C], read through `order` and `position`, or already sorted by expert without them; offsets int32 [E + 1] -> [S, C] by
+        slot."""
         x, (gate, up, down) = _cast_for_autocast(x, weights=(self.gate, self.up, self.down))
         gated, raised = grouped_matmul_pair(x, gate, up, offsets=offsets, order=order, position=position)
         return grouped_matmul(swiglu(gated, raised), down, offsets=offsets)
@@ -108,7 +109,7 @@ class StackedExperts(nn.Module):
 class SparseMLP(nn.Module):
     """x [..., C] -> the weighted sum of each token's `experts_per_token` best experts, and of the shared expert if there is one.
 
-    Weights are the router's probabilities of the chosen experts, divided by their sum. With `exchange` the experts are spread over
+    Weights are the router's probabilities of the chosen experts, divided by their sum. With `exchange` the experts are distributed over
     ranks, and `experts` are this rank's.
     """
 

@@ -1,4 +1,4 @@
-"""Text from a model."""
+"""Sampling of text from a model."""
 
 from collections.abc import Callable
 

@@ -27,7 +27,7 @@ def argument(batch: Arguments, *, index: int, name: str) -> Tensor | None:
 def sequence_length(batch: Arguments, *, carry: object, parts: int) -> int:
     """Tokens T of a full sequence: from the micro-batch's first tensor [B, T, ...], else from a training pass's carry [B, T / parts, ...].
 
-    Raises ValueError without a micro-batch outside of training, where the carry does not say whether it is cut.
+    Raises ValueError without a micro-batch outside of training, where the carry may or may not be cut.
     """
     given = next((value for value in chain(batch.args, batch.kwargs.values()) if isinstance(value, Tensor)), None)
     if given is not None:
