@@ -1,6 +1,6 @@
-"""`parallelize`: every technique is applied to a plain module from outside, one after the other, over one `Plan`.
+"""`parallelize`: applies every technique to a plain module from outside, one after the other, over one `Plan`.
 
-The module, the optimizer and the training program know nothing of the techniques. The order is fixed: pipeline stages, tensors,
+The module, the optimizer and the training program are independent of the techniques. The order is fixed: pipeline stages, tensors,
 sequences, experts, ZeRO with its stores, recomputation, engine.
 """
 
@@ -70,22 +70,24 @@ def parallelize(
 
     model: a plain module, on any device. On the meta device it needs `initial_values(name=, start=, stop=)`; otherwise every rank starts
         with rank 0's values. The engine takes its parameters over: dtype, memory and device follow the policies.
-    torch_optimizer: with OptimizerPolicy(name="torch"), any elementwise optimizer over the model's parameters. Its own step runs over this
-        rank's shards, with the options that its parameter groups have at the time, and between its step hooks; until the engine is closed the
-        object's own step, state_dict, load_state_dict and add_param_group raise, and its zero_grad drops the engine's gradients.
-    lr_table: fp32 [steps], the multiplier of the learning rate for each update; the last one stays. None: constant.
-    experts: a regular expression for the layers whose experts are spread over the mesh's expert axis. None: all layers with experts.
+    torch_optimizer: with OptimizerPolicy(name="torch"), any elementwise optimizer over the model's parameters. Its own step and step hooks
+        run over this rank's shards, with the current options of its parameter groups. Until the engine is closed, the object's own step,
+        state_dict, load_state_dict and add_param_group raise, and its zero_grad drops the engine's gradients.
+    lr_table: fp32 [steps], the multiplier of the learning rate for each update; after the last one it stays constant. If omitted, the rate
+        is constant.
+    experts: a regular expression for the layers whose experts are distributed over the mesh's expert axis. Defaults to all layers with
+    experts.
     pipeline: how a mesh with several stages cuts and runs the model, which is then a `ztk.parallel.pipeline.PipelineModule` or the native
         decoder. The engine is a `PipelineEngine`.
-    parts: of a model whose tensors are already cut over the mesh's tensor-parallel ranks. None: they are cut here.
+    parts: for a model that is already cut over the mesh's tensor-parallel ranks, its parts. If omitted, the model is cut here.
     accumulation_steps: micro-batches per step.
-    fast_linear: on the CPU, torch's own linear layers in `model` multiply float32 by `ztk.nn.linear`, as the native decoder's do: up to
+    fast_linear: on the CPU, torch's own linear layers in `model` multiply float32 by `ztk.nn.linear`, as in the native decoder: up to
         twice as fast, depending on the processor, with other rounding than plain torch. 16-bit types that the processor cannot multiply
         always use it.
     sample_batch: a micro-batch to measure layers with, for partition="profile".
-    model_divides_sequences: ranks of the mesh's sequence axis get parts of sequences from the caller, whose layers exchange what they need;
-        otherwise the native decoder is changed to do both.
-    ema: keeps a moving average of the trained weights, for `engine.averaged()`, on the tier that it names. None: none.
+    model_divides_sequences: the caller passes parts of sequences to the ranks of the mesh's sequence axis, and the model's layers exchange
+        data; otherwise the native decoder is changed to do both.
+    ema: keeps a moving average of the trained weights, for `engine.averaged()`, on the tier in the policy. If omitted, no average is kept.
 
     Raises:
         ValueError: for policies that do not fit together, or that do not fit the model or the mesh.
@@ -157,7 +159,7 @@ def _taken_over(optimizer: torch.optim.Optimizer, *, engine: Engine) -> ScriptOp
 
 
 def _device_of_states(offload: OffloadPolicy | None, *, process: Process) -> torch.device:
-    """Where the optimizer runs."""
+    """The device on which the optimizer runs."""
     return process.device if offload is None or offload.optimizer is Tier.none else torch.device("cpu")
 
 
@@ -170,7 +172,7 @@ def _step_of(
     device: torch.device,
     precision: PrecisionPolicy,
 ) -> FlatOptimizer | TorchStep:
-    """The update of `policy` with the master weights of `precision`, or the step of the optimizer that was given."""
+    """The update of `policy` with the master weights of `precision`, or the step of `given`."""
     if (given is None) != (policy.name != TORCH):
         raise ValueError(
             f"torch_optimizer goes with optimizer=OptimizerPolicy(name={TORCH!r}), and this policy has the name {policy.name!r}: "
@@ -189,7 +191,7 @@ def _step_of(
 
 
 def apply_fast_products(plan: Plan, *, fast_linear: bool) -> None:
-    """On the CPU: freed memory is kept, and linear layers use ztk's products where they are asked for or needed.
+    """On the CPU: keeps freed memory, and makes linear layers use ztk's products if requested or required.
 
     Raises ValueError for `fast_linear` on another device.
     """
@@ -203,7 +205,7 @@ def apply_fast_products(plan: Plan, *, fast_linear: bool) -> None:
 
 
 def apply_pipeline(plan: Plan, *, sample_batch: object | None) -> None:
-    """Leaves this rank's stages in the model, and finds which parameters of the full model train.
+    """Keeps only this rank's stages in the model, and records which parameters of the full model train.
 
     Raises ValueError for a model that cannot be cut into stages, and for one with nothing to train.
     """
@@ -225,7 +227,7 @@ def apply_pipeline(plan: Plan, *, sample_batch: object | None) -> None:
 
 
 def apply_tensor(plan: Plan, *, parts: Mapping[str, Part] | None) -> None:
-    """Cuts weights over the tensor-parallel ranks, unless `parts` says that they are cut."""
+    """Cuts weights over the tensor-parallel ranks, unless `parts` describes a cut model."""
     if parts is not None:
         plan.parts |= parts
     elif plan.mesh.comm("tp").size > 1:
@@ -241,21 +243,21 @@ def apply_sequence(plan: Plan) -> None:
 
 
 def apply_experts(plan: Plan) -> None:
-    """Spreads experts over the ranks of the expert axis."""
+    """Distributes experts over the ranks of the expert axis."""
     plan.parts |= shard_experts(
         plan.model, mesh=plan.mesh, pattern=plan.experts, tokens_cut_along_tp=plan.tensor.sequence_parallel
     )
 
 
 def apply_copies(plan: Plan) -> None:
-    """Parameters that several stages hold start with the same values and are marked as copies of one."""
+    """Gives parameters that several stages hold the same first values and marks them as copies."""
     if plan.stages is not None:
         share_values(plan.stages, comm=plan.mesh.comm("pp"))
         plan.parts = mark_copies(plan.parts, stages=plan.stages, comm=plan.mesh.comm("pp"))
 
 
 def _embeddings(plan: Plan) -> frozenset[str]:
-    """Names of embeddings' weights, tied heads with them, on all stages of a pipeline."""
+    """Names of embedding weights, including tied heads, on all stages of a pipeline."""
     tables = {
         id(weight)
         for module in plan.model.modules()
@@ -269,7 +271,7 @@ def _embeddings(plan: Plan) -> frozenset[str]:
 
 
 def _check_matrices(plan: Plan, *, groups: GroupTable) -> None:
-    """Raises ValueError for a matrix that the tensor-parallel ranks do not have together, or a parameter of which LAMB needs the norm."""
+    """Raises ValueError for a matrix that is not on one group of tensor-parallel ranks, or a cut parameter whose norm LAMB needs."""
     for name, row in groups.row_of.items():
         part = plan.parts.get(name)
         if plan.optimizer.name == "lamb" and part is not None and not part.is_full:
@@ -315,7 +317,7 @@ def apply_recompute(plan: Plan) -> None:
 
 
 def place_buffers(plan: Plan) -> None:
-    """Moves buffers to the device, with rank 0's values. The model fills those on the meta device: `materialise_buffers(device)`.
+    """Moves buffers to the device, with rank 0's values. Buffers on the meta device are filled by the model: `materialise_buffers(device)`.
 
     Raises ValueError if it has no such method.
     """
@@ -325,7 +327,7 @@ def place_buffers(plan: Plan) -> None:
     if any(buffer.is_meta for buffer in model.buffers()):
         if not hasattr(model, "materialise_buffers"):
             raise ValueError("the model has buffers on the meta device and no materialise_buffers(device) to fill them")
-        # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
+        # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
         model.materialise_buffers(device)
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -336,7 +338,7 @@ def place_buffers(plan: Plan) -> None:
 
 
 def build_engine(plan: Plan, *, groups: GroupTable) -> Engine:
-    """The engine over what the techniques have made of the model; its counters start at zero."""
+    """Builds the engine over the model after all techniques are applied; its counters start at zero."""
     control = StepControl(
         optimizer=plan.optimizer,
         groups=groups,
@@ -346,7 +348,7 @@ def build_engine(plan: Plan, *, groups: GroupTable) -> Engine:
         device=plan.process.device,
     )
     scale_router_losses(plan.model, loss_scale=control.loss_scale)
-    plan.mesh.counters.reset()  # what building moved is not what training moves
+    plan.mesh.counters.reset()  # exclude the traffic of building
     kind = Engine
     if plan.stages is not None:
         kind = functools.partial(PipelineEngine, stages=plan.stages, policy=plan.pipeline, deferred=plan.deferred)

@@ -1,4 +1,4 @@
-"""What `parallelize` was asked for, and what the techniques that were applied so far have left for the next ones."""
+"""Arguments of `parallelize`, and intermediate results of the techniques applied so far."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -30,11 +30,11 @@ from ztk.zero.zero import Zero
 
 @dataclass(kw_only=True)
 class Plan:
-    """One call of `parallelize`, see there for the fields up to `ema`; every one has a value here.
+    """One call of `parallelize`, which documents the fields up to `ema`; here every field has a value.
 
     trained: shapes of the full model's parameters that require gradients, by name, before anything is cut.
-    parts: which box of the full parameter this rank has, by name; it has all of parameters that are not listed.
-    tensors: what `apply_tensor` cut, or None. stages: this rank's pipeline stages, or None. sharded: ZeRO over the model.
+    parts: this rank's box of the full parameter, by name. Parameters without an entry are full.
+    tensors: result of `apply_tensor`, or None. stages: this rank's pipeline stages, or None. sharded: ZeRO over the model.
     """
 
     model: nn.Module
@@ -87,12 +87,12 @@ class Plan:
 
     @property
     def has_average_apart(self) -> bool:
-        """The moving average of the weights is stored on another tier than the optimizer states."""
+        """Whether the moving average of the weights is stored on another tier than the optimizer states."""
         return self.ema is not None and self.ema.is_apart(optimizer=self.offload.optimizer)
 
     @property
     def is_cut(self) -> bool:
-        """Some rank has less than the full model, not counting what ZeRO shards."""
+        """Whether some rank has less than the full model, before ZeRO."""
         return max(self.mesh.comm(axis).size for axis in ("pp", "tp", "ep")) > 1
 
 

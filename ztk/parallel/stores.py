@@ -1,4 +1,4 @@
-"""Where ZeRO's shards are stored, and how large the pool of an NVMe store is."""
+"""Chooses the stores of ZeRO's shards, and the size of an NVMe store's pool."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ def make_stores(plan: Plan, *, policy: OffloadPolicy) -> Stores:
 
 
 def _for_average(policy: OffloadPolicy) -> OffloadPolicy:
-    """Of a store that has the average alone, which passes through the blocks of its threads. Raises ValueError without a folder."""
+    """The policy of a store for the average only, which passes through the blocks of its threads. Raises ValueError without a folder."""
     if not policy.nvme_path:
         raise ValueError("ema.offload=nvme needs a folder: set offload.nvme_path=FOLDER")
     return replace(policy, buffer_count=MIN_BUFFER_COUNT, buffer_bytes=min(policy.buffer_bytes, policy.block_bytes))
@@ -68,7 +68,7 @@ def fit_pool(plan: Plan) -> OffloadPolicy:
 
 
 def piece_size(policy: OffloadPolicy, *, states: StateFormat) -> int | None:
-    """How many elements fit a pool buffer with master weights and states, or None: no limit.
+    """Elements whose master weights and states fit into a pool buffer, or None if there is no limit.
 
     Raises ValueError for a buffer that holds too few.
     """
@@ -85,7 +85,7 @@ def piece_size(policy: OffloadPolicy, *, states: StateFormat) -> int | None:
 
 
 def _block_bytes(states: StateFormat) -> tuple[int, int]:
-    """(bytes of `SHARD_ALIGNMENT` elements' master weights and states, bytes that padding between rows takes at most)."""
+    """(bytes of `SHARD_ALIGNMENT` elements' master weights and states, maximum bytes of padding between rows)."""
     rows = states.all_rows(has_master=True)
     spare = 0 if states.is_plain else ROW_ALIGNMENT * len(rows)
     return sum(row.nbytes(SHARD_ALIGNMENT) for row in rows), spare

@@ -1,4 +1,4 @@
-"""Mixtures of experts: DeepSpeed's layer, and experts of any layer spread over ranks."""
+"""Mixtures of experts: DeepSpeed's layer, and the distribution of any layer's experts over ranks."""
 
 from ztk.parallel.moe.groups import (
     configure_moe_param_groups,

@@ -2,7 +2,7 @@
 
 Work between `start` and `wait` in the forward also overlaps the all-to-all of the backward: among the nodes that are ready, autograd
 runs the one created last, and the backward of `wait` only starts the all-to-all for which the backward of `start` waits.
-What arrives has the dtype of what was sent.
+Received rows have the dtype of the sent ones.
 """
 
 from collections.abc import Sequence
@@ -31,14 +31,14 @@ class AsyncAllToAll:
         return _Start.apply(rows, anchor, self)
 
     def wait(self, buffer: Tensor) -> Tensor:
-        """What `start` returned, filled with the received rows [sum(receive), C]."""
+        """Waits for the received rows. `buffer` is the result of `start`; returns rows [sum(receive), C]."""
         return _Wait.apply(buffer, self)
 
     def start_forward(self, rows: Tensor) -> Tensor:
         """Starts the all-to-all of rows [sum(send), C] without autograd; returns its output buffer [sum(receive), C]."""
         out = rows.new_empty(sum(self.receive), rows.shape[1])
         self._source = rows.detach().contiguous()  # kept alive until it has been sent
-        # The thread that sends would record gradients: it must not see tensors that have a history, or are about to get one.
+        # The sending thread would record gradients, so it must get tensors without autograd history.
         self._work = self._comm.all_to_all_rows(
             self._source, out=out.detach(), send=self.send, receive=self.receive, label=self._label
         )

@@ -1,9 +1,9 @@
-"""Expert parallelism: an all-to-all sends tokens to their experts, another one brings the results back. No token is dropped, no buffer padded.
+"""Expert parallelism: an all-to-all sends tokens to their experts, and another returns the results. No token is dropped, no buffer padded.
 
 Rank r of the expert axis has experts [r E/n, (r + 1) E/n). A rank's slots are sorted by expert, so the rows for one rank are contiguous.
-Received rows are sorted by sender, then by expert; the grouped products read them through a permutation. First the ranks gather how many
-choices fell on each expert: one small collective, and the only time in a layer that the host waits for the device, which meanwhile sorts the
-tokens that are sent. Counts have an integer dtype.
+Received rows are sorted by sender, then by expert; the grouped products read them through a permutation. First the ranks gather the number
+of choices per expert. This small collective is the only time in a layer that the host waits for the device, which meanwhile sorts
+the tokens to send. Counts have an integer dtype.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ class ExpertExchange:
         meanwhile: Callable[[], Tensor] | None = None,
         weight: float = 1.0,
     ) -> Exchanged:
-        """Runs tokens [T, C] through `experts(x, offsets=, order=, position=)` of the ranks that have them. A collective call along "ep"
+        """Runs tokens [T, C] through `experts(x, offsets=, order=, position=)` on the ranks that hold them. A collective call along "ep"
         and "data".
 
         experts: this rank's. meanwhile: work to do during the first all-to-all. weight: of this rank's tokens in `counts`; the ranks'
@@ -98,7 +98,7 @@ def _weighed(counts: Tensor, *, weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchPlan:
-    """How many rows go to which rank, and the slots of the rows that this rank's experts receive."""
+    """Numbers of rows per rank, and the slots of the rows that this rank's experts receive."""
 
     send: list[int]  # rows to each rank of the expert axis
     receive: list[int]  # rows from each
@@ -106,7 +106,8 @@ class DispatchPlan:
 
     @staticmethod
     def balanced(counts: Tensor, *, rows: int, experts: Comm) -> "DispatchPlan":
-        """For counts [data, E] without values: all ranks of the expert axis get equal parts of each rank's `rows`, the first a row more."""
+        """A plan for counts [data, E] without values: each rank's `rows` are divided equally over the expert axis, with one more row for
+        the first."""
         send = [rows // experts.size + (rank < rows % experts.size) for rank in range(experts.size)]
         receive = [send[experts.rank]] * experts.size
         own = counts.shape[1] // experts.size
@@ -130,7 +131,7 @@ class PlanUnderWay:
     experts: Comm
 
     def finish(self) -> DispatchPlan:
-        """Waits until the host knows the totals, for what was computed before `start` and not for what was given to the device since."""
+        """Waits until the totals are on the host: for work issued before `start`, but not for later work."""
         totals, rank = self.totals.wait().tolist(), self.experts.rank
         send = totals[rank]
         receive = [row[rank] for row in totals]

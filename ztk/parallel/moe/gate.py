@@ -1,9 +1,10 @@
-"""Which tokens go to which experts when experts have a capacity: DeepSpeed's top-1, top-2 and top-k.
+"""Assignment of tokens to experts with a capacity: DeepSpeed's top-1, top-2 and top-k.
 
 T tokens, E experts, k choices. An expert takes at most max(ceil(T / E * k * factor), min_capacity) tokens. Choices beyond that are dropped:
-their weight is zero, and the residual connection around the layer carries the token on. Everything is arithmetic on [T, E]. Random numbers
-come from torch's own generator in DeepSpeed's order, so that the same seed gives the same choices. Tensor-parallel ranks see the same tokens
-and take their first rank's random numbers, so that they choose alike.
+their weight is zero, and the residual connection around the layer carries the token on. All computation is on [T, E]. Random numbers
+come from torch's own generator in DeepSpeed's order, so that the same seed gives the same choices. Tensor-parallel ranks have the same
+tokens
+and use their first rank's random numbers, so their choices agree.
 
 Lepikhin et al. 2020 (GShard), https://arxiv.org/abs/2006.16668; random token selection: Kim et al. 2021, https://arxiv.org/abs/2109.10465
 Results have the dtype of x.
@@ -21,7 +22,7 @@ _JITTER = 1e-2  # inputs are multiplied by 1 plus or minus this
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatePolicy:
-    """How tokens choose experts; see the arguments of `ztk.parallel.moe.MoE`."""
+    """Routing options; see the arguments of `ztk.parallel.moe.MoE`."""
 
     k: int
     capacity_factor: float
@@ -33,7 +34,7 @@ class GatePolicy:
     sample_second: bool
 
     def capacity(self, *, tokens: int, experts: int, training: bool) -> int:
-        """How many of `tokens` each expert takes. In float32 as in DeepSpeed: 10 * 1.1 is 11 there and above 11 in float64."""
+        """Number of `tokens` that each expert takes. In float32 as in DeepSpeed: 10 * 1.1 is 11 there and above 11 in float64."""
         factor = self.capacity_factor if training else self.eval_capacity_factor
         scaled = tokens / experts * torch.tensor(factor * self.k, dtype=torch.float32)
         return max(int(scaled.ceil()), self.min_capacity)
@@ -41,7 +42,7 @@ class GatePolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """Where tokens go. A choice that was dropped has kept False and weight 0."""
+    """The experts and places of tokens. A dropped choice has kept False and weight 0."""
 
     experts: Tensor  # int64 [T, k], best first
     places: Tensor  # int64 [T, k], from 0 to below capacity where kept
@@ -59,7 +60,7 @@ def uniform(like: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gating:
-    """What a choice depends on besides the logits. used_token: [T], 0 for tokens that go to no expert; for k=1 only.
+    """Inputs of the assignment other than the logits. used_token: [T], 0 for tokens that go to no expert; for k=1 only.
 
     largest_load: choices per expert, int64 [E] -> the capacity that suffices on every rank; called if nothing is dropped.
     uniform: float32 random numbers of the shape and on the device of its argument, from 0 to below 1.
@@ -72,7 +73,7 @@ class Gating:
     used_token: Tensor | None = None
 
     def capacity(self, logits: Tensor, *, counts: Tensor) -> int:
-        """How many tokens each expert takes. logits: [T, E]. counts: choices per expert, int64 [E]."""
+        """Number of tokens that each expert takes. logits: [T, E]. counts: choices per expert, int64 [E]."""
         if not self.policy.drop_tokens:
             return self.largest_load(counts)
         return self.policy.capacity(tokens=logits.shape[0], experts=logits.shape[1], training=self.training)
@@ -97,7 +98,7 @@ def assign(logits: Tensor, *, gating: Gating) -> Assignment:
 
 
 def _top1(logits: Tensor, *, gating: Gating) -> Assignment:
-    """The weight is the probability itself. Beyond the capacity, random tokens are kept, or without random selection the first ones."""
+    """The weight is the probability. Beyond the capacity, random tokens are kept; without random selection, the first ones."""
     policy, gates = gating.policy, logits.softmax(dim=1)
     noisy = policy.noise == "RSample" and gating.training
     chosen = (logits + _gumbel(logits, uniform=gating.uniform) if noisy else gates).argmax(dim=1, keepdim=True)
@@ -150,7 +151,7 @@ def _top2(logits: Tensor, *, gating: Gating) -> Assignment:
 
 
 def _topk(logits: Tensor, *, gating: Gating) -> Assignment:
-    """Beyond the capacity, an expert keeps the tokens with the highest probabilities."""
+    """Each expert keeps the tokens with the highest probabilities, up to its capacity."""
     gates = logits.softmax(dim=1)
     values, chosen = gates.topk(gating.policy.k, dim=1)
     mask = torch.zeros_like(gates, dtype=torch.int64).scatter_(1, chosen, 1)
@@ -179,7 +180,7 @@ def _one_hot(chosen: Tensor, *, like: Tensor) -> Tensor:
 
 
 def _places(mask: Tensor) -> Tensor:
-    """How many tokens before each one chose the same expert: int64 [T, E], -1 or more."""
+    """Number of earlier tokens that chose the same expert: int64 [T, E], -1 or more."""
     return mask.cumsum(dim=0) - 1
 
 

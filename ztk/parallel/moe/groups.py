@@ -1,4 +1,4 @@
-"""DeepSpeed's helpers that put expert parameters into groups of their own. ztk does not need such groups; scripts make them."""
+"""DeepSpeed's helpers that put expert parameters into separate groups. ztk does not need such groups; scripts make them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,7 +10,7 @@ MAX_GROUP_SIZE = 178956971  # elements, DeepSpeed's
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """(whether `m` has a layer of experts, how many experts the first one has, or 0)."""
+    """(whether `m` has a layer of experts, number of experts of the first such layer or 0)."""
     first = next((module for module in m.modules() if isinstance(module, MoE)), None)
     return first is not None, 0 if first is None else first.num_experts
 
@@ -28,7 +28,7 @@ def is_moe_param_group(param_group: dict) -> bool:
 def split_params_into_shared_and_expert_params(
     params: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """(parameters that belong to no expert, parameters that do)."""
+    """(parameters that belong to no expert, expert parameters)."""
     params = list(params)
     return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
 
@@ -38,7 +38,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 ) -> list[dict]:
     """The groups without their expert parameters, then one or more groups with "moe": True per expert group name, with the same options.
 
-    Groups need a "name". max_group_size: elements of an expert group; None: no limit.
+    Groups need a "name". max_group_size: elements of an expert group. If None, there is no limit.
 
     Raises:
         ValueError: for anything but a dict or a list of dicts.
@@ -60,7 +60,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: list) -> list[dict]:
-    """A list of parameters, or of groups, as groups with the expert parameters separated. Groups with the key "moe" stay as they are.
+    """Converts a list of parameters or groups to groups with separate expert parameters. Groups with the key "moe" are not changed.
 
     Raises ValueError for anything but a list with elements.
     """

@@ -18,15 +18,15 @@ _NOISE = (None, "None", "Jitter", "RSample")
 class MoE(nn.Module):
     """hidden [..., C] -> (output [..., C], l_aux, exp_counts [E]), as `deepspeed.moe.layer.MoE`.
 
-    hidden_size: C, features of a token. expert: a module [..., C] -> [..., C] (of a tuple the first element counts); the layer
+    hidden_size: C, features of a token. expert: a module [..., C] -> [..., C] (the first element of a tuple is used); the layer
     makes `num_experts` copies of it.
-    ep_size: over how many ranks `ztk.parallel.moe.shard_experts` spreads the experts; 1: all experts on every rank.
+    ep_size: number of ranks over which `ztk.parallel.moe.shard_experts` distributes the experts; 1 keeps all experts on every rank.
     k: experts per token. capacity_factor, eval_capacity_factor, min_capacity: each expert takes at most
         max(ceil(tokens / num_experts * k * factor), min_capacity) of a rank's tokens.
-    use_residual: `expert` itself sees every token too; a learned mix of both is the output (Rajbhandari et al. 2022,
+    use_residual: applies `expert` itself to every token, too, and returns a learned mix of both (Rajbhandari et al. 2022,
         https://arxiv.org/abs/2201.05596).
     noisy_gate_policy: "Jitter" multiplies the gate's input by 1 +- 0.01, "RSample" samples top-1 choices; in training.
-    drop_tokens: False gives every expert the capacity that it needs; the host waits for that number.
+    drop_tokens: if False, every expert gets the capacity that it needs; the host waits for that number.
     use_rts: with k=1 random tokens are dropped instead of the last ones.
     top2_2nd_expert_sampling: with k=2 the second expert is sampled.
 
@@ -82,9 +82,9 @@ class MoE(nn.Module):
             sample_second=top2_2nd_expert_sampling,
         )
         self.load = ExpertLoad()
-        self.comm: Comm | None = None  # the ranks that the experts are spread over; None: all are on this rank
+        self.comm: Comm | None = None  # ranks that share the experts; None if all are on this rank
         self.same_tokens: Comm | None = (
-            None  # ranks that see the same tokens and must draw the same numbers; None: this one
+            None  # ranks with the same tokens, which must draw the same numbers; None if there is one
         )
         self.register_load_state_dict_pre_hook(_rename_deepspeeds)
 
@@ -186,7 +186,7 @@ def _check(*, num_experts: int, ep_size: int, k: int, noise: str | None) -> None
 def _fill_places(tokens: Tensor, *, slots: Tensor, num_places: int) -> Tensor:
     """[num_places, C]: the token of each place, zeros where there is none. slots: int64 [T, k], `num_places` for dropped choices."""
     T = tokens.shape[0]
-    source = slots.new_full((num_places + 1,), T)  # one scratch place more, for what was dropped
+    source = slots.new_full((num_places + 1,), T)  # one extra place for dropped choices
     numbers = torch.arange(T, device=slots.device)[:, None].expand_as(slots)
     source.scatter_(0, slots.flatten(), numbers.flatten())
     padded = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
@@ -205,7 +205,7 @@ def _first(out: Tensor | tuple) -> Tensor:
 
 
 def _rename_deepspeeds(module: MoE, state_dict: dict, prefix: str, *rest: object) -> None:
-    """A state_dict that DeepSpeed's layer wrote has other names."""
+    """Renames the entries of a state_dict from DeepSpeed's layer."""
     renames = {"deepspeed_moe.gate.wg.": "gate.", "deepspeed_moe.experts.deepspeed_experts.": "experts."}
     for old, new in renames.items():
         for name in [name for name in state_dict if name.startswith(prefix + old)]:

@@ -1,4 +1,4 @@
-"""How a model's experts were used since the metrics were last read: one gather for all layers and ranks, and the only wait for the device."""
+"""Expert usage since the metrics were last read. One gather covers all layers and ranks, with the only wait for the device."""
 
 import functools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class _Layer:
 
 
 def metrics_of_experts(model: nn.Module, *, mesh: Mesh) -> Callable[[], dict[str, object]] | None:
-    """`expert_metrics` of `model`, a collective call of all ranks; None if no rank has expert layers. Pipeline stages have different
+    """`expert_metrics` of `model`, a collective call of all ranks, or None if no rank has expert layers. Pipeline stages have different
     layers, so with a pipeline this is a collective call too.
     """
     has_some = next(_loads(model), None) is not None

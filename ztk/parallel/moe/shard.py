@@ -1,7 +1,7 @@
-"""Spreads a model's experts over the ranks of the mesh's expert axis, from outside: the model is written for one rank.
+"""Distributes a model's experts over the ranks of the mesh's expert axis, from outside: the model is written for one rank.
 
-Three kinds of layers: the decoder's own (`ztk.nn`), `ztk.parallel.moe.MoE` with modules as experts, and stacked ones as Hugging Face's
-(`ztk.parallel.moe.stacked`).
+Three kinds of layers are supported: the decoder's own (`ztk.nn`), `ztk.parallel.moe.MoE` with modules as experts, and stacked ones as in
+Hugging Face's models (`ztk.parallel.moe.stacked`).
 """
 
 import re
@@ -29,12 +29,12 @@ class ExpertLayer:
 
     @property
     def num_experts(self) -> int:
-        """Experts of the full model, before they are spread."""
+        """Experts of the full model, before they are distributed."""
         return self.module.router.weight.shape[0] if isinstance(self.module, SparseMLP) else self.module.num_experts
 
 
 def expert_layers(model: nn.Module, *, pattern: str | None = None) -> Iterator[ExpertLayer]:
-    """The layers of `model` whose experts can be spread; with `pattern`, only those whose name matches it.
+    """The layers of `model` whose experts can be distributed; with `pattern`, only layers whose name matches it.
 
     pattern: a regular expression. Raises ValueError if it matches no such layer.
     """
@@ -55,11 +55,12 @@ def shard_experts(
 ) -> dict[str, Part]:
     """Keeps this rank's experts of every layer, in place, and inserts the all-to-alls. A collective call along "ep".
 
-    Stacked weights are cut along their first dimension; where experts are modules, other ranks' experts are removed. Names stay: expert 5
-    is `experts.5` on the rank that has it. Parameters on the meta device stay there; other values are those of the axis' first rank.
-    The load-balancing loss counts over all data-parallel ranks, whether or not experts are spread.
+    Stacked weights are cut along their first dimension; if experts are modules, other ranks' experts are removed. Names stay: expert 5
+    is `experts.5` on the rank that has it. Parameters on the meta device stay there; other values come from the axis' first rank.
+    The load-balancing loss counts over all data-parallel ranks, whether or not experts are distributed.
 
-    pattern: as for `expert_layers`. tokens_cut_along_tp: tensor-parallel ranks have different tokens at the layers, and sum their gradients.
+    pattern: as for `expert_layers`. tokens_cut_along_tp: tensor-parallel ranks have different tokens at the layers, and sum their
+    gradients.
     Returns the parts by parameter name, none if the mesh has no expert axis.
 
     Raises ValueError if the ranks do not divide the number of experts, and for an expert axis that no layer uses.
@@ -108,7 +109,7 @@ class _Cutter:
         parts = self._cut_stacked(module, name=self._layer.name)
         exchange = ExpertExchange(self._mesh, label=self._layer.name)
         module.forward = SpreadExperts(module.forward, num_experts=module.num_experts, exchange=exchange)
-        module.num_experts = len(self._own)  # which its own forward reads
+        module.num_experts = len(self._own)  # read by its own forward
         return parts
 
     def _cut_stacked(self, module: nn.Module, *, name: str) -> dict[str, Part]:
@@ -136,12 +137,12 @@ class _Cutter:
         return parts
 
     def _traits(self) -> dict:
-        """Tensor-parallel ranks have the same experts and see the same tokens."""
+        """Keywords of parts. Tensor-parallel ranks have the same experts and the same tokens."""
         return {"axis": "expert_data", "replica": self._mesh.comm("tp").rank}
 
 
 def _stays_unspread(layer: ExpertLayer, *, degree: int) -> bool:
-    """Whether the layer is not spread: `MoE` names its number of ranks, which is the axis' or 1.
+    """Whether the layer is not distributed: `ep_size` of `MoE` is the size of the axis, or 1.
 
     Raises ValueError for another number.
     """

@@ -1,8 +1,9 @@
 """Experts as one module with stacked weights, as in Hugging Face's transformers since version 5.
 
 Such a module has `num_experts`, parameters that all start with that dimension, and is called as `experts(hidden [T, C], choices [T, k],
-weights [T, k])` for the weighted sum [T, C]. When it is spread over ranks it keeps its own forward, which then sees this rank's weights and
-one choice of weight 1 per row. Results have the dtype of their inputs.
+weights [T, k])` for the weighted sum [T, C]. After it is distributed over ranks it keeps its own forward, which then gets this rank's
+weights
+and one choice of weight 1 per row. Results have the dtype of their inputs.
 """
 
 import inspect
@@ -17,11 +18,11 @@ from ztk.parallel.moe.exchange import ExpertExchange
 _CALLS = (
     ("top_k_index", "top_k_weights"),
     ("router_indices", "routing_weights"),
-)  # how models name choices and weights
+)  # names of choices and weights in models
 
 
 def is_stacked_experts(module: nn.Module) -> bool:
-    """Whether `module` has stacked experts as this file describes them."""
+    """Whether `module` has stacked experts as described in the module docstring."""
     number, parameters = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
     if not isinstance(number, int) or not parameters or any(p.dim() < 2 or p.shape[0] != number for p in parameters):
         return False
@@ -30,7 +31,7 @@ def is_stacked_experts(module: nn.Module) -> bool:
 
 
 class SpreadExperts:
-    """The forward of a module whose experts are spread over ranks. `forward` is the module's own, over this rank's experts:
+    """The forward of a module whose experts are distributed over ranks. `forward` is the module's own, over this rank's experts:
     (hidden [T, C], choices [T, 1], weights [T, 1]) -> [T, C]."""
 
     def __init__(self, forward: Callable[..., Tensor], *, num_experts: int, exchange: ExpertExchange) -> None:
@@ -54,8 +55,9 @@ class SpreadExperts:
         return moe_combine(rows, weights=routing.weights, position=routing.position).view_as(hidden_states)
 
     def _run(self, x: Tensor, *, offsets: Tensor, order: Tensor, position: Tensor) -> Tensor:
-        """x [R, C], each row for one expert -> results by slot. A rank that receives no row runs a row of zeros: other ranks with the
-        same experts gather their weights, and it must take part."""
+        """x [R, C], each row for one expert -> results by slot. A rank without rows computes one row of zeros: other ranks with the same
+        experts
+        gather their weights, and it must take part."""
         by_slot = x.index_select(0, order) if len(x) else x.new_zeros(1, x.shape[1])
         sizes = offsets.diff() if len(x) else torch.ones(1, dtype=torch.int32, device=x.device)
         experts = torch.arange(len(sizes), device=x.device).repeat_interleave(sizes, output_size=len(by_slot))

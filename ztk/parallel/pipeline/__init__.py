@@ -1,4 +1,4 @@
-"""Pipeline parallelism: schedules as data, partitioning of layers into stages."""
+"""Pipeline parallelism: schedules as data, and the partitioning of layers into stages."""
 
 from ztk.core.policies.pipeline import PipelinePolicy
 from ztk.core.policies.topology import ScheduleName

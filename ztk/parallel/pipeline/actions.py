@@ -5,30 +5,30 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """The kinds of actions. `stage` below is the stage that the action belongs to."""
+    """The kinds of actions. Comments refer to the stage of the action."""
 
     forward = "F"
     backward = "B"  # gradients of input and weights
-    backward_input = "I"  # the gradient of the input, for which the stage before waits
+    backward_input = "I"  # the gradient of the input, for which the previous stage waits
     backward_weight = "W"  # the gradients of the weights, deferred by `backward_input`
-    send_activation = "SA"  # the stage's output, to the stage after it
-    receive_activation = "RA"  # the stage's input, from the stage before it
-    send_gradient = "SG"  # the gradient of the stage's input, to the stage before it
-    receive_gradient = "RG"  # the gradient of the stage's output, from the stage after it
+    send_activation = "SA"  # the stage's output, to the next stage
+    receive_activation = "RA"  # the stage's input, from the previous stage
+    send_gradient = "SG"  # the gradient of the stage's input, to the previous stage
+    receive_gradient = "RG"  # the gradient of the stage's output, from the next stage
 
     @property
     def computes(self) -> bool:
-        """A computation."""
+        """Whether it is a computation."""
         return self in _COMPUTES
 
     @property
     def sends(self) -> bool:
-        """A transfer from this rank."""
+        """Whether it sends to another rank."""
         return self in (Kind.send_activation, Kind.send_gradient)
 
     @property
     def receives(self) -> bool:
-        """A transfer to this rank."""
+        """Whether it receives from another rank."""
         return self in (Kind.receive_activation, Kind.receive_gradient)
 
 

@@ -7,14 +7,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-Carry = Any  # what flows between layers: a tensor, or any nesting of tuples, lists and dicts of tensors
+Carry = Any  # the activation between layers: a tensor, or nested tuples, lists and dicts of tensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
     """The arguments of one call of a model, and the weight of its loss.
 
-    token_weight: of means over all its tokens, as of a router's losses, whether the loss counts these tokens or not; None: `weight`.
+    token_weight: weight in means over all its tokens, such as a router's losses, including tokens that the loss ignores. Defaults to
+    `weight`.
     """
 
     args: tuple = ()
@@ -41,7 +42,7 @@ class MicroBatch:
         return self.weight if self.token_weight is None else self.token_weight
 
     def weigh(self, loss: Tensor) -> Tensor:
-        """`loss`, one number of any shape, times the weight. Raises ValueError for a model's output that is no loss."""
+        """`loss`, one number of any shape, times the weight. Raises ValueError if the model's output is not a loss."""
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(
                 "the model must return its loss, one number: give PipelineModule a loss_fn and each micro-batch its labels, the "
@@ -52,9 +53,9 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """A part of a model that is not split further. `run(carry, micro_batch)` takes the output of the layer before (None for the first).
+    """A part of a model that is not split further. `run(carry, micro_batch)` takes the output of the previous layer (None for the first).
 
-    modules: paths of the modules whose parameters it uses. kind: what partitioning by type matches, usually a class name.
+    modules: paths of the modules whose parameters it uses. kind: the text that partitioning by type matches, usually a class name.
     """
 
     name: str
@@ -74,7 +75,7 @@ class LayeredModel(Protocol):
         """Name and shape of every trained parameter of the full model. Call it before `keep`."""
 
     def keep(self, own: Collection[int]) -> None:
-        """Drops everything that only layers outside `own` need. Parameters keep their names."""
+        """Drops modules that only layers outside `own` need. Parameters keep their names."""
 
 
 def drop_modules(model: nn.Module, *, paths: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""A model written as a list of layers, of which every rank builds only its own."""
+"""A model written as a list of layers. Every rank builds only its own layers."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -34,7 +34,7 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares its module with all others of the same `key`, on whatever stages they are.
+    """A layer that shares its module with all others of the same `key`, on any stage.
 
     forward_fn: `forward_fn(module, input)` instead of `module(input)`, for a head that multiplies by an embedding's weight.
     tied_weight_attr: the name of the shared weight, for readers; all parameters of the module are shared.
@@ -54,16 +54,17 @@ class TiedLayerSpec(LayerSpec):
 
 
 class PipelineModule(nn.Module):
-    """A sequential model of `LayerSpec`s, modules and functions. Each takes the output of the one before as its only argument.
+    """A sequential model of `LayerSpec`s, modules and functions. Each takes the output of the previous one as its only argument.
 
     A micro-batch is `(inputs, labels)`; with `loss_fn` the model returns `loss_fn(outputs, labels)`. Layer i's parameters are called
-    "i.*", those of a tied layer "tied_modules.KEY.*", on any stage. Specs are built on the meta device to count their parameters, and in
-    memory once it is known which of them belong to this rank.
+    "i.*", and a tied layer's "tied_modules.KEY.*", on any stage. Specs are built on the meta device to count their parameters, and in
+    memory once this rank's layers are determined.
 
-    base_seed: layer i is built after seeding torch with `base_seed + i`, so its values do not depend on the number of stages. None: it is built
-        from the current random state. seed_fn: called with that seed instead of `torch.manual_seed`.
+    base_seed: layer i is built after seeding torch with `base_seed + i`, so its values do not depend on the number of stages. If None, it
+    is
+        built from the current random state. seed_fn: called with that seed instead of `torch.manual_seed`.
     recompute_interval: groups of this many layers save only their input and run again in the backward, by `recompute(function, carry)`.
-        0: nothing is recomputed.
+        0 disables recomputation.
     stages: set if the model is already cut; `parallelize` then uses it as it is.
     """
 
@@ -97,7 +98,7 @@ class PipelineModule(nn.Module):
         return self
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Shapes of all layers' parameters, see `LayeredModel`; of this rank's layers if the model is already cut."""
+        """Shapes of all layers' parameters, see `LayeredModel`. Of this rank's layers if the model is already cut."""
         if self.stages is not None:
             return {name: p.shape for name, p in self.named_parameters() if p.requires_grad}
         found = {}
@@ -147,7 +148,8 @@ class PipelineModule(nn.Module):
         return carry
 
     def _run_group(self, indices: range, batch: MicroBatch, carry: Carry) -> Carry:
-        """A group that writes into its input gets a copy: the input itself is kept to run the group again. Its first run finds out."""
+        """Runs a group of layers. A group that writes into its input, which its first run detects, gets a copy, because the input is kept
+        to run it again."""
         writes = self._writes_input.get(indices.start)
         if writes is False:
             return self._run_plainly(indices, carry=carry, batch=batch)
@@ -222,7 +224,7 @@ def _kind(spec: object) -> str:
 
 
 def _parameters(spec: object) -> dict[str, nn.Parameter]:
-    """Parameters by name; those of a spec are built on the meta device."""
+    """Parameters by name; a spec is built on the meta device to get them."""
     if isinstance(spec, LayerSpec):
         with torch.device("meta"):
             spec = spec.build()

@@ -1,4 +1,4 @@
-"""Which layers make a stage: contiguous, none empty, balanced by what each layer costs."""
+"""Partitioning of layers into contiguous, nonempty stages with balanced costs."""
 
 import re
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 
 def uniform(num_layers: int, *, num_stages: int) -> tuple[range, ...]:
-    """Equally many layers each; the first stages take what is left over."""
+    """Equally many layers per stage; the first stages take the remainder."""
     check_enough(num_layers, num_stages=num_stages)
     size, extra = divmod(num_layers, num_stages)
     starts = [stage * size + min(stage, extra) for stage in range(num_stages + 1)]
@@ -14,7 +14,7 @@ def uniform(num_layers: int, *, num_stages: int) -> tuple[range, ...]:
 
 
 def balanced(costs: Sequence[float], *, num_stages: int) -> tuple[range, ...]:
-    """The cut whose dearest stage is cheapest, and among those the one whose stages differ least (sum of squares).
+    """The cut with the smallest maximum cost of a stage; among these, the one with the smallest sum of squares.
 
     Two dynamic programs over prefixes, O(num_stages * layers^2). Raises ValueError for fewer layers than stages.
     """
@@ -31,9 +31,9 @@ def balanced(costs: Sequence[float], *, num_stages: int) -> tuple[range, ...]:
 
 
 def by_type(kinds: Sequence[str], *, pattern: str, num_stages: int) -> tuple[range, ...]:
-    """Equally many layers whose kind (class name) matches the regular expression `pattern`, case ignored.
+    """Equally many layers whose kind (class name) matches the regular expression `pattern`, ignoring case.
 
-    Raises ValueError if fewer match than there are stages.
+    Raises ValueError if fewer layers match than there are stages.
     """
     matches = [float(re.search(pattern, kind, re.IGNORECASE) is not None) for kind in kinds]
     if sum(matches) < num_stages:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ztk.parallel.pipeline.layers import Carry, Layer, LayeredModel, MicroBatch
 from ztk.parallel.pipeline.module import PipelineModule
 
-REPEATS = 3  # the fastest run counts: a pause of the machine only adds time
+REPEATS = 3  # the fastest run counts, because disturbances only add time
 
 
 def measure_costs(model: LayeredModel, *, batch: MicroBatch, device: torch.device) -> list[float]:
@@ -30,7 +30,7 @@ def measure_costs(model: LayeredModel, *, batch: MicroBatch, device: torch.devic
             key = layer.kind, tuple(tuple(p.shape) for module in modules for p in module.parameters())
             with _Materialised(modules, device=device):
                 if hasattr(model.module, "materialise_buffers"):
-                    # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
+                    # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
                     model.module.materialise_buffers(device)
                 output = layer.run(carry, batch)
                 if key not in known or index in (0, len(model.layers) - 1):
@@ -69,7 +69,8 @@ def _wait_for(device: torch.device) -> None:
 
 
 class _Materialised:
-    """Inside, modules have copies of their parameters and buffers on `device`; for parameters on the meta device, small random values."""
+    """Context in which modules have copies of their parameters and buffers on `device`; small random values for parameters on the meta
+    device."""
 
     def __init__(self, modules: list[nn.Module], *, device: torch.device) -> None:
         owners = [owner for module in modules for owner in module.modules()]
@@ -89,7 +90,8 @@ class _Materialised:
                 table[name] = made[value]
 
     def _needs_copy(self, value: Tensor) -> bool:
-        """Buffers are always copied, because a forward may write to them; the model itself fills those on the meta device."""
+        """Whether to copy the tensor. Buffers are always copied, because a forward may write to them; the model fills those on the meta
+        device."""
         return value.device != self._device if isinstance(value, nn.Parameter) else not value.is_meta
 
     def _copy(self, value: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ A schedule is made in two phases. First comes the order in which each rank compu
 lines below. Then sends and receives are inserted, in the same way for all.
 
 [Note: One order of all events]
-The schedule is simulated once, with equal costs (`ztk.parallel.pipeline.simulate`). Each transfer is placed, on both ranks, at the moment when
-its sender has computed it. So the lists of all ranks are parts of one total order of events. The first event of it that has not happened
+The schedule is simulated once, with equal costs (`ztk.parallel.pipeline.simulate`). Each transfer is placed, on both ranks, at the time
+when
+its sender has computed the data. So the lists of all ranks are parts of one total order of events. The first event that has not happened
 can always happen: ranks cannot wait for each other in a cycle, even if every send waits for its receiver, and messages between two
 ranks arrive in the expected order.
 """
@@ -47,7 +48,7 @@ class Schedule:
         return [action for action in self.ranks[rank] if action.kind.computes]
 
     def timeline(self, costs: Costs | None = None) -> Timeline:
-        """When each action runs, at the given costs."""
+        """Start and end of each action at the given costs."""
         return simulate([self.computes(rank) for rank in range(self.num_ranks)], costs=costs or Costs())
 
 
@@ -56,7 +57,7 @@ def make_schedule(
 ) -> Schedule:
     """The schedule `name` for one batch.
 
-    virtual_stages: stages per rank; more than one only for `interleaved`. Raises ValueError for what the schedule cannot do.
+    virtual_stages: stages per rank; more than one only for `interleaved`. Raises ValueError for unsupported numbers.
     """
     name = ScheduleName(name)
     check_schedule(name, num_ranks=num_ranks, num_micro_batches=num_micro_batches, virtual_stages=virtual_stages)
@@ -110,7 +111,7 @@ def _one_f_one_b(*, rank: int, num_ranks: int, num_micro_batches: int, virtual_s
 
 def _interleaved(*, rank: int, num_ranks: int, num_micro_batches: int, virtual_stages: int) -> list[Action]:
     """1F1B over several stages per rank: the pipeline fills in steps of one short stage, so the bubble is `virtual_stages` times smaller
-    and the transfers as many times more (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2)."""
+    and there are as many times more transfers (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473, section 2.2)."""
     forwards = _forwards(
         rank=rank, num_ranks=num_ranks, num_micro_batches=num_micro_batches, virtual_stages=virtual_stages
     )
@@ -194,7 +195,7 @@ def _with_transfers(computes: list[list[Action]], *, num_stages: int) -> tuple[t
 
 
 def _send_after(action: Action, *, num_stages: int) -> Action | None:
-    """What is sent when `action` ends."""
+    """The transfer after `action`, or None."""
     if action.kind is Kind.forward and action.stage + 1 < num_stages:
         return Action(kind=Kind.send_activation, stage=action.stage, micro_batch=action.micro_batch)
     if action.kind in (Kind.backward, Kind.backward_input) and action.stage > 0:

@@ -1,4 +1,4 @@
-"""When each action of a pipeline runs, from the cost of each action; and the closed formulas to compare with."""
+"""Simulated times of the actions of a pipeline, from the cost of each action, and closed formulas to compare with."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from ztk.parallel.pipeline.actions import Action, Kind, needs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """How long actions of one stage take, in any unit. A backward takes `backward_input + backward_weight`.
+    """Durations of the actions of one stage, in any unit. A backward takes `backward_input + backward_weight`.
 
     transfer: from the end of an action until the next stage may use its output; both ranks may compute meanwhile.
     """
@@ -45,7 +45,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """What every rank computed and when: simulated here, measured by the engine."""
+    """Intervals of all ranks' actions, simulated here or measured by the engine."""
 
     intervals: tuple[Interval, ...]
 
@@ -60,7 +60,7 @@ class Timeline:
         return max(i.stop for i in self.intervals) - min(i.start for i in self.intervals)
 
     def busy(self, rank: int) -> float:
-        """How long `rank` computed."""
+        """Total time that `rank` computed."""
         return sum(i.stop - i.start for i in self.intervals if i.rank == rank)
 
     @property
@@ -76,11 +76,11 @@ class Stuck(ValueError):
 def simulate(
     computes: Sequence[Sequence[Action]], *, costs: Costs, seconds: Mapping[Action, float] | None = None
 ) -> Timeline:
-    """Runs `computes[r]` on rank r in the given order, each action as soon as its inputs are there.
+    """Runs `computes[r]` on rank r in the given order, each action as soon as its inputs are available.
 
-    seconds: the cost of each action, in place of those of its kind.
+    seconds: the cost of each action, replacing the costs by kind.
 
-    Raises `Stuck` if no rank can go on.
+    Raises `Stuck` if no rank can continue.
     """
     num_ranks = len(computes)
     num_stages = 1 + max(action.stage for actions in computes for action in actions)
@@ -119,7 +119,7 @@ def bubble_share(*, num_ranks: int, num_micro_batches: int, virtual_stages: int 
 
 
 def zero_bubble_share(*, num_ranks: int, num_micro_batches: int, costs: Costs) -> float:
-    """Idle share of ZB-H1 for equal stages: (p - 1)(F + I - W) of idle time beside m (F + I + W) of work.
+    """Idle share of ZB-H1 for equal stages: (p - 1)(F + I - W) of idle time and m (F + I + W) of work.
 
     Qi et al. 2023, https://arxiv.org/abs/2401.10241, table 1. Holds for W <= F and W <= I, and m >= p.
     """

@@ -1,4 +1,4 @@
-"""A model cut into stages, of which this rank keeps its own."""
+"""Splits a model into stages and keeps this rank's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ class Stages:
     """This pipeline rank's part of a model. `module(stage, carry, micro_batch)` runs one of its stages.
 
     boundaries: the layers of each stage of the full model. own: this rank's stages. stage_of: parameter name -> the first of this rank's
-    stages that uses it. holders: parameter name -> the pipeline ranks that have a copy, ascending, where there are several.
+    stages that uses it. holders: parameter name -> the pipeline ranks that have a copy, ascending, if there are several.
     """
 
     module: nn.Module
@@ -119,7 +119,7 @@ def cut(model: LayeredModel, *, boundaries: tuple[range, ...], rank: int, num_ra
 
 
 def _check_nothing_shared(model: PipelineModule, *, boundaries: tuple[range, ...], num_ranks: int) -> None:
-    """Raises ValueError for modules that share a parameter but lie on different ranks, each of which would train a copy of its own."""
+    """Raises ValueError for modules on different ranks that share a parameter, because each rank would train its own copy."""
     first: dict[nn.Parameter, tuple[int, int]] = {}
     for stage, indices in enumerate(boundaries):
         for index in indices:
@@ -136,17 +136,19 @@ def _check_nothing_shared(model: PipelineModule, *, boundaries: tuple[range, ...
 
 
 def mark_copies(parts: Mapping[str, Part], *, stages: Stages, comm: Comm) -> dict[str, Part]:
-    """`parts`, with the parameters marked of which other pipeline ranks have copies."""
+    """`parts`, with marks on parameters that other pipeline ranks have copies of."""
     marked = dict(parts)
     for name, holders in stages.holders.items():
         part = parts.get(name) or Part.everything(tuple(stages.module.get_parameter(name).shape))
-        replica = part.replica + (comm.rank != holders[0])  # a copy of the first holder's, whatever it is on other axes
+        replica = part.replica + (
+            comm.rank != holders[0]
+        )  # a copy of the first holder's, for any position on other axes
         marked[name] = replace(part, holders=holders, replica=replica)
     return marked
 
 
 def share_values(stages: Stages, *, comm: Comm) -> None:
-    """Gives all copies the values of their first holder. Parameters on the meta device get their values by name, which are equal."""
+    """Gives all copies the values of their first holder. Parameters on the meta device get equal values by name."""
     for name, holders in sorted(stages.holders.items()):
         parameter = stages.module.get_parameter(name)
         if parameter.is_meta:

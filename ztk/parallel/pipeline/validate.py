@@ -7,11 +7,12 @@ from ztk.parallel.pipeline.schedule import Schedule
 
 
 class BadSchedule(ValueError):
-    """What is wrong, and where."""
+    """The fault and its place."""
 
 
 def validate(schedule: Schedule, *, is_training: bool = True) -> None:
-    """Checks that every stage treats every micro-batch exactly once, on its own rank, after its inputs are there; that every send has a
+    """Checks that every stage processes every micro-batch exactly once, on its own rank, after its inputs are available; that every send
+    has a
     receive; and that no ranks can wait for each other.
 
     Raises BadSchedule if one of these fails.
@@ -40,7 +41,7 @@ def _check_once(schedule: Schedule, *, is_training: bool) -> None:
 
 
 def _check_needs(schedule: Schedule) -> None:
-    """Before it computes, a rank has computed or received what it needs; it sends nothing that it has not."""
+    """Checks that a rank has computed or received all inputs of a computation, and has computed all data that it sends."""
     for rank, actions in enumerate(schedule.ranks):
         at_hand: set[Action] = set()
         for action in actions:

@@ -1,9 +1,9 @@
 """Transfers between stages: nested tensors, sent one by one.
 
 The receiver needs the shapes first. They are sent only when they change: before a batch the first stage broadcasts a hash of the shapes of
-each micro-batch, so every rank knows which of its transfers have shapes that it has not seen. Only for those the sender sends the
+each micro-batch, so every rank can tell which of its transfers have new shapes. Only for those the sender sends the
 shapes before the tensors. If activations change shape although micro-batches do not, `dynamic_shapes` sends them every time.
-What arrives has the dtype of what was sent.
+Received tensors have the dtype of the sent ones.
 """
 
 from collections import deque
@@ -75,8 +75,7 @@ class Wire:
     def open(self, batches: Sequence[MicroBatch | None]) -> list[float]:
         """Begins a batch: sends the shapes and router weights of the first stage's micro-batches to every rank. A collective call.
 
-        Returns the router weight of each micro-batch. Raises ValueError on all ranks if some have documents, which every stage needs, and
-        some have none.
+        Returns the router weight of each micro-batch. Raises ValueError on all ranks if only some have documents, which every stage needs.
         """
         self._is_training = torch.is_grad_enabled()
         keys = torch.tensor([_key(batch) for batch in batches], dtype=torch.int64)  # on the host: no device waits
@@ -158,7 +157,7 @@ class Wire:
         return pytree.tree_map(receive, form)
 
     def finish(self) -> None:
-        """Waits until everything was sent."""
+        """Waits for all sends."""
         while self._sending:
             self._sending.popleft()[0].wait()
 
@@ -166,7 +165,7 @@ class Wire:
         tensor = tensor.detach().contiguous()
         self._sending.append((self._comm.send(tensor, to=to, label=label), tensor))
         while self._sending and self._sending[0][0].is_done:
-            self._sending.popleft()[0].wait()  # raises what went wrong
+            self._sending.popleft()[0].wait()  # raises errors of the send
 
 
 def needs_gradient(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Which modules of a model are recomputed."""
+"""Selection of the modules to recompute."""
 
 import functools
 import re
@@ -16,7 +16,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def recompute_blocks(
     model: nn.Module, *, policy: RecomputePolicy, comm: Comm | None = None, ledger: MemoryLedger | None = None
 ) -> list[str]:
-    """Makes the forwards of `model`'s blocks regions and returns the blocks' names. Called after ZeRO has wrapped the forwards.
+    """Turns the forwards of `model`'s blocks into regions and returns the blocks' names. Called after ZeRO has wrapped the forwards.
 
     comm: of the tensor-parallel ranks, for `partition_inputs`. ledger: counts the saved inputs as "recompute inputs".
     Raises ValueError if the policy finds no block, for `partition_inputs` without tensor-parallel ranks, and for a Hugging Face model that
@@ -68,7 +68,7 @@ def blocks(model: nn.Module, *, policy: RecomputePolicy) -> list[tuple[str, nn.M
 
 
 def _elements(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Elements of the outermost containers: those that have parameters and submodules, as transformer blocks have."""
+    """Elements of the outermost containers that have parameters and submodules, as transformer blocks have."""
     found: dict[nn.Module, str] = {}
 
     def visit(module: nn.Module, *, prefix: str) -> None:

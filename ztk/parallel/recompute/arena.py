@@ -16,14 +16,14 @@ from ztk.core.runtime.streams import Copy
 
 
 class OnResize(Protocol):
-    """Called with the bytes that were freed and those that were allocated."""
+    """Called with the numbers of freed and allocated bytes."""
 
     def __call__(self, *, freed: int, taken: int) -> None: ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Place:
-    """Memory [n] for one input. slot: its number in an arena; None: it is in none. last_copy: into it or out of it."""
+    """Memory [n] for one input. slot: its number in an arena, or None. last_copy: the last copy into it or out of it."""
 
     tensor: Tensor
     slot: int | None = None
@@ -36,12 +36,12 @@ class Arena:
     def __init__(
         self, *, slots: int, dtype: torch.dtype, device: torch.device, beside: torch.device, on_resize: OnResize
     ) -> None:
-        """device, beside: see `memory`."""
+        """See `memory` for the two devices."""
         self._slots, self._dtype, self._device, self._beside = slots, dtype, device, beside
         self._on_resize = on_resize
         self._buffer: Tensor | None = None  # [slots, elements of a place]
         self._free: list[int] = list(reversed(range(slots)))
-        # A dropped handle may have started to bring its input back.
+        # The backward may have started to copy back the input of a handle that was dropped.
         self._last_copies: list[Copy | None] = [None] * slots
         self._lock = threading.Lock()
 
@@ -62,7 +62,7 @@ class Arena:
             return Place(tensor=self._buffer[slot, :numel], slot=slot, last_copy=self._last_copies[slot])
 
     def give(self, place: Place) -> None:
-        """It may be taken again."""
+        """Returns the place to the arena."""
         assert place.slot is not None
         with self._lock:
             self._last_copies[place.slot] = place.last_copy
@@ -76,13 +76,13 @@ class Arena:
                 f"{self._buffer.shape[1]}: it needs inputs of one size; use recompute.contiguous=false"
             )
         freed = 0 if self._buffer is None else self._buffer.nbytes
-        self._buffer = None  # before the new one comes
+        self._buffer = None  # freed before the new one is allocated
         self._buffer = memory((self._slots, numel), dtype=self._dtype, device=self._device, beside=self._beside)
         self._on_resize(freed=freed, taken=self._buffer.nbytes)
 
 
 def memory(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device, beside: torch.device) -> Tensor:
-    """A tensor of `shape` on `device`; on the CPU beside a GPU it is page-locked, beside a plan's device it has no values."""
+    """A tensor of `shape` on `device`. A CPU tensor is page-locked if `beside` is a GPU, and has no values if it is a plan's device."""
     if device == beside or device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     if is_planned(beside):

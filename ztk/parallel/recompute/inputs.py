@@ -1,7 +1,7 @@
-"""Where the inputs of recomputed blocks are until the backward: as they are, cut over tensor-parallel ranks, in main memory, in one buffer.
+"""Stores the inputs of recomputed blocks until the backward: unchanged, cut over tensor-parallel ranks, in main memory, or in one buffer.
 
-A `SavedInput` is a handle: it returns its tensor as often as the backward asks, and its memory is freed when autograd drops it.
-What is restored has the dtype of what was saved.
+A `SavedInput` is a handle: it returns its tensor whenever the backward needs it, and its memory is freed when autograd drops it.
+Restored tensors have the dtype of the saved ones.
 """
 
 import weakref
@@ -19,7 +19,7 @@ CATEGORY = "recompute inputs"  # in the memory ledger
 
 
 class SavedInput:
-    """A tensor of any shape as it is, for the device tier: no copy, so it must not be changed before the backward."""
+    """A tensor of any shape without a copy, for the device tier. It must not be changed before the backward."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._version = tensor, tensor._version
@@ -36,7 +36,7 @@ class SavedInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Form:
-    """What a flat part was cut from."""
+    """Shape and device of a tensor before it was flattened or cut."""
 
     shape: torch.Size
     device: torch.device
@@ -51,7 +51,7 @@ class _SavedPart:
     def __init__(self, place: Place, *, form: _Form, store: "InputStore", previous: "weakref.ref | None") -> None:
         self._place, self._form, self._store, self._previous = place, form, store, previous
         self._is_away = store.inputs_on_cpu and form.device.type != "cpu"
-        self._fetched: tuple[Tensor, Copy | None] | None = None  # on the device, and what fills it
+        self._fetched: tuple[Tensor, Copy | None] | None = None  # on the device, with the copy that fills it
 
     def restore(self) -> Tensor:
         """The tensor on the device. Collective over the tensor-parallel ranks if inputs are partitioned."""
@@ -76,7 +76,7 @@ class _SavedPart:
 
 
 class InputStore:
-    """Takes the inputs of recomputed blocks and hands out their handles."""
+    """Saves the inputs of recomputed blocks and returns their handles."""
 
     def __init__(
         self,
@@ -94,16 +94,16 @@ class InputStore:
 
     @property
     def inputs_on_cpu(self) -> bool:
-        """Parts are in main memory."""
+        """Whether parts are in main memory."""
         return self._policy.inputs_on_cpu
 
     @property
     def copies_inputs(self) -> bool:
-        """Handles have copies, not the tensors themselves."""
+        """Whether handles have copies rather than the tensors themselves."""
         return self._policy.inputs_on_cpu or self._policy.contiguous or self._comm is not None
 
     def save(self, tensor: Tensor, *, place: int) -> SavedInput | _SavedPart:
-        """Saves an input of any shape. place: its number among its region's inputs; inputs at one place share a buffer.
+        """Saves an input of any shape. place: its index among its region's inputs; inputs with one index share a buffer.
 
         Raises RuntimeError if the contiguous buffer has no place for it.
         """
@@ -126,7 +126,8 @@ class InputStore:
 
     @staticmethod
     def copy(place: Place, *, source: Tensor, out: Tensor) -> Copy | None:
-        """Copies `source` to `out`, both flat [n], into a place or out of it, behind what was copied before. None: it is done."""
+        """Copies `source` to `out`, both flat [n], into a place or out of it, after its earlier copies. Returns None if the copy is
+        done."""
         copy = start_copy(source, out=out, after=place.last_copy)
         if copy is None:
             out.copy_(source)
@@ -135,7 +136,7 @@ class InputStore:
         return copy
 
     def full(self, part: Tensor, *, shape: torch.Size) -> Tensor:
-        """The tensor of `shape` that `part`, flat, was cut from. Collective over the tensor-parallel ranks if inputs are partitioned."""
+        """The tensor of `shape` whose flat part is `part`. Collective over the tensor-parallel ranks if inputs are partitioned."""
         if self._comm is None:
             return part.view(shape)
         full = part.new_empty(part.numel() * self._comm.size)
@@ -144,7 +145,7 @@ class InputStore:
         return full[: shape.numel()].view(shape)
 
     def _own_part(self, tensor: Tensor) -> Tensor:
-        """`tensor`, flat: all of it, or this rank's part, padded to equal parts."""
+        """`tensor`, flat, or this rank's part of it, padded to equal parts."""
         flat = tensor.reshape(-1)
         if self._comm is None:
             return flat
@@ -153,7 +154,7 @@ class InputStore:
         return own if own.numel() == size else torch.cat([own, own.new_zeros(size - own.numel())])
 
     def _target(self, part: Tensor, *, place: int) -> tuple[Place, Arena | None]:
-        """Memory for a part, and the contiguous buffer if it lies in one."""
+        """Memory for a part, and the contiguous buffer that contains it or None."""
         device = torch.device("cpu") if self.inputs_on_cpu else part.device
         if not self._policy.contiguous:
             return Place(tensor=memory(part.shape, dtype=part.dtype, device=device, beside=part.device)), None
@@ -170,7 +171,7 @@ class InputStore:
         return arena.take(part.numel()), arena
 
     def _book(self, handle: object, data: Tensor) -> None:
-        """The ledger counts the bytes until autograd drops the handle."""
+        """Counts the bytes in the ledger until autograd drops the handle."""
         if self._ledger is None:
             return
         entry = {"tier": self._tier, "category": CATEGORY, "nbytes": data.numel() * data.itemsize}

@@ -1,7 +1,7 @@
 """A region: a function whose activations are not saved; the backward runs it again from its inputs.
 
-torch's checkpoint without reentrant autograd does the work; this module decides what becomes of the inputs. Checkpoint saves them by
-autograd, so hooks on saved tensors see them. Inputs that need gradients go to an `InputStore`; masks, positions and tables are
+It uses torch's checkpoint without reentrant autograd and decides how the inputs are stored. Checkpoint saves them by
+autograd, so hooks on saved tensors apply to them. Inputs that need gradients go to an `InputStore`; masks, positions and tables are
 the same tensors in every block and stay where they are. A region inside a region saves nothing: the outer one repeats all of it.
 """
 
@@ -29,8 +29,8 @@ Contexts = Callable[[], tuple[Any, Any]]  # makes the contexts around a forward 
 class Regions:
     """Runs functions as regions under one policy.
 
-    num_regions: how many there are between a forward and its backward, for the contiguous buffer.
-    around: more contexts around a forward and its repetition, for example for random states that torch does not know.
+    num_regions: number of regions between a forward and its backward, for the contiguous buffer.
+    around: returns further contexts around a forward and its repetition, for example for other random states than torch's.
     comm: of the tensor-parallel ranks, for `partition_inputs`. ledger: counts the saved inputs.
     """
 
@@ -47,7 +47,7 @@ class Regions:
         self._store = InputStore(policy, num_regions=num_regions, comm=comm, ledger=ledger)
 
     def run(self, function: Callable, *, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """`function(*args, **kwargs)`, recomputed in the backward. Without gradients, or with mode `none`, it is just called."""
+        """Calls `function(*args, **kwargs)`, recomputed in the backward. Without gradients, or with mode `none`, it is a plain call."""
         kwargs = dict(kwargs or {})
         if not torch.is_grad_enabled() or self._policy.mode is RecomputeMode.none:
             return function(*args, **kwargs)
@@ -73,7 +73,7 @@ class Regions:
             )
 
     def _contexts(self) -> tuple[Any, Any]:
-        """Around the forward and around its repetition."""
+        """The contexts around the forward and around its repetition."""
         pairs = [make() for make in (self._around, self._selective()) if make is not None]
         return tuple(_together(contexts) for contexts in zip(*pairs, strict=True)) if pairs else noop_context_fn()
 
@@ -82,7 +82,7 @@ class Regions:
 
     @contextmanager
     def _saving(self, tensors: list[Tensor]) -> Iterator[None]:
-        """Inside, inputs that need gradients are saved in the store, and everything else as without this context."""
+        """Context that saves inputs that need gradients in the store, and leaves other tensors to the outer hooks."""
         if _within.depth:
             yield
             return
@@ -103,7 +103,7 @@ class Regions:
 
 
 class _Within(threading.local):
-    """depth: how many regions this thread is inside of."""
+    """depth: number of regions that this thread is inside of."""
 
     depth = 0
 
@@ -120,7 +120,7 @@ _within = _Within()
 
 
 def _identity(tensor: Tensor) -> tuple:
-    """The same for a tensor and its detached alias."""
+    """An identity that is equal for a tensor and its detached alias."""
     return place_of(tensor), tensor.dtype, tensor.shape, tensor.stride()
 
 

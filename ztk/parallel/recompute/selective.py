@@ -1,4 +1,5 @@
-"""What a selectively recomputed block keeps: the results of matrix products and attention, which cost most time and little memory."""
+"""Tensors that a selectively recomputed block keeps: the results of matrix products and attention, which take most time and little
+memory."""
 
 import functools
 
@@ -21,7 +22,7 @@ _KEPT_OF_ZTK = ("attention", "grouped_matmul")
 
 @functools.cache
 def kept_operators() -> set:
-    """The operators whose results are kept; of torch's, as far as this torch has them."""
+    """The operators whose results are kept, including torch's if this version has them."""
     packets = [
         getattr(getattr(torch.ops, namespace), name, None) for namespace, names in _KEPT.items() for name in names
     ]

@@ -15,7 +15,7 @@ class UlyssesAttention(nn.Module):
     """Wraps `core(query, key=, value=)` on [B, T, H, D]; its inputs and output are parts [B, T / n, H, D] of the sequence.
 
     The number of query heads must be a multiple of the number of ranks. Key and value heads are repeated as often as the ranks need.
-    `active` False: only the core runs, for sequences that are not cut.
+    If `active` is False, only the core runs, for sequences that are not cut.
     """
 
     def __init__(self, core: nn.Module, *, comm: Comm, name: str) -> None:
@@ -38,7 +38,7 @@ class UlyssesAttention(nn.Module):
 
 
 def key_repeats(*, heads: int, key_heads: int, ranks: int) -> int:
-    """How often each key head is repeated so that every rank gets equally many, together with their query heads.
+    """Number of repetitions of each key head so that every rank gets equally many, together with their query heads.
 
     Raises ValueError if the number of query heads is not a multiple of `ranks`.
     """

@@ -21,11 +21,13 @@ from ztk.parallel.sequence.ring import CHUNKS, RingAttention
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divisible:
-    """What `cut_sequences` has to know of a model.
+    """The interface of a model for `cut_sequences`.
 
-    layers: names and attention layers, which call their `core` with parts of sequences, and whose `positions` are set to the places of the
-    tokens that they get. last_position: the last one that the model has, None: any. check_length: raises ValueError for tokens [B, T] that
-    are too many; None: all lengths are good.
+    layers: names and attention layers, which call their `core` with parts of sequences, and whose `positions` are set to the positions of
+    their
+    tokens. last_position: the largest position of the model. If omitted, there is no limit. check_length: raises ValueError for tokens [B,
+    T]
+    that are too long. If omitted, any length is valid.
     """
 
     layers: list[tuple[str, Any]]
@@ -38,14 +40,16 @@ def cut_sequences(model: Any, *, mesh: Mesh, tokens_cut_along_tp: bool = False) 
     """Rewires `model` in place: `model(tokens, targets)` takes full sequences [B, T], equal on all ranks that share them, and works on this
     rank's part [B, T / n].
 
-    The ranks are those of the mesh's context axis (attention goes around a ring) and of its sequence axis (Ulysses), n of them together. With
-    a context axis, a sequence may have any length: its end is padded. tokens_cut_along_tp: between layers, tensor-parallel ranks cut this
-    rank's part once more.
+    n is the number of ranks of the mesh's context axis (attention goes around a ring) times its sequence axis (Ulysses). With a context
+    axis,
+    a sequence may have any length: its end is padded. tokens_cut_along_tp: between layers, tensor-parallel ranks cut this rank's part
+    again.
     The model returns this rank's share of the loss: the mean of the shares over these ranks is the mean over all counted targets. Without
     targets every rank works on the full sequences.
 
     Raises:
-        ValueError: for a model that is neither the native decoder nor brings a `Divisible` by its method `divisible()`, and for heads that
+        ValueError: for a model that is not the native decoder and has no method `divisible()` that returns a `Divisible`, and for heads
+        that
             the ranks do not divide; when the model is called, for sequences that they do not divide, and experts with padding.
     """
     parts_of = _divisible(model)
@@ -91,9 +95,9 @@ def _divisible(model: Any) -> Divisible:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """Which tokens of a sequence a rank has: of the context axis two chunks (see `ztk.parallel.sequence.ring`), of those a contiguous part.
+    """A rank's tokens of a sequence: two chunks along the context axis (see `ztk.parallel.sequence.ring`), and a contiguous part of those.
 
-    further: into how many parts tensor-parallel ranks cut it again.
+    further: number of parts into which tensor-parallel ranks cut it again.
     """
 
     context: Comm
@@ -108,7 +112,7 @@ class Parts:
         return self.context.size * self.heads.size
 
     def padded(self, length: int) -> int:
-        """Tokens of a sequence with padding. Raises ValueError where the ranks do not divide it."""
+        """Tokens of a sequence with padding. Raises ValueError if the ranks do not divide it."""
         if self.context.size == 1:
             if length % self.heads.size:
                 raise ValueError(
@@ -133,8 +137,9 @@ class Parts:
         return tokens.chunk(self.heads.size, dim=1)[self.heads.rank]
 
     def positions(self, length: int, *, device: torch.device) -> Tensor | slice:
-        """The places of this rank's tokens in a sequence of `length`, int64 [T / n] or a slice; padding has the last one, of the
-        sequence or of the tables."""
+        """The positions of this rank's tokens in a sequence of `length`, int64 [T / n] or a slice. Padding has the last position of the
+        sequence or
+        of the tables."""
         if self.context.size == 1:
             start = self.heads.rank * length // self.heads.size
             return slice(start, start + length // self.heads.size)
@@ -146,7 +151,7 @@ class Parts:
 
 
 class _Layers:
-    """The attention layers of a model, and where this rank's part of the sequences lies."""
+    """The attention layers of a model, and this rank's part of the sequences."""
 
     def __init__(self, model: Divisible, *, cores: list[nn.Module], parts: Parts) -> None:
         self.parts = parts
@@ -154,13 +159,14 @@ class _Layers:
         self._positions: dict[tuple[int, torch.device], Tensor | slice] = {}
 
     def check(self, tokens: Tensor) -> None:
-        """Raises ValueError for full sequences [B, T] that are too long; the embedding sees a part."""
+        """Raises ValueError for full sequences [B, T] that are too long. The embedding only gets a part and cannot check."""
         if self._model.check_length is not None:
             self._model.check_length(tokens)
 
     def begin(self, *, length: int, is_cut: bool, documents: Documents | None, device: torch.device) -> None:
-        """Tells them. length: of full sequences, on a stage without tokens with their padding. Raises ValueError for sequences that cannot
-        be cut."""
+        """Sets the positions of the layers. length: of full sequences; on a stage without tokens, including their padding. Raises
+        ValueError for
+        sequences that cannot be cut."""
         length = length if documents is None else documents.positions.shape[1]
         for core in self._cores:
             core.active = is_cut
@@ -220,6 +226,7 @@ def _cut_stages(model: Any, *, own: _Layers) -> Callable:
 
 
 def _share(own: Tensor, *, targets: Tensor, parts: int) -> Tensor:
-    """The weight of this rank's mean loss: 1, unless ignored targets are spread unevenly. A device scalar; the host does not wait."""
+    """The weight of this rank's mean loss: 1, unless ignored targets are distributed unevenly. A device scalar, without a wait of the
+    host."""
     counted = (own != IGNORED).sum()
     return counted * parts / (targets != IGNORED).sum().clamp(min=1)

@@ -1,7 +1,7 @@
 """The two all-to-alls of Ulysses (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509), each the backward of the other.
 
 A tensor of n bytes costs each rank n bytes each way, for any number of ranks N; ring attention costs n (N - 1).
-What arrives has the dtype of what was sent.
+Received tensors have the dtype of the sent ones.
 """
 
 from typing import Protocol

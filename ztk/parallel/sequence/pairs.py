@@ -1,9 +1,10 @@
-"""Which of a rank's tokens see which of an arriving block's, in attention around a ring: see [Note: Zigzag] in `ztk.parallel.sequence.ring`.
+"""Attention masks between a rank's chunks and an arriving block's, for attention around a ring: see [Note: Zigzag] in
+`ztk.parallel.sequence.ring`.
 
 [Note: Documents]
-Where sequences are packed documents, the document in which a chunk begins is the only one that it shares with chunks before it: the chunk's
-first queries, up to that document's end, see all of the other chunk's keys from that document's start on. So two different chunks
-have a rectangle without a mask per sequence, or nothing, and the other documents of a chunk are inside it.
+If sequences are packed documents, a chunk shares at most one document with earlier chunks: the one in which it begins. The chunk's first
+queries, up to that document's end, attend to the other chunk's keys from that document's start on. So two different chunks have an unmasked
+rectangle per sequence, or nothing, and the other documents of a chunk are inside it.
 """
 
 from bisect import bisect_right
@@ -17,15 +18,17 @@ from ztk.kernels import PackedPair, Pair, Part
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunks:
-    """Chunks of `length` tokens of each of a batch's sequences. window: 0, or how many tokens see each other. starts: of each sequence where
-    its documents begin, 0 first; None: attention sees across documents."""
+    """Chunks of `length` tokens of each of a batch's sequences. window: tokens of a sliding window, or 0. starts: per sequence, the
+    positions
+    where its documents begin, 0 first. If omitted, attention crosses documents."""
 
     length: int
     window: int = 0
     starts: tuple[tuple[int, ...], ...] | None = None
 
     def pair(self, *, query: int, key: int, device: torch.device) -> Pair | PackedPair | None:
-        """Queries of chunk `query` and keys of chunk `key`, counted along the sequence; None: none sees another. device: of the result."""
+        """The pair of queries of chunk `query` and keys of chunk `key`, counted along the sequence, or None if all is masked. device: of
+        the result."""
         if key > query:
             return None
         if self.starts is None:

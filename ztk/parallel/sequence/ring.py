@@ -2,19 +2,20 @@
 parallelism is: a contiguous cut leaves the first ranks idle (Brandon et al. 2023, https://arxiv.org/abs/2311.09431).
 
 [Note: Zigzag]
-A sequence of T tokens is cut into 2 N chunks; rank r of N has chunks r and 2 N - 1 - r. At every hop but the first a rank computes two pairs
-of chunks (two of four lie in the future), at the first one three, so all ranks compute equally much.
+A sequence of T tokens is cut into 2 N chunks; rank r of N has chunks r and 2 N - 1 - r. At every hop but the first a rank computes two
+pairs
+of chunks (two of four are in the future), at the first one three, so all ranks compute the same amount.
 
 [Note: The ring]
-Keys and values go from rank to rank. At hop h a rank has those of rank r - h; it posts the exchange that brings the next ones before it
-computes. A block's result is merged by log-sum-exp: with L = log(e^l + e^m), out = out e^(l - L) + part e^(m - L), in fp32.
-In the backward keys and values go around again; P is recomputed from the log-sum-exp over all blocks. dK and dV of a block go in fp32
-behind it, through the ranks that add to them, and from the last one home, where the block's own part is added. All sums have the
-order of the ring, so results depend on N and on nothing else.
+Keys and values go from rank to rank. At hop h a rank has the block of rank r - h; before it computes, it posts the exchange for the next
+block. A block's result is merged by log-sum-exp: with L = log(e^l + e^m), out = out e^(l - L) + part e^(m - L), in fp32.
+In the backward keys and values go around again; P is recomputed from the log-sum-exp over all blocks. dK and dV of a block follow it in
+fp32 through the ranks that add to them, and return from the last one to the owner, which adds its own part. All sums have the
+order of the ring, so results depend only on N.
 
 [Note: Volume]
 With n = B (T / N) K D elements of a rank's keys, every rank sends 2 n (N - 1) elements in the forward and 4 n (N - 1) in the backward, per
-layer: half of the latter are gradients in fp32. Ulysses sends about 4 B (T / N) H D per direction, whatever N is.
+layer: half of the latter are gradients in fp32. Ulysses sends about 4 B (T / N) H D per direction, for any N.
 Results have the dtype of the query.
 """
 
@@ -37,7 +38,7 @@ CHUNKS = 2  # of a rank, see [Note: Zigzag]
 class RingAttention(nn.Module):
     """Wraps `core(query, key=, value=)` on [B, T, H, D]; its inputs and output are a rank's chunks [B, T / N, H, D], see [Note: Zigzag].
 
-    `active` False: only the core runs, for sequences that are not cut.
+    If `active` is False, only the core runs, for sequences that are not cut.
     """
 
     def __init__(self, core: nn.Module, *, comm: Comm, name: str) -> None:
@@ -68,13 +69,15 @@ def ring_attention(
 ) -> Tensor:
     """Causal attention over sequences of which every rank has two chunks, with gradients.
 
-    query [B, T / N, H, D], key and value [B, T / N, K, D], of the same dtype; returns [B, T / N, H, D]. window w > 0 lets a token see itself
-    and the w - 1 before it. scale: of the scores; None: D ** -0.5. documents: of the full sequences; a token sees its own document alone, and
-    tokens behind the sequences' end see each other. A collective call in the forward and in the backward.
+    query [B, T / N, H, D], key and value [B, T / N, K, D], of the same dtype; returns [B, T / N, H, D]. window: if w > 0, a token attends
+    to
+    itself and the previous w - 1 tokens. scale: of the scores. Defaults to D ** -0.5. documents: of the full sequences; a token attends to
+    its
+    own document only, and padding tokens at the end attend to each other. A collective call in the forward and in the backward.
 
     Raises:
-        ValueError: T / N is odd: a rank has two chunks of one length. Pad the end of the sequence, which no token before it sees. Or a
-            window over documents.
+        ValueError: T / N is odd, but a rank needs two chunks of one length. Pad the end of the sequence, which no earlier token attends to.
+            Or a window is used with documents.
     """
     if query.shape[1] % CHUNKS:
         raise ValueError(
@@ -116,7 +119,7 @@ class _Ring(torch.autograd.Function):
         comm, label, chunks, scale, B = ctx.options
         d_o, d_q = _chunks(d_out), torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         d_own = torch.zeros(own.shape, dtype=torch.float32, device=q.device)
-        arriving = None  # what the ranks before this one have added up for the block of this hop
+        arriving = None  # the previous ranks' sum for the block of this hop
         for hop, block in _blocks(own, comm=comm, label=f"{label} again"):
             d_block = torch.zeros_like(d_own) if hop else d_own
             for mine, theirs, pair in _pairs(comm, hop=hop, chunks=chunks, device=q.device):
@@ -151,20 +154,20 @@ def _blocks(own: Tensor, *, comm: Comm, label: str) -> Iterator[tuple[int, Tenso
 
 
 class _Passed:
-    """A tensor under way to the next rank, and one of the same shape from the rank before."""
+    """A tensor being sent to the next rank, and one of the same shape from the previous rank."""
 
     def __init__(self, tensor: Tensor, *, comm: Comm, label: str) -> None:
         self._sent, self._out = tensor, torch.empty_like(tensor)
         self._work = comm.pass_on(tensor.view(-1), out=self._out.view(-1), label=label)
 
     def wait(self) -> Tensor:
-        """What the rank before sent."""
+        """Waits for the previous rank's tensor."""
         self._work.wait()
         return self._out
 
 
 def _passed_on(d_block: Tensor, *, arriving: _Passed | None, comm: Comm, label: str) -> _Passed:
-    """Adds this rank's part to what arrives, and posts the sum to the next rank."""
+    """Adds this rank's part to the arriving sum, and posts the result to the next rank."""
     total = d_block if arriving is None else arriving.wait().add_(d_block)
     return _Passed(total, comm=comm, label=label)
 
@@ -172,7 +175,7 @@ def _passed_on(d_block: Tensor, *, arriving: _Passed | None, comm: Comm, label: 
 def _pairs(
     comm: Comm, *, hop: int, chunks: Chunks, device: torch.device
 ) -> Iterator[tuple[int, int, Pair | PackedPair]]:
-    """(own chunk, the block's chunk, how they lie) of the pairs that see each other; a query's own chunk first."""
+    """(own chunk, the block's chunk, their mask) of all pairs that are not fully masked; a query's own chunk first."""
     source = (comm.rank - hop) % comm.size
     queries = (comm.rank, 2 * comm.size - 1 - comm.rank)
     keys = (source, 2 * comm.size - 1 - source)
@@ -183,7 +186,7 @@ def _pairs(
 
 
 def _starts(documents: Documents | None, *, tokens: int) -> tuple[tuple[int, ...], ...] | None:
-    """Where documents begin in sequences of `tokens` tokens; what pads a sequence's end is a document of its own."""
+    """Starts of documents in sequences of `tokens` tokens. Padding at the end counts as a document."""
     if documents is None:
         return None
     length = documents.positions.shape[1]

@@ -26,31 +26,32 @@ from ztk.core.runtime.dispatch_modes import keeps_results
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Started:
-    """A collective under way, and where its result will be."""
+    """A running collective and its output."""
 
     work: Work
     out: Tensor
 
     def result(self) -> Tensor:
-        """Waits for it. Of any shape."""
+        """Waits for the collective. Returns its output (any shape)."""
         self.work.wait()
         return self.out
 
 
 def start_summing(x: Tensor, *, comm: Comm, label: str) -> Started | None:
-    """Begins to sum `x`, of any shape, over the ranks in its own memory; None if that cannot be: it is not contiguous, does not
-    divide, or is kept by selective recomputation."""
+    """Begins to sum `x` (any shape) over the ranks in its own memory. None if `x` is not contiguous, does not divide, or is kept by
+    selective
+    recomputation."""
     if x.numel() % comm.size or not x.is_contiguous() or keeps_results():
         return None
     x = x.detach()
-    torch.autograd.graph.increment_version(x)  # whoever has saved it says so
+    torch.autograd.graph.increment_version(x)  # so that autograd reports a saved `x` as changed
     return Started(work=comm.all_reduce(x.view(-1), label=label, in_shard_order=False), out=x)
 
 
 def start_scattering(x: Tensor, *, comm: Comm, label: str, dim: int = 1) -> Started:
     """Begins `scattered`: x [.., n, ..] -> [.., n / ranks, ..]."""
     x, part = x.detach(), x.shape[dim] // comm.size
-    is_in_order = x.is_contiguous() and all(size == 1 for size in x.shape[:dim])  # parts lie one behind the other
+    is_in_order = x.is_contiguous() and all(size == 1 for size in x.shape[:dim])  # parts are adjacent in memory
     parts = x if is_in_order else torch.stack(x.chunk(comm.size, dim=dim))
     out = x.new_empty(*x.shape[:dim], part, *x.shape[dim + 1 :])
     return Started(work=comm.reduce_scatter(parts.view(-1), out=out.view(-1), label=label), out=out)
@@ -76,7 +77,7 @@ def gathered(x: Tensor, *, comm: Comm, label: str, dim: int = 1) -> Tensor:
     parts = x.new_empty(comm.size, *x.shape)
     parts[comm.rank].copy_(x.detach())
     comm.all_gather(parts.view(-1), label=label).wait()
-    if all(size == 1 for size in x.shape[:dim]):  # they lie one behind the other already
+    if all(size == 1 for size in x.shape[:dim]):  # parts are adjacent already
         return parts.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])
     return torch.cat(list(parts), dim=dim)
 
@@ -96,9 +97,9 @@ def gathered_last(x: Tensor, *, comm: Comm, sizes: tuple[int, ...], label: str) 
 
 
 def sum_out(x: Tensor, *, comm: Comm, label: str, in_place: bool = False) -> Tensor:
-    """Partial results of row-parallel layers -> their sum over the ranks, in x's shape.
+    """Sums partial results of row-parallel layers over the ranks, in x's shape.
 
-    in_place: `x` is a product that neither autograd nor anybody else needs: its memory takes the sum.
+    in_place: `x` is a product that nothing else needs, including autograd: its memory takes the sum.
     """
 
     def total(x: Tensor) -> Tensor:

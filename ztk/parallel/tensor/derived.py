@@ -1,13 +1,13 @@
-"""A plan derived from the module tree: which linear layer feeds which.
+"""Derives a tensor-parallel plan from the module tree, by finding which linear layers feed each other.
 
-Linear layers that are children of one module work together: those that read the hidden states feed the one that writes them. The readers
-are cut by columns and the writer by rows (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053). How a reader's outputs are arranged
+Linear layers that are children of one module belong together: layers that read the hidden states feed the one that writes them. The readers
+are cut by columns and the writer by rows (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053). The arrangement of a reader's outputs
 decides between two forms:
 
 - Attention with a query, a key and a value projection, or with one projection that stores them head by head, is cut between heads. A
   gated or plain MLP whose readers all have the writer's inputs is cut between columns.
 - Any other arrangement (several projections in one weight, a norm over all heads) is cut by columns too, its outputs are gathered and the
-  writer reads its part of them again: weights, gradients and states are divided, what lies between them is computed on every rank.
+  writer reads its part of them again: weights, gradients and states are divided, and the operations between them run on every rank.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from ztk.parallel.tensor.heads import Heads, head_by_head, is_attention
 from ztk.parallel.tensor.rules import Style, TensorRule
 
 _QUERY, _KEY, _VALUE = ("q_proj", "query", "q"), ("k_proj", "key", "k"), ("v_proj", "value", "v")
-# Names of layers that write the hidden states, where sizes alone do not tell them from those that read them.
+# Names of layers that write the hidden states, used if sizes do not distinguish them from layers that read them.
 _WRITERS = ("o_proj", "out_proj", "dense", "c_proj", "fc2", "down_proj", "dense_4h_to_h", "fc_out", "wo", "w2")
 
 
@@ -47,21 +47,21 @@ class _Group:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is the Conv1D of transformers' GPT-2: a linear layer whose weight is [in, out]."""
+    """Whether `module` is the Conv1D of transformers' GPT-2: a linear layer whose weight is [in, out]."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int]:
     """(inputs, outputs) of a linear layer."""
-    # pyrefly: ignore[not-iterable]  # nn.Module says Tensor | Module for every name that a model has
+    # pyrefly: ignore[not-iterable]  # nn.Module types every attribute as Tensor or Module
     first, second = module.weight.shape
     return (first, second) if is_conv1d(module) else (second, first)
 
 
 def derived_rules(model: Any) -> dict[str, TensorRule]:
-    """Module name -> rule, for a model with a Hugging Face configuration; empty if nothing in it can be cut so.
+    """Module name -> rule, for a model with a Hugging Face configuration. Empty if no module fits.
 
-    Experts that are stacked in one weight stay copies: `topology.expert` spreads them.
+    Experts that are stacked in one weight stay copies: `topology.expert` distributes them.
     """
     config = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -82,7 +82,7 @@ def derived_rules(model: Any) -> dict[str, TensorRule]:
 
 
 def _groups(model: nn.Module, *, width: int) -> Iterator[_Group]:
-    """Of the modules in the model's lists of layers."""
+    """Groups of linear layers in the model's lists of layers."""
     lists = {f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     for prefix, module in model.named_modules():
         if not any(prefix.startswith(within) for within in lists):
@@ -99,7 +99,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _writer(linear: dict[str, nn.Module], *, width: int) -> str | None:
-    """The layer that writes the hidden states: the only one of their size, or else the only one that is named so."""
+    """The layer that writes the hidden states: the only one of their size, or else the only one with such a name."""
     found = [name for name, module in linear.items() if sizes_of(module)[1] == width]
     if len(found) > 1:
         found = [name for name in found if name in _WRITERS]
@@ -111,7 +111,7 @@ def _gathered(group: _Group) -> dict[str, TensorRule]:
 
 
 def _attention_rules(group: _Group, *, heads: Heads) -> dict[str, TensorRule]:
-    """Cut between heads where the arrangement of heads is known; see the file's text."""
+    """Rules for a cut between heads, if the arrangement of heads is known; see the module docstring."""
     others = _others(group)
     between_heads = group.width == heads.query * heads.size and all(
         parameter.shape == (heads.size,) for module in others.values() for parameter in module.parameters()
@@ -140,12 +140,12 @@ def _attention_rules(group: _Group, *, heads: Heads) -> dict[str, TensorRule]:
 def _mlp_rules(group: _Group, *, hidden: int) -> dict[str, TensorRule]:
     between = [p for module in _others(group).values() for p in module.parameters(recurse=False)]
     is_plain = all(sizes_of(module)[1] == group.width for module in group.readers.values())
-    # A parameter of the MLP's own width may lie between the readers and the writer; beside them are norms of the hidden states.
+    # A parameter of the MLP's own width may act between the readers and the writer; norms of the hidden states do not.
     if not is_plain or any(p.dim() == 1 and len(p) == group.width and len(p) != hidden for p in between):
         return _gathered(group)
     return group.rules(readers=Style.column, writer=Style.row, grains={})
 
 
 def _others(group: _Group) -> dict[str, nn.Module]:
-    """The children that are no linear layers of the group."""
+    """The children that are not linear layers of the group."""
     return {n: m for n, m in group.module.named_children() if n not in group.readers and n != group.writer}

@@ -1,12 +1,12 @@
-"""How an activation enters column-parallel layers, whose gradients for it are summed over the ranks.
+"""Entry of an activation into column-parallel layers, whose gradients for it are summed over the ranks.
 
 [Note: Overlap]
 Layers that share an input (query, key and value; gate and up) share its `Entrance`. In the backward each hands over its part of the input's
 gradient before it computes the gradient of its weight (`ztk.core.runtime.input_gradients`). The last one's part completes the gradient, and
-its collective starts: it runs beside the product of that weight, in place, without a copy (Megatron's asynchronous all-reduce, Narayanan
+its collective starts: it overlaps with the product of that weight, in place, without a copy (Megatron's asynchronous all-reduce, Narayanan
 et al. 2021, https://arxiv.org/abs/2104.04473). The entrance's own backward waits for it. Parts are added up in the order in which
-autograd would add them. Where a layer does not hand over (an adapter beside it, autocast, a forward of its own), or gets no gradient, the
-sum begins when autograd has all parts, as without overlap.
+autograd would add them. If a layer does not hand over its part (because of an adapter, autocast, or a forward of its own), or gets no
+gradient, the sum begins when autograd has all parts, as without overlap.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,9 @@ from ztk.parallel.tensor.collectives import Started, gathered, scattered, start_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passage:
-    """forward: of the input. adjoint: of its gradient. start: begins the adjoint of a gradient that nobody else holds; None: it must be
-    copied first."""
+    """forward: of the input. adjoint: of its gradient. start: begins the adjoint of a gradient that is not referenced elsewhere. Returns
+    None if
+    the gradient must be copied first."""
 
     forward: LinearMap
     adjoint: LinearMap
@@ -33,17 +34,17 @@ class Passage:
 
 
 def copying(comm: Comm, *, label: str) -> Passage:
-    """x, of any shape, in the same memory; its gradient is summed over the ranks."""
+    """The forward returns x (any shape) in the same memory; its gradient is summed over the ranks."""
     name = f"gradient of {label}"
     return Passage(
-        forward=lambda x: x.detach(),  # a view of x would keep x itself, and `TensorAxis` would never forget either
+        forward=lambda x: x.detach(),  # a view of x would keep x alive, and `TensorAxis` would never drop either
         adjoint=partial(summed, comm=comm, label=name),
         start=partial(start_summing, comm=comm, label=name),
     )
 
 
 def gathering(comm: Comm, *, label: str) -> Passage:
-    """[B, T / n, ...] of every rank -> [B, T, ...]; of the gradient's sum every rank gets its part."""
+    """[B, T / n, ...] of every rank -> [B, T, ...]; each rank gets its part of the gradient's sum."""
     name = f"gradient of {label}"
     return Passage(
         forward=partial(gathered, comm=comm, label=label),
@@ -53,37 +54,37 @@ def gathering(comm: Comm, *, label: str) -> Passage:
 
 
 class Entrance:
-    """The gradient of one activation on its way out of the layers that share it. See [Note: Overlap].
+    """The gradient of one activation, from the layers that share it. See [Note: Overlap].
 
-    It does not hold what it lets in, whose autograd node holds it: no collector sees such a cycle.
+    It does not reference the activation, whose autograd node references this object: no garbage collector would find such a cycle.
     """
 
     def __init__(self, passage: Passage) -> None:
         self._passage = passage
-        self._users = 0  # layers that were given the activation
-        self._is_for_products = True  # and nothing else
-        self._attached = 0  # of them hand over
-        self._parts, self._sum = 0, None  # that were handed over in this backward
+        self._users = 0  # layers that use the activation
+        self._is_for_products = True  # whether only products use it
+        self._attached = 0  # layers that hand over their gradient
+        self._parts, self._sum = 0, None  # handed over in this backward
         self._started: Started | None = None
 
     def open(self, x: Tensor) -> Tensor:
-        """What the layers multiply: x [B, T, C], or of a cut sequence [B, T / n, C], as [B, T, C] in x's dtype."""
+        """The input of the layers: x [B, T, C], or of a cut sequence [B, T / n, C], as [B, T, C] in x's dtype."""
         entered = _Enter.apply(x, self)
         if entered.requires_grad:
             offer_to_take(entered, attach=self._attach)
         return entered
 
     def add_user(self, *, is_product: bool) -> None:
-        """What was opened is given to one more layer. is_product: which multiplies it once, by `ztk.nn.linear`, and nothing else reads it."""
+        """Adds a layer that uses the activation. is_product: it multiplies it once, by `ztk.nn.linear`, without other reads."""
         self._users += 1
         self._is_for_products &= is_product
 
     def forward(self, x: Tensor) -> Tensor:
-        """As of the passage: x of any shape."""
+        """The passage's forward of x (any shape)."""
         return self._passage.forward(x)
 
     def backward(self, d_out: Tensor | None) -> Tensor | None:
-        """The gradient of x, of any shape. d_out: what autograd has brought, which is not what the layers have handed over."""
+        """The gradient of x (any shape). d_out: the gradient from autograd, without the parts that layers have handed over."""
         started, total = self._started, self._sum
         self._parts, self._sum, self._started = 0, None, None
         if started is not None:
@@ -95,7 +96,7 @@ class Entrance:
         return None if total is None else self._passage.adjoint(total)
 
     def differentiable_backward(self, d_out: Tensor) -> Tensor:
-        """The same, of any shape, of a backward that will be differentiated, in which nothing is handed over."""
+        """As `backward` (any shape), for a backward that will be differentiated, in which no layer hands over its part."""
         return through(d_out, forward=self._passage.adjoint, backward=self._passage.forward)
 
     def _attach(self) -> Taker:

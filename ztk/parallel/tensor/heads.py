@@ -1,4 +1,4 @@
-"""Where attention may be cut: between groups of heads, whose sizes the model's configuration gives."""
+"""Where attention may be cut: between groups of heads, whose sizes come from the model's configuration."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ class Heads:
 
     @staticmethod
     def of(config: Any) -> "Heads | None":
-        """The heads of a Hugging Face configuration, or None if it names none."""
+        """The heads of a Hugging Face configuration, or None if it has none."""
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         query = getattr(config, "num_attention_heads", None)
         if query is None:
@@ -40,17 +40,17 @@ class Heads:
 
 
 def is_attention(name: str) -> bool:
-    """Whether the module name, or pattern of names, is that of an attention layer."""
+    """Whether the module name, or pattern of names, belongs to an attention layer."""
     return "attn" in name.lower() or "attention" in name.lower()
 
 
 def head_by_head(module: nn.Module) -> bool:
-    """Whether an attention layer's single projection stores query, key and value of one head after those of another."""
+    """Whether an attention layer's single projection stores query, key and value of each head together."""
     return type(module).__name__ in _HEAD_BY_HEAD
 
 
 def count_own_heads(module: nn.Module, *, heads: Heads, widths: list[int]) -> None:
-    """After the cut: an attention layer that remembers numbers of heads and widths learns those of its own part.
+    """Updates the numbers of heads and widths stored in an attention layer to its own part after the cut.
 
     widths: outputs of its projections on this rank.
     """

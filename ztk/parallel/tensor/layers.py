@@ -3,7 +3,7 @@
 [Note: Shared inputs]
 Query, key and value multiply the same input, so its gradient needs one sum over the ranks, not three. The axis therefore caches the copied
 (or gathered) input as long as the input lives, and layers that get the same tensor share it. The cache owns the copy: in a recomputed
-block nothing else would keep it alive. Recomputed activations are new tensors with copies of their own. Results have the dtype of x.
+block it would not be kept alive otherwise. Recomputed activations are new tensors with copies of their own. Results have the dtype of x.
 """
 
 import functools
@@ -30,7 +30,7 @@ _NO_COPY = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shared:
-    """What has entered last. source: from which activation. with_grad: with autograd."""
+    """The last activation that has entered. source: the original activation. with_grad: whether autograd was on."""
 
     source: weakref.ref
     entrance: Entrance
@@ -39,7 +39,7 @@ class _Shared:
 
 
 class TensorAxis:
-    """How activations enter and leave tensor-parallel layers, along one mesh axis.
+    """Entry and exit of activations of tensor-parallel layers, along one mesh axis.
 
     sequence: sequence parallelism. Between such layers every rank keeps its part of the sequence (dim 1) instead of a full copy.
     """
@@ -61,7 +61,7 @@ class TensorAxis:
     def enter(self, x: Tensor, *, label: str, alone: bool = False) -> Tensor:
         """x [..., C] -> [..., C]; of a cut sequence [B, T / ranks, C] -> [B, T, C]. See [Note: Shared inputs].
 
-        alone: the result goes into one product of `ztk.nn.linear` and nowhere else, so its gradient may be summed before autograd has it.
+        alone: the result is only used by one product of `ztk.nn.linear`, so its gradient may be summed before autograd has it.
         """
         shared = self._shared
         if shared is None or shared.source() is not x or shared.with_grad != torch.is_grad_enabled():
@@ -82,7 +82,7 @@ class TensorAxis:
     def leave(self, x: Tensor, *, label: str, in_place: bool = False) -> Tensor:
         """Partial results [..., C] -> their sum over the ranks, or with a cut sequence this rank's part of it, [B, T / ranks, C].
 
-        in_place: nobody else needs `x`.
+        in_place: nothing else needs `x`.
         """
         if self._cut:
             return scatter_out(x, comm=self.comm, label=label)
@@ -177,19 +177,19 @@ def cut_vocabulary(module: nn.Embedding, *, axis: TensorAxis, name: str, words: 
         return axis.leave(original(local) * here.unsqueeze(-1), label=name, in_place=True)
 
     replace_forward(module, by=forward, refusal=_NO_COPY)
-    if module.padding_idx is not None:  # its row gets no gradient, on the rank that has it
+    if module.padding_idx is not None:  # only the rank with its row skips the gradient
         module.padding_idx = module.padding_idx - words.start if module.padding_idx in words else None
     _set_size(module, name="num_embeddings", dim=0)
 
 
 def _is_one_product(module: nn.Module) -> bool:
-    """Its forward is a linear layer's, with nothing beside it that reads the input or keeps the result."""
+    """Whether its forward is that of a linear layer, and nothing else reads the input or keeps the result."""
     is_linear = type(module).forward in (Linear.forward, nn.Linear.forward)
     return is_linear and not has_own_forward(module) and getattr(module, "adapter", None) is None
 
 
 def _plain_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """The product without the bias, for modules that are known to be linear layers."""
+    """The product without the bias, for known linear layers."""
     forward = type(module).forward
     if forward is Linear.forward:
         return lambda x: linear(x, weight=module.weight)
@@ -202,5 +202,5 @@ def _plain_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
 
 def _set_size(module: nn.Module, *, name: str, dim: int) -> None:
     if hasattr(module, name):
-        # pyrefly: ignore[bad-index]  # nn.Module says Tensor | Module for every name that a model has
+        # pyrefly: ignore[bad-index]  # nn.Module types every attribute as Tensor or Module
         setattr(module, name, module.weight.shape[dim])

@@ -43,7 +43,7 @@ def vocabulary_parallel_cross_entropy(
     """Mean cross entropy plus z_loss * mean of lse^2, fp32 scalar, the same bits on all ranks.
 
     logits: [N, own columns], the columns from `first` on of the full logits [N, V]. The backward writes their gradient into their memory:
-        it may run once, and nothing else may need the logits then.
+        it may run once, and the logits must not be used otherwise.
     targets: int64 [N], columns of the full logits; rows with `ignore_index` do not count.
     """
 

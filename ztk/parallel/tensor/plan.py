@@ -1,4 +1,4 @@
-"""Which module is cut in which way: by the native model's plan, a Hugging Face model's `tp_plan`, the module
+"""Chooses how each module is cut: by the native model's plan, a Hugging Face model's `tp_plan`, the module
 tree, or the user's patterns."""
 
 import fnmatch
@@ -32,7 +32,7 @@ class TensorPlan:
         return TensorPlan(rules=rules)
 
     def matches(self, model: nn.Module) -> dict[str, TensorRule]:
-        """Module name -> rule, in order of definition. Raises ValueError for a pattern that names no module."""
+        """Module name -> rule, in order of definition. Raises ValueError for a pattern without a matching module."""
         found, unused = {}, set(self.rules)
         for name, _ in model.named_modules():
             for pattern, rule in self.rules.items():
@@ -48,7 +48,7 @@ class TensorPlan:
 
 
 def plan_of(model: nn.Module) -> TensorPlan:
-    """The plan that the model brings, or else the one that its module tree gives. Raises ValueError if there is neither."""
+    """The model's own plan, or else one derived from its module tree. Raises ValueError if there is neither."""
     if isinstance(model, Decoder):
         return _decoder_plan(model)
     if plan := _hugging_face_plan(model):

@@ -1,4 +1,4 @@
-"""What a user chooses about tensor parallelism. The topology says how many ranks share a layer."""
+"""Policy of tensor parallelism. The topology has the number of ranks that share a layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,8 +10,9 @@ from ztk.parallel.tensor.rules import TensorRule
 class TensorPolicy:
     """How layers are cut over the tensor-parallel ranks.
 
-    plan: module patterns to "column", "row", "vocabulary", "column_gathered", "row_split", "partial" or a `TensorRule`. None: the plan that
-        the model brings, or the one that follows from its modules.
+    plan: module patterns to "column", "row", "vocabulary", "column_gathered", "row_split", "partial" or a `TensorRule`. Defaults to the
+    model's
+        own plan, or one derived from its modules.
     sequence_parallel: between tensor-parallel layers, norms and residuals work on each rank's part of the sequence: the same bytes on the
         wire, 1/n of the activations there (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
     """

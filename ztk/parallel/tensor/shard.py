@@ -1,6 +1,6 @@
 """Cuts a model's weights over the tensor-parallel ranks.
 
-It matches the plan against the model, cuts and rewires each module that the plan names, and marks all other parameters as copied.
+Matches the plan against the model, cuts and rewires each module in the plan, and marks all other parameters as copied.
 """
 
 import functools
@@ -29,7 +29,7 @@ _CUTS_NO_WEIGHT = (Style.partial, Style.loss)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedTensors:
-    """What was cut.
+    """The result of cutting a model.
 
     parts: this rank's part of every parameter, by name. partial: copied parameters of which each rank computes a part of the gradient;
     the parts are summed over `comm` before ZeRO reads them. uneven: the first module whose outputs the ranks have unequal shares of, or "".
@@ -41,9 +41,9 @@ class ShardedTensors:
     uneven: str
 
     def check_dropout(self, model: nn.Module) -> None:
-        """Ranks that draw random numbers for tensors of unequal sizes no longer agree on those for tensors that all of them have.
+        """Raises ValueError for a model that trains with dropout and has tensors of unequal sizes on the ranks.
 
-        Raises ValueError for a model that is to train with dropout and has such tensors.
+        Ranks that draw random numbers for such tensors would disagree on later draws for tensors that all of them have.
         """
         if self.uneven and (found := _dropout(model)):
             raise ValueError(
@@ -52,7 +52,7 @@ class ShardedTensors:
             )
 
     def sum_partial_gradients(self, model: nn.Module) -> None:
-        """Hooks the sums into the backward. Call it after ZeRO was built, which may replace parameters."""
+        """Hooks the sums into the backward. Call it after ZeRO is built, which may replace parameters."""
         for name, parameter in model.named_parameters():
             if name in self.partial and parameter.requires_grad:
                 parameter.register_hook(_summing(self.comm, name=name))
@@ -96,7 +96,7 @@ def shard_tensors(model: nn.Module, *, mesh: Mesh, policy: TensorPolicy) -> Shar
 
 
 def _tied_embeddings(model: nn.Module, *, matched: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
-    """Rules for embeddings that the plan leaves out although it cuts their weight in another module, as plans of tied models do: they
+    """Rules for embeddings that are not in the plan although it cuts their tied weight in another module, as in plans of tied models. They
     become vocabulary-parallel.
 
     Raises ValueError for other modules that share a weight that is cut.
@@ -146,7 +146,7 @@ class _Cutter:
             )
         by_rows = style in (Style.row, Style.row_split)
         dim = int(by_rows != is_conv1d(module))  # a Conv1D stores [in, out]
-        # pyrefly: ignore[bad-index]  # nn.Module says Tensor | Module for every name that a model has
+        # pyrefly: ignore[bad-index]  # nn.Module types every attribute as Tensor or Module
         size = module.weight.shape[dim]
         own = self._range(size, name=name, grain=rule.grain, part=comm.rank)
         sizes = tuple(len(self._range(size, name=name, grain=rule.grain, part=rank)) for rank in range(comm.size))
@@ -158,7 +158,8 @@ class _Cutter:
         self._rewire(module, name=name, style=style, own=own, sizes=sizes)
 
     def _cut_adapter(self, module: Any, *, by_rows: bool, own: range) -> None:
-        """Of ztk.nn.lora: B's outputs or A's inputs are cut like the layer's; each rank computes a part of the other one's gradient."""
+        """Cuts an adapter of ztk.nn.lora: B's outputs or A's inputs like the layer's. Each rank computes a part of the other one's
+        gradient."""
         cut, copied = (module.lora_A, module.lora_B) if by_rows else (module.lora_B, module.lora_A)
         self._replace(cut.default, leaf="weight", dim=int(by_rows), own=own)
         self.partial.add(self._canonical[copied.default.weight])
@@ -204,13 +205,13 @@ class _Cutter:
 
 
 def _tell_attention(model: nn.Module, *, matched: Mapping[str, TensorRule]) -> None:
-    """Attention layers that are cut between heads learn how many they have."""
+    """Updates the numbers of heads in attention layers that are cut between heads."""
     heads, widths = Heads.of(getattr(model, "config", None)), dict[str, list[int]]()
     for name, rule in matched.items():
         owner = name.rpartition(".")[0]
         if heads is not None and rule.style is Style.column and is_attention(owner):
             module = model.get_submodule(name)
-            # pyrefly: ignore[bad-index]  # nn.Module says Tensor | Module for every name that a model has
+            # pyrefly: ignore[bad-index]  # nn.Module types every attribute as Tensor or Module
             size = module.weight.shape[int(is_conv1d(module))]
             fused = head_by_head(model.get_submodule(owner))
             widths.setdefault(owner, []).append(size // 3 if fused else size)
@@ -220,7 +221,7 @@ def _tell_attention(model: nn.Module, *, matched: Mapping[str, TensorRule]) -> N
 
 def _dropout(model: nn.Module) -> str:
     """The name of a dropout that draws numbers, or ""."""
-    elsewhere = ("classifier", "summary")  # of heads that a decoder does not have
+    elsewhere = ("classifier", "summary")  # heads that a decoder does not have
     of_config = getattr(getattr(model, "config", None), "__dict__", {})  # attention's is called as a function
     for name, value in of_config.items():
         if (
@@ -241,7 +242,7 @@ def _replace_loss(model: nn.Module, *, name: str, comm: Comm, sizes: tuple[int, 
 
 
 def _begin_stages(model: nn.Module, *, axis: TensorAxis) -> None:
-    """Pipeline stages after the first have no embedding to begin a pass: their forward begins it."""
+    """Begins a pass in the forward of pipeline stages after the first, which have no embedding to begin it."""
     original = model.forward
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""Cutting a dimension into parts that need not be equal."""
+"""Divides a dimension into parts of nearly equal size."""
 
 
 def part_range(size: int, *, part: int, parts: int, grain: int = 1) -> range:
