@@ -349,7 +349,7 @@ more, and now 6 to 80 times.
 A kernel is launched by `ztk.kernels.launch.jit`, which finds the compiled program by a tuple of what Triton's own C function says of the
 arguments. Launchers of small ops bind a kernel to its grid, numbers, constexprs and options in a function of the sizes alone, which keeps its
 results, and what memory the op's results take: of a call whose sizes are known only the tensors are looked at, their dtypes and addresses
-([Note: What a repeated launch costs]). An op on a GPU that nobody looks at is its launcher (`ztk.kernels.launch.direct`): torch's dispatcher is
+([Note: Cost of a repeated launch]). An op on a GPU that nobody looks at is its launcher (`ztk.kernels.launch.direct`): torch's dispatcher is
 called where a mode, a trace, a transform, a profiler or autograd wants to see it. Where no gradients are recorded, norms, gated activations
 and `rope` leave `autograd.Function` out, too, and norms take tensors of any number of dimensions without views around them.
 

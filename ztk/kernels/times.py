@@ -1,11 +1,11 @@
-"""Seconds, calls and bytes of every op while somebody asks for them: `with KernelTimes() as times: ...`, then `times.read()`.
+"""Seconds, calls and bytes of every op in a period: `with KernelTimes() as times: ...`, then `times.read()`.
 
 [Note: Times]
-On a GPU an event before and one after the op's launches lie in the stream that it runs in; they are read after the step, with one wait
-for the device in all. So on a GPU that waits for the host an op's time holds that of its launch. On a CPU the clock is read
-before and after. Ops of all threads count, in the period in which they begin; those of a call that was handed over by `behind_step`, as the
-update behind the next forward is, count in the period after the one in which it was handed over, and in full. An op that calls another one,
-as `linear_cross_entropy` does, has the other's time in its own.
+On a GPU an event before and one after the op's launches are recorded in its stream; they are read after the step, with one wait
+for the device in all. So on a GPU that waits for the host, an op's time includes its launch. On a CPU the clock is read
+before and after. Ops of all threads count, in the period in which they begin. Ops of a call wrapped by `behind_step`, such as the update
+during the next forward, count in the period after the one in which it was wrapped, and in full. If an op calls another one,
+as `linear_cross_entropy` does, its time includes the other's.
 """
 
 import threading
@@ -29,7 +29,7 @@ class _Event(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ceilings:
-    """What a device can do: bytes per second of its memory, and operations per second of products by dtype; dtypes that are missing
+    """Peak rates of a device: bytes per second of its memory, and operations per second of products by dtype. Missing dtypes
     compute at the rate of float32."""
 
     memory_bandwidth: float
@@ -43,7 +43,7 @@ class Ceilings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelTime:
-    """All calls of one op. floor_seconds: see `Ceilings`; None: nobody knows the device."""
+    """All calls of one op. floor_seconds: see `Ceilings`; None without ceilings."""
 
     calls: int
     seconds: float
@@ -51,12 +51,12 @@ class KernelTime:
     floor_seconds: float | None
 
 
-# The op, what it moved and computed, and its seconds or a pair of events. Plain tuples, because one is made per call.
+# The op, the bytes and operations of the call, and its seconds or a pair of events. Plain tuples, because one is made per call.
 _Call = tuple[str, Work, float | tuple[_Event, _Event]]
 
 
 class KernelTimes:
-    """Times every ztk op of this process, period by period. ceilings: None: there are no floors."""
+    """Times every ztk op of this process, period by period. ceilings: of the device. If omitted, there are no floors."""
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class KernelTimes:
         event: Callable[[], _Event] = lambda: torch.cuda.Event(enable_timing=True),
         synchronize: Callable[[], None] = torch.cuda.synchronize,
     ) -> None:
-        """event, synchronize: those of the GPU."""
+        """event, synchronize: functions of the GPU, replaced in tests."""
         self._ceilings, self._event, self._synchronize = ceilings, event, synchronize
-        self._current: list[_Call] | None = None  # of this period; None: its ops are not timed
+        self._current: list[_Call] | None = None  # of this period; None if its ops are not timed
         self._next: list[_Call] | None = None  # of the next one
         self._ended: list[_Call] = []
-        self._bound: dict[int, list[_Call] | None] = {}  # by thread: what it runs belongs there
+        self._bound: dict[int, list[_Call] | None] = {}  # by thread: the list for its ops
         self._is_on_gpu = False
 
     def __enter__(self) -> Self:
@@ -81,7 +81,7 @@ class KernelTimes:
         self.close()
 
     def begin(self, *, current: bool = True, following: bool = False) -> None:
-        """A period begins. current: its ops are timed; following: those of the next one will be.
+        """Begins a period. current: times its ops; following: times the next period's.
 
         Raises:
             RuntimeError: another `KernelTimes` is at work in this process.
@@ -98,7 +98,7 @@ class KernelTimes:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Ops inside do not count, except those behind the step."""
+        """Context whose ops do not count, except calls of `behind_step`."""
         current, self._current = self._current, None
         try:
             yield

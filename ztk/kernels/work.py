@@ -1,9 +1,9 @@
-"""What one call of an op moves and computes at least, from the tensors that it was called with.
+"""The minimum bytes and operations of one call of an op, from its tensors.
 
-Bytes: every tensor that is read or written counts once, and one that is changed in place twice. For the shapes of a `SPEC` that is its
-`num_bytes` and `num_bytes_backward`, beside rows of statistics (tests/kernels/test_times.py); a call may have what no shape says, such as a
-residual, or fewer heads of keys than of queries. Operations: those of matrix products, as in `num_flops`. All other ops end with
-their bytes on every device.
+Bytes: every tensor that is read or written counts once, and one that is changed in place twice. For the shapes of a `SPEC` this equals its
+`num_bytes` and `num_bytes_backward`, except for rows of statistics (tests/kernels/test_times.py). A call may have tensors that the shape
+does not cover, such as a residual, or fewer heads of keys than of queries. Operations: matrix products, as in `num_flops`. The time of all
+other ops is bounded by their bytes on every device.
 """
 
 import functools
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ztk.kernels.launch.library import operator
 
-# Written and not read, by name: their schema says only that they change.
+# Written and not read, by name: their schema only marks them as changed.
 _WRITTEN = {"step_control": ("control",)}
 _OUT = "out"  # everywhere
 _NOT_READ = {
@@ -26,9 +26,10 @@ _NOT_READ = {
 
 
 class Work(NamedTuple):
-    """num_bytes: moved at least. flops: () -> operations of matrix products; it may read offsets from the device, so it is called
-    after the step, as `share` is. dtype: of the products. share: () -> what share of the bytes the call has moved, where values decide it;
-    None: all. A tuple: one is made per timed call."""
+    """num_bytes: minimum traffic. flops: () -> operations of matrix products; it may read offsets from the device, so it is called
+    after the step, like `share`. dtype: of the products. share: () -> the fraction of the bytes that the call moved, if it depends on
+    values.
+    None if all were moved. A tuple, because one is made per timed call."""
 
     num_bytes: int
     flops: Callable[[], int] | None
@@ -45,7 +46,7 @@ def work_of(name: str, *, args: tuple, result: object) -> Work:
 
 
 def _share_of_rows(args: tuple) -> Callable[[], float]:
-    """Of `scale_rows(x, scale)`: rows whose scale is 1 are not touched, as those of a loss that the backward starts from."""
+    """Fraction of `scale_rows(x, scale)`: rows with scale 1 are not accessed, as for the loss at the start of a backward."""
     return lambda: float((args[1] != 1).float().mean())
 
 
@@ -54,7 +55,7 @@ def _moved(arg: object, passes: int) -> int:
 
 
 def _nbytes(value: object) -> int:
-    """Of a tensor, of a view what it shows; of all in a list or tuple; nothing of other values."""
+    """Bytes of a tensor (of a view only its elements), or of all tensors in a list or tuple; 0 for other values."""
     if isinstance(value, Tensor):
         return value.nbytes
     return sum(map(_nbytes, value)) if isinstance(value, (list, tuple)) else 0
@@ -95,13 +96,13 @@ def _attention_flops(q: Tensor, *, rest: tuple, per_pair: int) -> Callable[[], i
 
 
 def visible_pairs(length: int, *, causal: bool, window: int) -> int:
-    """Of queries and keys of one sequence: key j <= i if causal, and j > i - window if there is a window."""
-    hidden = max(0, length - window) if window > 0 else 0  # queries before which keys lie that they do not see
+    """Visible pairs of queries and keys of one sequence: key j <= i if causal, and j > i - window if there is a window."""
+    hidden = max(0, length - window) if window > 0 else 0  # queries with masked keys before them
     return (length * (length + 1) // 2 if causal else length * length) - hidden * (hidden + 1) // 2
 
 
 def _grouped_flops(offsets: Tensor, *, per_slot: int) -> Callable[[], int]:
-    """Slots behind the last offset are padding."""
+    """Operations of grouped products. Slots after the last offset are padding."""
     return lambda: per_slot * int(offsets[-1])
 
 

@@ -2,18 +2,18 @@
 
 [Note: Programmatic dependent launch]
 A decoding step is a hundred small kernels, and between two of them the GPU is idle for about a microsecond. From Hopper on a kernel may be
-launched early: its programs become resident as soon as all of the kernel before it have said that they may, or have ended, and hold in
-`griddepcontrol.wait` until that kernel has completed and its writes are visible. No memory is touched before, so nothing else changes:
-neither the order of accesses nor a bit of a result.
+launched early: its programs become resident as soon as all programs of the previous kernel have permitted it or have ended, and wait in
+`griddepcontrol.wait` until that kernel has completed and its writes are visible. Memory is not accessed before, so neither the order of
+accesses nor any bit of a result changes.
 
-Two rules keep that. First, a kernel that is launched so begins with `wait_for_kernels`: its wait comes before every access to memory. Second,
-no program ends without it, a tile without work included: "the kernel before has completed" means that the one before that has completed,
-too, only because it waited. The ahead-of-time budgets (tests/kernels/aot) read both from the compiled code of every such kernel, because a
-missing wait would show as wrong tokens, now and then, on a GPU.
+Two rules ensure this. First, such a kernel begins with `wait_for_kernels`: its wait precedes every access to memory. Second, no program
+ends without the wait, even for a tile without work: a completed kernel implies that the one before it has completed only because it
+waited. The ahead-of-time budgets (tests/kernels/aot) check both in the compiled code of every such kernel, because a
+missing wait would cause wrong tokens, occasionally, on a GPU.
 
-A kernel allows the next one to be launched only behind its own wait. So programs that hold shared or tensor memory while they wait are those of
-one kernel, and no program that it waits for still needs any. What follows may be any kernel: one that is launched in the ordinary way
-waits for all of the one before.
+A kernel permits the next launch only after its own wait. So all programs that hold shared or tensor memory while they wait belong to
+one kernel, and no program that they wait for still needs such memory. Any kernel may follow: one that is launched in the ordinary way
+waits for all of the previous one.
 
 CUDA programming guide, programmatic dependent launch and synchronization; PTX ISA, griddepcontrol.
 """
@@ -30,7 +30,7 @@ _IN_ORDER = {"PDL": False}
 
 @triton.jit
 def wait_for_kernels(PDL: tl.constexpr):
-    """First in a kernel: until the kernels before have completed; the one behind may be launched from then on"""
+    """First statement of a kernel: waits until earlier kernels have completed, and permits the launch of the next one"""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

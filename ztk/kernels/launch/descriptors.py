@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-ALIGNMENT = 16  # bytes, of which a described tensor's address and its strides but the last are multiples
+ALIGNMENT = 16  # bytes, required of a described tensor's address, and of its strides except the last
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """What a descriptor says but for address and dtype. Sizes and strides are in elements; what a block has beyond a size is zero.
+    """The contents of a descriptor without address and dtype. Sizes and strides are in elements; elements of a block outside of a size are
+    zero.
 
-    Raises ValueError for what a descriptor cannot say, see `can_describe`.
+    Raises ValueError for a layout that a descriptor cannot represent, see `can_describe`.
     """
 
     shape: tuple[int, ...]
@@ -42,7 +43,7 @@ class Layout:
 
 
 class _Descriptor(TensorDescriptor):
-    """Without what Triton's class asserts whenever it is made."""
+    """Triton's class without the assertions that run for each object."""
 
     def __post_init__(self):
         pass

@@ -1,11 +1,11 @@
-"""The fast path of an op: its launcher is called without torch's dispatcher where the dispatcher would do nothing but call it.
+"""The fast path of an op: calls its launcher without torch's dispatcher when the dispatcher would add nothing.
 
-[Note: What an op costs]
-By torch's dispatcher an op costs the host about two microseconds beside its launcher: arguments become torch's values and Python's again.
-It has work to do, and is called, where somebody else looks at ops or changes them: dispatch modes (fake tensors, plans, recomputation's
-policies, functionalization), torch.compile and other tracing, transforms of `torch.func`, profilers, classes of tensors with functions of
-their own, arguments that it would convert, tensors elsewhere than on the current GPU. It also warns where gradients are lost, so it is
-called where they are recorded; inside an `autograd.Function` they are not.
+[Note: Cost of the dispatcher]
+torch's dispatcher adds about two microseconds of host time to an op: arguments are converted to torch's values and back to Python's.
+It is needed, and used, when something else observes or changes ops: dispatch modes (fake tensors, plans, recomputation's
+policies, functionalization), torch.compile and other tracing, transforms of `torch.func`, profilers, tensor subclasses with functions of
+their own, arguments that need conversion, tensors on another device than the current GPU. It also warns when gradients are lost, so it is
+used while gradients are recorded, which is not the case inside an `autograd.Function`.
 """
 
 import torch
@@ -52,7 +52,7 @@ def is_on_current_gpu(tensor: Tensor) -> bool:
 
 
 def first_tensor(schema: torch.FunctionSchema, *, kinds: tuple[type, ...]) -> int | None:
-    """The place of the first tensor among arguments of these types; None: the dispatcher would change them, or has to see one."""
+    """The index of the first tensor among arguments of these types. None if the dispatcher would convert an argument or must handle one."""
     if len(kinds) != len(schema.arguments):
         return None
     first = None
@@ -70,7 +70,7 @@ def first_tensor(schema: torch.FunctionSchema, *, kinds: tuple[type, ...]) -> in
 
 
 def _is_ordinary(kind: type) -> bool:
-    """Tensors of this class take no part in what torch does with them."""
+    """Whether torch handles tensors of this class without any override."""
     if kind is Tensor:
         return True
     return (

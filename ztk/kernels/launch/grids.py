@@ -19,16 +19,17 @@ def next_power_of_2(n: int) -> int:
 
 
 def resident_programs(target: Machine, *, num_warps: int, registers: int) -> int:
-    """Programs that stay on the machine together: of as many none waits for a round of its own.
+    """Number of programs that are resident on the machine at once. A grid of this size runs in one wave.
 
-    registers: a thread's, at most; the ahead-of-time budgets hold the kernel to it (`AotCase.resident`), see `register_limit`.
+    registers: maximum per thread. The ahead-of-time budgets check it (`AotCase.resident`), see `register_limit`.
     """
     return target.processors * _fitting(registers, num_warps=num_warps, target=target)
 
 
 def register_limit(registers: int, *, num_warps: int, target: Machine) -> dict[str, int]:
-    """The launch option under which as many programs fit as `resident_programs` counts on, whatever the version of the compiler chooses:
-    Triton 3.6 takes 98 and 105 registers where 3.9 takes 80 and 64. Without it where one program fits anyway, and on AMD, which has none.
+    """The launch option that makes as many programs fit as `resident_programs` assumes, for any version of the compiler:
+    Triton 3.6 uses 98 and 105 registers where 3.9 uses 80 and 64. Empty if only one program fits anyway, and on AMD, which has no such
+    option.
     """
     if target.architecture is Architecture.cdna or _fitting(registers, num_warps=num_warps, target=target) == 1:
         return {}

@@ -1,19 +1,20 @@
-"""Kernels that are launched in little host time: what Triton compiled for a kind of arguments is found again without Triton's binder.
+"""Launches kernels with little host time: compiled programs are found without Triton's binder.
 
-[Note: What a launch costs]
+[Note: Cost of a launch]
 `kernel[grid](...)` of Triton binds arguments by name, prints the options into a string, and looks the program up by that string: 7 to 9
 microseconds for a kernel of a dozen arguments, and small kernels run for less. Here constexprs and options are looked up once per call, or
-once for good (`Prepared`), and then a tuple of what Triton's own C function says of the other arguments: type, multiple of 16, value of
-one, on AMD GPUs whether it is smaller than 2 GiB. So two calls share a program exactly if Triton would share it, and what is new goes to
-Triton. Arguments that the key could not tell apart (constexprs by position, floats among constexprs, of which 0.0 and -0.0 are equal),
-hooks of profilers, debugging and the interpreter take Triton's way every time.
+once in total (`Prepared`). The other arguments are looked up by the specialisation that Triton's own C function computes: type, multiple of
+16, value of one, and on AMD GPUs whether it is smaller than 2 GiB. So two calls share a program exactly if Triton would share it, and new
+combinations go to Triton. Arguments that the key cannot distinguish (constexprs by position, floats among constexprs, of which 0.0 and -0.0
+are equal), hooks of profilers, debugging and the interpreter always use Triton's launch.
 
-[Note: What a repeated launch costs]
-A layer's launches repeat: the sizes are those of the step before, and with them grid, numbers, constexprs and options. A launcher of a small
-op computes them in a function of the sizes alone, which is `kept`, and binds the kernel to them. Such a function cannot forget a size: it
-has no tensor. What remains of a launch are tensors. Their dtypes and their device are looked up, and that all addresses are multiples of
-16 is tested, in half the time of Triton's function; any other address, a device of AMD, where sizes of memory count, too, and all
-that is named above go to `Prepared`.
+[Note: Cost of a repeated launch]
+A layer's launches repeat: sizes are the same as in the step before, and so are grid, numbers, constexprs and options. The launcher of a
+small
+op computes these in a function of the sizes alone, which is `kept`, and binds the kernel to them. Such a function cannot miss a size,
+because it gets no tensor. Only tensors remain for a launch. Their dtypes and device are looked up, and all addresses are tested to be
+multiples of 16, in half the time of Triton's function. Other addresses, AMD devices, where sizes of memory matter, and all
+exceptions above go to `Prepared`.
 
 [Note: Sizes that change]
 Triton compiles a kernel again for a number that is one, or a multiple of 16. The rows of a serving step, the tokens of its router and the
@@ -38,7 +39,7 @@ _EXACT = frozenset(
 )  # of constexprs and options: equal ones are the same
 MOST_PROGRAMS, MOST_PROGRAMS_ACROSS = 2**31, 2**16 - 1  # of a launch; along its second and third axis
 _REST = ((), (1, 1), (1,), ())  # of a grid's three axes, by the number of those that are given
-_NO_HOOKS = (None, None, None)  # what is told to them, and the two
+_NO_HOOKS = (None, None, None)  # their metadata, enter hook and exit hook
 _WIDE = 1 << 31  # numbers from here on have 64 bits
 _NO_LAYOUTS: Mapping[int, Layout] = {}
 KEPT = 1024  # sizes of a kernel's launches; of more the ones that were not used for longest are computed again
@@ -73,7 +74,7 @@ class LaunchedKernel(JITFunction):
         return self.prepared(**named).launch(grid, *args)
 
     def prepared(self, **named: Any) -> "Prepared":
-        """The kernel with its constexprs and options: the same one for the same values, if they can be told apart."""
+        """The kernel with its constexprs and options. Returns the same object for the same values, if they can be distinguished."""
         values = tuple(named.values())
         key = (*named, *values, *map(type, values))
         prepared = self._prepared.get(key)
@@ -96,7 +97,7 @@ class Prepared:
         if self.is_short:
             constexprs = kernel.params[kernel.num_runtime :]
             self.constexprs = tuple(named.get(parameter.name, parameter.default) for parameter in constexprs)
-            # By device and kind of arguments: what starts the program, what it is started with, and the program.
+            # By device and kind of arguments: the function that starts the program, its leading arguments, and the program.
             self._programs: dict[tuple, tuple[Callable, tuple, Any]] = {}
 
     def launch(self, grid: tuple[int, ...], *args: Any) -> Any:
@@ -119,15 +120,15 @@ class Prepared:
         return program
 
     def _launch_usually(self, grid: tuple[int, ...], args: tuple) -> Any:
-        """Triton's launch, which compiles what is not compiled."""
+        """Triton's launch, which compiles new programs."""
         if isinstance(self.kernel, LaunchedKernel):
             return self.kernel.run(*args, grid=grid, warmup=False, **self.named)
         return self.kernel[grid](*args, **self.named)
 
 
 class Bound:
-    """A kernel with all but its tensors: `bound.launch(*tensors)` is `kernel[grid](*tensors, *numbers, **named)`. See [Note: What a repeated
-    launch costs].
+    """A kernel with all arguments except its tensors: `bound.launch(*tensors)` is `kernel[grid](*tensors, *numbers, **named)`. See
+    [Note: Cost of a repeated launch].
     """
 
     def __init__(
@@ -137,12 +138,13 @@ class Bound:
         self.prepared, self.grid, self.numbers, self.layouts = prepared, grid, numbers, layouts
         self._axes = *grid, *_REST[len(grid)]
         self._describe = [(place, layout.describe_aligned) for place, layout in layouts.items()]
-        # Device and dtypes, of aligned tensors, what starts the program, and what it is started with before and behind the tensors. One or
-        # two as a rule: to compare a key takes 0.05 us, to look it up by its hash 0.15.
+        # Device and dtypes of aligned tensors, the function that starts the program, and its arguments before and after the tensors.
+        # Usually one
+        # or two entries: comparing a key takes 0.05 us, a lookup by its hash 0.15.
         self._programs: list[tuple[list, Callable, tuple, tuple]] = []
 
     def launch(self, *tensors: Tensor | None, count: int | None = None) -> None:
-        """tensors: the kernel's first arguments, of any dtype. count: a number behind them that changes from launch to launch and that the
+        """tensors: the kernel's first arguments, of any dtype. count: a number after them that changes from launch to launch and that the
         kernel does not specialise."""
         prepared = self.prepared
         if not prepared.is_short or prepared.kernel.pre_run_hooks or _is_observed():
@@ -172,8 +174,9 @@ class Bound:
             self._keep(program, key=key, has_count=count is not None)
 
     def arguments(self, tensors: Sequence[Tensor | None], *, count: int | None) -> list[Any]:
-        """The kernel's but for constexprs: tensors, of any shape, or descriptors of those that have a layout, and numbers. Its own are those of
-        `launch`.
+        """All arguments of the kernel except constexprs: tensors (any shape), or descriptors of tensors with a layout, and numbers. Takes
+        the
+        arguments of `launch`.
 
         Raises AssertionError for a tensor with a layout whose address is not a multiple of 16.
         """
@@ -195,10 +198,11 @@ class Bound:
 def bind(
     kernel: Any, *numbers: float, grid: tuple[int, ...], layouts: Mapping[int, Layout] = _NO_LAYOUTS, **named: Any
 ) -> Bound:
-    """`kernel`, as `jit` makes it, with `numbers`, its arguments behind the tensors, its grid, its constexprs and options.
+    """Binds `kernel`, made by `jit`, to `numbers` (its arguments after the tensors), its grid, constexprs and options.
 
-    layouts: of tensors that it gets as descriptors, by place. Raises ValueError for a grid outside of CUDA's limits: Triton's launcher skips a
-    launch of more than 2^31 programs without an error.
+    layouts: of tensors that are passed as descriptors, by index. Raises ValueError for a grid outside of CUDA's limits: Triton's launcher
+    skips
+    a launch of more than 2^31 programs without an error.
     """
     if math.prod(grid) >= MOST_PROGRAMS or max(grid[1:], default=1) > MOST_PROGRAMS_ACROSS:
         raise ValueError(

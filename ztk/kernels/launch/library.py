@@ -4,9 +4,9 @@
 Each op is a `torch.library` schema `ztk::name` with one implementation per dispatch key: CUDA (HIP dispatches as CUDA) runs
 the Triton launcher, CPU the fast torch implementation, Meta and fake tensors the shape function. An op has no autograd of
 its own: the public function wraps forward and backward ops in a `torch.autograd.Function`, which costs 13 us per call less
-than `register_autograd` and traces under torch.compile all the same. What `register` returns goes past the dispatcher on a
-GPU where nobody looks (`direct`). `set_backend("reference")` acts in the public functions, so that plain torch autograd
-differentiates the reference. Tensors have any dtype.
+than `register_autograd` and also traces under torch.compile. The result of `register` bypasses the dispatcher on a
+GPU when nothing intercepts the call (`direct`). `set_backend("reference")` acts in the public functions, so that plain torch
+autograd differentiates the reference. Tensors have any dtype.
 """
 
 from collections.abc import Callable
@@ -61,18 +61,18 @@ def get_backend() -> Backend:
 
 
 def set_watch(watch: Watch | None) -> None:
-    """Every op of this process runs through `watch` from now on; None: as registered. See [Note: Watching]."""
+    """Makes every op of this process run through `watch`, or as registered if None. See [Note: Watching]."""
     global _watch
     _watch = watch
 
 
 def get_watch() -> Watch | None:
-    """What `set_watch` has set."""
+    """The current watch, or None."""
     return _watch
 
 
 def behind_step(call: Callable[[], Any]) -> Callable[[], Any]:
-    """What is handed to a thread that goes on while the next step runs: a watch counts its ops as the next step's."""
+    """Wraps a call for a thread that runs during the next step, so that a watch counts its ops in the next step."""
     return call if _watch is None else _watch.bind(call)
 
 
@@ -111,7 +111,7 @@ def register(schema: str, *, triton: Callable, cpu: Callable, fake: Callable) ->
 
 
 def _short_way(op: Any, *, launch: Callable) -> Callable:
-    """`op`, by its launcher alone where nobody misses the dispatcher: see [Note: What an op costs]."""
+    """`op` with a direct call of its launcher when the dispatcher is not needed: see [Note: Cost of the dispatcher]."""
     places: dict[tuple[type, ...], int | None] = {}  # of the first tensor, by the types of the arguments
 
     def call(*args):
@@ -130,7 +130,7 @@ def _short_way(op: Any, *, launch: Callable) -> Callable:
 
 
 def operator(name: str) -> Callable:
-    """`ztk::name` as torch's dispatch modes see it. Raises AttributeError for a name that was not registered."""
+    """`ztk::name` as passed to torch's dispatch modes. Raises AttributeError for an unregistered name."""
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
@@ -159,7 +159,7 @@ def _cuda_entry(name: str, launch: Callable) -> Callable:
         device, watch = _first_device(args), _watch
         if device is None or device.index == torch.cuda.current_device():
             return launch(*args) if watch is None else watch(name, launch, args, on_gpu=True)
-        with torch.cuda.device(device):  # Triton launches on the current device, whatever the pointers say
+        with torch.cuda.device(device):  # Triton launches on the current device, independent of the pointers
             return launch(*args) if watch is None else watch(name, launch, args, on_gpu=True)
 
     return entry

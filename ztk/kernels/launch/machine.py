@@ -11,7 +11,7 @@ import torch
 
 
 class Architecture(StrEnum):
-    """What decides the tiles of matrix products: the instructions, the register file and the shared memory they work from."""
+    """Architectures with different tiles of matrix products, because of instructions, register file and shared memory."""
 
     ampere = "ampere"  # mma.sync; consumer chips of every generation, with 99 KiB of shared memory
     hopper = "hopper"  # wgmma: accumulators in registers, 227 KiB of shared memory
@@ -21,7 +21,7 @@ class Architecture(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)  # one object per machine, which launchers' caches look up
 class Machine:
-    """What a launcher may ask about the device that it launches on."""
+    """Properties of a device that launchers depend on."""
 
     architecture: Architecture
     warp_size: int
@@ -43,7 +43,7 @@ _assumed: Machine | None = None
 
 
 def machine(device: torch.device) -> Machine:
-    """The machine behind a device, or the one that `assume` put in its place."""
+    """The machine of a device, or the one set by `assume`."""
     if _assumed is not None:
         return _assumed
     return _of_device(device)
@@ -76,8 +76,9 @@ def _of_device(device: torch.device) -> Machine:
 
 
 def _driver_version() -> int:
-    """CUDA's newest version that the driver knows, 1000 * major + 10 * minor; of the driver itself, because torch has no function for it."""
+    """The newest version of CUDA that the driver supports, 1000 * major + 10 * minor. Asked of the driver, because torch has no function
+    for it."""
     version = ctypes.c_int()
     if (status := ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))) != 0:
-        raise RuntimeError(f"the GPU's driver does not say its version: cuDriverGetVersion returned {status}")
+        raise RuntimeError(f"cannot read the version of the GPU's driver: cuDriverGetVersion returned {status}")
     return version.value

@@ -22,7 +22,7 @@ _FAST = {True: empty_strided_cuda if IS_SHORT else None, False: None}
 
 
 def memory_of(*shape: int, dtype: torch.dtype) -> Memory:
-    """What a contiguous tensor of this shape, of any number of dimensions, is made of."""
+    """Arguments for the allocation of a contiguous tensor of this shape (any number of dimensions)."""
     inner = itertools.accumulate((max(1, size) for size in shape[:0:-1]), operator.mul, initial=1)
     return shape, tuple(inner)[::-1] if shape else (), dtype
 

@@ -70,8 +70,8 @@ def adamw(
         control: one row float32 [16] written by `step_control`.
         out: optional 16-bit [n] that receives the rounded master.
         decoupled: weight decay on the master (AdamW), not added to the gradient (Adam).
-        tiles: of `tiles_of` for this n, where parts have hyperparameters of their own: one launch for all. `control` is then float32
-            [rows, 16], of which the tiles name theirs; elements of no tile stay as they are.
+        tiles: of `tiles_of` for this n, for parts with separate hyperparameters: one launch for all. `control` is then float32
+            [rows, 16], which the tiles index; elements outside of all tiles do not change.
 
     Raises:
         ValueError: a tensor of another shape, dtype or device, or not contiguous.

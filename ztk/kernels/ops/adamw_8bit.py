@@ -121,12 +121,12 @@ def _grouped(x: Tensor) -> Tensor:
 
 
 def decode_master(param: Tensor, *, low: Tensor) -> Tensor:
-    """The float32 master [n] behind the bfloat16 `param` and the int8 `low`."""
+    """The float32 master [n] from the bfloat16 `param` and the int8 `low`."""
     return ((param.view(torch.int16).int() << 16) + (low.int() << 8)).view(torch.float32)
 
 
 def decode_moments(*, code_m: Tensor, code_v: Tensor, scale_m: Tensor, scale_v: Tensor) -> tuple[Tensor, Tensor]:
-    """(exp_avg, exp_avg_sq) float32 [n] behind their codes and group scales."""
+    """(exp_avg, exp_avg_sq) float32 [n], decoded from codes and group scales."""
     n, c = code_m.numel(), _grouped(code_m).float()
     m = c * c.abs() * (scale_m.float() * (1.0 / 16129.0))[:, None]
     root = _grouped(code_v).float() * (scale_v.float() * (1.0 / 255.0))[:, None]
@@ -200,7 +200,7 @@ def adamw_8bit(
     start: int = 0,
     tiles: Tensor | None = None,
 ) -> None:
-    """One AdamW step in place on a split master and 8-bit moments; zero-filled state is that before the first step.
+    """One AdamW step in place on a split master and 8-bit moments. Before the first step the state is zero.
 
     With control.skip nothing is written.
 
@@ -216,8 +216,8 @@ def adamw_8bit(
         seed: of the random bits.
         start: a multiple of 32, the index of element 0 in the unpartitioned buffer: with it and `seed`, the result does not
             depend on how the buffer was cut.
-        tiles: of `tiles_of` for this n, where parts have hyperparameters of their own, and positions in the place of `start`: one launch
-            for all. `control` is then float32 [rows, 16], of which the tiles name theirs; elements of no tile stay as they are.
+        tiles: of `tiles_of` for this n, for parts with separate hyperparameters and positions (instead of `start`): one launch
+            for all. `control` is then float32 [rows, 16], which the tiles index; elements outside of all tiles do not change.
 
     Raises:
         ValueError: a tensor of another shape, dtype or device, or not contiguous; another `start`.

@@ -64,8 +64,8 @@ def adamw_bf16(
         seed: of the random bits.
         start: index of element 0 in the unpartitioned buffer: with it and `seed`, the result does not depend on how the
             buffer was cut.
-        tiles: of `tiles_of` for this n, where parts have hyperparameters of their own, and positions in the place of `start`: one launch
-            for all. `control` is then float32 [rows, 16], of which the tiles name theirs; elements of no tile stay as they are.
+        tiles: of `tiles_of` for this n, for parts with separate hyperparameters and positions (instead of `start`): one launch
+            for all. `control` is then float32 [rows, 16], which the tiles index; elements outside of all tiles do not change.
 
     Raises:
         ValueError: a tensor of another shape, dtype or device, or not contiguous.

@@ -4,7 +4,7 @@
 
 Key j is visible to query i of the same sequence when j <= i (causal) and j > i - window (window). Query head h reads key
 head h // (H / H_kv). Forward walks the visible key blocks once with an online softmax and keeps only lse for backward; blocks
-that every row of the tile sees entirely skip the mask, and invisible blocks are never loaded. Backward recomputes P: see
+that are visible to every row of the tile skip the mask, and invisible blocks are never loaded. Backward recomputes P: see
 `attention_backward`. FLOPs: forward 4 D per visible (query, key) pair and head, backward 10 D.
 
 Sequences are packed as [tokens, heads, D] inside; a batch [B, T, H, D] is B sequences of T tokens. Offsets are int64 per
@@ -67,9 +67,7 @@ def _attention_fwd(
         b_q = tl.load(q_ptr + o_q, mask=m_m[:, None] & (o_d < D)[None, :], other=0.0)
         b_acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-        b_max = tl.full(
-            [BLOCK_M], -1e30, dtype=tl.float32
-        )  # finite: a block that a row does not see leaves it as it is
+        b_max = tl.full([BLOCK_M], -1e30, dtype=tl.float32)  # finite, so that a fully masked block does not change it
         scale_log2 = scale * _LOG2E
         i_kv = i_h // GROUP
         o_block = tl.arange(0, BLOCK_N)
@@ -111,7 +109,7 @@ def _forward_for(
     target: Machine, tokens: int, H: int, D: int, dtype: torch.dtype, H_kv: int, q_stride: int, k_stride: int, v_stride: int,
     num_packed: int | None, T: int, causal: bool, window: int, scale: float,
 ) -> tuple[Bound, Memory, Memory]:  # fmt: skip
-    """With the memory of out and lse. num_packed: sequences; None: all of T tokens."""
+    """Returns the bound kernel and the memory of out and lse. num_packed: number of sequences, or None if all have T tokens."""
     tiles = tiles_for(Part.forward, head_dim=D, itemsize=dtype.itemsize, architecture=target.architecture)
     num_sequences = (tokens // T if tokens else 0) if num_packed is None else num_packed
     bound = bind(
@@ -210,7 +208,7 @@ def attention(
     """softmax(scale * q k^T) v over a batch of sequences of one length, with gradients for q, k and v.
 
     q: [B, T, H, D]; k, v: [B, T, H_kv, D], H a multiple of H_kv; float32, float16 or bfloat16, D at most 256. `window` w > 0
-    lets a token see itself and the w - 1 before it. `scale` defaults to D ** -0.5. Returns [B, T, H, D].
+    lets a token attend to itself and the w - 1 before it. `scale` defaults to D ** -0.5. Returns [B, T, H, D].
     """
     _validate(q, k, v, causal=causal, window=window, scale=scale)
     scale = q.shape[-1] ** -0.5 if scale is None else scale

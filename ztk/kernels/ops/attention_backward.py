@@ -4,8 +4,8 @@
     dV = P^T d_out          dS = P * (d_out V^T - delta)
     dK = scale * dS^T Q     dQ = scale * dS K
 
-One kernel holds a block of keys and walks the queries that see it, over all query heads of its key head in order, so that
-grouped-query gradients need no reduction; one holds a block of queries and walks the keys it sees. Both recompute P and dP: seven
+One kernel holds a block of keys and walks the queries that attend to it, over all query heads of its key head in order, so that
+grouped-query gradients need no reduction; one holds a block of queries and walks its visible keys. Both recompute P and dP: seven
 products in all. Five would do in one kernel if dQ were added over blocks of keys, by atomics whose order changes the bits, or in an order
 for which programs wait for each other.
 """
@@ -73,8 +73,8 @@ def _attention_bwd_keys(
         b_d_k = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
         b_d_v = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
 
-        # Query blocks: those in [first_full, last_full) see every pair; before them the diagonal cuts, behind them the
-        # window or the end of the sequence.
+        # Query blocks in [first_full, last_full) have no masked pairs; the diagonal cuts blocks before them, and the
+        # window or the end of the sequence cuts blocks after them.
         first = 0
         first_full = 0
         last = length
@@ -172,7 +172,7 @@ def _kernels_for(
     target: Machine, shape: torch.Size, H_kv: int, itemsize: int, q_stride: int, k_stride: int, v_stride: int,
     num_sequences: int, T: int, causal: bool, window: int, scale: float,
 ) -> tuple[Bound, Bound, Bound]:  # fmt: skip
-    """Those of delta, of the gradients of keys and values, and of the queries', whose shape is `shape`."""
+    """The kernels for delta, for the gradients of keys and values, and for the gradient of the queries, which have the shape `shape`."""
     tokens, H, D = shape
     sizes = {"H": H, "D": D, "BLOCK_D": max(16, next_power_of_2(D)), "enable_fp_fusion": True}
     delta = bind(_attention_delta, tokens, grid=(cdiv(tokens, DELTA_ROWS), H), **sizes, BLOCK_M=DELTA_ROWS, num_warps=4)

@@ -31,12 +31,12 @@ class Pair:
 
     @property
     def is_empty(self) -> bool:
-        """No query sees a key."""
+        """Whether all pairs are masked."""
         return self.window > 0 and self.distance - self.keys + 1 >= self.window
 
     @property
     def is_full(self) -> bool:
-        """Every query sees every key."""
+        """Whether no pair is masked."""
         return self.distance >= self.keys and (not self.window or self.distance + self.length - 1 < self.window)
 
     @property
@@ -66,9 +66,9 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedPair:
-    """Blocks of packed documents: no token is in two `parts`, and outside of them no query sees a key.
+    """Blocks of packed documents. Tokens belong to at most one of `parts`, and all pairs outside of them are masked.
 
-    cu_seqlens, longest: where the two blocks are the same one, its documents' ends, int32 [documents + 1], and the tokens of the longest.
+    cu_seqlens, longest: if both blocks are the same one, its documents' ends, int32 [documents + 1], and the tokens of the longest.
     """
 
     parts: tuple[Part, ...]
@@ -82,9 +82,9 @@ class PackedPair:
 
 
 def attention_block(q: Tensor, k: Tensor, v: Tensor, *, pair: Pair | PackedPair, scale: float) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a block: out [tokens, H, D] in q's dtype, 0 where a query sees no key; lse fp32 [H, tokens], -inf there.
+    """(out, lse) of a block: out [tokens, H, D] in q's dtype, 0 for queries without visible keys; lse fp32 [H, tokens], -inf there.
 
-    q: [tokens, H, D], k and v: [tokens, H_kv, D], dense; of a `Pair` sequences of `pair.length` tokens one after another.
+    q: [tokens, H, D], k and v: [tokens, H_kv, D], dense; for a `Pair`, sequences of `pair.length` tokens one after another.
     """
     if isinstance(pair, PackedPair):
         return _packed_block(q, k, v, pair=pair, scale=scale)

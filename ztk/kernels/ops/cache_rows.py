@@ -163,12 +163,12 @@ def cache_rows(
     *,
     eps: float = 1e-6,
 ) -> Tensor:
-    """The queries [M, H, D] of a step's rows, whose keys and values are in the cache afterwards; no gradient.
+    """Writes the keys and values of a step's rows to the cache and returns their queries [M, H, D]; no gradient.
 
     rows: [M, (H + 2K) D], queries, keys and values of each row; norms: [D] of heads, or None; cos and sin: float32 [positions, R / 2], R
-    the part of a head that turns, or None; positions and places: int64 [M]; keys and values: [blocks, K, 64, D] of rows' dtype or uint8
-    (fp8), contiguous but for the blocks, changed in place. scales: float32 [2, K] of an fp8 cache, powers of two, of each head's
-    keys and values: what is stored times its scale is the number; None: 1.
+    the rotated part of a head, or None; positions and places: int64 [M]; keys and values: [blocks, K, 64, D] of rows' dtype or uint8
+    (fp8), contiguous within each block, changed in place. scales: float32 [2, K] of an fp8 cache, powers of two, of each head's
+    keys and values: a stored value times its scale is the number. Defaults to 1.
     Raises ValueError for shapes and dtypes that do not fit.
     """
     _, K, block, D = keys.shape

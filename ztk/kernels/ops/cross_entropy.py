@@ -443,6 +443,6 @@ SPEC = OpSpec(
         {"z_loss": 1e-2, "label_smoothing": 0.1, "reduction": "none", "ignored": False},
     ),
     num_bytes=lambda shape, itemsize: 2 * shape[0] * shape[1] * itemsize,
-    num_bytes_backward=lambda shape, itemsize: 0,  # in place the gradient is there already
+    num_bytes_backward=lambda shape, itemsize: 0,  # in place, the forward has written the gradient already
     num_flops=lambda shape: 8 * shape[0] * shape[1],
 )  # fmt: skip

@@ -29,7 +29,7 @@ NUM_WARPS = 8  # scores, logits and noise of a tile are in registers together
 MERGED = 1024  # tiles of the vocabulary that the second kernel reads at once
 _PARTS = tl.constexpr(6)  # best score, its token, its logit; maximum and sum of exp; sum of exp at the temperature
 _TOP = 2.0**-32
-_SMALL = 0.01  # below, -log(1 - u) is summed term by term: the difference to 1 would lose what makes a token win
+_SMALL = 0.01  # below, -log(1 - u) is summed term by term: the difference to 1 would lose the digits that decide
 _UNIT, _BELOW = tl.constexpr(_TOP), tl.constexpr(_SMALL)
 
 

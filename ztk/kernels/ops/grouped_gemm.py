@@ -2,9 +2,9 @@
 
     out[s] = x[order[s] // k] @ weight[e(s)]       slots s are sorted by expert (see `moe_routing`)
 
-The gather happens in the load of the product, so no padded or permuted copy of the tokens exists. The grid is as many programs as
-stay on the machine: each makes the map from tiles to experts from the offsets on the device, once, and takes every n-th tile; then
-they write zeros behind the last slot. No synchronisation with the host.
+The gather is part of the product's loads, so no padded or permuted copy of the tokens exists. The grid has as many programs as
+are resident at once: each computes the map from tiles to experts from the offsets on the device, once, and takes every n-th tile; then
+they write zeros after the last slot. No synchronisation with the host.
 
 On Hopper the copy engine loads a weight's tiles by a descriptor of [E, D, N] (`launch.descriptors`), where the layout has one: a block of one
 expert, [1, BLOCK_K, BLOCK_N], has zeros beyond that expert's rows and columns. Gathered rows of x come by pointers.
@@ -15,8 +15,8 @@ Backward, without atomics:
 FLOPs: 2 S D N forward, 4 S D N backward.
 
 Two weights of one x (gate and up) share d_slots = d_out @ weight^T + d_out2 @ weight2^T: one kernel sums both in float32 and
-rounds once. Apart they would write and combine slots twice and add the results, 2 S D + 4 T D elements more, and round
-before they add: a token's gradient then depends on where its slots are added up, here or on another rank.
+rounds once. Separate kernels would write and combine slots twice and add the results, 2 S D + 4 T D elements more, and round
+before the addition: a token's gradient would then depend on where its slots are added up, here or on another rank.
 
 Tan et al., ScatterMoE, https://arxiv.org/abs/2403.08245
 """
@@ -83,7 +83,7 @@ def _grouped_fwd(
         )  # fmt: skip
         p_out = out_ptr + o_s.to(tl.int64)[:, None] * N + o_n[None, :]
         tl.store(p_out, cast(b_acc, out_ptr.dtype.element_ty), mask=m_s[:, None] & m_n[None, :])
-    last = tl.load(offsets_ptr + E)  # behind the last slot is nothing to compute
+    last = tl.load(offsets_ptr + E)  # rows after the last slot are zero
     b_zero = tl.zeros([BLOCK_M, BLOCK_N], dtype=out_ptr.dtype.element_ty)
     for i_p in range(i_program, tl.cdiv(S - last, BLOCK_M) * num_n, tl.num_programs(0)):
         o_s = last + (i_p // num_n).to(tl.int32) * BLOCK_M + o_m
@@ -288,7 +288,7 @@ def grouped_matmul(
 
     weight: [E, D, N]; offsets: int32 [E + 1] of slots. Without `order`, x is [S, D] already sorted by expert. With the
     `order` [S] and `position` [T, k] of a `Routing`, x is [T, D] and slot s reads row order[s] // k. Returns [S, N] by slot;
-    rows behind the last slot, offsets[E], are zero, and so is their gradient.
+    rows after the last slot, offsets[E], are zero, and so is their gradient.
     """
     _check(x, weight, offsets=offsets, order=order, position=position)
     if use_reference():

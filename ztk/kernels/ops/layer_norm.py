@@ -76,7 +76,7 @@ def _layer_norm_fwd(
         b_s += tl.load(residual_ptr + o_mn, mask=m_mn, other=0.0).to(tl.float32)
         b_stored = cast(b_s, summed_ptr.dtype.element_ty)
         tl.store(summed_ptr + o_mn, b_stored, mask=m_mn)
-        b_s = b_stored.to(tl.float32)  # backward sees the rounded sum, so forward normalises the same values
+        b_s = b_stored.to(tl.float32)  # backward reads the rounded sum, so forward normalises the same values
     b_mean = tl.sum(b_s, axis=1) / N
     b_centred = tl.where(m_n, b_s - b_mean[:, None], 0.0)
     b_rstd = 1.0 / tl.sqrt(tl.sum(b_centred * b_centred, axis=1) / N + eps)
@@ -196,7 +196,7 @@ def _launch_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
 
 @kept
 def _backward_for(target: Machine, M: int, N: int) -> tuple[Bound, Bound]:
-    """The kernel over rows, and the one that adds up what its programs have found."""
+    """The kernel over rows, and the kernel that adds up its programs' sums."""
     config = LaunchConfig.for_features(N, warp_size=target.warp_size)
     registers = 64 if config.prefetch or config.block_n > 8192 else 80
     programs = min(cdiv(M, config.block_m), resident_programs(target, num_warps=config.num_warps, registers=registers))

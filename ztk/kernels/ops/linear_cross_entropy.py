@@ -147,7 +147,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def bytes_kept(x: Tensor, *, weight: Tensor, with_gradients: bool = True) -> int:
-    """What `linear_cross_entropy` holds beside its arguments x [..., H] and weight [V, H]: the largest chunk, and the gradients in float32."""
+    """Bytes that `linear_cross_entropy` allocates for x [..., H] and weight [V, H]: the largest chunk, and the gradients in float32."""
     rows, (V, H) = x.numel() // weight.shape[1], weight.shape
     gradients = 4 * H * (rows + V) if with_gradients else 0
     return gradients + (CPU_CHUNK_BYTES if x.device.type == "cpu" else CHUNK_BYTES)
@@ -219,7 +219,7 @@ def _eager(x: Tensor, weight: Tensor, target: Tensor, *, chunk_bytes: int | None
 
 
 def _rounded(loss):
-    """The loss in x's dtype, in which it is compared: its error is that of the rounded logits."""
+    """The loss in x's dtype, for comparisons: its error is the error of the rounded logits."""
 
     def run(x: Tensor, weight: Tensor, target: Tensor, **options) -> Tensor:
         return loss(x, weight, target, **options).to(x.dtype)

@@ -5,13 +5,15 @@
     gradient:                   g = d_logprob * (onehot(token) - softmax(logits)) / temperature
                                 d_x_c = g @ weight,    d_weight += g^T x_c                 (both float32)
 
-`linear_token_loss` takes a loss that is a sum over tokens, each a function of its own log-probability (PPO, GRPO, CISPO): d_logprob is known
-as soon as the chunk's log-probabilities are, so its gradients come in the same chunk, 6 T H V operations for forward and backward. What adds
-up a sequence's log-probabilities first (DPO, GSPO) takes `linear_logprob`, whose backward computes the logits again: 8 T H V.
+`linear_token_loss` takes a loss that is a sum over tokens, each a function of its own log-probability (PPO, GRPO, CISPO): d_logprob is
+known
+as soon as the chunk's log-probabilities are, so its gradients come in the same chunk, 6 T H V operations for forward and backward. Losses
+of a sequence's summed log-probabilities (DPO, GSPO) use `linear_logprob`, whose backward computes the logits again: 8 T H V.
 
-Between the products a chunk is read by the kernels of `cross_entropy` on a GPU, and by torch's log_softmax on a CPU. The products round as
-those of a model's linear layers do, so log-probabilities have the bits of a forward that holds all logits wherever a product's rows do not
-depend on their number: on a CPU. Memory: the chunk, in float32 too, its gradient, d_x and d_weight in float32.
+Between the products a chunk is read by the kernels of `cross_entropy` on a GPU, and by torch's log_softmax on a CPU. The products round
+like
+a model's linear layers. So if a product's rows do not depend on their number, as on a CPU, log-probabilities have the bits of a forward
+that holds all logits. Memory: the chunk, in float32 too, its gradient, d_x and d_weight in float32.
 """
 
 from collections.abc import Callable, Iterator
@@ -88,7 +90,7 @@ def _hidden(logits: Tensor, *, cut: slice, hide: Hide | None) -> Tensor:
 
 
 class _Gradients:
-    """Of x and weight, in float32 or float64, from those of chunks of logits."""
+    """Gradients of x and weight, in float32 or float64, accumulated from chunks of logits."""
 
     def __init__(self, x: Tensor, *, weight: Tensor, temperature: float) -> None:
         self._x, self._weight, self._temperature = x, operand(weight), temperature
@@ -149,7 +151,7 @@ class _LinearTokenLoss(torch.autograd.Function):
 
 
 def chosen_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """What the chunks above give `tokens` [n] under softmax(logits), logits [n, V] in float32: float32 [n], without a gradient."""
+    """log softmax(logits) of `tokens` [n], logits [n, V] in float32, with the bits of `linear_logprob`: float32 [n], without a gradient."""
     if use_reference():
         return torch.log_softmax(logits, dim=-1).gather(-1, tokens[:, None])[:, 0]
     return _chosen(logits.detach().contiguous(), tokens.contiguous())
@@ -167,7 +169,7 @@ def linear_logprob(
 ) -> Tensor:
     """log softmax(x @ weight^T / temperature) of the tokens `target`; gradients for x and weight.
 
-    x: [T, H]; weight: [V, H], of x's dtype; target: int64 [T], -100 counts for nothing. product: what multiplies, as the model's head does.
+    x: [T, H]; weight: [V, H], of x's dtype; target: int64 [T], -100 is ignored. product: computes the logits, as in the model's head.
     hide: leaves tokens out of the softmax, if given. At most `chunk_bytes` of float32 logits exist at a time (512 MiB; 32 MiB on CPU).
     Returns float32 [T], float64 for float64. Raises ValueError for other shapes and dtypes.
     """
@@ -237,7 +239,7 @@ def linear_logprob_reference(
 
 
 def _rounded(function):
-    """In x's dtype, in which it is compared: its error is that of the rounded logits."""
+    """The function's result in x's dtype, for comparisons: its error is the error of the rounded logits."""
 
     def run(x: Tensor, weight: Tensor, target: Tensor, **options) -> Tensor:
         return function(x, weight, target, **options).to(x.dtype)

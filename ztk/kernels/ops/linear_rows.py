@@ -1,12 +1,12 @@
-"""Linear layers of inference: few rows times weights as they are stored, with what follows in the same kernel.
+"""Linear layers of inference: few rows times stored weights, with the following operations in the same kernel.
 
     linear_rows    out[m] = act(x[m] W^T + bias) + residual[m]
     gated_rows     out[m] = act(x[m] G^T + bias) * (x[m] U^T + bias2)
     with slots of experts (`moe_routing`): slot s reads row order[s] // k and the weights of its expert
 
 Weights are plain, int8, fp8 or int4 (`shared.weight_formats`) and are read once for up to 64 rows: N K bytes of their format. The sum over
-inputs runs in one order that the weight's shape chooses, and rows are padded to the 64 of one matrix instruction, so a row's bits do not
-depend on how many there are (`exact`). Without `exact` up to eight rows are multiplied without matrix instructions, in another order.
+inputs runs in one order that depends on the weight's shape, and rows are padded to the 64 of one matrix instruction, so a row's bits do not
+depend on the number of rows (`exact`). Without `exact` up to eight rows are multiplied without matrix instructions, in another order.
 FLOPs: 2 M N K, twice that for a pair.
 """
 

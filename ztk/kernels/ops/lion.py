@@ -92,7 +92,7 @@ def lion(
 ) -> None:
     """One Lion step in place.
 
-    Skipping and the independence of an element from its place are those of `adamw`.
+    Skipped steps, and the independence of results from an element's position, are as in `adamw`.
 
     Args:
         master: float32 [n], n a multiple of 16.
@@ -100,8 +100,8 @@ def lion(
         grad: float32, bfloat16 or float16 [n].
         control: one row float32 [16] of `step_control`.
         out: optional 16-bit [n] that receives the rounded master.
-        tiles: of `tiles_of` for this n, where parts have hyperparameters of their own: one launch for all. `control` is then float32
-            [rows, 16], of which the tiles name theirs; elements of no tile stay as they are.
+        tiles: of `tiles_of` for this n, for parts with separate hyperparameters: one launch for all. `control` is then float32
+            [rows, 16], which the tiles index; elements outside of all tiles do not change.
 
     Raises:
         ValueError: a tensor of another shape, dtype or device, or not contiguous.

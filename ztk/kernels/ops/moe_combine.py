@@ -1,4 +1,4 @@
-"""Each token's weighted sum of what its experts made of it, by position: no atomics, no scatter.
+"""Each token's weighted sum of its experts' outputs, by position: no atomics, no scatter.
 
     out[t] = sum over choices j, in order, of w[t, j] * y[position[t, j]]
     d_y[s] = w * d_out[t],   d_w[t, j] = <d_out[t], y[s]>
@@ -155,8 +155,8 @@ class _Combine(torch.autograd.Function):
 def moe_combine(y: Tensor, *, weights: Tensor, position: Tensor, dropped: bool = False) -> Tensor:
     """Each token's weighted sum of its slots: y [S, N], weights float32 [T, k], position int32 [T, k] -> [T, N].
 
-    Gradients for y and weights. N is at most 16384. A position of -1 (see `moe_slots`) adds nothing; say `dropped` where there
-    may be any, or y has more rows than there are positions: slots that no position names then get a gradient of zero.
+    Gradients for y and weights. N is at most 16384. A position of -1 (see `moe_slots`) adds nothing. Set `dropped` if there may be
+    any, or if y has more rows than there are positions: unused slots then get a gradient of zero.
     Raises ValueError for other shapes.
     """
     if y.dim() != 2 or weights.shape != position.shape or (y.shape[0] != position.numel() and not dropped):

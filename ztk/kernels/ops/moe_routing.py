@@ -6,7 +6,7 @@ An assignment is a pair (token, choice). `order` lists assignments sorted by exp
 holds assignment order[s] = token * k + choice; `position` is its inverse. Grouped products gather by `order` and combine by
 `position`, so tokens are never copied, padded or scattered with atomics, and the same input gives the same slots.
 
-Three kernels: choose and count per block of tokens; scan the counts, a few experts per program; place. The host never learns a count.
+Three kernels: choose and count per block of tokens; scan the counts, a few experts per program; place. Counts are never read by the host.
 Backward of the weights, with g_j = d_weights_j: normalised, d_logits[e_j] = w_j * (g_j - sum_i w_i g_i) and 0 elsewhere;
 otherwise d_logits = p * (g at the chosen - sum_i w_i g_i).
 
@@ -35,7 +35,7 @@ SCAN_ROWS, SCAN_EXPERTS = 128, 8  # of the table of counts per step: a row is a 
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """The order in which T tokens with k choices each lie by expert."""
+    """The order of T tokens with k choices each, sorted by expert."""
 
     counts: Tensor  # int32 [E], assignments per expert
     offsets: Tensor  # int32 [E + 1], first slot of each expert; the last is T * k unless choices were dropped
@@ -66,7 +66,7 @@ def _moe_choose(
     m_t = o_t < T
     m_te = m_t[:, None] & (o_e < E)[None, :]
     b_logits = tl.load(logits_ptr + o_t[:, None] * E + o_e[None, :], mask=m_te, other=float("-inf")).to(tl.float32)
-    # Real experts never tie with padding or with one already taken, whatever the logits: both are -inf, these are not.
+    # Real experts never tie with padding or with one already taken, for any logits: both are -inf, these are not.
     b_rest = tl.where((o_e < E)[None, :], tl.maximum(b_logits, -3e38), float("-inf"))
     b_rest = tl.where((b_logits == b_logits) | ((o_e >= E)[None, :]), b_rest, -3e38)
     b_bad = tl.sum(tl.where(b_logits == b_logits, 0, 1), axis=1)
@@ -345,9 +345,9 @@ def moe_route(logits: Tensor, *, top_k: int, normalise: bool = True) -> Routing:
 def moe_slots(experts: Tensor, *, num_experts: int) -> Slots:
     """Slots for choices made elsewhere: `experts` int [T, k] in [0, num_experts), or -1 for a choice that was dropped.
 
-    For capacities (drop what ranks too late by position - offsets[expert], by weight or at random, and lay out the rest) and
+    For capacities (drop late choices by position - offsets[expert], by weight or at random, and lay out the rest) and
     for tokens that arrived from other ranks (k = 1). Dropped choices have position -1, and their entries of `order` follow the
-    last slot, offsets[num_experts]. On the device throughout, a stable sort; no gradient.
+    last slot, offsets[num_experts]. Runs on the device, with a stable sort; no gradient.
     Raises ValueError for other shapes and dtypes.
     """
     if experts.dim() != 2 or experts.is_floating_point():

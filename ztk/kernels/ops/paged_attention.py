@@ -3,10 +3,10 @@
     out[m, h] = softmax(scale q[m, h] k[j, h // G] + slope[h] j) v[j, h // G]      over the keys j <= position of m, j > position - window
 
 A tile is 64 query rows of one sequence and one key head: T positions, a multiple of T on, times the G query heads that share it. Keys
-are read through the sequence's table, in blocks of 64; segments of 512 keys from position 0 on are summed apart and merged in order by one
-formula. Whether a program computes one segment, whose results a second kernel merges (decoding, where there are few tiles), or all of them
-(prompts), the bits are the same; they depend on the position of a row and nothing beside it. So does every product: its shape is fixed.
-Keys that are not seen add exactly nothing. Bytes: 2 K D per key of each sequence, read once per tile.
+are read through the sequence's table, in blocks of 64; segments of 512 keys from position 0 on are summed separately and merged in order by
+one formula. A program computes one segment, whose results a second kernel merges (decoding, with few tiles), or all of them (prompts). The
+bits are the same and depend only on the position of a row. So does every product: its shape is fixed.
+Masked keys add exactly nothing. Bytes: 2 K D per key of each sequence, read once per tile.
 
 Flash-decoding: https://pytorch.org/blog/flash-decoding/; paged attention: Kwon et al., https://arxiv.org/abs/2309.06180
 """
@@ -81,7 +81,7 @@ def _segment(
     for i_b in range(first, last):
         o_block = tl.load(table_ptr + i_b).to(tl.int64) * stride_block + o_head
         o_key = o_j + i_b * _BLOCK
-        m_j = o_key < stop  # what lies behind may be anything
+        m_j = o_key < stop  # memory after the last key is undefined
         p_k = keys_ptr + o_block + o_j[None, :] * D + o_d[:, None]
         b_s = dot(b_q, _load_cache(p_k, m_d[:, None] & m_j[None, :], b_q.dtype), tl.zeros([_ROWS, _BLOCK], tl.float32))
         b_s = b_s * scale
@@ -150,7 +150,7 @@ def _paged_attention(
     o_head = i_k * (_BLOCK * D)
     factor = 1.0
     if keys_ptr.dtype.element_ty == tl.uint8:
-        scale *= 256.0  # what fp8 is read without
+        scale *= 256.0  # factor missing from fp8 as loaded
         factor = 256.0
     if scales_ptr is not None:
         scale *= tl.load(scales_ptr + i_k)
@@ -225,7 +225,8 @@ def _kernels_for(
     target: Machine, rows: int, H: int, D: int, dtype: torch.dtype, K: int, cache_dtype: torch.dtype, stride_block: int, width: int,
     num_tiles: int, scale: float, window: int, softcap: float, split: bool,
 ) -> tuple[Bound, Memory, tuple[Bound, Memory, Memory] | None]:  # fmt: skip
-    """Attention, the memory of its result, and, of more than one segment, the kernel that merges them and the memory of what they leave.
+    """The kernel of attention, the memory of its result, and, for more than one segment, the merging kernel and the memory of partial
+    results.
 
     dtype: of the queries; stride_block: of the keys; width: blocks of the longest sequence.
     """
@@ -339,13 +340,14 @@ def paged_attention(
 ) -> Tensor:
     """Attention of the step's rows over their sequences' blocks; no gradient.
 
-    query: [M, H, D]; keys and values: [blocks, K, 64, D] of its dtype or uint8 (fp8), contiguous but for the blocks, with those of the
+    query: [M, H, D]; keys and values: [blocks, K, 64, D] of its dtype or uint8 (fp8), contiguous within each block, including the
     step's rows; tables: int32 [sequences, blocks of the longest]; tiles: int32 [Q, 5], each `positions_per_tile` positions of one sequence:
-    row of the tables, first position (a multiple of those), the step's row of that position, first position that counts and the one behind
-    the last; of padding (0, 0, row, 0, 0), whose row is zero.
-    slopes: float32 [H] of ALiBi. scales: float32 [2, K] of an fp8 cache, as of `cache_rows`; None: 1. window: keys that a query sees, itself
-    included; 0: all. softcap: c tanh(score / c); 0: none. split: a program per segment of 512 keys; it changes no bit. Returns [M, H, D];
-    rows in no tile are undefined.
+    row of the tables, first position (a multiple of `positions_per_tile`), the step's row of that position, first position that counts and
+    one past the last; (0, 0, row, 0, 0) for padding, whose row is zero.
+    slopes: float32 [H] of ALiBi. scales: float32 [2, K] of an fp8 cache, as in `cache_rows`; defaults to 1. window: keys that a query
+    attends
+    to, including itself; 0 for all. softcap: c tanh(score / c); 0 for none. split: a program per segment of 512 keys; it changes no bit.
+    Returns [M, H, D]; rows in no tile are undefined.
     Raises ValueError for shapes and dtypes that do not fit.
     """
     (_, H, D), (_, K, block, size) = query.shape, keys.shape

@@ -10,8 +10,8 @@ int4 codes four, and 16-bit word j of it holds element j of every part, the firs
 Traffic for bf16: quantise reads 2 and writes 1.02 bytes per element (int4: 0.52), dequantise the reverse,
 dequantise-and-reduce over W chunks reads W * 1.02 and writes 2: the sum never exists in a second buffer.
 
-An inf or nan anywhere in a group makes its scale inf or nan, and with it every element that comes back: overflow
-survives the wire and is seen by the sum of squares behind it.
+An inf or nan anywhere in a group makes its scale inf or nan, and with it every dequantised element: overflow
+survives the transfer and is detected by the following sum of squares.
 
 Wang et al., ZeRO++, https://arxiv.org/abs/2306.10209
 """
@@ -37,7 +37,7 @@ QUANTISED_MAX = {8: 127, 4: 7}
 
 @triton.jit
 def _load_part(p_x, o_j, N, i_part, PART: tl.constexpr):
-    """Part `i_part` of the groups whose part 0 lies at `o_j`, float32 [BLOCK_G, PART]"""
+    """Part `i_part` of the groups whose part 0 is at `o_j`, float32 [BLOCK_G, PART]"""
     o_x = o_j + i_part * PART
     return tl.load(p_x + o_x, mask=o_x < N, other=0.0).to(tl.float32)
 
@@ -52,7 +52,7 @@ def _magnitude(b_x):
 def _code(b_x, b_inverse, i_part, BITS: tl.constexpr):
     """floor(x / scale + 0.5) at its place in the word"""
     Q: tl.constexpr = 127 if BITS == 8 else 7
-    # Clamped before the cast: a value beside an inf or nan may be anything, and an out-of-range cast is undefined.
+    # Clamped before the cast: a value in a group with an inf or nan is arbitrary, and an out-of-range cast is undefined.
     b_code = tl.minimum(tl.maximum(tl.floor(b_x * b_inverse + 0.5), -Q), Q).to(tl.int32)
     return (b_code & ((1 << BITS) - 1)) << (BITS * i_part)
 
@@ -164,9 +164,10 @@ def quantized_bytes(numel: int, *, bits: int = 8, group: int = 256) -> int:
 def _bound(
     kernel: LaunchedKernel, *numbers: float, target: Machine, rows: int, N: int, bits: int, group: int, itemsize: int
 ) -> Bound:
-    """itemsize: of the values, [rows, N]; rows 0: the grid has one dimension. numbers: behind those that all three kernels have.
+    """itemsize: of the values, [rows, N]; rows 0: the grid has one dimension. numbers: the arguments after the common ones of all three
+    kernels.
 
-    Of each part a thread holds 16 bytes of words or of values, whichever are fewer.
+    A thread holds 16 bytes of words or of values of each part, whichever are fewer.
     """
     per_thread = 16 // max(itemsize, WORD_BITS // 8)
     block_g = max(1, per_thread * target.warp_size * NUM_WARPS * WORD_BITS // (group * bits))
@@ -316,7 +317,7 @@ def _validate_packed(name: str, packed: Tensor, *, numel: int, bits: int, group:
 def quantize(x: Tensor, *, bits: int = 8, group: int = 256) -> Tensor:
     """Quantise each row of `x` [W, N] (or [N], one row) to int8 bytes [W, quantized_bytes(N)]; no gradient.
 
-    x is float32, float16 or bfloat16; row w holds what rank w is to receive. `bits` is 8 or 4, `group` a power of two
+    x is float32, float16 or bfloat16; row w is sent to rank w. `bits` is 8 or 4, `group` a power of two
     from 32: elements that share a scale. The error of an element is at most half a step, max|group| / 254 or / 14.
     Raises ValueError for other shapes and options.
     """
@@ -330,7 +331,7 @@ def quantize(x: Tensor, *, bits: int = 8, group: int = 256) -> Tensor:
 def dequantize(
     packed: Tensor, *, numel: int, bits: int = 8, group: int = 256, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The values [W, numel] of `dtype` behind `packed` [W, quantized_bytes(numel)] from `quantize`; no gradient."""
+    """The values [W, numel] of `dtype` in `packed` [W, quantized_bytes(numel)] from `quantize`; no gradient."""
     _validate_packed("dequantize", packed, numel=numel, bits=bits, group=group)
     if use_reference():
         return dequantize_reference(packed, numel=numel, bits=bits, group=group, dtype=dtype)
@@ -374,7 +375,7 @@ def dequantize_reduce_reference(
 
 
 def _round_trip(x: Tensor, *, bits: int, group: int) -> Tensor:
-    """What arrives: x after quantise and dequantise, in x's shape and dtype."""
+    """x after quantise and dequantise, in x's shape and dtype."""
     packed = quantize(x, bits=bits, group=group)
     return dequantize(packed, numel=x.shape[-1], bits=bits, group=group, dtype=x.dtype).view(x.shape)
 

@@ -54,7 +54,7 @@ def _rms_norm_fwd(
     if residual_ptr is not None:
         b_sum = cast(b_x + tl.load(residual_ptr + p, mask=m, other=0.0).to(tl.float32), sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + p, b_sum, mask=m)
-        b_x = b_sum.to(tl.float32)  # backward sees the rounded sum, so forward normalises that one
+        b_x = b_sum.to(tl.float32)  # backward reads the rounded sum, so forward normalises that one
     b_rstd = 1.0 / tl.sqrt(tl.sum(b_x * b_x, axis=1) / N + eps)  # [BLOCK_M]
     b_w = tl.load(weight_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
     b_y = b_x * b_rstd[:, None] * b_w[None, :]

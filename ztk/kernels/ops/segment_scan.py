@@ -1,13 +1,14 @@
 """Advantages of packed answers in one launch: a scan from the last token of every segment to its first.
 
-    delta[t] = r[t] + gamma * v[t + 1] - v[t]                (v behind a segment's end is 0)
-    a[t]     = delta[t] + gamma * lambda * a[t + 1]          (a behind a segment's end is 0)
+    delta[t] = r[t] + gamma * v[t + 1] - v[t]                (v after a segment's end is 0)
+    a[t]     = delta[t] + gamma * lambda * a[t + 1]          (a after a segment's end is 0)
 
 Generalised advantage estimation, Schulman et al. 2016, https://arxiv.org/abs/1506.02438. Reads rewards and values once and writes the
-advantages: 12 bytes per token in float32; the value behind a token comes from the cache. No gradient: advantages are constants of a loss.
+advantages: 12 bytes per token in float32; the value of the next token comes from the cache. No gradient: advantages are constants of a
+loss.
 
 A program has one segment and goes through it in tiles, the last first. Inside a tile the recurrence is a scan over pairs (factor, sum),
-which is associative; what follows the tile enters through its factor. A segment's result depends on its own tokens alone.
+which is associative; the following tile enters through its factor. A segment's result depends on its own tokens alone.
 """
 
 import torch
@@ -25,7 +26,7 @@ BLOCK, NUM_WARPS = 512, 4  # tokens of a tile: most answers take one or two
 
 @triton.jit
 def _joined(factor_after, sum_after, factor, sum):
-    """(factor, sum) of a token with those behind it: a = sum + factor * (what follows)"""
+    """(factor, sum) of a token together with later ones: a = sum + factor * (a of the next token)"""
     return factor * factor_after, sum + factor * sum_after
 
 
@@ -36,7 +37,7 @@ def _segment_scan(reward_ptr, value_ptr, start_ptr, out_ptr, gamma, decay, BLOCK
     first = tl.load(start_ptr + i_s)
     end = tl.load(start_ptr + i_s + 1)
     o_n = tl.arange(0, BLOCK)
-    carry = 0.0  # the advantage behind the tile
+    carry = 0.0  # the advantage after the tile
     for stop in range(0, end - first, BLOCK):
         o_t = end - stop - BLOCK + o_n
         m_t = o_t >= first
@@ -64,10 +65,13 @@ def _launch(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float, decay
 
 
 def _cpu(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float, decay: float) -> Tensor:
-    """Every pass doubles how many tokens behind it a sum has: as many passes as the longest segment's length has bits, over all tokens at
-    once. What lies behind a segment's end adds zero, so that other segments change no bit."""
+    """Every pass doubles the number of later tokens in each sum, over all tokens at once: as many passes as the longest segment's length
+    has
+    bits. Tokens after a segment's end add zero, so that other segments change no bit."""
     lengths = starts.diff()
-    left = (starts[1:].repeat_interleave(lengths) - torch.arange(rewards.numel())).sub_(1)  # tokens behind this one
+    left = (starts[1:].repeat_interleave(lengths) - torch.arange(rewards.numel())).sub_(
+        1
+    )  # later tokens of the segment
     following = torch.zeros_like(values)
     following[:-1] = values[1:]
     out = rewards + gamma * following.where(left > 0, 0.0) - values
@@ -88,9 +92,10 @@ _op = register(
 
 
 def segment_scan(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float = 1.0, lam: float = 0.95) -> Tensor:
-    """Generalised advantages of segments that lie one after another.
+    """Generalised advantages of segments that follow each other.
 
-    rewards, values: [T], of every token and of the state before it, float32; on a CPU float64, too. lengths: of the segments, int64 [S], which
+    rewards, values: [T], of every token and of the state before it, float32; on a CPU also float64. lengths: of the segments, int64 [S],
+    which
     sum to T. Returns [T] of the dtype of rewards, without a gradient. Raises ValueError for other shapes and dtypes.
     """
     dtypes = (torch.float32, torch.float64) if rewards.device.type == "cpu" else (torch.float32,)

@@ -4,9 +4,9 @@
     min-p: then s >= max + log(min_p)       token = argmax of s - log E over the kept ones, as in `draw_rows`; of equal ones all are kept
     logprob = logit[token] - log sum exp logit       processed = s[token] - log sum over the kept ones of exp s
 
-scores: logits after bias and penalties. T = 0 takes the likeliest, and processed is 0. No row is sorted: a threshold is the least number t for
-which fewer than k scores (less than p of the probability) lie above it, found by halving the 32 bits of an ordered float32, a pass over the
-row for each, which the cache holds. A program has a row, so its sums do not depend on others. Reads 8 N bytes of a row from memory.
+scores: logits after bias and penalties. T = 0 takes the likeliest, and processed is 0. No row is sorted: a threshold is the least number t
+such that fewer than k scores (less than p of the probability) exceed it, found by bisecting the 32 bits of an ordered float32. Each step is
+a pass over the row, from the cache. A program has a row, so its sums do not depend on others. Reads 8 N bytes of a row from memory.
 """
 
 import math
@@ -38,7 +38,7 @@ def _ordered(b_s):
 
 @triton.jit
 def _above(p_row, N, bound, highest, cold, BLOCK: tl.constexpr):
-    """How many scores lie above the ordered `bound`, and the sum of their exp(cold (s - highest))"""
+    """Number of scores above the ordered `bound`, and the sum of their exp(cold (s - highest))"""
     b_count = tl.zeros([BLOCK], tl.int32)
     b_sum = tl.zeros([BLOCK], tl.float32)
     for first in range(0, N, BLOCK):
@@ -104,7 +104,7 @@ def _select_rows(
             is_less = mass < top_p * full
             high = tl.where(is_less, middle, high)
             low = tl.where(is_less, low, middle)
-        least = tl.minimum(high, _ordered(highest).to(tl.int64))  # the likeliest stays whatever top_p is
+        least = tl.minimum(high, _ordered(highest).to(tl.int64))  # the likeliest stays for any top_p
     if min_p > 0.0:
         least = tl.maximum(least, _ordered(highest + warm * tl.log(min_p)).to(tl.int64))
 
@@ -178,7 +178,7 @@ def _selected(
 
 
 def _kept(s: Tensor, *, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """s [N] with what is not kept at -inf."""
+    """s [N] with dropped scores at -inf."""
     highest = s.max()
     if 0 < top_k < len(s):
         s = s.masked_fill(s < s.topk(top_k).values[-1], -math.inf)

@@ -295,8 +295,8 @@ def sharded_cross_entropy(
     """Mean cross entropy plus z_loss * mean of lse^2, a float32 scalar with the same bits on all ranks.
 
     logits: [M, own columns], the columns from `first` on of the full logits. The backward writes their gradient into their memory: it may
-    run once, and nothing else may need the logits then. target: int64 [M], columns of the full logits; rows with `ignore_index` do not
-    count. exchange: gathers this rank's float32 [2, M] from all ranks to [ranks, 2, M]; None: this rank has all columns.
+    run once, and the logits must not be used otherwise. target: int64 [M], columns of the full logits; rows with `ignore_index` do not
+    count. exchange: gathers this rank's float32 [2, M] from all ranks to [ranks, 2, M]. If omitted, this rank has all columns.
     Raises ValueError for a target of another shape or dtype.
     """
     if logits.dim() != 2 or target.shape != logits.shape[:1] or target.dtype != torch.int64:
@@ -322,7 +322,7 @@ def sharded_cross_entropy_reference(
     ignore_index: int = -100,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """The same in plain torch, float32 inside. What comes from other ranks has no gradient, so the own part's slope is attached to it."""
+    """The same in plain torch, float32 inside. Values from other ranks have no gradient, so the own part's slope is attached to them."""
     x = logits.to(compute_dtype(logits))
     here, column = _columns(target, first=first, columns=x.shape[1], ignore_index=ignore_index)
     own = torch.stack([x.logsumexp(dim=1), torch.where(here, x.gather(1, column[:, None])[:, 0], 0.0)])

@@ -2,7 +2,7 @@
 
     out = sum(grad^2)          in float64, of sums in float32; not finite if and only if one element is not
 
-Reads every gradient byte once. Only what overflows float32 (a finite element above 1e19, or one that is not finite) is read again:
+Reads every gradient byte once. Elements that overflow float32 (a finite one above 1e19, or one that is not finite) are read again:
 by a program, which then adds up squares of grad * 2^-80, or by a row of the CPU's, in float64. Deterministic: a fixed grid of
 programs sums fixed strided tiles, and one more program adds the partial sums in a fixed order; no atomics, and nothing depends
 on the machine's number of processors or threads.
@@ -27,7 +27,7 @@ MAX_PROGRAMS = (
 )
 NUM_WARPS = 8
 BLOCK = 8192  # 32 elements per thread: four 16-byte loads of a 16-bit gradient in flight
-# The largest float32 squared is 2^96 then; what is lost is below 2^-90 of a sum that overflowed.
+# The square of the largest float32 is then 2^96; the lost part is below 2^-90 of a sum that overflowed.
 SHRINK = tl.constexpr(2.0**-80)
 GROW = tl.constexpr(2.0**160)
 _INF = tl.constexpr(float("inf"))
@@ -155,7 +155,7 @@ SPEC = OpSpec(
     small_shapes=((1,), (17,), (1025,), (8193,), (100_000,), (0,)),
     bench_shapes=((1 << 28,), (1_000_000_000,)),
     variants=({}, {"poison": float("inf")}, {"poison": float("nan")}, {"poison": 1e25}),
-    tolerance_ulps=2.0 * 2**29,  # of float64's: the sums behind it are float32's
+    tolerance_ulps=2.0 * 2**29,  # in float64's ulps: partial sums are float32
     num_bytes=lambda shape, itemsize: shape[0] * itemsize,
     num_flops=lambda shape: 2 * shape[0],
 )

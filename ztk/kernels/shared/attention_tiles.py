@@ -1,7 +1,7 @@
-"""Tiles of `attention`: their sizes on each kind of machine, which blocks a block sees, and the CPU's view of sequences.
+"""Tiles of `attention`: their sizes on each kind of machine, the visible blocks of a block, and the CPU's view of sequences.
 
 A program holds one block (queries in forward and in the kernel of dQ, keys in the kernel of dK and dV) and walks the sequence in steps of
-the other. Every entry of the tables is the largest that compiles without a spill on Triton 3.6 to 3.9, or has a comment that says why not.
+the other. Every entry of the tables is the largest that compiles without a spill on Triton 3.6 to 3.9, or has a comment with the reason.
 Two things limit them: on Hopper a warp group owns 64 rows, so 8 warps need 128 of them or compute twice; the accumulators of the held block
 take held * head_dim / threads registers. A mask has the dtype of the scores.
 """
@@ -21,7 +21,7 @@ LIMITS = (64, 128, 256)  # head dimensions up to which the columns of the tables
 
 
 class Part(StrEnum):
-    """A kernel, by what it writes."""
+    """The kernels of attention, by their outputs."""
 
     forward = "forward"
     keys = "keys"  # dK, dV

@@ -11,7 +11,7 @@ SETTINGS_SIZE = 16
 
 
 class Hyper(IntEnum):
-    """Columns of `hyper` float32 [groups, 8]: what a parameter group asks for."""
+    """Columns of `hyper` float32 [groups, 8]: the hyperparameters of a parameter group."""
 
     lr = 0
     beta1 = 1
@@ -23,7 +23,7 @@ class Hyper(IntEnum):
 
 
 class State(IntEnum):
-    """Entries of `state` float32 [8]: what survives from step to step."""
+    """Entries of `state` float32 [8]: values that persist between steps."""
 
     step = 0  # optimizer steps taken; exact up to 2^24
     loss_scale = 1
@@ -35,7 +35,7 @@ class State(IntEnum):
 
 
 class Control(IntEnum):
-    """Columns of `control` float32 [groups, 16]: what an optimizer kernel reads."""
+    """Columns of `control` float32 [groups, 16]: the inputs of an optimizer kernel."""
 
     skip = 0
     grad_coefficient = 1  # unscale, average and clip in one factor

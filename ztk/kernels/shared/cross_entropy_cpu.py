@@ -1,4 +1,4 @@
-"""Cross entropy on CPU tensors; shapes, dtypes, options and results are those of the ops in `ops/cross_entropy.py`."""
+"""Cross entropy on CPU tensors; shapes, dtypes, options and results are as in `ops/cross_entropy.py`."""
 
 import torch
 from torch import Tensor

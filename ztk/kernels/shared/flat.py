@@ -1,8 +1,8 @@
-"""What the optimizer ops on flat partitions share: checks, launches, dispatch, the skipped step, inputs and specs.
+"""Common code of the optimizer ops on flat partitions: checks, launches, dispatch, the skipped step, inputs and specs.
 
 [Note: Four per thread]
 A thread holds four elements where float32 and 16-bit tensors are combined: more make Triton convert layouts between them through
-shared memory (5 to 23 barriers in an elementwise kernel), fewer leave vector loads narrow. Tensors have the dtypes that the op gives them.
+shared memory (5 to 23 barriers in an elementwise kernel), fewer leave vector loads narrow. Tensors have the dtypes of the op.
 """
 
 import itertools
@@ -195,7 +195,7 @@ def make_inputs(
     **options: object,
 ) -> dict[str, object]:
     """Random inputs of an optimizer op: each state made from random normal [n], `grad` of dtype, a control row, and an `out`
-    [n] of a 16-bit dtype where `with_out` (None: the op has none). segments: `segment_inputs` beside them."""
+    [n] of a 16-bit dtype if `with_out` (None if the op has no such argument). segments: adds `segment_inputs`."""
     (n,) = shape
     inputs = {name: make(torch.randn(n, device=device)) for name, make in states.items()}
     inputs |= {

@@ -28,7 +28,7 @@ def encode_fp8(b_x):
     b_size = tl.minimum(tl.abs(b_x), _LARGEST)
     b_bits = b_size.to(tl.uint32, bitcast=True)
     b_normal = ((b_bits + 0x7FFFF + ((b_bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 steps are 2^-9, which is what the last bit of 2^14 stands for.
+    # Below 2^-6 steps are 2^-9, the weight of the last bit of 2^14.
     b_small = (b_size + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
     b_byte = tl.where(b_size < 0.015625, b_small, b_normal)
     b_byte = tl.where(b_x == b_x, b_byte, 0x7F)

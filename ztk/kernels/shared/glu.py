@@ -1,4 +1,4 @@
-"""What `swiglu` and `geglu` share: both multiply an activation of one tensor with another, elementwise."""
+"""Common code of `swiglu` and `geglu`: both multiply an activation of one tensor with another, elementwise."""
 
 from collections.abc import Callable
 from typing import Any

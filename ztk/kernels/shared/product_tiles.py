@@ -80,7 +80,7 @@ def few_product(
     x_ptr, weight_ptr, scales_ptr, o_m, m_m, o_n, m_n, N, K, FORMAT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x W^T of one tile, float32 [BLOCK_M, BLOCK_N], element by element; BLOCK_K sums apart are added up at the end"""
+    """x W^T of one tile, float32 [BLOCK_M, BLOCK_N], element by element; BLOCK_K separate sums are added up at the end"""
     b_acc = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], dtype=tl.float32)
     o_x = o_m.to(tl.int64) * K
     if FORMAT == "int4":

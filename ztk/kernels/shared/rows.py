@@ -1,4 +1,4 @@
-"""What kernels over rows share: how many rows a program takes, and the second stage of a sum over rows."""
+"""Common code of kernels over rows: the number of rows per program, and the second stage of a sum over rows."""
 
 import functools
 from dataclasses import dataclass

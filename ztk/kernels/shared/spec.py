@@ -13,10 +13,10 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpSpec:
-    """Everything about an op that is not its code.
+    """Description of an op for tests, benchmarks and documentation.
 
     `make_inputs(shape, dtype=, device=, **variant)` returns the keyword arguments of `op`, `reference` and `eager`, as
-    one dict: `op(**inputs)`. What is compared with the reference: the returned tensors (one, a tuple, or None), the
+    one dict: `op(**inputs)`. Tests compare with the reference: the returned tensors (one, a tuple, or None), the
     inputs named in `mutated` after the call, and the gradients of the inputs named in `differentiable`. `reference`
     computes in float32, or in float64 when its inputs are float64, which is how the tests find the true values. `eager`
     is the plain torch formulation in the input's own dtype; the op's error may be at most `error_ratio` times its error.

@@ -1,9 +1,9 @@
-"""One launch of an optimizer over parts of a partition that have hyperparameters, or positions in the model, of their own.
+"""One launch of an optimizer over parts of a partition with separate hyperparameters or positions in the model.
 
-A table on the device says for every tile of `TILE_PER_THREAD` elements per thread where it begins and ends, which row of the control table
-is its own, and what to add to an element's index for its position in the model, by which random bits are drawn. A position can be 2^62, so
-the table is int64. A tile is as large for every op and dtype: kernels with fewer elements per thread have several programs for one, so no
-table can be too coarse for a kernel, which would leave elements as they were.
+A table on the device holds for every tile of `TILE_PER_THREAD` elements per thread its start and end, its row of the control table, and the
+offset from an element's index to its position in the model, which selects its random bits. A position can be 2^62, so the table is int64.
+Tiles have the same size for every op and dtype: kernels with fewer elements per thread have several programs for one. So a table is never
+too coarse for a kernel, which would leave elements unchanged.
 """
 
 from collections.abc import Iterator, Sequence

@@ -25,7 +25,7 @@ from ztk.kernels.shared.fp8 import LARGEST, decode_fp8, from_fp8, to_fp8
 from ztk.kernels.shared.math import INTERPRETED
 
 GROUP = 32  # inputs that share a scale and a zero in int4
-BLOCK = 128  # inputs whose int4 steps lie together in 64 bytes
+BLOCK = 128  # inputs whose int4 steps share 64 bytes
 _SHARES = (1.0, 0.93, 0.86)  # of a group's range
 _GROUPS = 1 << 15  # that are fitted at once, in the processor's cache
 
@@ -109,7 +109,7 @@ def _lines(weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """The range of each group, then the line through the steps of every share of it."""
     least, greatest = weights.aminmax(dim=-1, keepdim=True)
     middle, mean = (least + greatest) / 2, weights.mean(-1, keepdim=True)
-    # Up by twice what rounding to bf16 can take off: 15 rounded steps are not less than the range.
+    # Increased by twice the largest rounding error of bf16, so that 15 rounded steps cover the range.
     full = (greatest - least) / 15 * (1 + 2.0**-7)
     yield _as_stored(full, least + 8 * full)
     for share in _SHARES:
@@ -154,19 +154,19 @@ def widen(weight: Tensor, *, scales: Tensor | None, columns: int) -> Tensor:
 
 @triton.jit
 def load_steps(p_w, mask, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """A tile of plain weights, or of what the scale multiplies, exact in DTYPE (of fp8 a 256th)"""
+    """A tile of plain weights, or of unscaled steps, exact in DTYPE (1/256 of the value for fp8)"""
     b_w = tl.load(p_w, mask=mask, other=0)
     if FORMAT == "fp8":
         b_w = decode_fp8(b_w, False)
     if FORMAT == "int8" and INTERPRETED:
-        b_w = b_w.to(tl.float32)  # the interpreter takes the bits of an integer for those of a bfloat16
+        b_w = b_w.to(tl.float32)  # the interpreter would reinterpret an integer's bits as bfloat16
     return b_w.to(DTYPE)
 
 
 @triton.jit
 def load_int4(p_w, mask, p_scale, m_scale, stride_g, GROUPS: tl.constexpr, TRANSPOSED: tl.constexpr):
     """float32 weights of the lower and the upper halves of a tile of int4 bytes of half a block: [inputs, outputs], TRANSPOSED [outputs,
-    inputs]. p_scale: [outputs], where the scales of the first group are; m_scale: their mask; stride_g: to those of the next group."""
+    inputs]. p_scale: [outputs], pointers to the scales of the first group; m_scale: their mask; stride_g: distance to the next group's."""
     b_w = tl.load(p_w, mask=mask, other=0)
     b_low, b_high = (b_w & 15).to(tl.float32) - 8.0, (b_w >> 4).to(tl.float32) - 8.0
     b_low *= _spread(p_scale, m_scale, stride_g, 0, GROUPS, TRANSPOSED)
@@ -192,7 +192,7 @@ def _spread(p_scale, mask, stride_g, FIRST: tl.constexpr, GROUPS: tl.constexpr, 
 
 @triton.jit
 def scale_of(scales_ptr, o_n, m_n, FORMAT: tl.constexpr):
-    """float32 [BLOCK_N]: what the sum of an output is multiplied with, after all its inputs"""
+    """float32 [BLOCK_N]: the factor on an output's sum over all its inputs"""
     if FORMAT == "fp8":
         return tl.load(scales_ptr + o_n, mask=m_n, other=0.0).to(tl.float32) * 256.0
     elif FORMAT == "int8":

@@ -39,7 +39,7 @@ def _stripe(x: Tensor) -> int:
 
 @triton.jit
 def _load_sum(x_ptr, residual_ptr, o_n, m_n, dtype: tl.constexpr):
-    """s = x + residual in float32, rounded to the tensors' dtype as backward will see it"""
+    """s = x + residual in float32, rounded to the tensors' dtype as backward reads it"""
     b_s = tl.load(x_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         b_s = cast(b_s + tl.load(residual_ptr + o_n, mask=m_n, other=0.0).to(tl.float32), dtype).to(tl.float32)
