@@ -25,8 +25,8 @@ from ztk.report.folder import write_json
 def main() -> None:
     """Runs one rank.
 
-    A failed rank ends without any teardown: closing a process group that has lost a member can wait for ever, and the
-    peers would report the closed connection as their error.
+    A failed rank skips all teardown: closing a process group that has lost a member can hang, and the peers would then report the closed
+    connection as their own error.
     """
     try:
         failure = run_task(load(sys.argv[1]), rank=int(os.environ["RANK"]))
@@ -35,12 +35,12 @@ def main() -> None:
     else:
         if failure is not None:
             leave(1)
-        if "triton" not in sys.modules:  # whose bindings print what is left when the interpreter ends
-            gc.freeze()  # its last collections would look through all that torch is made of: 0.6 seconds
+        if "triton" not in sys.modules:  # its bindings report leaked objects at exit
+            gc.freeze()  # the final collections would traverse all of torch's objects, for 0.6 seconds
 
 
 def run_task(config: Config, *, rank: int) -> RankFailure | None:
-    """Imports the task and runs it. Returns what went wrong, which is then also in the rank's error file and log."""
+    """Imports the task and runs it. Returns the failure, if any; it is also written to the rank's error file and log."""
     log = log_to(log_path(config.output_dir, rank=rank)) if rank == 0 else sys.stderr
     show_messages()
     try:
@@ -70,18 +70,18 @@ def _main_of(name: str) -> Callable[[Config], None]:
 
 
 def _write_memory(error: Exception, *, output_dir: str, rank: int) -> None:
-    """After an out-of-memory error what the rank holds. It must not hide `error`, which is written already."""
+    """Writes the rank's tensors after an out-of-memory error. A second error is only printed, so that it cannot hide `error`."""
     try:
         from ztk.core.runtime.out_of_memory import is_out_of_memory, memory_state
 
         if is_out_of_memory(error):
             write_json(memory_path(output_dir, rank=rank), values=asdict(memory_state()))
     except Exception as other:
-        sys.stderr.write(f"ztk: rank {rank} cannot say what it holds: {other}\n")
+        sys.stderr.write(f"ztk: rank {rank} cannot list the memory it holds: {other}\n")
 
 
 def import_task(name: str) -> ModuleType:
-    """The program `name`. An installed ztk holds the checkout's `experiments/` as its own folder, and programs find it by the same name."""
+    """Imports the program `name`. An installed ztk contains `experiments/` in its own folder and makes it importable by that name."""
     installed = Path(__file__).with_name("experiments")
     if installed.is_dir() and "experiments" not in sys.modules:
         spec = importlib.util.spec_from_file_location(
@@ -94,7 +94,7 @@ def import_task(name: str) -> ModuleType:
 
 
 def show_messages() -> None:
-    """Writes what ztk logs, from INFO on, to standard error. A program that sets up logging itself does not come here."""
+    """Logs ztk's messages from INFO on to standard error, unless the program has configured logging itself."""
     logger = logging.getLogger("ztk")
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
@@ -104,13 +104,13 @@ def show_messages() -> None:
 
 
 def interrupt_code(error: KeyboardInterrupt) -> int:
-    """128 + the signal that this rank received; 0 if it ended because another rank did."""
+    """Returns 128 + the signal that this rank received, or 0 if it stopped because another rank did."""
     number = getattr(error, "number", signal.SIGINT)  # of ztk.core.runtime.interrupts.Interrupted
     return 0 if number is None else 128 + number
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process at once, what was printed kept."""
+    """Ends the process at once, after flushing its output."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -68,7 +68,7 @@ def test_the_first_error_is_never_hidden(failed, monkeypatch, capsys):
     assert (
         failure is not None
         and failure.kind == "OutOfMemoryError"
-        and "cannot say what it holds: second" in capsys.readouterr().err
+        and "cannot list the memory it holds: second" in capsys.readouterr().err
     )
     memory_path(folder, rank=0).write_text("nothing")
     print_plan(folder, rank=0)

@@ -1,4 +1,4 @@
-"""`python -m ztk.calibrate`: measures this machine for `hardware=here` of a plan. `measure` is the program of a rank."""
+"""Measures this machine for `hardware=here` of a plan: `python -m ztk.calibrate`. `measure` runs on every rank."""
 
 from ztk.calibrate.measure import combine, measure
 

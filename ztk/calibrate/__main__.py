@@ -1,5 +1,7 @@
-"""python -m ztk.calibrate [--ranks N] [--device cpu|cuda] [--folder FOLDER] [--to FILE]: measures this machine in under two minutes and
-writes what `hardware=here` of task=plan and `ztk.Hardware.here()` read. Nothing else should run meanwhile."""
+"""python -m ztk.calibrate [--ranks N] [--device cpu|cuda] [--folder FOLDER] [--to FILE]: measures this machine in two minutes.
+
+Writes the file that `hardware=here` of task=plan and `ztk.Hardware.here()` read. The machine should be idle meanwhile.
+"""
 
 import argparse
 import json
@@ -12,16 +14,20 @@ from ztk.config.machine import Machine
 from ztk.core.launch import RankError, run_ranks
 from ztk.core.policies.hardware import measured_path, write_measured
 
-RANKS_WITHOUT_GPU = 2  # as a run has
+RANKS_WITHOUT_GPU = 2  # the same as the default of a run
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code: 1 if the machine cannot be measured, 2 for arguments that do not fit it."""
+    """Runs the command. Returns the exit code: 1 if the machine cannot be measured, 2 if the arguments do not fit it."""
     parser = argparse.ArgumentParser(prog="python -m ztk.calibrate", description=__doc__.partition(":")[2].strip())
-    parser.add_argument("--ranks", type=int, help="ranks that measure at the same time (default: the GPUs; 2 on a CPU)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
-    parser.add_argument("--folder", default=".", help="on the disk of offload.nvme_path (default: here)")
-    parser.add_argument("--to", help="the file; default: ztk/hardware.json below $XDG_CACHE_HOME or ~/.cache")
+    parser.add_argument(
+        "--ranks", type=int, help="ranks that measure at the same time (default: one per GPU; 2 on a CPU)"
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
+    parser.add_argument(
+        "--folder", default=".", help="a folder on the disk of offload.nvme_path (default: the current folder)"
+    )
+    parser.add_argument("--to", help="output file (default: ztk/hardware.json below $XDG_CACHE_HOME or ~/.cache)")
     given = parser.parse_args(arguments)
     machine = Machine.here()
     device = given.device or ("cuda" if machine.gpus else "cpu")
@@ -34,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def calibrate(*, ranks: int, device: str, folder: str, to: str | None, cores: int) -> int:
-    """Measures, prints and writes. Returns the exit code."""
+    """Measures, prints the result and writes it to a file. Returns the exit code."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="ztk-calibrate-") as place:
         draft = Path(place, "hardware.json")

@@ -1,4 +1,8 @@
-"""Seconds by amount of work, of a CPU: its kernels are slow where little is to be done, and its caches fast. All ranks measure together."""
+"""Measures the time of each kind of CPU operation as a function of its size.
+
+A single rate is not enough on a CPU: small operations are dominated by overhead, and the caches speed up medium ones. All ranks
+measure at the same time.
+"""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -16,23 +20,25 @@ from ztk.nn.linear import linear
 from ztk.planner.tracker import StepTracker
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-START = 8  # elements of a side: what takes no time but to begin
-SIDES = (64, 128, 256, 512, 1024)  # of square products
-LENGTHS = (32, 64, 128, 256, 512)  # of sequences
-TORCH_LENGTHS = (32, 128)  # in float16 torch's attention takes very long
+START = 8  # side length of inputs so small that only the overhead counts
+SIDES = (64, 128, 256, 512, 1024)  # side lengths of square matrix products
+LENGTHS = (32, 64, 128, 256, 512)  # sequence lengths
+TORCH_LENGTHS = (32, 128)  # torch's attention in float16 is very slow beyond these lengths
 ROWS = (16, 64, 256, 1024, 4096)
 WIDTH, HEADS, SEQUENCES, LAYERS, GROUPS = 256, 4, 4, 8, 4
 UPDATES = ("adamw", "adamw_bf16", "adamw_stochastic", "adamw_8bit")
 UPDATED = (1 << 12, 1 << 16, 1 << 20)  # elements
-ELEMENTS = (1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 23)  # of the buffer of all ranks
-CALL_SECONDS = 0.05  # of a round
+ELEMENTS = (1 << 8, 1 << 12, 1 << 16, 1 << 20, 1 << 23)  # elements of the buffer of all ranks together
+CALL_SECONDS = 0.05  # per measuring round
 
 Curve = list[list[float]]
 
 
 def measure_curves(process: Process, *, latency: float) -> dict[str, Curve]:
-    """`Hardware.curves` of this rank, without the work of the host that steps show. A collective call. latency:
-    seconds, see `eager_latency`; the points are what an operation takes beyond it."""
+    """Measures this rank's curves for `Hardware.curves`, except the host work that `curves_of_steps` adds. A collective call.
+
+    latency: seconds per operation from `eager_latency`. Points hold the time on top of it.
+    """
     found, curve = {}, functools.partial(_curve, process, latency=latency)
     for dtype in DTYPES.values():
         name = str(dtype).removeprefix("torch.")
@@ -51,14 +57,13 @@ def measure_curves(process: Process, *, latency: float) -> dict[str, Curve]:
 
 
 def eager_latency(process: Process) -> float:
-    """Seconds of torch, autograd and Python for an operation of a model that is computed by torch's operations, on next to nothing. A
-    collective call."""
+    """Returns the seconds that torch, autograd and Python need for one tiny operation of a model in eager mode. A collective call."""
     _, operations, call = next(_elementwise(torch.float32))
     return seconds_of_call(process, run=call, round_seconds=CALL_SECONDS) / operations
 
 
 def _curve(process: Process, *, latency: float, made: Iterator[tuple[float, int, Callable[[], object]]]) -> Curve:
-    """made: amount of work of an operation, operations of a call, the call."""
+    """Measures one curve. made: (amount of work per operation, operations per call, the call)."""
     points = []
     for amount, operations, call in made:
         seconds = seconds_of_call(process, run=call, round_seconds=CALL_SECONDS) / operations
@@ -67,7 +72,7 @@ def _curve(process: Process, *, latency: float, made: Iterator[tuple[float, int,
 
 
 def _trained(call: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], object]:
-    """Forward and backward."""
+    """Returns a function that runs the forward and the backward of `call`."""
     for tensor in inputs:
         tensor.requires_grad_()
     gradient = torch.ones_like(call(*inputs))
@@ -75,16 +80,17 @@ def _trained(call: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], objec
 
 
 def _products(dtype: torch.dtype) -> Iterator[tuple[float, int, Callable[[], object]]]:
-    """A forward and two products of the backward."""
+    """Products of one forward and the two of its backward."""
     for side in (START, *SIDES):
         x, weight = (torch.randn(side, side).to(dtype) for _ in range(2))
         yield 2 * side**3, 3, _trained(lambda x, weight: linear(x, weight=weight), x, weight)
 
 
 def _grouped_products(dtype: torch.dtype) -> Iterator[tuple[float, int, Callable[[], object]]]:
-    """A forward and two products of the backward, as experts of transformers compute them: torch takes one group after the other, and
-    another product than `linear`."""
-    for rows in (GROUPS, *ROWS[:-1]):  # beyond, it takes in proportion
+    """Products of experts in transformers models, forward and backward: torch runs one product per group, with another kernel than
+    `linear`.
+    """
+    for rows in (GROUPS, *ROWS[:-1]):  # larger sizes scale linearly
         width = START if rows == GROUPS else WIDTH
         x, weight = torch.randn(rows, width).to(dtype), torch.randn(GROUPS, width, width).to(dtype)
         ends = torch.arange(1, GROUPS + 1, dtype=torch.int32) * (rows // GROUPS)
@@ -98,7 +104,7 @@ def _grouped_products(dtype: torch.dtype) -> Iterator[tuple[float, int, Callable
 def _attentions(
     dtype: torch.dtype, *, call: Callable[..., Tensor], lengths: Sequence[int]
 ) -> Iterator[tuple[float, int, Callable[[], object]]]:
-    """Four units of T * T * D operations in the forward and ten in the backward, as a plan counts them."""
+    """Attention in units of T * T * D operations, as the planner counts them: four in the forward and ten in the backward."""
     head = WIDTH // HEADS
     for length in lengths:
         heads = [torch.randn(SEQUENCES, length, HEADS, head).to(dtype) for _ in range(3)]
@@ -106,18 +112,18 @@ def _attentions(
 
 
 def _of_ztk(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[B, T, H, D]. In 16 bits it is made of several operations on a CPU."""
+    """ztk's attention over [B, T, H, D]. On a CPU it consists of several operations in 16-bit dtypes."""
     return causal_attention(query, key=key, value=value)
 
 
 def _of_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[B, T, H, D], as models of transformers call it."""
+    """torch's attention over [B, T, H, D], called as transformers models call it."""
     heads = (x.transpose(1, 2) for x in (query, key, value))
     return F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
 
 
 def _fused(dtype: torch.dtype) -> Iterator[tuple[float, int, Callable[[], object]]]:
-    """A norm, rotary positions and a gated activation by ztk's operations: 17 arrays are read and written by six of them."""
+    """A norm, rotary positions and a gated activation with ztk's operations: six operations that read or write 17 arrays."""
     for rows in (1, *ROWS):
         width = START if rows == 1 else WIDTH
         x, other = (torch.randn(rows, width).to(dtype) for _ in range(2))
@@ -135,7 +141,7 @@ def _fused(dtype: torch.dtype) -> Iterator[tuple[float, int, Callable[[], object
 
 
 def _elementwise(dtype: torch.dtype) -> Iterator[tuple[float, int, Callable[[], object]]]:
-    """A norm, rotary positions and a residual by torch's operations, with their views, as models of transformers compute them."""
+    """A norm, rotary positions and a residual with torch's operations and their views, as in transformers models."""
     for rows in (1, *ROWS):
         width = START if rows == 1 else WIDTH
         x, weight = torch.randn(rows, width).to(dtype), torch.ones(width, dtype=dtype)
@@ -155,7 +161,7 @@ def _elementwise(dtype: torch.dtype) -> Iterator[tuple[float, int, Callable[[], 
 
 
 def _indexed(dtype: torch.dtype) -> Iterator[tuple[float, int, Callable[[], object]]]:
-    """Rows in another order and some of them zero, as experts of transformers take and return their tokens."""
+    """Permutes and masks rows, as the experts of transformers models do with their tokens."""
     for rows in (1, *ROWS):
         x = torch.randn(rows, START if rows == 1 else WIDTH).to(dtype)
         order, hidden = torch.randperm(rows), torch.rand(rows, 1) < 0.5
@@ -169,7 +175,11 @@ def _indexed(dtype: torch.dtype) -> Iterator[tuple[float, int, Callable[[], obje
 
 
 def _layers(rows: int) -> int:
-    """What one layer keeps for its backward is out of the caches when that comes, as in a model; many rows are so alone."""
+    """Returns how many layers to stack.
+
+    As in a real model, activations have then left the caches before the backward reads them; the largest inputs exceed the caches with
+    one layer.
+    """
     return LAYERS if rows < ROWS[-1] else 1
 
 
@@ -183,7 +193,7 @@ def _stacked(layer: Callable[..., Tensor], *, layers: int) -> Callable[..., Tens
 
 
 def _updates(name: str) -> Iterator[tuple[float, int, Callable[[], object]]]:
-    """Of the optimizer op `name`: on a CPU some formats of states are decoded by dozens of operations."""
+    """Updates by the optimizer op `name`. On a CPU, decoding some state formats takes dozens of operations."""
     spec = next(spec for spec in kernels.ALL_OPS if spec.name == name)
     for elements in UPDATED:
         inputs = spec.make_inputs((elements,), dtype=torch.bfloat16, device="cpu")
@@ -192,7 +202,7 @@ def _updates(name: str) -> Iterator[tuple[float, int, Callable[[], object]]]:
 
 
 def _counted(call: Callable[[], object]) -> tuple[int, int]:
-    """The operations of a call, and the bytes that they read and write, as a plan counts them."""
+    """Counts the operations of a call and the bytes that they read and write, as the planner does."""
     operations = moved = 0
 
     def count(*, device_bytes: int, **_: object) -> None:
@@ -205,7 +215,7 @@ def _counted(call: Callable[[], object]) -> tuple[int, int]:
 
 
 def _collectives(process: Process) -> dict[str, Curve]:
-    """In memory that the ranks share, as the engine's buckets are."""
+    """Collectives over shared memory, where the engine's buckets lie."""
     comm, found = process.comm, {"all_gather": [], "reduce_scatter": []}
     for elements in ELEMENTS:
         numel = elements // comm.size * comm.size

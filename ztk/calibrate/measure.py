@@ -1,4 +1,4 @@
-"""What one rank can compute and move while all ranks of the machine do the same: that is what a rank gets in a run."""
+"""Measures compute rates and bandwidths per rank while all ranks of the machine are busy, as they are during a run."""
 
 import gc
 import os
@@ -25,10 +25,10 @@ IO_THREADS, IO_BLOCK, IO_BYTES = 4, 8 << 20, 256 << 20
 SMALL_MESSAGE, LARGE_MESSAGE = 1 << 10, 1 << 23  # elements of float32
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 
-# How each number is found, for `sources` of the file.
+# How each number is measured; written as `sources` of the file.
 METHODS = {
     "capacity_bytes": "memory of a device; on a CPU a rank's share of main memory",
-    "reserve_bytes": "what a rank takes before it holds any tensor: context, NCCL, libraries",
+    "reserve_bytes": "device memory of a rank before its first tensor: context, NCCL, libraries",
     "bf16_rate": "products of square matrices as the model's layers compute them",
     "fp16_rate": "products of square matrices as the model's layers compute them",
     "fp32_rate": "products of square matrices as the model's layers compute them",
@@ -40,19 +40,22 @@ METHODS = {
     "link_latency": "an all-gather of 4 KiB per rank",
     "link_bandwidth": "an all-gather of 32 MiB per rank, less the latency",
     "ranks_per_node": "the ranks that measured at the same time",
-    "operation_latency": "steps of a model of a few numbers, per operation of their plans; on a CPU torch's operations on a few numbers",
-    "curves": "on a CPU: products, attention, ztk's and torch's operations on rows, AdamW's updates and collectives at several sizes, all "
-    "times one number with which they are what steps of a model of 2 million parameters take; the work of Python per gradient, per "
-    "request to the disk and per operation that selective recomputation intercepts, by what steps take beyond that",
+    "operation_latency": "steps of a tiny model, per operation of their plans; on a CPU tiny operations of torch",
+    "curves": "on a CPU: products, attention, ztk's and torch's operations on rows, AdamW's updates and collectives at several sizes, scaled "
+    "by one factor so that they add up to the steps of a model of 2 million parameters; the time of Python per gradient, per disk request "
+    "and per operation that selective recomputation intercepts, from the remaining time of these steps",
 }
 
 
 def measure(process: Process, *, folder: str | os.PathLike) -> dict[str, Any]:
-    """This rank's numbers: fields of `Hardware` without name and network. A collective call: every rank measures the same thing at the
-    same time. folder: on the disk that is measured.
+    """Measures this rank and returns the fields of `Hardware` except name and network.
+
+    A collective call: all ranks measure the same quantity at the same time.
+
+    folder: a folder on the disk to measure.
 
     Raises:
-        ValueError: the folder is on no disk with direct I/O.
+        ValueError: the disk of `folder` has no direct I/O.
     """
     probe_folder(folder, direct=True)
     device, found = process.device, _memory(process)
@@ -74,7 +77,7 @@ def measure(process: Process, *, folder: str | os.PathLike) -> dict[str, Any]:
 
 
 def combine(ranks: Sequence[dict[str, Any]], *, source: str, name: str = "here") -> Hardware:
-    """One description of all ranks: the slowest and the smallest of each number."""
+    """Combines the ranks' numbers into one `Hardware`, which has the slowest rate and the smallest capacity of each kind."""
     largest = ("reserve_bytes", "link_latency", "operation_latency", "ranks_per_node")
     plain = [key for key in ranks[0] if key != "curves"]
     numbers: dict[str, Any] = {key: (max if key in largest else min)(rank[key] for rank in ranks) for key in plain}
@@ -89,14 +92,14 @@ def combine(ranks: Sequence[dict[str, Any]], *, source: str, name: str = "here")
 
 
 def _memory(process: Process) -> dict[str, float]:
-    """Before anything else is measured."""
+    """Measures memory. Must run before anything else is allocated."""
     gc.collect()
     if process.device.type != "cuda":
         return {
             "capacity_bytes": _main_memory() // process.local_world_size,
             "reserve_bytes": process_memory()["VmRSS"],
         }
-    process.comm.barrier()  # connects NCCL
+    process.comm.barrier()  # the first collective initializes NCCL
     free, total = torch.cuda.mem_get_info(process.device)
     return {"capacity_bytes": total, "reserve_bytes": total - free - torch.cuda.memory_reserved(process.device)}
 
@@ -114,7 +117,7 @@ def _matrix_rate(process: Process, *, dtype: torch.dtype) -> float:
 
 
 def _bandwidths(process: Process) -> dict[str, float]:
-    """Bytes per second."""
+    """Measures memory and host bandwidths in bytes per second."""
     device = process.device
     on_gpu = device.type == "cuda"
     source, target = (torch.ones(1 << (28 if on_gpu else 24), device=device) for _ in range(2))
@@ -159,7 +162,7 @@ def _disk(process: Process, *, folder: Path) -> dict[str, float]:
 
 
 def _links(process: Process) -> dict[str, float]:
-    """A rank alone sends nothing: its links are as fast as its memory."""
+    """Measures latency and bandwidth between ranks. A single rank communicates with nobody: its links get the memory's bandwidth."""
     comm, seconds = process.comm, []
     for elements in (SMALL_MESSAGE, LARGE_MESSAGE):
         full = torch.ones(elements * comm.size, device=process.device)

@@ -1,4 +1,4 @@
-"""One rank of `python -m ztk.calibrate`: `python -m ztk.calibrate.rank DEVICE FOLDER DRAFT`; rank 0 writes the file DRAFT."""
+"""One rank of `python -m ztk.calibrate`, started as `python -m ztk.calibrate.rank DEVICE FOLDER DRAFT`. Rank 0 writes the file DRAFT."""
 
 import datetime
 import json
@@ -16,7 +16,7 @@ from ztk.core.runtime import Process
 
 
 def main() -> None:
-    """Measures. An error is written for the process that has started the ranks."""
+    """Measures. An error goes into a file, where the process that started the ranks finds it."""
     device, folder, draft = sys.argv[1:]
     rank = int(os.environ["RANK"])
     try:
@@ -28,11 +28,11 @@ def main() -> None:
         process.stop()
     except Exception as error:
         write_failure(failure_of(error, rank=rank), output_dir=Path(draft).parent)
-        os._exit(1)  # no teardown: it may wait for a peer
+        os._exit(1)  # no teardown: it could wait for a peer forever
 
 
 def describe(ranks: list[dict[str, float]], *, device: torch.device) -> dict:
-    """The content of the file."""
+    """Returns the content of the hardware file."""
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     hardware = combine(ranks, source=f"measured on {date}")

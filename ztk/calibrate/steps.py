@@ -1,4 +1,4 @@
-"""What steps take beyond the plans made of single operations: the work of Python, of the engine and of its threads."""
+"""Measures the host overhead of a step (Python, the engine and its threads) that a plan made of single operations lacks."""
 
 import functools
 import itertools
@@ -28,7 +28,7 @@ from ztk.zero.offload import OffloadPolicy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Model:
-    """A decoder and its batch of one micro-batch."""
+    """A decoder with the batch of one micro-batch."""
 
     sizes: Mapping[str, int]
     sequences: int
@@ -40,19 +40,22 @@ USUAL = _Model(
     sizes={"vocab_size": 256, "dim": 192, "layers": 4, "heads": 6, "kv_heads": 3, "hidden_dim": 512, "max_seq_len": 96},
     sequences=4,
 )
-_EACH: Curve = [[1.0, 1.0], [1e15, 1.0]]  # a second, whatever the amount
+_EACH: Curve = [[1.0, 1.0], [1e15, 1.0]]  # one second each, whatever the amount
 _PER_UNIT: Curve = [[1.0, 1.0]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """seconds: measured. planned: of the same step with given hardware."""
+    """A measured step. seconds: measured. planned: returns the planned seconds of the same step on given hardware."""
 
     seconds: float
     planned: Callable[[Hardware], float]
 
     def rest(self, hardware: Hardware, *, kind: str) -> tuple[float, float]:
-        """What the step takes beyond its plan, for each of the host's works of `kind`, and their mean amount. hardware: without `kind`."""
+        """Returns the unplanned seconds of the step per host operation of `kind`, and the mean amount of these operations.
+
+        hardware: must not contain a curve for `kind`.
+        """
         without, each, amount = (
             self.planned(_with(hardware, added=added)) for added in ({}, {kind: _EACH}, {kind: _PER_UNIT})
         )
@@ -60,7 +63,7 @@ class _Step:
         return max(LEAST, self.seconds - without) / count, (amount - without) / count
 
     def scale(self, hardware: Hardware) -> float:
-        """By how much the work of the step takes longer than the curves say. hardware: with latency and `GRADIENT`."""
+        """Returns the ratio of measured to planned work, in which fixed latencies do not count. hardware: with latency and `GRADIENT`."""
         others = {kind: points for kind, points in (hardware.curves or {}).items() if kind != GRADIENT}
         work = self.planned(replace(hardware, operation_latency=0.0, curves=others))
         starts = self.planned(hardware) - work
@@ -68,8 +71,12 @@ class _Step:
 
 
 def operation_latency(process: Process, *, hardware: Hardware) -> float:
-    """Seconds of Python, autograd and the engine per operation of a plan for a GPU: what steps of a model of a few numbers take beyond the
-    plan's seconds, the mean over precisions and stages. A collective call. hardware: its own latency does not count."""
+    """Returns the seconds of Python, autograd and engine overhead per operation of a plan for a GPU. A collective call.
+
+    Measured as the time of tiny steps that the plan does not explain, averaged over precisions and stages.
+
+    hardware: its own latency is ignored.
+    """
     found = []
     for step in _usual_steps(process, model=TINY):
         without, counted = (step.planned(replace(hardware, operation_latency=latency)) for latency in (0.0, 1.0))
@@ -78,13 +85,16 @@ def operation_latency(process: Process, *, hardware: Hardware) -> float:
 
 
 def curves_of_steps(process: Process, *, hardware: Hardware, folder: str) -> dict[str, Curve]:
-    """The curves of `hardware` as they are in a step, and those of the host's own work, see `ztk.planner.host_work`. A collective call.
+    """Returns the curves of `hardware`, scaled to real steps, and the curves of host work (`ztk.planner.host_work`). A collective call.
 
-    What steps of a model of a few numbers take beyond their plans is a gradient's. What those of a usual model then take beyond theirs says
-    by how much work takes longer in a step: a call that is measured again and again finds its numbers in the caches. What selective
-    recomputation takes beyond that is an operation's that it intercepts, and what states and parameters on the disk take a request's.
+    1. The unexplained time of steps of a tiny model is attributed to its gradients.
+    2. The remaining unexplained time of a usual model gives one scale for all curves. Repeated measurements of a single call find their
+      data in the caches, so real steps are slower.
+    3. The extra time under selective recomputation is attributed to the operations that it intercepts, and the extra time with states and
+      parameters on the disk to the requests.
 
-    hardware: with curves and latency. folder: on the disk."""
+    hardware: with curves and latency. folder: on the disk to measure.
+    """
     curves = dict(hardware.curves or {})
     gradient = _mean([step.rest(hardware, kind=GRADIENT)[0] for step in _usual_steps(process, model=TINY)])
     host: dict[str, Curve] = {GRADIENT: [[1.0, gradient]]}
@@ -119,7 +129,7 @@ def _policies(dtype: str, *, stage: int) -> dict[str, Any]:
 
 
 def _usual_steps(process: Process, *, model: _Model) -> Iterator[_Step]:
-    """In two precisions at two stages. A collective call."""
+    """Measures steps in two precisions at two stages. A collective call."""
     for dtype, stage in itertools.product(("fp32", "bf16"), (0, 3)):
         yield _made(process, model=model, policies=_policies(dtype, stage=stage))
 
@@ -148,7 +158,7 @@ def _planned_seconds(
 def _engine(
     process: Process, *, model: _Model, tokens: Tensor, policies: dict[str, Any]
 ) -> Iterator[Callable[[], None]]:
-    """A step of it."""
+    """Builds an engine and yields a function that runs one step."""
     with torch.device("meta"):
         decoder = Decoder(DecoderConfig(**model.sizes))
     values = functools.partial(initial_values, decoder, seed=0)

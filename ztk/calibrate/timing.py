@@ -1,4 +1,4 @@
-"""Seconds of a call that all ranks make at the same time."""
+"""Times a call that all ranks make at the same time."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,17 +9,17 @@ from ztk.core.runtime import Process
 
 ROUNDS = 5
 ROUND_SECONDS = 0.2
-LEAST = 1e-9  # seconds: less is no measurement
+LEAST = 1e-9  # seconds; the clock cannot resolve less
 
 
 def seconds_of_call(
     process: Process, *, run: Callable[[], object], rounds: int | None = None, round_seconds: float | None = None
 ) -> float:
-    """Of one call: the fastest round of several calls, which all ranks begin together. How many calls a round has, rank 0 decides.
+    """Returns the seconds of one call: the minimum over rounds of several calls. All ranks start each round together.
 
-    The fastest, because whatever else runs on a machine makes rounds slower and never faster.
+    The minimum is used because other processes on the machine only ever make a round slower. Rank 0 chooses the calls per round.
 
-    rounds: None: ROUNDS. round_seconds: None: ROUND_SECONDS.
+    rounds, round_seconds: default to `ROUNDS` and `ROUND_SECONDS`.
     """
     run()
     (first,) = _timed(process, run=run, calls=1, rounds=1)
