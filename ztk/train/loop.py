@@ -1,4 +1,4 @@
-"""`Loop`: optimizer steps with evaluations, checkpoints and a record between them, the same on every rank."""
+"""`Loop`: runs optimizer steps with evaluations, checkpoints and reporting between them, the same on every rank."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,36 +14,37 @@ from ztk.train.engine import Engine
 
 
 class Callback:
-    """The hooks of a `Loop`. A callback has any of these methods; it need not be a subclass.
+    """The hooks of a `Loop`. A callback may have any of these methods; it need not be a subclass.
 
-    Every rank calls them alike. `loop.step` is the number of the step, from 1 on. A hook may add numbers to `loop.measured`, which go into the
-    step's row, and may set `loop.ended_by` to a text: the run then ends after this step. Both must be the same on every rank.
+    Every rank calls them in the same order. `loop.step` is the number of the step, starting at 1. A hook may add numbers to
+    `loop.measured`, which go into the step's row, and may set `loop.ended_by` to a reason, which stops the run after this step. Both must
+    be the same on every rank.
     """
 
     def before_step(self, loop: "Loop") -> None:
-        """Before the step's first forward."""
+        """Called before the step's first forward."""
 
     def after_step(self, loop: "Loop", *, loss: Tensor) -> None:
-        """After the update. loss: this replica's mean, a scalar on the device."""
+        """Called after the update. loss: this replica's mean, a scalar on the device."""
 
     def before_evaluation(self, loop: "Loop") -> None:
-        """Before a validation."""
+        """Called before a validation."""
 
     def after_evaluation(self, loop: "Loop", *, loss: float) -> None:
-        """After a validation. loss: the mean over all ranks."""
+        """Called after a validation. loss: the mean over all ranks."""
 
     def before_save(self, loop: "Loop") -> None:
-        """Before a checkpoint of this step."""
+        """Called before a checkpoint of this step."""
 
     def after_save(self, loop: "Loop") -> None:
-        """After a checkpoint; asynchronous ones may still be written."""
+        """Called after a checkpoint. An asynchronous save may still be writing."""
 
 
 class Loop:
     """Trains an engine for `steps` optimizer steps: `loop.run()`.
 
-    engine, reporter, saver: those that were given. step: the number of the current step. measured: extra values of the step's row. ended_by:
-    what ends the run, a text; None: it goes on.
+    step: number of the current step. measured: extra values for the step's row. ended_by: the reason to stop after this step; None to
+    continue.
     """
 
     def __init__(
@@ -63,13 +64,16 @@ class Loop:
         state: Callable[[], Mapping[str, Any]] = dict,
         callbacks: Sequence[Any] = (),
     ) -> None:
-        """train_step: makes the optimizer step of this number and returns this replica's mean loss, a scalar, as `engine.train_batch` does.
-        steps: the last step of the run; a resumed engine continues after `engine.global_steps`. tokens: in one step, over all ranks.
-
-        evaluate: returns the held-out loss, the same number on every rank; called every `eval_every` steps but for the last; 0: never.
-        reporter: entered by the caller. saver: writes the steps for which saves(step, ends) is true, where `ends` says that something ends the
-        run early. judges_saves: evaluates before every save, and passes the loss to the saver. shows_stalls: rows have the seconds for which
-        saves have stopped the training. state: the part of a checkpoint that continues the data.
+        """train_step: runs the optimizer step of the given number and returns this replica's mean loss, a scalar, as `engine.train_batch`
+        does.
+        steps: number of the last step; a resumed engine continues after `engine.global_steps`.
+        tokens: tokens per step over all ranks.
+        evaluate: returns the held-out loss, the same on every rank. Called every `eval_every` steps except after the last; 0 disables it.
+        reporter: the caller must have entered it.
+        saver: writes the steps for which saves(step, ends) returns True; `ends` is True if the run stops early.
+        judges_saves: evaluates before every save and passes the loss to the saver.
+        shows_stalls: adds the seconds for which saves stopped the training to the rows.
+        state: returns the data position that a checkpoint contains.
         callbacks: see `Callback`.
         """
         self.engine, self.reporter, self.saver = engine, reporter, saver
@@ -82,7 +86,7 @@ class Loop:
         self._shows_stalls, self._callbacks = shows_stalls, tuple(callbacks)
 
     def run(self) -> str | None:
-        """Trains up to `steps`, or until a callback sets `ended_by`, which is returned.
+        """Trains up to `steps`, or until a callback sets `ended_by`. Returns `ended_by`.
 
         Raises Interrupted after the step in which SIGINT or SIGTERM arrived, if there is a saver; that step is saved.
         """
@@ -93,7 +97,7 @@ class Loop:
         return self.ended_by
 
     def evaluate(self) -> float:
-        """The held-out loss, with the hooks of an evaluation. A collective call."""
+        """Returns the held-out loss and calls the hooks of an evaluation. A collective call."""
         assert self._evaluate is not None, "the loop was given something to evaluate"
         self._call("before_evaluation")
         loss = self._evaluate()

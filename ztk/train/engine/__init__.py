@@ -1,4 +1,4 @@
-"""Forward, backward, step: the one engine behind the library, the command line and the DeepSpeed layer."""
+"""The training engine: forward, backward, step. The library, the command line and the DeepSpeed layer all use it."""
 
 from ztk.train.engine.control import StepControl, StepMetrics
 from ztk.train.engine.engine import Engine

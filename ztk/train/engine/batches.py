@@ -1,7 +1,4 @@
-"""A batch in one call, for engines whose caller may also write the loop: forward, backward, step.
-
-A loss has the dtype that the model computes it in.
-"""
+"""Whole-batch calls on top of an engine's forward, backward and step. Losses have the model's output dtype."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -14,7 +11,7 @@ from ztk.parallel.pipeline.layers import MicroBatch
 
 
 def take(micro_batches: Iterable, *, count: int) -> list[MicroBatch]:
-    """The next `count` micro-batches. Raises ValueError if there are fewer."""
+    """Returns the next `count` micro-batches. Raises ValueError if there are fewer."""
     taken = [MicroBatch.of(batch) for batch in islice(micro_batches, count)]
     if len(taken) < count:
         raise ValueError(
@@ -24,10 +21,12 @@ def take(micro_batches: Iterable, *, count: int) -> list[MicroBatch]:
 
 
 def train_batch(engine, *, micro_batches: Iterable) -> Tensor:
-    """One optimizer step of `engine`; returns this replica's mean loss over its micro-batches, a scalar on the device."""
+    """Runs one optimizer step of `engine`. Returns this replica's mean loss over the micro-batches, a scalar on the device."""
     losses = []
     for batch in take(micro_batches, count=engine.accumulation_steps):
-        with weighing(engine.module, weight=batch.router_weight):  # the backward too, which may recompute
+        with weighing(
+            engine.module, weight=batch.router_weight
+        ):  # includes the backward, which may recompute the forward
             loss = batch.weigh(engine(*batch.args, **batch.kwargs))
             engine.backward(loss)
         engine.step()
@@ -36,13 +35,16 @@ def train_batch(engine, *, micro_batches: Iterable) -> Tensor:
 
 
 def eval_batch(engine, *, micro_batches: Iterable) -> Tensor:
-    """This replica's mean loss over `micro_batches`, without gradients and in eval mode; a scalar on the device."""
+    """Returns this replica's mean loss over `micro_batches`, without gradients and in eval mode; a scalar on the device."""
     with engine.evaluating():
         return torch.stack(list(_losses(engine, micro_batches=micro_batches))).mean()
 
 
 def eval_losses(engine, *, micro_batches: Iterable) -> Tensor:
-    """The loss of each of `micro_batches`, as `eval_batch`: [n] on the device. Parameters that were gathered for one serve the others."""
+    """Returns the loss of each of `micro_batches`, [n] on the device, as `eval_batch` computes it.
+
+    All micro-batches share one gather of the parameters.
+    """
     with engine.evaluating(), engine.zero.gathering.keep_unsharded():
         return torch.stack(list(_losses(engine, micro_batches=micro_batches)))
 

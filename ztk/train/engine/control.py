@@ -1,6 +1,6 @@
-"""The scalars of a step: they are on the device, one small kernel decides, and the host reads them when it needs them.
+"""Control scalars of a step. They stay on the device, where a small kernel computes them; the host reads them only on demand.
 
-They have the dtype fp32.
+All scalars are fp32.
 """
 
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ from ztk.optim import GroupTable, OptimizerPolicy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """What the last step decided. `grad_norm` is that of the unscaled, averaged gradient before clipping; `lr` is the first group's."""
+    """The outcome of the last step: `grad_norm` of the unscaled, averaged gradient before clipping, and `lr` of the first group."""
 
     grad_norm: float
     loss_scale: float
     lr: float
     skipped: bool
-    updates: int  # optimizer steps that changed the parameters
+    updates: int  # optimizer steps that changed parameters; skipped steps do not count
     skipped_total: int
 
 
 class StepControl:
-    """Owns the control tensors: `state` [8] goes into checkpoints, `control` [groups, 16] is what optimizer kernels read."""
+    """Owns the control tensors: `state` [8], saved in checkpoints, and `control` [groups, 16], the input of the optimizer kernels."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class StepControl:
         self.scaling = loss_scale
         self.state = control_state(loss_scale, device=device)
         self.hyper = groups.hyper(device=device)
-        self.row_of = groups.row_of  # of every trained parameter of the model, those of other ranks included
+        self.row_of = groups.row_of  # all trained parameters of the model, also those that only other ranks hold
         self.control = torch.zeros(len(groups.rows), CONTROL_COLUMNS, dtype=torch.float32, device=device)
         self._settings = control_settings(
             loss_scale, gradient_divisor=gradient_divisor, clip_grad_norm=optimizer.clip_grad_norm, device=device
@@ -57,8 +57,10 @@ class StepControl:
         return self.state[State.loss_scale]
 
     def set_gradient_divisor(self, divisor: float) -> None:
-        """What reduced gradients are larger by than the averaged one, from the next step on: usually data-parallel size times accumulation
-        steps."""
+        """Sets the factor between the reduced and the averaged gradient, from the next step on.
+
+        Usually the data-parallel size times the accumulation steps.
+        """
         self.gradient_divisor = float(divisor)
         self._settings[Setting.gradient_divisor] = divisor
 
@@ -67,11 +69,11 @@ class StepControl:
 
         values: fp32 on the host, in the shape of `hyper`.
         """
-        # A copy is asynchronous only from pinned memory, which torch does not reuse before the copy has ended.
+        # Only copies from pinned memory are asynchronous. torch does not reuse the buffer before the copy has ended.
         self.hyper.copy_(values.pin_memory() if self.hyper.is_cuda else values, non_blocking=True)
 
     def decide(self, sum_of_squares: Tensor) -> None:
-        """Skip or step, clip or not, grow or shrink the scale: fills `control` from the gradients' sum of squares, float64 [1]."""
+        """Fills `control` from the gradients' sum of squares, float64 [1]: skip or step, clip factor, next loss scale."""
         self._scale_before.copy_(self.loss_scale)
         kernels.step_control(
             self.state,
@@ -83,7 +85,7 @@ class StepControl:
         )
 
     def read(self) -> StepMetrics:
-        """The scalars on the host. On a GPU this waits for the device."""
+        """Copies the scalars to the host. On a GPU this waits for the device."""
         state, lr = self.state.tolist(), float(self.control[0, Control.lr])
         return StepMetrics(
             grad_norm=state[State.grad_norm],
@@ -95,15 +97,15 @@ class StepControl:
         )
 
     def read_multiplier(self) -> float:
-        """The value of the lr_table in the last step, on the host; 1 without a rate. On a GPU this waits for the device."""
+        """Returns the last step's value of the lr_table, or 1 without a table. On a GPU this waits for the device."""
         rate = float(self.hyper[0, Hyper.lr])
         return float(self.control[0, Control.lr]) / rate if rate else 1.0
 
     def overflow_status(self) -> Tensor:
-        """Two device scalars [2]: was the gradient non-finite, and at which loss scale."""
+        """Two device scalars [2]: whether the gradient was non-finite, and the loss scale."""
         return torch.stack([self.state[State.found_inf], self._scale_before])
 
     def is_unrecoverable(self, overflow_status: Tensor) -> bool:
-        """The gradient is not finite and no smaller loss scale can fix that. overflow_status: on the host [2]."""
+        """Returns whether the gradient is non-finite and no smaller loss scale can fix it. overflow_status: on the host [2]."""
         found, scale = overflow_status.tolist()
         return bool(found) and (not self.scaling.dynamic or scale <= self.scaling.floor)

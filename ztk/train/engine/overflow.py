@@ -1,4 +1,4 @@
-"""Ends the run for non-finite gradients that skipping steps cannot fix, and names the first parameter."""
+"""Stops the run at a non-finite gradient that skipping steps cannot fix, and names the first such parameter."""
 
 import torch
 from torch import Tensor
@@ -11,26 +11,26 @@ from ztk.zero.zero import Zero
 
 
 class OverflowGuard:
-    """Looks at each step's overflow status: at once on the CPU, one step late on a GPU, so that the host never waits for the device.
+    """Checks each step's overflow status: immediately on the CPU, one step late on a GPU, so that the host never waits for the device.
 
-    The unrecoverable step changed no parameter, so a late look loses only the name of the parameter, if the next batch is fine. The
-    error names the step in any case. A step that is recorded into a CUDA graph is not looked at: its control kernel decides for itself to
-    skip, and `read_metrics` shows it.
+    An unrecoverable step changes no parameter, so the late check is safe. It may only fail to name the parameter, if the next batch is
+    finite; the error always names the step. Steps recorded into a CUDA graph are not checked: the control kernel skips on its own, and
+    `read_metrics` reports it.
     """
 
     def __init__(self, control: StepControl, *, zero: Zero, device: torch.device) -> None:
         self._control, self._zero = control, zero
         self._seen = _host_memory(device)
-        self._pending: Copy | None = None  # of the last status
+        self._pending: Copy | None = None  # the copy of the last status
 
     def check(self, *, step: int) -> None:
-        """Called before the update, on all ranks. step: the number of this step. Raises FloatingPointError."""
+        """Checks before the update, on all ranks. step: number of this step. Raises FloatingPointError."""
         if self._seen is None:
             self._judge(self._control.overflow_status(), step=step)
             return
         if is_capturing(self._control.control):
             return
-        pending, self._pending = self._pending, None  # first: after an error the next step begins anew
+        pending, self._pending = self._pending, None  # cleared first, so that the next step starts clean after an error
         note_read("overflow status of the step before")
         if pending is not None:
             pending.synchronize()
@@ -38,7 +38,7 @@ class OverflowGuard:
         self._pending = start_copy(self._control.overflow_status(), out=self._seen)
 
     def finish(self, *, step: int) -> None:
-        """The run ends after `step` steps: looks at the last overflow status. Raises FloatingPointError."""
+        """Checks the last overflow status at the end of a run of `step` steps. Raises FloatingPointError."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.synchronize()
@@ -49,7 +49,9 @@ class OverflowGuard:
                 )
 
     def _judge(self, overflow_status: Tensor, *, step: int, late: bool = False) -> None:
-        if overflow_status.is_meta or not self._control.is_unrecoverable(overflow_status):  # a plan has no values
+        if overflow_status.is_meta or not self._control.is_unrecoverable(
+            overflow_status
+        ):  # meta tensors of a plan have no values
             return
         name = self._zero.first_non_finite() or "a parameter (which one, the next batch no longer shows)"
         scaling = self._control.scaling
@@ -65,7 +67,7 @@ class OverflowGuard:
 
 
 def _host_memory(device: torch.device) -> Tensor | None:
-    """float32 [2]: where a status of `device` arrives late; None: it is looked at at once."""
+    """Returns a pinned float32 [2] buffer for the late check, or None if `device` is checked immediately."""
     if is_planned(device):
         return host_bytes(2 * torch.float32.itemsize).view(torch.float32)
     return torch.zeros(2, pin_memory=True) if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""Warns when a rank's part of a model is read as if it were the model."""
+"""Warns if `state_dict()` is called on a model of which this rank holds only a part."""
 
 import warnings
 import weakref
@@ -10,7 +10,7 @@ from ztk.zero.buckets.residency import ParameterState
 from ztk.zero.zero import Zero
 
 _TEXT = (
-    "state_dict(): the ranks hold parts of this model. It has this rank's alone, and parameters that are not gathered have no values. For "
+    "state_dict(): this model is sharded. The result has only this rank's part, and parameters that are not gathered are empty. For "
     "full weights use ztk.checkpoint.full_state_dict(engine), `module_state_dict()` of the DeepSpeed engine, or a checkpoint and "
     "`python -m ztk.checkpoint export`"
 )
@@ -19,7 +19,7 @@ _TEXT = (
 def warn_of_parts(model: nn.Module, *, zero: Zero, is_cut: bool) -> None:
     """Makes `model.state_dict()` warn (RuntimeWarning) while it does not have all weights.
 
-    is_cut: other axes than the data's cut the model, so gathering by `zero` does not make it full.
+    is_cut: whether tensor, pipeline or expert parallelism also cuts the model, so that a gather by `zero` is not enough.
     """
     if not (is_cut or zero.policy.shards_parameters):
         return
@@ -27,10 +27,10 @@ def warn_of_parts(model: nn.Module, *, zero: Zero, is_cut: bool) -> None:
 
 
 class _Warner:
-    """The hook. A copy of the model has none of its parts to warn of."""
+    """The `state_dict` hook. Copies of the model are whole, so a copied hook does nothing."""
 
     def __init__(self, zero: Zero, *, is_cut: bool) -> None:
-        self._zero, self._is_cut = weakref.ref(zero), is_cut  # the model outlives its engine
+        self._zero, self._is_cut = weakref.ref(zero), is_cut  # weak: the model outlives its engine
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         zero = self._zero()
@@ -46,7 +46,7 @@ class _Warner:
 
 
 def _silent(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """What a copy has instead."""
+    """Replaces the hook in copies."""
 
 
 def _make_silent() -> Callable:

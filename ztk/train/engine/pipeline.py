@@ -1,6 +1,6 @@
-"""The engine of a model that is cut into stages: every rank of the pipeline runs its part of the schedule, a batch at a time.
+"""The engine for pipeline parallelism. Every rank runs its part of the schedule, one whole batch per call.
 
-A loss has the dtype that the last stage computes it in.
+Losses have the output dtype of the last stage.
 """
 
 import time
@@ -24,14 +24,14 @@ from ztk.zero.reduction import Backward
 
 
 class PipelineEngine(Engine):
-    """Trains by `train_batch` alone: forwards and backwards of several micro-batches alternate, so there is no loop to write outside.
+    """Trains with `train_batch` only: forwards and backwards of micro-batches interleave, so the caller cannot write the loop.
 
-    record_timeline: set it, and `timeline` says afterwards what this rank computed when, in seconds of the clock `now`.
+    record_timeline: set it to True to fill `timeline` with this rank's actions and their times, in seconds of the clock `now`.
 
-    [Note: ZeRO inside a stage] Every stage is a model of its own to ZeRO, sharded over the ranks that hold the same stage. What is
-    gathered at stage 3 stays gathered for all micro-batches of the batch as far as `zero.max_live_parameters` reaches. Gradients add
-    up locally and are reduced once, during a stage's last backward; at stages 2 and 3, where they are more than
-    `max_local_gradients`, after every micro-batch.
+    [Note: ZeRO inside a stage] ZeRO treats every stage as a separate model, sharded over the ranks that hold the stage. At stage 3,
+    parameters stay gathered for all micro-batches of the batch, up to `zero.max_live_parameters`. Gradients accumulate locally and are
+    reduced once, during a stage's last backward. At stages 2 and 3 they are reduced after every micro-batch if they exceed
+    `max_local_gradients`.
     """
 
     def __init__(self, *args, stages: Stages, policy: PipelinePolicy, deferred: DeferredGradients, **kwargs) -> None:
@@ -47,7 +47,7 @@ class PipelineEngine(Engine):
         self._adds_locally = self._gradients_fit()
 
     def set_accumulation(self, steps: int) -> None:
-        """As `Engine.set_accumulation`, the same on every rank."""
+        """As `Engine.set_accumulation`. Call it with the same value on every rank."""
         schedule = make_schedule(
             self.policy.schedule,
             num_ranks=self._pipeline.size,
@@ -58,24 +58,27 @@ class PipelineEngine(Engine):
         self.schedule = schedule
         self._completing = Kind.backward_weight if schedule.is_split else Kind.backward
         own = [action for action in schedule.computes(self._pipeline.rank) if action.kind is self._completing]
-        self._last_of = {action.stage: action for action in own}  # after it the stage's gradients are complete
+        self._last_of = {
+            action.stage: action for action in own
+        }  # the action after which a stage's gradients are complete
 
     @property
     def is_first_stage(self) -> bool:
-        """This rank reads the inputs."""
+        """Whether this rank reads the inputs."""
         return self._pipeline.rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """This rank computes the loss."""
+        """Whether this rank computes the loss."""
         return self.process.mesh.is_last_stage
 
     def train_batch(self, micro_batches: Iterable) -> Tensor:
-        """One optimizer step; returns this replica's mean loss over its micro-batches, a scalar on the device of every rank of the pipeline.
+        """Runs one optimizer step. Returns this replica's mean loss, a scalar on the device, on every rank of the pipeline.
 
-        micro_batches: at least `accumulation_steps` of them, of which that many are taken: tuples of arguments, dicts of keyword arguments,
-            or `MicroBatch`. Ranks that hold neither the first nor the last stage may be given Nones.
-        After an error the engine cannot go on: ranks stand at different places of the schedule.
+        micro_batches: the first `accumulation_steps` of them are used: tuples of arguments, dicts of keyword arguments, or `MicroBatch`.
+        Ranks that hold neither the first nor the last stage may pass Nones.
+
+        After an error the engine is unusable, because the ranks are at different positions of the schedule.
         """
         batches = take(micro_batches, count=self.accumulation_steps)
         losses = self._run(batches, schedule=self.schedule, trains=True)
@@ -84,12 +87,14 @@ class PipelineEngine(Engine):
         return self.share(torch.stack(losses).float().mean() if self.is_last_stage else None)
 
     def eval_batch(self, micro_batches: Iterable) -> Tensor:
-        """This replica's mean loss over `micro_batches`, without gradients and in eval mode; a scalar on every rank of the pipeline."""
+        """Returns this replica's mean loss over `micro_batches`, without gradients and in eval mode; a scalar on every rank of the
+        pipeline.
+        """
         losses = self._eval_losses(micro_batches)
         return self.share(None if losses is None else torch.stack(losses).float().mean())
 
     def eval_losses(self, micro_batches: Iterable) -> Tensor:
-        """As `Engine.eval_losses`: zeros on all stages but the last."""
+        """As `Engine.eval_losses`. All stages except the last return zeros."""
         batches = list(micro_batches)
         losses = self._eval_losses(batches)
         return torch.zeros(len(batches), device=self.process.device) if losses is None else torch.stack(losses)
@@ -103,13 +108,16 @@ class PipelineEngine(Engine):
         return [batch.weigh(out) for batch, out in zip(batches, outputs, strict=True)]
 
     def __call__(self, *args, **kwargs) -> Carry:
-        """The model's output for one micro-batch, on every rank of the pipeline and without gradients: for looking, not for training."""
+        """Returns the model's output for one micro-batch on every rank of the pipeline.
+
+        Without gradients: for inspection, not for training.
+        """
         with torch.no_grad():
             (output,) = self.forward_batches([MicroBatch(args=args, kwargs=kwargs)])
         return self._wire.spread(output, source=self._pipeline.size - 1)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Refused for every loss, scalar or not: see the class. Raises: RuntimeError, always."""
+        """Always raises RuntimeError: a pipeline has no backward of a single loss, scalar or not."""
         raise RuntimeError(
             "a pipeline trains by engine.train_batch(micro_batches): it has no backward of a single loss"
         )
@@ -117,7 +125,9 @@ class PipelineEngine(Engine):
     # Runs
 
     def forward_batches(self, batches: list[MicroBatch]) -> list[Carry]:
-        """Forwards alone; returns the model's outputs per micro-batch on the last stage, Nones elsewhere. Collective along the pipeline."""
+        """Runs forwards only. Returns the outputs per micro-batch on the last stage and Nones elsewhere. Collective along the
+        pipeline.
+        """
         schedule = make_inference_schedule(
             num_ranks=self._pipeline.size,
             num_micro_batches=len(batches),
@@ -126,7 +136,7 @@ class PipelineEngine(Engine):
         return self._run(batches, schedule=schedule, trains=False)
 
     def _run(self, batches: list[MicroBatch], *, schedule: Schedule, trains: bool) -> list[Carry]:
-        """The last stage's outputs, where this rank has them."""
+        """Returns the last stage's outputs, or Nones on ranks that do not have them."""
         intervals: list[Interval] = []
         run = PipelineRun(
             stages=self.stages,
@@ -146,19 +156,19 @@ class PipelineEngine(Engine):
         return run.outputs
 
     def share(self, value: Tensor | None) -> Tensor:
-        """The last stage's scalar, on every rank of the pipeline."""
+        """Returns the last stage's scalar on every rank of the pipeline."""
         own = torch.zeros(1, device=self.process.device) if value is None else value.view(1)
         return self._pipeline.gather_scalars(own, label="loss")[-1, 0]
 
-    # What a run asks of its trainer
+    # Called by `PipelineRun`
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss, a scalar, times the loss scale."""
+        """Returns the loss, a scalar, times the loss scale."""
         return loss.float() * self.control.loss_scale if self._scales_loss else loss
 
     @contextmanager
     def backward_of(self, action: Action) -> Iterator[None]:
-        """Gradients that arrive inside are reduced when they are complete. See [Note: ZeRO inside a stage]."""
+        """Reduces gradients that arrive inside as soon as they are complete. See [Note: ZeRO inside a stage]."""
         reduction = self.zero.reduction
         is_last = action == self._last_of[action.stage]
         reduces = is_last or (not self._adds_locally and action.kind is self._completing)
@@ -167,7 +177,7 @@ class PipelineEngine(Engine):
         reduction.finish()
 
     def _buckets_by_stage(self) -> dict[int, set[Bucket]]:
-        """Each bucket belongs to the first of this rank's stages that uses it, whose backward comes last."""
+        """Assigns each bucket to the first of this rank's stages that uses it, because that stage's backward comes last."""
         found: dict[int, set[Bucket]] = {stage: set() for stage in self.stages.own}
         for bucket in self.zero.buckets:
             names = [placement.name for placement in bucket.layout.placements]
@@ -176,7 +186,7 @@ class PipelineEngine(Engine):
         return found
 
     def _gradients_fit(self) -> bool:
-        """The rank's full gradients may stay until the step; at stages 0 and 1 they do anyway."""
+        """Whether the rank's full gradients may stay until the step. At stages 0 and 1 they always do."""
         if not self.zero.policy.shards_gradients:
             return True
         elements = sum(bucket.size for bucket in self.zero.buckets if bucket.traits.trainable)

@@ -1,6 +1,6 @@
-"""One batch through a pipeline, as one rank sees it: the actions of its schedule, one after the other.
+"""Runs one batch through a pipeline: this rank's actions of the schedule, in order.
 
-A loss has the dtype that the last stage computes it in.
+Losses have the output dtype of the last stage.
 """
 
 import time
@@ -24,24 +24,27 @@ from ztk.parallel.pipeline.wire import Incoming, IncomingGradients, TensorKind, 
 
 
 class Trainer(Protocol):
-    """What a training run needs of its engine."""
+    """The engine's interface that a training run calls."""
 
     deferred: deferred.DeferredGradients
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss, a scalar, times the loss scale."""
+        """Returns the loss, a scalar, times the loss scale."""
 
     def backward_of(self, action: Action) -> AbstractContextManager[None]:
-        """Inside, gradients of weights of the action's stage arrive."""
+        """Encloses the arrival of gradients for the weights of the action's stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Graph:
-    """What the backward of a stage and micro-batch needs of its forward. Not the output, whose memory is free when it is sent."""
+    """Saved from a forward for the backward of the same stage and micro-batch.
 
-    inputs: list[Tensor]  # leaves that need gradients
+    The output is not kept: its memory is freed after the send.
+    """
+
+    inputs: list[Tensor]  # leaf tensors that need gradients
     outputs: list[GradientEdge]
-    kinds: list[TensorKind]  # of the outputs
+    kinds: list[TensorKind]  # kinds of the outputs
 
     @staticmethod
     def of(carry: Carry, *, output: Carry) -> "_Graph":
@@ -56,8 +59,9 @@ class _Graph:
 class PipelineRun:
     """Runs `schedule.ranks[rank]` over `batches`.
 
-    trainer: None for a run without backwards. outputs: of the last stage per micro-batch, where this rank has it: losses, weighed, when
-    it trains. now: the clock of what `record` gets.
+    trainer: omit it to run without backwards.
+    outputs: the last stage's output per micro-batch, on the ranks that have it; weighted losses when training.
+    now: the clock for `record`.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class PipelineRun:
         self._batches, self._clock, self._trainer, self._record = batches, clock, trainer, record
         self._router_weights: list[float] = []
         self._now = now
-        # Keyed by (stage, micro-batch); each entry is taken out when it is used.
+        # Keyed by (stage, micro-batch). Each entry is removed when it is used.
         self._arriving: dict[tuple[int, int], Incoming] = {}
         self._leaving: dict[tuple[int, int], Carry] = {}
         self._graphs: dict[tuple[int, int], _Graph] = {}
@@ -88,7 +92,9 @@ class PipelineRun:
 
     def run(self) -> None:
         """Runs the batch."""
-        self._router_weights = self._wire.open(self._batches)  # the first rank's: others may have no micro-batches
+        self._router_weights = self._wire.open(
+            self._batches
+        )  # taken from the first rank, because others may have no micro-batches
         for action in self._schedule.ranks[self._rank]:
             self._do(action)
         self._wire.finish()
@@ -128,7 +134,7 @@ class PipelineRun:
                 self._graphs[key] = _Graph.of(carry, output=output)
 
     def _finish(self, output: Carry, *, batch: MicroBatch, micro_batch: int) -> Carry:
-        """The last stage's output, kept; where it trains, the scaled loss."""
+        """Stores the last stage's output. Returns the scaled loss when training."""
         if self._trainer is None:
             self.outputs[micro_batch] = output
             return output
@@ -209,5 +215,5 @@ class PipelineRun:
 
 
 def _with_gradient(carry: Carry) -> list[Tensor]:
-    """The tensors in it that need gradients, in order."""
+    """Returns the tensors in `carry` that need gradients, in order."""
     return [leaf for leaf in pytree.tree_leaves(carry) if isinstance(leaf, Tensor) and needs_gradient(leaf)]

@@ -1,7 +1,8 @@
-"""Log-likelihoods of texts by the engine that trains, at any layout: a text is a micro-batch whose loss is the mean over the tokens that count.
+"""Log-likelihoods of texts, computed by the training engine in any layout. A text is a micro-batch, and its loss is the mean over the
+scored tokens.
 
-Replicas take texts in turn. Where several ranks share a sequence, its end is padded by tokens that do not count and that nothing before
-them sees. A loss is float32; its sum over the text is float64.
+Replicas take turns over the texts. With sequence parallelism, texts are padded at the end with tokens that are not scored and that
+causal attention hides from the text. Losses are float32; sums over a text are float64.
 """
 
 import math
@@ -15,33 +16,35 @@ from ztk.train.engine.engine import Engine
 
 
 class EngineScorer:
-    """Scores texts by the loss of `engine`, whose model is called with tokens and targets. Every rank must make the same calls.
+    """Scores texts by the loss of `engine`, whose model takes tokens and targets. Every rank must make the same calls.
 
-    max_len: tokens that the model takes. multiple: the tokens of a micro-batch are one of this.
+    max_len: largest number of tokens that the model takes. multiple: texts are padded to a multiple of this many tokens.
     """
 
     def __init__(self, engine: Engine, *, max_len: int, vocabulary: int, multiple: int = 1) -> None:
-        """vocabulary: tokens that the model has. Collective."""
+        """vocabulary: number of tokens in the model's vocabulary. A collective call."""
         self.max_len = max_len // multiple * multiple
         self._engine, self._vocabulary, self._multiple = engine, vocabulary, multiple
         mesh = engine.process.mesh
         self._replica, self._replicas = mesh.replica, mesh.replicas
         own = torch.tensor([mesh.replica, mesh.is_last_stage], dtype=torch.float64, device=engine.process.device)
         places = engine.process.comm.gather_scalars(own, label="replicas").long().cpu()
-        # By replica, the ranks that have the loss, or a part of it.
+        # The ranks that have the loss, or a part of it, per replica.
         self._sources = [((places[:, 0] == number) & (places[:, 1] == 1)) for number in range(self._replicas)]
 
     def score_ends(self, sequences: list[list[int]], *, counts: list[int]) -> list[float]:
-        """For each sequence the sum of log p(token | those before it), natural, over its last `counts` tokens; on every rank.
+        """Returns per sequence the sum of natural log p(token | previous tokens) over its last `counts` tokens, on every rank.
 
         Raises:
-            ValueError: more tokens than the model takes, or one outside the vocabulary.
-            FloatingPointError: a loss that is not finite.
+            ValueError: a sequence is too long for the model, or has a token outside the vocabulary.
+            FloatingPointError: a loss is not finite.
         """
         self._check(sequences)
         rounds = -(-len(sequences) // self._replicas)
         numbers = [round_ * self._replicas + self._replica for round_ in range(rounds)]
-        filled = [min(number, len(sequences) - 1) for number in numbers]  # ranks must make as many calls
+        filled = [
+            min(number, len(sequences) - 1) for number in numbers
+        ]  # every rank must make the same number of calls
         batches = [self._micro_batch(sequences[number], count=counts[number]) for number in filled]
         losses = self._engine.eval_losses(batches).double()
         gathered = self._engine.process.comm.gather_scalars(losses, label="scores").cpu()

@@ -1,4 +1,4 @@
-"""torch's own ways to train data-parallel, behind the engine's surface: the same experiment, for comparison."""
+"""torch's own data parallelism (DDP and FSDP2) with the engine's interface, for comparisons on the same experiment."""
 
 from ztk.train.engine.peers.build import parallelize_peer
 from ztk.train.engine.peers.engine import PeerEngine

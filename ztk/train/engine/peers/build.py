@@ -1,4 +1,4 @@
-"""From a plain module and ztk's policies to an engine that is torch's."""
+"""Builds an engine that uses torch's data parallelism from a plain module and ztk's policies."""
 
 from collections.abc import Callable
 
@@ -30,12 +30,12 @@ def parallelize_peer(
     accumulation_steps: int = 1,
     initial_values: Callable[..., Tensor] | None = None,
 ) -> PeerEngine:
-    """Makes `model` train by torch's DistributedDataParallel (`kind="ddp"`) or fully_shard (`"fsdp2"`). A collective call.
+    """Prepares `model` for training by torch's DistributedDataParallel (`kind="ddp"`) or fully_shard (`"fsdp2"`). A collective call.
 
-    The arguments are those of `ztk.parallelize`, and so are the model's first values, parameter groups, clipping and learning
-    rates (lr_table: [steps]). Parameters stay fp32; 16-bit compute is torch's (autocast, or FSDP's mixed precision). No offloading.
+    Takes the arguments of `ztk.parallelize`. Initial values, parameter groups, clipping and learning rates (lr_table: [steps]) are the
+    same. Parameters stay fp32, and 16-bit compute uses torch's means (autocast, or FSDP's mixed precision). There is no offloading.
 
-    Raises ValueError for what torch's own does not have.
+    Raises ValueError for settings that torch does not support.
     """
     if kind not in _PEERS:
         raise ValueError(f"zero.engine={kind}: must be one of {', '.join(_PEERS)}")
@@ -59,7 +59,9 @@ def parallelize_peer(
         _materialise(model, device=process.device)
         _fill(model, initial_values=initial_values)
     memory = MemoryLedger()
-    recompute_blocks(model, policy=recompute or RecomputePolicy(), ledger=memory)  # inside torch's own hooks
+    recompute_blocks(
+        model, policy=recompute or RecomputePolicy(), ledger=memory
+    )  # must wrap before torch installs its hooks
     peer = _PEERS[kind](model, process=process, precision=precision)
     if meta and kind == "fsdp2":
         _materialise(model, device=process.device)
@@ -82,9 +84,9 @@ def parallelize_peer(
 
 
 def _materialise(model: nn.Module, *, device: torch.device) -> None:
-    """Memory for parameters and buffers that are on the meta device. `to_empty` forgets that weights are tied, so they are again."""
+    """Allocates parameters and buffers on the meta device and ties shared weights again, which `to_empty` separates."""
     first: dict[nn.Parameter, str] = {}
-    tied = {}  # name -> the first name of the same parameter
+    tied = {}  # name -> first name of the same parameter
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied[name] = first.setdefault(parameter, name)
     model.to_empty(device=device)
@@ -101,12 +103,12 @@ def _materialise(model: nn.Module, *, device: torch.device) -> None:
 
 @torch.no_grad()
 def _fill(model: nn.Module, *, initial_values: Callable[..., Tensor]) -> None:
-    """The first values; of a sharded parameter only the own rows."""
+    """Sets the initial values. A rank sets only its own rows of a sharded parameter."""
     for name, parameter in model.named_parameters():
         local, start = parameter, 0
         if isinstance(parameter, DTensor):
             local = parameter.to_local()
-            rows = -(-parameter.shape[0] // parameter.device_mesh.size())  # as torch.chunk cuts
+            rows = -(-parameter.shape[0] // parameter.device_mesh.size())  # the split of torch.chunk
             start = min(rows * parameter.device_mesh.get_local_rank(), parameter.shape[0])
             start *= parameter.numel() // parameter.shape[0]
         local.copy_(initial_values(name=name, start=start, stop=start + local.numel()).view(local.shape))

@@ -1,7 +1,4 @@
-"""The engine's surface over torch's own data parallelism.
-
-Losses and parameters have the dtype that the model computes in.
-"""
+"""The engine's interface on top of torch's data parallelism. Losses and parameters have the model's compute dtype."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,12 +16,11 @@ from ztk.train.engine.peers.wrap import DataParallelPeer, FullyShardedPeer, Traf
 
 
 class PeerEngine:
-    """Trains `module` as `ztk.train.engine.Engine` does, by torch; built by `parallelize_peer`.
+    """Trains `module` with torch and the interface of `ztk.train.engine.Engine`; built by `parallelize_peer`.
 
-    memory: bytes of the tensors that this rank has, read after every step. What torch gathers or sends for a moment is
-        not among them.
-    clock: forward, backward and optimizer; torch communicates inside the backward, so that phase includes it.
-    comm: counters by formula, see [Note: Counting a peer's traffic] in `wrap.py`.
+    memory: bytes of this rank's tensors after every step. Buffers that torch allocates temporarily are not included.
+    clock: forward, backward and optimizer. torch communicates during the backward, so that phase includes communication.
+    comm: counters by formula; see [Note: Counting a peer's traffic] in `wrap.py`.
     """
 
     def __init__(
@@ -50,13 +46,13 @@ class PeerEngine:
         self.optimizer, self._schedule, self._scaler, self._clip = optimizer, schedule, scaler, clip_grad_norm
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._synchronise = True
-        self._fresh = True  # the next backward starts a step
+        self._fresh = True  # whether the next backward starts a step
         self._norm: Tensor | None = None
         self._lr, self._skipped, self._skipped_total = 0.0, False, 0
         self._book()
 
     def __call__(self, *args, **kwargs):
-        """The module's forward. Unlike ztk's, `no_sync` must be open here already, not only around the backward."""
+        """Runs the module's forward. Unlike with ztk's engine, `no_sync` must also enclose the forward."""
         trains = torch.is_grad_enabled()
         with self.clock.phase("forward"):
             out = self.peer.forward(args, kwargs, synchronise=self._reduces)
@@ -65,7 +61,7 @@ class PeerEngine:
 
     @property
     def is_accumulation_boundary(self) -> bool:
-        """The optimizer steps after this micro-batch."""
+        """Whether the optimizer steps after this micro-batch."""
         return self._synchronise and (self.micro_steps + 1) % self.accumulation_steps == 0
 
     @property
@@ -74,7 +70,7 @@ class PeerEngine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of forwards and backwards inside add up locally and are not reduced."""
+        """Accumulates gradients locally. Must enclose forward and backward."""
         self._synchronise, before = False, self._synchronise
         try:
             yield
@@ -82,8 +78,10 @@ class PeerEngine:
             self._synchronise = before
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss, a scalar, over the number of micro-batches, times the loss scale: for `engine.scale(loss).backward()`."""
-        if self._fresh:  # not at the end of the step: `read_metrics` may want to know the norm
+        """Returns the loss, a scalar, divided by the number of micro-batches and times the loss scale: for
+        `engine.scale(loss).backward()`.
+        """
+        if self._fresh:  # not at the end of the step, because `read_metrics` may still need the norm
             self.optimizer.zero_grad()
             self._fresh = False
         self._count(self.peer.backward_traffic(synchronise=self._reduces))
@@ -91,12 +89,12 @@ class PeerEngine:
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def backward(self, loss: Tensor) -> None:
-        """Runs the backward of a scalar loss; torch reduces gradients in it."""
+        """Runs the backward of a scalar loss, in which torch reduces the gradients."""
         with self.clock.phase("backward"):
             self.scale(loss).backward()
 
     def step(self) -> bool:
-        """Ends a micro-batch. At a boundary the optimizer steps: True, also if overflow made it skip."""
+        """Ends a micro-batch. Returns True at a boundary, where the optimizer steps; also if an overflow made it skip."""
         boundary = self.is_accumulation_boundary
         self.micro_steps += 1
         if not boundary:
@@ -111,15 +109,15 @@ class PeerEngine:
         return True
 
     def train_batch(self, micro_batches: Iterable) -> Tensor:
-        """One optimizer step over the next `accumulation_steps` of `micro_batches`; returns this rank's mean loss, a scalar."""
+        """Runs one optimizer step over the next `accumulation_steps` micro-batches. Returns this rank's mean loss, a scalar."""
         return train_batch(self, micro_batches=micro_batches)
 
     def eval_batch(self, micro_batches: Iterable) -> Tensor:
-        """This rank's mean loss over `micro_batches`, a scalar, without gradients and in eval mode."""
+        """Returns this rank's mean loss over `micro_batches`, a scalar, without gradients and in eval mode."""
         return eval_batch(self, micro_batches=micro_batches)
 
     def _update(self) -> bool:
-        """Unscale, clip, update, next learning rate, as torch's users write it. False if the scaler skipped."""
+        """Unscales, clips, updates and advances the learning rate. Returns False if the scaler skipped the step."""
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         self._norm = None
@@ -137,7 +135,7 @@ class PeerEngine:
         return True
 
     def read_metrics(self) -> StepMetrics:
-        """The last step's scalars. A collective call if nothing is clipped: then the norm is computed here."""
+        """Returns the last step's scalars. Without clipping this computes the norm, which is a collective call."""
         norm = self._norm
         if norm is None:
             norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
@@ -153,12 +151,12 @@ class PeerEngine:
         )
 
     def read_module_metrics(self) -> dict[str, object]:
-        """Peers train dense models, whose modules measure nothing."""
+        """Returns no metrics: peers train dense models only."""
         return {}
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """No gradients, the module in eval mode, and back."""
+        """Disables gradients and sets eval mode; restores both on exit."""
         training = self.module.training
         self.module.eval()
         try:
@@ -168,19 +166,19 @@ class PeerEngine:
             self.module.train(training)
 
     def close(self) -> None:
-        """As of `Engine.close`: nothing of a peer runs on."""
+        """Does nothing; present for the interface of `Engine`."""
 
     @property
     def num_parameters(self) -> int:
-        """Elements of the model, frozen ones included."""
+        """Number of elements of the model, including frozen parameters."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     def gathered(self) -> AbstractContextManager[None]:
-        """All parameters are full inside. Every rank must enter."""
+        """Gathers all parameters inside. A collective call."""
         return self.peer.gathered()
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, parameter in its full shape) one at a time. Every rank must iterate to the end."""
+        """Yields (name, full parameter) one at a time. A collective call: every rank must iterate to the end."""
         return self.peer.full_parameters()
 
     def _count(self, traffic: Iterable[Traffic]) -> None:
@@ -189,7 +187,7 @@ class PeerEngine:
             self.comm.counters.calls[item.kind] += item.calls - 1
 
     def _book(self) -> None:
-        """Brings the ledger up to the tensors that exist now."""
+        """Updates the ledger to the existing tensors."""
         existing = {
             "parameters": [p.data for p in self.module.parameters()],
             "gradients": [p.grad for p in self._parameters if p.grad is not None],

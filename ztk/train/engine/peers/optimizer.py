@@ -1,6 +1,5 @@
-"""ztk's policies said to torch: optimizer, schedule, gradient scaler, or a refusal.
-
-Tables of rates have any floating-point dtype.
+"""Translates ztk's policies to torch's optimizer, schedule and gradient scaler, or raises. Rate tables may have any floating-point
+dtype.
 """
 
 from dataclasses import fields
@@ -17,9 +16,9 @@ _SCALER_OPTIONS = ("dynamic", "initial", "window", "growth_factor", "backoff_fac
 
 
 def torch_optimizer(policy: OptimizerPolicy, *, model: nn.Module) -> torch.optim.Optimizer:
-    """torch's fused optimizer with the parameter groups that the policy makes for ztk too.
+    """Returns torch's fused optimizer with the parameter groups of the policy.
 
-    Raises ValueError for an optimizer that torch lacks, and for an option that its own lack.
+    Raises ValueError for an optimizer or an option that torch does not have.
     """
     if not policy.bias_correction:
         raise ValueError(
@@ -52,15 +51,15 @@ def _options(policy: OptimizerPolicy, *, row: HyperParameters) -> dict[str, obje
 
 
 def torch_schedule(optimizer: torch.optim.Optimizer, *, lr_table: Tensor | None) -> LambdaLR:
-    """Update t has the rate of the group times entry t of `lr_table` [steps]; the last entry stays."""
+    """Returns a schedule: update t uses the group's rate times entry t of `lr_table` [steps], and the last entry continues."""
     multipliers = [1.0] if lr_table is None else lr_table.tolist()
     return LambdaLR(optimizer, lambda update: multipliers[min(update, len(multipliers) - 1)])
 
 
 def torch_scaler(policy: LossScalePolicy, *, device: torch.device) -> torch.amp.GradScaler | None:
-    """torch's gradient scaler, None without scaling. It has neither hysteresis nor bounds: defaults of those are passed over.
+    """Returns torch's gradient scaler, or None without scaling. Defaults for hysteresis and bounds, which torch lacks, are ignored.
 
-    Raises ValueError for options that it does not have.
+    Raises ValueError for other options that torch does not have.
     """
     if policy == LossScalePolicy.off():
         return None

@@ -1,8 +1,8 @@
-"""DistributedDataParallel and fully_shard as their users call them, and what they move.
+"""DistributedDataParallel and fully_shard in their usual configuration, and formulas for their traffic.
 
 [Note: Counting a peer's traffic]
-torch's collectives are not counted by `Comm`, so each peer computes by formula what one pass moves, in the units of `CommCounters`. The tests
-compare the formulas with every collective that a dispatch mode sees.
+`Comm` does not count torch's own collectives, so each peer computes the traffic of one pass by formula, in the units of `CommCounters`.
+The tests compare the formulas with the collectives that a dispatch mode records.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ from ztk.core.runtime import Process
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """One kind of collective in one pass: `numel` as `CommCounters` counts, over all `calls`."""
+    """One kind of collective in one pass. numel: as in `CommCounters`, the total over all `calls`."""
 
     kind: str
     numel: int
@@ -34,8 +34,8 @@ class Traffic:
 class DataParallelPeer:
     """DistributedDataParallel: fp32 parameters, `torch.autocast` for 16 bit, gradients as views of its buckets.
 
-    Gradients are sent in fp32, or in `precision.reduce_dtype` by torch's compression hooks. Accumulated micro-batches are reduced
-    once, at the last.
+    Gradients are reduced in fp32, or in `precision.reduce_dtype` by torch's compression hooks. Accumulated micro-batches are reduced
+    once, after the last.
     """
 
     name = "ddp"
@@ -43,7 +43,7 @@ class DataParallelPeer:
 
     def __init__(self, module: nn.Module, *, process: Process, precision: PrecisionPolicy) -> None:
         device_ids = [process.device.index] if process.device.type == "cuda" else None
-        # The model's buffers are tables of constants: nothing to broadcast in every forward.
+        # The model's only buffers are constant tables, so there is no need to broadcast them in every forward.
         self._ddp = DistributedDataParallel(
             module, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True
         )
@@ -56,7 +56,7 @@ class DataParallelPeer:
         self._device_type, self._dtype = process.device.type, precision.dtype
 
     def forward(self, args: tuple, kwargs: dict, *, synchronise: bool):
-        """The module's forward; its backward reduces gradients if `synchronise`."""
+        """Runs the module's forward. The backward reduces gradients if `synchronise`."""
         reduction = nullcontext() if synchronise else self._ddp.no_sync()
         half = self._dtype is not torch.float32
         with reduction, torch.autocast(self._device_type, dtype=self._dtype if half else None, enabled=half):
@@ -66,7 +66,7 @@ class DataParallelPeer:
         return ()
 
     def backward_traffic(self, *, synchronise: bool) -> Iterable[Traffic]:
-        """One all-reduce of all gradients (in how many buckets torch decides as it runs: counted as one call)."""
+        """One all-reduce of all gradients. torch chooses the number of buckets at run time, so this counts as one call."""
         if synchronise:
             numel = sum(parameter.numel() for parameter in self._module.parameters() if parameter.requires_grad)
             yield Traffic(kind="all_reduce", numel=2 * numel, itemsize=self._wire.itemsize)
@@ -81,10 +81,10 @@ class DataParallelPeer:
 
 
 class FullyShardedPeer:
-    """fully_shard (FSDP2) on each block and on the root: fp32 shards, computed in `precision.dtype`.
+    """fully_shard (FSDP2) on each block and on the root: fp32 shards, compute in `precision.dtype`.
 
-    Gradients are reduced in every backward, in `precision.reduce_dtype` or else in the dtype of compute, as with ztk. Everything
-    else is torch's default.
+    Every backward reduces gradients in `precision.reduce_dtype`, which defaults to the compute dtype, as in ztk. All other settings are
+    torch's defaults.
     """
 
     name = "fsdp2"
@@ -95,12 +95,12 @@ class FullyShardedPeer:
         mixed = MixedPrecisionPolicy(
             param_dtype=precision.dtype if half else None,
             reduce_dtype=precision.reduce_dtype,
-            cast_forward_inputs=False,  # or the fp32 rotary tables that the blocks are given would lose their bits
+            cast_forward_inputs=False,  # a cast would round the fp32 rotary tables that the blocks receive
         )
         mesh = init_device_mesh(process.device.type, (process.world_size,))
         blocks = [child for part in module.modules() if isinstance(part, nn.ModuleList) for child in part]
         blocks = [block for block in blocks if next(block.parameters(), None) is not None]
-        self._groups = []  # elements per gathered group with fully_shard's padding, all and trained ones; the root last
+        self._groups = []  # elements per gathered group with fully_shard's padding: (all, trained); the root is last
         seen: set[nn.Parameter] = set()
         for unit in [*blocks, module]:
             parameters = [parameter for parameter in unit.parameters() if parameter not in seen]
@@ -108,23 +108,23 @@ class FullyShardedPeer:
             self._groups.append(_Group.of(parameters, world_size=process.world_size))
         for unit in [*blocks, module]:
             fully_shard(unit, mesh=mesh, mp_policy=mixed)
-        self._module: Any = module  # FSDPModule, which fully_shard makes it, and nn.Module
+        self._module: Any = module  # both FSDPModule and nn.Module at run time
         self._dtype, self._wire = precision.dtype, precision.reduce_dtype or precision.dtype
         self._root_is_full = False
 
     def forward(self, args: tuple, kwargs: dict, *, synchronise: bool):
-        """The module's forward; its backward reduces gradients if `synchronise`."""
+        """Runs the module's forward. The backward reduces gradients if `synchronise`."""
         self._module.set_requires_gradient_sync(synchronise)
         return self._module(*args, **kwargs)
 
     def forward_traffic(self, *, trains: bool) -> Iterable[Traffic]:
-        """Every group is gathered; the root stays gathered until the next backward has ended."""
+        """Gathers every group. The root stays gathered until the end of the next backward."""
         groups = self._groups[:-1] if self._root_is_full else self._groups
         self._root_is_full = True
         yield self._gathers(groups)
 
     def backward_traffic(self, *, synchronise: bool) -> Iterable[Traffic]:
-        """All but the root are gathered again, all are reduce-scattered."""
+        """Gathers all groups except the root again, and reduce-scatters all."""
         yield self._gathers(self._groups[:-1])
         self._root_is_full = False
         if synchronise:
@@ -148,7 +148,7 @@ class FullyShardedPeer:
             self._root_is_full = False
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        self._module.reshard()  # a forward without backward has left the root gathered
+        self._module.reshard()  # a forward without a backward leaves the root gathered
         self._root_is_full = False
         for name, parameter in self._module.named_parameters():
             yield name, parameter.full_tensor().detach()
@@ -156,7 +156,7 @@ class FullyShardedPeer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Group:
-    """Elements of a group of parameters as fully_shard sends them: each padded along its first dim to the number of ranks."""
+    """Elements of a parameter group as fully_shard sends them: each parameter padded along dim 0 to a multiple of the number of ranks."""
 
     numel: int
     trained: int
