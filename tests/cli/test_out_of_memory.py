@@ -73,7 +73,7 @@ def test_the_first_error_is_never_hidden(failed, monkeypatch, capsys):
     memory_path(folder, rank=0).write_text("nothing")
     print_plan(folder, rank=0)
     shown = capsys.readouterr().err.splitlines()
-    assert len(shown) == 1 and shown[0].startswith("ztk: there is no plan beside it: ")
+    assert len(shown) == 1 and shown[0].startswith("ztk: no plan to compare with: ")
 
 
 @pytest.mark.parametrize(

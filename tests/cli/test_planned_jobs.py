@@ -42,7 +42,7 @@ def test_a_job_that_does_not_fit_is_recorded_and_not_started(tmp_path):
     ran, skipped = (tmp_path / "D" / job["folder"] for job in jobs)
     assert [read_status(folder) for folder in (ran, skipped)] == [Status.done, Status.does_not_fit]
     summary, plan = (json.loads((skipped / name).read_text()) for name in ("summary.json", "plan.json"))
-    assert "more than a100_40 has beside its reserve" in summary["error"] and plan["fits"] is False
+    assert "more than a100_40 has after its reserve" in summary["error"] and plan["fits"] is False
     assert not (skipped / "ranks").exists() and json.loads((skipped / "overrides.json").read_text())["model"] == "7b"
     assert "does not fit," in done.stdout and "not planned: task=fake is not planned" in done.stdout
 
@@ -73,7 +73,7 @@ def test_the_table_has_the_plans():
     text = console.export_text()
     for words in ("fits, 5.00 GB", "does not fit, 10.0 GB", "0.25", "not planned: task=sft is not planned"):
         assert words in text
-    assert MISFIT.misfit == "does not fit: 10.0 GB more than h100 has beside its reserve"
+    assert MISFIT.misfit == "does not fit: 10.0 GB more than h100 has after its reserve"
 
 
 def test_jobs_that_were_left_out_do_not_change_the_exit_code():

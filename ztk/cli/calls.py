@@ -1,7 +1,7 @@
-"""`ztk.run` and `ztk.sweep`: the command line from Python, in a script or a live Jupyter kernel.
+"""`ztk.run` and `ztk.sweep`: the command line from Python, in a script or a Jupyter kernel.
 
-The run is a child command. A kernel has an event loop, threads and signal handlers of its own, and perhaps a CUDA context: nothing of it
-may be forked, and ranks that fail must leave the kernel as it was.
+Each call runs in a child process. A kernel has an event loop, threads, signal handlers and perhaps a CUDA context, none of which survive
+a fork, and a failed rank must not affect the kernel.
 """
 
 import os
@@ -25,13 +25,13 @@ _TAIL_LINES = 60
 _TERMINAL = (
     "FORCE_COLOR",
     "CLICOLOR_FORCE",
-)  # a kernel sets them for what its cells start; a notebook draws no progress bar
+)  # set by a kernel for its cells; a child must not inherit them, because a notebook cannot draw its progress bar
 _REFUSED, _INTERRUPTED = 2, 130
 _PLACES = ("hydra.run.dir=", "hydra.sweep.dir=", "sweep.resume=")
 
 
 class RunFailed(RuntimeError):
-    """A run, or a job of a sweep, has failed. The text names the first cause; `folder` has the record."""
+    """A run, or a job of a sweep, failed. The message names the first cause; `folder` has the record."""
 
     def __init__(self, text: str, *, folder: Path) -> None:
         super().__init__(text)
@@ -42,18 +42,25 @@ class RunFailed(RuntimeError):
 
 
 def run(*overrides: str, folder: str | os.PathLike | None = None, quiet: bool = False, **keys: Any) -> "Runs":
-    """Starts one run as `python run.py OVERRIDES` does, waits for its end and reads it back.
+    """Starts one run like `python run.py OVERRIDES`, waits for its end and returns its record.
 
         done = ztk.run("zero=stage3", "train.steps=20", model="tiny", **{"data.seq_len": 64})
         done.runs.iloc[0]["tokens_per_second"]
 
-    overrides: words of the command line. keys: the same as keywords. folder: of the run; None: a new one below `outputs/`. quiet: prints
-    nothing of what the run prints; an error still has its cause. Returns frames with one run, see `ztk.load`; `.folder` is the run's.
-    An interrupt (Ctrl-C, a kernel's stop button) ends the ranks before it goes on here, and the ranks end with this process.
+    An interrupt (Ctrl-C or a kernel's stop button) first stops the ranks and then raises here. The ranks also stop if this process dies.
+
+    Args:
+        *overrides: Words of the command line.
+        folder: Folder of the run. Defaults to a new one below `outputs/`.
+        quiet: Suppresses the run's output. Errors still contain their cause.
+        **keys: Overrides as keywords.
+
+    Returns:
+        Frames with one run; see `ztk.load`. `.folder` is the run's folder.
 
     Raises:
-        ValueError: the configuration is refused, or this process is itself a rank.
-        RunFailed: a rank failed; the text names the first cause.
+        ValueError: The configuration is invalid, or this process is itself a rank.
+        RunFailed: A rank failed. The message names the first cause.
     """
     words = command_words(overrides, keys=keys)
     place = _place(folder, parent="outputs")
@@ -64,18 +71,21 @@ def run(*overrides: str, folder: str | os.PathLike | None = None, quiet: bool = 
 def sweep(
     *overrides: str, folder: str | os.PathLike | None = None, check: bool = True, quiet: bool = False, **keys: Any
 ) -> "Runs":
-    """Runs the jobs of a grid as `python run.py -m OVERRIDES` does, and reads all back.
+    """Runs the jobs of a grid like `python run.py -m OVERRIDES` and returns their records.
 
         found = ztk.sweep("model=tiny", zero=["stage0", "stage3"], **{"sweep.repeats": 5})
         found.summary("zero", metric="tokens_per_second")
 
-    overrides, quiet: as in `run`. keys: a list is a range of the grid. folder: of the sweep; one that has a sweep goes on with it, so a cell
-    that is executed again starts nothing that is done. check: False: jobs that failed or were refused are rows with their
-    `status`, and raise nothing.
+    Args:
+        *overrides: Words of the command line.
+        folder: Folder of the sweep. An existing sweep is continued: finished jobs do not run again, so a notebook cell can be repeated.
+        check: Raises RunFailed for failed or refused jobs. With False, such jobs are rows with their `status`.
+        quiet: Suppresses the runs' output.
+        **keys: Overrides as keywords. A list is a range of the grid.
 
     Raises:
-        ValueError: the command is refused.
-        RunFailed: jobs failed or were refused; the text names each with its cause.
+        ValueError: The command line is invalid.
+        RunFailed: Jobs failed or were refused. The message names each with its cause.
     """
     words = command_words(overrides, keys=keys)
     place = _place(folder, parent="multirun")
@@ -86,18 +96,18 @@ def sweep(
 
 
 def command_words(overrides: Sequence[str], *, keys: dict[str, Any]) -> list[str]:
-    """Overrides and keywords as words of the command line.
+    """Converts overrides and keywords to words of the command line.
 
     Raises:
-        ValueError: a word is no override or names a folder, a key has two values, or this process is itself a rank.
+        ValueError: a word is not an override or sets the folder, a key has two values, or this process is itself a rank.
     """
     words = [*overrides, *(f"{key}={_text(value)}" for key, value in keys.items())]
     for word in words:
         if not isinstance(word, str) or word.startswith("-"):
-            raise ValueError(f"{word!r}: is no override; write key=value, and start sweeps by ztk.sweep")
+            raise ValueError(f"{word!r}: is not an override; write key=value, and start sweeps with ztk.sweep")
         if word.startswith(_PLACES):
-            raise ValueError(f"{word}: is what `folder` says here; leave it out and give folder=FOLDER")
-    from ztk.config import check_doubled  # here: it brings Hydra
+            raise ValueError(f"{word}: cannot be set here; pass folder=FOLDER instead")
+    from ztk.config import check_doubled  # imported late because it imports Hydra
 
     check_doubled(words)
     if (rank := ExternalRank.of_environment()) is not None:
@@ -108,25 +118,25 @@ def command_words(overrides: Sequence[str], *, keys: dict[str, Any]) -> list[str
 
 
 def _text(value: Any) -> str:
-    """A value as the command line writes it: a list is a range of the grid, a list in it one value."""
+    """Formats a value for the command line: a list is a range of the grid, a nested list is one value."""
     if isinstance(value, (list, tuple)):
         return ",".join(f"[{_text(one)}]" if isinstance(one, (list, tuple)) else _text(one) for one in value)
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _place(folder: str | os.PathLike | None, *, parent: str) -> Path:
-    """Where the run goes; new ones as `conf/config.yaml` names them."""
+    """Returns the folder of the run. Defaults to the name that `conf/config.yaml` gives new runs."""
     return Path(folder or Path(parent, f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}")).absolute()
 
 
 def _quoted(path: Path) -> str:
-    """As a value in Hydra's grammar."""
+    """Quotes a path for Hydra's grammar."""
     return "'" + str(path).replace("'", "\\'") + "'"
 
 
 def _command(words: Sequence[str], *, folder: Path, quiet: bool, check: bool = True) -> None:
-    """Runs the command to its end; raises what its exit code and its folder say."""
-    # MPLBACKEND: a kernel's draws into the notebook, which a rank has none of
+    """Runs the command to its end. Raises according to its exit code and the record in its folder."""
+    # MPLBACKEND: a kernel's backend draws into the notebook, which a rank does not have.
     kept = {key: value for key, value in os.environ.items() if key not in _TERMINAL}
     environment = kept | {"PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1", "MPLBACKEND": "agg"}
     process = subprocess.Popen(
@@ -137,7 +147,7 @@ def _command(words: Sequence[str], *, folder: Path, quiet: bool, check: bool = T
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        process_group=0,  # an interrupt reaches this process alone, which passes it on once
+        process_group=0,  # signals then reach this process only, which forwards them once
     )
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
     assert process.stdout is not None
@@ -156,10 +166,10 @@ def _command(words: Sequence[str], *, folder: Path, quiet: bool, check: bool = T
 
 
 def _stop(process: subprocess.Popen, *, output: IO[str]) -> None:
-    """Interrupts the command, which ends its ranks; an impatient second interrupt ends it, and the ranks with it."""
+    """Interrupts the command, which then stops its ranks. A second interrupt kills both."""
     process.send_signal(signal.SIGINT)
     try:
-        for _ in output:  # a full pipe must not keep it from ending
+        for _ in output:  # a full pipe would block the command
             pass
         process.wait()
     except BaseException:
@@ -184,7 +194,7 @@ def _raise_for(code: int, *, folder: Path, tail: list[str], check: bool) -> None
 
 
 def _failures(folder: Path) -> Iterator[str]:
-    """One line per job that is not done, or for the run of `folder`."""
+    """Yields one line per unfinished job, or one for the run of `folder`."""
     from ztk.report.status import Status, read_status, read_summary
 
     record = read_sweep(folder)

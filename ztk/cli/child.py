@@ -1,6 +1,6 @@
-"""python -m ztk.cli.child PARENT_PID OVERRIDES: the command `ztk`, ended by the system when the process that started it ends.
+"""python -m ztk.cli.child PARENT_PID OVERRIDES: the command `ztk`, which the system terminates when the parent process ends.
 
-The parent cannot arrange that before the start: code between fork and exec may stop for ever in a process with threads.
+The child requests this itself, because code between fork and exec can deadlock in a process with threads.
 """
 
 import ctypes
@@ -11,12 +11,15 @@ import sys
 from ztk.cli.command import main
 from ztk.cli.session import Session
 
-LINE_REFUSED = 3  # exit code of a refused command line; jobs that are all refused end with 2, as everywhere
+LINE_REFUSED = 3  # exit code of an invalid command line; if all jobs are refused, the code is 2, as everywhere
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with(parent: int) -> None:
-    """SIGTERM for this process when `parent` ends, at once if it has. The command then ends its ranks and says so in the run's record."""
+    """Requests SIGTERM for this process when `parent` ends, or exits if it has ended already.
+
+    On SIGTERM the command stops its ranks and records the cause.
+    """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -26,7 +29,7 @@ def end_with(parent: int) -> None:
 
 if __name__ == "__main__":
     end_with(int(sys.argv.pop(1)))
-    sys.argv[0] = "ztk"  # in the record: the command that repeats this
+    sys.argv[0] = "ztk"  # recorded as the command that repeats the run
     session = Session()
     code = main(session)
     sys.exit(LINE_REFUSED if session.is_refused else code)

@@ -1,4 +1,4 @@
-"""The command `ztk`, which is `python run.py` and `python -m ztk`."""
+"""The command `ztk`, also available as `python run.py` and `python -m ztk`."""
 
 import hydra
 from omegaconf import DictConfig
@@ -8,7 +8,7 @@ from ztk.config import conf_dir
 
 
 def main(session: Session | None = None) -> int:
-    """Runs the command line in `sys.argv` and returns its exit code. session: a new one, which knows more afterwards."""
+    """Runs the command line in `sys.argv` and returns its exit code. session: holds the results afterwards. Defaults to a new one."""
     session = session or Session()
 
     @hydra.main(version_base="1.3", config_path=conf_dir(), config_name="config")

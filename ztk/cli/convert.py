@@ -1,6 +1,6 @@
-"""ds_config.json as the command line of `run.py`, and back.
+"""Converts ds_config.json to the command line of `run.py`, and back.
 
-python -m ztk.cli.convert ds_config.json [--ranks 8]      # prints one override per line, and a comment for what run.py has no key for
+python -m ztk.cli.convert ds_config.json [--ranks 8]      # one override per line; comments for settings without a key
 python -m ztk.cli.convert --back zero=stage3 offload=cpu  # prints the ds_config.json of that run
 """
 
@@ -13,7 +13,7 @@ from ztk.config import compose
 
 
 def main(arguments: list[str]) -> int:
-    """The command. Returns the exit code: 0, or 2 for a configuration that is refused."""
+    """Runs the command. Returns the exit code: 0, or 2 for an invalid configuration."""
     parser = argparse.ArgumentParser(prog="python -m ztk.cli.convert", description=__doc__.partition("\n")[0])
     parser.add_argument("--back", action="store_true", help="from run.py's overrides to ds_config.json")
     parser.add_argument("--ranks", type=int, help="how many ranks share train_batch_size (default: 1)")
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _ds_config(overrides: list[str]) -> str:
-    from ztk.deepspeed.config.convert import to_ds_config  # brings torch, which the other commands do without
+    from ztk.deepspeed.config.convert import to_ds_config  # imports torch, which the other commands do not need
 
     return json.dumps(to_ds_config(dataclasses.asdict(compose(*overrides, output_dir="."))), indent=2)
 

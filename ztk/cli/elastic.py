@@ -1,4 +1,4 @@
-"""The ranks of a run, started again without those that were lost."""
+"""Restarts the ranks of a run without those that were lost."""
 
 import json
 from collections.abc import Callable
@@ -13,10 +13,14 @@ from ztk.report.folder import SUMMARY, write_json
 
 
 def run_until_done(config: Config, *, say: Callable[..., None], start: Start = start_process) -> None:
-    """Runs the ranks of `config`. With `launch.elastic`, the remaining ranks continue from the latest checkpoint when signals have ended some.
+    """Runs the ranks of `config`.
 
-    Each start writes `config.yaml`; the logs of an earlier start stay in `ranks-of-N`. GPUs of lost ranks are not used again. The summary
-    lists the lost ranks as `lost_ranks`. start: starts one rank.
+    With `launch.elastic`, the remaining ranks continue from the latest checkpoint after signals killed some.
+
+    Each start writes `config.yaml`; the logs of an earlier start are kept in `ranks-of-N`. GPUs of lost ranks are not used again. The
+    summary lists the lost ranks as `lost_ranks`.
+
+    start: starts one rank.
 
     Raises:
         RankError: a rank failed in another way, or too few ranks are left.
@@ -35,8 +39,8 @@ def run_until_done(config: Config, *, say: Callable[..., None], start: Start = s
                 threads=launch.threads,
                 output_dir=folder,
                 places=places[:started],
-                drain_seconds=config.serve.drain_seconds or 0.0,  # only task=serve has any
-                save_seconds=config.checkpoint.grace_seconds or 0.0,  # only tasks that train and save have any
+                drain_seconds=config.serve.drain_seconds or 0.0,  # set for task=serve only
+                save_seconds=config.checkpoint.grace_seconds or 0.0,  # set only for tasks that train and save
                 on_signal=partial(say, saving_notice(config)),
                 start=start,
             )
@@ -57,7 +61,7 @@ def run_until_done(config: Config, *, say: Callable[..., None], start: Start = s
 
 
 def _set_aside(path: Path, *, name: str) -> None:
-    """Renames the folder to `name`, or to `name.2`, `name.3`, .. where a run repeated in its folder has used that name before."""
+    """Renames the folder to `name`, or to `name.2`, `name.3`, .. if an earlier run in the same folder has used that name."""
     target, number = path.with_name(name), 1
     while target.exists():
         number += 1

@@ -1,4 +1,4 @@
-"""`run.py --help GROUP` and `--help KEY`: options, keys, defaults and meanings of the command line, as text."""
+"""Text of `run.py --help GROUP` and `--help KEY`: options, keys, defaults and meanings."""
 
 import shutil
 import textwrap
@@ -10,9 +10,9 @@ _COLUMN = 12
 
 
 def requested_help(arguments: list[str]) -> str | None:
-    """The text that `--help GROUP` or `--help KEY` asks for; None if this command line asks for something else.
+    """Returns the text for `--help GROUP` or `--help KEY`, or None for any other command line.
 
-    Raises ConfigError for names that do not exist, and for values beside them, which the text would not show.
+    Raises ConfigError for unknown names, and for overrides, which the text would not reflect.
     """
     flags, words = config.split_flags(arguments)
     topics = [word for word in words if "=" not in word]
@@ -25,7 +25,7 @@ def requested_help(arguments: list[str]) -> str | None:
 
 
 def help_text(topic: GroupReference | KeyReference) -> str:
-    """The help of one group or key, wrapped to the terminal."""
+    """Returns the help of one group or key, wrapped to the terminal's width."""
     width = max(60, min(120, shutil.get_terminal_size().columns))
     lines = _key_lines(topic, width=width) if isinstance(topic, KeyReference) else _group_lines(topic, width=width)
     return "\n".join(lines)
@@ -58,5 +58,5 @@ def _entry(label: str, *, text: str, indent: int, width: int) -> list[str]:
 
 
 def _wrap(text: str, *, width: int, **indents: str) -> list[str]:
-    """Breaks between words alone: a name or a path stays in one piece, to be copied."""
+    """Breaks lines at spaces only, so that names and paths can be copied."""
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False, **indents)

@@ -1,4 +1,4 @@
-"""What a command prints about a run that Ctrl-C or SIGTERM has ended: what is saved, and the line that goes on."""
+"""Messages after Ctrl-C or SIGTERM: the saved checkpoint and the command that continues the run."""
 
 import shlex
 import sys
@@ -11,7 +11,7 @@ from ztk.report.status import read_summary
 
 
 def saving_notice(config: Config) -> str:
-    """Shown when the signal arrives; empty where the run saves nothing."""
+    """Returns the message for the moment of the signal, or an empty string if the run saves nothing."""
     if config.checkpoint.grace_seconds is None:
         return ""
     return (
@@ -21,14 +21,14 @@ def saving_notice(config: Config) -> str:
 
 
 def way_on(config: Config, *, flags: Sequence[str] = (), starter: str | None = None) -> list[str]:
-    """Lines about an interrupted run: its newest checkpoint and the command that continues it in its folder.
+    """Returns lines about an interrupted run: its newest checkpoint and the command that continues it in its folder.
 
-    flags: of the command line, such as `--config-dir`. starter: the launcher that started the ranks, None: `run.py` itself.
+    flags: flags of the command line, such as `--config-dir`. starter: the launcher that started the ranks. Defaults to `run.py` itself.
     """
     folder = Path(config.output_dir)
-    if config.checkpoint.grace_seconds is None:  # the run trains nothing, or saves nothing
+    if config.checkpoint.grace_seconds is None:  # only for runs that train and save
         unsaved = config.checkpoint.last is False and not config.checkpoint.every
-        return ["interrupted; with checkpoint=none nothing is saved"] if unsaved else ["interrupted"]
+        return ["interrupted; nothing is saved with checkpoint=none"] if unsaved else ["interrupted"]
     failures = [read_failure(folder, rank=rank) for rank in range(config.launch.ranks)]
     causes = [f"interrupted, and then {failure}" for failure in failures if failure and not failure.secondary]
     newest, made = newest_step(folder), read_summary(folder).get("steps", 0)
@@ -43,7 +43,7 @@ def way_on(config: Config, *, flags: Sequence[str] = (), starter: str | None = N
 
 
 def newest_step(folder: Path) -> int | None:
-    """The step of the run's latest checkpoint, from its name: importing the reader of checkpoints would take a second."""
+    """Returns the step of the run's latest checkpoint from its folder name. Importing the checkpoint reader would take a second."""
     try:
         name = (folder / "checkpoints" / "latest").read_text(encoding="utf-8").strip()
     except OSError:
@@ -53,7 +53,7 @@ def newest_step(folder: Path) -> int | None:
 
 
 def resume_line(folder: Path, *, flags: Sequence[str] = (), starter: str | None = None) -> str:
-    """The command that continues the run of `folder` in the same folder, for a shell in the current directory."""
+    """Returns the shell command that continues the run of `folder` in the same folder, from the current directory."""
     path = _shown(folder)
     words = [*flags, f"checkpoint.resume={_value(path)}", f"hydra.run.dir={_value(path)}"]
     started = {None: "", "torchrun": "torchrun ... ", "srun": "srun ... "}[starter]
@@ -61,12 +61,12 @@ def resume_line(folder: Path, *, flags: Sequence[str] = (), starter: str | None 
 
 
 def sweep_line(folder: Path, *, flags: Sequence[str] = ()) -> str:
-    """The command that goes on with the sweep of `folder`."""
+    """Returns the command that continues the sweep of `folder`."""
     return f"{_program()} {shlex.join([*flags, f'sweep.resume={_value(_shown(folder))}'])}"
 
 
 def _program(*, started: bool = False) -> str:
-    """How this command was started."""
+    """Returns the program name that started this process."""
     program = Path(sys.argv[0])
     if program.name == "__main__.py":
         return "python -m ztk"
@@ -76,13 +76,13 @@ def _program(*, started: bool = False) -> str:
 
 
 def _shown(folder: Path) -> Path:
-    """Relative to the current directory where it is below it."""
+    """Returns the path relative to the current directory if it is below it."""
     here = Path.cwd()
     return folder.relative_to(here) if folder.is_relative_to(here) and folder != here else folder
 
 
 def _value(path: Path) -> str:
-    """As a value in Hydra's grammar: plain if it has only characters that need no quotes there."""
+    """Formats a value for Hydra's grammar, quoted only if it has special characters."""
     text = str(path)
     if all(letter.isalnum() or letter in "/._-" for letter in text):
         return text

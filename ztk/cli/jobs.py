@@ -20,7 +20,7 @@ _STYLES = {Status.done: "green", Status.pending: "dim", Status.does_not_fit: "ye
 
 
 class Outcome(IntEnum):
-    """How a job ended; the value is the exit code of a command line whose only job it is."""
+    """The result of a job. The value is the exit code of a command line with this job alone."""
 
     done = 0
     failed = 1
@@ -33,7 +33,7 @@ _CODES = {Status.done: Outcome.done, Status.refused: Outcome.refused, Status.int
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One run of a command line: its folder, its overrides on the command line, its state. plan: None: nobody has asked for it."""
+    """One run of a command line: its folder, its overrides and its state. plan: None if no plan was requested."""
 
     folder: Path
     overrides: tuple[str, ...]
@@ -41,12 +41,12 @@ class Job:
     plan: JobPlan | None = None
 
     def summary(self) -> dict[str, Any]:
-        """`summary.json`; empty if there is none, or if it is of a start before the last."""
+        """The content of `summary.json`; empty if it does not exist or belongs to an earlier start."""
         return {} if self.status in (Status.running, Status.dead) else read_summary(self.folder)
 
 
 def jobs_of(record: SweepRecord, *, folder: Path, plans: Mapping[str, JobPlan] | None = None) -> list[Job]:
-    """The jobs of a sweep, with their states as the folders say now. plans: by hash."""
+    """Returns the jobs of a sweep with the current states of their folders. plans: by hash."""
     states = record.statuses(folder)
     return [
         Job(
@@ -60,13 +60,13 @@ def jobs_of(record: SweepRecord, *, folder: Path, plans: Mapping[str, JobPlan] |
 
 
 def exit_code(jobs: Sequence[Job]) -> int:
-    """The exit code of the outcome that all jobs share; 1 if their outcomes differ. Jobs that were left out on request do not count."""
+    """Returns the exit code that all jobs share, or 1 if they differ. Ignores jobs that were skipped on request."""
     outcomes = {_CODES.get(job.status, Outcome.failed) for job in jobs if job.status is not Status.does_not_fit}
     return int(Outcome.failed if len(outcomes) > 1 else next(iter(outcomes), Outcome.done))
 
 
 def print_jobs(jobs: Sequence[Job], *, console: Console) -> None:
-    """One row per job, then the errors and the folders."""
+    """Prints one row per job, then errors and folders."""
     table = Table(title=f"{len(jobs)} jobs", title_justify="left", title_style="bold", header_style="")
     summaries = [job.summary() for job in jobs]
     tiers = [tier for tier in _TIERS if any(summary.get(f"peak_memory.{tier}_bytes") for summary in summaries)]

@@ -1,6 +1,6 @@
-"""python -m ztk.cli.out_of_memory FOLDER RANK: the plan of a run that ran out of memory beside what the rank held.
+"""python -m ztk.cli.out_of_memory FOLDER RANK: compares the planned memory of a run that ran out of memory with the rank's tensors.
 
-The process that has started the ranks imports no torch, so the plan is made in a process of its own (`print_plan`).
+`print_plan` starts this in a separate process, because the process that started the ranks does not import torch.
 """
 
 import json
@@ -11,11 +11,14 @@ from pathlib import Path
 
 from ztk.core.launch import memory_path, python_path
 
-SECONDS = 300.0  # for the plan
+SECONDS = 300.0  # time limit of the plan
 
 
 def print_plan(folder: str | os.PathLike, *, rank: int) -> None:
-    """Prints it, if `rank` has left what it held; else nothing. Whatever goes wrong here is one line: the run's own error comes first."""
+    """Prints the comparison if `rank` has recorded its tensors.
+
+    Problems are reported in one line, because the run's own error matters more.
+    """
     if not memory_path(folder, rank=rank).is_file():
         return
     command = [sys.executable, "-m", "ztk.cli.out_of_memory", os.fspath(folder), str(rank)]
@@ -23,9 +26,9 @@ def print_plan(folder: str | os.PathLike, *, rank: int) -> None:
     sys.stdout.flush()
     try:
         done = subprocess.run(command, env=environment, timeout=SECONDS, check=False, capture_output=True, text=True)
-        text = done.stdout if done.returncode == 0 else f"there is no plan beside it: {_last(done.stderr)}\n"
+        text = done.stdout if done.returncode == 0 else f"no plan to compare with: {_last(done.stderr)}\n"
     except (OSError, subprocess.SubprocessError) as error:
-        text = f"there is no plan beside it: {error}\n"
+        text = f"no plan to compare with: {error}\n"
     print("".join(f"ztk: {line}\n" for line in text.splitlines()), end="", file=sys.stderr, flush=True)
 
 
@@ -34,7 +37,7 @@ def _last(text: str) -> str:
 
 
 def main() -> None:
-    """Prints the table to standard output and writes it into the folder."""
+    """Prints the table and writes it into the folder."""
     from ztk.config import load
     from ztk.worker import import_task
 

@@ -1,7 +1,7 @@
-"""Plans of a sweep's jobs, made in one process of its own: the process that starts jobs imports no torch.
+"""Plans the jobs of a sweep in a separate process, because the process that starts jobs does not import torch.
 
-`python -m ztk.cli.planned_jobs` reads {"hardware": NAME or null, "jobs": {name: config.yaml}} from standard input and writes a line of JSON
-per job.
+`python -m ztk.cli.planned_jobs` reads {"hardware": NAME or null, "jobs": {name: config.yaml}} from standard input and writes one JSON
+line per job.
 """
 
 import json
@@ -18,19 +18,19 @@ from ztk.report.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobPlan:
-    """What the planner says of a job. values: as `plan.json` has them; empty if there is no plan, and then reason says why."""
+    """The plan of a job. values: the content of `plan.json`. If the job cannot be planned, values is empty and reason holds the cause."""
 
     values: Mapping[str, Any]
     reason: str = ""
 
     @property
     def does_not_fit(self) -> bool:
-        """The planner says no; it says nothing without hardware."""
+        """Whether the job exceeds the hardware's memory. False without hardware."""
         return self.values.get("fits") is False
 
     @property
     def cells(self) -> tuple[str, str, str]:
-        """Peak of the device, whether it fits, seconds of a step; as a table shows them."""
+        """Table cells: peak memory of the device, whether it fits, seconds per step."""
         if not self.values:
             return "-", "not planned", "-"
         margin, seconds = self.values.get("margin_bytes"), self.values.get("step_seconds")
@@ -40,16 +40,16 @@ class JobPlan:
 
     @property
     def misfit(self) -> str:
-        """The line of a job that was not started."""
+        """The message for a job that was not started."""
         lacking = format_bytes(-self.values["margin_bytes"])
-        return f"does not fit: {lacking} more than {self.values['hardware']} has beside its reserve"
+        return f"does not fit: {lacking} more than {self.values['hardware']} has after its reserve"
 
 
 def plan_jobs(configs: Mapping[str, str], *, hardware: str | None) -> dict[str, JobPlan]:
-    """configs: `config.yaml` of each job by its name. hardware: the option that the plans are made for.
+    """Plans jobs. configs: `config.yaml` of each job by its name. hardware: the hardware option of the plans.
 
     Raises:
-        ValueError: the plans cannot be made at all, as for hardware=here that was never measured.
+        ValueError: no plan is possible, for example for hardware=here before `python -m ztk.calibrate`.
     """
     if not configs:
         return {}
@@ -70,7 +70,7 @@ def plan_jobs(configs: Mapping[str, str], *, hardware: str | None) -> dict[str, 
 
 
 def main() -> None:
-    """Answers one request."""
+    """Serves one request from standard input."""
     from ztk.config import from_yaml, hardware_values
     from ztk.core.policies.hardware import Hardware
     from ztk.worker import import_task

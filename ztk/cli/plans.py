@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from ztk.planner import Plan, Search
 
 _TASK, _TRAINING = "task=plan", "task=pretrain"
-_RECORDED = ("train.quick=",)  # says what a run records; a plan refuses it
+_RECORDED = ("train.quick=",)  # keys about a run's record; a plan rejects them
 
 
 def plan_run(*overrides: str, **keys: Any) -> "Plan":
-    """The plan of the run that `ztk.run` would start with these words: what it keeps, moves and computes. Starts nothing.
+    """Plans the run that `ztk.run` would start with the same arguments: its memory, traffic and compute. Starts nothing.
 
         plan = ztk.plan_run("zero=stage3", "model=7b", "launch.ranks=64", hardware="h100")
         plan.as_dict()["peak_memory.device_bytes"], plan.fits
 
-    overrides, keys: as in `ztk.run`. `ztk.plan` plans a model of your own.
+    overrides, keys: as in `ztk.run`. Use `ztk.plan` for a model of your own.
 
     Raises:
-        ValueError: the configuration is refused, or a run that cannot be planned.
+        ValueError: the configuration is invalid or cannot be planned.
     """
     words = _words(overrides, keys=keys)
     return import_task("experiments.plan").make_plan(compose(*words, output_dir="."))
@@ -35,13 +35,14 @@ def plan_run(*overrides: str, **keys: Any) -> "Plan":
 def search_layouts(
     *overrides: str, folder: str | os.PathLike | None = None, quiet: bool = False, **keys: Any
 ) -> "Search":
-    """Ranks the layouts of a run, the most promising of them planned: `.rows()` for a frame, `.dropped` says why others are not there.
+    """Ranks the layouts of a run and plans the best of them. Returns them as `.rows()`, and the reasons for excluded ones as `.dropped`.
 
-    overrides, keys: as in `ztk.run`, with `hardware`; `plan.traced` says how many are planned. folder: gets `search.json` and
-    `search.csv`; None: nothing is written. quiet: prints neither progress nor table.
+    overrides, keys: as in `ztk.run`, with `hardware`. `plan.traced` sets how many layouts are planned.
+    folder: where to write `search.json` and `search.csv`. If omitted, nothing is written.
+    quiet: suppresses the progress and the table.
 
     Raises:
-        ValueError: the configuration is refused, as without `hardware`.
+        ValueError: the configuration is invalid, for example without `hardware`.
     """
     words = [*_words(overrides, keys=keys), "plan.search=true"]
     with contextlib.ExitStack() as stack:
@@ -63,5 +64,5 @@ def _words(overrides: tuple[str, ...], *, keys: dict[str, Any]) -> list[str]:
     words = command_words(overrides, keys=keys)
     for word in words:
         if word.startswith("task=") and word not in (_TRAINING, _TASK):
-            raise ValueError(f"{word}: is not planned; leave it out, to plan the pretraining run")
+            raise ValueError(f"{word}: cannot be planned; leave it out to plan the pretraining run")
     return [*(word for word in words if not word.startswith(("task=", *_RECORDED))), _TASK]

@@ -1,6 +1,6 @@
-"""python -m ztk.cli.rank_server SOCKET: imports what a rank needs and forks ranks on request; see `ztk.core.launch.forks`.
+"""python -m ztk.cli.rank_server SOCKET: imports the modules of a rank once and forks ranks on request; see `ztk.core.launch.forks`.
 
-Reads a line of JSON per rank and answers {"pid": n}, then {"ended": n, "code": c} when it has ended.
+Reads one JSON line per rank. Replies with {"pid": n}, and with {"ended": n, "code": c} when the rank ends.
 """
 
 import json
@@ -20,7 +20,7 @@ _PROGRAM = "experiments.pretrain"
 
 
 def main() -> list[str]:
-    """Answers until the socket closes, and then ends the process. Returns in every forked rank: its `sys.argv`."""
+    """Serves requests until the socket closes, and then ends the process. In a forked rank, returns its `sys.argv`."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     _import()
     server = os.getpid()
@@ -38,7 +38,9 @@ def main() -> list[str]:
                     connection.close()
                     return _become(json.loads(line), server=server)
                 with suppress(OSError):
-                    os.setpgid(pid, pid)  # as the fork does: whoever asked may signal its group at once
+                    os.setpgid(
+                        pid, pid
+                    )  # the fork does this too; here it comes before the reply, so that the group can be signalled at once
                 running.add(pid)
                 _answer(connection, {"pid": pid})
         for pid in list(running):
@@ -49,16 +51,21 @@ def main() -> list[str]:
 
 
 def _import() -> None:
-    """What every rank imports. No thread may run when a rank is forked: it would be missing there, with the locks it holds."""
+    """Imports the modules that every rank needs.
+
+    Raises if this starts a thread: a forked rank would lack the thread but inherit the locks that it holds.
+    """
     from ztk.worker import import_task
 
     import_task(_PROGRAM)
     if threading.active_count() > 1:
-        raise RuntimeError(f"imports have started the threads {threading.enumerate()}: such a process cannot be forked")
+        raise RuntimeError(
+            f"imports started the threads {threading.enumerate()}: a process with threads cannot be forked safely"
+        )
 
 
 def _become(request: dict[str, Any], *, server: int) -> list[str]:
-    """Makes this fork what `subprocess` would have started. server: the process that forked it. Returns its arguments."""
+    """Turns this fork into the process that `subprocess` would have started. Returns its arguments. server: pid of the parent."""
     before_start(cores=request["cores"], parent=server)()
     os.environ.clear()
     os.environ.update(request["environment"])

@@ -1,4 +1,7 @@
-"""Recorded jobs of a sweep beside what their words compose now: an option file, a default or the machine may have changed since."""
+"""Compares recorded jobs of a sweep with the configurations that their words give now.
+
+An option file, a default or the machine may have changed since the sweep began.
+"""
 
 import shlex
 from collections.abc import Callable, Iterable, Sequence
@@ -13,10 +16,10 @@ from ztk.report.sweep import SweepJob, SweepRecord, read_sweep
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continued:
-    """A recorded sweep with the jobs that are new.
+    """A recorded sweep, extended by the new jobs.
 
-    moves: folder -> folder of jobs that were refused and have the name of their configuration now. faults: what has changed; empty if the
-    sweep may go on.
+    moves: old to new folder of jobs that were refused before and have a valid configuration now.
+    faults: descriptions of changes; the sweep can continue if it is empty.
     """
 
     record: SweepRecord
@@ -25,29 +28,32 @@ class Continued:
 
 
 def name_job(name: str, *, overrides: tuple[str, ...], options: tuple[str, ...] = (), repeat: int = 0) -> SweepJob:
-    """The job of a hash. Repeats with options have a hash of their own, others a number."""
+    """Returns the job for a configuration hash. Repeats with options have their own hash; others are numbered."""
     folder = f"{name}-{repeat}" if repeat and not options else name
     return SweepJob(folder=folder, hash=name, overrides=overrides, repeat=repeat, options=options)
 
 
 def hash_of_refused(job: SweepJob) -> str:
-    """The name of a job whose configuration was refused."""
+    """Returns the name of a job whose configuration was refused."""
     return configuration.hash_of(words_of(job))
 
 
 def words_of(job: SweepJob) -> list[str]:
-    """All that a job is composed from."""
+    """Returns all words from which a job is composed."""
     return [*job.overrides, *job.options]
 
 
 def continue_sweep(
     old: SweepRecord, *, asked: SweepRecord, folder: Path, compose: Callable[[list[str]], Config | None]
 ) -> Continued:
-    """Compares every recorded job with what its words compose now.
+    """Compares every recorded job with the configuration that its words give now.
 
-    One that is refused now stays, and says so itself when it starts. One that was refused and no longer is gets the name of its
-    configuration. One whose words have another meaning now takes those of `asked` that mean what it was; if there are none, that is a fault.
-    compose: None if the words are refused.
+    - A job that is refused now stays in the record; its start will report the reason.
+    - A job that was refused before and is valid now gets the name of its configuration.
+    - A job whose words have another meaning now takes the words of `asked` that give its old configuration. Without such words, the
+      change is a fault.
+
+    compose: returns None if the words are refused.
     """
     asked_by_folder = {job.folder: job for job in asked.jobs}
     counted = frozenset([*old.grid, *asked.grid])
@@ -75,10 +81,10 @@ def continue_sweep(
 
 
 def check_job(config: Config, *, folder: Path) -> None:
-    """Compares a job that starts with the record of its sweep, which was made when the command began: perhaps hours ago.
+    """Checks a job against the record of its sweep, which may be hours old when the job starts.
 
     Raises:
-        ConfigError: its words have another meaning now.
+        ConfigError: its words now give another configuration.
     """
     record = read_sweep(folder.parent)
     job = next((job for job in record.jobs if job.folder == folder.name), None) if record is not None else None
@@ -94,7 +100,9 @@ def check_job(config: Config, *, folder: Path) -> None:
 
 
 def _is_of(job: SweepJob, *, config: Config, grid: Iterable[str]) -> bool:
-    """Whether the job is named by this configuration. A job counts the keys that the grid had when it was added: the first ones."""
+    """Returns whether the job's name matches this configuration. A name includes only the grid keys from the time when the job was
+    added.
+    """
     keys = list(grid)
     return any(
         configuration.job_hash(config, counted=frozenset(keys[:count])) == job.hash
@@ -114,7 +122,7 @@ def _with_jobs(old: SweepRecord, *, jobs: tuple[SweepJob, ...], asked: SweepReco
 def _faults(
     changed: Sequence[tuple[SweepJob, Config]], *, old: SweepRecord, asked: SweepRecord, folder: Path
 ) -> list[str]:
-    """One line per set of keys that differ, with the jobs in which they do; then what to do."""
+    """Returns one line per set of changed keys with the affected jobs, and then the possible fixes."""
     jobs: dict[str, list[str]] = {}
     fixes: set[tuple[str, ...]] = set()
     for job, config in changed:
@@ -135,7 +143,7 @@ def _faults(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Differing:
-    """words: for people. fix: overrides that give the old values. known: the old configuration is on disk."""
+    """words: description for the user. fix: overrides that restore the old values. known: whether the old configuration is on disk."""
 
     words: str
     fix: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""A run that is started again after its end."""
+"""Detects runs that are started again after their end."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from ztk.report.status import Status, read_status, read_summary
 
 
 def is_finished(config: Config) -> bool:
-    """Whether a run that continues in its own folder has nothing left to do: it is done and has made `train.steps` steps."""
+    """Returns whether a run that continues in its own folder has already completed its `train.steps` steps."""
     folder, given = Path(config.output_dir), config.checkpoint.resume
     if given is None or (given != "auto" and Path(given) != folder) or read_status(folder) is not Status.done:
         return False

@@ -1,4 +1,4 @@
-"""What `run.py` does around Hydra: read the command line, run each job it composes, report how it went."""
+"""`run.py` around Hydra: reads the command line, runs each job that Hydra composes, and reports the results."""
 
 import contextlib
 import math
@@ -48,22 +48,22 @@ from ztk.report.sweep import SweepRecord
 from ztk.report.text_progress import shown_progress
 from ztk.worker import import_task
 
-# Errors whose text tells a user what to fix; of others the traceback is shown as well.
+# Errors whose message contains the fix. For all others, the traceback is printed too.
 _SELF_EXPLAINING = {"", "ValueError", "DiskError", "FileNotFoundError", "PermissionError"}
 _COMPLETION = {"-sc", "--shell-completion"}
-_FOLDER = os.path.join("outputs", "DATE", "TIME")  # of a run that is shown and not started
+_FOLDER = os.path.join("outputs", "DATE", "TIME")  # placeholder for a run that is shown but not started
 _EXCLUSIVE = {"-m", "--multirun", "-r", "--run", "-c", "--cfg", "-i", "--info", *_COMPLETION}
 
 
 class Session:
-    """One command line, which is one job or a sweep of jobs. is_refused: the line itself is, before any job."""
+    """One command line: a single job or a sweep. is_refused: whether the line was rejected before any job."""
 
     def __init__(self) -> None:
         self.is_refused = False
         self._jobs: list[Job] = []
         self._sweeping = False
         self._listing = False
-        self._flags: list[str] = []  # that also count for a command that goes on with this one's run
+        self._flags: list[str] = []  # flags that a command continuing this run must repeat
         self._sweep: tuple[Path, SweepRecord, Mapping[str, JobPlan]] | None = None
         self._external = ExternalRank.of_environment()
         self._forker: Forker | None = None
@@ -74,10 +74,10 @@ class Session:
 
         compose_and_run: the function under `hydra.main`, which calls `run_job` for every job.
         """
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, not to Hydra's own printer
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # errors propagate to this method instead of Hydra's printer
         os.environ["ZTK_COMMAND"] = shlex.join(sys.argv)  # for env.json of the ranks
         if self._external is None:
-            signal.signal(signal.SIGTERM, _end)  # before the ranks start; then `run_children` handles signals
+            signal.signal(signal.SIGTERM, _end)  # until the ranks start; then `run_children` handles signals
         with lasting_output():
             return self._main(compose_and_run)
 
@@ -99,11 +99,11 @@ class Session:
             return self._refuse(ConfigError([f"the run folder cannot be made ({error}): use hydra.run.dir=FOLDER"]))
         except (KeyboardInterrupt, SystemExit) as error:
             if isinstance(error, SystemExit) and not _is_signal(error.code):
-                raise  # Hydra's
+                raise  # raised by Hydra
             self._print_jobs()
             if self._sweep is not None and not self._listing:
                 self._say(f"interrupted; this continues the sweep:\n  {sweep_line(self._sweep[0], flags=self._flags)}")
-            elif not self._ranks_started:  # afterwards `_start_ranks` prints the line that continues the run
+            elif not self._ranks_started:  # once ranks run, `_start_ranks` prints the line that continues the run
                 self._say("interrupted before a run started: nothing has changed, start the command again")
             if isinstance(error, SystemExit):
                 raise
@@ -114,13 +114,13 @@ class Session:
         return Outcome.done if self._listing else exit_code(jobs)
 
     def run_job(self, choices: DictConfig) -> float:
-        """One composed job, from check to end. Returns its final loss, NaN if it has none.
+        """Checks and runs one composed job. Returns its final loss, or NaN if there is none.
 
-        In a sweep a job that fails or is refused is recorded in its folder, and the sweep goes on.
+        In a sweep, the failure or refusal of a job is recorded in its folder, and the sweep continues.
         """
         hydra = HydraConfig.get()
         self._sweeping = hydra.mode is RunMode.MULTIRUN
-        # Not `tuple(hydra.overrides.task)`: OmegaConf would resolve `${...}` in a word against Hydra's own settings.
+        # Not `tuple(hydra.overrides.task)`, because OmegaConf would resolve `${...}` in a word against Hydra's own settings.
         folder = Path(hydra.runtime.output_dir)
         overrides = tuple(OmegaConf.to_container(hydra.overrides.task, resolve=False))
         options = {group: option for group, option in hydra.runtime.choices.items() if not group.startswith("hydra")}
@@ -151,7 +151,7 @@ class Session:
         return math.nan if loss is None else loss
 
     def _prepare(self, config: Config) -> None:
-        """Refuses bad text and failing reward functions before ranks start."""
+        """Rejects bad text and failing reward functions before ranks start."""
         try:
             with shown_progress(say=self._say) as show:
                 configuration.prepare_text(config, show=show)
@@ -175,7 +175,7 @@ class Session:
             return self._start_ranks(config) if self._external is None else self._be_rank(config, beat=beat)
 
     def _prepare_arguments(self) -> str | None:
-        """Sets `sys.argv` for Hydra. Returns the text to print instead of a run for --cfg job and --cfg all, else None."""
+        """Sets `sys.argv` for Hydra. Returns the text to print for --cfg job and --cfg all, or None to start a run."""
         arguments = sys.argv[1:]
         if self._external:
             try:
@@ -192,7 +192,7 @@ class Session:
             raise ConfigError([f"{' and '.join(exclusive)} exclude each other: choose one{jobs}"])
         sweep = "-m" in flags or "--multirun" in flags
         if _COMPLETION & set(flags):
-            sys.argv[1:] = [*flags, *overrides]  # install=SHELL, query=SHELL and uninstall=SHELL are words of Hydra's
+            sys.argv[1:] = [*flags, *overrides]  # Hydra's own install=SHELL, query=SHELL and uninstall=SHELL
             return None
         renamed = configuration.rename_keys(overrides)
         configuration.check_doubled(renamed.words, flags=flags)
@@ -238,7 +238,7 @@ class Session:
     def _record(self, folder: Path, *, overrides: tuple[str, ...], options: dict[str, str]) -> None:
         if self._external is None or self._external.rank == 0:
             if self._sweeping and (folder / "overrides.json").exists():
-                return  # a job that goes on: what it was started with stays
+                return  # a continued job keeps its original files
             values = {key: value for key, _, value in (override.partition("=") for override in overrides)}
             write_json(folder / "overrides.json", values=values)
             write_json(folder / OPTIONS, values=options)
@@ -265,12 +265,15 @@ class Session:
                 self._say(*way_on(config, flags=self._flags))
             raise
         finally:
-            _remove_if_empty(folder / "nvme")  # offload files have no name: nothing is left in their folder
+            _remove_if_empty(folder / "nvme")  # offload files are unlinked when they are opened, so the folder is empty
             shutil.rmtree(folder / PACKED, ignore_errors=True)
         return Status.done
 
     def _starter(self, config: Config) -> Start:
-        """In a quick sweep on the CPU the jobs' ranks are forks of one interpreter; jobs with other numbers of threads have another one."""
+        """Returns the function that starts ranks.
+
+        A quick sweep on the CPU forks the ranks of all jobs from one interpreter per number of threads.
+        """
         shared = self._sweeping and config.train.quick and config.launch.device == "cpu"
         if not shared:
             return start_process
@@ -287,10 +290,10 @@ class Session:
             self._forker = None
 
     def _be_rank(self, config: Config, *, beat: Heartbeat | None = None) -> Status:
-        """Runs this process as a rank of another launcher. A rank that fails writes the summary, with the first cause known by then."""
+        """Runs this process as a rank of another launcher. A failed rank writes the summary with the first known cause."""
         from ztk.worker import interrupt_code, leave, run_task
 
-        os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)  # before torch is imported
+        os.environ["OMP_NUM_THREADS"] = str(config.launch.threads)  # must be set before torch is imported
         assert self._external is not None, "the machine's launcher started this process"
         if self._external.rank == 0:
             configuration.save(config, path=Path(config.output_dir, "config.yaml"))
@@ -301,11 +304,11 @@ class Session:
             configuration.to_yaml(config), timeout_seconds=config.launch.timeout_seconds, open_store=open_store
         )
         config = configuration.from_yaml(agreement.text)
-        forget_failure(config.output_dir, rank=self._external.rank)  # of the start before this one
+        forget_failure(config.output_dir, rank=self._external.rank)  # left by the previous start
         try:
             failure = run_task(config, rank=self._external.rank)
         except KeyboardInterrupt as error:
-            if beat is not None:  # rank 0
+            if beat is not None:  # only on rank 0
                 write_failed_summary(config.output_dir, error=INTERRUPTED, status=Status.interrupted)
                 self._say(*way_on(config, flags=self._flags, starter=self._external.starter))
                 beat.end()
@@ -335,7 +338,7 @@ class Session:
             print(text)
 
     def _print_jobs(self) -> list[Job]:
-        """The table of a sweep. Returns its jobs, with their states as the folders say, whatever process has run them."""
+        """Prints the table of a sweep. Returns its jobs with the states from their folders, including jobs that other processes ran."""
         jobs = self._jobs
         if self._sweep is not None:
             folder, record, plans = self._sweep
@@ -348,7 +351,7 @@ class Session:
 
 
 def _shown(flags: list[str]) -> str | None:
-    """The value of `--cfg` if it is `job` or `all`. None with `--package`, with which Hydra itself shows a part of the configuration."""
+    """Returns the value of `--cfg` if it is `job` or `all`. None with `--package`: Hydra itself prints parts of a configuration."""
     joined = " ".join(flags).replace("=", " ").split()
     if {"--package", "-p"} & set(joined):
         return None
@@ -362,13 +365,13 @@ def _end(number: int, frame: object) -> None:
 
 
 def _is_signal(code: object) -> bool:
-    """Whether an exit code is that of a command that SIGTERM or SIGHUP ended."""
+    """Returns whether SIGTERM or SIGHUP ended the command with this exit code."""
     return code in (128 + signal.SIGTERM, 128 + signal.SIGHUP)
 
 
 def _find_modules(folders: list[str]) -> None:
-    """Modules of the user's are found here and by the ranks: next to the folders of `--config-dir`, and in this folder."""
-    import_task("experiments")  # which own tasks may import, also from an installed ztk
+    """Makes the user's modules importable, here and in the ranks: next to the folders of `--config-dir` and in the current folder."""
+    import_task("experiments")  # own tasks may import it, also from an installed ztk
     own = [os.path.dirname(os.path.abspath(folder)) for folder in folders]
     sys.path[:0] = own
     sys.path.append(os.getcwd())

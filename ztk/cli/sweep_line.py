@@ -1,4 +1,4 @@
-"""The command line of a sweep: `sweep.*` taken out, and with `sweep.resume` the recorded words put in."""
+"""The command line of a sweep: extracts `sweep.*`, and inserts the recorded words for `sweep.resume`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +13,9 @@ _NAMED = ("sweep=", "hydra.mode=")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepLine:
-    """flags, words: for Hydra. own_flags, own_words: those that `sweep.json` records, which are the line without a folder.
+    """flags, words: for Hydra. own_flags, own_words: recorded in `sweep.json`; the line without its folder.
 
-    options: what `sweep.*` says; None if this line is no sweep.
+    options: values of `sweep.*`, or None if the line is not a sweep.
     """
 
     flags: list[str]
@@ -26,10 +26,10 @@ class SweepLine:
 
 
 def read_line(words: list[str], *, flags: list[str]) -> SweepLine:
-    """words, flags: checked, see `parse_arguments`.
+    """Parses a line. words, flags: already checked; see `parse_arguments`.
 
     Raises:
-        ConfigError: `sweep.*` without a sweep, `sweep.resume` of a folder without `sweep.json`, or beside `hydra.sweep.dir`.
+        ConfigError: `sweep.*` without a sweep, `sweep.resume` of a folder without `sweep.json`, or together with `hydra.sweep.dir`.
     """
     taken = configuration.take_sweep_keys(words)
     options, words = taken.options, taken.words
@@ -50,12 +50,12 @@ def read_line(words: list[str], *, flags: list[str]) -> SweepLine:
 
 
 def _resumed(flags: list[str], words: list[str], *, folder: str) -> tuple[list[str], list[str]]:
-    """The line's own flags and words; if it has no words, those of the record."""
+    """Returns the line's flags and words, or the recorded words if the line has none."""
     record = read_sweep(folder)
     if record is None:
         raise ConfigError([f"sweep.resume={folder}: has no {SWEEP}; name the folder of a sweep, or leave it out"])
     if any(word.startswith("hydra.sweep.dir=") for word in words):
-        raise ConfigError([f"hydra.sweep.dir has no effect beside sweep.resume={folder}: leave it out"])
+        raise ConfigError([f"hydra.sweep.dir has no effect with sweep.resume={folder}: leave it out"])
     if not words:
         flags, words = [*record.flags, *(flag for flag in flags if flag not in record.flags)], list(record.words)
     named = any(word.startswith(_NAMED) for word in words)
@@ -63,5 +63,5 @@ def _resumed(flags: list[str], words: list[str], *, folder: str) -> tuple[list[s
 
 
 def _quoted(path: str) -> str:
-    """As a value in Hydra's grammar."""
+    """Quotes a path for Hydra's grammar."""
     return "'" + path.replace("'", "\\'") + "'"

@@ -1,4 +1,4 @@
-"""Hydra's sweeper with jobs that have names: which jobs a grid has, which of them are to be started, in which folders."""
+"""A Hydra sweeper with named jobs. It decides which jobs a grid has, which of them start, and in which folders."""
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,10 +27,11 @@ from ztk.report.sweep import SweepBusy, SweepJob, SweepRecord, lock_sweep, read_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRequest:
-    """What the command line asks of a sweep.
+    """The command line's request for a sweep.
 
-    options: its `sweep.*`. command: the command line. flags, words: its parts, for a later `sweep.resume`. shows: is called with the
-    folder, the record and the plans by hash before the first job. say: prints lines.
+    options: its `sweep.*`. command: the command line. flags, words: its parts, for a later `sweep.resume`.
+    shows: called before the first job with the folder, the record and the plans by hash.
+    say: prints lines.
     """
 
     options: SweepConfig
@@ -43,31 +44,33 @@ class SweepRequest:
 
 
 def register(request: SweepRequest) -> None:
-    """Makes Hydra use `JobSweeper` for this command line. Hydra makes its plugins from their names, so the class keeps the request."""
+    """Makes Hydra use `JobSweeper` for this command line. Hydra constructs plugins by name, so the class stores the request."""
     JobSweeper.request = request
     Plugins.instance().class_name_to_class[configuration.SWEEPER] = JobSweeper
 
 
 class JobSweeper(Sweeper):
-    """Names every job's folder by its resolved configuration, writes `sweep.json`, starts the jobs that are not done."""
+    """Names every job's folder by its resolved configuration, writes `sweep.json` and starts unfinished jobs."""
 
     request: SweepRequest
 
     def __init__(self, *, max_batch_size: int | None, params: Mapping[str, Any] | None = None) -> None:
-        """As Hydra's own. max_batch_size: jobs that a launcher gets at once. params: the grid of an option file."""
+        """Takes the arguments of Hydra's own sweeper. max_batch_size: number of jobs per launcher call. params: the grid of an option
+        file.
+        """
         self._max_batch_size, self._params = max_batch_size, params or {}
         self._configs: dict[str, str] = {}  # hash -> config.yaml
         self._composed: dict[tuple[str, ...], Config | None] = {}
         self._moves: dict[str, str] = {}
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Hydra calls it before `sweep`."""
+        """Called by Hydra before `sweep`."""
         context: dict[str, Any] = {"hydra_context": hydra_context, "task_function": task_function, "config": config}
         self._config, self._loader = config, hydra_context.config_loader
         self._launcher: Launcher = Plugins.instance().instantiate_launcher(**context)
 
     def sweep(self, arguments: list[str]) -> list[Any]:
-        """Runs the sweep; with `sweep.list=true` starts nothing.
+        """Runs the sweep. With `sweep.list=true`, only lists it.
 
         Raises:
             ConfigError: another command runs this sweep, or the folder has one and `sweep.resume` is not given.
@@ -87,7 +90,7 @@ class JobSweeper(Sweeper):
             raise ConfigError([str(error)]) from None
 
     def _record(self, overrides: Sequence[Override], *, folder: Path) -> SweepRecord:
-        """The sweep that the command line describes: recorded jobs of a sweep that goes on come first and stay."""
+        """Returns the sweep that the command line describes. Recorded jobs of a continued sweep come first."""
         request, options = self.request, self.request.options
         old = read_sweep(folder)
         if old is not None and options.resume is None and not options.list:
@@ -131,7 +134,7 @@ class JobSweeper(Sweeper):
     def _jobs(
         self, combinations: Sequence[Sequence[str]], *, options: SweepConfig, swept: frozenset[str], folder: Path
     ) -> tuple[SweepJob, ...]:
-        """Every combination once, then all again for each repeat. Of jobs with one resolved configuration the first stays."""
+        """Returns every combination once, followed by the repeats. Of jobs with equal resolved configurations, only the first is kept."""
         found: dict[str, SweepJob] = {}
         varied = options.varied(self.request.words)
         for repeat in range(options.repeats):
@@ -145,7 +148,7 @@ class JobSweeper(Sweeper):
         return tuple(found.values())
 
     def _hash(self, words: list[str], *, swept: frozenset[str], folder: Path) -> str:
-        """Of the resolved configuration; of the words if that is refused, which the job itself then says."""
+        """Returns the hash of the resolved configuration, or of the words if they are refused; the job itself then reports the error."""
         config = self._compose(words, folder=folder)
         if config is None:
             return configuration.hash_of(words)
@@ -155,7 +158,10 @@ class JobSweeper(Sweeper):
         return name
 
     def _compose(self, words: list[str], *, folder: Path) -> Config | None:
-        """None if the words are refused. Composed once for a command: repeats with the same seed have one configuration."""
+        """Composes a job once per command, because repeats with the same seed share a configuration.
+
+        Returns None if the words are refused.
+        """
         if tuple(words) not in self._composed:
             self._composed[tuple(words)] = self._compose_again(words, folder=folder)
         return self._composed[tuple(words)]
@@ -176,7 +182,7 @@ class JobSweeper(Sweeper):
             return None
 
     def _plans(self, record: SweepRecord, *, folder: Path) -> dict[str, JobPlan]:
-        """By hash, of the jobs of this command line that are not done."""
+        """Plans this command line's unfinished jobs. Returns the plans by hash."""
         states = record.statuses(folder)
         waiting = [job.hash for job in record.jobs if states[job.folder] is not Status.done]
         configs = {name: self._configs[name] for name in waiting if name in self._configs}
@@ -186,7 +192,7 @@ class JobSweeper(Sweeper):
             raise ConfigError([str(error)]) from None
 
     def _skip(self, jobs: Iterable[SweepJob], *, folder: Path, plans: Mapping[str, JobPlan]) -> set[str]:
-        """Records the jobs that do not fit; returns their folders."""
+        """Records the jobs that do not fit and returns their folders."""
         found = set()
         for job in jobs:
             plan = plans.get(job.hash)
@@ -225,7 +231,10 @@ class JobSweeper(Sweeper):
         return results
 
     def _move(self, folder: Path) -> None:
-        """Gives jobs that were refused the folder of their configuration. Before the record names it: a kill in between is made good."""
+        """Moves jobs that were refused to the folder of their configuration.
+
+        This precedes the write of the record, so a kill between is harmless.
+        """
         for before, now in self._moves.items():
             old, new = folder / before, folder / now
             if not old.exists():
@@ -235,15 +244,15 @@ class JobSweeper(Sweeper):
             if not new.exists():
                 old.rename(new)
             elif read_status(old) is Status.refused:
-                shutil.rmtree(old)  # has the reason alone
+                shutil.rmtree(old)  # contains only the reason
             else:
                 self.request.say(f"{old}: is a run of {now}, too, and no longer part of this sweep")
 
     def _starts(self, state: Status, *, folder: Path) -> int:
-        """How often this command may start a job."""
+        """Returns how often this command may start a job."""
         retries, resumes = self.request.options.retries, self.request.options.resume is not None
         if state is Status.running:
-            self.request.say(f"{folder}: runs already, and is left alone")
+            self.request.say(f"{folder}: already running, skipped")
             return 0
         if state is Status.done:
             return 0
@@ -261,21 +270,21 @@ class JobSweeper(Sweeper):
         for chunk in (lines[start : start + size] for start in range(0, len(lines), size)):
             returned = self._launcher.launch(chunk, initial_job_idx=len(results))
             for job in returned:
-                _ = job.return_value  # raises what the job has raised
+                _ = job.return_value  # raises the job's exception
             results += returned
         return results
 
 
 def _combinations(overrides: Sequence[Override]) -> list[list[str]]:
-    """One list of overrides per job, the last key varying fastest."""
-    # Here: Hydra executes the modules of its plugins again when it first lists them.
+    """Returns one list of overrides per job. The last key varies fastest."""
+    # Imported here, because Hydra executes the modules of its plugins again when it first lists them.
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
     return BasicSweeper.split_arguments(list(overrides), None)[0]
 
 
 def _place(folder: Path) -> Iterator[str]:
-    """Where a job goes on that has checkpoints."""
+    """Yields the override that resumes a job with checkpoints."""
     if any((folder / "checkpoints").glob("*")):
         yield "checkpoint.resume=auto"
 
