@@ -196,7 +196,7 @@ def test_what_is_not_written_is_refused(tmp_path):
         metadata_of(config | {"hidden_act": "gelu"})
     build("llama").save_pretrained(tmp_path / "letters")
     save_letters(tmp_path / "letters")
-    with pytest.raises(ValueError, match="is no byte-level BPE"):
+    with pytest.raises(ValueError, match="is not a byte-level BPE"):
         export_gguf(tmp_path / "letters", to=tmp_path / "letters.gguf")
     with pytest.raises(ValueError, match="--kind Q5_K: must be F16, Q8_0, Q4_0 or Q4_1"):
         export_gguf(tmp_path / "letters", to=tmp_path / "letters.gguf", kind="Q5_K")
@@ -253,7 +253,7 @@ def test_what_is_not_read_is_refused(tmp_path):
     export_gguf(tmp_path / "own", to=tmp_path / "model.gguf")
     cut = tmp_path / "cut.gguf"
     cut.write_bytes((tmp_path / "model.gguf").read_bytes()[:2000])
-    with pytest.raises(ValueError, match="cut.gguf: is no complete GGUF file"):
+    with pytest.raises(ValueError, match="cut.gguf: is not a complete GGUF file"):
         unpack(cut, to=tmp_path / "back")
     other = tmp_path / "other.gguf"
     writer = gguf.GGUFWriter(other, "mamba")

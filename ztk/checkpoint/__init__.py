@@ -1,4 +1,4 @@
-"""Checkpoints that do not depend on the layout: saved as slices under one layout, loaded under any other."""
+"""Checkpoints that do not depend on the parallel layout: saved as slices under one layout, loaded under any other."""
 
 from ztk.checkpoint.architecture import adapter_scale, has_adapters, leaves_out_base
 from ztk.checkpoint.errors import CheckpointError, DamagedCheckpoint, SaveFailed

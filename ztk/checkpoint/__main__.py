@@ -1,4 +1,4 @@
-"""`python -m ztk.checkpoint verify|show|export|import DIR`. Exit codes: 0 fine, 1 a fault in a checkpoint, 2 wrong usage."""
+"""`python -m ztk.checkpoint verify|show|export|import DIR`. Exit codes: 0 success, 1 a damaged checkpoint, 2 wrong usage."""
 
 import argparse
 import os
@@ -25,13 +25,13 @@ _DIR = "a checkpoint, a folder of checkpoints, a run folder, or a folder of tags
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+    """Runs one command and returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
         code = options.command(options)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+    except BrokenPipeError:  # the reader of the output, such as `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (CheckpointError, OSError) as error:
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("dir", help=f"{_DIR}; all checkpoints in it are checked")
     verify.set_defaults(command=_verify)
 
-    show = commands.add_parser("show", help="print what a checkpoint contains")
+    show = commands.add_parser("show", help="print the content of a checkpoint")
     show.add_argument("dir", help=_DIR)
     show.add_argument("--parameters", action="store_true", help="list them")
     show.set_defaults(command=_show)
@@ -72,11 +72,9 @@ def _parser() -> argparse.ArgumentParser:
         help="keep the names of a native decoder; without it the decoder becomes a LlamaForCausalLM",
     )
     export.add_argument("--kind", choices=KINDS, help="with --format gguf: how matrices are stored (default: F16)")
+    export.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights; default: the model's compute dtype")
     export.add_argument(
-        "--dtype", choices=_DTYPES, help="dtype of the weights; default: the one that the model computed in"
-    )
-    export.add_argument(
-        "--ema", action="store_true", help="the moving average of the weights, which a run with ema.decay keeps"
+        "--ema", action="store_true", help="export the moving average of the weights (runs with ema.decay)"
     )
     export.add_argument(
         "--shard-bytes", type=int, default=SHARD_BYTES, help="largest size of one safetensors file (%(default)s)"

@@ -1,9 +1,10 @@
-"""The description of a model in a checkpoint, and the Hugging Face names and configuration that follow from it.
+"""The description of a model in a checkpoint, and its Hugging Face names and configuration.
 
-A checkpoint's `model` is None or a dictionary with at most one of the first two:
+A checkpoint's `model` is None or a dictionary with at most one of the first two keys:
+
     "decoder": the DecoderConfig of a native decoder
-    "transformers": the configuration of a model that has one with `to_json_string`, as those of transformers do
-    "adapters": name -> configuration of each adapter, as peft has it
+    "transformers": the configuration of a model whose config has `to_json_string`, such as transformers models
+    "adapters": name -> configuration of each adapter, in peft's format
 """
 
 import json
@@ -26,11 +27,13 @@ from ztk.nn.lora import is_adapter
 
 
 def describe_model(module: nn.Module) -> dict[str, Any] | None:
-    """See the docstring of this file."""
+    """Returns the `model` entry for `module`; see the docstring of this file."""
     found: dict[str, Any] = {}
     if isinstance(module, Decoder):
         found["decoder"] = asdict(module.config)
-    elif isinstance(exported := getattr(module, "exported_config", None), Mapping):  # as its folder had it
+    elif isinstance(
+        exported := getattr(module, "exported_config", None), Mapping
+    ):  # the configuration of the folder that the model was loaded from
         found["transformers"] = dict(exported)
     elif hasattr(config := getattr(module, "config", None), "to_json_string"):
         found["transformers"] = json.loads(config.to_json_string())
@@ -44,32 +47,38 @@ def describe_model(module: nn.Module) -> dict[str, Any] | None:
 
 
 def has_adapters(path: str | os.PathLike) -> bool:
-    """Whether the checkpoint in `path`, as for `load`, has adapters. Raises CheckpointError if there is none."""
+    """Returns whether the checkpoint in `path` (as for `load`) has adapters. Raises CheckpointError if there is no checkpoint."""
     return any(is_adapter(info.name) for info in read_manifest(resolve(path)).parameters)
 
 
 def leaves_out_base(path: str | os.PathLike) -> bool:
-    """Whether the checkpoint in `path`, as for `load`, has the trained parameters alone. Raises CheckpointError if there is none."""
+    """Returns whether the checkpoint in `path` (as for `load`) has only trained parameters.
+
+    Raises CheckpointError if there is no checkpoint.
+    """
     return bool(read_manifest(resolve(path)).left_out)
 
 
 def adapter_scale(path: str | os.PathLike) -> float | None:
-    """What the product of an adapter's matrices is multiplied by, alpha / rank, in the checkpoint in `path`, as for `load`; None: it has no
-    adapters. Raises CheckpointError if there is none."""
+    """Returns alpha / rank, the factor on an adapter's product of matrices, or None if the checkpoint in `path` (as for `load`) has no
+    adapters.
+
+    Raises CheckpointError if there is no checkpoint.
+    """
     manifest = read_manifest(resolve(path))
     return scale_of(manifest) if any(is_adapter(info.name) for info in manifest.parameters) else None
 
 
 def scale_of(manifest: Manifest) -> float:
-    """The same of the checkpoint with this manifest."""
+    """Returns alpha / rank of the adapters in the checkpoint with this manifest."""
     described = (manifest.model or {})["adapters"]["default"]
     return described["lora_alpha"] / described["r"]
 
 
 def transformers_view(manifest: Manifest, *, dtype: torch.dtype) -> tuple[dict[str, str], dict[str, Any] | None]:
-    """(own name -> name in the folder, config.json or None) of a checkpoint. dtype: of the weights.
+    """Returns (own name -> exported name, config.json or None) of a checkpoint. dtype: of the weights.
 
-    A model with adapters has no config.json: its names are peft's, which no model of transformers has.
+    A model with adapters has no config.json, because it has peft's names, which no transformers model uses.
     """
     model, names = manifest.model or {}, [info.name for info in [*manifest.parameters, *manifest.buffers]]
     rename = TO_LLAMA if "decoder" in model and is_llama(model["decoder"]) else {}
@@ -85,10 +94,10 @@ def transformers_view(manifest: Manifest, *, dtype: torch.dtype) -> tuple[dict[s
 
 
 def adapter_view(manifest: Manifest, *, adapter: str) -> tuple[dict[str, str], dict[str, Any]]:
-    """(own name -> name in `adapter_model.safetensors`, `adapter_config.json`).
+    """Returns (own name -> name in `adapter_model.safetensors`, `adapter_config.json`).
 
     Raises:
-        CheckpointError: there is no such adapter, or it is beside ztk's decoder.
+        CheckpointError: there is no such adapter, or it belongs to ztk's decoder.
     """
     configs = (manifest.model or {}).get("adapters") or {}
     if "decoder" in (manifest.model or {}) and configs:
@@ -101,22 +110,24 @@ def adapter_view(manifest: Manifest, *, adapter: str) -> tuple[dict[str, str], d
     # base_model.model.x.lora_A.default.weight and x.modules_to_save.default.weight are stored as x.lora_A.weight and x.weight
     pattern = re.compile(rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)")
     names = {info.name: pattern.sub("", info.name) for info in manifest.parameters if pattern.search(info.name)}
-    heads = tuple(f"{module}." for module in configs[adapter].get("modules_to_save") or ())  # without a copy: ztk's own
+    heads = tuple(
+        f"{module}." for module in configs[adapter].get("modules_to_save") or ()
+    )  # ztk's adapters make no copy of these modules
     names |= {info.name: info.name for info in manifest.parameters if heads and info.name.startswith(heads)}
-    prefix = "base_model.model."  # of peft's models; ztk.nn.lora leaves the model's names as they are
+    prefix = "base_model.model."  # peft adds this prefix; ztk.nn.lora keeps the model's names
     names = {own: name if name.startswith(prefix) else prefix + name for own, name in names.items()}
     return names, configs[adapter] | {"inference_mode": True}
 
 
 def renamed(name: str, *, rename: Mapping[str, str]) -> str:
-    """`name` after all replacements, in their order. rename: regular expression -> replacement."""
+    """Applies all replacements to `name`, in order. rename: regular expression -> replacement."""
     for pattern, replacement in rename.items():
         name = re.sub(pattern, replacement, name)
     return name
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON: sets become sorted lists, enum members their values."""
+    """Converts the value for JSON: sets to sorted lists, enum members to their values."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (set, frozenset)):

@@ -1,4 +1,4 @@
-"""Tensors as bytes, and the dtype names of the safetensors format."""
+"""Byte views of tensors, and the dtype names of the safetensors format."""
 
 import ctypes
 import zlib
@@ -6,7 +6,7 @@ import zlib
 import torch
 from torch import Tensor
 
-# Bytes of an entry that one checksum covers; a reader verifies what it uses in blocks of this size.
+# Bytes per checksum. A reader verifies data in blocks of this size.
 BLOCK_BYTES = 1 << 20
 
 DTYPE_NAMES = {
@@ -27,13 +27,13 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def view_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor of any shape, as bytes; valid while the tensor lives."""
+    """Returns the memory of a contiguous CPU tensor of any shape as bytes. Valid while the tensor lives."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 class BlockChecksums:
-    """crc32 of every BLOCK_BYTES of a run of bytes that arrives in parts."""
+    """Computes the crc32 of every block of BLOCK_BYTES of a byte stream that arrives in parts."""
 
     def __init__(self) -> None:
         self._done: list[int] = []
@@ -51,5 +51,5 @@ class BlockChecksums:
 
     @property
     def values(self) -> list[int]:
-        """One number per block, the last block may be short."""
+        """Returns one checksum per block. The last block may be short."""
         return [*self._done, self._current] if self._filled else list(self._done)

@@ -1,4 +1,4 @@
-"""Ranges of flattened tensors as boxes. Overlaps are arithmetic on corners: no list of positions, whatever the size.
+"""Ranges of flattened tensors as boxes. Overlaps are computed from corners, without lists of positions.
 
 Views have the dtype of their tensor.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """Indices [start, start + shape) of a tensor."""
+    """The indices [start, start + shape) of a tensor."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -23,30 +23,30 @@ class Box:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """The strides of its elements, stored contiguously."""
+        """The strides of its elements in contiguous storage."""
         return tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
 
     def moved(self, by: tuple[int, ...]) -> "Box":
-        """The same box at another place: every index plus `by`."""
+        """Returns the box with `by` added to every index."""
         return Box(start=tuple(a + b for a, b in zip(self.start, by, strict=True)), shape=self.shape)
 
     def overlap(self, other: "Box") -> "Box | None":
-        """The indices that both boxes have, or None."""
+        """Returns the intersection of both boxes, or None."""
         start = tuple(map(max, self.start, other.start))
         stops = [min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True)]
         shape = tuple(stop - first for stop, first in zip(stops, start, strict=True))
         return Box(start=start, shape=shape) if all(size > 0 for size in shape) else None
 
     def first_in(self, outer: "Box") -> int:
-        """The position of its first element among those of `outer`, stored contiguously."""
+        """Returns the offset of the first element of the box in the contiguous elements of `outer`."""
         return sum((a - b) * step for a, b, step in zip(self.start, outer.start, outer.strides, strict=True))
 
     def span_in(self, outer: "Box") -> int:
-        """The number of `outer`'s elements from its first to its last, both included."""
+        """Returns the number of `outer`'s elements from the first to the last element of the box, inclusive."""
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, outer.strides, strict=True))
 
     def rows(self, *, outer: "Box", limit: int) -> Iterator["Box"]:
-        """Splits it into boxes that span at most `limit` elements of `outer` each, or one index of an axis."""
+        """Splits the box into boxes that span at most `limit` elements of `outer`, or a single index of an axis."""
         axis = next((axis for axis, size in enumerate(self.shape) if size > 1), None)
         if axis is None or self.span_in(outer) <= limit:
             yield self
@@ -59,15 +59,15 @@ class Box:
             yield from piece.rows(outer=outer, limit=limit) if step == 1 else (piece,)
 
     def view(self, flat: Tensor, *, outer: "Box", first: int) -> Tensor:
-        """A view of its elements in contiguous `flat`, which has the elements of `outer` from `first` on."""
+        """Returns a view of the box's elements in contiguous `flat`, which starts at element `first` of `outer`."""
         offset = flat.storage_offset() + self.first_in(outer) - first
         return flat.as_strided(self.shape, outer.strides, offset)
 
 
 def boxes_of(shape: tuple[int, ...], *, start: int, stop: int) -> Iterator[Box]:
-    """Elements [start, stop) of a flattened tensor of `shape` as boxes with contiguous elements, in order.
+    """Yields elements [start, stop) of a flattened tensor of `shape` as boxes with contiguous elements, in order.
 
-    At most 2 * len(shape) - 1 of them.
+    There are at most 2 * len(shape) - 1 boxes.
     """
     if start >= stop:
         return

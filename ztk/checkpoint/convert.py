@@ -1,4 +1,4 @@
-"""Converts other formats into a checkpoint of ztk."""
+"""Converts other formats to ztk checkpoints."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from ztk.checkpoint.sources import (
 )
 from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of a Llama: tied ones may be stored twice
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of a Llama, which may store tied weights twice
 _NOT_MOMENTS = (MASTER, FROZEN, BUFFER)
 _CONTROL = {
     "loss_scale": 1.0,
@@ -52,12 +52,12 @@ def import_checkpoint(
 ) -> Path:
     """Writes `to/step-N` from a source that `open_source` recognises, and returns that folder.
 
-    rename: regular expression -> replacement, applied to every name in this order. as_decoder: the source is a Llama of transformers and
-    becomes a checkpoint of the native decoder, with the decoder's configuration in the manifest.
+    rename: regular expression -> replacement. All are applied to every name, in order.
+    as_decoder: converts a Llama of transformers to the native decoder, with the decoder's configuration in the manifest.
 
-    The result has fp32 weights. It has optimizer states if the source has the same ones for every parameter that has any; without them,
-    load it with `weights_only=True`. If other parameters have states, a parameter without states is frozen, or, if its values equal those
-    of another parameter, tied to that one.
+    The result has fp32 weights. It has optimizer states if all parameters with states have the same kinds; otherwise load it with
+    `weights_only=True`. If some parameters have states, a parameter without states counts as frozen, or as tied if its values equal
+    another parameter's.
 
     Raises:
         CheckpointError: the source cannot be read or is inconsistent.
@@ -79,7 +79,7 @@ def import_checkpoint(
 
 
 def open_source(path: str | os.PathLike) -> Source:
-    """Recognises a safetensors file or folder, a torch.save file, and a folder of torch.distributed.checkpoint or DeepSpeed.
+    """Opens a safetensors file or folder, a torch.save file, or a folder of torch.distributed.checkpoint or DeepSpeed.
 
     Raises:
         CheckpointError: `path` is none of these.
@@ -117,7 +117,7 @@ def _is_own(path: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """places: key of the source -> kind and name in the checkpoint, for what is imported. kinds: the optimizer's states, if there are any."""
+    """The tensors to import. places: key of the source -> kind and name in the checkpoint. kinds: the optimizer's states, if any."""
 
     places: dict[Key, Key]
     kinds: list[str] | None
@@ -126,11 +126,11 @@ class _Plan:
 
 
 def _model_of(path: Path, *, as_decoder: bool) -> dict[str, Any] | None:
-    """The manifest's model description from `config.json` beside the weights."""
+    """Reads the manifest's model description from the `config.json` next to the weights."""
     file = path / "config.json"
     if not file.is_file():
         if as_decoder:
-            raise CheckpointError(f"{file} is missing: without it the sizes of the decoder are not known")
+            raise CheckpointError(f"{file} is missing; it has the sizes of the decoder")
         return None
     config = json.loads(file.read_text(encoding="utf-8"))
     return {"decoder": decoder_config(config)} if as_decoder else {"transformers": config}
@@ -156,7 +156,7 @@ def _plan(source: Source, *, rename: Mapping[str, str], model: dict[str, Any] | 
 
 
 def _state_names(shapes: Mapping[Key, tuple[int, ...]]) -> list[str] | None:
-    """The optimizer's states if every parameter that has any has the same ones."""
+    """Returns the optimizer's states if every parameter with states has the same kinds, else None."""
     kinds = list(dict.fromkeys(kind for kind, _ in shapes if kind not in _NOT_MOMENTS))
     trained = {name for kind, name in shapes if kind not in _NOT_MOMENTS}
     complete = all(shapes.get((kind, name)) == shapes.get((MASTER, name), ()) for kind in kinds for name in trained)
@@ -164,7 +164,7 @@ def _state_names(shapes: Mapping[Key, tuple[int, ...]]) -> list[str] | None:
 
 
 def _twin(source: Source, *, name: str, among: set[str]) -> str | None:
-    """A parameter with the same values: FSDP stores tied weights under each of their names, their states under one."""
+    """Finds a parameter with equal values. FSDP stores tied weights under all their names, but their states under one."""
     shapes = source.shapes()
     for other in sorted(among):
         if shapes[MASTER, other] == shapes[MASTER, name] and _equal(source, one=(MASTER, name), other=(MASTER, other)):

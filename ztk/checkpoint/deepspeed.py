@@ -1,10 +1,10 @@
-"""Reads checkpoints that DeepSpeed's `save_checkpoint` wrote at ZeRO stages 1 to 3, without DeepSpeed.
+"""Reads checkpoints of DeepSpeed's `save_checkpoint` at ZeRO stages 1 to 3. DeepSpeed is not needed.
 
 Layout of a folder `global_stepN` (as of 0.19, unchanged for years; see DeepSpeed's own utils/zero_to_fp32.py):
     *_model_states.pt   names and shapes of the parameters per group, frozen parameters, buffers, counters
     *_optim_states.pt   one per rank: fp32 master weights and moments, flat
 Stages 1 and 2 concatenate the parameters of a group and cut the result into one partition per rank. Stage 3 cuts every parameter into
-equal parts, the last one padded, and each rank's file has its parts one after the other. Values have the dtype that they have in the files.
+equal parts with padding at the end; each rank's file contains its parts in order. Values keep the dtype of the files.
 """
 
 import pickle
@@ -29,7 +29,7 @@ class DeepSpeedSource:
     """Master weights, moments, frozen parameters and buffers of one `global_stepN` folder. Files stay memory-mapped."""
 
     def __init__(self, path: Path) -> None:
-        """path: the folder, or the one with `latest` in it.
+        """path: the folder, or its parent that contains `latest`.
 
         Raises:
             CheckpointError: the checkpoint is incomplete or of an unknown kind.
@@ -78,7 +78,7 @@ class DeepSpeedSource:
 
     def _add(self, kind: str, *, name: str, shape, parts: list[Tensor]) -> None:
         left, cut = prod(shape), []
-        for part in parts:  # the end is padding
+        for part in parts:  # the rest is padding
             cut.append(part.reshape(-1)[:left])
             left -= cut[-1].numel()
         if left:
@@ -86,7 +86,7 @@ class DeepSpeedSource:
         self._shapes[kind, name], self._parts[kind, name] = tuple(shape), cut
 
     def _add_groups(self, kind: str, *, flats: list[list[Tensor]], optim: dict) -> None:
-        """Stages 1 and 2. flats[r][g]: rank r's partition of group g."""
+        """Adds the states of stages 1 and 2. flats[r][g]: rank r's partition of group g."""
         paddings = optim.get("param_alignment_paddings")
         for number, shapes in enumerate(self._model["param_shapes"]):
             partitions, offset = [rank[number] for rank in flats], 0
@@ -96,7 +96,7 @@ class DeepSpeedSource:
                 offset = span.stop + (paddings[number][index] if paddings else 0)
 
     def _add_full_parameters(self, kind: str, *, flats: list[list[Tensor]], optim: dict) -> None:
-        """Stage 3. flats[r][g]: rank r's sub-group g; a parameter's part may lie in two of them."""
+        """Adds the states of stage 3. flats[r][g]: rank r's sub-group g. A parameter's part may span two sub-groups."""
         offset = 0
         for name, shape in ((name, shape) for shapes in self._model["param_shapes"] for name, shape in shapes.items()):
             span = range(offset, offset - (-prod(shape) // len(flats)))
@@ -108,14 +108,14 @@ class DeepSpeedSource:
         fragments = [model.get("frozen_param_fragments") or {} for model in models]
         for name, shape in (self._model.get("frozen_param_shapes") or {}).items():
             self._add(FROZEN, name=name, shape=shape, parts=[found[name] for found in fragments])
-        if self._stage < 3:  # stage 1 lists no frozen parameters, but the module has every full parameter
+        if self._stage < 3:  # stage 1 lists no frozen parameters, but the module contains all parameters in full
             known = {name for _, name in self._shapes} | set(self.tied)
             for name, value in self._model["module"].items():
                 if name not in known and isinstance(value, Tensor):
                     self._add(FROZEN, name=name, shape=value.shape, parts=[value])
 
     def _control(self, optim: dict) -> dict[str, float]:
-        """The step control's scalars that DeepSpeed has."""
+        """Returns the scalars of the step control that DeepSpeed saves."""
         scaler, skipped = optim.get("loss_scaler"), int(self._model.get("skipped_steps") or 0)
         return {
             "step": float(self.step - skipped),
@@ -127,7 +127,10 @@ class DeepSpeedSource:
 
 
 def _good_steps(scaler: object) -> float:
-    """Of `ztk.kernels.State`, by the steps since the last overflow; DeepSpeed's scale grows after each `scale_window` of them."""
+    """Returns `good_steps` of `ztk.kernels.State` from the number of steps since the last overflow.
+
+    DeepSpeed's loss scale grows after every `scale_window` such steps.
+    """
     stable = getattr(scaler, "cur_iter", 0) - getattr(scaler, "last_overflow_iter", -1) - 1
     # pyrefly: ignore[missing-attribute]  # DeepSpeed's scaler
     return float((stable - 1) % scaler.scale_window) if stable > 0 else -1.0
@@ -141,10 +144,10 @@ def _step_folder(path: Path) -> Path:
 
 
 def _files(folder: Path, *, suffix: str) -> list[Path]:
-    """The files by rank.
+    """Returns the files in the order of ranks.
 
     Raises:
-        CheckpointError: there is none, or it was saved with tensor, pipeline or expert parallelism.
+        CheckpointError: there is none, or the checkpoint uses tensor, pipeline or expert parallelism.
     """
     found = [file for file in folder.iterdir() if file.name.endswith(suffix)]
     if not found:
@@ -158,7 +161,7 @@ def _files(folder: Path, *, suffix: str) -> list[Path]:
 
 
 def _flat_states(optims: list[dict], *, stage: int) -> dict[str, list[list[Tensor]]]:
-    """By kind, then rank, then group."""
+    """Returns the flat states by kind, rank and group."""
     if stage not in (1, 2, 3):
         raise CheckpointError(f"ZeRO stage {stage} of DeepSpeed is not supported")
     master, states = (
@@ -177,7 +180,7 @@ def _flat_states(optims: list[dict], *, stage: int) -> dict[str, list[list[Tenso
 
 
 def _cut(tensors: list[Tensor], *, span: range) -> Iterator[Tensor]:
-    """Elements `span` of the concatenated tensors."""
+    """Yields elements `span` of the concatenated tensors."""
     start = 0
     for tensor in tensors:
         first, last = max(span.start, start), min(span.stop, start + tensor.numel())
@@ -186,11 +189,11 @@ def _cut(tensors: list[Tensor], *, span: range) -> Iterator[Tensor]:
         start += tensor.numel()
 
 
-# Reading pickles that name classes of DeepSpeed
+# Reading pickles that refer to DeepSpeed's classes
 
 
 class _Opaque:
-    """Replaces any class that is not torch's: keeps the state from the pickle, runs nothing."""
+    """Stands in for any class that is not torch's. Keeps the pickled state and runs no code."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args = args
@@ -200,7 +203,7 @@ class _Opaque:
             self.__dict__.update(state)
 
     def __int__(self) -> int:
-        return int(self.args[0])  # an enum is pickled as its class called with its value
+        return int(self.args[0])  # pickle calls an enum class with the member's value
 
 
 _ALLOWED = {
@@ -217,7 +220,7 @@ _ALLOWED = {
 
 
 class _SafePickle:
-    """The pickle module given to `torch.load`. It makes only tensors and containers and never runs code of a file."""
+    """The pickle module for `torch.load`. It creates only tensors and containers and never runs code from the file."""
 
     __name__ = "ztk.checkpoint.deepspeed"
 
@@ -236,7 +239,7 @@ def _load(file: Path) -> dict:
         if "constants.pkl" in torch._C.PyTorchFileReader(str(file)).get_all_records():
             raise CheckpointError("it is a TorchScript archive, which contains code and is not read")
         loaded = torch.load(file, map_location="cpu", mmap=True, weights_only=False, pickle_module=_SafePickle)
-    except Exception as error:  # zip, pickle and value errors all mean the same here
+    except Exception as error:  # zip, pickle and value errors all mean a damaged file
         raise CheckpointError(f"{file} is damaged or not a file of torch.save: {error}") from error
     if not isinstance(loaded, dict):
         raise CheckpointError(

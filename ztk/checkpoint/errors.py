@@ -1,4 +1,4 @@
-"""Errors of checkpoints, and how the ranks agree on them."""
+"""Errors of checkpoints, and their agreement across ranks."""
 
 import errno
 from collections.abc import Iterator
@@ -8,15 +8,15 @@ from ztk.core.runtime import Comm, CommMismatch, PeerLost
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be loaded. The text names the file, what is wrong and what can still be used."""
+    """A checkpoint cannot be loaded. The message names the file, the fault and the usable checkpoints."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint lacks bytes, or has other bytes than were written: an older one may be complete."""
+    """A checkpoint is truncated or corrupt. An older one may be complete."""
 
 
 class SaveFailed(RuntimeError):
-    """A checkpoint could not be written. The text names rank, file and cause; the previous checkpoint is as it was."""
+    """A checkpoint could not be written. The message names rank, file and cause; the previous checkpoint is unchanged."""
 
 
 _FIXES = {
@@ -30,7 +30,7 @@ _FIXES = {
 
 
 def describe(error: BaseException) -> str:
-    """An error as half a sentence with its fix."""
+    """Formats an error with its fix, as part of a sentence."""
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         # pyrefly: ignore[no-matching-overload]  # get(None) is the default
@@ -42,22 +42,22 @@ def describe(error: BaseException) -> str:
 
 
 class Agreement:
-    """Makes a step that may fail on one rank fail on all of them: `with agreement.step("write"): ...`, on every rank."""
+    """Turns a failure on one rank into the same failure on all: `with agreement.step("write"): ...`, on every rank."""
 
     def __init__(self, comm: Comm, *, error: type[Exception]) -> None:
         self._comm, self._error = comm, error
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Runs the block, then all ranks compare their results: if any failed, all raise the same error.
+        """Runs the block and then compares the results of all ranks. If any rank failed, all raise the same error.
 
-        The error has the class of the failures if that is a subclass of `error` and the same on all ranks.
+        The error has the class of the failures if they share a subclass of `error`.
         """
         failure = None
         try:
             yield
         except (PeerLost, CommMismatch):
-            raise  # there is no other rank to compare with
+            raise  # a single rank has nothing to compare
         except Exception as error:
             failure = error
         own_kind = type(failure) if isinstance(failure, self._error) else self._error

@@ -1,7 +1,7 @@
-"""Exports a checkpoint in other formats, one range of a tensor at a time.
+"""Exports checkpoints to other formats, one range of a tensor at a time.
 
-Formats: a safetensors folder as Hugging Face has it, one state_dict file, or a folder of torch.distributed.checkpoint.
-Values have the dtype that was asked for, buffers their own.
+Formats: a safetensors folder for Hugging Face, one state_dict file, or a folder of torch.distributed.checkpoint. Parameters get the
+requested dtype, buffers keep theirs.
 """
 
 import json
@@ -29,13 +29,13 @@ from ztk.checkpoint.torch_optimizer import decode_all
 from ztk.nn.lora import adapter_of, is_adapter
 from ztk.zero.buckets.context import AVERAGE
 
-RANGE_ELEMENTS = 4 << 20  # elements in memory at once
-SHARD_BYTES = 5 << 30  # of an exported file, Hugging Face's size
+RANGE_ELEMENTS = 4 << 20  # elements in memory at a time
+SHARD_BYTES = 5 << 30  # bytes per exported file, the default of Hugging Face
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportReport:
-    """What was written."""
+    """Summary of a written export."""
 
     path: Path
     files: int
@@ -54,9 +54,10 @@ class Weights:
         ema: bool = False,
         is_merged: bool = False,
     ) -> None:
-        """dtype: of floating parameters; None: the one that the model computed in. names: own name -> exported name of the tensors to
-        export; None: all, under their own names. ema: the moving average of those that trained. is_merged: adapters
-        are left out, and W + alpha / rank B A, summed in float32, is in the place of the weights beside them.
+        """dtype: of floating-point parameters. Defaults to the model's compute dtype.
+        names: own name -> exported name of the tensors to export. Defaults to all tensors under their own names.
+        ema: exports the moving average of trained parameters.
+        is_merged: merges adapters: exports W + alpha / rank B A, summed in float32, in place of W, and leaves out A and B.
 
         Raises CheckpointError if the checkpoint has no average.
         """
@@ -91,13 +92,13 @@ class Weights:
         return self._dtype if self._dtype is not None and info.name not in self._buffers else own
 
     def ranges(self, name: str) -> Iterator[Tensor]:
-        """The values of `name`, flat, in order."""
+        """Yields the flat values of `name` in order."""
         numel = prod(self._infos[name].shape)
         for start in range(0, numel, RANGE_ELEMENTS):
             yield self.read(name, start=start, stop=min(start + RANGE_ELEMENTS, numel))
 
     def read(self, name: str, *, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the values of `name`, flat."""
+        """Returns elements [start, stop) of the flat values of `name`."""
         info = self._infos[name]
         values = self._stored(info, start=start, stop=stop)
         below = self._adapters.get(adapter_of(info.name)[0])
@@ -110,9 +111,9 @@ class Weights:
         return self._reader.read(name=info.name, kind=kind, start=start, stop=stop)
 
     def _product(self, info: TensorInfo, *, below: TensorInfo, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of scale * B A, flat. below: A, [rank, in]."""
+        """Returns elements [start, stop) of flat scale * B A. below: A, [rank, in]."""
         rank, width = below.shape
-        first, last = start // width, -(-stop // width)  # rows
+        first, last = start // width, -(-stop // width)  # row numbers
         above = self._adapters[adapter_of(info.name)[1]]
         down = self._stored(below, start=0, stop=rank * width).float().view(rank, width)
         up = self._stored(above, start=first * rank, stop=last * rank).float().view(-1, rank)
@@ -131,13 +132,17 @@ def export_safetensors(
     own_names: bool = False,
     ema: bool = False,
 ) -> ExportReport:
-    """Writes `to/model-00001-of-0000N.safetensors` and `to/model.safetensors.index.json`, or one `to/model.safetensors`, and `config.json`.
+    """Writes `to/model-00001-of-0000N.safetensors` with `to/model.safetensors.index.json`, or one `to/model.safetensors`, and
+    `config.json`.
 
-    path: as for `load`. dtype: None keeps the dtype that the model computed in. A dense native decoder becomes a LlamaForCausalLM, with its
-    names and configuration and its adapters merged, unless `own_names`; a model of transformers keeps its names and configuration. A "config"
-    in the checkpoint's `extra` replaces either configuration. The run's tokenizer is copied, if it has one, and the configuration names its
-    special tokens, such as the one that ends a text. ema: the moving average of the
-    weights in their place.
+    A dense native decoder becomes a LlamaForCausalLM with merged adapters, unless `own_names` is set. A transformers model keeps its
+    names and configuration. A "config" in the checkpoint's `extra` replaces either configuration. The run's tokenizer is copied, if there
+    is one, and the configuration then lists its special tokens, such as the end of a text.
+
+    path: as for `load`.
+    dtype: of the weights. Defaults to the model's compute dtype.
+    shard_bytes: largest size of a file.
+    ema: exports the moving average in place of the weights.
 
     Raises:
         CheckpointError: the checkpoint is damaged or lacks weights, or the average.
@@ -168,20 +173,20 @@ def export_safetensors(
 
 
 def _copy_tokenizer(step: Path, *, to: Path) -> None:
-    """The tokenizer of the run that wrote the checkpoint `step`, if it has one."""
+    """Copies the tokenizer of the run that wrote the checkpoint `step`, if it has one."""
     folder = run_tokenizer(step)
     for file in [] if folder is None else sorted(folder.iterdir()):
         shutil.copyfile(file, to / file.name)
 
 
 def run_tokenizer(step: Path) -> Path | None:
-    """The folder with the tokenizer of the run that wrote the checkpoint `step`, if it has one."""
+    """Returns the tokenizer folder of the run that wrote the checkpoint `step`, or None."""
     run = next((place for place in (step, *step.parents[:3]) if (place / "config.yaml").is_file()), None)
     return run / "tokenizer" if run is not None and (run / "tokenizer").is_dir() else None
 
 
 def special_tokens(folder: Path) -> dict[str, int]:
-    """`eos_token_id`, `bos_token_id` and `pad_token_id` of the tokenizer in `folder`, as far as it has them."""
+    """Returns `eos_token_id`, `bos_token_id` and `pad_token_id`, as far as the tokenizer in `folder` defines them."""
     settings, tokenizer = folder / "tokenizer_config.json", folder / "tokenizer.json"
     if not (settings.is_file() and tokenizer.is_file()):
         return {}
@@ -206,9 +211,9 @@ def export_adapter(
     adapter: str = "default",
     ema: bool = False,
 ) -> ExportReport:
-    """Writes `to/adapter_model.safetensors` and `to/adapter_config.json`, which `peft.PeftModel.from_pretrained(base, to)` loads.
+    """Writes `to/adapter_model.safetensors` and `to/adapter_config.json` for `peft.PeftModel.from_pretrained(base, to)`.
 
-    path: as for `load`; a checkpoint of only the trained parameters is enough.
+    path: as for `load`. A checkpoint of only the trained parameters is enough.
 
     Raises:
         CheckpointError: the checkpoint is damaged or the model had no such adapter.
@@ -226,7 +231,7 @@ def export_adapter(
 def export_state_dict(
     path: str | os.PathLike, *, to: str | os.PathLike, dtype: torch.dtype | None = None, ema: bool = False
 ) -> ExportReport:
-    """Writes one file that `torch.load(to, weights_only=True)` reads as a state_dict, with tied names.
+    """Writes one file for `torch.load(to, weights_only=True)`: a state_dict with tied names.
 
     The format is a pickle, so all weights are in memory at once. Raises as `export_safetensors`.
     """
@@ -246,12 +251,12 @@ def export_state_dict(
 
 
 def export_torch_distributed(path: str | os.PathLike, *, to: str | os.PathLike) -> ExportReport:
-    """Writes a folder that `torch.distributed.checkpoint.load` reads into any sharding: fp32 weights as "model.NAME", persistent buffers
-    too, optimizer states as "optim.state.NAME.KIND" and the step as "optim.state.NAME.step", as FSDP2's `get_state_dict` names them.
+    """Writes a folder that `torch.distributed.checkpoint.load` reads into any sharding.
 
-    "optim.param_groups" has the hyperparameters, with the rates before the schedule's factor. These are all keys of `get_state_dict` of a
-    model and a torch optimizer, so `dcp.load` and `set_state_dict` continue the run. Tied names have their weights too. Tensors are
-    collected in a temporary file, not in memory. Raises as `export_safetensors`.
+    Keys are named as in FSDP2's `get_state_dict`: fp32 weights and persistent buffers as "model.NAME", optimizer states as
+    "optim.state.NAME.KIND", the step as "optim.state.NAME.step", and the hyperparameters, with rates before the schedule's factor, as
+    "optim.param_groups". So `dcp.load` and `set_state_dict` continue the run with torch's optimizer. Weights appear under each of their
+    tied names. Tensors are collected in a temporary file instead of memory. Raises as `export_safetensors`.
     """
     from torch.distributed import checkpoint as dcp
 
@@ -269,7 +274,7 @@ def export_torch_distributed(path: str | os.PathLike, *, to: str | os.PathLike) 
 
 
 def _small_state(manifest: Manifest) -> dict[str, object]:
-    """The state of torch's optimizers besides tensors of the parameters' size."""
+    """Returns the small state of torch's optimizers: everything except tensors of the parameters' shapes."""
     if manifest.state_names is None:
         return {}
     if manifest.torch_optimizer is not None:
@@ -290,14 +295,16 @@ def _small_state(manifest: Manifest) -> dict[str, object]:
 
 
 def _on_disk(manifest: Manifest, *, scratch: Path) -> Iterator[tuple[str, Tensor]]:
-    """(key, full tensor) of weights, buffers and moments; the tensors are a memory-mapped file."""
+    """Yields (key, full tensor) of weights, buffers and moments, stored in a memory-mapped file."""
     wanted = [("buffer", info, f"model.{info.name}") for info in manifest.buffers]
     for info in manifest.parameters:
         wanted.append(("master" if info.trainable else "parameter", info, f"model.{info.name}"))
         if info.trainable:
             kinds = manifest.state_names or ()
             wanted += [(kind, info, f"optim.state.{info.name}.{kind}") for kind in kinds]
-    nbytes = sum(8 * prod(info.shape) for _, info, _ in wanted)  # 8: the widest dtype, and every tensor is aligned
+    nbytes = sum(
+        8 * prod(info.shape) for _, info, _ in wanted
+    )  # 8: the itemsize of the widest dtype; every tensor is aligned
     memory, offset = torch.from_file(str(scratch), shared=True, size=max(nbytes, 1), dtype=torch.uint8), 0
     with StateReader(manifest) as reader:
         for kind, info, key in wanted:
@@ -312,7 +319,7 @@ def _on_disk(manifest: Manifest, *, scratch: Path) -> Iterator[tuple[str, Tensor
 
 
 def full_manifest(path: str | os.PathLike) -> Manifest:
-    """The manifest of a checkpoint with all parameters.
+    """Reads the manifest and checks that the checkpoint contains all parameters.
 
     Raises:
         CheckpointError: it contains only the trained parameters.
@@ -328,7 +335,7 @@ def full_manifest(path: str | os.PathLike) -> Manifest:
 
 @contextmanager
 def _new_folder(to: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `to` at the end; after an error nothing is left.
+    """Yields a temporary folder that is renamed to `to` at the end and removed after an error.
 
     Raises:
         ValueError: `to` exists.
@@ -356,7 +363,7 @@ def _temporary_beside(to: Path) -> Path:
 
 
 def _cut(specs: list[TensorSpec], *, shard_bytes: int) -> dict[str, list[TensorSpec]]:
-    """Consecutive tensors of at most `shard_bytes` together, or one larger one, per file."""
+    """Distributes consecutive tensors over files of at most `shard_bytes`. A larger tensor gets its own file."""
     groups: list[list[TensorSpec]] = []
     room = 0
     for spec in specs:

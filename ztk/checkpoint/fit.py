@@ -1,4 +1,4 @@
-"""Checks that a checkpoint fits a model, and finds which of the model's parameters it sets."""
+"""Checks that a checkpoint fits a model, and determines which of the model's parameters a load sets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,16 +14,17 @@ from ztk.checkpoint.model import ModelInfo
 from ztk.checkpoint.reader import StateReader
 from ztk.zero.buckets.context import AVERAGE
 
-_SHOWN = 4  # names shown in an error
-_RANGE_ELEMENTS = 1 << 20  # elements compared at once
+_SHOWN = 4  # names per error message
+_RANGE_ELEMENTS = 1 << 20  # elements compared at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """What `load` sets.
+    """The part of the state that `load` sets.
 
-    weights_only: no optimizer states. only: shell patterns of the parameters and buffers to set; the others stay as they are.
-    strict: the names must be the same on both sides; otherwise names on one side only are ignored.
+    weights_only: skips optimizer states.
+    only: shell patterns of the parameters and buffers to set; all others keep their values.
+    strict: requires the same names on both sides. Otherwise names on one side only are ignored.
 
     Raises:
         ValueError: the options exclude each other.
@@ -48,14 +49,14 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Match:
-    """kept: the model's parameters and buffers that stay as they are. unused: those of the checkpoint that are not loaded."""
+    """kept: parameters and buffers of the model that keep their values. unused: names of the checkpoint that are not loaded."""
 
     kept: tuple[str, ...]
     unused: tuple[str, ...]
 
 
 def with_buffers_of(info: ModelInfo, *, manifest: Manifest) -> Manifest:
-    """`manifest` with the model's buffers listed as buffers: an imported state_dict does not distinguish them from parameters."""
+    """Returns `manifest` with the model's buffers listed as buffers: an imported state_dict does not separate them from parameters."""
     names = {buffer.name for buffer in info.buffers} - {buffer.name for buffer in manifest.buffers}
     found = [saved for saved in manifest.parameters if saved.name in names]
     others = [saved for saved in manifest.parameters if saved.name not in names]
@@ -63,7 +64,9 @@ def with_buffers_of(info: ModelInfo, *, manifest: Manifest) -> Manifest:
 
 
 def match(manifest: Manifest, *, info: ModelInfo, options: LoadOptions) -> Match:
-    """What a load with `options` sets. A frozen parameter that the checkpoint has left out on purpose is kept in any case.
+    """Determines the names that a load with `options` sets and keeps.
+
+    Frozen parameters that the checkpoint omits on purpose are always kept.
 
     Raises:
         CheckpointError: a pattern matches nothing.
@@ -89,11 +92,12 @@ def match(manifest: Manifest, *, info: ModelInfo, options: LoadOptions) -> Match
 def check_fits(
     manifest: Manifest, *, state_names: Sequence[str], info: ModelInfo, options: LoadOptions, matched: Match
 ) -> None:
-    """Checks the names, shapes and optimizer states that will be set. state_names: those of the model's optimizer. An average of the
-    weights may be missing on either side.
+    """Checks the names, shapes and optimizer states to be set. An average of the weights may be missing on either side.
+
+    state_names: states of the model's optimizer.
 
     Raises:
-        CheckpointError: they are not the model's.
+        CheckpointError: the checkpoint does not fit the model.
     """
     where = manifest.path
     for saved, own, ties in (
@@ -122,12 +126,12 @@ def check_fits(
 
 
 def _of_optimizer(names: Sequence[str]) -> list[str]:
-    """The states without the average of the weights."""
+    """Returns the states without the average of the weights."""
     return [name for name in names if name != AVERAGE]
 
 
 def check_ties(manifest: Manifest, *, info: ModelInfo, reader: StateReader) -> None:
-    """Checks that a tied parameter that the checkpoint stores twice, as FSDP does, has the same values.
+    """Checks that a tied parameter has the same values under all names. FSDP stores it under each.
 
     Raises:
         CheckpointError: the values differ.
@@ -180,13 +184,13 @@ def _check_names(
 
 
 def _names_and_shapes(infos: list[TensorInfo], *, manifest: Manifest) -> dict[str, list[int]]:
-    """Tied names included."""
+    """Returns names and shapes, including tied names."""
     saved = {info.name: info.shape for info in infos}
     return saved | {name: saved[canonical] for name, canonical in manifest.tied.items() if canonical in saved}
 
 
 def _named(names: list[str]) -> str:
-    """A few names and the number of the others."""
+    """Formats a few names and the number of others."""
     if not names:
         return "none"
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

@@ -1,12 +1,12 @@
-"""Names in a checkpoint folder, and the file operations that must never leave it without a complete checkpoint.
+"""Names in a checkpoint folder, and file operations that always leave a complete checkpoint.
 
 [Note: Commit]
-    step-000120.tmp-1f3a/   rank files and the manifest are written and synced here; ignored by everything that loads
-    step-000120/            the same folder after one rename: complete, always
+    step-000120.tmp-1f3a/   rank files and the manifest are written and synced here; never loaded
+    step-000120/            the same folder after one rename, so always complete
     latest                  a file with the name of the folder to resume from, replaced by one rename
-A folder is renamed to a `.tmp-` name before it is removed, so that a kill meanwhile leaves nothing that looks complete. The next save removes
-what a kill leaves under such a name. If a step is saved again (after a resume from an
-earlier one), its folder is called step-000120.2, because a folder cannot be replaced in one step; then the older one is removed.
+A folder is renamed to a `.tmp-` name before it is removed, so that a kill during the removal leaves nothing that looks complete. The
+next save removes such leftovers. If a step is saved again (after a resume from an earlier step), its folder is called step-000120.2,
+because a folder cannot be replaced atomically; then the older one is removed.
 """
 
 import os
@@ -26,8 +26,8 @@ _LEFTOVER = re.compile(r"(step-\d{6,}(\.\d+)?|latest)\.tmp-[0-9a-f]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """Which checkpoints stay: the `keep` newest (None: all), those of every `keep_every`-th step (0: none), and with
-    `keep_best` the one with the smallest metric. The newest always stays.
+    """The checkpoints to keep: the `keep` newest (all, if None), every `keep_every`-th step (if not 0), and with `keep_best` the
+    one with the smallest metric. The newest is always kept.
 
     Raises:
         ValueError: a number is out of range.
@@ -45,19 +45,19 @@ class Retention:
 
 
 def step_of(folder: Path) -> int:
-    """The step in a checkpoint folder's name."""
+    """Returns the step in a checkpoint folder's name."""
     return _order(folder)[0]
 
 
 def _order(folder: Path) -> tuple[int, int]:
-    """The step, and which save of it."""
+    """Sort key: the step, then the number of its save."""
     found = _STEP.fullmatch(folder.name)
     assert found is not None, folder
     return int(found.group(1)), int(found.group(2) or 1)
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, by step."""
+    """Returns the complete checkpoints in `folder`, by step."""
     if not folder.is_dir():
         return []
     found = [child for child in folder.iterdir() if _STEP.fullmatch(child.name) and child.is_dir()]
@@ -65,7 +65,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def resolve(path: str | os.PathLike) -> Path:
-    """The step folder of `path`: itself, or the latest one of a folder of checkpoints, of a run folder, or of a folder of tags.
+    """Returns the step folder of `path`: itself, or the latest one of a folder of checkpoints, of a run folder, or of a folder of tags.
 
     `engine.save_checkpoint` of ztk.deepspeed writes folders of tags.
 
@@ -80,20 +80,20 @@ def resolve(path: str | os.PathLike) -> Path:
         path = path / "checkpoints"
     found = checkpoints(path)
     if not found and not (path / LATEST).exists():
-        read_manifest(path)  # its error says what `path` is
+        read_manifest(path)  # raises an error that describes `path`
         return path
     pointer = path / LATEST
-    if not pointer.exists():  # killed between the first rename and the first pointer
+    if not pointer.exists():  # a kill came between the first rename and the first write of `latest`
         return found[-1]
     name = read_pointer(pointer)
     return path / name if _STEP.fullmatch(name) else resolve(path / name)
 
 
 def read_pointer(pointer: Path) -> str:
-    """The name in a file `latest`: that of a folder next to it.
+    """Reads the folder name in a file `latest` and checks that the folder exists next to it.
 
     Raises:
-        CheckpointError: it is empty, or names no such folder; the text lists those that can be loaded.
+        CheckpointError: the file is empty or names no such folder. The message lists usable checkpoints.
     """
     name = pointer.read_bytes().decode(errors="replace").strip()
     if name and Path(name).name == name and name != ".." and (pointer.parent / name).is_dir():
@@ -103,7 +103,7 @@ def read_pointer(pointer: Path) -> str:
 
 
 def every_checkpoint(path: Path) -> list[Path]:
-    """All step folders of `path`, see `resolve`.
+    """Returns all step folders of `path`, which is as for `resolve`.
 
     Raises:
         CheckpointError: there is none.
@@ -115,7 +115,7 @@ def every_checkpoint(path: Path) -> list[Path]:
 
 
 def open_manifest(path: Path) -> Manifest:
-    """`read_manifest`, with an error that lists the checkpoints that can be loaded instead.
+    """Calls `read_manifest`. Its errors also list the usable checkpoints.
 
     Raises:
         CheckpointError: the manifest is missing or damaged.
@@ -127,11 +127,9 @@ def open_manifest(path: Path) -> Manifest:
 
 
 def usable(folder: Path, *, without: Path | None = None) -> str:
-    """Half a sentence on the checkpoints of `folder` that look complete: valid manifest, all files with the right length."""
+    """Lists the checkpoints of `folder` that look complete (valid manifest, files of the right length), as part of a sentence."""
     own = checkpoints(folder)
-    if (
-        not own and folder.is_dir()
-    ):  # a folder of tags: of ztk's, each has a step folder; DeepSpeed's have the files themselves
+    if not own and folder.is_dir():  # a folder of tags: ztk's tags contain a step folder, DeepSpeed's contain the files
         own = sorted(tag for tag in folder.iterdir() if tag.is_dir() and (checkpoints(tag) or _is_of_deepspeed(tag)))
     good = [path.name for path in own if path != without and _looks_complete(path)]
     return f"still usable in {folder}: {', '.join(reversed(good))}" if good else f"{folder} has no other checkpoint"
@@ -152,7 +150,7 @@ def _looks_complete(path: Path) -> bool:
 
 
 def prepare(folder: Path, *, step: int, token: str) -> Path:
-    """Removes the leftovers of killed saves and makes the temporary folder of this save. OSError passes through."""
+    """Removes the leftovers of killed saves and creates the temporary folder of this save. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for child in folder.iterdir():
         if _LEFTOVER.fullmatch(child.name):
@@ -171,7 +169,7 @@ def _free_name(folder: Path, *, step: int) -> str:
 
 
 def commit(temporary: Path) -> Path:
-    """Makes a folder with synced files the latest checkpoint. See [Note: Commit]. OSError passes through."""
+    """Makes a folder with synced files the latest checkpoint. See [Note: Commit]. Raises OSError."""
     final = temporary.with_name(temporary.name.rpartition(".tmp-")[0])
     sync_folder(temporary)
     os.rename(temporary, final)
@@ -179,14 +177,14 @@ def commit(temporary: Path) -> Path:
     try:
         _point_to(final, token=temporary.name.rpartition(".tmp-")[2])
     except OSError:
-        final.rename(temporary)  # a save that is reported as failed leaves no checkpoint
+        final.rename(temporary)  # a save that is reported as failed must leave no checkpoint
         raise
     sync_folder(final.parent)
     return final
 
 
 def _point_to(final: Path, *, token: str) -> None:
-    """Replaces `latest`."""
+    """Replaces `latest` atomically."""
     pointer = final.parent / f"{LATEST}.tmp-{token}"
     try:
         write_file(pointer, data=f"{final.name}\n".encode())
@@ -197,7 +195,7 @@ def _point_to(final: Path, *, token: str) -> None:
 
 
 def prune(newest: Path, *, retention: Retention, token: str) -> list[Path]:
-    """Removes checkpoints that `retention` does not keep, and older ones of the same step. Returns those. OSError passes through."""
+    """Removes and returns checkpoints that `retention` does not keep, and older ones of the same step. Raises OSError."""
     if retention.keep is None:
         return []
     manifests: dict[Path, Manifest] = {}
@@ -205,7 +203,7 @@ def prune(newest: Path, *, retention: Retention, token: str) -> list[Path]:
         try:
             manifests[path] = read_manifest(path)
         except CheckpointError:
-            continue  # damaged: left for the user
+            continue  # damaged; the user decides
     by_age = sorted(manifests, key=lambda path: (path == newest, manifests[path].created), reverse=True)
     kept = {newest, *by_age[: retention.keep]}
     if retention.keep_every:
@@ -222,7 +220,7 @@ def prune(newest: Path, *, retention: Retention, token: str) -> list[Path]:
 
 
 def discard(path: Path, *, token: str) -> None:
-    """Removes a folder so that no part of it looks complete. See [Note: Commit]."""
+    """Removes a folder so that a kill leaves no part that looks complete. See [Note: Commit]."""
     if ".tmp-" not in path.name:
         path = path.rename(path.with_name(f"{path.name}.tmp-{token}"))
         sync_folder(path.parent)
@@ -230,7 +228,7 @@ def discard(path: Path, *, token: str) -> None:
 
 
 def write_file(path: Path, *, data: bytes) -> None:
-    """Writes and syncs a new file. An OSError has the file's name."""
+    """Writes and syncs a new file. An OSError contains the file's name."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         write_at(fd, data=memoryview(data), offset=0, path=path)

@@ -1,7 +1,9 @@
-"""The full model's state_dict, assembled from the ranks' shards and, where a mesh divides the model, their parts of it.
+"""Assembles the full model's state_dict from the shards of all ranks, in any parallel layout.
 
-Phases: every rank copies its model's parameters into main memory, gathering one bucket at a time; the ranks exchange what they have; the
-first rank that has a part broadcasts it if another rank lacks it. Weights have the dtype that the model computes in, buffers their own.
+1. Every rank copies its part of the model into main memory, gathering one bucket at a time.
+2. The ranks exchange the lists of their parts.
+3. The first rank that has a part broadcasts it if another rank lacks it.
+Weights have the model's compute dtype, buffers their own.
 """
 
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from ztk.core.runtime.part import Part
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Held:
-    """The part of one parameter or buffer that a rank has."""
+    """The part of a parameter or buffer that a rank holds."""
 
     part: Part
     dtype: torch.dtype
@@ -28,10 +30,12 @@ class _Held:
 def full_state_dict(
     engine: Subject, *, everywhere: bool = False, exclude_frozen: bool = False
 ) -> dict[str, Tensor] | None:
-    """The full model's state_dict in main memory: on rank 0, or `everywhere`; None on the others.
+    """Returns the full model's state_dict in main memory: on rank 0, or on all ranks with `everywhere`; None elsewhere.
 
-    The dtype is the one that the model computes in, the shapes are those of the full parameters; tied names and persistent buffers are
-    included. A collective call. `engine.module.state_dict()` has only this rank's parts.
+    A collective call.
+
+    It has the shapes of the full parameters in the model's compute dtype, tied names and persistent buffers. In contrast,
+    `engine.module.state_dict()` has only this rank's parts.
     """
     keeps = everywhere or engine.process.comm.rank == 0
     state = gather_state(engine, keeps=keeps, exclude_frozen=exclude_frozen)
@@ -39,16 +43,17 @@ def full_state_dict(
 
 
 def is_cut(engine: Subject) -> bool:
-    """Whether ranks have different parts of the model, over which ZeRO shards."""
+    """Returns whether tensor, pipeline or expert parallelism gives ranks different parts of the model."""
     topology = engine.process.mesh.topology
     return max(topology.tensor, topology.expert, topology.pipeline) > 1
 
 
 def gather_state(engine: Subject, *, keeps: bool, exclude_frozen: bool) -> dict[str, Tensor]:
-    """Weights in main memory by name, in their full shapes, with tied names and persistent buffers; empty on ranks that do not keep them.
+    """Returns full weights in main memory by name, with tied names and persistent buffers. Empty on ranks that do not keep them.
 
-    A collective call. keeps: true on rank 0, and on either all others or none of them. A rank also has its own parts in memory until all are
-    assembled.
+    A collective call. Each rank also keeps its own parts in memory until all are assembled.
+
+    keeps: True on rank 0, and on either all or none of the others.
     """
     comm, module = engine.process.comm, engine.module
     cut = is_cut(engine)
@@ -74,7 +79,7 @@ def gather_state(engine: Subject, *, keeps: bool, exclude_frozen: bool) -> dict[
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of a state_dict, of any shape, under every name."""
+    """Yields the buffers of a state_dict, of any shape, under every name."""
     for prefix, child in module.named_modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and name not in child._non_persistent_buffers_set:
@@ -96,7 +101,7 @@ def _parameters_held(engine: Subject) -> dict[str, _Held]:
 def _put_together(
     values: dict[str, Tensor], *, of_ranks: list[dict[str, _Held]], comm: Comm, keeps: bool
 ) -> dict[str, Tensor]:
-    """Sends one part at a time; only one copy of each part is sent."""
+    """Broadcasts one part at a time. Of several copies only one is sent."""
     full, seen = {}, set()
     for rank, theirs in enumerate(of_ranks):
         for name, item in theirs.items():

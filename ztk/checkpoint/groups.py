@@ -1,4 +1,4 @@
-"""The optimizer's hyperparameters in a checkpoint, for people and other frameworks. A load uses those of the run's own policy."""
+"""The optimizer's hyperparameters in a checkpoint, for people and other frameworks. A load ignores them: the run's own policy applies."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from ztk.kernels import Hyper
 
 
 def gather_groups(engine: Subject) -> list[dict[str, Any]]:
-    """One dictionary per set of hyperparameters: by name, "options" of the optimizer, and "params", the parameters' names. Collective.
+    """Returns one dictionary per set of hyperparameters. A collective call.
 
-    Rates are those before the schedule's factor; they come from an fp32 table and are rounded to 7 digits. "muon", where there is Muon: it
-    updates these matrices, which have no second moment.
+    Each has the optimizer's options by name and "params", the parameters' names. Rates are before the schedule's factor; they come from
+    an fp32 table and are rounded to 7 digits. With Muon, "muon" marks the matrices that it updates, which have no second moment.
     """
     optimizer = engine.zero.optimizer
     muon = getattr(optimizer, "muon", None)
@@ -41,8 +41,10 @@ def gather_groups(engine: Subject) -> list[dict[str, Any]]:
 
 
 def check_second_moments(engine: Subject, *, manifest: Manifest) -> None:
-    """Raises CheckpointError if this run divides by second moments of parameters that have none, because Muon updated them: zeros in their
-    place would make the first steps 1 / sqrt(1 - beta2) times too long."""
+    """Raises CheckpointError if this run needs second moments of parameters that Muon updated and that have none.
+
+    Zeros in their place would make the first steps 1 / sqrt(1 - beta2) times too long.
+    """
     if "exp_avg_sq" not in engine.zero.state_names:
         return
     trained = (bucket for bucket in engine.zero.buckets if bucket.traits.trainable)
@@ -50,7 +52,7 @@ def check_second_moments(engine: Subject, *, manifest: Manifest) -> None:
     matrices = {info.name for info in manifest.parameters if len(info.shape) == 2}
     without: set[str] = set()
     for group in manifest.groups or ():
-        # Early checkpoints do not say which matrices Muon updated; to a run with Muon they are taken for the same ones.
+        # Early checkpoints do not list Muon's matrices. A run with Muon assumes that they are the same as its own.
         is_early = "muon" not in group and "muon_steps" in group["options"] and not engine.zero.matrices
         without.update(matrices.intersection(group["params"]) if is_early or group.get("muon") else ())
     if lacking := sorted(name for name in own if manifest.tied.get(name, name) in without):
@@ -62,17 +64,17 @@ def check_second_moments(engine: Subject, *, manifest: Manifest) -> None:
 
 
 def torch_param_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """The param_groups of `get_optimizer_state_dict` for torch's optimizer of the same kind.
+    """Returns the param_groups of `get_optimizer_state_dict` for torch's optimizer of the same kind.
 
-    None for lion and lamb, which torch lacks, for muon, which is two optimizers there, and for a class of which only the name is known.
+    Returns None for lion and lamb, which torch lacks, for muon, which is two optimizers in torch, and for a class known only by name.
     """
     made = []
     for group in groups:
         optimizer = _torch_optimizer(group)
         if optimizer is None:
             return None
-        (own,) = optimizer.state_dict()["param_groups"]  # with the flags of the torch that is installed
-        made.append({**own, "params": group["params"], "initial_lr": group["lr"]})  # initial_lr: schedulers read it
+        (own,) = optimizer.state_dict()["param_groups"]  # with the flags of the installed torch
+        made.append({**own, "params": group["params"], "initial_lr": group["lr"]})  # schedulers read initial_lr
     return made
 
 
@@ -86,7 +88,7 @@ def _torch_optimizer(group: dict[str, Any]) -> torch.optim.Optimizer | None:
     if "decoupled" in options:
         kind = torch.optim.AdamW if options["decoupled"] else torch.optim.Adam
         return kind(parameters, betas=(group["beta1"], group["beta2"]), eps=group["eps"], **common)
-    if "nesterov" in options or not group["beta1"]:  # SGD, with momentum or without
+    if "nesterov" in options or not group["beta1"]:  # SGD with or without momentum
         nesterov = bool(options.get("nesterov") and group["momentum"])
         return torch.optim.SGD(parameters, momentum=group["momentum"], nesterov=nesterov, **common)
     return None

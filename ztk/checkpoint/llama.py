@@ -1,6 +1,6 @@
-"""The native decoder under the names and the configuration of Hugging Face's Llama.
+"""Converts the native decoder to the names and the configuration of Hugging Face's Llama.
 
-Both compute the same: RMSNorm before attention and MLP, rotary positions on halves, grouped queries, SwiGLU, no biases.
+Both models compute the same function: RMSNorm before attention and MLP, rotary positions on halves, grouped queries, SwiGLU, no biases.
 """
 
 import re
@@ -23,14 +23,14 @@ _BLOCK = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-# Regular expression -> replacement, as `import_checkpoint` takes them.
+# Regular expression -> replacement, in the format of `import_checkpoint`.
 TO_LLAMA = {rf"^{own}\.": f"{theirs}." for own, theirs in _TOP.items()} | {
     rf"^blocks\.(\d+)\.{re.escape(own)}\.": rf"model.layers.\1.{theirs}." for own, theirs in _BLOCK.items()
 }
 FROM_LLAMA = {rf"^{re.escape(theirs)}\.": f"{own}." for own, theirs in _TOP.items()} | {
     rf"^model\.layers\.(\d+)\.{re.escape(theirs)}\.": rf"blocks.\1.{own}." for own, theirs in _BLOCK.items()
 }
-_SIZES = {  # DecoderConfig's -> LlamaConfig's
+_SIZES = {  # DecoderConfig field -> LlamaConfig field
     "vocab_size": "vocab_size",
     "dim": "hidden_size",
     "layers": "num_hidden_layers",
@@ -41,16 +41,16 @@ _SIZES = {  # DecoderConfig's -> LlamaConfig's
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-_DEFAULT_THETA = 10000.0  # of Llama, where its configuration names none
+_DEFAULT_THETA = 10000.0  # Llama's default
 
 
 def is_llama(config: Mapping[str, Any]) -> bool:
-    """Whether a decoder of this configuration (a DecoderConfig as a dictionary) is a Llama: with experts it is not."""
+    """Returns whether a decoder of this configuration (a DecoderConfig as a dictionary) is a Llama. With experts it is not."""
     return not config.get("experts")
 
 
 def llama_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config.json` for a DecoderConfig as a dictionary, without the weights' dtype."""
+    """Returns `config.json` for a DecoderConfig as a dictionary, without the weights' dtype."""
     theta = config["rope_theta"]
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -60,7 +60,7 @@ def llama_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "rope_theta": theta,  # read by transformers before 5, and by 5 and later
+        "rope_theta": theta,  # for transformers before 5, and for 5 and later
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "bos_token_id": None,
         "eos_token_id": None,
@@ -68,7 +68,7 @@ def llama_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoder_config(llama: Mapping[str, Any]) -> dict[str, Any]:
-    """The DecoderConfig, as a dictionary, of a `config.json`.
+    """Returns the DecoderConfig of a `config.json`, as a dictionary.
 
     Raises:
         CheckpointError: the decoder does not compute this model.

@@ -1,6 +1,7 @@
-"""Loading into an engine of any layout.
+"""Loads a checkpoint into an engine of any layout.
 
-Phases: rank 0 chooses the checkpoint, all check that it fits, each reads its own slices, they agree, they broadcast replicated parameters.
+Phases: rank 0 chooses the checkpoint, all ranks check that it fits, each reads its own slices, they agree, and they broadcast replicated
+parameters.
 """
 
 import os
@@ -28,13 +29,14 @@ from ztk.zero.buckets.context import AVERAGE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """The result of a load. data_state, extra: as given to `save`. step: optimizer steps made.
+    """The result of a load. data_state, extra: the values given to `save`. step: number of optimizer steps.
 
-    same_world: the number of ranks is that of the save, so the random number generators were restored too.
-    read_bytes: bytes that this rank read from the files. kept: the model's parameters and buffers that stayed as they were; unused: names of
-    the checkpoint that were not loaded. Both are empty except with `only`, `strict=False` and checkpoints of only the trained parameters.
-    passed_over: the faults of later checkpoints, see `load_newest`. notes: what became of an average of the weights that only the engine or
-    only the checkpoint has, and of states that the two keep in other formats, in sentences.
+    same_world: whether the number of ranks is unchanged, in which case random number generators were restored too.
+    read_bytes: bytes that this rank read.
+    kept: parameters and buffers of the model that kept their values. unused: names of the checkpoint that were not loaded. Both are empty
+    except with `only`, `strict=False` and checkpoints of only the trained parameters.
+    passed_over: faults of later checkpoints; see `load_newest`.
+    notes: sentences about an average of the weights that only one side has, and about states whose format differs.
     """
 
     path: Path
@@ -60,19 +62,21 @@ def load(
 ) -> LoadReport:
     """Sets the engine's state from a checkpoint saved under any stage, tier, precision, bucket size and number of ranks.
 
-    path: a step folder, or a folder of checkpoints or a run folder, of which the latest is taken. Every rank calls it.
-    weights_only: parameters and buffers only; the optimizer starts anew and counters stay. An average of the weights starts from what is
-        loaded, as it does from a checkpoint without one.
-    only: shell patterns such as "*.lora_*" of the parameters and buffers to set; the others stay as they are, with their optimizer states.
-    strict: False sets what the model and the checkpoint both have; look at the report's `kept` and `unused`. Shapes must be equal in any
-        case. Both go with weights_only=True.
+    A collective call.
 
-    Reads by offset what this rank keeps, one block of a file at a time.
+    Each rank reads only its own ranges, one block of a file at a time.
+
+    path: a step folder, or a folder of checkpoints or a run folder, whose latest checkpoint is loaded.
+    weights_only: sets only parameters and buffers. The optimizer restarts and the counters stay. A moving average restarts from the
+    loaded weights, as it does with a checkpoint without one.
+    only: shell patterns such as "*.lora_*" of the parameters and buffers to set. The others keep their values and optimizer states. Needs
+    weights_only=True.
+    strict: with False, sets the names that both sides have; see `kept` and `unused` in the report. Shapes must always be equal. Needs
+    weights_only=True.
 
     Raises:
-        CheckpointError: a ValueError, the same on all ranks, for a missing, truncated or damaged checkpoint (DamagedCheckpoint), one of
-            another program, another model or another optimizer. If some state was set before the error, load the engine again from
-            another checkpoint before it trains.
+        CheckpointError: a ValueError, the same on all ranks, for a missing, truncated or damaged checkpoint (DamagedCheckpoint), or one
+            of another program, model or optimizer. If the error came after some state was set, load another checkpoint before training.
     """
     comm, options = engine.process.comm, LoadOptions(weights_only=weights_only, only=only, strict=strict)
     agreement = Agreement(comm, error=CheckpointError)
@@ -126,7 +130,7 @@ def load(
 
 
 def _state_source(reader: StateReader, *, parts: Mapping[str, Part], weights_only: bool) -> Callable[..., Tensor]:
-    """The `read` of `ModelState.load`. A trained parameter may be loaded as a frozen one and, with `weights_only`, the other way round."""
+    """Returns the `read` of `ModelState.load`. A trained parameter may be loaded as a frozen one and, with `weights_only`, vice versa."""
 
     def read(*, name: str, kind: str, start: int, stop: int) -> Tensor:
         if kind == AVERAGE and (weights_only or not reader.has(name=name, kind=AVERAGE)):
@@ -141,7 +145,7 @@ def _state_source(reader: StateReader, *, parts: Mapping[str, Part], weights_onl
 
 
 def _notes(manifest: Manifest, *, names: Sequence[str], weights_only: bool) -> Iterator[str]:
-    """names: of the engine's states."""
+    """Yields notes about averages of the weights. names: the engine's states."""
     saved = AVERAGE in (manifest.state_names or ()) and not weights_only
     if AVERAGE in names and not saved:
         yield f"the average of the weights starts from the weights of {manifest.path}"
@@ -150,13 +154,15 @@ def _notes(manifest: Manifest, *, names: Sequence[str], weights_only: bool) -> I
 
 
 def _notes_of_states(manifest: Manifest, *, kept: Mapping[str, str], rounded: int) -> Iterator[str]:
-    """kept: of the engine, see `StateFormat.described`. rounded: groups of 8-bit states."""
+    """Yields notes about state formats. kept: the engine's formats; see `StateFormat.described`. rounded: number of groups of 8-bit
+    states.
+    """
     saved = manifest.layout.get("states") or dict.fromkeys(("master", *(manifest.state_names or ())), "float32")
     common = [name for name in kept if name in saved]
     if any(kept[name] != saved[name] for name in common):
         yield (
-            f"{manifest.path} keeps {_words(saved, names=common)}, and this run {_words(kept, names=common)}: what has fewer bits here is "
-            "rounded once, the rest is the same numbers"
+            f"{manifest.path} keeps {_words(saved, names=common)}, and this run {_words(kept, names=common)}: states with fewer bits are "
+            "rounded once, all others are equal"
         )
     elif rounded:
         yield (
@@ -166,7 +172,7 @@ def _notes_of_states(manifest: Manifest, *, kept: Mapping[str, str], rounded: in
 
 
 def _words(kept: Mapping[str, str], *, names: Sequence[str]) -> str:
-    """Such as "master: float32, exp_avg: bfloat16"."""
+    """Formats states, for example as "master: float32, exp_avg: bfloat16"."""
     return ", ".join(f"{name}: {kept[name]}" for name in names)
 
 
@@ -180,7 +186,7 @@ def _load_buffers(engine: Subject, *, reader: StateReader, keep: Sequence[str]) 
 
 
 def _restore_progress(engine: Subject, *, manifest: Manifest) -> None:
-    """Sets step control and counters as if this engine had made the steps."""
+    """Sets step control and counters to their values in the saved run."""
     scaling = engine.control.scaling
     alike = scaling.dynamic == manifest.layout["dynamic_loss_scale"]
     alike = alike and (scaling.dynamic or manifest.control["loss_scale"] == scaling.initial)

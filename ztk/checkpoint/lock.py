@@ -1,6 +1,6 @@
-"""One writer per folder of checkpoints.
+"""Allows one writer per folder of checkpoints.
 
-A second run that saves into the same folder would remove the first one's temporary folder while it is written, and prune its checkpoints.
+A second run in the same folder would remove the first one's temporary folder during a save, and prune its checkpoints.
 """
 
 import errno
@@ -15,23 +15,23 @@ from ztk.checkpoint.errors import SaveFailed
 
 logger = logging.getLogger(__name__)
 
-# A process that was killed may leave a forked child (a data loader's worker ends within 5 s of its parent), which keeps the lock.
+# The children of a killed process inherit the lock; a data loader's worker ends within 5 s after its parent.
 PATIENCE_SECONDS = 7.0
 _UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 class WriterLock:
-    """An advisory lock on the folder itself (flock(2)): no file is left, and the system releases it with the process.
+    """An advisory lock on the folder itself (flock(2)). It needs no lock file, and the system releases it with the process.
 
     Raises:
-        SaveFailed: another run, or another `Saver` of this process, holds it.
+        SaveFailed: another run, or another `Saver` of this process, holds the lock.
         OSError: the folder cannot be opened.
     """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._end = weakref.finalize(self, os.close, self._fd)  # of a `Saver` that is dropped without `close`
+        self._end = weakref.finalize(self, os.close, self._fd)  # if the `Saver` is dropped without `close`
         try:
             self._acquire(folder)
         except BaseException:
@@ -58,5 +58,5 @@ class WriterLock:
             time.sleep(0.05)
 
     def release(self) -> None:
-        """Idempotent."""
+        """Releases the lock. Idempotent."""
         self._end()

@@ -1,4 +1,4 @@
-"""`manifest.json`: what a checkpoint contains, and in which file each range is. It is written last and has a hash of itself."""
+"""`manifest.json`: the contents of a checkpoint and the file of each range. It is written last and contains its own hash."""
 
 import hashlib
 import json
@@ -15,22 +15,22 @@ _PREFIX = b'{"sha256":"'
 _MIDDLE = b'",\n"manifest":'
 _SUFFIX = b"}\n"
 
-FROZEN = "parameter"  # the kind of a frozen parameter
-BUFFER = "buffer"  # the kind of a module's persistent buffer
-RNG = "rng"  # the kind of a rank's random number generators
+FROZEN = "parameter"  # kind of a frozen parameter
+BUFFER = "buffer"  # kind of a module's persistent buffer
+RNG = "rng"  # kind of a rank's random number generators
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A range [start, stop) of flat state `kind` of `name`, at byte `offset` of its file, with a crc32 per block.
+    """The range [start, stop) of flat state `kind` of `name`, at byte `offset` of its file, with a crc32 per block.
 
-    box: `[first index, size]` per dimension of the rank's part of the parameter (tensor and expert parallelism); the range then counts
-        the part's elements. None: the range counts those of the full parameter.
+    box: `[first index, size]` per dimension of the rank's part of the parameter (tensor and expert parallelism). The range then counts
+    the elements of the part; with None it counts those in the full parameter.
     """
 
     name: str
     kind: str
-    dtype: str  # as safetensors calls it
+    dtype: str  # safetensors name
     start: int
     stop: int
     offset: int
@@ -51,25 +51,26 @@ class StateFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
-    """A parameter or buffer as the model knows it."""
+    """A full parameter or buffer of the model."""
 
     name: str
     shape: list[int]
-    dtype: str  # of the parameter, in which the model computed
+    dtype: str  # compute dtype of the parameter
     trainable: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """control: the step control's device scalars by name (step, loss scale and so on; "nan" and "inf" as words).
-
-    state_names: the optimizer's states beside "master", or None for a checkpoint of weights alone.
-    tied: other name -> canonical name. layout: how it was sharded, for information only.
+    """control: the step control's device scalars by name (step, loss scale and so on; "nan" and "inf" as strings).
+    state_names: the optimizer's states in addition to "master", or None for a checkpoint without optimizer states.
+    tied: other name -> canonical name.
+    layout: the sharding of the saving run, for information only.
     data, extra: JSON values from the training program.
-    model: the model's description, see `ztk.checkpoint.architecture`. groups: the optimizer's hyperparameters, each with the names
-        of its parameters under "params". torch_optimizer: what a torch optimizer keeps besides, see `ztk.checkpoint.torch_optimizer`.
-        missed_updates: parameter -> updates that it has missed, of ztk's own optimizers; a parameter that has missed none is not in it.
-        left_out: frozen parameters that a checkpoint of trained ones does not have.
+    model: the model's description; see `ztk.checkpoint.architecture`.
+    groups: the optimizer's hyperparameters, each set with its parameters' names under "params".
+    torch_optimizer: the small state of a torch optimizer; see `ztk.checkpoint.torch_optimizer`.
+    missed_updates: parameter -> number of updates that it missed, for ztk's own optimizers. Only parameters that missed any.
+    left_out: frozen parameters that a checkpoint of trained parameters omits.
     """
 
     step: int
@@ -114,7 +115,7 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The file's bytes. Every byte is covered by the hash or has a fixed value."""
+    """Returns the file's bytes. Every byte is covered by the hash or has a fixed value."""
     content = asdict(manifest)
     del content["path"]
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
@@ -122,11 +123,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a step folder.
+    """Reads the manifest of a step folder.
 
     Raises:
         DamagedCheckpoint: it is missing or damaged.
-        CheckpointError: it is of another version.
+        CheckpointError: it has another version.
     """
     path = folder / MANIFEST
     try:
@@ -163,7 +164,7 @@ def _decode(content: dict[str, Any], *, path: str) -> Manifest:
 
 
 def _what_it_is(folder: Path) -> str:
-    """Why a folder may have no manifest."""
+    """Describes a folder without a manifest, for the error message."""
     if not folder.exists():
         return "there is no such folder"
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""The model in a checkpoint: its parameters, ties, persistent buffers, and the step control's scalars.
+"""The model in a checkpoint: parameters, ties, persistent buffers, and the step control's scalars.
 
 Buffers have any dtype; the control's scalars are fp32.
 """
@@ -14,13 +14,13 @@ from ztk.checkpoint.manifest import TensorInfo
 from ztk.checkpoint.subject import Subject
 from ztk.kernels import State
 
-# Scalars that only the kind of loss scaling that wrote them can use.
+# Scalars that are only valid for the kind of loss scaling that wrote them.
 _SCALING = {State.loss_scale, State.good_steps, State.hysteresis_left}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInfo:
-    """The full model of all ranks together. own_buffers: the buffers of which this rank is the first owner."""
+    """The full model over all ranks. own_buffers: the buffers that this rank saves, as the first rank that has them."""
 
     parameters: list[TensorInfo]
     buffers: list[TensorInfo]
@@ -29,7 +29,7 @@ class ModelInfo:
 
     @staticmethod
     def gather(engine: Subject) -> "ModelInfo":
-        """A collective call: pipeline stages have different parameters."""
+        """Collects the model of all ranks, because pipeline stages have different parameters. A collective call."""
         own = parameter_infos(engine), buffer_infos(engine.module), tied_names(engine.module)
         everyone = engine.process.comm.gather_objects(own)
         parameters, buffers, tied, writer = {}, {}, {}, {}
@@ -50,7 +50,7 @@ class ModelInfo:
 
 
 def parameter_infos(engine: Subject) -> list[TensorInfo]:
-    """The parameters that this rank has a part of, in the order of the model's definition."""
+    """Returns the parameters of which this rank has a part, in the order of the model's definition."""
     infos = {}
     for bucket in engine.zero.buckets:
         for placement in bucket.layout.placements:
@@ -64,7 +64,7 @@ def parameter_infos(engine: Subject) -> list[TensorInfo]:
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Further names of parameters -> the first name."""
+    """Returns further names of parameters -> first name."""
     canonical = {id(parameter): name for name, parameter in module.named_parameters()}
     return {
         name: canonical[id(parameter)]
@@ -74,7 +74,7 @@ def tied_names(module: nn.Module) -> dict[str, str]:
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, buffer of any shape) of those that belong into a state_dict."""
+    """Yields (name, buffer of any shape) of the buffers in a state_dict."""
     seen = set()
     for prefix, child in module.named_modules():
         for name, buffer in child._buffers.items():
@@ -85,7 +85,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def buffer_infos(module: nn.Module) -> list[TensorInfo]:
-    """The persistent buffers."""
+    """Returns the persistent buffers."""
     return [
         TensorInfo(name=name, shape=list(buffer.shape), dtype=DTYPE_NAMES[buffer.dtype], trainable=False)
         for name, buffer in persistent_buffers(module)
@@ -93,13 +93,13 @@ def buffer_infos(module: nn.Module) -> list[TensorInfo]:
 
 
 def control_values(state: Tensor) -> dict[str, float | str]:
-    """The control state [8] by name; values that are not finite become words, because JSON lacks them."""
+    """Returns the control state [8] by name. Non-finite values become strings, because JSON lacks them."""
     values = state.tolist()
     return {item.name: values[item] if math.isfinite(values[item]) else str(values[item]) for item in State}
 
 
 def restore_control(state: Tensor, *, values: dict[str, float | str], with_scaling: bool) -> None:
-    """Sets the control state [8]. Without `with_scaling` the run's own loss scale stays: the checkpoint's is of another kind."""
+    """Sets the control state [8]. Without `with_scaling` the run's loss scale is kept, because the checkpoint's is of another kind."""
     restored = state.tolist()
     for item in State:
         if item.name in values and (with_scaling or item not in _SCALING):

@@ -1,4 +1,4 @@
-"""The checkpoint from which an unattended restart continues."""
+"""Chooses the checkpoint for an unattended restart."""
 
 import os
 import warnings
@@ -12,14 +12,13 @@ from ztk.checkpoint.subject import Subject
 
 
 def load_newest(engine: Subject, *, folder: str | os.PathLike) -> LoadReport | None:
-    """Sets the engine's state from the latest checkpoint of `folder`; None if there never was one. Every rank calls it.
+    """Sets the engine's state from the latest checkpoint of `folder`. Returns None if there never was one. A collective call.
 
-    If a checkpoint is damaged, the newest other one is loaded: the report's `passed_over` names the file and the fault, and rank 0 warns
-    (RuntimeWarning).
+    If a checkpoint is damaged, the newest intact one is loaded instead: `passed_over` of the report names the file and the fault, and
+    rank 0 issues a RuntimeWarning.
 
     Raises:
-        CheckpointError: all checkpoints are damaged, or an error of `load` that is no damage, such as another model: an older checkpoint
-            would not help.
+        CheckpointError: all checkpoints are damaged, or the error would be the same for an older checkpoint, such as another model.
     """
     comm = engine.process.comm
     found, faults = comm.gather_objects(_candidates(Path(folder)) if comm.rank == 0 else None)[0]
@@ -40,7 +39,7 @@ def load_newest(engine: Subject, *, folder: str | os.PathLike) -> LoadReport | N
 
 
 def _candidates(folder: Path) -> tuple[list[Path], list[str]]:
-    """(checkpoints, the one that `latest` names first and then newer before older; what is wrong with `latest`)."""
+    """Returns (checkpoints, the one in `latest` first and then newest to oldest; faults of `latest`)."""
     newest_first = checkpoints(folder)[::-1]
     if not newest_first and not (folder / LATEST).exists():
         return [], []

@@ -1,6 +1,6 @@
-"""Reads any range of any state of a checkpoint by offset, and verifies the checksum of every byte it uses.
+"""Reads any range of any state of a checkpoint by offset, and verifies the checksums of all bytes that it uses.
 
-Values have the dtype that was saved; states of generators are uint8.
+Values keep their saved dtype; generator states are uint8.
 """
 
 import os
@@ -18,13 +18,15 @@ from ztk.checkpoint.folder import usable
 from ztk.checkpoint.manifest import BUFFER, RNG, Entry, Manifest, StateFile
 from ztk.core.runtime.part import Part
 
-CACHED_BLOCKS = 8  # neighbouring ranges share a block, in each kind of state
+CACHED_BLOCKS = 8  # per kind of state; neighbouring ranges share a block
 OPEN_FILES = 64
-_CHUNK = 1 << 20  # elements in memory beside the result, where parts are cut differently
+_CHUNK = 1 << 20  # elements read at a time if the saved parts are cut differently
 
 
 class StateReader:
-    """Opens files when they are first needed. Memory: CACHED_BLOCKS blocks, and at times _CHUNK elements, beside the result."""
+    """Opens files on first use. In addition to the result it needs memory for CACHED_BLOCKS blocks, and temporarily for _CHUNK
+    elements.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest, self._folder = manifest, Path(manifest.path)
@@ -40,26 +42,26 @@ class StateReader:
         self.read_bytes = 0
 
     def check_files(self) -> None:
-        """Checks that all files have their length and intact headers.
+        """Checks the lengths and headers of all files.
 
         Raises:
-            DamagedCheckpoint: one does not.
+            DamagedCheckpoint: a file is truncated or its header is damaged.
         """
         for file in self._manifest.files:
             self._open(file)
 
     def has(self, *, name: str, kind: str) -> bool:
-        """Whether the checkpoint has state `kind` of `name`."""
+        """Returns whether the checkpoint has state `kind` of `name`."""
         return (kind, self._manifest.tied.get(name, name)) in self._entries
 
     def dtype(self, *, name: str, kind: str) -> torch.dtype:
-        """As stored."""
+        """Returns the stored dtype."""
         return DTYPES[self._entries[kind, self._manifest.tied.get(name, name)][0][0].dtype]
 
     def read(self, *, name: str, kind: str, start: int, stop: int, part: Part | None = None) -> Tensor:
-        """Elements [start, stop) of flat state `kind` of `name`, in its stored dtype, on the CPU.
+        """Returns elements [start, stop) of flat state `kind` of `name`, in its stored dtype, on the CPU.
 
-        part: count the elements of this part of the full tensor, which the files may have divided in another way.
+        part: counts elements of this part of the full tensor, which the files may divide in another way.
 
         Raises:
             CheckpointError: the checkpoint lacks elements or is damaged.
@@ -99,7 +101,7 @@ class StateReader:
         out: Tensor,
         part: Part | None,
     ) -> None:
-        """Reads a part that the files divide differently: each entry contributes its overlap."""
+        """Reads a part that the files divide differently: copies the overlap with each entry."""
         full_shape = self._shape(name, kind=kind)
         part, missing, at = part or Part.everything(full_shape), out.numel(), 0
         for box in boxes_of(part.shape, start=start, stop=start + out.numel()):
@@ -135,7 +137,7 @@ class StateReader:
         return tuple(next(info.shape for info in infos if info.name == name))
 
     def rng_states(self, rank: int) -> dict[str, Tensor]:
-        """The result of `ztk.checkpoint.rng.rng_states` on `rank`."""
+        """Returns the result of `ztk.checkpoint.rng.rng_states` on `rank`."""
         file = self._manifest.files[rank]
         states = {}
         for entry in file.entries:
@@ -145,7 +147,7 @@ class StateReader:
         return states
 
     def faults(self) -> list[str]:
-        """Reads everything; returns a text for each missing or truncated file and for each damaged block."""
+        """Reads everything. Returns a message for each missing or truncated file and for each damaged block."""
         found, scratch = [], memoryview(bytearray(self._manifest.block_bytes))
         for file in self._manifest.files:
             try:
@@ -163,9 +165,11 @@ class StateReader:
         return found
 
     def _copy(self, entry: Entry, *, file: StateFile, first: int, out: Tensor) -> None:
-        """Elements of `entry` from element `first` of its tensor into `out`: full blocks directly, parts of blocks through the cache."""
+        """Copies elements of `entry` from element `first` of its tensor into `out`: full blocks directly, partial blocks through the
+        cache.
+        """
         itemsize, size = out.itemsize, self._manifest.block_bytes
-        begin = (first - entry.start) * itemsize  # bytes from the entry's start
+        begin = (first - entry.start) * itemsize  # in bytes from the entry's start
         end = begin + out.nbytes
         target = view_bytes(out)
         for number in range(begin // size, -(-end // size)):
@@ -177,7 +181,7 @@ class StateReader:
                 part[:] = self._block(entry, file=file, number=number)[low - number * size : high - number * size]
 
     def _block(self, entry: Entry, *, file: StateFile, number: int) -> memoryview:
-        """The `number`-th block of an entry, verified; from the cache if it has the block."""
+        """Returns the verified block `number` of an entry, from the cache if possible."""
         key = (file.file, entry.offset, number)
         if key not in self._blocks:
             nbytes = _block_nbytes(entry, number=number, size=self._manifest.block_bytes)
@@ -206,7 +210,7 @@ class StateReader:
             )
 
     def _open(self, file: StateFile) -> int:
-        """A descriptor; length and header are checked once per opening."""
+        """Returns a file descriptor. Checks length and header once per opening."""
         if file.file in self._files:
             self._files.move_to_end(file.file)
             return self._files[file.file]
@@ -238,7 +242,7 @@ class StateReader:
         )
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes all files. Idempotent."""
         for name in list(self._files):
             self._drop(name)
 
@@ -250,5 +254,5 @@ class StateReader:
 
 
 def _block_nbytes(entry: Entry, *, number: int, size: int) -> int:
-    """The last block of an entry may be short."""
+    """Returns the size of a block. The last block of an entry may be short."""
     return min(size, (entry.stop - entry.start) * DTYPES[entry.dtype].itemsize - number * size)

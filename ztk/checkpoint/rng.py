@@ -1,4 +1,4 @@
-"""A rank's random number generators as tensors."""
+"""Saves a rank's random number generators as tensors."""
 
 import ast
 import random
@@ -10,7 +10,7 @@ _CPU, _CUDA, _PYTHON = "torch.cpu", "torch.cuda", "python"
 
 
 def rng_states(device: torch.device) -> dict[str, Tensor]:
-    """uint8 [n] per generator: torch's on the CPU and on `device`, and Python's."""
+    """Returns uint8 [n] per generator: torch's on the CPU and on `device`, and Python's."""
     text = repr(random.getstate()).encode()
     states = {_CPU: torch.get_rng_state(), _PYTHON: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
     if device.type == "cuda":

@@ -1,7 +1,7 @@
-"""Saving. Phases: agree on a temporary folder, every rank writes its own slices, agree, rank 0 commits, agree.
+"""Saves checkpoints.
 
-An asynchronous save only copies the slices to main memory before training continues; the rest runs on a thread of each rank, which
-communicates over its own connections.
+Phases: agree on a temporary folder, write this rank's slices, agree, commit on rank 0, agree. An asynchronous save only copies the slices
+to main memory before training continues; the rest runs on one thread per rank, which communicates over its own connections.
 """
 
 import contextlib
@@ -36,9 +36,10 @@ from ztk.core.runtime.ending import end_with_process, forget
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveReport:
-    """A complete save. stall_seconds: how long this rank's training waited; seconds: until it was the latest checkpoint.
+    """A completed save.
 
-    nbytes: of this rank's file; total_nbytes: of all files.
+    stall_seconds: time for which this rank's training waited. seconds: time until the checkpoint was the latest.
+    nbytes: size of this rank's file. total_nbytes: size of all files.
     """
 
     path: Path
@@ -52,27 +53,30 @@ class SaveReport:
 
 @dataclass(kw_only=True)
 class _Job:
-    """One save in progress."""
+    """A save in progress."""
 
     temporary: Path
     token: str
-    draft: dict[str, Any]  # the manifest without the files
+    draft: dict[str, Any]  # the manifest without the list of files
     source: ShardSource
     writer: TensorFileWriter
     started: float
     stall_seconds: float = 0.0
-    read: threading.Event | None = None  # set when the state is read; training waits for it before it changes the state
+    read: threading.Event | None = (
+        None  # set once the state has been read; training waits for it before it changes the state
+    )
 
 
 class Saver:
-    """Saves an engine's checkpoints into one folder. Every rank makes one and makes the same calls.
+    """Saves an engine's checkpoints into one folder. Every rank creates one and makes the same calls.
 
-    asynchronous: training continues after the state is copied to main memory (as many bytes as the rank's state, counted in the
-        engine's ledger). With optimizer states on NVMe nothing is copied: they are read and written during the next forward and
-        backward, and the next update waits until they are read.
-    trained_only: frozen parameters are left out, for example with an adapter; a load keeps those of the model.
-    From its first save to `close` it is the only one that may save into the folder.
-    A failed save raises SaveFailed on all ranks: a synchronous one at once, an asynchronous one at the next `save` or `wait`.
+    From its first save to `close` no other `Saver` may save into the folder. A failed save raises SaveFailed on all ranks: a synchronous
+    one immediately, an asynchronous one at the next `save` or `wait`.
+
+    asynchronous: training continues after the state is copied to main memory. The copy has the size of the rank's state and counts in the
+    engine's ledger. Optimizer states on NVMe are not copied: they are read and written during the next forward and backward, and the next
+    update waits for the reads.
+    trained_only: omits frozen parameters, for example with an adapter. A load then keeps the model's own.
     """
 
     def __init__(
@@ -91,12 +95,12 @@ class Saver:
         self._process = process = engine.process
         self._trained_only, self._timeout_seconds = trained_only, timeout_seconds
         self._staging = Staging()
-        self._lock: WriterLock | None = None  # rank 0's, from the first save to `close`
+        self._lock: WriterLock | None = None  # on rank 0, from the first save to `close`
         self._thread: threading.Thread | None = None
-        self._job: _Job | None = None  # the one that the thread runs
+        self._job: _Job | None = None  # running on the thread
         self._outcome: SaveReport | Exception | None = None
         self._background: Comm | None = None
-        self.stall_seconds = 0.0  # of all saves so far
+        self.stall_seconds = 0.0  # summed over all saves
         if asynchronous:
             self._background = connect(
                 device=torch.device("cpu"),
@@ -110,10 +114,12 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, *, data_state: Any = None, extra: Any = None, metric: float | None = None) -> SaveReport | None:
-        """Saves the engine after its last optimizer step. Returns None if the save continues in the background: `wait` returns its report.
+        """Saves the engine after its last optimizer step.
 
-        data_state, extra: JSON values, the same on all ranks; `load` gives them back. metric: smaller is better, for `keep_best`.
+        Returns None if the save continues in the background; `wait` then returns its report.
 
+        data_state, extra: JSON values, the same on all ranks; `load` returns them.
+        metric: for `keep_best`; smaller is better.
 
         Raises:
             SaveFailed: on all ranks, if this save or the asynchronous one before it failed on any.
@@ -131,7 +137,7 @@ class Saver:
             job.stall_seconds += time.perf_counter() - started
             self._job = job
             self._thread = threading.Thread(target=self._finish_behind, args=(job,), name="ztk-checkpoint", daemon=True)
-            # A save that has begun is finished, also when the script ends without `close`.
+            # Finishes a started save even if the script ends without `close`.
             end_with_process(self._thread, end=partial(self._thread.join, self._timeout_seconds))
             self._thread.start()
             return None
@@ -156,7 +162,7 @@ class Saver:
         return replace(outcome, stall_seconds=self._job.stall_seconds)
 
     def close(self) -> SaveReport | None:
-        """`wait`, then ends the background connections and lets others save into the folder. Idempotent."""
+        """Waits for a running save, closes the background connections and releases the folder. Idempotent."""
         try:
             return self.wait()
         finally:
@@ -176,12 +182,12 @@ class Saver:
         except Exception as failure:
             if error is None:
                 raise
-            error.add_note(f"and then: {failure}")  # the first cause stays the error that is shown
+            error.add_note(f"and then: {failure}")  # the first error stays the one that is raised
 
     # Phases
 
     def _draft(self, *, data_state: Any, extra: Any, metric: float | None) -> dict[str, Any]:
-        """The manifest without the files, checked."""
+        """Returns the checked manifest without the list of files."""
         engine = self._engine
         engine.zero.averaged.check_hidden("a checkpoint")
         if engine.micro_steps % engine.accumulation_steps:
@@ -255,12 +261,14 @@ class Saver:
         return _Job(temporary=temporary, token=token, draft=draft, source=source, writer=writer, started=started)
 
     def _stage(self, job: _Job) -> None:
-        """Afterwards the engine's state may change: it is in main memory, or the engine will wait until it is read."""
+        """Secures the state, so that the engine may change it: copies it to main memory, or makes the engine wait for the reads."""
         source = job.source
         agreement = Agreement(self._process.comm, error=SaveFailed)
         try:
             with agreement.step():
-                if self._engine.zero.tiers["optimizer"] == Tier.nvme:  # this tier is chosen to save main memory
+                if (
+                    self._engine.zero.tiers["optimizer"] == Tier.nvme
+                ):  # a copy would defeat the purpose of this tier, which is to save main memory
                     source.keep_small()
                     job.read = threading.Event()
                     self._engine.zero.state.before_change(partial(self._await_reading, job))
@@ -272,7 +280,7 @@ class Saver:
         except BaseException as error:
             job.writer.close()
             if job.read is not None:
-                job.read.set()  # no thread will read
+                job.read.set()  # so that training does not wait for a read that will not come
             if not isinstance(error, SaveFailed):
                 raise
             raise self._failed(
@@ -305,7 +313,7 @@ class Saver:
         self.stall_seconds += seconds
 
     def _finish(self, job: _Job, *, stream, comm: Comm) -> SaveReport:
-        """From an open file to the latest checkpoint."""
+        """Writes the opened file and commits the checkpoint."""
         agreement = Agreement(comm, error=SaveFailed)
         try:
             with agreement.step():
@@ -348,11 +356,11 @@ class Saver:
         return tuple(removed)
 
     def _failed(self, error: SaveFailed, *, step: int, temporary: Path | None, comm: Comm) -> SaveFailed:
-        """Removes what was written; the error says what is left. All ranks call it."""
+        """Removes the partial checkpoint. Returns the error, extended by the usable checkpoints. A collective call."""
         if comm.rank == 0 and temporary is not None and temporary.exists():
-            with contextlib.suppress(OSError):  # the next save tries again; this error is more useful
+            with contextlib.suppress(OSError):  # the next save tries again, and the original error is more useful
                 folders.discard(temporary, token="")
-        self._unlock()  # an open folder keeps a full disk from being unmounted
+        self._unlock()  # an open folder prevents a full disk from being unmounted
         comm.barrier()
         return SaveFailed(f"the checkpoint of step {step} was not saved: {error}; {folders.usable(self._folder)}")
 
@@ -378,7 +386,7 @@ def save(
     keep_best: bool = False,
     trained_only: bool = False,
 ) -> SaveReport:
-    """One synchronous save: `folder/step-000123/` and `folder/latest`; see `Saver` and `Retention`. Every rank calls it."""
+    """Saves once, synchronously: `folder/step-000123/` and `folder/latest`. See `Saver` and `Retention`. A collective call."""
     retention = Retention(keep=keep, keep_every=keep_every, keep_best=keep_best)
     with Saver(engine, folder=folder, retention=retention, trained_only=trained_only) as saver:
         report = saver.save(data_state=data_state, extra=extra, metric=metric)

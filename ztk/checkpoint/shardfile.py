@@ -16,12 +16,12 @@ from ztk.checkpoint.subject import Subject
 from ztk.checkpoint.tensorfile import TensorFileWriter, TensorSpec
 from ztk.core.runtime.part import Part
 
-Append = Callable[..., None]  # (key, value=)
+Append = Callable[..., None]  # called as append(key, value=)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slice:
-    """A rank's range [start, stop) of one flat tensor, or of the part of it that the rank holds."""
+    """A rank's range [start, stop) of one flat tensor, or of the rank's part of it."""
 
     kind: str
     name: str
@@ -38,17 +38,17 @@ class Slice:
 
     @property
     def box(self) -> list[list[int]] | None:
-        """The box in the manifest's form."""
+        """The box in the manifest's format."""
         if self.part is None or self.part.is_full:
             return None
         return [[first, size] for first, size in zip(self.part.start, self.part.shape, strict=True)]
 
 
 class ShardSource:
-    """This rank's part of the engine's state: first its plan, then its values piece by piece."""
+    """This rank's part of the engine's state: first the list of slices, then their values piece by piece."""
 
     def __init__(self, engine: Subject, *, buffers: frozenset[str], trained_only: bool = False) -> None:
-        """buffers: the names of those that this rank writes. trained_only: without frozen parameters."""
+        """buffers: names of the buffers that this rank writes. trained_only: omits frozen parameters."""
         self._engine, self._trained_only = engine, trained_only
         self._small: dict[tuple[str, str], Tensor] = {
             (BUFFER, name): buffer for name, buffer in persistent_buffers(engine.module) if name in buffers
@@ -57,7 +57,7 @@ class ShardSource:
         self.slices = self._plan()
 
     def _plan(self) -> dict[tuple[str, str], Slice]:
-        """One slice per parameter and kind, however many pieces it consists of, so that files do not depend on the offload tier."""
+        """Plans one slice per parameter and kind, of any number of pieces, so that files do not depend on the offload tier."""
         slices: dict[tuple[str, str], Slice] = {}
         for part in self._engine.zero.state.slices():
             if part.kind == FROZEN and self._trained_only:
@@ -74,24 +74,28 @@ class ShardSource:
             )
         for (kind, name), value in self._small.items():
             slices[kind, name] = Slice(kind=kind, name=name, dtype=value.dtype, start=0, stop=value.numel())
-        kinds = list(dict.fromkeys(kind for kind, _ in slices))  # all of a kind together: an export reads one range
+        kinds = list(
+            dict.fromkeys(kind for kind, _ in slices)
+        )  # grouped by kind, because an export reads one kind at a time
         return dict(sorted(slices.items(), key=lambda item: kinds.index(item[0][0])))
 
     @property
     def specs(self) -> list[TensorSpec]:
-        """The slices as tensors of the file."""
+        """Returns the slices as tensors of the file."""
         return [
             TensorSpec(key=part.key, dtype=part.dtype, shape=(part.stop - part.start,)) for part in self.slices.values()
         ]
 
     def keep_small(self) -> None:
-        """Copies the buffers, which training changes between updates. For a `stream` from another thread."""
+        """Copies the buffers, which training changes between updates, before `stream` runs on another thread."""
         self._small = {key: value.clone() for key, value in self._small.items()}
 
     def stream(self, append: Append, *, aside: bool = False) -> None:
-        """`append(key, value=)` for all values; those of a slice in order, one piece of the engine's state in memory at a time.
+        """Calls `append(key, value=)` for all values, with one piece of the engine's state in memory at a time.
 
-        aside: called from another thread than the training's, see `ModelState.shards`.
+        Pieces of a slice come in order.
+
+        aside: runs on another thread than the training; see `ModelState.shards`.
         """
         with closing(self._engine.zero.state.shards(aside=aside)) as shards:
             for shard in shards:
@@ -102,7 +106,7 @@ class ShardSource:
 
 
 class Staging:
-    """A copy of a rank's slices in main memory, kept from save to save."""
+    """A reusable copy of a rank's slices in main memory."""
 
     def __init__(self) -> None:
         self._values: dict[str, Tensor] = {}
@@ -118,13 +122,13 @@ class Staging:
             key: (tuple(value.shape), value.dtype) for key, value in self._values.items()
         }
         if not fits:
-            self._values = {}  # freed before the new ones are allocated
+            self._values = {}  # free the old values before the new ones are allocated
             pin = torch.cuda.is_initialized()
             self._values = {spec.key: torch.empty(spec.shape, dtype=spec.dtype, pin_memory=pin) for spec in specs}
         self._filled = dict.fromkeys(self._values, 0)
 
     def append(self, key: str, *, value: Tensor) -> None:
-        """The next elements of slice `key`, in any shape."""
+        """Appends the next elements of slice `key`, in any shape."""
         start = self._filled[key]
         self._values[key][start : start + value.numel()].copy_(value.detach().reshape(-1))
         self._filled[key] = start + value.numel()
@@ -135,23 +139,23 @@ class Staging:
 
 
 def file_name(rank: int) -> str:
-    """The name of a rank's file."""
+    """Returns the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def open_file(folder: Path, *, rank: int, specs: list[TensorSpec]) -> TensorFileWriter:
-    """Creates a rank's file. OSError passes through, with the fix where a shared folder is missing."""
+    """Creates a rank's file. Raises OSError, with the fix if the folder is not shared between machines."""
     if not folder.is_dir():
         raise OSError(
             None,
-            "rank 0 has made this folder and this rank does not see it; all machines must share the filesystem",
+            "rank 0 created this folder, but it does not exist on this rank; all machines must share the filesystem",
             str(folder),
         )
     return TensorFileWriter(folder / file_name(rank), specs=specs, metadata={"format": "pt", "rank": str(rank)})
 
 
 def describe_file(writer: TensorFileWriter, *, slices: list[Slice]) -> StateFile:
-    """The finished file as the manifest lists it."""
+    """Returns the manifest's entry for the finished file."""
     entries = [
         Entry(
             name=part.name,

@@ -1,7 +1,4 @@
-"""Weights and optimizer states in other formats, one range of one tensor at a time.
-
-Values have the dtype that they have in the files.
-"""
+"""Reads weights and optimizer states in other formats, one range of one tensor at a time. Values keep the dtype of the files."""
 
 import json
 import os
@@ -27,9 +24,9 @@ _OPTIMIZER_KEY = re.compile(r"(?:optim|optimizer|optimizer_state)\.state\.(?P<na
 
 
 class Source(Protocol):
-    """Named tensors. A key is (kind, name), its kind "master", a state of the optimizer, "parameter" (frozen) or "buffer".
+    """Named tensors. A key is (kind, name), with the kind "master", a state of the optimizer, "parameter" (frozen) or "buffer".
 
-    control: scalars of the step control that the source knows.
+    control: the scalars of the step control in the source.
     """
 
     step: int
@@ -94,21 +91,25 @@ class SafetensorsSource(_Weights):
 
 
 def load_plain(path: Path) -> Any:
-    """The tensors, containers and plain values in a file of `torch.save`, on the CPU and memory-mapped. Code in the file does not run.
+    """Loads tensors, containers and plain values from a file of `torch.save`, on the CPU and memory-mapped.
+
+    Does not run code in the file.
 
     Raises:
         CheckpointError: the file cannot be read, or contains anything else.
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # zip, pickle and value errors: all mean the same here
+    except Exception as error:  # zip, pickle and value errors all mean a damaged file
         raise CheckpointError(
             f"{path} is not a file of torch.save that contains only tensors and plain values: {reason_of(error)}"
         ) from error
 
 
 def reason_of(error: Exception) -> str:
-    """Why `torch.load(weights_only=True)` or torch.distributed.checkpoint refused a file, without torch's advice to run its code."""
+    """Explains why `torch.load(weights_only=True)` or torch.distributed.checkpoint failed. Drops torch's advice to run the file's
+    code.
+    """
     text = str(error)
     if "TorchScript archives" in text:
         return "it is a TorchScript archive, which contains code and is not read"
@@ -143,7 +144,7 @@ class StateDictSource(_Weights):
 
 
 class TorchDistributedSource(_Weights):
-    """A folder of torch.distributed.checkpoint, as FSDP2 and torchtitan write it.
+    """A folder of torch.distributed.checkpoint, as written by FSDP2 and torchtitan.
 
     Keys are "model.NAME" or "NAME", and "optim.state.NAME.KIND" for optimizer states. One tensor is in memory at a time.
 
@@ -178,7 +179,7 @@ class TorchDistributedSource(_Weights):
         state = {key: torch.empty(meta.size, dtype=meta.properties.dtype)}
         try:
             load(state, storage_reader=_safe_reader(self._path), planner=_tensor_planner(), no_dist=True)
-        except CheckpointException as error:  # no Exception, but a BaseException of the library around all others
+        except CheckpointException as error:  # the library wraps all errors in this class, which is a BaseException
             raise CheckpointError(f"{key} in {self._path} cannot be read: {reason_of(error)}") from error
         return state[key]
 
@@ -202,7 +203,7 @@ _METADATA_NAMES = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads `.metadata` without running code that it may contain: it builds torch's records, sizes and dtypes alone."""
+    """Unpickles `.metadata` without running code from it: creates only torch's records, sizes and dtypes."""
 
     def find_class(self, module: str, name: str) -> object:
         if module in _METADATA_MODULES and "." not in name:
@@ -213,11 +214,11 @@ class _MetadataUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _METADATA_NAMES:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong into such a file and is not run")
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong in such a file and is not run")
 
 
 def _safe_reader(path: Path):
-    """A `FileSystemReader` whose metadata are read by `_MetadataUnpickler`."""
+    """Returns a `FileSystemReader` that reads its metadata with `_MetadataUnpickler`."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import StorageMeta
 
@@ -235,7 +236,7 @@ def _safe_reader(path: Path):
 
 
 def _tensor_planner():
-    """A `DefaultLoadPlanner` that reads tensors alone: it would unpickle any other entry without a limit."""
+    """Returns a `DefaultLoadPlanner` for tensors only, because it would unpickle other entries without restrictions."""
     from torch.distributed.checkpoint import DefaultLoadPlanner
 
     class Planner(DefaultLoadPlanner):

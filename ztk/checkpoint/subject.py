@@ -1,4 +1,4 @@
-"""The part of `ztk.train.engine.Engine` that a checkpoint saves and loads."""
+"""The part of the interface of `ztk.train.engine.Engine` that checkpoints use."""
 
 from typing import Protocol
 
@@ -12,9 +12,9 @@ from ztk.zero.zero import Zero
 class Control(Protocol):
     """The owner of the step's scalars."""
 
-    state: Tensor  # fp32 [8], see ztk.kernels.State
+    state: Tensor  # fp32 [8]; see ztk.kernels.State
     scaling: LossScalePolicy
-    hyper: Tensor  # fp32 [groups, 8], see ztk.kernels.Hyper
+    hyper: Tensor  # fp32 [groups, 8]; see ztk.kernels.Hyper
 
 
 class Subject(Protocol):

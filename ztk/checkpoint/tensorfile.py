@@ -1,7 +1,7 @@
-"""A safetensors file written in pieces: the header is known before the values.
+"""Writes a safetensors file in pieces, with a header that precedes the values.
 
-The format is 8 bytes of header length, a JSON header, then the tensors' bytes without holes
-(https://github.com/huggingface/safetensors#format), so any safetensors reader opens these files.
+The format is 8 bytes of header length, a JSON header, then the tensors' bytes without gaps
+(https://github.com/huggingface/safetensors#format). Any safetensors reader opens these files.
 """
 
 import json
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from ztk.checkpoint.bits import DTYPE_NAMES, BlockChecksums, view_bytes
 
-COPY_BYTES = 16 << 20  # values on an accelerator come to the host in ranges of this size
+COPY_BYTES = 16 << 20  # bytes per copy from an accelerator to the host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """A tensor before it has a place in a file."""
+    """A tensor before it has an offset in a file."""
 
     key: str
     dtype: torch.dtype
@@ -38,9 +38,9 @@ class TensorFileWriter:
     """Writes the tensors of `specs` in any order, each from start to end in any number of parts."""
 
     def __init__(self, path: Path, *, specs: Iterable[TensorSpec], metadata: dict[str, str] | None = None) -> None:
-        """Creates the file, which must not exist, at its full length. OSError passes through."""
+        """Creates the file at its full length. It must not exist. Raises OSError."""
         self.path = path
-        # Wide types first: every tensor is then aligned to its items, which some readers require to map it without a copy.
+        # Wide types first, so that every tensor is aligned to its items. Some readers need this to map a tensor without a copy.
         ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
         header, offsets = _header(ordered, metadata=metadata)
         self.header_nbytes = len(header)
@@ -58,7 +58,7 @@ class TensorFileWriter:
             raise
 
     def append(self, key: str, *, value: Tensor) -> None:
-        """Appends the next elements of tensor `key`, in any shape and on any device. OSError passes through."""
+        """Appends the next elements of tensor `key`, in any shape and on any device. Raises OSError."""
         flat = value.detach().reshape(-1)
         step = flat.numel() if flat.device.type == "cpu" else COPY_BYTES // flat.itemsize
         for start in range(0, flat.numel(), max(step, 1)):
@@ -74,24 +74,24 @@ class TensorFileWriter:
         self._written[key] = done + len(data)
 
     def finish(self) -> None:
-        """Syncs the file. OSError passes through."""
+        """Syncs the file. Raises OSError."""
         for key, spec in self._specs.items():
             assert self._written[key] == spec.nbytes, f"{key}: {self._written[key]} of {spec.nbytes} bytes"
         fsync(self._fd, path=self.path)
         self.close()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the file. Idempotent."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
     def offset(self, key: str) -> int:
-        """Where tensor `key` starts in the file."""
+        """Returns the offset of tensor `key` in the file."""
         return self.header_nbytes + self._offsets[key]
 
     def checksums(self, key: str) -> list[int]:
-        """crc32 per block of tensor `key`."""
+        """Returns the crc32 per block of tensor `key`."""
         return self._checksums[key].values
 
 
@@ -108,7 +108,7 @@ def _header(specs: list[TensorSpec], *, metadata: dict[str, str] | None) -> tupl
         }
         offset += spec.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format asks for data aligned to 8 bytes
+    text += b" " * (-len(text) % 8)  # the format requires data aligned to 8 bytes
     return struct.pack("<Q", len(text)) + text, offsets
 
 
@@ -127,7 +127,7 @@ def write_at(fd: int, *, data: memoryview, offset: int, path: Path) -> None:
 
 
 def fsync(fd: int, *, path: Path) -> None:
-    """Syncs the file, which is where a failed delayed write is reported first.
+    """Syncs the file. A failed delayed write is reported here first.
 
     Raises:
         OSError: with the file's name.

@@ -1,6 +1,6 @@
-"""What an optimizer keeps besides tensors of the parameters' size, in a checkpoint: counts of steps, products, values of its groups.
+"""The small state of an optimizer in a checkpoint: step counts, products and group values, without tensors of the parameters' size.
 
-The same for all ranges of a parameter, so it is saved once, parameters with equal values together, and any number of ranks can load it.
+It is the same for all ranges of a parameter, so it is saved once, grouped by equal values, and any number of ranks can load it.
 """
 
 import json
@@ -18,7 +18,10 @@ from ztk.optim.torch_step import Progress
 
 
 def gather_progress(engine: Subject) -> dict[str, Any] | None:
-    """JSON values: the "class" of the engine's torch optimizer, its "parameters" and its "groups"; None for ztk's own. Collective."""
+    """Returns JSON values: the "class" of the engine's torch optimizer, its "parameters" and its "groups". None for ztk's own.
+
+    Collective.
+    """
     step = engine.zero.optimizer
     if not isinstance(step, TorchStep):
         return None
@@ -42,7 +45,7 @@ def gather_progress(engine: Subject) -> dict[str, Any] | None:
 
 
 def gather_missed(engine: Subject) -> dict[str, int]:
-    """Parameter -> updates that it has missed, of all ranks. Collective."""
+    """Returns parameter -> number of updates that it missed, over all ranks. Collective."""
     missed: dict[str, int] = {}
     for of_rank in engine.process.comm.gather_objects(engine.zero.missed_updates.counts):
         missed |= of_rank
@@ -50,7 +53,7 @@ def gather_missed(engine: Subject) -> dict[str, int]:
 
 
 def check_progress(engine: Subject, *, manifest: Manifest) -> None:
-    """Raises CheckpointError unless the checkpoint's optimizer is of the engine's class."""
+    """Raises CheckpointError unless the checkpoint's optimizer has the class of the engine's optimizer."""
     step = engine.zero.optimizer
     here = step.options["class"] if isinstance(step, TorchStep) else None
     there = None if manifest.torch_optimizer is None else manifest.torch_optimizer["class"]
@@ -63,7 +66,10 @@ def check_progress(engine: Subject, *, manifest: Manifest) -> None:
 
 
 def restore_progress(engine: Subject, *, manifest: Manifest | None, keep: Collection[str]) -> None:
-    """Sets what `gather_progress` and `gather_missed` have saved. manifest: None to begin anew. keep: parameters that stay as they are."""
+    """Restores the values of `gather_progress` and `gather_missed`.
+
+    manifest: the checkpoint's, or None to restart. keep: parameters whose state must not change.
+    """
     own = {placement.name for bucket in engine.zero.buckets for placement in bucket.layout.placements}
     missed = {} if manifest is None else manifest.missed_updates
     engine.zero.missed_updates.restore(
@@ -86,7 +92,7 @@ def restore_progress(engine: Subject, *, manifest: Manifest | None, keep: Collec
 
 
 def decode_all(values: dict[str, Any]) -> dict[str, Any]:
-    """Numbers, texts and tensors of one element, as they were."""
+    """Decodes numbers, strings and tensors of one element."""
     return {name: _decode(value) for name, value in values.items()}
 
 
@@ -95,7 +101,7 @@ def _encode_all(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _encode(value: Any) -> dict[str, Any]:
-    """JSON has no tensors and no infinity."""
+    """Encodes a value for JSON, which has no tensors and no infinity."""
     if isinstance(value, torch.Tensor):
         item = _encode(value.item())
         return {**item, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as first values of a model, of which every rank reads the ranges that it keeps."""
+"""Uses the weights of a checkpoint as initial values of a model. Every rank reads only its own ranges."""
 
 from pathlib import Path
 
@@ -11,11 +11,11 @@ from ztk.core.runtime.part import InitialValues
 
 
 class CheckpointValues:
-    """`InitialValues` of a checkpoint, float32: the weights by name and range, for a model that never trains in the layout that saved them."""
+    """`InitialValues` of a checkpoint, float32 weights by name and range. The model need not have the layout of the save."""
 
     def __init__(self, step: Path, *, ema: bool = False, base: InitialValues | None = None) -> None:
-        """step: the folder of the checkpoint. ema: the moving average of the weights. base: has what a checkpoint of trained parameters
-        leaves out; None: the checkpoint has all.
+        """step: the folder of the checkpoint. ema: uses the moving average of the weights. base: values for the parameters that a
+        checkpoint of trained parameters omits; not needed for a full checkpoint.
 
         Raises CheckpointError for a damaged checkpoint, and for `ema` without an average.
         """
@@ -26,13 +26,13 @@ class CheckpointValues:
         self._buffers = [info.name for info in manifest.buffers]
 
     def __call__(self, *, name: str, start: int, stop: int) -> Tensor:
-        """Float32 [stop - start] of the flat parameter `name`. Raises CheckpointError where the checkpoint lacks it."""
+        """Returns float32 [stop - start] of the flat parameter `name`. Raises CheckpointError if the checkpoint lacks it."""
         if self._base is not None and name not in self._names:
             return self._base(name=name, start=start, stop=stop)
         return self._weights.read(self._names.get(name, name), start=start, stop=stop)
 
     def fill_buffers(self, model: nn.Module) -> None:
-        """Copies the checkpoint's buffers into those of `model` that have memory."""
+        """Copies the checkpoint's buffers into the model's buffers, except those on the meta device."""
         own = dict(model.named_buffers())
         for name in self._buffers:
             if name in own and not own[name].is_meta:

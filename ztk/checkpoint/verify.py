@@ -1,4 +1,4 @@
-"""Reads every byte of a checkpoint and lists its faults; describes a checkpoint."""
+"""Verifies every byte of a checkpoint and lists its faults; describes a checkpoint."""
 
 import time
 from collections import Counter
@@ -15,7 +15,7 @@ from ztk.checkpoint.reader import StateReader
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyReport:
-    """faults: one text per damaged range, missing file or missing range; empty if the checkpoint is complete."""
+    """faults: one message per damaged range, missing file or missing range; empty if the checkpoint is complete."""
 
     path: Path
     faults: tuple[str, ...]
@@ -26,7 +26,7 @@ class VerifyReport:
 def verify(path: str | Path) -> VerifyReport:
     """Checks one step folder: the manifest's hash, each file's length and header, each block's checksum.
 
-    Also checks that every state is there exactly once and complete.
+    Also checks that every state is complete and present exactly once.
     """
     start, path = time.perf_counter(), Path(path)
     faults, nbytes = [], 0
@@ -43,12 +43,12 @@ def verify(path: str | Path) -> VerifyReport:
 
 
 def verify_all(path: str | Path) -> list[VerifyReport]:
-    """`verify` for every checkpoint of `path`, oldest step first. CheckpointError passes through if there is none."""
+    """Runs `verify` for every checkpoint of `path`, oldest step first. Raises CheckpointError if there is none."""
     return [verify(step) for step in every_checkpoint(Path(path))]
 
 
 def _gaps(manifest: Manifest) -> list[str]:
-    """State that no file has, or that two have."""
+    """Returns messages for state that no file has, or that several have."""
     covered: Counter[tuple[str, str]] = Counter()
     for file in manifest.files:
         for entry in file.entries:
@@ -63,7 +63,7 @@ def _gaps(manifest: Manifest) -> list[str]:
 
 
 def _expected(manifest: Manifest):
-    """(kind, info) of all parameter state."""
+    """Yields (kind, info) of all parameter state."""
     for info in manifest.parameters:
         if not info.trainable:
             yield "parameter", info
@@ -72,7 +72,7 @@ def _expected(manifest: Manifest):
 
 
 def describe(manifest: Manifest, *, with_parameters: bool = False) -> str:
-    """What a checkpoint contains, as text."""
+    """Describes the content of a checkpoint as text."""
     layout = " ".join(f"{key}={value}" for key, value in manifest.layout.items())
     created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created))
     rows = {

@@ -1,1 +1,1 @@
-"""Models as GGUF files, which llama.cpp reads: into a folder as transformers has it, and out of a checkpoint or such a folder."""
+"""GGUF files, the format of llama.cpp: converts them to transformers folders, and checkpoints or such folders to them."""

@@ -1,6 +1,6 @@
-"""Configurations and tensor names of the families whose GGUF files are read and written.
+"""Configurations and tensor names of the supported model families.
 
-llama.cpp rotates neighbouring elements of a Llama's heads and transformers rotates halves, so rows of query and key are in another order in
+llama.cpp rotates neighbouring elements of a Llama's heads and transformers rotates halves, so the rows of query and key are permuted in
 the file. Gemma's norms are stored with the 1 that transformers adds.
 """
 
@@ -19,7 +19,7 @@ FAMILIES = {
     "gemma": ("gemma", "GemmaForCausalLM"),
 }
 ARCHITECTURES = {model_type: name for name, (model_type, _) in FAMILIES.items()} | {"mistral": "llama"}
-_SIZES = {  # below the architecture -> config.json
+_SIZES = {  # key below the architecture -> key of config.json
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -43,15 +43,15 @@ _BLOCK = {
     "ffn_down": "mlp.down_proj",
 }
 _ATTENTION = frozenset(("attn_q", "attn_k", "attn_v", "attn_output"))
-_BIASES = {"qwen2": _ATTENTION - {"attn_output"}}  # of a block that has biases; of others all of attention
+_BIASES = {"qwen2": _ATTENTION - {"attn_output"}}  # tensors of a block with biases; for other families all of attention
 _ACTIVATIONS = {"llama": "silu", "qwen2": "silu", "qwen3": "silu", "gemma": "gelu_pytorch_tanh"}
-_THETA = 10000.0  # where a file or a configuration names none
+_THETA = 10000.0  # if neither file nor configuration has a value
 
 
 def config_of(metadata: Mapping[str, Any], *, shapes: Mapping[str, tuple[int, ...]], file: str) -> dict[str, Any]:
-    """`config.json`, without the weights' dtype, from a file's metadata and the shapes of its tensors by name.
+    """Returns `config.json`, without the weights' dtype, from a file's metadata and the shapes of its tensors by name.
 
-    Raises ValueError for a family or a rotation that is not read.
+    Raises ValueError for an unsupported family or rotation.
     """
     name = metadata.get("general.architecture")
     if name not in FAMILIES:
@@ -95,7 +95,7 @@ def config_of(metadata: Mapping[str, Any], *, shapes: Mapping[str, tuple[int, ..
 
 
 def _check_parts(names: Iterable[str], *, name: str, file: str) -> None:
-    """Raises ValueError for tensors that transformers would leave out of a model of the family `name`."""
+    """Raises ValueError for tensors that a transformers model of the family `name` would ignore."""
     norms = ("attn_q_norm", "attn_k_norm")
     places = {tuple(one.split(".")[2:]) if one.startswith("blk.") else (one,): one for one in names}
     biases = {place: one for place, one in places.items() if place[-1].endswith("bias")}
@@ -109,9 +109,9 @@ def _check_parts(names: Iterable[str], *, name: str, file: str) -> None:
 
 
 def metadata_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(architecture, metadata below it) for a `config.json`.
+    """Returns (architecture, metadata below it) for a `config.json`.
 
-    Raises ValueError for a model that llama.cpp would compute otherwise.
+    Raises ValueError for a model that llama.cpp would compute differently.
     """
     name = ARCHITECTURES.get(config.get("model_type", ""))
     if name is None:
@@ -125,7 +125,10 @@ def metadata_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
             f"--format gguf: rope_type={kind} is not written, only default positions are; leave --format out"
         )
     activation = config.get("hidden_act", _ACTIVATIONS[name])
-    if activation != _ACTIVATIONS[name] and (name, activation) != ("gemma", "gelu"):  # the tanh form was meant
+    if activation != _ACTIVATIONS[name] and (name, activation) != (
+        "gemma",
+        "gelu",
+    ):  # old Gemma configurations have "gelu" and mean its tanh form
         raise ValueError(
             f"--format gguf: hidden_act={activation} is not written for {name}, only {_ACTIVATIONS[name]} is; leave --format out"
         )
@@ -149,12 +152,12 @@ def metadata_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def to_transformers(name: str) -> str | None:
-    """A tensor's name in a folder of transformers, or None if it is not saved there."""
+    """Returns a tensor's name in a transformers folder, or None if it is not saved there."""
     return _renamed(name, top=_TOP, block=_BLOCK, prefixes=("blk", "model.layers"))
 
 
 def to_gguf(name: str) -> str | None:
-    """A tensor's name in a GGUF file, or None if it is not saved there."""
+    """Returns a tensor's name in a GGUF file, or None if it is not saved there."""
     top, block = ({theirs: own for own, theirs in names.items()} for names in (_TOP, _BLOCK))
     return _renamed(name, top=top, block=block, prefixes=("model.layers", "blk"))
 
@@ -172,7 +175,7 @@ def _renamed(name: str, *, top: dict[str, str], block: dict[str, str], prefixes:
 
 
 def as_transformers(value: Tensor, *, name: str, config: Mapping[str, Any]) -> Tensor:
-    """The values that transformers computes with. value: a tensor of the file, any shape; name: in the file."""
+    """Converts a tensor of the file, of any shape, to the values of transformers. name: in the file."""
     if (heads := _turned_heads(name, config=config)) is not None:
         return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
     if config["model_type"] == "gemma" and "norm" in name:
@@ -181,7 +184,7 @@ def as_transformers(value: Tensor, *, name: str, config: Mapping[str, Any]) -> T
 
 
 def as_gguf(value: Tensor, *, name: str, config: Mapping[str, Any]) -> Tensor:
-    """The values that llama.cpp computes with. value: any shape; name: in the file."""
+    """Converts a tensor of any shape to the values of llama.cpp. name: in the file."""
     if (heads := _turned_heads(name, config=config)) is not None:
         return value.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2).contiguous()
     if config["model_type"] == "gemma" and "norm" in name:
@@ -190,7 +193,7 @@ def as_gguf(value: Tensor, *, name: str, config: Mapping[str, Any]) -> Tensor:
 
 
 def _turned_heads(name: str, *, config: Mapping[str, Any]) -> int | None:
-    """Heads of a tensor whose rows are permuted in GGUF, or None."""
+    """Returns the number of heads of a tensor whose rows are permuted in GGUF, or None."""
     if ARCHITECTURES[config["model_type"]] != "llama":
         return None
     if re.fullmatch(r"blk\.\d+\.attn_q\.(weight|bias)", name):

@@ -1,6 +1,6 @@
-"""A GGUF file as a folder of transformers: safetensors, config.json, tokenizer, chat template and end tokens.
+"""Unpacks a GGUF file into a transformers folder: safetensors, config.json, tokenizer, chat template and end tokens.
 
-Values of F32, F16 and BF16 keep their dtype. Blocks of quantised formats are widened to float32, exactly as the package gguf does it.
+F32, F16 and BF16 values keep their dtype. Quantised blocks are widened to float32, exactly as in the package gguf.
 """
 
 import errno
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = ".gguf"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_SOURCE = "gguf.json"  # which file a folder was made from
+_SOURCE = "gguf.json"  # identifies the file from which a folder was made
 
 
 def model_folder(path: str) -> str:
-    """`path` itself, or of a file FILE.gguf the folder FILE.gguf.unpacked, which is made or made again if the file has changed.
+    """Returns `path`, or for a file FILE.gguf the folder FILE.gguf.unpacked. Creates the folder, and renews it if the file has changed.
 
     Raises:
-        ValueError: the file is not read, or the folder cannot be written.
+        ValueError: the file is not supported, or the folder cannot be written.
     """
     file = Path(path).expanduser()
     if file.suffix != SUFFIX or not file.is_file():
@@ -68,7 +68,7 @@ def _is_made_from(source: dict[str, int], *, folder: Path) -> bool:
 
 
 def _place(temporary: Path, *, folder: Path, source: dict[str, int]) -> None:
-    """Renames the new folder, unless another process was faster and may read its own already."""
+    """Renames the new folder, unless another process was faster; its folder may already be in use."""
     if _is_made_from(source, folder=folder):
         return
     shutil.rmtree(folder, ignore_errors=True)
@@ -80,20 +80,22 @@ def _place(temporary: Path, *, folder: Path, source: dict[str, int]) -> None:
 
 
 def unpack(file: str | os.PathLike, *, to: str | os.PathLike) -> None:
-    """Writes the new folder `to`, one tensor in memory at a time, and logs which formats were widened.
+    """Writes the new folder `to`, one tensor in memory at a time, and logs the widened formats.
 
     Raises:
-        ValueError: `to` exists, the package gguf is not installed, or the file is none that is read.
+        ValueError: `to` exists, the package gguf is not installed, or the file is not supported.
     """
     library, folder, named = gguf_library(), Path(to), str(file)
     if folder.exists():
         raise ValueError(f"{folder} exists; name another place, or remove it first")
     if re.search(r"-\d{5}-of-\d{5}\.gguf$", named):
-        raise ValueError(f"{named}: is one of several parts, which are not read: join them by llama-gguf-split --merge")
+        raise ValueError(
+            f"{named}: is one of several parts, which are not read: join them with llama-gguf-split --merge"
+        )
     try:
         reader = library.GGUFReader(named)
     except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
-        raise ValueError(f"{named}: is no complete GGUF file ({error})") from None
+        raise ValueError(f"{named}: is not a complete GGUF file ({error})") from None
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     config = config_of(metadata, shapes={tensor.name: _shape(tensor) for tensor in reader.tensors}, file=named)
     tensors = _places(reader.tensors, file=named)
@@ -115,7 +117,7 @@ _ENDS = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
 
 
 def gguf_library() -> Any:
-    """The package gguf. Raises ValueError where it is not installed."""
+    """Imports the package gguf. Raises ValueError if it is not installed."""
     try:
         library = importlib.import_module("gguf")
         importlib.import_module("gguf.quants")
@@ -125,7 +127,7 @@ def gguf_library() -> Any:
 
 
 def _places(tensors: list[Any], *, file: str) -> dict[str, Any]:
-    """Name in the folder -> tensor of the file."""
+    """Returns name in the folder -> tensor of the file."""
     found = {}
     for tensor in tensors:
         name = to_transformers(tensor.name)
@@ -157,7 +159,7 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 def values_of(tensor: Any) -> Tensor:
-    """The values of one tensor of a file, in its shape: float32, or the dtype of the file."""
+    """Returns the values of one tensor of a file, in its shape: float32, or the dtype of the file."""
     kind = tensor.tensor_type.name
     if kind in _DTYPES:
         flat = np.array(tensor.data).reshape(-1).view(np.uint8)

@@ -1,7 +1,8 @@
-"""Tokenizers between GGUF's metadata and the files of a folder of transformers.
+"""Converts tokenizers between GGUF's metadata and the files of a transformers folder.
 
-Byte-level BPE is read and written. How it cuts text into words has a name in GGUF (`tokenizer.ggml.pre`), and those in `_WORDS` are known.
-Tokenizers of SentencePiece (`tokenizer.ggml.model=llama`) are read: BPE over characters, whose merges follow from the tokens' scores.
+Byte-level BPE can be read and written. GGUF names the way of splitting text into words (`tokenizer.ggml.pre`); `_WORDS` lists the
+supported names. SentencePiece tokenizers (`tokenizer.ggml.model=llama`) can be read as BPE over characters, with merges derived from the
+tokens' scores.
 """
 
 import json
@@ -9,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # of tokenizer.ggml.token_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # values of tokenizer.ggml.token_type
 _PREFIX = "tokenizer.ggml."
-_NAMED = ("bos", "eos", "unknown", "padding")  # tokens with an id in the metadata
+_NAMED = ("bos", "eos", "unknown", "padding")  # special tokens with an id in the metadata
 _SETTINGS = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _SPACE = "\u2581"
 _SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -30,7 +31,7 @@ def _split(numbers: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
 
 
-# By tokenizer.ggml.pre: what tokenizer.json has as its pre_tokenizer.
+# tokenizer.ggml.pre -> pre_tokenizer of tokenizer.json
 _WORDS = {
     "gpt-2": _byte_level(use_regex=True),
     "smollm": _sequence({"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True)),
@@ -41,9 +42,9 @@ _DECODER = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True,
 
 
 def write_tokenizer(metadata: Mapping[str, Any], *, folder: Path, file: str) -> None:
-    """tokenizer.json, tokenizer_config.json, generation_config.json and chat_template.jinja of a file's metadata, as far as it has them.
+    """Writes tokenizer.json, tokenizer_config.json, generation_config.json and chat_template.jinja, as far as the metadata define them.
 
-    Raises ValueError for a tokenizer that is not read.
+    Raises ValueError for an unsupported tokenizer.
     """
     kind = metadata.get(f"{_PREFIX}model", "no_vocab")
     ids = {name: metadata[key] for name in _NAMED if (key := f"{_PREFIX}{name}_token_id") in metadata}
@@ -70,10 +71,11 @@ def write_tokenizer(metadata: Mapping[str, Any], *, folder: Path, file: str) -> 
 
 
 def read_tokenizer(folder: Path, *, vocabulary: int) -> dict[str, Any]:
-    """GGUF metadata of the tokenizer in `folder`, or of a model without tokenizer where tokenizer.json is missing. vocabulary: rows of
-    the embedding, each of which has a token in the file.
+    """Returns the GGUF metadata of the tokenizer in `folder`, or of a model without a tokenizer if tokenizer.json is missing.
 
-    Raises ValueError for a tokenizer that is not written.
+    vocabulary: rows of the embedding. The file needs a token for each.
+
+    Raises ValueError for an unsupported tokenizer.
     """
     if not (folder / "tokenizer.json").is_file():
         return {f"{_PREFIX}model": "no_vocab"}
@@ -81,7 +83,7 @@ def read_tokenizer(folder: Path, *, vocabulary: int) -> dict[str, Any]:
     model = stored["model"]
     if model["type"] != "BPE" or model.get("byte_fallback"):
         raise ValueError(
-            f"--format gguf: the tokenizer in {folder} is no byte-level BPE, which alone is written; leave --format out"
+            f"--format gguf: the tokenizer in {folder} is not a byte-level BPE, the only kind that is written; leave --format out"
         )
     tokens, types = _tokens_of(stored, vocabulary=vocabulary)
     if len(tokens) > vocabulary:
@@ -148,7 +150,7 @@ def _sentence_piece(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merges(tokens: list[str], *, scores: list[float]) -> list[list[str]]:
-    """All ways to make a token of two, by the token's score, the best first."""
+    """Returns all pairs that merge into a token, ordered by the token's score, best first."""
     number = {token: place for place, token in enumerate(tokens)}
     found = []
     for token, score in zip(tokens, scores, strict=True):
@@ -161,7 +163,7 @@ def _merges(tokens: list[str], *, scores: list[float]) -> list[list[str]]:
 
 
 def _used(metadata: Mapping[str, Any]) -> dict[str, int]:
-    """The tokens that have a text, with their ids."""
+    """Returns the tokens that have a text, with their ids."""
     tokens = metadata[f"{_PREFIX}tokens"]
     types = metadata.get(f"{_PREFIX}token_type", [NORMAL] * len(tokens))
     pairs = enumerate(zip(tokens, types, strict=True))
@@ -194,7 +196,7 @@ def _added(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _beginning(metadata: Mapping[str, Any], *, tokens: list[str]) -> dict[str, Any] | None:
-    """The post-processor that puts the first token before a text."""
+    """Returns the post-processor that prepends the first token to a text."""
     number = metadata.get(f"{_PREFIX}bos_token_id")
     is_added = metadata.get(f"{_PREFIX}add_bos_token", metadata.get(f"{_PREFIX}model") == "llama")
     if number is None or not is_added:
@@ -207,7 +209,7 @@ def _beginning(metadata: Mapping[str, Any], *, tokens: list[str]) -> dict[str, A
 
 
 def _tokens_of(stored: Mapping[str, Any], *, vocabulary: int) -> tuple[list[str], list[int]]:
-    """All tokens in order, and their types."""
+    """Returns all tokens in order, and their types."""
     numbers = dict(stored["model"]["vocab"])
     kinds = {}
     for token in stored.get("added_tokens") or ():
@@ -231,7 +233,7 @@ def _pre_of(stored: Mapping[str, Any], *, folder: Path) -> str:
 
 
 def _significant(words: Any) -> Any:
-    """Without offsets, which change no token."""
+    """Removes offsets, which affect no token."""
     if isinstance(words, dict):
         return {key: _significant(value) for key, value in words.items() if key != "trim_offsets"}
     return [_significant(part) for part in words] if isinstance(words, list) else words

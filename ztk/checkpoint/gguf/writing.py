@@ -1,4 +1,4 @@
-"""A checkpoint or a folder of transformers as one GGUF file, with tokenizer, chat template and end tokens."""
+"""Writes a checkpoint or a transformers folder as one GGUF file, with tokenizer, chat template and end tokens."""
 
 import json
 import os
@@ -23,7 +23,7 @@ KINDS = ("F16", "Q8_0", "Q4_0", "Q4_1")
 _HEADS = (
     "token_embd.weight",
     "output.weight",
-)  # 8 bits where the others have 4: their errors go straight into the logits
+)  # 8 bits in 4-bit formats, because their errors affect the logits directly
 
 
 class _Model(Protocol):
@@ -40,12 +40,14 @@ def export_gguf(
 ) -> ExportReport:
     """Writes the file `to`, one tensor in memory at a time.
 
-    path: a checkpoint as for `load`, or a folder with config.json and safetensors files. kind: F16, Q8_0, Q4_0 or Q4_1, in which matrices are
-    stored, rounded as the package gguf does it; embedding and head of the 4-bit kinds are Q8_0, vectors F32. ema: as in `export_safetensors`.
+    path: a checkpoint as for `load`, or a folder with config.json and safetensors files.
+    kind: storage format of matrices, F16, Q8_0, Q4_0 or Q4_1, rounded as in the package gguf. With 4-bit kinds, embedding and head are
+    Q8_0. Vectors are always F32.
+    ema: as in `export_safetensors`.
 
     Raises:
         CheckpointError: the checkpoint is damaged or lacks weights, or the average.
-        ValueError: `to` exists, gguf is not installed, or the model or its tokenizer has no form in GGUF.
+        ValueError: `to` exists, gguf is not installed, or GGUF cannot represent the model or its tokenizer.
     """
     if kind not in KINDS:
         raise ValueError(f"--kind {kind}: must be {', '.join(KINDS[:-1])} or {KINDS[-1]}")
@@ -75,7 +77,7 @@ def _opened(path: Path, *, ema: bool) -> Iterator[_Model]:
 
 
 class _FolderModel:
-    """A folder as transformers has it."""
+    """A model in a transformers folder."""
 
     def __init__(self, path: Path) -> None:
         self.config, self.tokenizer = json.loads((path / "config.json").read_text(encoding="utf-8")), path
@@ -90,7 +92,7 @@ class _FolderModel:
 
 
 class _CheckpointModel:
-    """A checkpoint of ztk: a native decoder becomes a Llama."""
+    """A ztk checkpoint. A native decoder becomes a Llama."""
 
     def __init__(self, path: Path, *, ema: bool) -> None:
         manifest = full_manifest(path)
@@ -146,7 +148,7 @@ def _add(writer: Any, key: str, *, value: Any) -> None:
 
 
 def _write_tensors(model: _Model, *, writer: Any, kind: str, library: Any) -> None:
-    """Sizes of all tensors, then their values one after the other."""
+    """Writes the sizes of all tensors and then their values."""
     places = _places(model)
     for place, name in places.items():
         stored = _stored(model.full(name), place=place, config=model.config, kind=kind, library=library)
@@ -162,7 +164,7 @@ def _write_tensors(model: _Model, *, writer: Any, kind: str, library: Any) -> No
 
 
 def _places(model: _Model) -> dict[str, str]:
-    """Name in the file -> name in the model. A tied head is left out."""
+    """Returns name in the file -> name in the model. Omits a tied head."""
     found = {}
     for name in model.names():
         place = to_gguf(name)
@@ -179,7 +181,7 @@ def _kind_of(place: str, *, kind: str, library: Any) -> Any:
 
 
 def _stored(value: Tensor, *, place: str, config: dict[str, Any], kind: str, library: Any) -> Any:
-    """One tensor as the file stores it, a numpy array: blocks are uint8 [rows, bytes]."""
+    """Returns one tensor as the file stores it, a numpy array. Blocks are uint8 [rows, bytes]."""
     turned = as_gguf(value.float(), name=place, config=config)
     if turned.dim() < 2:
         return turned.numpy()
