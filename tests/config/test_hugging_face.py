@@ -67,7 +67,7 @@ def test_sizes_follow_from_the_folder(folder):
         (("model.path={folder}", "model.init=zeros"), "zeros"),
         (
             ("model.path={folder}", "lora=adapter", "model.init=random"),
-            "lora.rank=8: adapters beside random frozen weights",
+            "lora.rank=8: adapters on random frozen weights",
         ),
         (("model.path={folder}", "lora.alpha=2"), "lora.alpha=2.0 has no effect here, only with lora=adapter"),
         (("model.path={folder}", "lora=adapter", "lora.targets=3"), "lora.targets=3: must be all-linear or names"),

@@ -204,11 +204,11 @@ def test_a_base_of_other_sizes_is_refused(ranks, sft, tmp_path):
     [
         (
             (),
-            "lora.rank=8: task=pretrain gives adapters no trained decoder .* use task=sft warm_start.path=RUN, .* or lora=none",
+            "lora.rank=8: task=pretrain has no trained decoder .* use task=sft warm_start.path=RUN, .* or lora=none",
         ),
-        (("task=plan",), "lora.rank=8: task=plan gives adapters no trained decoder"),
-        (("task=sft",), "lora.rank=8: adapters beside random frozen weights learn little; use warm_start.path=RUN"),
-        (("task=grpo", "warm_start.steps=0"), "lora.rank=8: adapters beside random frozen weights learn little"),
+        (("task=plan",), "lora.rank=8: task=plan has no trained decoder"),
+        (("task=sft",), "lora.rank=8: adapters on random frozen weights learn little; use warm_start.path=RUN"),
+        (("task=grpo", "warm_start.steps=0"), "lora.rank=8: adapters on random frozen weights learn little"),
         (("task=grpo", "model=tiny_moe", "rollout.identity=off"), "lora.rank=8: experts .* use model=nano"),
         (("task=sft", "topology=pp2"), "topology.pipeline=2: adapters .* use topology.pipeline=1, or lora=none"),
         (("task=sft", "topology=cp2"), "topology.context=2: adapters"),

@@ -387,7 +387,7 @@ def test_held_out_records_are_not_trained_on(ranks, tmp_path):
             "reward.margin=1: reward.loss=per_token has none",
         ),
         (("task=dpo", "warm_start.path=none"), "warm_start.path=none: no such folder"),
-        (("task=dpo", "warm_start.path=."), "warm_start.path has no effect beside warm_start.steps"),
+        (("task=dpo", "warm_start.path=."), "warm_start.path has no effect with warm_start.steps"),
         (
             ("task=dpo", "warm_start.batch_size=5", "launch.ranks=2"),
             "warm_start.batch_size=5 .* use warm_start.batch_size=6",

@@ -1,4 +1,4 @@
-"""Configuration with Hydra: a typed schema, the rules between its groups, and composing. Imports no torch."""
+"""Configuration with Hydra: a typed schema, rules between its groups, and composition. Does not import torch."""
 
 from ztk.config.arguments import check_doubled, extra_folders, parse_arguments, split_flags
 from ztk.config.batch import on_fewer_ranks

@@ -1,4 +1,4 @@
-"""`lora=adapter`: what adapters can be beside, and what the base below them is."""
+"""Rules of `lora=adapter`: the tasks, layouts and base weights that adapters can train with."""
 
 from collections.abc import Iterator
 
@@ -7,12 +7,18 @@ from ztk.core.policies.config import Config
 from ztk.core.policies.model import ModelInit
 from ztk.core.policies.runs import is_hugging_face
 
-_TASKS = ("sft", "reward", "dpo", "grpo", "ppo")  # that begin with the weights of another run, or make some
-_LAYERS = ("query", "key", "value", "out", "gate", "up", "down")  # of a block of ztk's decoder
+_TASKS = (
+    "sft",
+    "reward",
+    "dpo",
+    "grpo",
+    "ppo",
+)  # tasks that start from the weights of another run, or train them first
+_LAYERS = ("query", "key", "value", "out", "gate", "up", "down")  # layers of a block of ztk's decoder
 
 
 def lora_faults(config: Config) -> Iterator[str]:
-    """One line per choice that does not go with adapters."""
+    """Yields one line per choice that conflicts with adapters."""
     lora = config.lora
     if lora.rank < 1:
         return
@@ -25,29 +31,29 @@ def lora_faults(config: Config) -> Iterator[str]:
     if not is_hugging_face(config.model):
         yield from _decoder_faults(config, targets=names)
     elif config.model.init is ModelInit.random:
-        yield f"lora.rank={lora.rank}: adapters beside random frozen weights learn little; use model.init=pretrained, or lora=none"
+        yield f"lora.rank={lora.rank}: adapters on random frozen weights learn little; use model.init=pretrained, or lora=none"
 
 
 def _decoder_faults(config: Config, *, targets: list[str]) -> Iterator[str]:
-    """Of ztk's own decoder, whose base is in the run's checkpoints."""
+    """Faults with ztk's own decoder, whose base weights are saved in the run's checkpoints."""
     rank, warm, task = config.lora.rank, config.warm_start, config.task.name
     if task not in _TASKS:
         yield (
-            f"lora.rank={rank}: task={task} gives adapters no trained decoder to train beside; use task=sft warm_start.path=RUN, "
+            f"lora.rank={rank}: task={task} has no trained decoder for the adapters; use task=sft warm_start.path=RUN, "
             "model=hf model.path=FOLDER, or lora=none"
         )
         return
     if not warm.steps and warm.path is None and config.checkpoint.resume in (None, "auto"):
         yield (
-            f"lora.rank={rank}: adapters beside random frozen weights learn little; use warm_start.path=RUN, the folder of a run with the same "
+            f"lora.rank={rank}: adapters on random frozen weights learn little; use warm_start.path=RUN, the folder of a run with the same "
             "model, or lora=none"
         )
     if config.model.experts is not None:
-        yield f"lora.rank={rank}: experts of ztk's decoder are no linear layers; use model=nano or another dense model, or lora=none"
+        yield f"lora.rank={rank}: experts of ztk's decoder are not linear layers; use model=nano or another dense model, or lora=none"
     for degree in DEGREES:
         if degree != "tensor" and getattr(config.topology, degree) > 1:
             yield (
-                f"topology.{degree}={getattr(config.topology, degree)}: adapters beside ztk's decoder train with topology=dp and tp2 alone; "
+                f"topology.{degree}={getattr(config.topology, degree)}: adapters of ztk's decoder train with topology=dp and tp2 only; "
                 f"use topology.{degree}=1, or lora=none"
             )
     for name in targets:
@@ -59,20 +65,23 @@ def _decoder_faults(config: Config, *, targets: list[str]) -> Iterator[str]:
 
 
 def starts_adapted(config: Config) -> bool:
-    """The policy starts with adapters of `warm_start.path`, not with its base."""
+    """Returns whether the policy starts with the adapters of `warm_start.path` and not only with its base."""
     path = config.warm_start.path
     return bool(config.lora.rank) and path is not None and _saved_scale(path) is not None
 
 
 def reference_has_adapters(config: Config) -> bool:
-    """A frozen reference starts as the policy does. New adapters add nothing and are left out where the base is a model of transformers."""
+    """Returns whether a frozen reference needs adapters.
+
+    It starts as the policy does. New adapters change nothing, so a transformers model as base has none.
+    """
     if config.warm_start.path is None:
         return False
     return not is_hugging_face(config.model) or starts_adapted(config)
 
 
 def _scale_faults(config: Config, *, key: str, path: str | None) -> Iterator[str]:
-    """Adapters of another run would add another multiple than they learnt to add."""
+    """Yields a fault if the loaded adapters were trained with another alpha / rank, because they would then be another model."""
     rank, alpha = config.lora.rank, config.lora.alpha
     saved = None if path is None or alpha is None else _saved_scale(path)
     if saved is not None and alpha is not None and alpha / rank != saved:
@@ -83,10 +92,10 @@ def _scale_faults(config: Config, *, key: str, path: str | None) -> Iterator[str
 
 
 def _saved_scale(path: str) -> float | None:
-    """Alpha / rank of the adapters in a run's newest checkpoint; None: it has none, or there is none to read."""
-    from ztk.checkpoint import CheckpointError, adapter_scale  # here: torch takes a second
+    """Returns alpha / rank of the adapters in a run's newest checkpoint, or None without adapters or without a readable checkpoint."""
+    from ztk.checkpoint import CheckpointError, adapter_scale  # imported late: torch takes a second
 
     try:
         return adapter_scale(path)
     except CheckpointError:
-        return None  # every rank says what is wrong with it
+        return None  # the ranks report the error

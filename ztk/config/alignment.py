@@ -1,4 +1,4 @@
-"""What `task=sft`, `task=reward` and `task=dpo` need, and what they do not run with yet."""
+"""Rules of `task=sft`, `task=reward` and `task=dpo`."""
 
 import math
 from collections.abc import Iterator
@@ -16,18 +16,18 @@ from ztk.core.policies.runs import ALIGNING, RECORDS, has_tokenizer, is_hugging_
 from ztk.core.policies.zero import ZeroEngine
 
 _WITHOUT_REFERENCE = (DpoLossName.simpo, DpoLossName.orpo)
-_HIGHER = ("reward", "accuracy", "margin")  # names of values that are to grow
+_HIGHER = ("reward", "accuracy", "margin")  # metrics for which larger is better
 
 
 def take_reference(config: Config, *, given: frozenset[str]) -> None:
-    """Losses without a reference keep none, unless the user asks for one to measure the divergence by."""
+    """Removes the reference from losses that do not use one, unless the user wants it for measuring the divergence."""
     if config.task.name == "dpo" and config.dpo.loss in _WITHOUT_REFERENCE and "dpo.reference" not in given:
         reason = f"dpo.loss={config.dpo.loss.value} has no reference"
         derive(config, key="dpo.reference", value=DpoReferenceName.none, reason=reason)
 
 
 def take_metric(config: Config) -> None:
-    """Sets the metric that ranks checkpoints, where the user leaves it open."""
+    """Sets the metric that ranks checkpoints, unless the user set it."""
     saved = config.checkpoint
     if config.task.name not in (*ALIGNING, "grpo", "ppo") or not (saved.keep_best or config.train.patience is not None):
         return
@@ -41,7 +41,7 @@ def take_metric(config: Config) -> None:
 
 
 def alignment_faults(config: Config, *, machine: Machine) -> Iterator[str]:
-    """One line per fault, each with its fix."""
+    """Yields one line per fault, with its fix."""
     name, data = config.task.name, config.data.name
     if name not in ALIGNING:
         if data in RECORDS:
@@ -59,7 +59,7 @@ def alignment_faults(config: Config, *, machine: Machine) -> Iterator[str]:
 
 
 def _record_faults(config: Config) -> Iterator[str]:
-    """Every record is read here, so that a bad one is named before ranks start."""
+    """Reads every record, so that a bad one is reported before ranks start."""
     data = config.data
     if data.path is None:
         task = config.rollout.task or PromptTask.sorting
@@ -67,7 +67,7 @@ def _record_faults(config: Config) -> Iterator[str]:
             yield f"data.seq_len={data.seq_len}: texts of rollout.task={task.value} have {longest} tokens; use data.seq_len={longest}"
         return
     if not data.seq_len or not (data.stop or has_tokenizer(config)):
-        return  # the ranges say so
+        return  # reported by the ranges
     try:
         examples = records_of(config, seq_len=None if KEY in config.reasons else data.seq_len)
     except ValueError as error:
@@ -87,7 +87,7 @@ def _strategy_faults(config: Config) -> Iterator[str]:
     name = config.task.name
     if config.model.experts is not None:
         yield (
-            f"model.experts={config.model.experts}: task={name} fills rows up, and what fills them would count in the router's "
+            f"model.experts={config.model.experts}: task={name} pads rows, and the padding would count in the router's "
             "load-balancing loss; use model=nano or another dense model"
         )
     if config.launch.elastic:
@@ -134,7 +134,7 @@ def _loss_faults(config: Config) -> Iterator[str]:
 
 
 def _adapter_faults(config: Config) -> Iterator[str]:
-    """Of `task=dpo` with or without `lora=adapter`."""
+    """Faults of `task=dpo` with and without `lora=adapter`."""
     warm, leaves_out = config.warm_start, config.dpo.reference is DpoReferenceName.lora_off
     if not config.lora.rank:
         if leaves_out:
@@ -164,7 +164,7 @@ def _warm_start_faults(config: Config, *, machine: Machine) -> Iterator[str]:
             "warm_start.path=RUN, the folder of a run of task=sft"
         )
     if warm.path is not None:
-        yield "warm_start.path has no effect beside warm_start.steps: use warm_start.steps=0, or leave out warm_start.path"
+        yield "warm_start.path has no effect with warm_start.steps: use warm_start.steps=0, or leave out warm_start.path"
     replicas = replicas_of(config.topology, ranks=settled_ranks(config, machine=machine))
     if warm.batch_size and warm.batch_size % replicas:
         fixed = -(-warm.batch_size // replicas) * replicas

@@ -1,5 +1,7 @@
-"""What `task=generate`, `task=serve` and `task=eval` accept: they train nothing. The inference engine cuts layers between ranks at most; what
-`task=eval` accepts by the engine that trains is in `evaluating.py`."""
+"""Rules of `task=generate`, `task=serve` and `task=eval`, which do not train.
+
+The inference engine supports tensor parallelism only. `evaluating.py` has the rules for `task=eval` with the training engine.
+"""
 
 import json
 from collections.abc import Iterator
@@ -20,12 +22,12 @@ _SECTIONS = (
     *("task", "inference", "sampling", "serve", "eval", "weights"),
     *("kernels", "launch", "experiment", "sweep", "hydra", "offload"),
 )
-_CUT = ("topology", "topology.tensor")  # with more than one rank
+_CUT = ("topology", "topology.tensor")  # for more than one rank
 _TRAINING_TIERS = ("offload.optimizer", "offload.parameters", "offload.pin_memory")
 
 
 def answering_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:
-    """One line per fault, each with its fix. given: keys that the user set, and groups whose option the user chose."""
+    """Yields one line per fault, with its fix. given: keys that the user set, and groups whose option the user chose."""
     if config.task.name not in ANSWERING:
         return
     task = f"task={config.task.name}"
@@ -97,14 +99,14 @@ def _offload_faults(config: Config, *, given: frozenset[str], task: str) -> Iter
 
 
 def _own_module_faults(config: Config) -> Iterator[str]:
-    """Of a model of transformers outside of the families that the engine computes itself."""
+    """Faults of a transformers model outside the families that the engine implements itself."""
     over_blocks, is_cut = config.inference.cache is CacheKind.blocks, config.topology.tensor > 1
     if not (is_cut and over_blocks):
         return
     file = Path(config.inference.model or "", "config.json").expanduser()
     if config.inference.model is None or not file.is_file():
         return
-    from ztk.inference.describe import FAMILIES  # here: it takes torch
+    from ztk.inference.describe import FAMILIES  # imported late: it imports torch
 
     kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
     if kind is None or kind in FAMILIES:
@@ -116,10 +118,10 @@ def _own_module_faults(config: Config) -> Iterator[str]:
 
 
 def _is_packed(config: Config) -> bool:
-    """Whether the model's folder has packed weights."""
+    """Returns whether the model's folder has packed weights."""
     if config.inference.model is None:
         return False
-    from ztk.inference.packed import MANIFEST  # here: it takes torch
+    from ztk.inference.packed import MANIFEST  # imported late: it imports torch
 
     return Path(config.inference.model, MANIFEST).expanduser().is_file()
 
@@ -159,6 +161,6 @@ def _file_faults(config: Config, *, task: str) -> Iterator[str]:
     elif model is not None:
         yield from checkpoint_fault(model, key="inference.model")
     if draft is not None and not Path(draft).expanduser().is_dir():
-        yield f"inference.draft_model={draft}: is no folder; name that of a smaller model with the same tokens, or leave it out"
+        yield f"inference.draft_model={draft}: is no folder; name the folder of a smaller model with the same tokens, or leave it out"
     if prompts is not None and config.task.name == "generate" and not Path(prompts).expanduser().is_file():
         yield f'inference.prompts={prompts}: is no file; name a jsonl file whose lines are {{"prompt": "text"}}'

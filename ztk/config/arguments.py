@@ -1,4 +1,4 @@
-"""The command line before Hydra reads it: moves flags to the front and reports every wrong name, option and value at once."""
+"""Checks the command line before Hydra does: moves flags to the front and reports every wrong name, option and value at once."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,9 +22,9 @@ _REPLACED = (
     "data",
     "optimizer",
     "scheduler",
-)  # an own object takes the place of the option that config.yaml chooses
-OVERLAY_MARK = "# @package _global_"  # in a file whose option sets keys of several groups
-# Hydra's flags that are followed by a value.
+)  # an object of the user's replaces the option that config.yaml chooses
+OVERLAY_MARK = "# @package _global_"  # marks an option file that sets keys of several groups
+# Hydra's flags that take a value.
 _WITH_VALUE = {
     *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
     *("--package", "-p", "--cfg", "-c", "--experimental-rerun"),
@@ -35,7 +35,7 @@ _FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+|[+-]?\d+\.0*", re.ASCII
 
 
 def order_arguments(arguments: list[str]) -> list[str]:
-    """Flags first, overrides after them: Hydra 1.3 refuses a flag between overrides."""
+    """Moves flags before overrides, because Hydra 1.3 rejects a flag between overrides."""
     flags, overrides = [], []
     pending = iter(arguments)
     for argument in pending:
@@ -53,7 +53,7 @@ def order_arguments(arguments: list[str]) -> list[str]:
 
 
 def split_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Ordered arguments as flags with their values, and overrides."""
+    """Splits ordered arguments into flags with their values, and overrides."""
     ordered = order_arguments(arguments)
     count = len(ordered)
     while count and not ordered[count - 1].startswith("-"):
@@ -65,13 +65,13 @@ def split_flags(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def extra_folders(flags: list[str]) -> list[str]:
-    """The folders that `--config-dir` adds."""
+    """Returns the folders of `--config-dir`."""
     found = [value for flag, value in pairwise(flags) if flag in ("--config-dir", "-cd")]
     return found + [flag.partition("=")[2] for flag in flags if flag.startswith("--config-dir=")]
 
 
 def options_of(folders: list[str]) -> dict[str, list[str]]:
-    """`{"zero": ["ddp", ...], ...}`: the option files of every group."""
+    """Returns the option files of every group: `{"zero": ["ddp", ...], ...}`."""
     found: dict[str, set[str]] = {}
     for folder in folders:
         for path in Path(folder).glob("*/*.yaml"):
@@ -80,9 +80,11 @@ def options_of(folders: list[str]) -> dict[str, list[str]]:
 
 
 def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = False) -> list[str]:
-    """The overrides as Hydra accepts them. Raises ConfigError with every fault in them.
+    """Returns the overrides in the form that Hydra accepts. Raises ConfigError with all faults.
 
-    For keys that are integers, 5e8 becomes 500000000. folders: where the option files are. sweep: whether a key may have several values.
+    For integer keys, 5e8 becomes 500000000.
+
+    folders: where the option files are. sweep: allows several values per key.
     """
     options = options_of(folders)
     _check_hidden(folders)
@@ -106,7 +108,7 @@ def parse_arguments(overrides: list[str], *, folders: list[str], sweep: bool = F
 
 
 def _check_hidden(folders: list[str]) -> None:
-    """Raises ConfigError with the option files of the user's that one of ztk's hides by its name, unless both are the same."""
+    """Raises ConfigError if a user's option file has the name of one of ztk's, which would hide it. Identical files are fine."""
     ours, *others = map(Path, folders)
     faults = []
     for path in (path for folder in others for path in sorted(folder.glob("*/*.yaml"))):
@@ -121,7 +123,7 @@ def _check_hidden(folders: list[str]) -> None:
 
 
 def check_doubled(overrides: Iterable[str], *, flags: Sequence[str] = ()) -> None:
-    """Raises ConfigError for every key, group and flag that one command line gives several values. Hydra would take the last one."""
+    """Raises ConfigError for every key, group and flag that a command line sets twice. Hydra would silently use the last value."""
     words = [*overrides, *(flag for flag in flags if "=" in flag)]
     words += [f"{flag}={value}" for flag, value in pairwise(flags) if flag in _WITH_VALUE]
     given: dict[str, list[str]] = {}
@@ -140,12 +142,12 @@ def _bare(override: str) -> str:
 
 
 def _own_sections(overrides: list[str], *, folders: list[str]) -> frozenset[str]:
-    """Sections that take any key: the user's, and those whose object is the user's by this line or by option files of the user's."""
+    """Returns the sections that take any key: the user's, and those whose object this line or the user's option files replace."""
     theirs, found = options_of(folders[1:]), {*FREE}
     for name, value in ((_bare(word), word.partition("=")[2]) for word in overrides):
         section = name.partition(".")[0]
         if name in ("experiment", "sweep") and theirs:
-            found |= {*OBJECTS}  # which its file may set
+            found |= {*OBJECTS}  # an option file may set any of them
         elif name.endswith(f".{TARGET}"):
             found.add(section)
         elif name in OBJECTS and {option.strip() for option in value.split(",")} & {*theirs.get(name, ())}:
@@ -174,7 +176,7 @@ def _known_faults(override: str, *, match: re.Match, options: dict[str, list[str
         near = did_you_mean(_completed(override, options=options, keys=known))
         yield f"{override}: an option is written key=value{near}"
     elif key == "output_dir":
-        yield f"{override}: the run folder is chosen by hydra.run.dir=FOLDER, that of a sweep by hydra.sweep.dir=FOLDER"
+        yield f"{override}: set the run folder with hydra.run.dir=FOLDER, the folder of a sweep with hydra.sweep.dir=FOLDER"
     elif key in options:
         yield from _group_faults(sign, key, value, package=match["package"], options=options)
     elif key in known:
@@ -242,7 +244,7 @@ def _value_faults(key: str, value: str, *, hint: object) -> Iterator[str]:
 
 
 def _pieces(key: str, value: str) -> list[str]:
-    """The single values of a sweep `a,b,c`; of any other value, itself. A sweep of another kind is left to Hydra."""
+    """Returns the single values of a sweep `a,b,c`, and any other value by itself. Hydra handles other kinds of sweeps."""
     try:
         override = OverridesParser.create().parse_override(f"{key}={value}")
     except HydraException:
@@ -267,13 +269,13 @@ def _whole_numbers(override: str) -> str:
 
 
 def _whole_number(text: str) -> str:
-    """`5e8` as `500000000`; other texts as they are."""
-    if _FLOAT.fullmatch(text.strip()) and float(text).is_integer():  # which 1e999, infinite, is not
+    """Converts `5e8` to `500000000`. Returns other texts unchanged."""
+    if _FLOAT.fullmatch(text.strip()) and float(text).is_integer():  # 1e999 is infinite and not an integer
         return str(int(float(text)))
     return text
 
 
 def _completed(word: str, *, options: dict[str, list[str]], keys: dict[str, object]) -> list[str]:
-    """What a word without `=` may mean: the option of a group, or a key."""
+    """Returns completions of a word without `=`: options of a group, or keys."""
     groups = [f"{group}={word}" for group, names in options.items() if word in names]
     return groups[:3] or [f"{key}=VALUE" for key in near_keys(word, keys=[*keys, *options])]

@@ -1,4 +1,4 @@
-"""How many sequences a step takes, and how many micro-batches that is on this number of ranks."""
+"""The number of sequences per step, and of micro-batches per step on the given number of ranks."""
 
 import os
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from ztk.core.policies.pipeline import interleaved_faults
 from ztk.core.policies.runs import infers
 from ztk.core.policies.topology import PipelineSchedule
 
-AUTO = "auto"  # checkpoint.resume: the run folder's own latest checkpoint, if it has one
+AUTO = "auto"  # value of checkpoint.resume: the run folder's own latest checkpoint, if there is one
 
 
 def settle_batch(config: Config, *, recorded: Config | None) -> None:
-    """Numbers for `train.global_batch_size` and `train.accumulation_steps`. Ranks are settled before.
+    """Settles `train.global_batch_size` and `train.accumulation_steps`. The number of ranks must be settled already.
 
-    recorded: the run that this one continues, whose global batch it keeps on any number of ranks.
+    recorded: the run that this one continues. Its global batch is kept on any number of ranks.
     """
     train, replicas = config.train, replicas_of(config.topology, ranks=config.launch.ranks)
     if train.global_batch_size is None and recorded is not None:
@@ -28,12 +28,15 @@ def settle_batch(config: Config, *, recorded: Config | None) -> None:
 
 
 def forwards_of(batch: int, *, replicas: int, size: int) -> int:
-    """Micro-batches of at most `size` sequences that a rank needs for a step of `batch`."""
+    """Returns the micro-batches of at most `size` sequences per rank for a step of `batch` sequences."""
     return -(-batch // (replicas * size))
 
 
 def round_faults(config: Config, *, given: frozenset[str]) -> Iterator[str]:
-    """The interleaved schedule takes micro-batches in rounds. Batches are settled before. given: the keys that the user chose."""
+    """Yields faults of the interleaved schedule, which runs micro-batches in rounds. given: the keys that the user set.
+
+    Batches must be settled already.
+    """
     train, ranks = config.train, config.topology.pipeline
     if ranks == 1 or config.topology.schedule is not PipelineSchedule("interleaved") or infers(config):
         return
@@ -55,9 +58,9 @@ def round_faults(config: Config, *, given: frozenset[str]) -> Iterator[str]:
 
 
 def on_fewer_ranks(config: Config, *, lost: int) -> Config | None:
-    """The run after so many ranks were lost: from its own latest checkpoint, with the same global batch.
+    """Returns the configuration that continues a run after `lost` ranks are gone: its own latest checkpoint, the same global batch.
 
-    None if the ranks that are left are too few, for `launch.min_ranks` or for the topology.
+    Returns None if too few ranks are left for `launch.min_ranks` or for the topology.
     """
     for ranks in range(config.launch.ranks - lost, config.launch.min_ranks - 1, -1):
         if fits(config.topology, ranks=ranks):
@@ -73,19 +76,21 @@ def on_fewer_ranks(config: Config, *, lost: int) -> Config | None:
 
 
 def run_record(path: str | Path) -> Path | None:
-    """The configuration of the run that `checkpoint.resume=path` continues; path: a run folder, its `checkpoints`, or one checkpoint."""
+    """Returns the configuration file of the run that `checkpoint.resume=path` continues. path: a run folder, its `checkpoints`, or a
+    checkpoint.
+    """
     given = Path(path).expanduser()
     return next((found for place in (given, given.parent, given.parent.parent) if (found := record_of(place))), None)
 
 
 def run_folder(path: str | os.PathLike) -> Path | None:
-    """The absolute folder of the run that `path` is in, where `path` is that folder, a checkpoint or a folder in a checkpoint."""
+    """Returns the absolute folder of the run that contains `path`: the folder itself, a checkpoint, or a folder in a checkpoint."""
     folder = Path(path).expanduser().absolute()
     return next((place for place in (folder, *folder.parents[:3]) if record_of(place)), None)
 
 
 def checkpoint_fault(path: str, *, key: str) -> Iterator[str]:
-    """A run folder without a checkpoint."""
+    """Yields a fault for a run folder without a checkpoint."""
     folder = Path(path).expanduser()
     if record_of(folder) is not None and not any((folder / "checkpoints").glob("step-*[0-9]")):
         yield (
@@ -95,6 +100,6 @@ def checkpoint_fault(path: str, *, key: str) -> Iterator[str]:
 
 
 def record_of(folder: str | Path) -> Path | None:
-    """The configuration that a run has left in its folder."""
+    """Returns the configuration file in a run's folder, or None."""
     path = Path(folder, "config.yaml")
     return path if path.is_file() else None

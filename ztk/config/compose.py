@@ -1,4 +1,4 @@
-"""From composed groups to one checked, settled `Config`, and to and from its file."""
+"""Composes groups into one checked, settled `Config`, and reads and writes its file."""
 
 import os
 import re
@@ -61,9 +61,9 @@ from ztk.core.policies.train import Evaluated
 # Groups whose options set keys of other groups, in the order of conf/config.yaml.
 _OVERLAYS = ("algorithm.", "task.", "weights.")
 
-# Keys that `_settle` gives a number, and how it finds it.
+# Keys that `_settle` sets, and the source of their values.
 _SETTLED = {
-    "launch.ranks": "what the topology needs, else one per GPU, two without a GPU",
+    "launch.ranks": "as many as the topology needs, else one per GPU, two without a GPU",
     "launch.threads": "OMP_NUM_THREADS, else the cores divided by the ranks",
     "topology.data": "ranks divided by the other degrees",
     "train.global_batch_size": "replicas * train.micro_batch_size * train.accumulation_steps",
@@ -77,7 +77,7 @@ _SETTLED = {
 
 
 def _composed_schema() -> DictConfig:
-    """The types that Hydra checks. Groups whose object may be the user's take any key here; `_typed` checks those of ztk's objects."""
+    """Returns the types that Hydra checks. Groups whose object may be the user's take any key here; `_typed` checks ztk's own objects."""
     nodes = {
         field.name: OmegaConf.structured(section_of(f"{field.name}."))
         for field in fields(Config)
@@ -88,7 +88,7 @@ def _composed_schema() -> DictConfig:
 
 
 ConfigStore.instance().store(name="ztk_schema", node=_composed_schema())
-# Hydra's own sweeper with another class, which `ztk.cli` registers.
+# Hydra's own sweeper with the class that `ztk.cli` registers.
 SWEEPER = "hydra_plugins.ztk.JobSweeper"
 ConfigStore.instance().store(
     group="hydra/sweeper", name="ztk", node={"_target_": SWEEPER, "max_batch_size": None, "params": None}
@@ -96,23 +96,26 @@ ConfigStore.instance().store(
 
 
 def conf_dir() -> str:
-    """The folder of the option files: beside `ztk/` in a checkout, inside it when installed.
+    """Returns the folder of the option files: next to `ztk/` in a checkout, inside it when installed.
 
     Raises:
-        FileNotFoundError: if it is in neither place.
+        FileNotFoundError: it is in neither place.
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "conf", package.parent / "conf"):
         if (folder / "config.yaml").is_file():
             return str(folder)
-    raise FileNotFoundError(f"conf/config.yaml is neither in {package} nor beside it: reinstall ztk")
+    raise FileNotFoundError(f"conf/config.yaml is neither in {package} nor next to it: reinstall ztk")
 
 
 def compose(
     *overrides: str, output_dir: str | os.PathLike, machine: Machine | None = None, folders: Sequence[str] = ()
 ) -> Config:
-    """The run that `python run.py OVERRIDES...` would start, without starting it. folders: those of `--config-dir`. Raises ConfigError."""
-    from ztk.config.resumed import take_run_words  # here: it loads configurations as this file does
+    """Returns the configuration that `python run.py OVERRIDES...` would run, without starting it. Raises ConfigError.
+
+    folders: additional folders, as of `--config-dir`.
+    """
+    from ztk.config.resumed import take_run_words  # imported late: a cycle
 
     machine = machine or Machine.here()
     words = expand_ds_config(rename_keys(overrides).words, machine=machine).words
@@ -137,7 +140,9 @@ def compose(
 
 
 def refusal(error: HydraException | OmegaConfBaseException, *, overrides: Sequence[str] = ()) -> ConfigError:
-    """The error of Hydra or OmegaConf without the search path and the advice to add keys. overrides: one of them has the value at fault."""
+    """Converts an error of Hydra or OmegaConf: removes the search path and the advice to add keys. overrides: contain the value at
+    fault.
+    """
     if isinstance(error, OmegaConfBaseException):
         reason = str(error).splitlines()[0]
         named = next((word for word in overrides if "${" in word), error.full_key)
@@ -157,10 +162,9 @@ def refusal(error: HydraException | OmegaConfBaseException, *, overrides: Sequen
 def to_config(
     choices: DictConfig, *, overrides: Sequence[str], options: Mapping[str, str | None], machine: Machine
 ) -> Config:
-    """Checks types and rules, then fills in what was left to the machine.
+    """Checks types and rules, and then settles the values that depend on the machine. Raises ConfigError with all faults.
 
-    choices: what Hydra composed. overrides: the command line's `key=value`. options: the chosen option of every group.
-    Raises ConfigError with all faults.
+    choices: the composed configuration. overrides: `key=value` words of the command line. options: the chosen option of every group.
     """
     try:
         if faults := take_user(choices):
@@ -178,7 +182,7 @@ def to_config(
         and config.data.name is DataName.stdlib
         and not _chosen("data", overrides=overrides)
     ):
-        config.data.name = DataName.files  # a path says enough
+        config.data.name = DataName.files  # a path is enough to choose files
     choose_rollouts(config, given=given, machine=machine)
     null_unused_defaults(config, given=given, machine=machine)
     if (
@@ -207,7 +211,7 @@ def to_config(
 
 
 def _option_faults(config: Config, *, options: Mapping[str, str | None], machine: Machine) -> Iterator[str]:
-    """One line per chosen option of a group that the task does not read."""
+    """Yields one line per chosen option that the task does not read."""
     task = config.task.name
     if (algorithm := options.get("algorithm")) and not draws(config):
         yield f"algorithm={algorithm} has no effect with task={task}: use task=grpo or task=ppo"
@@ -225,7 +229,7 @@ def save(config: Config, *, path: str | os.PathLike) -> None:
 
 
 def to_yaml(config: Config) -> str:
-    """The values as a text that `from_yaml` reads."""
+    """Returns the values as text for `from_yaml`."""
     values = OmegaConf.structured(replace(config, user={}, own={}))
     with open_dict(values):
         for section in ("own", *config.own):
@@ -237,8 +241,10 @@ def to_yaml(config: Config) -> str:
 
 
 def to_explained_yaml(config: Config, *, acting_alone: bool = False) -> str:
-    """The text of `save`: `to_yaml` with a comment for each derived value that gives its reason. acting_alone: leaves out the keys without
-    effect in the run."""
+    """Returns `to_yaml` with a comment for each derived value, the reason; this is the text of `save`.
+
+    acting_alone: omits keys without effect in the run.
+    """
     text = to_yaml(config)
     if acting_alone:
         text = OmegaConf.to_yaml(_acting(OmegaConf.to_container(OmegaConf.create(text))))
@@ -246,7 +252,7 @@ def to_explained_yaml(config: Config, *, acting_alone: bool = False) -> str:
 
 
 def _acting(values: Any, *, prefix: str = "") -> dict[str, Any]:
-    """Nested values without ztk's keys that are None, and without sections in which nothing is left."""
+    """Returns nested values without keys of ztk that are None, and without empty sections."""
     kept = {}
     for name, value in values.items():
         if isinstance(value, dict) and any(key.startswith(f"{prefix}{name}.") for key in run_keys()):
@@ -258,12 +264,12 @@ def _acting(values: Any, *, prefix: str = "") -> dict[str, Any]:
 
 
 def load(path: str | os.PathLike) -> Config:
-    """Reads what `save` wrote."""
+    """Reads a file of `save`."""
     return from_yaml(Path(path).read_text(encoding="utf-8"))
 
 
 def from_yaml(text: str) -> Config:
-    """Reads what `to_yaml` returned. Raises ConfigError for values that `user._schema_` refuses."""
+    """Parses the text of `to_yaml`. Raises ConfigError for values that `user._schema_` rejects."""
     choices = OmegaConf.create(text)
     if faults := take_user(choices):
         raise ConfigError(faults)
@@ -275,7 +281,7 @@ def from_yaml(text: str) -> Config:
 
 
 def _without_objects(choices: DictConfig, *, overrides: Sequence[str] = ()) -> tuple[DictConfig, dict[str, Any], Any]:
-    """A resolved configuration of ztk's keys alone; the nodes of the user's objects; the group `user`."""
+    """Splits a resolved configuration into ztk's keys, the nodes of the user's objects, and the group `user`."""
     try:
         OmegaConf.resolve(choices)
         with open_dict(choices):
@@ -309,8 +315,9 @@ def _typed(choices: DictConfig) -> Config:
 
 
 def _given(config: Config, *, overrides: Sequence[str], options: Mapping[str, str | None]) -> frozenset[str]:
-    """The keys set by the user: on the command line, or in an experiment to another value than defaults and options. And the groups of which
-    the command line chooses an option.
+    """Returns the keys that the user set, and the groups whose option the command line chooses.
+
+    A key counts if it is on the command line, or if an experiment sets it to another value than the defaults and options.
     """
     known = leaf_types()
     named = {key for key in (_key(override) for override in overrides) if key in known or key in options}
@@ -340,7 +347,7 @@ def _chosen(group: str, *, overrides: Sequence[str]) -> bool:
 
 
 def _settle(config: Config, *, machine: Machine) -> None:
-    """Sets open keys to numbers, with their reasons, and keys without effect to None."""
+    """Sets open keys to values with their reasons, and keys without effect to None."""
     left_open = [key for key in _SETTLED if read(config, key=key) is None]
     settle_parameter_tier(config)
     null_inactive_keys(config, machine=machine)
@@ -359,12 +366,12 @@ def _settle(config: Config, *, machine: Machine) -> None:
         scheduler.rise_steps = scheduler.rise_steps or max(1, steps // 2)
     if scheduler.name is SchedulerName.range_test:
         scheduler.step_size = scheduler.step_size or max(1, steps // 10)
-    null_inactive_keys(config, machine=machine)  # a settled number may leave another key without effect
+    null_inactive_keys(config, machine=machine)  # a settled value may make another key ineffective
     config.reasons |= {key: _SETTLED[key] for key in left_open}
 
 
 def _continued(config: Config) -> Config | None:
-    """The run whose global batch this one keeps. Raises ConfigError for `train.accumulation_steps` that would change it."""
+    """Returns the run whose global batch this one keeps. Raises ConfigError if `train.accumulation_steps` would change it."""
     checkpoint = config.checkpoint
     if checkpoint.resume is None:
         return None
@@ -395,7 +402,7 @@ def _settle_launch(config: Config, *, machine: Machine) -> None:
     launch.ranks = settled_ranks(config, machine=machine)
     config.topology.data = replicas_of(config.topology, ranks=launch.ranks)
     if launch.threads is None:
-        # torchrun sets OMP_NUM_THREADS=1 on every machine: under torchrun it is not the user's choice.
+        # torchrun always sets OMP_NUM_THREADS=1, so it is not the user's choice there.
         wanted = "" if machine.started_ranks else os.environ.get("OMP_NUM_THREADS", "")
         fair = max(1, machine.cores // (machine.started_here or launch.ranks))
         launch.threads = int(wanted) if wanted.isdecimal() and wanted.isascii() and int(wanted) else fair
@@ -422,7 +429,7 @@ def _nvme_path(config: Config) -> str | None:
     if path is not None:
         return _absolute(path)
     if infers(config):
-        return None  # packed weights without a folder of the user's end with the run
+        return None  # packed weights are deleted after the run, unless the user names a folder
     is_used = "nvme" in (offload.optimizer, offload.parameters) or others_offload(config, tier=Tier.nvme)
     return os.path.join(config.output_dir, "nvme") if is_used else None
 

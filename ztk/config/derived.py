@@ -1,4 +1,4 @@
-"""Values that follow from the model, the data or the machine: where each came from, and the record that shows it."""
+"""Values derived from the model, the data or the machine, with the reasons that the recorded configuration shows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,13 +10,13 @@ from ztk.core.policies.config import Config
 
 
 def derive(config: Config, *, key: str, value: Any, reason: str) -> None:
-    """Sets a key that the user left open, and keeps the reason, a text of one line."""
+    """Sets a key that the user left open and stores the reason, a single line."""
     write(config, key=key, value=value)
     config.reasons[key] = reason
 
 
 def explained(text: str, *, reasons: Mapping[str, str]) -> str:
-    """A configuration in YAML with the reasons as comments. reasons: by dotted key."""
+    """Returns a YAML configuration with the reasons as comments. reasons: by dotted key."""
     lines, path = [], []
     for line in text.splitlines():
         name, is_key, _ = line.partition(":")
@@ -29,13 +29,13 @@ def explained(text: str, *, reasons: Mapping[str, str]) -> str:
             lines.append(line)
         elif _is_whole(line):
             lines.append(f"{line}  # {reason}")
-        else:  # the value goes on in the next line
+        else:  # the value continues on the next line
             lines += [f"{'  ' * depth}# {reason}", line]
     return "\n".join(lines) + "\n"
 
 
 def _is_whole(line: str) -> bool:
-    """Whether a line has the full value of its key."""
+    """Returns whether a line contains the full value of its key."""
     _, _, value = line.partition(":")
     try:
         return value.strip() not in ("", "|", "|-", ">", ">-") and yaml.safe_load(value) is not None

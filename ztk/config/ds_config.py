@@ -1,7 +1,7 @@
-"""`ds_config=FILE` on the command line: a DeepSpeed configuration becomes overrides with the same meaning.
+"""`ds_config=FILE` on the command line: converts a DeepSpeed configuration to overrides with the same meaning.
 
-Other overrides on the line take precedence. Keys of the file that run.py does not have are accepted with a note. Keys that
-`deepspeed.initialize` would refuse are refused here too.
+Other overrides take precedence. Keys of the file that run.py does not have are accepted with a note. Keys that `deepspeed.initialize`
+rejects are rejected here too.
 """
 
 from dataclasses import dataclass
@@ -15,20 +15,23 @@ _RANKS_WITHOUT_GPU = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expanded:
-    """words: the overrides without `ds_config`. notes: keys of the file that change nothing in such a run."""
+    """words: the overrides without `ds_config`. notes: keys of the file without effect in such a run."""
 
     words: list[str]
     notes: tuple[str, ...] = ()
 
 
 def expand_ds_config(overrides: list[str], *, machine: Machine) -> Expanded:
-    """Raises ConfigError with every key that is refused, and for more than one file."""
+    """Replaces `ds_config` by overrides. Raises ConfigError with every rejected key, and for more than one file."""
     given = [word.partition("=")[2] for word in overrides if word.partition("=")[0] == KEY]
     if not given:
         return Expanded(words=overrides)
     if len(given) > 1 or "," in given[0]:
         raise ConfigError([f"{KEY}={','.join(given)}: one file for one run; start run.py once for every file"])
-    from ztk.deepspeed.config import DeepSpeedConfigError, parse_config  # brings torch, which only these runs need here
+    from ztk.deepspeed.config import (
+        DeepSpeedConfigError,
+        parse_config,
+    )  # imports torch, which other runs do not need here
     from ztk.deepspeed.config.convert import to_overrides
 
     others = [word for word in overrides if word.partition("=")[0] != KEY]
@@ -43,13 +46,13 @@ def expand_ds_config(overrides: list[str], *, machine: Machine) -> Expanded:
 
 
 def _is_given(word: str, *, chosen: set[str]) -> bool:
-    """Whether the line sets the key itself, or the option of its group."""
+    """Returns whether the line sets the key, or chooses the option of its group."""
     key = word.partition("=")[0]
     return key in chosen or key.partition(".")[0] in chosen
 
 
 def _ranks(overrides: list[str], *, machine: Machine) -> int:
-    """The number of ranks that the line asks for, or the default. The global batch does not depend on it."""
+    """Returns the number of ranks from the line, or the default. The global batch does not depend on it."""
     # pyrefly: ignore[no-matching-overload]  # partition gives three parts
     values = dict(word.partition("=")[::2] for word in overrides)
     named = values.get("launch.ranks", "")

@@ -1,7 +1,7 @@
-"""Keys that act in a run and those that do not.
+"""Determines which keys have an effect in a run.
 
-A key without effect in a run is refused if the user set it, and set to None if it comes from an option file or is a default, so that the
-recorded configuration shows what took part. A key that acts needs a value, unless it is optional.
+A key without effect is an error if the user set it, and becomes None if it is a default or comes from an option file, so that the
+recorded configuration lists only effective keys. A key with an effect needs a value, unless it is optional.
 """
 
 from ztk.config.keys import read, run_keys, write, written
@@ -12,7 +12,7 @@ from ztk.core.policies.offload import ParameterTier
 
 
 def effect_faults(config: Config, *, given: frozenset[str], machine: Machine) -> list[str]:
-    """One line per key in `given` without effect, and per group of keys that need a value and have none."""
+    """Returns one line per key in `given` without effect, and per group of keys that lack a required value."""
     faults = []
     missing: dict[str, list[str]] = {}
     for name, key in run_keys().items():
@@ -29,21 +29,21 @@ def effect_faults(config: Config, *, given: frozenset[str], machine: Machine) ->
 
 
 def null_inactive_keys(config: Config, *, machine: Machine) -> None:
-    """Sets the keys without effect to None."""
+    """Sets keys without effect to None."""
     for name, key in run_keys().items():
         if key.acts is not None and not key.acts.test(config, machine):
             write(config, key=name, value=None)
 
 
 def null_unused_defaults(config: Config, *, given: frozenset[str], machine: Machine) -> None:
-    """Sets keys without effect to None that nobody has set, so that no rule compares a default that takes no part."""
+    """Sets ineffective keys to None unless the user set them, so that no rule checks an unused default."""
     for name, key in run_keys().items():
         if name not in given and key.default is not None and key.acts and not key.acts.test(config, machine):
             write(config, key=name, value=None)
 
 
 def settle_parameter_tier(config: Config) -> None:
-    """`auto` becomes the optimizer states' tier where parameters are sharded, else the device."""
+    """Replaces `auto` by the optimizer states' tier if parameters are sharded, and else by the device."""
     if config.offload.parameters is ParameterTier.auto:
         sharded = config.zero.stage == 3
         config.offload.parameters = ParameterTier[config.offload.optimizer.name] if sharded else ParameterTier("none")

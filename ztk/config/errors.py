@@ -1,8 +1,8 @@
-"""The refusal of a configuration."""
+"""The error for invalid configurations."""
 
 
 class ConfigError(ValueError):
-    """The configuration is refused; the text lists every fault."""
+    """The configuration is invalid. The message lists all faults."""
 
     def __init__(self, faults: list[str]) -> None:
         self.faults = tuple(faults)

@@ -1,4 +1,4 @@
-"""`task=eval` by the engine that trains: when it computes, of which model, and what it accepts."""
+"""`task=eval` with the training engine: when it is used, on which model, and its rules."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,15 +23,17 @@ from ztk.core.policies.tier import Tier
 from ztk.core.policies.topology import PipelineSchedule, TopologyConfig
 from ztk.core.policies.zero import ZeroEngine
 
-USUAL_WINDOW = 2048  # tokens that task=eval gives a model at most, where eval.seq_len says nothing
+USUAL_WINDOW = 2048  # most tokens per sequence if eval.seq_len is not set
 _SECTIONS = ("zero", "topology")
 _KEYS = ("precision", "precision.dtype")
 _NO_GRADIENTS = ("zero.quantized_gradients", "topology.max_local_gradients", "offload.optimizer")
 
 
 def choose_engine(config: Config, *, given: frozenset[str], machine: Machine) -> None:
-    """Settles `eval.engine` where it was left open: the one that trains if the user chose a stage, a precision, or a layout that the inference
-    engine does not have."""
+    """Settles `eval.engine`, unless the user set it.
+
+    The training engine is used if the user chose a stage, a precision, or a layout that the inference engine does not support.
+    """
     if config.task.name != "eval" or config.eval.engine is not None:
         return
     ranks = machine.started_ranks or config.launch.ranks or config.topology.tensor
@@ -42,13 +44,15 @@ def choose_engine(config: Config, *, given: frozenset[str], machine: Machine) ->
 
 
 def take_evaluated(config: Config, *, given: frozenset[str]) -> list[str]:
-    """Where the engine that trains evaluates: `model` becomes that of `inference.model`, so that the rules of layouts see it, in fp32 unless
-    the user chose a precision. Returns one line per fault."""
+    """Sets `model` to the model of `inference.model`, so that the layout rules apply to it, if the training engine evaluates.
+
+    The precision becomes fp32, unless the user chose one. Returns one line per fault.
+    """
     if not by_training(config) or config.inference.model is None:
         return []
     folder = Path(config.inference.model).expanduser()
     if not folder.is_dir():
-        return []  # `answering_faults` says so
+        return []  # reported by `answering_faults`
     try:
         config.model = _model_of(folder, usual=config.model)
     except (ImportError, ValueError) as error:
@@ -58,33 +62,35 @@ def take_evaluated(config: Config, *, given: frozenset[str]) -> list[str]:
     config.data.name, config.data.tokenizer = (
         DataName.synthetic,
         None,
-    )  # the texts are those of eval.path and eval.choices
+    )  # the texts come from eval.path and eval.choices
     config.data.seq_len = usual_window(config)
-    config.train.accumulation_steps = config.topology.pipeline  # micro-batches that fill a pipeline
+    config.train.accumulation_steps = config.topology.pipeline  # enough micro-batches to fill a pipeline
     return []
 
 
 def usual_window(config: Config) -> int:
-    """Tokens of a micro-batch at most: those of `eval.seq_len` or `USUAL_WINDOW`, as the ranks of a sequence divide them, if the model takes
-    as many."""
+    """Returns the largest number of tokens in a micro-batch.
+
+    This is `eval.seq_len` or `USUAL_WINDOW`, rounded to a multiple for the ranks of a sequence and limited by the model.
+    """
     multiple = multiple_of(config.topology)
     wanted = -(-(config.eval.seq_len or USUAL_WINDOW) // multiple) * multiple
     return max(multiple, min(wanted, config.model.max_seq_len // multiple * multiple))
 
 
 def multiple_of(topology: TopologyConfig) -> int:
-    """What the length of a sequence must be a multiple of, for the ranks that share it."""
+    """Returns the number that must divide sequence lengths, so that ranks can share a sequence."""
     chunks = 2 if topology.context > 1 else 1
     return chunks * sequence_ranks(topology) * (topology.tensor if topology.sequence_parallel else 1)
 
 
 def is_of_training(key: str) -> bool:
-    """Whether a key of training, or a group, acts on a model that only runs forward."""
+    """Returns whether a training key or group also affects a forward-only model."""
     return key in _KEYS or key.partition(".")[0] in _SECTIONS
 
 
 def evaluating_faults(config: Config, *, given: frozenset[str]) -> Iterator[str]:
-    """One line per choice without effect on a model that only runs forward, each with its fix."""
+    """Yields one line, with its fix, per choice without effect on a forward-only model."""
     for key in sorted(given.intersection(_NO_GRADIENTS)):
         yield f"{key}={written(read(config, key=key))} has no effect with task=eval, which computes no gradient: leave it out"
     if config.zero.engine is not ZeroEngine.ztk:
@@ -107,8 +113,8 @@ def evaluating_faults(config: Config, *, given: frozenset[str]) -> Iterator[str]
 
 
 def _model_of(folder: Path, *, usual: ModelConfig) -> ModelConfig:
-    """The model in a run folder, a checkpoint or a folder of transformers. Raises ValueError where there is none."""
-    from ztk.inference.packed import MANIFEST  # here: it takes torch
+    """Returns the model in a run folder, a checkpoint or a transformers folder. Raises ValueError if there is none."""
+    from ztk.inference.packed import MANIFEST  # imported late: it imports torch
 
     if (folder / MANIFEST).is_file():
         raise ValueError(
@@ -133,7 +139,7 @@ def _model_of(folder: Path, *, usual: ModelConfig) -> ModelConfig:
 
 
 def _record_of(folder: Path) -> dict:
-    """The recorded configuration of a run, by its folder or one of its checkpoints. Raises ValueError where there is none."""
+    """Returns the recorded configuration of a run, found by its folder or one of its checkpoints. Raises ValueError if there is none."""
     run = run_folder(folder)
     if run is None:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""generation_config.json of a model's folder: how its makers draw answers, and the tokens that end one.
+"""generation_config.json in a model's folder: the authors' sampling parameters and the tokens that end an answer.
 
-Of `sampling.*` the user's values come first, then the file's, then those of the option file. A field for which ztk has no step is
-refused, unless its value changes nothing.
+The user's values of `sampling.*` take precedence over the file's, which take precedence over the option file's. A field that ztk does not
+implement is an error, unless its value has no effect.
 """
 
 import json
@@ -16,7 +16,7 @@ from ztk.config.derived import derive
 from ztk.core.policies.config import Config
 
 FILE = "generation_config.json"
-# The file's field -> the key of `sampling`.
+# Field of the file -> key of `sampling`.
 _TAKEN = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -28,9 +28,9 @@ _TAKEN = {
     "num_return_sequences": "n",
 }
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty")
-# Fields that cut the distribution that a token is drawn from. Greedy decoding does not read them.
+# Fields that truncate the token distribution. Greedy decoding ignores them.
 _CUTS = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
-# Fields that ztk has no step for -> the values that change nothing, besides null and an empty list.
+# Fields that ztk does not implement -> values without effect, in addition to null and an empty list.
 _NEUTRAL = {
     **dict.fromkeys(
         ("num_beams", "num_beam_groups", "encoder_repetition_penalty", "guidance_scale", "typical_p"), (1,)
@@ -45,7 +45,7 @@ _NEUTRAL = {
         ("exponential_decay_length_penalty", "watermarking_config", "dola_layers", "max_time", "top_h"), ()
     ),
 }
-_USUAL_LENGTHS = (None, 20)  # of max_length; 20 is transformers' own default
+_USUAL_LENGTHS = (None, 20)  # values of max_length without effect; 20 is the default of transformers
 
 
 def take_generation(config: Config, *, given: frozenset[str]) -> list[str]:
@@ -82,14 +82,14 @@ def take_generation(config: Config, *, given: frozenset[str]) -> list[str]:
 
 
 def given_temperature(config: Config, *, values: Mapping[str, Any], given: frozenset[str]) -> float | None:
-    """`sampling.temperature` if the user set it, then the file's, then the option file's."""
+    """Returns `sampling.temperature` from the user, else from the file, else from the option file."""
     if "sampling.temperature" in given:
         return config.sampling.temperature
     return values.get("temperature", config.sampling.temperature)
 
 
 def generation_file(path: str) -> Path | None:
-    """The file in the folder `path`. A run or checkpoint of `model=hf` has the file of its base model."""
+    """Returns the file in the folder `path`. A run or checkpoint of `model=hf` uses the file of its base model."""
     folder = Path(path).expanduser()
     if not (folder / FILE).is_file() and not (folder / "config.json").is_file() and (run := run_folder(path)):
         recorded = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")) or {}
@@ -98,7 +98,7 @@ def generation_file(path: str) -> Path | None:
 
 
 def read_generation(file: Path) -> dict[str, Any]:
-    """The fields that have a value. Raises ValueError for a file that is no JSON object."""
+    """Returns the fields with a value. Raises ValueError if the file is not a JSON object."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -109,14 +109,16 @@ def read_generation(file: Path) -> dict[str, Any]:
 
 
 def end_tokens(file: Path | None) -> tuple[int, ...]:
-    """The tokens that end an answer; none without a file."""
+    """Returns the tokens that end an answer; none without a file."""
     named = None if file is None else read_generation(file).get("eos_token_id")
     return () if named is None else (named,) if isinstance(named, int) else tuple(named)
 
 
 def _sampling(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of `sampling` in the file. do_sample=false takes the likeliest token. A file that draws and names no temperature was made for
-    1."""
+    """Returns the values of `sampling` in the file.
+
+    do_sample=false means greedy decoding. With do_sample=true, a missing temperature means 1.
+    """
     values = {key: found[name] for name, key in _TAKEN.items() if name in found}
     if values.get("top_k", 0) < 0:
         values["top_k"] = 0
@@ -130,7 +132,9 @@ def _sampling(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _undone(found: Mapping[str, Any], *, file: Path, is_drawn: bool) -> Iterator[str]:
-    """One line per field that changes answers in transformers and has no step in ztk. is_drawn: tokens are drawn, not the likeliest taken."""
+    """Yields one line per field that affects transformers' answers and that ztk does not implement. is_drawn: whether tokens are
+    sampled.
+    """
     for name, neutral in _NEUTRAL.items():
         if name in found and found[name] not in neutral and (is_drawn or name not in _CUTS):
             yield (

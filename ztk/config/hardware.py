@@ -1,4 +1,4 @@
-"""Hardware by the name of its option, for what is no run."""
+"""Looks up hardware by the name of its option, outside of runs."""
 
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,10 @@ from ztk.core.policies.hardware import HERE, read_measured
 
 
 def hardware_values(name: str) -> dict[str, Any]:
-    """Keywords of `ztk.Hardware` for the option `name` of the group hardware.
+    """Returns keyword arguments of `ztk.Hardware` for the option `name` of the group hardware.
 
     Raises:
-        ValueError: there is no such option, or hardware=here was never measured.
+        ValueError: there is no such option, or hardware=here has not been measured.
     """
     if name == HERE:
         return read_measured()
@@ -24,7 +24,7 @@ def hardware_values(name: str) -> dict[str, Any]:
             f"hardware={name}: must be one of {', '.join(sorted(file.stem for file in folder.glob('*.yaml')))}"
         )
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    texts = ("name", "source")  # YAML reads 1e9 as text
+    texts = ("name", "source")  # YAML parses 1e9 as text
     return {
         key: float(value) if isinstance(value, str) and key not in texts else value for key, value in values.items()
     }

@@ -1,4 +1,4 @@
-"""`model=hf`: what config.json of `model.path` says, and what does not go with a model of transformers."""
+"""`model=hf`: reads sizes from the config.json of `model.path`, and checks the choices that transformers models support."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -18,19 +18,24 @@ _MODELS = (("model", "path"), ("inference", "model"), ("inference", "draft_model
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _DROPS = ("dropout", "pdrop", "layerdrop")
-_OTHER_HEADS = ("summary", "classifier")  # dropouts of heads that neither a policy nor a model of values has
-_DIVIDING = ("pretrain", "sft", "plan", "eval")  # tasks whose loss is that of targets, which parts of sequences have
-_ENDLESS = 1 << 30  # no learned positions: as long as memory allows
+_OTHER_HEADS = ("summary", "classifier")  # dropouts of heads that neither policies nor value models have
+_DIVIDING = (
+    "pretrain",
+    "sft",
+    "plan",
+    "eval",
+)  # tasks whose loss is a sum over targets, which can be computed on parts of sequences
+_ENDLESS = 1 << 30  # models without learned positions have no maximum length
 
 
 def take_files(choices: DictConfig) -> list[str]:
-    """Puts the folder that a GGUF file was unpacked into in its place. Returns one line per fault."""
+    """Replaces the path of a GGUF file by its unpacked folder. Returns one line per fault."""
     faults = []
     for section, name in _MODELS:
         path = choices.get(section, {}).get(name)
         if not (isinstance(path, str) and path.endswith(".gguf")):
             continue
-        from ztk.checkpoint.gguf.reading import model_folder  # here: it takes torch
+        from ztk.checkpoint.gguf.reading import model_folder  # imported late: it imports torch
 
         try:
             choices[section][name] = model_folder(path)
@@ -40,7 +45,7 @@ def take_files(choices: DictConfig) -> list[str]:
 
 
 def take_sizes(choices: DictConfig) -> list[str]:
-    """Fills the sizes of `model=hf` in a composed configuration from its folder. Returns one line per fault."""
+    """Sets the sizes of `model=hf` in a composed configuration from its folder. Returns one line per fault."""
     model = choices.model
     if model.get("name") != HUGGING_FACE:
         return []
@@ -65,11 +70,11 @@ def take_sizes(choices: DictConfig) -> list[str]:
 
 
 def sizes_of(folder: Path, *, key: str = "model.path") -> Mapping[str, int]:
-    """The sizes that config.json in `folder` says, by the names of `model`. key: names the folder.
+    """Returns the sizes in the config.json of `folder`, by the names in `model`. key: the key that names the folder, for messages.
 
-    Raises ValueError for a configuration that is no causal model's, ImportError without transformers.
+    Raises ValueError for a configuration that is not of a causal model, and ImportError without transformers.
     """
-    from ztk.hf.causal import read_config  # here: it takes torch and transformers
+    from ztk.hf.causal import read_config  # imported late: it imports torch and transformers
 
     config = read_config(str(folder))
     text = config.get_text_config()
@@ -88,27 +93,27 @@ def sizes_of(folder: Path, *, key: str = "model.path") -> Mapping[str, int]:
     }
     if lacking := [name for name, value in found.items() if value is None]:
         raise ValueError(
-            f"{key}={folder}: its configuration ({type(config).__name__}) does not say {', '.join(lacking)}, as those of causal models "
-            "do; name another model"
+            f"{key}={folder}: its configuration ({type(config).__name__}) lacks {', '.join(lacking)}, which causal models have; name "
+            "another model"
         )
     experts = first(*_EXPERTS)
     return found | ({"experts": experts} if experts else {})
 
 
 def family_of(model: ModelConfig) -> str | None:
-    """The `model_type` of `model.path`; None: the model is ztk's own."""
+    """Returns the `model_type` of `model.path`, or None for ztk's own model."""
     if not is_hugging_face(model) or not model.path:
         return None
-    from ztk.hf.causal import read_config  # here: it takes torch and transformers
+    from ztk.hf.causal import read_config  # imported late: it imports torch and transformers
 
     return read_config(str(Path(model.path).expanduser())).model_type
 
 
 def dropouts_of(model: ModelConfig) -> Mapping[str, float]:
-    """The probabilities above 0 with which the model of `model.path` drops values in training, by their names in config.json."""
+    """Returns the non-zero dropout probabilities of the model in `model.path`, by their names in config.json."""
     if not is_hugging_face(model) or not model.path:
         return {}
-    from ztk.hf.causal import read_config  # here: it takes torch and transformers
+    from ztk.hf.causal import read_config  # imported late: it imports torch and transformers
 
     found = read_config(str(Path(model.path).expanduser())).get_text_config().to_dict()
     names = [name for name in found if any(word in name for word in _DROPS) and not name.startswith(_OTHER_HEADS)]
@@ -116,7 +121,7 @@ def dropouts_of(model: ModelConfig) -> Mapping[str, float]:
 
 
 def hugging_face_faults(config: Config) -> Iterator[str]:
-    """One line per choice that does not go with a model of transformers."""
+    """Yields one line per choice that transformers models do not support."""
     model, topology = config.model, config.topology
     if not is_hugging_face(model):
         return
@@ -130,7 +135,7 @@ def hugging_face_faults(config: Config) -> Iterator[str]:
     if topology.context * topology.sequence > 1:
         yield from _parts_faults(config, folder=folder)
     if topology.pipeline > 1:
-        from ztk.hf.causal import read_config  # here: it takes torch and transformers
+        from ztk.hf.causal import read_config  # imported late: it imports torch and transformers
         from ztk.hf.stages import stages_fault
 
         if (fault := stages_fault(read_config(str(folder)))) is not None:
@@ -146,7 +151,7 @@ def hugging_face_faults(config: Config) -> Iterator[str]:
             f"data.seq_len={model.max_seq_len}"
         )
     if config.data.packing is Packing.documents:
-        from ztk.hf.causal import read_config  # here: it takes torch and transformers
+        from ztk.hf.causal import read_config  # imported late: it imports torch and transformers
         from ztk.hf.documents import documents_fault
 
         in_parts = topology.context * topology.sequence > 1
@@ -158,8 +163,8 @@ def hugging_face_faults(config: Config) -> Iterator[str]:
 
 
 def _parts_faults(config: Config, *, folder: Path) -> Iterator[str]:
-    """Of sequences that several ranks share."""
-    from ztk.hf.causal import read_config  # here: it takes torch and transformers
+    """Yields faults of sequences that several ranks share."""
+    from ztk.hf.causal import read_config  # imported late: it imports torch and transformers
     from ztk.hf.sequences import sequences_fault
 
     key = "topology.sequence" if config.topology.sequence > 1 else "topology.context"

@@ -1,4 +1,4 @@
-"""Which experiment a configuration is: a hash that names a job's folder, and the keys in which a run must not differ from its checkpoint."""
+"""Identity of an experiment: the hash that names a job's folder, and the keys that must not change when a run continues."""
 
 import hashlib
 import json
@@ -19,18 +19,19 @@ HASH_LETTERS = 12
 
 
 def job_hash(config: Config, *, counted: frozenset[str] = frozenset()) -> str:
-    """Twelve letters from the resolved configuration without output, logger, launch and resume keys.
+    """Returns twelve letters from the resolved configuration without output, logger, launch and resume keys.
 
-    Keys that are None do not count, so that a new key of a later version leaves old hashes as they are; `checkpoint.resume` counts if it
-    names a folder, because that is where the run starts. counted: keys that count although they are left out of others, such as
-    `launch.threads` in a sweep over it.
+    Keys that are None do not count, so that new keys of later versions do not change old hashes. `checkpoint.resume` counts if it names a
+    folder, because the run starts from it.
+
+    counted: keys that count although they normally do not, such as `launch.threads` in a sweep over it.
     """
     values = {key: value for key, value in _values(config) if is_counted(key, value=value, counted=counted)}
     return hash_of(values)
 
 
 def differences(recorded: Config, *, now: Config) -> dict[str, tuple[str, str]]:
-    """Key -> its value in either, as one writes it, of every key that `job_hash` counts and that differs."""
+    """Returns key -> (recorded, current) value, formatted, for every key that `job_hash` counts and that differs."""
     before, after = (
         {key: written(value) for key, value in _values(config) if is_counted(key, value=value)}
         for config in (recorded, now)
@@ -43,18 +44,18 @@ def differences(recorded: Config, *, now: Config) -> dict[str, tuple[str, str]]:
 
 
 def hash_of(value: Any) -> str:
-    """Twelve letters from a JSON value."""
+    """Returns twelve letters from a JSON value."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:HASH_LETTERS]
 
 
 def check_resumed(config: Config) -> None:
-    """Compares with the configuration that the run of `checkpoint.resume` has recorded, if it has.
+    """Compares the configuration with the recorded one of the run in `checkpoint.resume`, if there is one.
 
-    `train.steps` may differ. Keys that leave the numbers as they are may, too.
+    `train.steps` and keys that do not affect the numbers may differ.
 
     Raises:
-        ConfigError: a key that changes numbers has another value, and `checkpoint.allow_changes` is not set.
+        ConfigError: a key that affects numbers differs, and `checkpoint.allow_changes` is not set.
     """
     record = _record_of_resumed(config)
     if record is None or config.checkpoint.allow_changes:
@@ -85,7 +86,7 @@ def check_resumed(config: Config) -> None:
 
 
 def _record_of_resumed(config: Config) -> Path | None:
-    """`config.yaml` of the run whose checkpoint is continued; None where there is no checkpoint, or a record is missing."""
+    """Returns `config.yaml` of the run whose checkpoint is continued, or None without a checkpoint or record."""
     given = config.checkpoint.resume
     if given is None:
         return None
@@ -101,21 +102,21 @@ def _values(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def _own(value: Any) -> Any:
-    """A switch that is off is as one that plays no part."""
+    """Treats a disabled switch like an absent one."""
     return None if value is False else value
 
 
 def _has_tokenizer_of(run: Path, *, config: Config) -> bool:
-    """Whether `data.tokenizer` names a copy of the tokenizer that the run has trained or read."""
+    """Returns whether `data.tokenizer` names a copy of the tokenizer that the run has trained or read."""
     own, given = run / "tokenizer" / "tokenizer.json", Path(config.data.tokenizer or "").expanduser() / "tokenizer.json"
     return own.is_file() and given.is_file() and own.read_bytes() == given.read_bytes()
 
 
 def _warmup_follows_steps(config: Config) -> bool:
-    """Whether `scheduler.warmup_steps` is what a run that does not set it has."""
+    """Returns whether `scheduler.warmup_steps` has its default, which depends on `train.steps`."""
     return config.scheduler.warmup_steps == config.train.steps // 20
 
 
 def _decay_follows_steps(config: Config) -> bool:
-    """Likewise for `scheduler.decay_steps`."""
+    """Returns whether `scheduler.decay_steps` has its default, which depends on `train.steps`."""
     return config.scheduler.decay_steps == wsd_steps(None, end=config.scheduler.total_steps or config.train.steps)

@@ -1,4 +1,4 @@
-"""What `kernels.log_every` accepts: steps that have rows, and a device whose numbers are this run's."""
+"""Rules of `kernels.log_every`: it needs steps that write rows, and hardware numbers of this run's device."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from ztk.core.policies.train import KernelBackend, LoggerMode
 
 
 def kernel_faults(config: Config, *, machine: Machine) -> Iterator[str]:
-    """One line per fault, each with its fix."""
+    """Yields one line per fault, with its fix."""
     every = config.kernels.log_every or 0
     if every <= 0 or not times_kernels(config):
         return

@@ -1,4 +1,4 @@
-"""Dotted names: every key of the schema with its type, and reading and writing a value by its name."""
+"""Dotted names: all keys of the schema with their types, and access to a value by its name."""
 
 import functools
 import types
@@ -13,40 +13,40 @@ from ztk.core.policies.config import Config
 from ztk.core.policies.key import Key, declared_keys
 from ztk.core.policies.sweep import SweepConfig
 
-SWEEP = "sweep"  # the section whose keys are those of a command line, not of a run
+SWEEP = "sweep"  # the section with keys of a command line instead of a run
 
 
 @functools.cache
 def run_keys() -> dict[str, Key]:
-    """Every key of a run, by its dotted name."""
+    """Returns every key of a run, by its dotted name."""
     return declared_keys(Config)
 
 
 @functools.cache
 def path_keys() -> tuple[str, ...]:
-    """The keys that name files and folders."""
+    """Returns the keys that name files and folders."""
     return tuple(name for name, key in run_keys().items() if key.is_path)
 
 
 @functools.cache
 def line_keys() -> dict[str, Key]:
-    """Everything that a command line may set: the keys of a run and of a sweep."""
+    """Returns all keys that a command line may set: of a run and of a sweep."""
     return run_keys() | declared_keys(SweepConfig, prefix=f"{SWEEP}.")
 
 
 @functools.cache
 def leaf_types() -> dict[str, Any]:
-    """`{"train.steps": int, ...}` for everything in a run's configuration that holds a value."""
+    """Returns `{"train.steps": int, ...}` for all values in a run's configuration."""
     return {name: key.hint for name, key in run_keys().items()} | {"output_dir": str}
 
 
 def line_types() -> dict[str, Any]:
-    """`leaf_types` and the keys of a sweep."""
+    """Returns `leaf_types` with the keys of a sweep."""
     return leaf_types() | {name: key.hint for name, key in line_keys().items()}
 
 
 def no_values() -> dict[str, Any]:
-    """None for every key that may be None, nested as a configuration. A key that is missing from a record had no effect."""
+    """Returns None for every key that may be None, nested as a configuration. A key missing from a record had no effect."""
     found: dict[str, Any] = {}
     for name, key in run_keys().items():
         if type(None) in typing.get_args(key.hint):
@@ -59,7 +59,7 @@ def no_values() -> dict[str, Any]:
 
 
 def section_of(key: str) -> type:
-    """The dataclass that declares `key`."""
+    """Returns the dataclass that declares `key`."""
     if key.startswith(f"{SWEEP}."):
         return SweepConfig
     section: Any = Config
@@ -69,8 +69,10 @@ def section_of(key: str) -> type:
 
 
 def flatten(values: Any, *, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Key and value of everything below a dataclass or a mapping of mappings. Of a `Config`, objects of the user's have the keys of their
-    nodes."""
+    """Yields key and value of everything below a dataclass or nested mappings.
+
+    For a `Config`, user objects contribute the keys of their nodes.
+    """
     if isinstance(values, Config):
         nodes = nodes_of(values) | {USER: written_user(values.user)}
         sections = {field.name: getattr(values, field.name) for field in fields(values) if field.name != "own"}
@@ -87,7 +89,7 @@ def flatten(values: Any, *, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def read(config: Config, *, key: str) -> Any:
-    """The value of a key like "zero.stage"."""
+    """Returns the value of a key like "zero.stage"."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)
@@ -104,7 +106,7 @@ def write(config: Config, *, key: str, value: Any) -> None:
 
 
 def written(value: Any) -> str:
-    """As one would write it on the command line."""
+    """Formats a value as on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -115,22 +117,22 @@ def written(value: Any) -> str:
 
 
 def expected(hint: Any) -> str:
-    """What a key of this type takes, in words."""
+    """Describes the values that a key of this type accepts."""
     if isinstance(hint, types.UnionType):
         inner = [expected(kind) for kind in typing.get_args(hint) if kind is not type(None)]
         return " or ".join([*inner, "null"])
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return f"one of {', '.join(member.name for member in hint)}"  # without aliases
+        return f"one of {', '.join(member.name for member in hint)}"  # excludes aliases
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word or path"}
     return words.get(hint, "a list of numbers" if typing.get_origin(hint) is list else "a value")
 
 
 def holds_number(hint: Any) -> bool:
-    """Whether a key of this type takes a number or a list of numbers."""
+    """Returns whether a key of this type takes a number or a list of numbers."""
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return any(kind in (int, float) or typing.get_origin(kind) is list for kind in kinds)
 
 
 def holds_int(hint: Any) -> bool:
-    """Whether a key of this type takes a whole number."""
+    """Returns whether a key of this type takes a whole number."""
     return hint is int or (isinstance(hint, types.UnionType) and int in typing.get_args(hint))

@@ -1,4 +1,4 @@
-"""`data.seq_len` from the records, where the user gives none: the longest text, rounded up, at most the model's context."""
+"""Derives `data.seq_len` from the records, unless the user sets it: the longest text, rounded up, at most the model's context."""
 
 import functools
 from math import lcm
@@ -23,13 +23,15 @@ from ztk.core.policies.runs import (
 if TYPE_CHECKING:
     from ztk.rl.align import Example
 
-_ROW = 8  # rows of a batch are multiples of it
-ANSWER = 256  # tokens of a pretrained model's answer; TRL's max_completion_length
+_ROW = 8  # row lengths of a batch are multiples of this
+ANSWER = 256  # tokens of a pretrained model's answer, TRL's max_completion_length
 KEY = "data.seq_len"
 
 
 def take_lengths(config: Config, *, given: frozenset[str]) -> list[str]:
-    """Sets `data.seq_len`, and of rollouts by a pretrained model `rollout.max_tokens`, unless the user set them. Returns one line per fault.
+    """Sets `data.seq_len`, and `rollout.max_tokens` for rollouts of a pretrained model, unless the user set them.
+
+    Returns one line per fault.
 
     given: the keys that the user set.
     """
@@ -51,8 +53,8 @@ def take_lengths(config: Config, *, given: frozenset[str]) -> list[str]:
 
 
 def records_of(config: Config, *, seq_len: int | None) -> "tuple[Example, ...]":
-    """The records of `data.path`. seq_len: the longest text that is accepted, or None. Raises ValueError for a malformed or longer record."""
-    from ztk.data.rows import files_of  # here: torch takes a second, and only files need it
+    """Returns the records of `data.path`. seq_len: longest accepted text. Raises ValueError for a malformed or longer record."""
+    from ztk.data.rows import files_of  # imported late: torch takes a second, and only files need it
 
     data, tokenizer = config.data, str(config.data.tokenizer) if has_tokenizer(config) else None
     files = files_of(data_paths(config))
@@ -87,7 +89,7 @@ def _read(
     labelled: bool,
     stamps: tuple[tuple[str, int, int], ...],
 ) -> "tuple[Example, ...]":
-    """Cached: the length and the rules both need the records. stamps: size and time of the files, so that changed ones are read again."""
+    """Cached, because both the lengths and the rules need the records. stamps: size and time of the files, to notice changes."""
     from ztk.data import SubwordTokenizer
     from ztk.rl.align import RecordFormat, read_examples
 
@@ -107,7 +109,7 @@ def _read(
 def _take_from_records(config: Config) -> list[str]:
     data = config.data
     if data.name not in RECORDS or not (data.stop or has_tokenizer(config)):
-        return []  # refused by the rules
+        return []  # reported by the rules
     if config.task.name != "sft" and data.name is not DataName.preferences:
         return []
     lengths = [max(len(text) for text in example.texts) for example in records_of(config, seq_len=None)]
@@ -128,11 +130,11 @@ def _take_from_records(config: Config) -> list[str]:
 
 def _take_from_prompts(config: Config, *, given: frozenset[str]) -> list[str]:
     from ztk.data import ByteTokenizer, SubwordTokenizer
-    from ztk.rl.align import read_prompts  # here: torch takes a second
+    from ztk.rl.align import read_prompts  # imported late: torch takes a second
 
     data, context = config.data, config.model.max_seq_len
     if data.name is not DataName.prompts:
-        return []  # refused by the rules
+        return []  # reported by the rules
     if is_hugging_face(config.model) and "rollout.max_tokens" not in given:
         derive(config, key="rollout.max_tokens", value=min(ANSWER, context // 2), reason="TRL's max_completion_length")
     if KEY in given:
@@ -146,7 +148,9 @@ def _take_from_prompts(config: Config, *, given: frozenset[str]) -> list[str]:
 
 
 def _derive(config: Config, *, longest: int, what: str) -> None:
-    """Raises `data.seq_len` to `longest` tokens, rounded up. An option's longer value stays, and with it the numbers of earlier runs."""
+    """Raises `data.seq_len` to `longest` tokens, rounded up. A larger value of an option is kept, so that earlier runs can be
+    repeated.
+    """
     unit = multiple_of(config.topology)
     rounded = -(-longest // lcm(_ROW, unit)) * lcm(_ROW, unit)
     if rounded > config.model.max_seq_len:

@@ -1,4 +1,4 @@
-"""What this machine offers. Found without importing torch: the starting process must be quick and must not occupy a GPU."""
+"""The resources of this machine, found without importing torch: the starting process must be quick and must not occupy a GPU."""
 
 import importlib.util
 import os
@@ -11,9 +11,9 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """gpus: that torch can use. cores: that this process may use.
+    """gpus: number of GPUs that torch can use. cores: number of cores that this process may use.
 
-    started_ranks, started_here: the world and its part on this machine if torchrun or srun has started them, else 0.
+    started_ranks, started_here: number of ranks in total and on this machine that torchrun or srun started, else 0.
     """
 
     gpus: int
@@ -23,12 +23,12 @@ class Machine:
 
     @staticmethod
     def here(*, started_ranks: int = 0, started_here: int = 0) -> "Machine":
-        """The machine that this process runs on."""
+        """Returns the machine that this process runs on."""
         return Machine(gpus=count_gpus(), cores=count_cores(), started_ranks=started_ranks, started_here=started_here)
 
 
 def count_cores() -> int:
-    """Cores of the affinity mask, cut by a container's quota (cgroup v2)."""
+    """Returns the number of cores in the affinity mask, limited by a container's quota (cgroup v2)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -38,7 +38,7 @@ def count_cores() -> int:
 
 
 def count_gpus() -> int:
-    """GPUs that are visible and that the installed torch is built for."""
+    """Returns the number of visible GPUs that the installed torch supports."""
     backend = _torch_backend()
     if backend is None:
         return 0
@@ -53,7 +53,7 @@ def count_gpus() -> int:
 
 
 def _torch_backend() -> str | None:
-    """`cuda`, `hip` or None, from the torch package's version file."""
+    """Returns `cuda`, `hip` or None, from the torch package's version file."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

@@ -1,7 +1,7 @@
-"""Objects and keys of the user's: nodes with a `_target_`, as Hydra has them, and the group `user`.
+"""The user's objects and keys: nodes with a `_target_`, as in Hydra, and the group `user`.
 
-A section with a `_target_` holds the arguments of one object, and none of ztk's keys but those in `KEPT`. Its node is in `Config.own`; the
-typed section then has the neutral values of `_NEUTRAL`, which no rule objects to.
+A section with a `_target_` holds the arguments of one object, and none of ztk's keys except those in `KEPT`. Its node is stored in
+`Config.own`, and the typed section gets the neutral values of `_NEUTRAL`, which satisfy every rule.
 """
 
 import importlib
@@ -18,14 +18,14 @@ from ztk.core.policies.config import Config
 from ztk.core.policies.reward import RewardConfig
 
 TARGET, SCHEMA, USER, CALLBACKS = "_target_", "_schema_", "user", "callbacks"
-# Groups without keys of ztk's.
+# Groups without keys of ztk.
 FREE = {
     USER: "Your own keys: any name, nested as you like. user._schema_=MODULE.CLASS, a dataclass, gives them types and defaults.",
     CALLBACKS: "Objects with methods that the training loop calls: callbacks.NAME._target_=MODULE.CLASS.",
     "loss": "An own loss: loss._target_=MODULE.NAME, a function or class that takes the model's outputs and the batch's targets.",
 }
 _ENDLESS = 1 << 30
-# Values of a section whose object is the user's.
+# Values of a section that a user's object replaces.
 _NEUTRAL: dict[str, dict[str, Any]] = {
     "model": {"vocab_size": 256, "dim": 0, "layers": _ENDLESS, "heads": 0, "kv_heads": 0, "max_seq_len": _ENDLESS},
     "data": {"name": "synthetic", "seq_len": 0},
@@ -34,15 +34,15 @@ _NEUTRAL: dict[str, dict[str, Any]] = {
     "reward": {},
     "task": {"name": "pretrain", "module": "experiments.pretrain"},
 }
-# Keys of ztk's that act together with an own object.
+# Keys of ztk that also apply to a user's object.
 KEPT = {
     "optimizer": ("clip_grad_norm", "skip_unused"),
     "reward": tuple(vars(RewardConfig())),
     "task": ("name", "module"),
 }
-_READ = {"model": ("vocab_size",), "data": ("seq_len",), "optimizer": ("lr",)}  # what ztk reads from the node as well
+_READ = {"model": ("vocab_size",), "data": ("seq_len",), "optimizer": ("lr",)}  # keys of the node that ztk also reads
 OBJECTS = (*_NEUTRAL, "loss", CALLBACKS)  # sections that may be objects
-# Arguments that ztk passes in front of the node's.
+# Number of positional arguments that ztk passes before the node's keys.
 _PASSED = {"optimizer": 1, "task": 1}
 _TASKS = {
     "model": ("pretrain", "plan"),
@@ -55,13 +55,13 @@ _TASKS = {
 
 
 def is_own_key(config: Config, *, key: str) -> bool:
-    """Whether `key` belongs to an object of the user's, not to ztk."""
+    """Returns whether `key` belongs to a user's object."""
     section, _, name = key.partition(".")
     return section in config.own and name not in KEPT.get(section, ())
 
 
 def take_user(choices: DictConfig) -> list[str]:
-    """Types the group `user` by its `_schema_`, defaults included, before other groups refer to it. Returns one line per fault."""
+    """Converts the group `user` to its `_schema_`, including defaults, before other groups refer to it. Returns one line per fault."""
     user = choices.get(USER)
     name = None if user is None else user.get(SCHEMA)
     if name is None:
@@ -83,7 +83,7 @@ def take_user(choices: DictConfig) -> list[str]:
 
 
 def nameless(values: Mapping[str, Any]) -> list[str]:
-    """One line per section of a configuration whose option leaves the object to the command line, which does not name it."""
+    """Returns one line per section whose option leaves the object to the command line, if the line does not name one."""
     nodes = {section: values.get(section) for section in OBJECTS}
     return [
         f"{section}=own names no object: use {section}.{TARGET}=MODULE.NAME"
@@ -93,7 +93,9 @@ def nameless(values: Mapping[str, Any]) -> list[str]:
 
 
 def take_objects(values: dict[str, Any]) -> dict[str, Any]:
-    """Takes the nodes with a `_target_` out of a configuration and leaves neutral sections. values: resolved, plain; changed in place."""
+    """Moves the nodes with a `_target_` out of a configuration and leaves neutral sections. values: resolved and plain; changed in
+    place.
+    """
     own = {}
     for section in OBJECTS:
         node = values.get(section)
@@ -116,13 +118,13 @@ def take_objects(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def written_user(user: Any) -> dict[str, Any]:
-    """The group `user` as `take_user` reads it back."""
+    """Returns the group `user` in the form that `take_user` reads."""
     values: Any = OmegaConf.to_container(OmegaConf.structured(user) if is_dataclass(user) else OmegaConf.create(user))
     return {SCHEMA: f"{type(user).__module__}.{type(user).__qualname__}", **values} if is_dataclass(user) else values
 
 
 def nodes_of(config: Config) -> dict[str, Any]:
-    """Section -> its keys as the command line has them, of all that is the user's; `KEPT` included."""
+    """Returns section -> its keys for all objects of the user, including `KEPT`."""
     found: dict[str, Any] = {}
     for section, node in config.own.items():
         kept = {} if section in FREE else {key: getattr(getattr(config, section), key) for key in KEPT.get(section, ())}
@@ -131,7 +133,7 @@ def nodes_of(config: Config) -> dict[str, Any]:
 
 
 def own_faults(config: Config) -> Iterator[str]:
-    """One line per object that this run does not use, that cannot be imported, or that does not take its keys."""
+    """Yields one line per object that this run does not use, that cannot be imported, or that does not accept its keys."""
     for section, tasks in _TASKS.items():
         if section in config.own and config.task.name not in tasks:
             yield f"{section}: an own one has no effect with task={config.task.name}, only with task={' or '.join(tasks)}: leave it out"
@@ -146,7 +148,7 @@ def own_faults(config: Config) -> Iterator[str]:
 
 
 def callback_nodes(node: Any) -> dict[str, Any]:
-    """`callbacks` as name -> node: one object, named objects, or a list of them."""
+    """Returns `callbacks` as name -> node. Accepts one object, named objects, or a list."""
     if isinstance(node, Mapping):
         return {"": node} if TARGET in node else dict(node)
     return {str(number): entry for number, entry in enumerate(node)}
@@ -173,12 +175,12 @@ def _node_faults(section: str, *, node: Any) -> Iterator[str]:
 
 
 def _argument_faults(section: str, *, node: Mapping[str, Any], found: Any) -> Iterator[str]:
-    """Of keys that the object does not take, and of a class some that it needs."""
+    """Yields a fault for keys that the object does not accept, and for some required ones that a class lacks."""
     keys = {key: value for key, value in node.items() if not (key.startswith("_") and key.endswith("_"))}
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError):
-        return  # of C
+        return  # implemented in C, without a signature
     complete = inspect.isclass(found) and not node.get("_partial_") and "_args_" not in node and section != "scheduler"
     passed = {"share": None} if section == "data" and "share" in signature.parameters else {}
     try:
@@ -194,8 +196,8 @@ def _argument_faults(section: str, *, node: Mapping[str, Any], found: Any) -> It
 
 
 def _optimizer_faults(node: Mapping[str, Any], *, target: str) -> Iterator[str]:
-    """Of an optimizer that cannot run over shards."""
-    import torch  # here: the command line takes torch only for objects that need it
+    """Yields faults of an optimizer that cannot run on shards."""
+    import torch  # imported late: the command line imports torch only for objects that need it
 
     from ztk.optim import TorchStep
 
@@ -214,24 +216,26 @@ def _optimizer_faults(node: Mapping[str, Any], *, target: str) -> Iterator[str]:
 
 def _not_found(key: str, *, name: Any, error: Exception) -> str:
     place, trace = "", error.__traceback__
-    while trace is not None:  # the last line outside of the import system
+    while trace is not None:  # finds the last line outside the import system
         if not trace.tb_frame.f_code.co_filename.startswith("<") and trace.tb_frame.f_code.co_filename != __file__:
             place = f" ({trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno})"
         trace = trace.tb_next
-    fix = "" if place else "; name MODULE.NAME, from the folder of this command, that above --config-dir, or installed"
+    fix = "" if place else "; name MODULE.NAME in the current folder, in the parent of --config-dir, or installed"
     return f"{key}={name}: {type(error).__name__}: {error}{place}{fix}"
 
 
 def find(path: Any) -> Any:
-    """The object of a dotted path. Raises ModuleNotFoundError for a module that does not exist, AttributeError for a name that its module
-    lacks, and otherwise the error of the import."""
+    """Returns the object of a dotted path.
+
+    Raises ModuleNotFoundError for a missing module, AttributeError for a name that its module lacks, and else the error of the import.
+    """
     parts = str(path).split(".")
     for count in range(len(parts), 0, -1):
         name = ".".join(parts[:count])
         try:
             exists = all(parts) and importlib.util.find_spec(name) is not None
         except ModuleNotFoundError:
-            exists = False  # below something that is no package, or whose own import fails, which the next turn raises
+            exists = False  # the parent is not a package, or its own import fails, which the next iteration raises
         if exists:
             found = importlib.import_module(name)
             for part in parts[count:]:
@@ -241,12 +245,12 @@ def find(path: Any) -> Any:
 
 
 def instantiate(node: Mapping[str, Any], *passed: Any, **more: Any) -> Any:
-    """The object of a node, as `hydra.utils.instantiate` makes it. passed, more: arguments besides the node's keys."""
+    """Creates the object of a node like `hydra.utils.instantiate`. passed, more: arguments in addition to the node's keys."""
     from hydra.utils import instantiate as hydra_instantiate
 
     return hydra_instantiate(dict(node), *passed, _convert_="all", **more)
 
 
 def call_later(node: Mapping[str, Any]) -> Any:
-    """What is called once per use: an object of a class, or a function that keeps the node's keys."""
+    """Returns a callable for repeated use: an instance of a class, or a function with the node's keys bound."""
     return instantiate(node if inspect.isclass(find(node[TARGET])) else {**node, "_partial_": True})

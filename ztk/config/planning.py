@@ -1,4 +1,4 @@
-"""What `task=plan` accepts: the command line of a pretraining run that it can trace."""
+"""Rules of `task=plan`: command lines of pretraining runs that can be traced."""
 
 from collections.abc import Iterator
 
@@ -13,13 +13,13 @@ from ztk.core.policies.zero import ZeroEngine
 
 PLAN = "plan"
 _LIKE = {
-    "fsdp2": "use zero=stage3 plan.way=eager, which keeps and moves what FSDP2 does",
-    "ddp": "use zero=stage0 plan.way=eager, which keeps and moves what DDP does",
+    "fsdp2": "use zero=stage3 plan.way=eager, which has FSDP2's memory and traffic",
+    "ddp": "use zero=stage0 plan.way=eager, which has DDP's memory and traffic",
 }
 
 
 def planning_faults(config: Config, *, machine: Machine) -> Iterator[str]:
-    """One line per fault, each with its fix."""
+    """Yields one line per fault, with its fix."""
     if config.task.name != PLAN:
         return
     if machine.started_ranks:
@@ -38,7 +38,7 @@ def planning_faults(config: Config, *, machine: Machine) -> Iterator[str]:
 
 
 def _peer_faults(config: Config) -> Iterator[str]:
-    """Another library's rates are shares of a GPU's, and curves hold a CPU's measured seconds."""
+    """Yields faults of another library's rates, which are fractions of GPU rates: hardware.curves are measured CPU times."""
     for name in ("way", "fp8", "again"):
         value = getattr(config.plan, name)
         if value is not None:
@@ -47,10 +47,10 @@ def _peer_faults(config: Config) -> Iterator[str]:
 
 
 def take_measured(choices: DictConfig) -> list[str]:
-    """Fills what the command line leaves open of `hardware=here` from its file. Returns one line per fault."""
+    """Sets the open values of `hardware=here` from its file. Returns one line per fault."""
     hardware = choices.hardware
     if choices.task.name not in (PLAN, "pretrain") and not choices.kernels.log_every:
-        return []  # it has no effect, and `effect_faults` refuses what the user set
+        return []  # without effect; `effect_faults` reports keys that the user set
     if hardware.name != HERE:
         return (
             [f"hardware.file={hardware.file}: is read with hardware=here alone: leave it out"] if hardware.file else []
@@ -66,7 +66,7 @@ def take_measured(choices: DictConfig) -> list[str]:
 
 
 def _hardware_faults(config: Config, machine: Machine) -> Iterator[str]:
-    """Hardware is described completely or not at all."""
+    """Yields a fault if hardware is described only partially."""
     hardware = config.hardware
     needed = [name for name in REQUIRED if hardware.name != HERE or not name.startswith("network")]
     missing = [name for name in needed if getattr(hardware, name) is None]

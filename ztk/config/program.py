@@ -1,4 +1,4 @@
-"""`task.module`: whether a rank will find the module."""
+"""Checks that ranks can find the module of `task.module`."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def module_faults(name: str) -> Iterator[str]:
-    """One line if `name` is no dotted name, or no module of that name exists. Imports nothing."""
+    """Yields one line if `name` is not a dotted name or no such module exists. Imports nothing."""
     if not all(part.isidentifier() for part in name.split(".")):
         yield (
             f"task.module={name}: must be the dotted name of a module that Python can import, such as "
@@ -23,7 +23,7 @@ def module_faults(name: str) -> Iterator[str]:
 
 
 def _exists(name: str) -> bool:
-    """Ranks look where they start, too, and an installed ztk has `experiments` inside it."""
+    """Also looks in the current folder, where ranks start, and for `experiments` inside an installed ztk."""
     first, *others = name.split(".")
     package = Path(__file__).resolve().parents[1]
     places = ([os.getcwd(), *sys.path], [str(package)], [str(package.parent)])

@@ -1,4 +1,4 @@
-"""`optimizer.lr` of AdamW by task, method and size, where the user gives none. The option files have the rates of small models."""
+"""Derives AdamW's `optimizer.lr` from task, method and size, unless the user sets it. The option files have rates for small models."""
 
 from ztk.config.derived import derive
 from ztk.core.policies.config import Config
@@ -6,8 +6,8 @@ from ztk.core.policies.model import ModelConfig, ModelInit
 from ztk.core.policies.optimizer import OptimizerName
 from ztk.core.policies.runs import is_hugging_face, is_own
 
-SMALL = 5_000_000  # up to so many parameters the option files' rates stay
-# Parameters up to -> the rate from random weights, and who trained with it.
+SMALL = 5_000_000  # up to this number of parameters, the option files' rates apply
+# Largest number of parameters -> learning rate from random weights, and its source.
 FROM_SCRATCH = (
     (50e6, 1e-3, "nanoGPT at 11M"),
     (250e6, 6e-4, "GPT-3 at 125M"),
@@ -16,7 +16,7 @@ FROM_SCRATCH = (
     (100e9, 1.5e-4, "Llama at 65B"),
     (float("inf"), 6e-5, "GPT-3 at 175B"),
 )
-# Task -> the rate of pretrained weights in full, of adapters, and who uses them.
+# Task -> learning rate of full pretrained weights, of adapters, and the source.
 PRETRAINED = {
     "pretrain": (2e-5, 2e-4, "TRL and PEFT"),
     "sft": (2e-5, 2e-4, "TRL and PEFT"),
@@ -29,7 +29,7 @@ CRITIC = (9e-6, 9e-5, "OpenRLHF")
 
 
 def take_rate(config: Config, *, given: frozenset[str]) -> None:
-    """Sets `optimizer.lr` and `critic.lr` for pretrained weights, and for weights from scratch by their number, unless the user set them.
+    """Sets `optimizer.lr` and `critic.lr`, unless the user set them: for pretrained weights by task, for weights from scratch by size.
 
     given: the keys that the user set.
     """
@@ -59,9 +59,9 @@ def _take_pretrained(config: Config, *, given: frozenset[str]) -> None:
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """About how many parameters compute a token: of experts those that it is sent to."""
+    """Returns the approximate number of parameters that compute a token; with experts, only those that a token is routed to."""
     embeddings = model.vocab_size * model.dim * (1 if model.tie_embeddings else 2)
-    if model.hidden_dim is None:  # a model of transformers: 12 dim^2 per block
+    if model.hidden_dim is None:  # transformers model: 12 dim^2 per block
         return embeddings + 12 * model.dim**2 * model.layers
     attention = 2 * model.dim**2 + 2 * model.dim**2 * model.kv_heads // max(1, model.heads)
     dense, experts = model.layers, 0

@@ -1,4 +1,4 @@
-"""What every group, option and key means: the source of `run.py --help GROUP` and of the configuration's page in the documentation."""
+"""Meanings of all groups, options and keys, for `run.py --help GROUP` and for the configuration page of the documentation."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from ztk.core.policies.config import Config
 from ztk.core.policies.key import Key
 from ztk.core.policies.suggest import did_you_mean
 
-# Groups that hold no keys of their own: a file of theirs sets keys and options of the others.
+# Groups without keys of their own: their files set keys and options of other groups.
 _SETS = {
     "algorithm": "The keys of a policy gradient by the name of its paper; task=grpo and task=ppo choose one.",
     "experiment": "A named set of options and values; none is chosen unless the command line does.",
@@ -30,8 +30,9 @@ _SETS = {
 class KeyReference:
     """One key.
 
-    takes: the values it accepts, in words. default: the value of the usual option, then those of others that differ; `null` where no
-    option sets it. only: the choice with which alone it has an effect, empty if it always has one.
+    takes: description of the accepted values.
+    default: value of the usual option, then of options that differ; `null` if no option sets it.
+    only: the choice that the key needs to have an effect; empty if it always has one.
     """
 
     name: str
@@ -43,7 +44,7 @@ class KeyReference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupReference:
-    """One group. options: name -> meaning, in alphabetical order. usual: the option of a run that chooses none; None if there is none."""
+    """One group. options: name -> meaning, in alphabetical order. usual: the default option, or None."""
 
     name: str
     meaning: str
@@ -53,7 +54,7 @@ class GroupReference:
 
 
 def build_reference(folders: Sequence[str]) -> dict[str, GroupReference]:
-    """Group -> its reference, in the order of the schema. folders: where the option files are, `config.yaml` in the first."""
+    """Returns group -> its reference, in the order of the schema. folders: of the option files; the first has `config.yaml`."""
     root = yaml.safe_load(Path(folders[0], "config.yaml").read_text(encoding="utf-8"))
     usual = {group: option for entry in root["defaults"] if isinstance(entry, dict) for group, option in entry.items()}
     options = options_of(list(folders))
@@ -80,7 +81,7 @@ def build_reference(folders: Sequence[str]) -> dict[str, GroupReference]:
 
 
 def find_reference(topic: str, *, reference: dict[str, GroupReference]) -> GroupReference | KeyReference:
-    """The group or key of this name. Raises ConfigError with what may have been meant."""
+    """Returns the group or key of this name. Raises ConfigError with similar names."""
     keys = {key.name: key for group in reference.values() for key in group.keys}
     found = reference.get(topic) or keys.get(topic)
     if found is None:
@@ -101,14 +102,16 @@ def _key_reference(key: str, *, values: dict[str, dict[str, Any]], usual: str) -
 
 
 def _takes(key: Key) -> str:
-    """The type, then the range, then null."""
+    """Formats the type, then the range, then null."""
     kind, limits = expected(key.hint), key.range.brief if key.range else ""
     name, null, _ = kind.partition(" or null")
     return f"{name}, {limits}{',' * bool(null)}{null}" if limits else kind
 
 
 def _default(key: Key, *, values: dict[str, dict[str, Any]], usual: str) -> str:
-    """`1; 2 with pp2, pp2_dp2; 4 with pp4`: the usual option's value or the declared one, then the options that set another one."""
+    """Formats defaults: `1; 2 with pp2, pp2_dp2; 4 with pp4`. The usual option's or declared value comes first, then options that
+    differ.
+    """
     by_value: dict[str, list[str]] = {}
     for option, set_here in values.items():
         if key.name in set_here:
@@ -121,7 +124,7 @@ def _default(key: Key, *, values: dict[str, dict[str, Any]], usual: str) -> str:
 
 
 def _written(value: Any) -> str:
-    """Of a value in an option file: a reference to another key is that key's name."""
+    """Formats a value of an option file. A reference to another key becomes that key's name."""
     reference = re.fullmatch(r"\$\{(?P<key>[\w.]+)\}", value) if isinstance(value, str) else None
     return f"as {reference['key']}" if reference else written(value)
 
@@ -131,12 +134,12 @@ def _option_file(group: str, *, option: str, folders: Sequence[str]) -> Path:
 
 
 def _is_overlay(path: Path) -> bool:
-    """The file sets keys of several groups."""
+    """Returns whether the file sets keys of several groups."""
     return OVERLAY_MARK in path.read_text(encoding="utf-8")
 
 
 def _overlays(options: dict[str, list[str]], *, folders: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """`task=grpo` -> the keys that this choice sets, for every option of a group whose options set keys of others."""
+    """Returns `task=grpo` -> the keys that this choice sets, for every option of the groups whose options set keys of others."""
     found = {}
     for group in ("algorithm", "task", "weights"):
         for option in options.get(group, []):
@@ -151,7 +154,7 @@ def _values(path: Path) -> dict[str, Any]:
 
 
 def _first_comment(path: Path) -> str:
-    """What an option file says of itself in its first line. Lines for Hydra (`# @package`) do not count."""
+    """Returns an option file's first comment, its description. Lines for Hydra (`# @package`) do not count."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return next((line[2:] for line in lines if line.startswith("# ") and not line.startswith("# @")), "")
 

@@ -1,4 +1,4 @@
-"""Keys of the command line that have a new name. The old name is accepted for one release, with a note."""
+"""Renamed keys of the command line. The old name is accepted for one release, with a note."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -11,20 +11,20 @@ from ztk.config.keys import run_keys
 
 @functools.cache
 def renamed() -> dict[str, str]:
-    """Old name -> new name."""
+    """Returns old name -> new name."""
     return {key.was: name for name, key in run_keys().items() if key.was is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renamed:
-    """words: the overrides under their new names. notes: one line per old name."""
+    """words: the overrides with new names. notes: one line per old name."""
 
     words: list[str]
     notes: tuple[str, ...] = ()
 
 
 def rename_keys(overrides: Sequence[str]) -> Renamed:
-    """Raises ConfigError with every key that is given under both names."""
+    """Renames old keys. Raises ConfigError with every key that is given under both names."""
     words, notes, faults = [], [], []
     keys = {_key(word) for word in overrides}
     for word in overrides:
@@ -43,7 +43,7 @@ def rename_keys(overrides: Sequence[str]) -> Renamed:
 
 
 def rename_recorded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested values of a `config.yaml` under today's names; an earlier release may have written it."""
+    """Returns the nested values of a `config.yaml` under current names; it may come from an earlier release."""
     found = {section: dict(keys) if isinstance(keys, Mapping) else keys for section, keys in values.items()}
     for old, new in renamed().items():
         section, _, name = old.partition(".")
@@ -53,7 +53,7 @@ def rename_recorded(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hint_of(text: str) -> str:
-    """`; it is called ... now` if `text`, a complaint about an option file, quotes an old name; else nothing."""
+    """Returns `; it is called ... now` if `text`, an error about an option file, quotes an old name, else an empty string."""
     for old, new in renamed().items():
         if f"'{old.partition('.')[2]}'" in text:
             return f"; it is called {new} now"

@@ -1,4 +1,4 @@
-"""`checkpoint.resume=RUN` continues with the options of RUN: the command line needs to name only what differs."""
+"""`checkpoint.resume=RUN` continues with the options of RUN: the command line only needs to name changes."""
 
 import json
 from collections.abc import Sequence
@@ -12,28 +12,30 @@ from ztk.config.keys import path_keys, read
 from ztk.config.renamed import rename_keys
 
 _RESUME = "checkpoint.resume="
-# Keys with paths in a form of their own, next to `path_keys`. All of them may be relative to the directory that the run was started in.
+# Keys with paths in a special form, in addition to `path_keys`. All may be relative to the directory where the run was started.
 _PATHS = ("data.tokenizer", "reward.function", "reward.functions", "reward.eval_functions", "offload.nvme_path")
-# What another command decides for itself. The global batch of the run's configuration gives the accumulation steps on any number of ranks.
+# Keys that the new command decides itself. The global batch of the run's configuration determines the accumulation steps.
 _LEFT = ("checkpoint.allow_changes", "checkpoint.resume", "train.accumulation_steps", "sweep")
-# A word of the command line for the second key makes the run's first one meaningless.
+# Setting the second key on the command line discards the run's value of the first.
 _FOLLOWS = {"data.vocab_size": "data.tokenizer"}
 _OF_RANKS = ("launch.ranks", "launch.elastic", "launch.min_ranks")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumed:
-    """words: the command line's, after those of the run. taken: those of the run."""
+    """words: the run's words followed by the command line's. taken: the run's words."""
 
     words: list[str]
     taken: tuple[str, ...] = ()
 
 
 def take_run_words(words: Sequence[str], *, has_ranks: bool = False) -> Resumed:
-    """Adds the options that the run of `checkpoint.resume=RUN` was started with.
+    """Adds the options with which the run of `checkpoint.resume=RUN` was started.
 
     Words of the command line replace the run's; an option of a group (`offload=none`) also replaces the run's keys of that group. `auto`
-    continues the folder's own run, whose command line is repeated, and adds nothing. has_ranks: another launcher has started the ranks.
+    continues the folder's own run with a repeated command line, so nothing is added.
+
+    has_ranks: whether another launcher has started the ranks.
     """
     record = _record(words)
     if record is None or not (path := record.with_name("overrides.json")).is_file():
@@ -59,7 +61,7 @@ def take_run_words(words: Sequence[str], *, has_ranks: bool = False) -> Resumed:
 
 
 def _record(words: Sequence[str]) -> Path | None:
-    """`config.yaml` of the run that the words name, if they name one."""
+    """Returns `config.yaml` of the run that the words name, or None."""
     values = [word.removeprefix(_RESUME) for word in words if word.startswith(_RESUME)]
     if not values or values[-1] in ("", "null", AUTO):
         return None
@@ -74,7 +76,7 @@ def _key(word: str) -> str:
 
 
 def _written(value: Any) -> str:
-    """A path, a list of them, or of mappings with them, in Hydra's grammar."""
+    """Formats a path, or a list or mapping with paths, in Hydra's grammar."""
     if isinstance(value, dict):
         return f"{{{','.join(f'{key}:{_written(inner)}' for key, inner in value.items())}}}"
     if isinstance(value, int | float):

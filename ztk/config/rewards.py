@@ -1,4 +1,4 @@
-"""`reward.function` and `reward.functions`: their forms, their paths, and a first call before ranks start."""
+"""`reward.function` and `reward.functions`: their forms and paths, and a test call before ranks start."""
 
 import copy
 import math
@@ -15,12 +15,12 @@ from ztk.core.policies.runs import data_paths, draws, has_tokenizer, is_own
 if TYPE_CHECKING:
     from ztk.rl.rollout.rewards import RewardFunctions
 
-_ANSWER, _PROMPT = "42", "cab>"  # of the first call, without data.path
+_ANSWER, _PROMPT = "42", "cab>"  # for the test call without data.path
 _KEYS = ("function", "weight")
 
 
 def named_rewards(config: Config) -> list[tuple[str, float]]:
-    """The functions that the configuration names, `FILE.py:FUNCTION` or `MODULE:FUNCTION`, each with its weight."""
+    """Returns the configured functions, `FILE.py:FUNCTION` or `MODULE:FUNCTION`, each with its weight."""
     reward = config.reward
     if reward.function is not None:
         return [(reward.function, 1.0)]
@@ -31,13 +31,13 @@ def named_rewards(config: Config) -> list[tuple[str, float]]:
 
 
 def has_rewards(config: Config) -> bool:
-    """Whether functions of the user's give rewards."""
+    """Returns whether the user's functions provide rewards."""
     reward = config.reward
     return is_own(config, section="reward") or reward.function is not None or bool(reward.functions)
 
 
 def reward_faults(config: Config) -> Iterator[str]:
-    """One line per entry that names no function of a file or a module, or has no weight."""
+    """Yields one line per entry that does not name a function of a file or module, or has no weight."""
     if is_own(config, section="reward") and (config.reward.function is not None or config.reward.functions):
         key = "reward.function" if config.reward.function is not None else "reward.functions"
         yield f"{key}={config.reward.function or config.reward.functions}: reward._target_ names a reward, too; leave one of them out"
@@ -64,13 +64,13 @@ def _entry_faults(value: Any, *, key: str) -> Iterator[str]:
 
 
 def absolute_name(name: str) -> str:
-    """`FILE.py:FUNCTION` with an absolute path; a module's function as it is."""
+    """Returns `FILE.py:FUNCTION` with an absolute path. A module's function stays unchanged."""
     source, _, function = name.rpartition(":")
     return f"{os.path.abspath(os.path.expanduser(source))}:{function}" if source.endswith(".py") else name
 
 
 def settle_rewards(config: Config) -> None:
-    """Makes the paths of files absolute. Entries that have another form are left to `reward_faults`."""
+    """Makes the paths of files absolute. `reward_faults` reports entries in another form."""
     reward = config.reward
     if reward.function is not None:
         reward.function = absolute_name(reward.function)
@@ -90,7 +90,7 @@ def prepare_rewards(config: Config) -> None:
     """Imports the reward functions and calls each once, with the first prompt of the data and the answer "42".
 
     Raises:
-        ValueError: a function that cannot be imported, raises, is late, or returns something else than a number or None per answer.
+        ValueError: a function cannot be imported, raises, times out, or does not return a number or None per answer.
     """
     if not draws(config):
         return
@@ -101,7 +101,7 @@ def prepare_rewards(config: Config) -> None:
 
 
 def evaluation_config(config: Config) -> Config | None:
-    """The configuration with the prompts and reward functions of evaluations in place of training's, or None if they are the same."""
+    """Returns the configuration with the prompts and reward functions of evaluations, or None if they are the same as for training."""
     if config.data.eval_path is None and not config.reward.eval_functions:
         return None
     own = copy.deepcopy(config)
@@ -114,7 +114,7 @@ def evaluation_config(config: Config) -> Config | None:
 
 
 def _call_once(config: Config) -> None:
-    from ztk.rl.rollout.rewards import Answered, RewardError, TrainingState  # here: torch takes a second
+    from ztk.rl.rollout.rewards import Answered, RewardError, TrainingState  # imported late: torch takes a second
 
     functions = open_rewards(config)
     text, record, is_chat = _first_prompt(config)
@@ -127,10 +127,10 @@ def _call_once(config: Config) -> None:
 
 
 def open_rewards(config: Config) -> "RewardFunctions":
-    """The functions of the user's that the configuration names.
+    """Imports the user's functions that the configuration names.
 
     Raises:
-        ValueError: a function that cannot be imported, or two of one name.
+        ValueError: a function cannot be imported, or two have the same name.
     """
     from ztk.rl.rollout.rewards import Reward, RewardFunctions, load_function
 
@@ -155,7 +155,7 @@ def open_rewards(config: Config) -> "RewardFunctions":
 
 
 def _first_prompt(config: Config) -> tuple[str, Mapping[str, Any], bool]:
-    """Text, record, and whether the prompt is a conversation."""
+    """Returns text, record, and whether the prompt is a conversation."""
     if config.data.path is None:
         return _PROMPT, {"number": 0}, False
     from ztk.data import ByteTokenizer, SubwordTokenizer

@@ -1,4 +1,4 @@
-"""What `task=grpo` and `task=ppo` need, and what they do not run with yet."""
+"""Rules of `task=grpo` and `task=ppo`."""
 
 import math
 from collections.abc import Iterator
@@ -23,8 +23,9 @@ from ztk.core.policies.zero import ZeroEngine
 
 
 def choose_rollouts(config: Config, *, given: frozenset[str], machine: Machine) -> None:
-    """Sets `rollout.engine` and `rollout.identity` of a run on GPUs, unless the user set them: the inference engine draws where it computes
-    the model.
+    """Sets `rollout.engine` and `rollout.identity` of a run on GPUs, unless the user set them.
+
+    The inference engine generates if it implements the model.
 
     given: the keys that the user set.
     """
@@ -40,7 +41,7 @@ def choose_rollouts(config: Config, *, given: frozenset[str], machine: Machine) 
 
 
 def _engine_of_gpus(config: Config, *, given: frozenset[str]) -> tuple[RolloutEngineName, str]:
-    """Which one draws on a GPU, and why."""
+    """Returns the engine that generates on a GPU, and the reason."""
     if "rollout.identity" in given and config.rollout.identity is RolloutIdentity.exact:
         return RolloutEngineName.trainer, "rollout.identity=exact needs the trainer's forward on a GPU"
     if "rollout.weights" in given and config.rollout.weights is not None:
@@ -51,17 +52,17 @@ def _engine_of_gpus(config: Config, *, given: frozenset[str]) -> tuple[RolloutEn
 
 
 def _uncomputed(config: Config) -> str | None:
-    """The kind of a model of transformers that the inference engine has no forward for; None where it has one."""
+    """Returns the kind of a transformers model that the inference engine does not implement, or None."""
     kind = family_of(config.model)
     if kind is None:
         return None
-    from ztk.inference.describe import FAMILIES  # here: torch takes a second
+    from ztk.inference.describe import FAMILIES  # imported late: torch takes a second
 
     return None if kind in FAMILIES else kind
 
 
 def rollout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
-    """One line per fault, each with its fix."""
+    """Yields one line per fault, with its fix."""
     name = config.task.name
     if not draws(config):
         if config.data.name is DataName.prompts:
@@ -103,7 +104,7 @@ def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         yield f"train.log_every={config.train.log_every}: task={name} has a row for every step; use train.log_every=1"
     if config.checkpoint.asynchronous:
         yield (
-            f"checkpoint.asynchronous=true: task={name} saves a critic or a reference beside the policy, together; use "
+            f"checkpoint.asynchronous=true: task={name} saves a critic or a reference together with the policy; use "
             "checkpoint.asynchronous=false"
         )
 
@@ -135,7 +136,10 @@ def _generator_faults(config: Config, *, machine: Machine) -> Iterator[str]:
 
 
 def _exact_generator_faults(config: Config, *, on_gpus: bool) -> Iterator[str]:
-    """On a CPU the engine has the bits of the native decoder in fp32, with its own attention in the trainer's forward."""
+    """Yields faults of rollout.identity=exact with the inference engine.
+
+    On a CPU the engine is bitwise equal to the native decoder in fp32, if the trainer's forward uses the engine's attention.
+    """
     fix = "cannot be promised; use rollout.identity=corrected or off, or rollout.engine=trainer"
     if on_gpus:
         yield (
@@ -150,7 +154,7 @@ def _exact_generator_faults(config: Config, *, on_gpus: bool) -> Iterator[str]:
         )
     if config.lora.rank:
         yield (
-            "rollout.engine=generator: it computes with adapters merged into the weights, and the trainer beside them, so "
+            "rollout.engine=generator: it merges adapters into the weights, and the trainer computes them separately, so "
             f"rollout.identity=exact {fix}"
         )
     if config.precision.dtype != "fp32":
@@ -161,15 +165,15 @@ def _exact_generator_faults(config: Config, *, on_gpus: bool) -> Iterator[str]:
 
 
 def _dropout_faults(config: Config) -> Iterator[str]:
-    """What the trainer's forward drops, a rollout does not."""
+    """Yields faults of dropout: the trainer's forward drops values, and a rollout does not."""
     if config.lora.rank and config.lora.dropout:
         yield (
-            f"lora.dropout={config.lora.dropout:g}: the trainer's forward drops what a rollout's does not, so rollout.identity=exact cannot be "
+            f"lora.dropout={config.lora.dropout:g}: only the trainer's forward applies dropout, so rollout.identity=exact cannot be "
             "promised; use lora.dropout=0, or rollout.identity=corrected"
         )
     for name, value in dropouts_of(config.model).items():
         yield (
-            f"model.path={config.model.path}: {name}={value:g} in its config.json, and it drops what a rollout does not, so "
+            f"model.path={config.model.path}: {name}={value:g} in its config.json, and only the trainer's forward applies this dropout, so "
             f"rollout.identity=exact cannot be promised; put 0 there, or use rollout.identity=corrected"
         )
 
@@ -214,7 +218,7 @@ def _first_weights_faults(config: Config) -> Iterator[str]:
             "for a model that task=sft has trained"
         )
     elif warm.path is not None and warm.steps:
-        yield "warm_start.path has no effect beside warm_start.steps: use warm_start.steps=0, or leave out warm_start.path"
+        yield "warm_start.path has no effect with warm_start.steps: use warm_start.steps=0, or leave out warm_start.path"
     if config.lora.rank and warm.steps and is_hugging_face(config.model):
         yield (
             f"warm_start.steps={warm.steps}: would train the adapters, and their reference is the frozen model; use warm_start.steps=0, and "
@@ -230,7 +234,7 @@ def _first_weights_faults(config: Config) -> Iterator[str]:
 def _batch_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     train, rollout = config.train, config.rollout
     if not rollout.prompts or not rollout.group_size or train.micro_batch_size < 1:
-        return  # the ranges say so
+        return  # reported by the ranges
     samples = rollout.prompts * rollout.group_size
     warm = config.warm_start
     batch = train.global_batch_size
@@ -248,7 +252,7 @@ def _batch_faults(config: Config, *, machine: Machine) -> Iterator[str]:
             f"train.global_batch_size={-(-batch // unit) * unit}"
         )
     if samples % batch:
-        step = math.lcm(batch, rollout.group_size)  # of the samples that fit both
+        step = math.lcm(batch, rollout.group_size)  # multiple of samples that satisfies both
         yield (
             f"rollout.prompts={rollout.prompts} x rollout.group_size={rollout.group_size} = {samples} samples are no multiple of "
             f"{batch}, the samples of an optimizer step: use rollout.prompts={-(-samples // step) * step // rollout.group_size}"

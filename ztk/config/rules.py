@@ -1,5 +1,7 @@
-"""What fits together. Every rule yields one line per fault, and every line names the override that fixes it. Rules of policies are
-theirs (`ztk.core.policies`); here are those that only a run has."""
+"""Rules between keys. Every rule yields one line per fault, and every line names the override that fixes it.
+
+Rules of a single policy are in `ztk.core.policies`; this file has those of a run.
+"""
 
 import glob
 import os
@@ -38,7 +40,7 @@ from ztk.core.policies.zero import ZeroEngine
 def check(config: Config, *, given: frozenset[str], machine: Machine) -> None:
     """Raises ConfigError with all faults of `config`.
 
-    given: the keys that the user set, apart from choosing options: what is in there and cannot act is a fault.
+    given: the keys that the user set, apart from chosen options. It is a fault if one of them has no effect.
     """
     faults = list(_range_faults(config)) + effect_faults(config, given=given, machine=machine)
     faults += topology_faults(config, given=given, machine=machine)
@@ -169,7 +171,7 @@ def _data(config: Config, machine: Machine) -> Iterator[str]:
     if config.data.path is None:
         if config.data.name is not DataName.files:
             return
-        yield "data=files reads what data.path names, and it names nothing: use data.path=FOLDER, a file or a glob, or data=stdlib"
+        yield "data=files needs data.path: use data.path=FOLDER, a file or a glob, or data=stdlib"
         return
     for entry in data_paths(config):
         if not entry or not (os.path.exists(os.path.expanduser(entry)) or _matches(entry)):
@@ -233,7 +235,7 @@ def _launch(config: Config, machine: Machine) -> Iterator[str]:
     launch = config.launch
     device = device_of(config, machine=machine)
     if config.task.name == PLAN:
-        return  # it starts no rank
+        return  # a plan starts no ranks
     if machine.started_ranks and launch.ranks not in (None, machine.started_ranks):
         yield (
             f"launch.ranks={launch.ranks} has no effect on the {machine.started_ranks} ranks that are already started: "

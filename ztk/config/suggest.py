@@ -1,9 +1,9 @@
-"""Suggestions for wrong names."""
+"""Suggestions for misspelled names."""
 
 import difflib
 from collections.abc import Iterable
 
-# Names that other tools give to the same thing.
+# Names of the same settings in other tools.
 _ELSEWHERE = {
     "batch_size": "train.micro_batch_size",
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
@@ -34,7 +34,7 @@ _ELSEWHERE = {
 
 
 def near_keys(key: str, *, keys: Iterable[str]) -> list[str]:
-    """Up to three keys like `key`: by another tool's name, by the last part, by spelling."""
+    """Returns up to three keys like `key`: by another tool's name, by the last part, or by spelling."""
     keys = list(keys)
     if key in _ELSEWHERE:
         return [_ELSEWHERE[key]]
@@ -48,7 +48,7 @@ def near_keys(key: str, *, keys: Iterable[str]) -> list[str]:
 
 
 def near_options(value: str, *, group: str, options: dict[str, list[str]]) -> list[str]:
-    """Up to three `group=option` like `group=value`: of the group itself, else of a group that has this very option."""
+    """Returns up to three `group=option` like `group=value`: of the group, or of another group that has this option."""
     mine = options[group]
     close = difflib.get_close_matches(value, mine, n=2, cutoff=0.6)
     ending = [option for option in mine if value and option.endswith(value)]

@@ -1,4 +1,4 @@
-"""The keys of a sweep on a command line: taken out of the words that Hydra composes runs from."""
+"""Extracts the keys of a sweep from a command line; Hydra composes runs from the rest."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -15,7 +15,7 @@ from ztk.core.policies.sweep import RepeatWith, SweepConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepWords:
-    """words: the overrides without `sweep.*`. options: what those say. given: the `sweep.*` words themselves."""
+    """words: the overrides without `sweep.*`. options: the values of `sweep.*`. given: the `sweep.*` words."""
 
     words: list[str]
     options: SweepConfig
@@ -23,7 +23,10 @@ class SweepWords:
 
 
 def take_sweep_keys(words: Sequence[str]) -> SweepWords:
-    """words: as `parse_arguments` returns them. Raises ConfigError with every number out of its range and every key with several values."""
+    """Extracts `sweep.*`. words: as returned by `parse_arguments`.
+
+    Raises ConfigError for numbers out of range and keys with several values.
+    """
     given = tuple(word for word in words if word.startswith(f"{SWEEP}."))
     values: dict[str, Any] = {}
     faults = []
@@ -45,7 +48,7 @@ def take_sweep_keys(words: Sequence[str]) -> SweepWords:
         faults.append(f"{own[0]}: {SWEEP}.repeat_with=seeds gives every repeat its seed; leave {own[0]} out")
     if options.quick and (own := [word for word in rest if word.startswith("train.quick=")]):
         faults.append(f"{own[0]}: {SWEEP}.quick=true sets it for every job; leave {own[0]} out")
-    rest += ["train.quick=true"] if options.quick else []  # a word of the run's, so that a resumed sweep has it, too
+    rest += ["train.quick=true"] if options.quick else []  # stays among the words, so that a resumed sweep has it too
     faults += _hardware_faults(options)
     if faults:
         raise ConfigError(faults)
@@ -53,7 +56,7 @@ def take_sweep_keys(words: Sequence[str]) -> SweepWords:
 
 
 def only_resume(options: SweepConfig) -> bool:
-    """Whether only keys are set that say nothing about which jobs there are: then the recorded repeats count."""
+    """Returns whether only keys are set that do not affect the set of jobs. In that case the recorded repeats apply."""
     usual = SweepConfig()
     asked = {field.name for field in fields(options) if getattr(options, field.name) != getattr(usual, field.name)}
     return asked <= {"resume", "retries", "list", "hardware", "skip_misfits"}

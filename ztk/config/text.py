@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def tokenizer_of_run(path: str | os.PathLike) -> Path | None:
-    """The tokenizer that a run has left in its folder. path: the folder, or one of its checkpoints."""
+    """Returns the tokenizer in a run's folder, or None. path: the folder, or one of its checkpoints."""
     run = run_folder(path)
     found = None if run is None else run / "tokenizer"
     return found if found is not None and (found / "tokenizer.json").is_file() else None
 
 
 def text_policy(config: Config) -> "TextPolicy":
-    """How a checked configuration reads its text."""
-    from ztk.data import ReadPolicy, TextPolicy  # here: torch takes a second
+    """Returns the text policy of a checked configuration."""
+    from ztk.data import ReadPolicy, TextPolicy  # imported late: torch takes a second
 
     data = config.data
     return TextPolicy(
@@ -39,8 +39,9 @@ def text_policy(config: Config) -> "TextPolicy":
 
 
 def prepare_text(config: Config, *, show: Callable[[int, int, float], None]) -> None:
-    """Tokenises the text of a run before its ranks start, where no run has done so before. show: is called with documents and bytes of text so
-    far, and the share of the files that is read.
+    """Tokenises the text of a run before its ranks start, unless an earlier run has cached it.
+
+    show: called with the documents and bytes of text so far, and the fraction of the files that is read.
 
     Raises:
         ValueError: bad input, with file and place.

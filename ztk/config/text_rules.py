@@ -1,4 +1,4 @@
-"""The tokenizer and the vocabulary that follows it, and what does not go with it."""
+"""Rules of the tokenizer and the vocabulary size that follows from it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +13,20 @@ from ztk.core.policies.data import DataName
 from ztk.core.policies.model import ModelInit
 from ztk.core.policies.runs import TEXT, TRAIN, data_paths, has_tokenizer, is_hugging_face
 
-_SLOW = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")  # of tokenizers that are not fast ones
+_SLOW = (
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+)  # files of tokenizers without tokenizer.json
 
 
 def follow_tokenizer(config: Config, *, given: frozenset[str]) -> list[str]:
-    """Sets `data.tokenizer` to that of a pretrained model, and `model.vocab_size` to the tokenizer's unless the user set it or the model is
-    one of transformers. Returns one line per fault.
+    """Sets `data.tokenizer` to a pretrained model's tokenizer, and `model.vocab_size` to the tokenizer's size.
+
+    Returns one line per fault.
+
+    A vocabulary size that the user set, or that belongs to a transformers model, is kept.
 
     given: the keys that the user set.
     """
@@ -46,7 +54,7 @@ def _too_many(config: Config, *, size: int) -> str:
 
 
 def _take_tokenizer(config: Config, *, given: frozenset[str]) -> list[str]:
-    """Sets `data.tokenizer` to that of pretrained weights: as bytes their tokens mean nothing. Returns one line per fault."""
+    """Sets `data.tokenizer` to the tokenizer of pretrained weights, which are useless with bytes. Returns one line per fault."""
     model = config.model
     if not is_hugging_face(model) or model.init is not ModelInit.pretrained or has_tokenizer(config):
         return []
@@ -68,7 +76,7 @@ def _take_tokenizer(config: Config, *, given: frozenset[str]) -> list[str]:
 
 
 def _vocabulary(config: Config) -> int:
-    """Raises ValueError for a tokenizer that cannot be used."""
+    """Returns the tokenizer's size. Raises ValueError for a tokenizer that cannot be used."""
     data = config.data
     if data.tokenizer == TRAIN and data.name not in TEXT:
         raise ValueError(
@@ -79,13 +87,13 @@ def _vocabulary(config: Config) -> int:
         if data.vocab_size is None:
             raise ValueError("data.tokenizer=train needs a size: use data.vocab_size=4096")
         return data.vocab_size
-    from ztk.data import SubwordTokenizer  # here: torch takes a second
+    from ztk.data import SubwordTokenizer  # imported late: torch takes a second
 
     return SubwordTokenizer.open(str(data.tokenizer)).vocab_size
 
 
 def text_faults(config: Config, *, machine: Machine) -> Iterator[str]:
-    """One line per fault, each with its fix."""
+    """Yields one line per fault, with its fix."""
     data = config.data
     if data.mixture is not None and data.name is DataName.files and data.path is not None:
         count = len(data_paths(config))
@@ -95,7 +103,7 @@ def text_faults(config: Config, *, machine: Machine) -> Iterator[str]:
                 "as in data.path=[a,b] data.mixture=[0.7,0.3]"
             )
         else:
-            from ztk.data.mixture import shares_of  # here: torch takes a second
+            from ztk.data.mixture import shares_of  # imported late: torch takes a second
 
             try:
                 shares_of(data.mixture)
@@ -121,6 +129,6 @@ def _reads_records(config: Config) -> bool:
 
 
 def _same(one: Path, *, folder: Path) -> bool:
-    """Whether two folders have the same tokenizer.json."""
+    """Returns whether two folders have the same tokenizer.json."""
     other = folder.expanduser() / "tokenizer.json"
     return other.is_file() and (one / "tokenizer.json").read_bytes() == other.read_bytes()

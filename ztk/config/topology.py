@@ -1,4 +1,6 @@
-"""How the ranks are distributed over the axes of parallelism, and which models fit: the arithmetic of `ztk.core.runtime.mesh` without torch."""
+"""The distribution of ranks over the axes of parallelism, and the models that fit: the arithmetic of `ztk.core.runtime.mesh` without
+torch.
+"""
 
 import math
 from collections.abc import Iterator
@@ -16,28 +18,28 @@ DEGREES = ("pipeline", "tensor", "context", "sequence", "expert")
 
 
 def is_cut(topology: TopologyConfig) -> bool:
-    """Whether any axis but data parallelism has more than one rank."""
+    """Returns whether any axis except data parallelism has more than one rank."""
     return any(getattr(topology, name) > 1 for name in DEGREES)
 
 
 def model_ranks(topology: TopologyConfig) -> int:
-    """Ranks that one batch needs."""
+    """Returns the number of ranks per replica."""
     return topology.pipeline * topology.tensor * sequence_ranks(topology)
 
 
 def sequence_ranks(topology: TopologyConfig) -> int:
-    """Ranks that share a sequence."""
+    """Returns the number of ranks that share a sequence."""
     return topology.context * topology.sequence
 
 
 def fits(topology: TopologyConfig, *, ranks: int) -> bool:
-    """The degrees divide this number of ranks."""
+    """Returns whether the degrees divide this number of ranks."""
     replicas, rest = divmod(ranks, model_ranks(topology))
     return replicas > 0 and not rest and (replicas * sequence_ranks(topology)) % topology.expert == 0
 
 
 def ranks_of(topology: TopologyConfig) -> int:
-    """The world that the layout names: with its number of replicas, or the smallest."""
+    """Returns the world size of the layout: with its number of replicas, or with the smallest possible one."""
     replicas = topology.data or 1
     while not fits(topology, ranks=replicas * model_ranks(topology)) and topology.data is None:
         replicas += 1
@@ -45,14 +47,15 @@ def ranks_of(topology: TopologyConfig) -> int:
 
 
 def replicas_of(topology: TopologyConfig, *, ranks: int) -> int:
-    """Ranks that get sequences of their own."""
+    """Returns the number of replicas, each of which gets its own sequences."""
     return max(1, ranks // model_ranks(topology))
 
 
 def settled_ranks(config: Config, *, machine: Machine) -> int:
-    """Those that are started, or asked for, or named by the layout; else all GPUs, or two ranks without one.
+    """Returns the number of ranks: started, requested, or implied by the layout; else one per GPU, or two without a GPU.
 
-    To answer prompts, those that share layers."""
+    Tasks that only run inference use the tensor-parallel degree.
+    """
     if infers(config):
         return max(1, config.topology.tensor)
     named = ranks_of(config.topology) if is_cut(config.topology) or config.topology.data else 0
@@ -61,12 +64,12 @@ def settled_ranks(config: Config, *, machine: Machine) -> int:
 
 
 def topology_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:
-    """One line per fault, each with its fix."""
+    """Yields one line per fault, with its fix."""
     topology = config.topology
     if infers(config):
-        return  # `answering_faults` says what they accept
+        return  # reported by `answering_faults`
     if min(getattr(topology, name) for name in DEGREES) < 1 or (topology.data or 1) < 1:
-        return  # the ranges say so
+        return  # reported by the ranges
     if config.zero.engine is not ZeroEngine.ztk and is_cut(topology):
         named = sorted(given & {f"topology.{name}" for name in DEGREES})
         yield (
@@ -99,7 +102,7 @@ def _rank_faults(config: Config, *, given: frozenset[str], machine: Machine) -> 
 
 
 def _layout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
-    """Rules between ZeRO, recomputation and the topology."""
+    """Yields faults between ZeRO, recomputation and the topology."""
     topology, group = config.topology, config.zero.hpz_partition_size or 1
     cut = topology.pipeline * topology.tensor
     data = settled_ranks(config, machine=machine) // cut
@@ -113,7 +116,7 @@ def _model_faults(config: Config) -> Iterator[str]:
     topology, model, length = config.topology, config.model, config.data.seq_len
     tensor, sequence = topology.tensor, topology.sequence
     if model.heads < 1 or model.kv_heads < 1 or model.heads % model.kv_heads:
-        return  # the model's own rules say so
+        return  # reported by the model's own rules
     if tensor > model.kv_heads:
         yield (
             f"topology.tensor={tensor} is more than model.kv_heads={model.kv_heads}, and heads are not cut: use "
@@ -142,7 +145,7 @@ def _model_faults(config: Config) -> Iterator[str]:
 
 
 def _context_faults(config: Config) -> Iterator[str]:
-    """Attention that goes around a ring takes any length, by padding its end."""
+    """Yields faults of ring attention, which pads the end of sequences of other lengths."""
     topology, length = config.topology, config.data.seq_len
     if config.task.name not in ("pretrain", "plan", "eval"):
         yield (
@@ -158,7 +161,7 @@ def _context_faults(config: Config) -> Iterator[str]:
 
 
 def _heads_of_ranks(config: Config) -> list[int]:
-    """Query heads of each tensor rank: with their key heads, of which the first ranks may have one more."""
+    """Returns the query heads of each tensor rank. Key heads are distributed with their query heads; the first ranks may get one more."""
     model, parts = config.model, config.topology.tensor
     base, larger = divmod(model.kv_heads, parts)
     return [(base + (part < larger)) * (model.heads // model.kv_heads) for part in range(parts)]
@@ -169,10 +172,10 @@ def _pipeline_faults(config: Config) -> Iterator[str]:
     if ranks == 1:
         return
     interleaved = topology.schedule is PipelineSchedule("interleaved")
-    if interleaved:  # `round_faults` looks at the number of micro-batches
+    if interleaved:  # `round_faults` checks the number of micro-batches
         yield from interleaved_faults(num_ranks=ranks, num_micro_batches=None, virtual_stages=topology.virtual_stages)
     stages = ranks * (topology.virtual_stages or 1 if interleaved else 1)
-    layers = config.model.layers + 2  # the embedding and the head count as one each
+    layers = config.model.layers + 2  # embedding and head count as one layer each
     if stages > layers:
         yield (
             f"{stages} pipeline stages cannot be made of model.layers={config.model.layers}, embedding and head: use "

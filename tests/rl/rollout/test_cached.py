@@ -160,7 +160,7 @@ def test_the_engines_attention_has_the_gradient_of_torchs():
             ("rollout.engine=generator", "precision=bf16"),
             "rounds the trainer's products, so rollout.identity=exact cannot be promised; use rollout.identity=corrected or off",
         ),
-        (("rollout.engine=generator", "lora=adapter", "warm_start.steps=0"), "with adapters merged into the weights"),
+        (("rollout.engine=generator", "lora=adapter", "warm_start.steps=0"), "it merges adapters into the weights"),
         (
             ("rollout.engine=generator", "rollout.tensor=2"),
             "use rollout.identity=corrected or off, or rollout.tensor=1",
