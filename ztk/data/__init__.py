@@ -1,4 +1,4 @@
-"""Token streams with resumable state: bytes of real text, documents as tokens, or synthetic tokens for benchmarks."""
+"""Token streams with resumable state: bytes of text, tokenised documents, or synthetic tokens for benchmarks."""
 
 from ztk.data.corpus import ByteCorpus
 from ztk.data.items import ItemBatch, ItemStream, held_out_items

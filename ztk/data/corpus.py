@@ -15,8 +15,8 @@ from ztk.data.sources import named_files, standard_library
 class ByteCorpus:
     """Training and held-out bytes of a corpus.
 
-    `train` and `validation` are uint8 [num_bytes] views of one read-only mapping: they cost address space, not memory.
-    `digest` is a hash of all bytes in order; ranks and resumed runs compare it to know that they read the same text.
+    train, validation: uint8 [num_bytes] views of one read-only mapping, which uses address space but no memory.
+    digest: hash of all bytes in order. Ranks and resumed runs compare it to verify that they read the same text.
     """
 
     train: Tensor
@@ -28,13 +28,13 @@ class ByteCorpus:
     def open(
         path: str | Sequence[str] | None = None, *, cache_dir: str | None = None, validation_fraction: float = 0.05
     ) -> "ByteCorpus":
-        """Opens the text at `path`: one or more files, folders or globs; None is the Python standard library's source.
+        """Opens the text at `path`: one or more files, folders or globs. Defaults to the source code of the Python standard library.
 
-        `validation_fraction` of the bytes is held out for validation: the end of every mebibyte (of the full text if it is
-        smaller), so that both parts see every region of the text. The packed copy lies in `cache_dir`, by default the
-        folder ztk below $XDG_CACHE_HOME or ~/.cache.
-        Raises ValueError for a path that is missing, empty or unreadable, and for a cache folder that cannot be
-        written.
+        validation_fraction: fraction of the bytes held out for validation. It is taken from the end of every mebibyte (of the full text
+        if it is smaller), so that both parts sample all regions of the text.
+        cache_dir: folder of the packed copy. Defaults to the folder ztk below $XDG_CACHE_HOME or ~/.cache.
+
+        Raises ValueError for a path that is missing, empty or unreadable, and for a cache folder that cannot be written.
         """
         if not 0.0 < validation_fraction < 1.0:
             raise ValueError(
@@ -56,11 +56,10 @@ class ByteCorpus:
         return ByteCorpus(train=train, validation=validation, digest=bytes(digest.tolist()).hex(), num_files=len(files))
 
     def bigram_entropy(self) -> float:
-        """The empirical conditional entropy H(next byte | byte) of the held-out bytes, in nats per byte.
+        """Returns the empirical conditional entropy H(next byte | byte) of the held-out bytes, in nats per byte.
 
-        Counted on the held-out bytes themselves: H = -sum over pairs (a, b) of p(a, b) ln p(b | a). No byte-bigram
-        model has a lower loss on this text, not even one fitted to it, so a model below this value has learned more
-        than pairs.
+        H = -sum over pairs (a, b) of p(a, b) ln p(b | a), counted on the held-out bytes themselves. It is a lower bound for the loss of
+        any byte bigram model on this text, even one fitted to it. A model with a lower loss has learned more than pairs.
         """
         counts = _pair_counts(self.validation).double()
         totals = counts.sum(dim=1, keepdim=True)
@@ -68,7 +67,7 @@ class ByteCorpus:
 
 
 def _pair_counts(data: Tensor) -> Tensor:
-    """How often byte b follows byte a, int64 [256, 256]."""
+    """Returns how often byte b follows byte a, int64 [256, 256]."""
     counts = torch.zeros(256 * 256, dtype=torch.int64)
     block = 1 << 22  # bounds the int64 temporaries to 64 MiB
     for start in range(0, len(data) - 1, block):

@@ -1,7 +1,7 @@
-"""Documents of files: a text file is one, a line of jsonl and a row of parquet or arrow are one each.
+"""Documents of files: a whole text file, a line of jsonl, or a row of parquet or arrow.
 
-Files may be compressed (`.gz`, `.zst`). Bad input is a `Fault` in its place among the documents: who reads decides whether it ends the run.
-pyarrow, for parquet and zst, is the extra `data`, imported here and not with ztk.
+Files may be compressed (`.gz`, `.zst`). Bad input yields a `Fault` in its place among the documents; the caller decides whether it ends
+the run. pyarrow, for parquet and zst, comes with the extra `data` and is imported on use.
 """
 
 import functools
@@ -17,17 +17,15 @@ from typing import Any, BinaryIO
 from ztk.core.policies.text import COMPRESSED, LINES
 from ztk.data.lines import parse_line
 
-PIECE_BYTES = 1 << 22  # a longer text file is read in pieces, cut behind a line
-_ROWS = 1024  # of parquet in memory at once
-_ARROW_END = (
-    b"\xff\xff\xff\xff\0\0\0\0"  # of a stream: https://arrow.apache.org/docs/format/Columnar.html#ipc-streaming-format
-)
+PIECE_BYTES = 1 << 22  # a longer text file is read in pieces, cut after a line
+_ROWS = 1024  # rows of parquet in memory at a time
+_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # end of a stream: https://arrow.apache.org/docs/format/Columnar.html#ipc-streaming-format
 _SKIP = "or use data.on_error=skip"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """A document, or a piece of one. is_first: of its pieces; those that follow are not."""
+    """A document, or a piece of one. is_first: whether it is the document's first piece."""
 
     text: str
     is_first: bool = True
@@ -35,16 +33,16 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """What is wrong, with file, place and fix."""
+    """A description of bad input, with file, place and fix."""
 
     text: str
 
 
 def read_documents(path: Path, *, field: str) -> Iterator[Document | Fault]:
-    """The documents of one file in order. field: of jsonl and parquet, that has the text. Documents without a letter are left out.
+    """Yields the documents of one file in order, except those without a letter. field: the text field of jsonl and parquet.
 
     Raises:
-        ValueError: the file needs pyarrow and it is not installed, or its format is not read.
+        ValueError: the format is not supported, or needs pyarrow, which is not installed.
     """
     inner = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
     kind = inner.suffix.lower()
@@ -91,14 +89,14 @@ def _decoded(piece: bytes, *, path: Path, first_line: int, is_first: bool) -> Do
 
 
 def _cut(piece: bytes) -> int:
-    """Where a piece ends: behind its last line end, else before a character that may go on."""
+    """Returns where to end a piece: after its last line end, else before a character that may be incomplete."""
     at = piece.rfind(b"\n") + 1
     if at:
         return at
     at = len(piece)
     while at > len(piece) - 4 and at > 0 and piece[at - 1] & 0xC0 == 0x80:
         at -= 1
-    return max(1, at - 1)  # the character's first byte waits, too
+    return max(1, at - 1)  # keeps the character's first byte for the next piece
 
 
 def _of_lines(path: Path, *, field: str) -> Iterator[Document | Fault]:
@@ -140,7 +138,7 @@ def _of_parquet(path: Path, *, field: str) -> Iterator[Document | Fault]:
 
 
 def _of_arrow(path: Path, *, field: str) -> Iterator[Document | Fault]:
-    """A file of `datasets.save_to_disk`, which is a stream of record batches, mapped and not read at once."""
+    """Reads a file of `datasets.save_to_disk`, a stream of record batches, as a memory map."""
     arrow = pyarrow_for(path)
     try:
         reader = arrow.ipc.open_stream(arrow.memory_map(str(path)))
@@ -157,7 +155,7 @@ def _of_arrow(path: Path, *, field: str) -> Iterator[Document | Fault]:
         yield from _of_columns(path, field=field, schema=reader.schema, batches=batches)
     with open(path, "rb") as source:
         source.seek(-len(_ARROW_END), io.SEEK_END)
-        if source.read() != _ARROW_END:  # pyarrow reads a file that breaks off as a shorter one
+        if source.read() != _ARROW_END:  # pyarrow treats a truncated file as a shorter one
             yield Fault(
                 text=f"data.path={path}: cannot be read to its end (it breaks off); make the file again, {_SKIP}"
             )
@@ -166,7 +164,7 @@ def _of_arrow(path: Path, *, field: str) -> Iterator[Document | Fault]:
 def _of_columns(
     path: Path, *, field: str, schema: Any, batches: Callable[[], Iterator[Any]]
 ) -> Iterator[Document | Fault]:
-    """The texts of a column. batches: record batches with this column alone."""
+    """Yields the texts of a column. batches: record batches with only this column."""
     arrow = pyarrow_for(path)
     if field not in schema.names:
         named = ", ".join(schema.names) or "none"
@@ -194,11 +192,11 @@ def _of_columns(
                 else:
                     yield from _checked(text, place=place)
     except arrow.ArrowException as error:
-        yield Fault(text=f"data.path={path}, behind row {row}: cannot be read ({error}); make it again, {_SKIP}")
+        yield Fault(text=f"data.path={path}, after row {row}: cannot be read ({error}); make it again, {_SKIP}")
 
 
 def _checked(text: str, *, place: str) -> Iterator[Document | Fault]:
-    """Half of a surrogate pair is no UTF-8."""
+    """Checks for half of a surrogate pair, which is not valid UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -213,7 +211,7 @@ def _not_utf8(path: Path, *, line: int, error: UnicodeDecodeError) -> str:
 
 
 def opened(path: Path) -> BinaryIO:
-    """The bytes of a file, decompressed by its ending."""
+    """Opens the file, decompressed according to its extension."""
     suffix = path.suffix.lower()
     if suffix == ".gz":
         return gzip.open(path, "rb")  # pyrefly: ignore[bad-return]
@@ -224,7 +222,7 @@ def opened(path: Path) -> BinaryIO:
 
 
 def pyarrow_for(path: Path) -> Any:
-    """pyarrow, to read `path`. Raises ValueError without it."""
+    """Imports pyarrow to read `path`. Raises ValueError if it is not installed."""
     try:
         return importlib.import_module("pyarrow")
     except ImportError:

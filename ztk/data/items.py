@@ -1,4 +1,4 @@
-"""Streams over datasets of torch: any items, in the global order of `ztk.data.stream`."""
+"""Streams over torch datasets with any items, in the global order of `ztk.data.stream`."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -13,17 +13,17 @@ from ztk.data.stream import Share, Stream
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ItemBatch:
-    """One micro-batch of one rank, on CPU. items: the collated items. weight: of its mean loss, see `Batch`."""
+    """One micro-batch of one rank, on CPU. items: the collated items. weight: of its mean loss, as in `Batch`."""
 
     items: Any
     weight: float = 1.0
 
 
 class ItemStream(Stream):
-    """The items of a `torch.utils.data.Dataset`, endless, in a new order in every epoch; of an `IterableDataset` in its own order.
+    """The items of a `torch.utils.data.Dataset`, endless and reshuffled every epoch, or of an `IterableDataset` in its own order.
 
-    Items are collated by the dataset's method `collate`, if it has one, else by torch's `default_collate`. An IterableDataset is read by every
-    rank, which keeps its own items; a resumed run reads and drops the items before its position.
+    Items are collated by the dataset's method `collate`, if it has one, else by torch's `default_collate`. Every rank reads an
+    IterableDataset in full and keeps its own items; a resumed run skips the items before its position.
     """
 
     def __init__(self, dataset: Any, *, share: Share, seed: int) -> None:
@@ -40,7 +40,7 @@ class ItemStream(Stream):
         self._next = 0  # position of the iterator's next item
 
     def next_batch(self) -> ItemBatch:
-        """The next micro-batch of this rank."""
+        """Returns the next micro-batch of this rank."""
         share, step = self.share, self._micro_step
         numbers = share.sequences(step)
         items = [self.sequence(self._position + number) for number in numbers or [numbers.start]]
@@ -51,7 +51,7 @@ class ItemStream(Stream):
         return ItemBatch(items=self._collate(items), weight=share.weight(step))
 
     def sequence(self, position: int) -> Any:
-        """The item at a global position."""
+        """Returns the item at a global position."""
         if self._is_iterable:
             return self._read(position)
         epoch, index = divmod(position, self._count)
@@ -64,7 +64,9 @@ class ItemStream(Stream):
         return {"seed": self._seed, "num_items": self._count}
 
     def _read(self, position: int) -> Any:
-        """Reads up to a position. An item is read once: positions of one rank ascend, but for micro-batches without an item."""
+        """Reads up to a position. Each item is read once, because positions of a rank ascend, except for micro-batches without an
+        item.
+        """
         if position < self._next - 1:
             self._iterator, self._next = iter(()), 0
         if position == self._next - 1:
@@ -84,8 +86,10 @@ _END = object()
 
 
 def held_out_items(dataset: Any, *, share: Share, num_items: int) -> Iterator[ItemBatch]:
-    """This rank's micro-batches of the first `num_items` items, or of all if there are fewer; always the same ones. Weights as those of
-    `held_out_batches`. Only the ranks and the micro-batch size of `share` are read."""
+    """Yields this rank's micro-batches of the first `num_items` items, or of all if there are fewer. Always the same ones.
+
+    Weights are as in `held_out_batches`. Only the ranks and the micro-batch size of `share` are used.
+    """
     items: Iterable[Any] = (
         dataset if isinstance(dataset, IterableDataset) else map(dataset.__getitem__, range(len(dataset)))
     )

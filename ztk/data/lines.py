@@ -1,14 +1,14 @@
-"""Lines of JSON files, and the faults that a line can have."""
+"""Parses lines of JSON files."""
 
 import json
 from typing import Any
 
 
 def parse_line(line: bytes) -> Any:
-    """The JSON value of one line. Split files at line feeds alone: other line ends, such as U+2028, may stand inside a JSON string.
+    """Returns the JSON value of one line. Split files only at line feeds: other line ends, such as U+2028, may occur in a JSON string.
 
     Raises:
-        ValueError: the line is not UTF-8, not JSON, nested too deeply, or has half of a surrogate pair, which no UTF-8 text has.
+        ValueError: the line is not UTF-8, not JSON, nested too deeply, or has half of a surrogate pair, which is not valid UTF-8.
     """
     try:
         text = line.decode("utf-8")
@@ -18,7 +18,7 @@ def parse_line(line: bytes) -> Any:
         ) from None
     try:
         value = json.loads(text)
-        if "\\u" in text:  # only an escape can write half of a pair
+        if "\\u" in text:  # only an escape can produce half of a pair
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None

@@ -1,8 +1,8 @@
-"""Files of tokens in memory, of which a process keeps what it reads now: tensors of uint8, uint16 or int32 [size].
+"""Memory-mapped token files whose pages can be released: tensors of uint8, uint16 or int32 [size].
 
-Pages of a mapped file that were read once count as the process's memory until the system needs them elsewhere. A stream that reads a corpus
-in random order would so grow to its size. It gives them back from time to time: they stay in the system's cache, where reading them again costs
-a fault and no disk.
+Pages of a mapped file that were read once count as the process's memory until the system reclaims them. A stream that reads a corpus in
+random order would thus grow to the size of the corpus. It releases its pages regularly: they stay in the system's page cache, and
+reading them again costs a page fault but no disk access.
 """
 
 import mmap
@@ -12,14 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-READ_AROUND = 1 << 16  # bytes that the system maps around a byte that is read
+READ_AROUND = 1 << 16  # bytes that the system maps around a byte on a page fault
 _mappings: "weakref.WeakValueDictionary[int, mmap.mmap]" = (
     weakref.WeakValueDictionary()
-)  # by the address of the first byte
+)  # keyed by the address of the first byte
 
 
 def mapped(path: Path, *, size: int, dtype: torch.dtype) -> Tensor:
-    """The first `size` elements of a file, [size] of `dtype`; what is written into the tensor stays in it. OSError as of `open`."""
+    """Maps the first `size` elements of a file, [size] of `dtype`. Writes to the tensor do not change the file. Raises OSError as
+    `open`.
+    """
     if not size:
         return torch.empty(0, dtype=dtype)
     with open(path, "rb") as file:
@@ -30,7 +32,7 @@ def mapped(path: Path, *, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def drop_pages(data: Tensor) -> None:
-    """Takes the pages of the mapped file that `data`, of any shape, is a part of out of this process's memory; nothing for another tensor."""
+    """Releases this process's pages of the mapped file behind `data`, a tensor of any shape. Does nothing for other tensors."""
     pages = _mappings.get(data.untyped_storage().data_ptr())
     if pages is not None:
         pages.madvise(mmap.MADV_DONTNEED)

@@ -1,10 +1,9 @@
-"""Several sources in one order of sequences, each with its part of them.
+"""Mixes several sources into one order of sequences, in given proportions.
 
-[Note: Mixture]
-The endless order of [Note: Global order] is cut into blocks of `BLOCK` positions. In every block source k has exactly `shares[k]` positions;
-which ones, a permutation by (seed, block) says. So the source of any position, and how many sequences of this source came before, are
-computed in a few multiplications: the order needs no memory, and the position is the only state, as for one source. Each source has its own
-epochs.
+[Note: Mixture] The endless order of [Note: Global order] is divided into blocks of `BLOCK` positions. Every block contains exactly
+`shares[k]` positions of source k, placed by a permutation that depends on (seed, block). The source of a position, and the number of
+earlier sequences of the source, thus take a few multiplications. The order needs no memory, and the position is the only state, as with
+one source. Each source has its own epochs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,10 +18,10 @@ BLOCK = 10_000
 
 
 def shares_of(weights: Sequence[float]) -> list[int]:
-    """How many of `BLOCK` sequences each source has, in proportion to `weights`, their sum exact.
+    """Returns how many of `BLOCK` sequences come from each source, in proportion to `weights`. They add up to `BLOCK`.
 
     Raises:
-        ValueError: a weight is not positive, or so small that a source would have no sequence of a block.
+        ValueError: a weight is not positive, or so small that a source would have no sequence in a block.
     """
     total = sum(weights)
     if not weights or min(weights) <= 0 or not total < float("inf"):
@@ -54,7 +53,7 @@ class MixedStream(Stream):
         self._block, self._order = -1, Permutation(1, seed=())
 
     def source_of(self, position: int) -> tuple[int, int]:
-        """The number of the source at a position, and how many of its sequences came before."""
+        """Returns the number of the source at a position, and the number of earlier sequences of this source."""
         block, index = divmod(position, BLOCK)
         if block != self._block:
             self._block, self._order = block, Permutation(BLOCK, seed=(self._seed, "mixture", block))
@@ -79,9 +78,11 @@ def mixed_held_out_batches(
     num_sequences: int,
     end: int | None = None,
 ) -> Iterator[Batch]:
-    """As `held_out_batches`, of several sources: each in proportion to its weight, one sequence at least, spread evenly over its tokens.
+    """Yields batches as `held_out_batches` from several sources, in proportion to their weights, at least one sequence from each.
 
-    parts: tokens [n] of each source. end: as of `Stream`.
+    The sequences of a source are spread evenly over its tokens.
+
+    parts: tokens [n] of each source. end: as in `Stream`.
 
     Raises:
         ValueError: a part is shorter than one sequence.
@@ -98,7 +99,7 @@ def mixed_held_out_batches(
 def held_out_picks(
     parts: Sequence[Tensor], *, weights: Sequence[float], seq_len: int, num_sequences: int
 ) -> list[tuple[int, int]]:
-    """The sequences to evaluate on: (source, number of the sequence in it). parts: tokens [n] of each source.
+    """Returns the sequences for evaluation: (source, number of the sequence in it). parts: tokens [n] of each source.
 
     Raises ValueError if a part is shorter than one sequence.
     """

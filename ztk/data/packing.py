@@ -1,7 +1,7 @@
-"""Packing files into one: training bytes, then held-out bytes, then a digest of all bytes in their original order.
+"""Packs files into one: training bytes, then held-out bytes, then a digest of all bytes in their original order.
 
-The packed file is named after the files' listing (path, size, modification time), so a changed text gets a new one.
-Ranks of one machine share it: the first one packs under a lock, the others wait and then map the same pages.
+The packed file is named after the files' listing (path, size, modification time), so a changed text gets a new file. The ranks of a
+machine share it: the first one packs under a lock, and the others wait and then map the same pages.
 """
 
 import fcntl
@@ -14,17 +14,17 @@ from ztk.data.sources import SourceFile
 
 DIGEST_BYTES = 16
 _PERIOD = 1 << 20  # the end of each mebibyte is held out
-_FORMAT = 1  # part of the name: raise it when the layout changes
+_FORMAT = 1  # part of the name: increase it when the layout changes
 
 
 def num_held_out(total: int, *, share: float) -> int:
-    """How many of `total` bytes go to validation."""
+    """Returns how many of `total` bytes are held out."""
     periods, rest = divmod(total, _PERIOD)
     return periods * int(_PERIOD * share) + int(rest * share)
 
 
 def packed_file(files: list[SourceFile], *, cache_dir: str | None, share: float) -> Path:
-    """The packed form of `files`, written now if no process has done so yet.
+    """Returns the packed form of `files`, and writes it if no process has done so yet.
 
     Raises ValueError if the folder cannot be written.
     """
@@ -45,16 +45,16 @@ def packed_file(files: list[SourceFile], *, cache_dir: str | None, share: float)
 
 
 def cache_folder(cache_dir: str | None) -> Path:
-    """The folder of packed and tokenised text: `cache_dir`, else ztk below $XDG_CACHE_HOME or ~/.cache."""
+    """Returns the folder for packed and tokenised text: `cache_dir`, else ztk below $XDG_CACHE_HOME or ~/.cache."""
     if cache_dir:
         return Path(cache_dir).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ztk"
 
 
 def _pack_once(files: list[SourceFile], *, packed: Path, share: float) -> None:
-    """Packs under a lock into a file of another name and renames it, so `packed` is complete whenever it exists."""
+    """Packs under a lock into a temporary file and renames it, so that `packed` is complete whenever it exists."""
     with open(packed.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the lock ends with the process
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends
         if packed.exists():
             return
         unfinished = packed.with_suffix(".tmp")
@@ -84,7 +84,7 @@ def _write(files: list[SourceFile], *, target: Path, share: float) -> None:
 
 
 def _periods(files: list[SourceFile]) -> Iterator[bytes]:
-    """The bytes of all files in order, in pieces of one period; the last may be shorter."""
+    """Yields the bytes of all files in order, in pieces of one period. The last piece may be shorter."""
     pending = bytearray()
     for file in files:
         left = file.size

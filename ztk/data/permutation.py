@@ -1,9 +1,8 @@
-"""A shuffle that is computed, not stored.
+"""A computed shuffle that needs no memory.
 
-A balanced Feistel network is a bijection on the numbers of 2k bits whatever its round function does (Luby and Rackoff
-1988, https://doi.org/10.1137/0217022). Applying it again until the result is below `size` restricts it to
-[0, size) (cycle walking). So any element of a shuffle of any length costs a few multiplications and no memory, and
-every rank computes only its own elements.
+A balanced Feistel network is a bijection of the numbers with 2k bits for any round function (Luby and Rackoff 1988,
+https://doi.org/10.1137/0217022). Applying it repeatedly until the result is below `size` restricts it to [0, size) (cycle walking). Any
+element of a shuffle of any length thus takes a few multiplications, and every rank computes only its own elements.
 """
 
 from ztk.core.runtime.seed import derive_seed
@@ -13,7 +12,7 @@ _MIX = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: odd, bits well spread
 
 
 class Permutation:
-    """A pseudo-random bijection of the numbers in [0, size), the same for the same seed parts everywhere."""
+    """A pseudo-random bijection of the numbers in [0, size). It depends only on the seed parts."""
 
     def __init__(self, size: int, *, seed: tuple[object, ...]) -> None:
         assert size > 0
@@ -23,7 +22,7 @@ class Permutation:
         self._keys = [derive_seed(*seed, "permutation", i) for i in range(_ROUNDS)]
 
     def __getitem__(self, index: int) -> int:
-        """The element at `index`, 0 <= index < size."""
+        """Returns the element at `index`, 0 <= index < size."""
         assert 0 <= index < self.size
         value = self._encipher(index)
         while value >= self.size:  # fewer than 4 rounds on average: the network's domain is below 4 * size

@@ -1,6 +1,6 @@
 """Rows of files as Python objects: lines of jsonl, entries of a json list, rows of parquet and of arrow files.
 
-Files may be compressed (`.gz`, `.zst`). pyarrow, for parquet, arrow and zst, is the extra `data`.
+Files may be compressed (`.gz`, `.zst`). pyarrow, for parquet, arrow and zst, comes with the extra `data`.
 """
 
 import gzip
@@ -17,22 +17,22 @@ from ztk.core.policies.text import COMPRESSED, LINES
 from ztk.data.documents import opened, pyarrow_for
 from ztk.data.lines import parse_line
 
-_ROWS = 1024  # of parquet and arrow in memory at once
-_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"  # of datasets' save_to_disk
-# A folder is read by the first kind that it has files of: a json file next to others is rarely data.
+_ROWS = 1024  # rows of parquet and arrow in memory at a time
+_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"  # files of datasets' save_to_disk
+# A folder is read as the first of these kinds that it contains. A json file next to other kinds is rarely data.
 _KINDS = (LINES, (".parquet",), (".arrow",), (".json",))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """place: the line, entry or row in its file. value: its Python object, or the ValueError with which it cannot be read."""
+    """place: the line, entry or row in its file. value: its Python object, or a ValueError if it cannot be read."""
 
     place: str
     value: Any
 
 
 def files_of(paths: Sequence[str]) -> list[Path]:
-    """The files that `paths` name: files, globs, and folders of one kind of file or of `save_to_disk`.
+    """Returns the files that `paths` name: files, globs, and folders of one kind of file or of `save_to_disk`.
 
     Raises:
         ValueError: an entry names no file, or a saved data set with several splits.
@@ -51,10 +51,10 @@ def files_of(paths: Sequence[str]) -> list[Path]:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of one file in order. Files with other endings are read as jsonl.
+    """Yields the rows of one file in order. Files with unknown extensions are read as jsonl.
 
     Raises:
-        ValueError: the file cannot be read, or needs pyarrow and it is not installed.
+        ValueError: the file cannot be read, or needs pyarrow, which is not installed.
     """
     kind = _kind(path)
     reading: Callable[[Path], Iterator[Row]] = _of_lines
@@ -93,7 +93,7 @@ def _of_lines(path: Path) -> Iterator[Row]:
 
 
 def _of_json(path: Path) -> Iterator[Row]:
-    """A list of objects, an object with one list, or lines under the wrong name."""
+    """Reads a list of objects, an object with one list, or jsonl with the wrong extension."""
     with opened(path) as source:
         text = source.read()
     value = _parsed(text)
@@ -127,7 +127,7 @@ def _of_parquet(path: Path) -> Iterator[Row]:
 
 
 def _of_arrow(path: Path) -> Iterator[Row]:
-    """A file of `save_to_disk`, which is a stream of record batches."""
+    """Reads a file of `save_to_disk`, a stream of record batches."""
     arrow = pyarrow_for(path)
     try:
         with opened(path) as source, arrow.ipc.open_stream(source) as reader:
@@ -139,7 +139,7 @@ def _of_arrow(path: Path) -> Iterator[Row]:
 
 
 def _seekable(source: Any, *, path: Path) -> Any:
-    """Parquet is read from its end."""
+    """Returns a seekable file, because parquet is read from its end."""
     return pyarrow_for(path).BufferReader(source.read()) if path.suffix.lower() in COMPRESSED else source
 
 
@@ -152,7 +152,7 @@ def _of_batches(batches: Any) -> Iterator[Row]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Columns hold every field of every row: the null ones are those that a row lacks."""
+    """Removes null fields: a column has a value for every row, also for rows that lack the field."""
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

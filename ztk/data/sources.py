@@ -1,4 +1,4 @@
-"""Which files make up a corpus: the standard library by default, or what the user names."""
+"""Lists the files of a corpus: the user's, by default the standard library's source."""
 
 import glob
 import os
@@ -7,31 +7,31 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Installed packages differ from machine to machine, and the tests are larger than the library itself.
+# Excluded because installed packages differ between machines, and the tests are larger than the library itself.
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-# What save_to_disk of datasets writes beside its arrow files.
+# Metadata that save_to_disk of datasets writes next to its arrow files.
 _NOT_TEXT = frozenset({"dataset_info.json", "state.json", "dataset_dict.json"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFile:
-    """One file of a corpus, as it was when listed."""
+    """A file of a corpus with its state when it was listed."""
 
     path: Path
     size: int  # bytes
     modified: int  # nanoseconds since 1970
 
     def has_changed(self) -> bool:
-        """Whether size or time of modification are others now."""
+        """Whether size or modification time differ from the listing."""
         status = self.path.stat()
         return (status.st_size, status.st_mtime_ns) != (self.size, self.modified)
 
 
 def standard_library() -> list[SourceFile]:
-    """The Python files of the running interpreter's standard library, tests left out, in sorted order.
+    """Returns the Python files of the running interpreter's standard library without tests, in sorted order.
 
     Raises:
-        ValueError: if it has none.
+        ValueError: there are none.
     """
     root = Path(sysconfig.get_path("stdlib"))
     found = [_source(path) for path in _walk(root, skip=_NOT_LIBRARY) if path.suffix == ".py"]
@@ -43,10 +43,11 @@ def standard_library() -> list[SourceFile]:
 
 
 def named_files(paths: Sequence[str]) -> list[SourceFile]:
-    """The files behind `paths`: files, folders (everything below, hidden names left out) and globs (** allowed).
+    """Returns the files of `paths`: files, folders (recursively, without hidden names) and globs (** allowed).
 
-    What `datasets` notes beside its arrow files is left out, too.
-    Files come in the order given and sorted inside a folder or glob; one named twice counts once.
+    The metadata files of `datasets` are left out. The order of entries is kept, and files inside a folder or glob are sorted. A file
+    named twice counts once.
+
     Raises ValueError for a path that is missing, matches nothing, or cannot be read.
     """
     found: dict[Path, SourceFile] = {}

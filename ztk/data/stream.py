@@ -1,15 +1,15 @@
-"""Batches for one data-parallel rank. The global batch is the same for every number of ranks.
+"""Batches for one data-parallel rank. The global batch does not depend on the number of ranks.
 
 [Note: Global order]
-Training reads one endless order of sequences; `position` counts them over all ranks. A step takes the next `global_batch` sequences. Rank r
-takes the r-th contiguous part of them, and each of its micro-batches the next part of that. So a step has the same sequences in
-the same order for every number of ranks, and the position is the only state.
+Training reads one endless order of sequences; `position` counts them over all ranks. A step takes the next `global_batch` sequences. Rank
+r takes the r-th contiguous part of them, and each of its micro-batches takes the next part of that. So a step has the same sequences in
+the same order for any number of ranks, and the position is the only state.
 
 [Note: Uneven parts]
-Where the ranks do not divide the global batch, the first parts have one sequence more: 8 sequences on 3 ranks are 3, 3 and 2. All ranks run
-equally many forwards, because every forward has collectives. A micro-batch's weight compensates for its size: the mean over ranks and
-micro-batches of `weight * mean loss of the micro-batch` is the mean over the global batch, and the same holds for gradients. A
-micro-batch without a sequence takes any one, with the weight 0.
+If the number of ranks does not divide the global batch, the first parts have one more sequence: 8 sequences on 3 ranks are split as 3, 3
+and 2. All ranks run the same number of forwards, because every forward has collectives. The weight of a micro-batch compensates for its
+size: the mean over ranks and micro-batches of `weight * mean loss of the micro-batch` is the mean over the global batch, and the same
+holds for gradients. A micro-batch without a sequence uses an arbitrary one with weight 0.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,20 +23,21 @@ from ztk.data.borders import num_targets, positions_of, share_of_targets, withou
 from ztk.data.mapping import READ_AROUND, drop_pages
 from ztk.data.permutation import Permutation
 
-MAPPED_BYTES = 1 << 26  # of a mapped file that a stream keeps in memory, about
+MAPPED_BYTES = 1 << 26  # approximate resident bytes of a mapped file per stream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """One micro-batch of one rank, on CPU: `targets[b, t]` is the token that follows `tokens[b, t]`.
 
-    weight: of its mean loss, see [Note: Uneven parts]; 1 if all micro-batches have equally many targets that count. token_weight: of means
-    over all its tokens, whether their targets count or not, as of a router's losses; 1 if all micro-batches have equally many sequences.
-    positions: places in documents where these are kept apart, see [Note: Documents in a sequence]; else None.
+    weight: factor on its mean loss; see [Note: Uneven parts]. 1 if all micro-batches have the same number of counted targets.
+    token_weight: factor on means over all its tokens, counted or not, such as router losses. 1 if all micro-batches have the same number
+    of sequences.
+    positions: positions in documents; see [Note: Documents in a sequence]. None unless documents are kept apart.
     """
 
     tokens: Tensor  # int64 [micro_batch, seq_len]
-    targets: Tensor  # int64 [micro_batch, seq_len], -100 where they do not count
+    targets: Tensor  # int64 [micro_batch, seq_len], -100 if not counted
     weight: float = 1.0
     token_weight: float = 1.0
     positions: Tensor | None = None  # int64 [micro_batch, seq_len]
@@ -44,13 +45,13 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What one rank takes of every step. Raises ValueError for a global batch that is larger than all micro-batches together."""
+    """One rank's share of every step. Raises ValueError for a global batch that does not fit into all micro-batches together."""
 
-    micro_batch: int  # sequences per forward, at most
+    micro_batch: int  # most sequences per forward
     accumulation_steps: int = 1  # forwards per step
-    rank: int = 0  # coordinate among the data-parallel ranks
+    rank: int = 0  # index among the data-parallel ranks
     world_size: int = 1  # number of data-parallel ranks
-    global_batch: int = 0  # sequences per step over all ranks; 0: all micro-batches are full
+    global_batch: int = 0  # sequences per step over all ranks; 0 fills all micro-batches
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.world_size
@@ -69,38 +70,38 @@ class Share:
 
     @staticmethod
     def of_total(total: int, *, micro_batch: int, rank: int, world_size: int) -> "Share":
-        """The share of `total` sequences, in the fewest micro-batches."""
+        """Returns the share of `total` sequences in as few micro-batches as possible."""
         steps = -(-total // (world_size * micro_batch))
         return Share(
             micro_batch=micro_batch, accumulation_steps=steps, rank=rank, world_size=world_size, global_batch=total
         )
 
     def sequences(self, micro_step: int) -> range:
-        """The numbers, within a step, of the sequences in the rank's micro-batch number `micro_step`. See [Note: Uneven parts]."""
+        """Returns the indices within a step of the sequences in micro-batch `micro_step` of the rank. See [Note: Uneven parts]."""
         own = _part(range(self.global_batch), index=self.rank, parts=self.world_size)
         return _part(own, index=micro_step, parts=self.accumulation_steps)
 
     def weight(self, micro_step: int) -> float:
-        """The weight of the micro-batch, see [Note: Uneven parts]."""
+        """Returns the weight of the micro-batch; see [Note: Uneven parts]."""
         return len(self.sequences(micro_step)) * self.world_size * self.accumulation_steps / self.global_batch
 
 
 class Stream:
-    """The order of [Note: Global order]; a subclass defines the sequence at a position.
+    """The order of [Note: Global order]. A subclass defines the sequence at a position.
 
-    end: the token that ends a document, where documents are kept apart; None: where they are not.
+    end: the token that ends a document, if documents are kept apart.
     """
 
     def __init__(self, share: Share, *, seq_len: int, end: int | None = None) -> None:
         self.share = share
         self.seq_len = seq_len
         self.end = end
-        self._targets = 0  # of the current step that count, where documents are kept apart
+        self._targets = 0  # counted targets of the current step, if documents are kept apart
         self._position = 0  # sequences used by finished steps, over all ranks
         self._micro_step = 0  # forwards done in the current step
 
     def next_batch(self) -> Batch:
-        """The next micro-batch of this rank."""
+        """Returns the next micro-batch of this rank."""
         share, step = self.share, self._micro_step
         numbers = share.sequences(step)
         sequences = [self.sequence(self._position + number) for number in numbers or [numbers.start]]
@@ -117,12 +118,12 @@ class Stream:
         return batch
 
     def _count_targets(self, end: int) -> int:
-        """Of all sequences of the current step: how many targets count."""
+        """Returns the number of counted targets in all sequences of the current step."""
         every = range(self._position, self._position + self.share.global_batch)
         return sum(num_targets(self.sequence(position), end=end) for position in every)
 
     def state_dict(self) -> dict[str, object]:
-        """The position, the same on all ranks. Raises ValueError within a step."""
+        """Returns the position, the same on all ranks. Raises ValueError within a step."""
         if self._micro_step:
             raise ValueError(
                 f"the stream is at forward {self._micro_step} of {self.share.accumulation_steps} of a step; "
@@ -131,7 +132,7 @@ class Stream:
         return {"position": self._position, **self.identity()}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Continues where `state` was saved, on any number of ranks. Raises ValueError if the data differ."""
+        """Continues at the position of `state`, on any number of ranks. Raises ValueError if the data differ."""
         for key, value in self.identity().items():
             if state.get(key) != value:
                 raise ValueError(
@@ -142,25 +143,25 @@ class Stream:
         self._micro_step = 0
 
     def sequence(self, position: int) -> Tensor:
-        """The tokens of the sequence at a global position, int64 [seq_len + 1]."""
+        """Returns the tokens of the sequence at a global position, int64 [seq_len + 1]."""
         raise NotImplementedError
 
     def identity(self) -> dict[str, object]:
-        """The values that must be equal for a position to name the same sequence."""
+        """Returns the values that must be equal for a position to mean the same sequence."""
         raise NotImplementedError
 
 
 class TokenStream(Stream):
-    """The sequences of a token array, endless, in a new order in every epoch.
+    """The sequences of a token array, endless and reshuffled every epoch.
 
-    Sequence i is `data[i * seq_len : (i + 1) * seq_len + 1]`, so that every token but the first is a target once per
-    epoch. Tokens after the last full sequence are left out.
+    Sequence i is `data[i * seq_len : (i + 1) * seq_len + 1]`, so that every token except the first is a target once per epoch. Tokens
+    after the last full sequence are not used.
     """
 
     def __init__(
         self, data: Tensor, *, seq_len: int, share: Share, seed: int, digest: str = "", end: int | None = None
     ) -> None:
-        """`data` is uint8 or int [num_tokens], memory-mapped or not; `digest` identifies it in checkpoints. end: as of `Stream`.
+        """data: uint8 or int [num_tokens], memory-mapped or not. digest: identifies it in checkpoints. end: as in `Stream`.
 
         Raises ValueError if `data` is shorter than one sequence.
         """
@@ -171,16 +172,16 @@ class TokenStream(Stream):
         self._digest = digest
         self._epoch = -1
         self._order = None
-        self._read = 0  # bytes of a mapped file that were read since its pages were dropped
+        self._read = 0  # bytes of a mapped file read since its pages were last released
 
     @property
     def epoch(self) -> float:
-        """How often the data has been read, over all ranks."""
+        """Returns the number of passes over the data so far, over all ranks."""
         return self._position / self.num_sequences
 
     def sequence(self, position: int) -> Tensor:
         epoch, index = divmod(position, self.num_sequences)
-        if epoch != self._epoch:  # a batch may lie across the end of an epoch: this may go back and forth once
+        if epoch != self._epoch:  # a batch across the end of an epoch switches back and forth once
             self._epoch = epoch
             self._order = Permutation(self.num_sequences, seed=(self._seed, "data", epoch))
         self._read += (self.seq_len + 1) * self.data.element_size() + READ_AROUND
@@ -199,7 +200,7 @@ class TokenStream(Stream):
 
 
 class SyntheticStream(Stream):
-    """Uniformly random tokens, a function of seed and position; there is nothing to learn in them."""
+    """Uniformly random tokens from seed and position, with nothing to learn."""
 
     def __init__(self, *, vocab_size: int, seq_len: int, share: Share, seed: int) -> None:
         super().__init__(share, seq_len=seq_len)
@@ -218,10 +219,13 @@ class SyntheticStream(Stream):
 def held_out_batches(
     data: Tensor, *, seq_len: int, share: Share, num_sequences: int, end: int | None = None
 ) -> Iterator[Batch]:
-    """This rank's micro-batches of `num_sequences` sequences, or of all if there are fewer, spread evenly over `data`; always the same ones.
+    """Yields this rank's micro-batches of `num_sequences` sequences, spread evenly over `data`, or of all if there are fewer.
 
-    data: tokens [n]. end: as of `Stream`. Every rank gets equally many batches, and the mean over ranks and batches of their weighted mean
-    losses is the mean over all targets that count, see [Note: Uneven parts]. Only the ranks and the micro-batch size of `share` are read.
+    They are always the same. Every rank gets the same number of batches, and the mean over ranks and batches of their weighted mean
+    losses is the mean over all counted targets; see [Note: Uneven parts].
+
+    data: tokens [n]. end: as in `Stream`. share: only its ranks and micro-batch size are used.
+
     Raises ValueError if `data` is shorter than one sequence.
     """
     available = sequences_in(data, seq_len=seq_len)
@@ -235,9 +239,9 @@ def held_out_batches(
 
 
 def batches_of(count: int, *, share: Share, read: Callable[[int], Tensor], end: int | None = None) -> Iterator[Batch]:
-    """This rank's micro-batches of `count` sequences, weighted as those of `held_out_batches`. read: number -> tokens, int64 [seq_len + 1].
+    """Yields this rank's micro-batches of `count` sequences, weighted as in `held_out_batches`.
 
-    end: as of `Stream`.
+    read: number -> tokens, int64 [seq_len + 1]. end: as in `Stream`.
     """
     own = Share.of_total(count, micro_batch=share.micro_batch, rank=share.rank, world_size=share.world_size)
     total = 0 if end is None else sum(num_targets(read(number), end=end) for number in range(count))
@@ -251,7 +255,7 @@ def batches_of(count: int, *, share: Share, read: Callable[[int], Tensor], end: 
 
 
 def sequences_in(data: Tensor, *, seq_len: int) -> int:
-    """How many full sequences `data`, tokens [n], has. Raises ValueError if it has none."""
+    """Returns the number of full sequences in `data`, tokens [n]. Raises ValueError if there is none."""
     if seq_len < 1:
         raise ValueError(f"data.seq_len={seq_len}: must be at least 1")
     if len(data) < seq_len + 1:
@@ -263,20 +267,23 @@ def sequences_in(data: Tensor, *, seq_len: int) -> int:
 
 
 def window(data: Tensor, *, index: int, seq_len: int) -> Tensor:
-    """Sequence `index` of `data` and the token behind it, int64 [seq_len + 1]."""
+    """Returns sequence `index` of `data` and the token after it, int64 [seq_len + 1]."""
     start = index * seq_len
     return data[start : start + seq_len + 1].long()
 
 
 def _batch(sequences: list[Tensor], *, weight: float) -> Batch:
-    """From the tokens of its sequences, int64 [seq_len + 1] each."""
+    """Makes a batch from the tokens of its sequences, int64 [seq_len + 1] each."""
     stacked = torch.stack(sequences)
     tokens, targets = stacked[:, :-1].contiguous(), stacked[:, 1:].contiguous()
     return Batch(tokens=tokens, targets=targets, weight=weight, token_weight=weight)
 
 
 def _apart(sequences: list[Tensor], *, share: Share, step: int, total: int, end: int) -> Batch:
-    """As `_batch`, with documents kept apart. step: of the micro-batch. total: targets of the optimizer step that count."""
+    """Makes a batch in which documents are kept apart.
+
+    step: index of the micro-batch. total: counted targets of the optimizer step.
+    """
     counts = [num_targets(sequence, end=end) for sequence in sequences] if share.sequences(step) else []
     weight = share_of_targets(counts, total=total, parts=share.world_size * share.accumulation_steps)
     batch = _batch(sequences, weight=share.weight(step))
@@ -285,7 +292,7 @@ def _apart(sequences: list[Tensor], *, share: Share, step: int, total: int, end:
 
 
 def _part(numbers: range, *, index: int, parts: int) -> range:
-    """Part number `index` of `parts` contiguous parts; where `parts` does not divide, the first ones are longer by one."""
+    """Returns part `index` of `parts` contiguous parts. If `parts` does not divide the range, the first parts are longer by one."""
     size, longer = divmod(len(numbers), parts)
     start = index * size + min(index, longer)
     return numbers[start : start + size + (index < longer)]

@@ -1,11 +1,11 @@
-"""Tokenizers of the tokenizers library: read from a folder as transformers writes it, or trained on the text of a run.
+"""Tokenizers of the tokenizers library: read from a folder in transformers' format, or trained on the text of a run.
 
-The library is the extra `data`, imported here and not with ztk.
+The library comes with the extra `data` and is imported on use.
 
 [Note: Documents and texts]
-A tokenizer reads two kinds of text. A document of `data.path` is a source to learn from: text that spells a special token is read as its
-letters, so that no document can end another. A text is the prompt or the answer of a record, a question, or a request: `read` gives the tokens
-that transformers gives, special tokens included. Both begin with the tokens that the tokenizer puts in front of every text, such as <s>.
+A tokenizer reads two kinds of text. A document of `data.path` is training data: the spelling of a special token in it is read as
+characters, so that no document can end another. A text is the prompt or answer of a record, a question, or a request: `read` returns the
+same tokens as transformers, including special ones. Both start with the tokens that the tokenizer prepends to every text, such as <s>.
 """
 
 import functools
@@ -33,7 +33,7 @@ _COPIED = (_MAIN, _SETTINGS, "special_tokens_map.json", "chat_template.jinja")
 class SubwordTokenizer:
     """A tokenizer with the interface of `ByteTokenizer`. See [Note: Documents and texts].
 
-    vocab_size: the largest token and 1. end: the token that ends a document. begin, after: tokens that the tokenizer puts before and after
+    vocab_size: largest token + 1. end: the token that ends a document. begin, after: tokens that the tokenizer adds before and after
     every text. digest: of the tokenizer's file, its end token and `begin`.
     """
 
@@ -94,12 +94,12 @@ class SubwordTokenizer:
 
     @staticmethod
     def train(texts: Iterable[str], *, vocab_size: int, folder: str | Path) -> "SubwordTokenizer":
-        """Makes a byte-level BPE of `vocab_size` tokens, the end token and all bytes included, and writes it into `folder`.
+        """Trains a byte-level BPE with `vocab_size` tokens, including the end token and all bytes, and writes it into `folder`.
 
-        The same texts give the same tokenizer. transformers reads the folder, too.
+        The same texts give the same tokenizer. transformers can read the folder too.
 
         Raises:
-            ValueError: `vocab_size` is below 257 or more than the texts give, or the library is not installed.
+            ValueError: `vocab_size` is below 257 or larger than the texts allow, or the library is not installed.
         """
         if vocab_size < SMALLEST_VOCABULARY:
             raise ValueError(
@@ -132,25 +132,25 @@ class SubwordTokenizer:
         return SubwordTokenizer.open(folder)
 
     def encode(self, text: str) -> Tensor:
-        """The tokens of a document or a piece of one, int64 [num_tokens], without `begin`."""
+        """Returns the tokens of a document or a piece of one, int64 [num_tokens], without `begin`."""
         return torch.tensor(self.inner.encode(text, add_special_tokens=False).ids, dtype=torch.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each document, without `begin`, by all cores that the library may use."""
+        """Returns the tokens of each document, without `begin`. Uses all cores that the library may use."""
         return [found.ids for found in self.inner.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def read(self, text: str) -> Reading:
-        """The tokens of a text that transformers gives, without `begin` and `after`, and where in the text each one lies."""
+        """Returns the tokens of a text as in transformers, without `begin` and `after`, and their positions in the text."""
         found = self._reader.encode(text, add_special_tokens=False)
         return Reading(tokens=found.ids, spans=found.offsets)
 
     @functools.cached_property
     def end_text(self) -> str:
-        """How `end` is written."""
+        """Returns the text of `end`."""
         return self.inner.id_to_token(self.end)
 
     def token_of(self, text: str) -> int:
-        """The token that is written as `text`. Raises ValueError if there is none."""
+        """Returns the token with the text `text`. Raises ValueError if there is none."""
         if (token := self._reader.token_to_id(text)) is None:
             raise ValueError(
                 f"data.tokenizer={self.folder}: {text!r} is not in the vocabulary of {_MAIN}; save the tokenizer again"
@@ -159,24 +159,26 @@ class SubwordTokenizer:
 
     @functools.cached_property
     def special(self) -> dict[int, str]:
-        """The special tokens, which `decode` leaves out, with their texts."""
+        """Returns the special tokens, which `decode` omits, with their texts."""
         return {
             token: added.content for token, added in self._reader.get_added_tokens_decoder().items() if added.special
         }
 
     @functools.cached_property
     def _reader(self) -> Any:
-        """`inner` as transformers sets it up."""
+        """Returns `inner` with the settings of transformers."""
         library = importlib.import_module("tokenizers")
         reader = library.Tokenizer.from_str(self.inner.to_str())
         reader.encode_special_tokens = bool(_settings(self.folder).get("split_special_tokens"))
-        reader.post_processor = None  # it trims spaces off the places of tokens
+        reader.post_processor = None  # it strips spaces from the positions of tokens
         reader.add_special_tokens(_added_by_settings(self.folder, known=self.inner, library=library))
         return reader
 
     def decode(self, tokens: Tensor, *, shows_special: bool = False) -> str:
-        """The text of `tokens` [num_tokens]; broken characters and tokens that have no text become U+FFFD. shows_special: with special
-        tokens."""
+        """Returns the text of `tokens` [num_tokens]. Broken characters and tokens without a text become U+FFFD.
+
+        shows_special: includes special tokens.
+        """
         return self._reader.decode(tokens.flatten().tolist(), skip_special_tokens=not shows_special)
 
     def save(self, folder: str | Path) -> None:
@@ -189,7 +191,7 @@ class SubwordTokenizer:
 
 
 def _around(inner: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tokens that the tokenizer puts before and after every text."""
+    """Returns the tokens that the tokenizer adds before and after every text."""
     found = inner.encode("a")
     is_text = [number for number, added in enumerate(found.special_tokens_mask) if not added]
     first, last = (is_text[0], is_text[-1] + 1) if is_text else (len(found.ids), len(found.ids))
@@ -197,7 +199,10 @@ def _around(inner: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """The contents of tokenizer_config.json over those of special_tokens_map.json. Raises ValueError for a file that is no JSON object."""
+    """Returns the contents of special_tokens_map.json, updated by tokenizer_config.json.
+
+    Raises ValueError if a file is not a JSON object.
+    """
     found: dict[str, Any] = {}
     for name in ("special_tokens_map.json", _SETTINGS):
         path = folder / name
@@ -211,19 +216,21 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _end_text(folder: Path) -> str | None:
-    """The end token as it is written."""
+    """Returns the text of the end token."""
     return _written(_settings(folder).get("eos_token"))
 
 
 def _written(token: Any) -> str | None:
-    """A token of tokenizer_config.json, which is a text or an object with the text in `content`."""
+    """Returns the text of a token in tokenizer_config.json, a string or an object with `content`."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else None
 
 
 def _added_by_settings(folder: Path, *, known: Any, library: Any) -> list[Any]:
-    """Tokens of the vocabulary that tokenizer_config.json makes special, as transformers does. One outside the vocabulary is left out: the
-    model has no embedding for it."""
+    """Returns tokens of the vocabulary that tokenizer_config.json makes special, as in transformers.
+
+    Tokens outside the vocabulary are left out, because the model has no embedding for them.
+    """
     settings = _settings(folder)
     named = [value for name, value in settings.items() if name.endswith("_token")]
     for name in ("additional_special_tokens", "extra_special_tokens"):

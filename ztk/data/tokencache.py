@@ -1,14 +1,14 @@
-"""Documents tokenised once, into files that every later run maps.
+"""Tokenises documents once, into files that every later run maps.
 
-[Note: The cache]
-A source's tokens lie in one folder whose name is a hash of the content of its files, the tokenizer and the options: `train.bin`,
-`held_out.bin` and `meta.json`. One process builds it under a file lock in a folder of another name, which is renamed when it is complete;
-others wait and map the same pages. Every few mebibytes the builder writes down how far it is; the next builder after a kill cuts the
-files back to that and goes on. Content hashes of files are kept by path, size and modification time, so that large files are read once.
+[Note: The cache] The tokens of a source are stored in a folder with `train.bin`, `held_out.bin` and `meta.json`. Its name is a hash of
+the content of the files, the tokenizer and the options. One process builds it under a file lock in a temporary folder and renames that
+when it is complete; other processes wait and map the same pages. Every few mebibytes the builder records its progress. After a kill, the
+next builder truncates the files to the recorded progress and continues. Content hashes of files are cached by path, size and modification
+time, so that large files are read once.
 
 [Note: Held-out documents]
-A document is held out if the hash of its text (of its first piece) lies below `share` of all hashes. So equal documents are on one side,
-whatever files they are in. If no document is that small, the one with the smallest hash is held out.
+A document is held out if the hash of its text (of its first piece) is below `share` of all hashes. Equal documents are thus on the same
+side, whatever files they are in. If no document has such a hash, the one with the smallest hash is held out.
 """
 
 import contextlib
@@ -32,21 +32,21 @@ from ztk.data.mapping import mapped
 from ztk.data.packing import cache_folder
 from ztk.data.sources import SourceFile
 
-_FORMAT = 1  # part of the name: raise it when the layout or the tokens change
-BATCH_CHARACTERS = 1 << 20  # given to the tokenizer at once
-JOURNAL_CHARACTERS = 1 << 25  # between two notes of how far the builder is
-_CONTENT_BYTES = 16  # of a file's hash
+_FORMAT = 1  # part of the name: increase it when the layout or the tokens change
+BATCH_CHARACTERS = 1 << 20  # given to the tokenizer at a time
+JOURNAL_CHARACTERS = 1 << 25  # between two records of the builder's progress
+_CONTENT_BYTES = 16  # length of a file's hash
 _NUMPY = {torch.uint8: "u1", torch.uint16: "u2", torch.int32: "i4"}
 _SHOWN_FAULTS = 10
 _HASHES = 1 << 64
 
 
 class DocumentTokenizer(Protocol):
-    """What a build needs of a tokenizer."""
+    """The tokenizer's interface that a build uses."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens are below it."""
+        """All tokens are smaller."""
         ...
 
     @property
@@ -56,22 +56,24 @@ class DocumentTokenizer(Protocol):
 
     @property
     def begin(self) -> tuple[int, ...]:
-        """The tokens that begin a document."""
+        """The tokens at the start of a document."""
         ...
 
     @property
     def digest(self) -> str:
-        """Names the tokenizer."""
+        """Identifies the tokenizer."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """The tokens of each text."""
+        """Returns the tokens of each text."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadPolicy:
-    """How files are read. field: of jsonl and parquet. skips: leave out what is broken, and count it. share: of documents to hold out."""
+    """How files are read. field: text field of jsonl and parquet. skips: skip and count broken input. share: fraction of documents to
+    hold out.
+    """
 
     field: str = "text"
     skips: bool = False
@@ -80,7 +82,7 @@ class ReadPolicy:
 
 @dataclass(kw_only=True, slots=True)
 class Counts:
-    """What a build has read. *_bytes: UTF-8 bytes of the texts. faults: the first of what was skipped."""
+    """Statistics of a build. *_bytes: UTF-8 bytes of the texts. faults: the first faults that were skipped."""
 
     train_tokens: int = 0
     train_bytes: int = 0
@@ -94,7 +96,9 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenPart:
-    """The tokens of one source: read-only mappings of uint8, uint16 or int32 [num_tokens]. digest: names content, tokenizer and options."""
+    """The tokens of one source: read-only mappings of uint8, uint16 or int32 [num_tokens]. digest: identifies content, tokenizer and
+    options.
+    """
 
     train: Tensor
     held_out: Tensor
@@ -104,8 +108,9 @@ class TokenPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """How far a build is. nbytes: of text, as UTF-8. share: of the files' bytes that are read, 0 to 1; compressed files, parquet and arrow
-    count when they are done."""
+    """The progress of a build. nbytes: of text, as UTF-8. share: fraction of the files' bytes that was read; compressed files, parquet
+    and arrow count when they are complete.
+    """
 
     documents: int
     nbytes: int
@@ -116,7 +121,7 @@ OnProgress = Callable[[Progress], None]
 
 
 def content_of(files: Sequence[SourceFile], *, cache_dir: str | None) -> str:
-    """A hash of the bytes of all files in order, without their names.
+    """Returns a hash of the bytes of all files in order, without their names.
 
     Raises:
         ValueError: a file cannot be read, or the cache cannot be written.
@@ -129,7 +134,7 @@ def content_of(files: Sequence[SourceFile], *, cache_dir: str | None) -> str:
 
 
 def held_out_limit(files: Sequence[SourceFile], *, policy: ReadPolicy) -> int:
-    """Documents whose hash is at most this are held out; -1: none. See [Note: Held-out documents].
+    """Returns the largest hash of held-out documents, or -1 to hold out none. See [Note: Held-out documents].
 
     Raises:
         ValueError: bad input, or fewer than two documents.
@@ -152,7 +157,7 @@ def held_out_limit(files: Sequence[SourceFile], *, policy: ReadPolicy) -> int:
 
 
 def training_texts(files: Sequence[SourceFile], *, policy: ReadPolicy) -> Iterator[str]:
-    """The texts that are not held out, to make a tokenizer of. Raises ValueError for bad input."""
+    """Yields the texts that are not held out, to train a tokenizer. Raises ValueError for bad input."""
     limit = held_out_limit(files, policy=policy)
     is_held = False
     for item in _documents(files, policy=policy):
@@ -162,7 +167,7 @@ def training_texts(files: Sequence[SourceFile], *, policy: ReadPolicy) -> Iterat
 
 
 def hash_of(text: str) -> int:
-    """64 bits of a text."""
+    """Returns a 64-bit hash of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
@@ -174,7 +179,7 @@ def open_part(
     cache_dir: str | None = None,
     progress: OnProgress | None = None,
 ) -> TokenPart:
-    """The tokens of `files`, built now if no process has done so yet. See [Note: The cache].
+    """Opens the tokens of `files`, and builds them if no process has done so yet. See [Note: The cache].
 
     Raises:
         ValueError: bad input, with file and place; no document to train on; a cache folder that cannot be written.
@@ -203,7 +208,7 @@ def open_part(
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock, which ends with the process. Raises ValueError if its folder cannot be written."""
+    """Holds an exclusive lock, which the system releases with the process. Raises ValueError if its folder cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w") as lock:
@@ -217,7 +222,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 class _Builder:
-    """Writes the files of one source into `folder`, from where an earlier builder was killed."""
+    """Writes the files of one source into `folder`. Continues where a killed builder stopped."""
 
     def __init__(
         self,
@@ -232,14 +237,14 @@ class _Builder:
         self._files, self._tokenizer, self._policy, self._progress = files, tokenizer, policy, progress
         self._kind = numpy.dtype(_NUMPY[_dtype(tokenizer.vocab_size)])
         self._counts, self._items, self._limit = Counts(), 0, -1
-        self._side: str | None = None  # of the document whose end token is not written yet
-        self._texts: list[tuple[str, Document]] = []  # to be tokenised: side and piece
+        self._side: str | None = None  # side of the document whose end token is not written yet
+        self._texts: list[tuple[str, Document]] = []  # side and piece of texts to be tokenised
         self._characters = self._unnoted = 0
         self._outs: dict[str, BinaryIO] = {}
-        self._file = self._file_bytes = 0  # which file is read, and characters of its texts so far
+        self._file = self._file_bytes = 0  # index of the current file, and characters of its texts so far
 
     def build(self) -> None:
-        """Raises ValueError for bad input, and if there is nothing to train on."""
+        """Builds the files. Raises ValueError for bad input, and if there is nothing to train on."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self._continue():
             self._limit = held_out_limit(self._files, policy=self._policy)
@@ -255,7 +260,7 @@ class _Builder:
         self._finish()
 
     def _continue(self) -> bool:
-        """Whether an earlier builder left something to go on from."""
+        """Restores the progress of an earlier builder. Returns whether there was one."""
         try:
             past = json.loads((self.folder / "journal.json").read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
@@ -317,7 +322,7 @@ class _Builder:
             counts.held_out_documents += is_held
             counts.train_documents += not is_held
             side = "held_out" if is_held else "train"
-        else:  # of the document before it
+        else:  # ends the previous document
             side = self._texts[-1][0] if self._texts else self._side
             assert side is not None
         self._texts.append((side, piece))
@@ -329,7 +334,7 @@ class _Builder:
             counts.held_out_bytes += nbytes
 
     def _flush(self) -> None:
-        """Tokenises and writes what was taken."""
+        """Tokenises and writes the collected texts."""
         encoded = self._tokenizer.encode_batch([piece.text for _, piece in self._texts])
         for (side, piece), tokens in zip(self._texts, encoded, strict=True):
             if piece.is_first and self._side is not None:
@@ -352,7 +357,7 @@ class _Builder:
             self._counts.held_out_tokens += len(tokens)
 
     def _note(self) -> None:
-        """Writes down how far the build is. Everything taken is written."""
+        """Records the progress of the build. All collected texts must have been written."""
         self._sync()
         noted = {"items": self._items, "limit": self._limit, "side": self._side, "counts": asdict(self._counts)}
         _write_json(self.folder / "journal.json", values=noted)
@@ -388,7 +393,7 @@ def _documents(files: Sequence[SourceFile], *, policy: ReadPolicy) -> Iterator[D
 
 
 def _content(file: SourceFile, *, folder: Path) -> bytes:
-    """A hash of the bytes of a file, kept in `folder` until its size or time change."""
+    """Returns a hash of the bytes of a file, cached in `folder` until its size or time change."""
     named = f"{file.path.absolute()}\t{file.size}\t{file.modified}"
     kept = folder / hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
     with contextlib.suppress(OSError):

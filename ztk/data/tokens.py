@@ -1,4 +1,4 @@
-"""The documents of a run as tokens: from what a user names to streams, held-out batches and their size in bytes."""
+"""Opens the documents of a run as tokens: training streams, held-out batches and bytes per token."""
 
 import hashlib
 import os
@@ -17,13 +17,16 @@ from ztk.data.tokencache import OnProgress, ReadPolicy, TokenPart, content_of, l
 from ztk.data.tokenizer import ByteTokenizer
 
 BYTES, TRAIN = "bytes", "train"
-_TRAINED_FORMAT = 1  # part of the name of a trained tokenizer: raise it when training changes
+_TRAINED_FORMAT = 1  # part of a trained tokenizer's name: increase it when training changes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextPolicy:
-    """What to read, and how. paths: None: the standard library's source. tokenizer: bytes, train or a folder. weights: of the entries of
-    `paths`; None: one order over all of them. keeps_apart: documents in a sequence, see [Note: Documents in a sequence].
+    """How to read text.
+
+    paths: default to the source code of the standard library. tokenizer: bytes, train or a folder.
+    weights: of the entries of `paths`. If omitted, all entries form one order.
+    keeps_apart: keeps documents in a sequence apart; see [Note: Documents in a sequence].
     """
 
     paths: tuple[str, ...] | None = None
@@ -37,7 +40,7 @@ class TextPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenCorpus:
-    """Tokens of one or more sources, each with its weight. keeps_apart: as of `TextPolicy`."""
+    """Tokens of one or more sources with their weights. keeps_apart: as in `TextPolicy`."""
 
     parts: tuple[TokenPart, ...]
     weights: tuple[float, ...]
@@ -50,16 +53,16 @@ class TokenCorpus:
 
     @property
     def digest(self) -> str:
-        """Names text, tokenizer and options; ranks and resumed runs compare it."""
+        """Identifies text, tokenizer and options. Ranks and resumed runs compare it."""
         return " ".join(part.digest for part in self.parts)
 
     @property
     def skipped(self) -> int:
-        """Broken records and files that were left out."""
+        """Number of broken records and files that were skipped."""
         return sum(part.counts.skipped for part in self.parts)
 
     def stream(self, *, seq_len: int, share: Share, seed: int) -> Stream:
-        """The training sequences. Raises ValueError if a source is shorter than one sequence."""
+        """Returns the training sequences. Raises ValueError if a source is shorter than one sequence."""
         streams = [
             TokenStream(part.train, digest=part.digest, seq_len=seq_len, share=share, seed=seed, end=self._end)
             for part in self.parts
@@ -69,7 +72,7 @@ class TokenCorpus:
         return MixedStream(streams, weights=self.weights, share=share, seed=seed)
 
     def held_out_batches(self, *, seq_len: int, share: Share, num_sequences: int) -> Iterator[Batch]:
-        """This rank's part of the sequences to evaluate on. Raises ValueError if a held-out part is shorter than one sequence."""
+        """Yields this rank's part of the sequences for evaluation. Raises ValueError if a held-out part is shorter than one sequence."""
         return mixed_held_out_batches(
             self._held_out,
             weights=self.weights,
@@ -80,10 +83,11 @@ class TokenCorpus:
         )
 
     def bytes_per_token(self, *, seq_len: int, num_sequences: int) -> float:
-        """UTF-8 bytes of the text per token of `held_out_batches`: of each source's held-out text, in the batches' proportion.
+        """Returns the UTF-8 bytes per token of `held_out_batches`: the held-out texts' ratios, weighted as the sources are in the
+        batches.
 
-        Nats per token divided by ln 2 and by this are bits per byte, which can be compared across tokenizers. Where documents are kept
-        apart, a document's first token is not predicted and counts as the mean of the others.
+        Nats per token, divided by ln 2 and by this value, are bits per byte, which are comparable across tokenizers. If documents are
+        kept apart, a document's first token is not predicted and counts as the mean of the others.
         """
         picks = held_out_picks(self._held_out, weights=self.weights, seq_len=seq_len, num_sequences=num_sequences)
         ratios = [part.counts.held_out_bytes / part.counts.held_out_tokens for part in self.parts]
@@ -94,7 +98,7 @@ class TokenCorpus:
         return [part.held_out for part in self.parts]
 
     def describe(self) -> list[str]:
-        """A line per source, and per kind of input that was skipped."""
+        """Returns one line per source, and per kind of skipped input."""
         lines = []
         for number, part in enumerate(self.parts, start=1):
             counts = part.counts
@@ -109,7 +113,7 @@ class TokenCorpus:
 
 
 def open_tokens(policy: TextPolicy, *, progress: OnProgress | None = None) -> TokenCorpus:
-    """Trains the tokenizer and tokenises the text, where no run has done so before, and maps the tokens.
+    """Trains the tokenizer and tokenises the text, unless an earlier run has done so, and maps the tokens.
 
     Raises:
         ValueError: bad input, with file and place; a tokenizer that cannot be used; a cache folder that cannot be written.
@@ -127,7 +131,7 @@ def open_tokens(policy: TextPolicy, *, progress: OnProgress | None = None) -> To
 
 def _sources(policy: TextPolicy) -> list[list[SourceFile]]:
     if policy.paths is None:
-        return [[file for file in standard_library() if file.size]]  # an empty __init__.py is no mistake there
+        return [[file for file in standard_library() if file.size]]  # an empty __init__.py is no mistake in the library
     if policy.weights is None:
         return [named_files(policy.paths)]
     return [named_files([path]) for path in policy.paths]
