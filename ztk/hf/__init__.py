@@ -1,4 +1,4 @@
-"""Hugging Face over ztk: changes its libraries need beyond the name `deepspeed`, made when a script imports them; see `watch`."""
+"""Support for Hugging Face libraries. Adjusts them when a script imports them (`watch`), and trains their models in the main job."""
 
 from ztk.hf.watch import watch
 

@@ -1,8 +1,8 @@
-"""Attention by ztk's kernel, through transformers' attention interface.
+"""Registers ztk's attention kernel with transformers' attention interface.
 
-The kernel attends over full sequences (a prompt's first pass, an encoder) and over packed documents, whose borders come as transformers'
-`cu_seq_lens_q`. Where there is a mask (padding, a window that is shorter than
-the text) or a cache with more keys than queries, torch's attention computes as before. Results have the dtype of the query.
+The kernel handles full sequences (the prefill of a prompt, an encoder) and packed documents, whose borders transformers passes as
+`cu_seq_lens_q`. With a mask (padding, a window shorter than the text) or a cache with more keys than queries, torch's attention computes
+as before. Results have the dtype of the query.
 """
 
 import sys
@@ -19,8 +19,10 @@ _MAX_HEAD = 256
 
 
 def use_attention(model: nn.Module) -> str | None:
-    """Lets a Hugging Face model that attends by torch's kernel attend by ztk's where it fits; the name of what it did before, or None
-    for any other model."""
+    """Lets a Hugging Face model with torch's attention use ztk's kernel where it fits.
+
+    Returns the model's previous attention implementation, or None for any other model, which stays unchanged.
+    """
     modeling = sys.modules.get(_MODELS)
     if modeling is None or not isinstance(model, modeling.PreTrainedModel):
         return None
@@ -29,13 +31,13 @@ def use_attention(model: nn.Module) -> str | None:
         return None
     masks = sys.modules[_MASKS].ALL_MASK_ATTENTION_FUNCTIONS
     modeling.ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
-    masks.register(NAME, masks["sdpa"])  # None where causality alone masks, as attention_forward expects
+    masks.register(NAME, masks["sdpa"])  # returns None for purely causal masks, as attention_forward expects
     model.set_attn_implementation(NAME)
     return before
 
 
 def restore_attention(model: nn.Module, *, implementation: str) -> None:
-    """As before `use_attention`."""
+    """Restores the attention implementation from before `use_attention`."""
     # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
     model.set_attn_implementation(implementation)
 
@@ -51,7 +53,7 @@ def attention_forward(  # noqa: PLR0917 - as transformers calls it
     is_causal: bool | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """As transformers' attention functions: query [B, H, T, D], key and value [B, K, S, D]; returns [B, T, H, D]."""
+    """An attention function of transformers: query [B, H, T, D], key and value [B, K, S, D]; returns [B, T, H, D]."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if causal and _is_packed(query, key=key, dropout=dropout, extra=kwargs):
         window = window_of(module, given=kwargs)
@@ -65,7 +67,7 @@ def attention_forward(  # noqa: PLR0917 - as transformers calls it
 
 
 def _is_packed(query: Tensor, *, key: Tensor, dropout: float, extra: dict) -> bool:
-    """Documents of known borders, for which the mask says nothing more but a window."""
+    """Returns whether the documents' borders are known, so that the mask adds nothing except a window."""
     return (
         extra.get("cu_seq_lens_q") is not None
         and dropout == 0.0
@@ -77,7 +79,7 @@ def _is_packed(query: Tensor, *, key: Tensor, dropout: float, extra: dict) -> bo
 
 
 def window_of(module: nn.Module, *, given: dict) -> int:
-    """How many tokens see each other in an attention layer, which hands that on or keeps it; 0: all of the past."""
+    """Returns the window size in tokens from the call's or the layer's `sliding_window`; 0 for unlimited attention."""
     window = given.get("sliding_window")
     return (getattr(module, "sliding_window", None) if window is None else window) or 0
 
@@ -85,7 +87,7 @@ def window_of(module: nn.Module, *, given: dict) -> int:
 def _over_documents(
     query: Tensor, *, key: Tensor, value: Tensor, scaling: float | None, window: int, extra: dict
 ) -> Tensor:
-    """query [B, H, T, D], key and value [B, K, T, D] -> [B, T, H, D]."""
+    """Attends within documents: query [B, H, T, D], key and value [B, K, T, D] -> [B, T, H, D]."""
     B, _, T, _ = query.shape
     rows = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     borders = {"cu_seqlens": extra["cu_seq_lens_q"], "max_seqlen": extra["max_length_q"]}
@@ -94,7 +96,10 @@ def _over_documents(
 
 
 def _fits(query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, extra: dict) -> bool:
-    """Without a mask transformers means all keys, or causality between as many keys as queries."""
+    """Returns whether the kernel computes this call.
+
+    Without a mask, transformers attends to all keys, or causally if there are as many keys as queries.
+    """
     return (
         mask is None
         and dropout == 0.0

@@ -1,7 +1,8 @@
-"""A causal model of transformers as the main job trains it: built without memory, called as `model(tokens, targets)`, filled by slices.
+"""Causal transformers models for the main job: built without memory, called as `model(tokens, targets)`, filled by slices.
 
-Every rank builds the module tree with parameters on the meta device and real buffers. Initial values come one range of one parameter at a
-time: from the folder's safetensors files, or drawn as transformers draws them. So a rank reads what it keeps, under any topology.
+Every rank builds the module tree with parameters on the meta device and real buffers. Initial values are produced per range of a
+parameter: from the folder's safetensors files, or drawn by the rules of transformers. A rank thus reads only its own shards, under any
+topology.
 """
 
 import contextlib
@@ -30,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 def transformers_module() -> ModuleType:
-    """transformers, imported here and not with ztk.
+    """Imports transformers.
 
-    Raises ValueError where it is not installed.
+    Raises ValueError if it is not installed.
     """
     try:
         return importlib.import_module("transformers")
@@ -49,17 +50,19 @@ def open_causal(
     kernels: bool = False,
     z_loss: float = 0.0,
 ) -> tuple[nn.Module, InitialValues]:
-    """The model of the folder `path` and its initial values, fp32 by name and range.
+    """Opens the model of the folder `path`. Returns it with its initial values, fp32 by name and range.
 
-    init: "pretrained" reads the folder's safetensors files; "random" needs its config.json alone and draws from `seed`, the same values on
-        all ranks.
-    lora: the model is frozen and gets adapters that train. kernels: ztk's kernels compute what they can, see `kernels.py`; which modules
-        is logged. z_loss: weight of the mean squared logsumexp of the logits in the training loss.
-    The model has `full_parameter_count`, `pipeline_layers` and `divisible`, and its forward is `(tokens, targets=None,
-    documents=None)`: see `CausalForward`.
+    init: "pretrained" reads the folder's safetensors files. "random" needs only config.json and draws from `seed`, the same values on all
+        ranks.
+    lora: freezes the model and adds trainable adapters.
+    kernels: uses ztk's kernels where possible (`kernels.py`) and logs the replaced modules.
+    z_loss: weight of the mean squared logsumexp of the logits in the training loss.
+
+    The model has `full_parameter_count`, `pipeline_layers` and `divisible`. Its forward is `(tokens, targets=None, documents=None)`; see
+    `CausalForward`.
 
     Raises:
-        ValueError: the folder has no causal model of transformers, no safetensors files, or lacks weights.
+        ValueError: the folder has no causal transformers model, no safetensors files, or lacks weights.
     """
     transformers = transformers_module()
     config = read_config(path)
@@ -75,7 +78,7 @@ def open_causal(
         add_adapters(model, policy=lora, base=path)
         values = adapter_values(values, model=model, seed=seed)
     model.exported_config = json.loads(config.to_json_string()) | {"architectures": [type(model).__name__]}
-    model.config.use_cache = False  # a block that is recomputed would add to the cache twice
+    model.config.use_cache = False  # recomputed blocks would append to the cache twice
     model.full_parameter_count = sum(parameter.numel() for parameter in model.parameters())
     model.z_loss = z_loss
     model.forward = CausalForward(model)
@@ -85,7 +88,7 @@ def open_causal(
 
 
 def empty_causal(path: str) -> nn.Module:
-    """The model of the folder's config.json as transformers has it: parameters on the meta device, buffers with their values.
+    """Returns the unmodified model of the folder's config.json: parameters on the meta device, buffers with their values.
 
     Raises ValueError as `open_causal`.
     """
@@ -93,12 +96,14 @@ def empty_causal(path: str) -> nn.Module:
 
 
 def build_causal(config: Any) -> nn.Module:
-    """The model of a configuration: parameters on the meta device, buffers with their values. Raises ValueError as `open_causal`."""
+    """Returns the model of a configuration: parameters on the meta device, buffers with their values. Raises ValueError as
+    `open_causal`.
+    """
     return _build(transformers_module(), config)
 
 
 def folder_causal(path: str) -> nn.Module:
-    """The model of the folder with its weights, fp32 on the CPU. Raises ValueError as `open_causal`."""
+    """Returns the model of the folder with its weights, fp32 on the CPU. Raises ValueError as `open_causal`."""
     config = read_config(path)
     try:
         return transformers_module().AutoModelForCausalLM.from_pretrained(
@@ -111,7 +116,7 @@ def folder_causal(path: str) -> nn.Module:
 
 
 def read_config(path: str) -> Any:
-    """transformers' configuration of the folder `path`. Raises ValueError if there is none that it knows."""
+    """Returns transformers' configuration of the folder `path`. Raises ValueError if there is none that transformers supports."""
     transformers = transformers_module()
     try:
         return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -135,7 +140,7 @@ def _build(transformers: ModuleType, config: Any) -> Any:
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Inside, a parameter loses its memory as soon as a module has it; buffers keep theirs."""
+    """Moves each new parameter to the meta device as soon as a module registers it. Buffers keep their memory."""
     original = nn.Module.register_parameter
 
     @functools.wraps(original)
@@ -152,11 +157,11 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 class CausalForward:
-    """`(tokens, targets=None, documents=None)` over a model of transformers: tokens int64 [B, T] -> logits [B, T, V], or with targets [B, T]
-    the loss. documents: tokens attend to their own document alone.
+    """The forward `(tokens, targets=None, documents=None)` of a transformers model: tokens int64 [B, T] -> logits [B, T, V], or the loss
+    for targets [B, T].
 
-    The loss is the mean cross entropy, fp32 scalar; targets of -100 do not count. The router's loss is added where the configuration says
-    `output_router_logits`, with its coefficient.
+    The loss is the mean cross entropy, an fp32 scalar; targets of -100 are ignored. If the configuration sets `output_router_logits`, the
+    router's loss is added with its coefficient. With `documents`, tokens attend only to their own document.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,7 +1,7 @@
-"""peft's `modules_to_save` at stage 3: a layer that trains beside adapters is a copy of the model's, such as the head of a reward model.
+"""peft's `modules_to_save` at stage 3: layers that train in addition to adapters are copies, such as the head of a reward model.
 
-peft gathers the layer before it copies it if its parameters are empty, as DeepSpeed's are while they are sharded. Here they keep their shape
-and read as NaN, so that the copy had no values.
+peft gathers a layer before the copy only if its parameters are empty, as DeepSpeed's sharded parameters are. ztk's sharded parameters
+keep their shape and read as NaN, so the copies would contain no values.
 """
 
 import functools
@@ -13,7 +13,7 @@ from ztk.zero.parameters.released import is_released
 
 
 def complete(other: ModuleType) -> None:
-    """other: peft.utils.other. A copy has the layer's values, the same on all ranks, which make it together."""
+    """Makes copies contain the layer's values. A collective call when a copy is made. other: the module peft.utils.other."""
     wrapper = other.ModulesToSaveWrapper
     original = wrapper.update
 

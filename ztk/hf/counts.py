@@ -1,4 +1,4 @@
-"""Parameters and operations of a model of transformers, counted from its modules."""
+"""Counts parameters and operations of a transformers model from its modules."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import nn
 
-EXPERTS = "experts"  # as transformers names the module that has a layer's experts
+EXPERTS = "experts"  # transformers' name for the module with a layer's experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCounts:
-    """parameters: each once; trained: those of them that need gradients; expert_parameters: those of them in experts.
+    """parameters: without duplicates. trained: parameters that need gradients. expert_parameters: parameters in experts.
 
-    expert_choices: choices of a token, over all layers. flops: of a token, forward and backward.
+    expert_choices: experts per token, summed over layers. flops: per token, forward and backward.
     """
 
     parameters: int
@@ -24,14 +24,14 @@ class ModelCounts:
 
 
 def count_model(model: Any, *, seq_len: int, experts: int) -> ModelCounts:
-    """Of a `PreTrainedModel`, on meta or not, at sequences of `seq_len`. experts: of a layer that has some, 0 if none has.
+    """Counts a `PreTrainedModel`, on meta or not, at sequences of `seq_len`. experts: number per layer that has some, 0 without experts.
 
-    Operations as `DecoderConfig.flops_per_token`: six per weight that is multiplied (the embedding is looked up, of the experts those that a
-    token uses), and 12 * hidden size * seq_len per layer for attention (PaLM, https://arxiv.org/abs/2204.02311, appendix B). Adapters count
-    as multiplied; that a frozen weight has no gradient is not taken off.
+    Operations are as in `DecoderConfig.flops_per_token`: six per multiplied weight (embeddings are looked up, and only a token's own
+    experts count), plus 12 * hidden size * seq_len per layer for attention (PaLM, https://arxiv.org/abs/2204.02311, appendix B). Adapters
+    count as multiplied weights. The missing gradients of frozen weights are not subtracted.
     """
     text = model.config.get_text_config()
-    parameters = list(model.parameters())  # tied ones once
+    parameters = list(model.parameters())  # tied parameters once
     of_experts = [list(module.parameters()) for module in _experts(model)] if experts else []
     expert_parameters = sum(parameter.numel() for layer in of_experts for parameter in layer)
     per_token = text.num_experts_per_tok if of_experts else 0

@@ -1,9 +1,9 @@
-"""Documents that share a sequence, for models of transformers.
+"""Packed documents in sequences of transformers models.
 
-transformers' masks keep documents apart where a model is given positions that start again and no mask
-(`transformers.masking_utils.find_packed_sequence_indices`). Models whose mask does not see the positions (BLOOM, OPT), or that carry a state
-from token to token, ignore that: only families that are tested get documents. Where ztk's kernel attends (`model.kernels`), it gets the
-documents' borders, too, and needs no mask.
+The masks of transformers separate documents if the model gets positions that restart and no mask
+(`transformers.masking_utils.find_packed_sequence_indices`). Models whose mask ignores positions (BLOOM, OPT), and models with a state
+across tokens, do not separate them. Only tested families get documents. ztk's kernel (`model.kernels`) also gets the documents' borders
+and needs no mask.
 """
 
 import functools
@@ -19,17 +19,17 @@ from torch import Tensor
 from ztk.hf.attention import NAME
 from ztk.nn import Documents
 
-# Families whose packed documents are tested to compute what each document computes alone.
+# Families tested to compute packed documents like separate ones.
 TESTED = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gemma", "gemma2", "phi3", "olmo2"),
     *("gpt2", "gpt_neox", "phi", "stablelm"),
 )
-_SEARCH = "find_packed_sequence_indices"  # of transformers.masking_utils
-_BY_MASK_ALONE = ("stablelm",)  # their layers do not hand on to attention what a model is called with
+_SEARCH = "find_packed_sequence_indices"  # in transformers.masking_utils
+_BY_MASK_ALONE = ("stablelm",)  # their layers do not forward the model's keyword arguments to attention
 
 
 class _Thread(threading.local):
-    """has_none: the forward that runs in this thread has one document per sequence."""
+    """has_none: whether the current forward of this thread has one document per sequence."""
 
     has_none = False
 
@@ -38,7 +38,9 @@ _this_thread = _Thread()
 
 
 def documents_fault(config: Any, *, in_parts: bool = False) -> str | None:
-    """Why a model of this configuration of transformers gets no documents; None if it does. in_parts: a rank has a part of each sequence."""
+    """Returns why a model of this configuration cannot get documents, or None if it can. in_parts: each rank has a part of every
+    sequence.
+    """
     if in_parts and config.model_type in _BY_MASK_ALONE:
         return (
             f"data.packing=documents: models of type {config.model_type} keep documents apart by a mask over full sequences; use "
@@ -55,15 +57,19 @@ def documents_fault(config: Any, *, in_parts: bool = False) -> str | None:
 def arguments_of(
     documents: Documents | None, *, config: Any, own: Tensor | slice | None = None, device: torch.device | None = None
 ) -> dict[str, Any]:
-    """What the forward of a model is given for `documents` and for `own`, the places of its tokens in the sequences (int64 [T / n] or a
-    slice; None: all tokens are there), on `device`. Raises ValueError for a model that would attend across documents."""
+    """Returns the keyword arguments of a model's forward for `documents`, on `device`.
+
+    own: positions of this rank's tokens in the sequences, int64 [T / n] or a slice. If omitted, the rank has all tokens.
+
+    Raises ValueError for a model that would attend across documents.
+    """
     if documents is None:
         return {} if own is None else {"position_ids": _places(own, device=device)[None]}
     if (fault := documents_fault(config, in_parts=own is not None)) is not None:
         raise ValueError(fault)
-    if own is not None:  # the attention of parts knows the documents by themselves
+    if own is not None:  # attention over parts handles documents itself
         positions = documents.positions
-        inside = _places(own, device=positions.device).clamp(max=positions.shape[1] - 1)  # behind the end is padding
+        inside = _places(own, device=positions.device).clamp(max=positions.shape[1] - 1)  # padding follows the end
         return {"position_ids": positions[:, inside], "documents": documents}
     given: dict[str, Any] = {"position_ids": documents.positions}
     if config._attn_implementation == NAME:
@@ -74,9 +80,11 @@ def arguments_of(
 
 @contextmanager
 def known_documents(documents: Documents | None) -> Iterator[None]:
-    """Inside, transformers does not look for documents in positions where there are none to be found: to see that every sequence is one
-    document it reads a number from the device in every forward, for which a GPU waits and of which a plan has none. Other threads, such as one
-    with a model of rewards, look as ever."""
+    """Disables transformers' search for documents in positions if there are none.
+
+    Otherwise every forward reads a number from the device to check that each sequence is one document. A GPU would wait for it, and a
+    plan has no value. Other threads, for example one with a reward model, are not affected.
+    """
     if documents is not None:
         yield
         return
@@ -90,7 +98,7 @@ def known_documents(documents: Documents | None) -> Iterator[None]:
 
 @functools.cache
 def _let_search_ask() -> None:
-    """Makes transformers' search find nothing in a thread that has none."""
+    """Makes transformers' search return nothing in a thread without documents."""
     masks = importlib.import_module("transformers.masking_utils")
     search = getattr(masks, _SEARCH, None)
     if search is None:

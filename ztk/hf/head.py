@@ -1,7 +1,7 @@
-"""TRL's loss over the head's weight, at stage 3.
+"""TRL's loss that reads the head's weight, at stage 3.
 
-TRL gathers the weight itself, in the forward and again in the backward. In the backward, autograd returns the gathered values in ztk, not
-a parameter, so there is nothing to gather.
+TRL gathers the weight in the forward and again in the backward. In ztk's backward, autograd returns the gathered values instead of a
+parameter, so there is nothing to gather.
 """
 
 import functools
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def complete(utils: ModuleType) -> None:
-    """utils: trl.trainer.utils."""
+    """Adjusts TRL's loss. utils: the module trl.trainer.utils."""
     original = utils.maybe_gather_lm_head_ctx
 
     @functools.wraps(original)

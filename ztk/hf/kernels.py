@@ -1,7 +1,7 @@
-"""Forwards of a model's modules by ztk's kernels, weights as they are: `model.kernels` and `replace_with_kernel_inject`.
+"""Runs forwards of a model's modules with ztk's kernels and unchanged weights: `model.kernels` and `replace_with_kernel_inject`.
 
-A module is replaced for what it computes, not for its name: a twin of it with small weights is tried on a sample beside the kernel.
-What rounds or scales otherwise (Gemma's 1 + weight) is left as it is.
+Modules are recognised by their results, not by their names: a copy with small weights is compared with the kernel on a sample. Modules
+that round or scale differently (Gemma's 1 + weight) stay unchanged.
 """
 
 import copy
@@ -20,22 +20,22 @@ from ztk.kernels import geglu, layer_norm, rms_norm, swiglu
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _IN_ONE = ("gate_up_proj", "down_proj")
-_WIDTH, _INNER = 8, 12  # of twins
+_WIDTH, _INNER = 8, 12  # sizes of the copies
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # fp32 rounding in another order; the two forms of gelu differ by 1e-4
 Forward = Callable[[Tensor], Tensor]
 
 
 @dataclass(kw_only=True)
 class Injection:
-    """What was replaced. counts: "LlamaRMSNorm -> rms_norm" to the number of modules."""
+    """The replaced modules. counts: "LlamaRMSNorm -> rms_norm" to the number of modules."""
 
     model: nn.Module
     forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    attention: str | None = None  # how the model attended before
+    attention: str | None = None  # the model's previous attention implementation
 
     def undo(self) -> None:
-        """The modules' own forwards again, where nobody has wrapped ours since."""
+        """Restores the modules' forwards, except those that were wrapped again since."""
         for module, forward in self.forwards:
             if module.__dict__.get("forward") is forward:
                 del module.forward
@@ -49,14 +49,14 @@ class Injection:
 
 
 def inject_kernels(model: nn.Module, *, option: str = "replace_with_kernel_inject") -> Injection:
-    """Replaces all that a kernel can compute, for inference and for training.
+    """Replaces all modules that a kernel can compute, for inference and training.
 
-    option: the key that asks for it, for the error. Raises ValueError for a model in which there is nothing.
+    option: the key that requested it, for the error message. Raises ValueError for a model without such modules.
     """
     made = Injection(model=model)
     tried: dict[tuple[type, str], Callable | None] = {}
     for module in model.modules():
-        if "forward" in module.__dict__:  # somebody else's
+        if "forward" in module.__dict__:  # already replaced by other code
             continue
         for recognise in (_root_mean_square, _layer_norm, _gated, _gated_in_one):
             if (found := recognise(module, tried=tried)) is not None:
@@ -105,7 +105,7 @@ def _layer_norm(module: nn.Module, *, tried: dict) -> tuple[str, Forward] | None
 
 
 def _gated(module: nn.Module, *, tried: dict) -> tuple[str, Forward] | None:
-    """down(act(gate(x)) * up(x)), act silu or gelu's tanh form."""
+    """Recognises down(act(gate(x)) * up(x)), act silu or gelu's tanh form."""
     others = [child for name, child in module.named_children() if name not in _GATED]
     if module._parameters or not all(isinstance(module._modules.get(name), nn.Linear) for name in _GATED):
         return None
@@ -124,7 +124,7 @@ def _gated(module: nn.Module, *, tried: dict) -> tuple[str, Forward] | None:
 
 
 def _gated_in_one(module: nn.Module, *, tried: dict) -> tuple[str, Forward] | None:
-    """down(act(gate) * up) with (gate, up) the two halves of one projection, act silu or gelu's tanh form."""
+    """Recognises down(act(gate) * up) with (gate, up) the two halves of one projection, act silu or gelu's tanh form."""
     others = [child for name, child in module.named_children() if name not in _IN_ONE]
     if module._parameters or not all(isinstance(module._modules.get(name), nn.Linear) for name in _IN_ONE):
         return None
@@ -153,7 +153,7 @@ def _rotating(forward: Callable) -> Callable:
 
 
 def _twin(module: nn.Module, *, parameters: dict[str, Tensor] | None = None, modules: dict | None = None) -> nn.Module:
-    """The module with other, small weights; its own, which may be on the meta device or sharded, are not touched."""
+    """Returns a copy of the module with small weights. Its own weights, which may be sharded or on the meta device, are not touched."""
     twin = copy.copy(module)
     twin._parameters = {name: nn.Parameter(value) for name, value in (parameters or {}).items()}
     twin._modules = module._modules | (modules or {})
@@ -165,7 +165,7 @@ def _first_equal(twin: nn.Module, candidates: dict[Callable, Forward]) -> Callab
     with torch.no_grad():
         try:
             expected = type(twin).forward(twin, x)
-        except Exception:  # a forward that wants something else than x is none of ours
+        except Exception:  # a forward with other arguments is not recognised
             return None
         for op, forward in candidates.items():
             if isinstance(expected, Tensor) and torch.allclose(forward(x), expected, rtol=_RELATIVE, atol=_ABSOLUTE):
@@ -181,5 +181,5 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def _numbers(*shape: int) -> Tensor:
-    """fp32, the same always; the program's random states are left alone."""
+    """Returns constant fp32 numbers, without using the program's random state."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))

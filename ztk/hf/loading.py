@@ -1,9 +1,9 @@
 """`from_pretrained` at stage 3: every rank reads its own slices of the safetensors files.
 
-transformers reads the full checkpoint into every rank's memory and distributes it module by module from rank 0. Here a parameter that was
-built sharded is filled where its shard is stored: a rank reads 1/n of the bytes and never has a full parameter in memory. The exception
-are parameters that the checkpoint stores in another form than the model (experts one by one, fused projections): they are converted one
-group at a time. Values have the dtype that transformers gives them.
+transformers reads the full checkpoint into every rank's memory and distributes it module by module from rank 0. With ztk, a sharded
+parameter is filled in place: a rank reads 1/n of the bytes and never holds a full parameter. Parameters that the checkpoint stores in
+another form than the model (separate experts, fused projections) are an exception and are converted one group at a time. Values get the
+same dtype as in transformers.
 """
 
 import functools
@@ -31,7 +31,7 @@ _read: WeakIdKeyDictionary = WeakIdKeyDictionary()  # model -> bytes
 
 
 def complete(modeling_utils: ModuleType) -> None:
-    """modeling_utils: transformers.modeling_utils."""
+    """Replaces the loading functions. modeling_utils: the module transformers.modeling_utils."""
     original = modeling_utils.PreTrainedModel._load_pretrained_model
 
     @functools.wraps(original)
@@ -68,9 +68,12 @@ def load_slices(model: nn.Module, *, files: list[str], load_config: Any) -> Any:
 def names_in_model(
     entries: dict[str, TensorSlice], *, model: nn.Module, targets: dict, mapping: list | None
 ) -> tuple[dict[str, TensorSlice], dict[str, dict[str, TensorSlice]]]:
-    """(model's name -> entry for tensors that at most change their name, model's name -> the file's entries that are converted into it).
+    """Splits the file's entries: (model's name -> entry of tensors that are at most renamed, model's name -> entries to be converted into
+    it).
 
-    targets: the model's state_dict. mapping: transformers' conversions. Entries without a place in the model are in neither.
+    Entries without a place in the model are in neither.
+
+    targets: the model's state_dict. mapping: transformers' conversions.
     """
     core: Any = importlib.import_module(_CORE)
     plain, others = _by_name(entries, model=model, targets=targets, mapping=mapping, core=core)
@@ -86,7 +89,7 @@ def names_in_model(
 
 
 def converted_values(entries: dict[str, TensorSlice], *, model: nn.Module, mapping: list) -> dict[str, Tensor]:
-    """What transformers makes of `entries`: model's name -> values in the shape of the parameter. The model stays as it is."""
+    """Converts `entries` with transformers' rules: model's name -> values in the shape of the parameter. Does not change the model."""
     core: Any = importlib.import_module(_CORE)
     found: dict[str, Tensor] = {}
 
@@ -100,7 +103,7 @@ def converted_values(entries: dict[str, TensorSlice], *, model: nn.Module, mappi
 
 
 def read_bytes(model: nn.Module) -> int | None:
-    """What this rank read from files for `model`; None if it was not loaded by slices."""
+    """Returns the bytes that this rank read from files for `model`, or None if it was not loaded by slices."""
     return _read.get(model)
 
 
@@ -112,7 +115,7 @@ def _can_slice(model: nn.Module, *, files: list[str] | None) -> bool:
 def _by_name(
     entries: dict[str, TensorSlice], *, model: nn.Module, targets: dict, mapping: list | None, core: ModuleType
 ) -> tuple[dict[str, TensorSlice], dict[str, TensorSlice]]:
-    """(model's name -> entry for tensors that at most change their name, file's name -> entry for the others).
+    """Returns (model's name -> entry for tensors that are at most renamed, file's name -> entry for the others).
 
     transformers converts or reports the others.
     """
@@ -130,14 +133,16 @@ def _by_name(
 
 
 def _transforms(mapping: list | None, *, core: Any) -> tuple[list, list]:
-    """(renamings, converters), each in order."""
+    """Returns (renamings, converters), each in order."""
     mapping = mapping or []
     renamings = [entry for entry in mapping if isinstance(entry, core.WeightRenaming)]
     return renamings, [entry for entry in mapping if isinstance(entry, core.WeightConverter)]
 
 
 def _convert(entries: dict[str, TensorSlice], *, model: nn.Module, load_config: object, core: Any) -> Any:
-    """Converts `entries` with transformers' own code, one group in memory at a time. Its report lists all other tensors as missing."""
+    """Converts `entries` with transformers' code, one group in memory at a time. The returned report lists all other tensors as
+    missing.
+    """
     with _filling(core):
         return _convert_lazily(entries, model=model, load_config=load_config, core=core)
 
@@ -152,7 +157,7 @@ def _convert_lazily(entries: dict[str, TensorSlice], *, model: nn.Module, load_c
 
 
 class _Lazy:
-    """Stands for a slice of a safetensors file in transformers' code."""
+    """Represents a slice of a safetensors file in transformers' code."""
 
     def __init__(self, entry: TensorSlice) -> None:
         self._entry = entry
@@ -164,7 +169,7 @@ class _Lazy:
 
 @contextmanager
 def _filling(core: Any) -> Iterator[None]:
-    """Values that transformers would put in place of the model's parameters are written into their shards instead."""
+    """Writes the values that transformers would assign to the model's parameters into their shards."""
     original = core.set_param_for_module
 
     def set_param_for_module(model, target_name, param_value, loading_info, *args, **kwargs):
@@ -181,7 +186,7 @@ def _filling(core: Any) -> Iterator[None]:
 
 @contextmanager
 def _replaced(core: Any, function: Callable) -> Iterator[None]:
-    """Inside, transformers calls `function` for each parameter that it has converted."""
+    """Makes transformers call `function` for each converted parameter."""
     original = core.set_param_for_module
     core.set_param_for_module = function
     try:
@@ -192,7 +197,7 @@ def _replaced(core: Any, function: Callable) -> Iterator[None]:
 
 @contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """One group of weights at a time would draw one bar each."""
+    """Disables progress bars: transformers would draw one per group of weights."""
     library: Any = importlib.import_module("transformers.utils.logging")
     were_drawn = library.is_progress_bar_enabled()
     library.disable_progress_bar()
@@ -205,7 +210,7 @@ def _without_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def _without_threads() -> Iterator[None]:
-    """Threads read ahead without bound: the full checkpoint could end up in memory."""
+    """Disables reading ahead by threads, which has no limit and could load the full checkpoint."""
     before = os.environ.get(_DEACTIVATE_THREADS)
     os.environ[_DEACTIVATE_THREADS] = "1"
     try:
@@ -218,7 +223,7 @@ def _without_threads() -> Iterator[None]:
 
 @torch.no_grad()
 def _fill(target: Tensor, *, entry: TensorSlice | Tensor) -> None:
-    """Writes a parameter or buffer and marks it as initialized; transformers initializes what is not marked."""
+    """Writes a parameter or buffer and marks it as initialized, because transformers initializes unmarked ones."""
     partitioned = partitioned_of(target)
     if partitioned is not None:
         partitioned.fill(

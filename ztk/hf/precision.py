@@ -1,6 +1,6 @@
 """`TrainingArguments(bf16=True)` on ranks without a GPU.
 
-transformers requires a GPU with bf16 or use_cpu=True, which would switch DeepSpeed off. ztk's ranks on CPUs compute in bf16 too.
+transformers requires a GPU with bf16, or use_cpu=True, which would disable DeepSpeed. ztk also computes in bf16 on CPUs.
 """
 
 import functools
@@ -11,7 +11,7 @@ import torch
 
 
 def complete(training_args: ModuleType) -> None:
-    """Lets `TrainingArguments(bf16=True)` pass on ranks that compute on the CPU. training_args: the module transformers.training_args."""
+    """Accepts `TrainingArguments(bf16=True)` on CPU ranks. training_args: the module transformers.training_args."""
     original = training_args.is_torch_bf16_gpu_available
 
     @functools.wraps(original)

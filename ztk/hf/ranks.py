@@ -1,7 +1,7 @@
 """accelerate on ranks without a GPU.
 
-With DeepSpeed and no accelerator, accelerate names no backend for torch.distributed and then assumes one process: every rank would train
-on all the data and gather from nobody. Ranks on CPUs use gloo.
+With DeepSpeed and no accelerator, accelerate chooses no backend for torch.distributed and then assumes a single process: every rank would
+train on all data without communication. CPU ranks therefore use gloo.
 """
 
 import functools
@@ -10,7 +10,7 @@ from types import ModuleType
 
 
 def complete(state: ModuleType) -> None:
-    """state: accelerate.state. A rank that a launcher started gets gloo where accelerate would name no backend."""
+    """Uses gloo on launched ranks for which accelerate would choose no backend. state: the module accelerate.state."""
     original = state.PartialState._prepare_backend
 
     @functools.wraps(original)

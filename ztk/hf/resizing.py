@@ -1,8 +1,8 @@
-"""`resize_token_embeddings` to the size that a model has, at stage 3.
+"""`resize_token_embeddings` to the current size, at stage 3.
 
-At the other stages transformers then leaves embedding and head as they are. At stage 3 it makes new ones of the same size, draws their values,
-and copies the old ones over them. The draws move torch's generator on, so that whatever the script draws next, such as the value head of
-DeepSpeed-Chat's reward model, would start with other values than at stage 0.
+At other stages, transformers leaves embedding and head unchanged in this case. At stage 3 it creates new ones of the same size, draws
+their values, and overwrites them with the old ones. The draws advance torch's generator, so later random values, such as the value head
+of DeepSpeed-Chat's reward model, would differ from stage 0.
 """
 
 import functools
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def complete(modeling_utils: ModuleType) -> None:
-    """modeling_utils: transformers.modeling_utils. A layer that has as many tokens as it is to have stays, at every stage."""
+    """Keeps a layer that already has the requested size, at every stage. modeling_utils: the module transformers.modeling_utils."""
     model = modeling_utils.PreTrainedModel
     embeddings, head = model._get_resized_embeddings, model._get_resized_lm_head
 

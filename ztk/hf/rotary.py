@@ -1,8 +1,8 @@
-"""Rotary positions by ztk's kernel, in the attention modules of a model of transformers.
+"""Rotary positions with ztk's kernel, in the attention modules of a transformers model.
 
-Their forwards call a function of their file, `apply_rotary_pos_emb(q, k, cos, sin)`. It is surrounded once; what it computes changes only
-while a module runs that was replaced for it. What kind of rotation it is, halves or neighbours, is found on a sample: of the function, and
-of the tables that the model's own module makes, of which the kernel reads half. Results have the dtype of q and k.
+The modules call a function `apply_rotary_pos_emb(q, k, cos, sin)` of their file. It is wrapped once, and the wrapper uses the kernel only
+while a replaced module runs. The kind of rotation (halves or neighbours) is detected on a sample of the function and of the model's
+tables, of which the kernel reads half. Results have the dtype of q and k.
 """
 
 import sys
@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from ztk.kernels import rope
 
 FUNCTION = "apply_rotary_pos_emb"
-_HEADS, _TOKENS = 3, 5  # of samples
+_HEADS, _TOKENS = 3, 5  # of the samples
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # as in ztk.hf.kernels
 _by_kernel: ContextVar[bool] = ContextVar("ztk_rotary_by_kernel", default=False)
 
 
 class Rotation:
-    """`apply_rotary_pos_emb` of a file, by the kernel while `by_kernel()` is entered. interleaved: as of `ztk.kernels.rope`."""
+    """`apply_rotary_pos_emb` of a file. Uses the kernel inside `by_kernel()`. interleaved: as in `ztk.kernels.rope`."""
 
     def __init__(self, original: Callable, *, interleaved: bool) -> None:
         self.original, self.interleaved = original, interleaved
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **options: Any):
-        """q [B, H, T, D], k [B, K, T, D], cos and sin [B or 1, T, h]: both rotated, of the same shapes and dtypes."""
+        """Rotates q [B, H, T, D] and k [B, K, T, D] with cos and sin [B or 1, T, h]. Shapes and dtypes are kept."""
         if not _by_kernel.get() or args or options.get("unsqueeze_dim", 1) != 1 or cos.dim() != 3:
             return self.original(q, k, cos, sin, *args, **options)
         cos, sin = (half_of(x, interleaved=self.interleaved) for x in (cos, sin))
@@ -40,7 +40,7 @@ class Rotation:
 
 
 def rotation_of(module: nn.Module, *, model: nn.Module) -> Rotation | None:
-    """What the file of an attention module rotates by, if the kernel computes the same on a sample; its function is surrounded then."""
+    """Returns the wrapped rotation of an attention module's file, or None if the kernel's result differs on a sample."""
     file = sys.modules.get(type(module).__module__)
     function = getattr(file, FUNCTION, None)
     if function is None or "Attention" not in type(module).__name__:
@@ -57,7 +57,7 @@ def rotation_of(module: nn.Module, *, model: nn.Module) -> Rotation | None:
 
 @contextmanager
 def by_kernel() -> Iterator[None]:
-    """Inside, in this thread, rotations are computed by the kernel."""
+    """Makes rotations in this thread use the kernel."""
     token = _by_kernel.set(True)
     try:
         yield
@@ -66,7 +66,7 @@ def by_kernel() -> Iterator[None]:
 
 
 def half_of(table: Tensor, *, interleaved: bool) -> Tensor:
-    """A table of angles as the kernel reads it: [B or 1, T, h] -> fp32 [B, T, h / 2] or [T, h / 2]."""
+    """Converts a table of angles for the kernel: [B or 1, T, h] -> fp32 [B, T, h / 2] or [T, h / 2]."""
     own = table[..., ::2] if interleaved else table[..., : table.shape[-1] // 2]
     return (own[0] if own.shape[0] == 1 else own).float()
 
@@ -83,7 +83,7 @@ def _is_rotation(function: Callable, *, interleaved: bool) -> bool:
     try:
         with torch.no_grad():
             expected = function(q, k, *full)
-    except Exception:  # it wants something else
+    except Exception:  # it takes other arguments
         return False
     found = [rope(x.transpose(1, 2), cos=cos[0], sin=sin[0], interleaved=interleaved).transpose(1, 2) for x in (q, k)]
     return len(expected) == 2 and all(
@@ -92,14 +92,14 @@ def _is_rotation(function: Callable, *, interleaved: bool) -> bool:
 
 
 def _has_tables(model: nn.Module, *, interleaved: bool) -> bool:
-    """Whether every module that makes tables makes them of equal halves, or of equal neighbours."""
+    """Returns whether all tables of the model have equal halves, or equal neighbours with `interleaved`."""
     makers = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
     for maker in makers:
         try:
             device = next(maker.buffers()).device
             with torch.no_grad():
                 tables = maker(torch.zeros(1, _TOKENS, 1, device=device), torch.arange(_TOKENS, device=device)[None])
-        except Exception:  # it wants something else
+        except Exception:  # it takes other arguments
             return False
         for table in tables:
             halves = _full_of(half_of(table, interleaved=interleaved), interleaved=interleaved)

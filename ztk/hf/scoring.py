@@ -1,4 +1,4 @@
-"""A model of transformers with one number per token, in the main job: reward models and critics."""
+"""Transformers models with one number per token, for reward models and critics in the main job."""
 
 import functools
 import json
@@ -16,18 +16,22 @@ from ztk.nn.lora import LoraPolicy, adapter_values, add_adapters
 
 logger = logging.getLogger(__name__)
 
-HEAD = "score"  # of transformers' ...ForSequenceClassification over a decoder
+HEAD = "score"  # the name in transformers' ...ForSequenceClassification of decoders
 _WEIGHT = f"{HEAD}.weight"
 
 
 def open_scoring(
     path: str, *, init: str, seed: int, lora: LoraPolicy | None = None, kernels: bool = False
 ) -> tuple[nn.Module, InitialValues]:
-    """The decoder of the folder `path` with a linear layer `score` of one output, and its initial values, fp32 by name and range.
+    """Opens the decoder of the folder `path` with a linear layer `score` of one output.
 
-    It is the family's ...ForSequenceClassification with one label, so that an export opens as such. Its forward is tokens int64 [B, T] ->
-    values [B, T, 1]. The head's first values are the folder's if it has a `score` of one output (a reward model), else drawn from `seed` as
-    transformers draws them; all others are those of the folder. init, lora, kernels: as for `open_causal`; the head trains beside adapters.
+    Returns it with its initial values, fp32 by name and range.
+
+    The model is the family's ...ForSequenceClassification with one label, so that transformers can open an export. Its forward is tokens
+    int64 [B, T] -> values [B, T, 1]. The head's initial values come from the folder if it has a `score` of one output (a reward model).
+    Otherwise they are drawn from `seed` by the rules of transformers. All other values come from the folder.
+
+    init, lora, kernels: as in `open_causal`. The head trains together with adapters.
 
     Raises:
         ValueError: as `open_causal`; a family without such a model, and a folder with a `score` of several outputs.
@@ -79,7 +83,7 @@ def _joined(in_folder: InitialValues, drawn: InitialValues, *, name: str, start:
 
 
 class ScoringForward:
-    """tokens int64 [B, T] -> values [B, T, 1], in place of the pooled output of transformers' forward."""
+    """The forward: tokens int64 [B, T] -> values [B, T, 1], instead of the pooled output of transformers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model

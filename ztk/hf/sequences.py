@@ -1,7 +1,7 @@
-"""A model of transformers on parts of sequences: its attention, called through transformers' interface, is that of `ztk.parallel.sequence`.
+"""Sequence parallelism for transformers models: their attention, called through transformers' interface, runs `ztk.parallel.sequence`.
 
-Everything else in a decoder treats tokens one by one, given their positions. No mask is made: causality, a window and documents are all that
-attention of the tested families knows, and the parts' attention knows them, too. Results have the dtype of the query.
+All other operations of a decoder act on single tokens with their positions. No mask is created: the tested families need only causality,
+a window and documents, which the parallel attention implements. Results have the dtype of the query.
 """
 
 import importlib
@@ -18,19 +18,21 @@ from ztk.kernels import attention, attention_varlen
 from ztk.nn import Documents
 from ztk.parallel.sequence import Divisible
 
-# Families whose parts are tested to compute what the full sequences do. Others attend by functions of their own (GPT-J, BLOOM, Falcon), by
-# which they do not see this rank's place in the sequence.
+# Families tested to compute parts like full sequences. Others (GPT-J, BLOOM, Falcon) have their own attention functions, which ignore
+# this rank's position in the sequence.
 TESTED = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gemma", "gemma2", "phi3", "olmo2"),
     *("gpt2", "gpt_bigcode", "gpt_neox", "opt", "phi", "stablelm", "cohere", "starcoder2"),
 )
-_BY_LENGTH = ("dynamic", "longrope")  # rotary tables that depend on the longest position that a rank has
+_BY_LENGTH = ("dynamic", "longrope")  # rotary tables that depend on the longest position of a rank
 _names = (f"ztk_parts_{number}" for number in itertools.count())
 
 
 def sequences_fault(config: Any, *, key: str) -> str | None:
-    """Why sequences of a model of this configuration of transformers are not divided; None if they are. key: topology.sequence or
-    topology.context."""
+    """Returns why sequences of a model of this configuration cannot be divided, or None if they can.
+
+    key: topology.sequence or topology.context.
+    """
     text = config.get_text_config()
     if text.model_type not in TESTED:
         return f"{key}: sequences of models of type {text.model_type} are not divided, only of {', '.join(sorted(TESTED))}; use {key}=1"
@@ -49,8 +51,11 @@ def sequences_fault(config: Any, *, key: str) -> str | None:
 
 
 class PartAttention:
-    """The attention of all layers of a model. core: `(query [B, T, H, D], key=, value=, documents=, window=, scale=)` -> [B, T, H, D],
-    which `cut_sequences` wraps. positions: which tokens of a sequence a rank has, int64 [T / n] or a slice; None: all."""
+    """The attention of all layers of a model.
+
+    core: `(query [B, T, H, D], key=, value=, documents=, window=, scale=)` -> [B, T, H, D]; wrapped by `cut_sequences`.
+    positions: this rank's tokens of a sequence, int64 [T / n] or a slice. None if the rank has all.
+    """
 
     def __init__(self, *, kernels: bool) -> None:
         self.core: nn.Module = FullAttention(kernels=kernels)
@@ -68,8 +73,10 @@ class PartAttention:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """query [B, H, T, D], key and value [B, K, T, D] -> [B, T, H, D]. Raises ValueError with dropout and a mask, which act on full
-        sequences."""
+        """query [B, H, T, D], key and value [B, K, T, D] -> [B, T, H, D].
+
+        Raises ValueError for dropout and for a mask, which need full sequences.
+        """
         del is_causal
         if dropout or attention_mask is not None:
             raise ValueError(
@@ -82,7 +89,7 @@ class PartAttention:
 
 
 class FullAttention(nn.Module):
-    """Causal attention over full sequences, by torch or by ztk's kernels; see `PartAttention`."""
+    """Causal attention over full sequences, with torch or ztk's kernels; see `PartAttention`."""
 
     def __init__(self, *, kernels: bool) -> None:
         super().__init__()
@@ -98,8 +105,10 @@ class FullAttention(nn.Module):
         window: int = 0,
         scale: float | None = None,
     ) -> Tensor:
-        """query [B, T, H, D], key and value [B, T, K, D] -> [B, T, H, D]. window: 0, or how many tokens see each other; scale: None means
-        D ** -0.5."""
+        """query [B, T, H, D], key and value [B, T, K, D] -> [B, T, H, D].
+
+        window: number of visible tokens, 0 for all. scale: defaults to D ** -0.5.
+        """
         B, T = query.shape[:2]
         if documents is not None or 0 < window < T:
             borders = documents.cu_seqlens if documents is not None else _borders(B, length=T, device=query.device)
@@ -119,13 +128,13 @@ def _borders(count: int, *, length: int, device: torch.device) -> Tensor:
 
 
 def divisible(model: Any) -> Divisible:
-    """Makes `model` attend by a `PartAttention`, which it keeps as `part_attention`. Raises ValueError as `sequences_fault`."""
+    """Makes `model` use a `PartAttention`, stored as `part_attention`. Raises ValueError for the reasons of `sequences_fault`."""
     if (fault := sequences_fault(model.config, key="topology.sequence, topology.context")) is not None:
         raise ValueError(fault)
     functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     own = PartAttention(kernels=model.config._attn_implementation == NAME)
     functions.register(name := next(_names), _function(own))
-    model.set_attn_implementation(name)  # transformers makes no mask for a name that is not among its masks
+    model.set_attn_implementation(name)  # transformers creates no mask for a name without a mask function
     model.part_attention = own
     text = model.config.get_text_config()
     experts = any(isinstance(getattr(text, name, None), int) for name in ("num_local_experts", "num_experts"))
@@ -133,7 +142,7 @@ def divisible(model: Any) -> Divisible:
 
 
 def own_places(model: Any) -> Tensor | slice | None:
-    """Which tokens of a sequence this rank has, int64 [T / n] or a slice; None: all."""
+    """Returns this rank's tokens of a sequence, int64 [T / n] or a slice. None if the rank has all."""
     attention = getattr(model, "part_attention", None)
     return None if attention is None else attention.positions
 

@@ -1,4 +1,4 @@
-"""Safetensors files, one range of one tensor at a time. Values have the dtype of the file."""
+"""Reads safetensors files one range of one tensor at a time. Values have the dtype of the file."""
 
 from contextlib import ExitStack
 from math import prod
@@ -16,11 +16,11 @@ class TensorSlice:
         self._entry, self._counter = entry, counter
 
     def full(self) -> Tensor:
-        """All of it, in the file's shape and dtype."""
+        """Reads the full tensor, in the file's shape and dtype."""
         return self._counted(self._entry[...])
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Flat elements [start, stop), read as the rows that hold them."""
+        """Returns flat elements [start, stop). Reads only the rows that contain them."""
         if len(self.shape) == 0:
             return self.full().view(1)[start:stop]
         row = max(1, prod(self.shape[1:]))
@@ -33,13 +33,13 @@ class TensorSlice:
 
 
 class SliceCounter:
-    """Bytes that were read."""
+    """The number of bytes that were read."""
 
     nbytes = 0
 
 
 class SafetensorsSlices:
-    """The tensors of some files by name; a context that closes the files. `counter.nbytes` grows with every read."""
+    """The tensors of some files by name, as a context manager that closes the files. `counter.nbytes` grows with every read."""
 
     def __init__(self, files: list[str]) -> None:
         self.counter = SliceCounter()

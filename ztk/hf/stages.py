@@ -1,7 +1,7 @@
-"""A decoder of transformers as layers of a pipeline: embedding, the elements of its list of layers, and norm with head and loss.
+"""Pipeline stages of a transformers decoder: the embedding, the elements of its list of layers, and the norm with head and loss.
 
-A stage runs the model's own forward, in which the list of layers is the stage's own and modules before and after them do nothing where they
-belong to other stages. So masks, positions and rotary embeddings are computed on every stage as the model computes them.
+A stage runs the model's own forward with its own part of the list of layers. Modules before and after the layers do nothing if they
+belong to another stage. Masks, positions and rotary embeddings are thus computed on every stage by the model's code.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from ztk.hf.sequences import own_places
 from ztk.nn.staged import argument
 from ztk.parallel.pipeline.layers import Carry, Layer, MicroBatch, count_parameters, drop_modules
 
-# The decoder's children besides its list of layers, by what they do: models with others are refused.
+# The decoder's children other than its list of layers, by purpose. Models with other children are refused.
 _TOKENS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 _POSITIONS = ("wpe", "embed_positions")
 _BEFORE = ("word_embeddings_layernorm", "emb_dropout", "drop", "embed_dropout")
@@ -26,10 +26,10 @@ _LISTS = ("layers", "h", "blocks")
 
 
 class CausalLayers:
-    """See `LayeredModel`. A tied embedding stays on the head's stage too, under the embedding's name."""
+    """See `LayeredModel`. A tied embedding also exists on the head's stage, under the embedding's name."""
 
     def __init__(self, model: Any) -> None:
-        """Raises ValueError for a model whose forward is not known to be that of embedding, layers and norm."""
+        """Raises ValueError if the model's forward may be more than embedding, layers and norm."""
         self.module = model
         head, self._full_forward = model.get_output_embeddings(), model.forward.original
         names = {module: name for name, module in model.named_modules()}
@@ -63,7 +63,7 @@ class CausalLayers:
         self._blocks = [block if index + 1 in own else None for index, block in enumerate(self._blocks)]
 
     def run_layers(self, indices: range, *, carry: Carry, batch: MicroBatch) -> Carry:
-        """Layers `indices` of a micro-batch `(tokens, targets)`: hidden states, or the last layer's loss or logits."""
+        """Runs layers `indices` on a micro-batch `(tokens, targets)`. Returns hidden states, or the last layer's loss or logits."""
         has_first, has_last = indices.start == 0, indices.stop == len(self.layers)
         given = {"input_ids": argument(batch, index=0, name="tokens")} if has_first else {"inputs_embeds": carry}
         documents, own = argument(batch, index=2, name="documents"), own_places(self.module)
@@ -81,7 +81,7 @@ class CausalLayers:
         return causal_loss(self.module, logits=logits, targets=targets)
 
     def _blocks_of(self, indices: range) -> list:
-        """In a list that the decoder numbers, blocks of other stages have places, too."""
+        """Returns the stage's blocks. If the model looks up layer types by number, identities take the places of other stages' blocks."""
         own = range(max(0, indices.start - 1), indices.stop - 1)
         if getattr(self.module.config, "layer_types", None) is None:
             return self._blocks[own.start : own.stop]
@@ -89,7 +89,7 @@ class CausalLayers:
 
     @contextlib.contextmanager
     def _shadowed(self, blocks: list, *, has_first: bool, has_last: bool) -> Iterator[None]:
-        """The decoder with these blocks. Attributes of the instance hide its modules, whose names stay."""
+        """Replaces the decoder's blocks. Instance attributes hide the modules, whose names stay."""
         hidden: dict[str, Any] = {self._list: blocks}
         if not has_first:
             hidden |= dict.fromkeys(self._before, _same) | dict.fromkeys(self._positions, _no_positions)
@@ -129,7 +129,7 @@ class CausalLayers:
 
 
 _KINDS = {"tokens": _TOKENS, "positions": _POSITIONS, "before": _BEFORE, "after": _AFTER}
-# Families whose stages are tested to compute what the full model computes.
+# Families tested to compute stages like the full model.
 TESTED = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gemma", "gemma2", "phi3", "olmo2"),
     *(
@@ -151,7 +151,7 @@ TESTED = (
 
 
 def stages_fault(config: Any) -> str | None:
-    """Why a model of this configuration of transformers is not cut into stages; None if it is."""
+    """Returns why a model of this configuration cannot be cut into stages, or None if it can."""
     if config.model_type not in TESTED:
         return (
             f"topology.pipeline: models of type {config.model_type} are not cut into stages, only {', '.join(sorted(TESTED))}; use "
@@ -166,7 +166,7 @@ def stages_fault(config: Any) -> str | None:
 
 
 def _decoder_of(model: Any) -> nn.Module:
-    """The module whose children are the embedding and the list of layers."""
+    """Returns the module whose children are the embedding and the list of layers."""
     if (fault := stages_fault(model.config)) is not None:
         raise ValueError(fault)
     tokens = model.get_input_embeddings()

@@ -1,4 +1,4 @@
-"""Initial values of a model of transformers, one range of one parameter at a time: from a folder of safetensors, or drawn."""
+"""Initial values of a transformers model per range of a parameter: from a folder of safetensors files, or drawn."""
 
 import copy
 import functools
@@ -22,16 +22,16 @@ logger = logging.getLogger(__name__)
 class FolderValues:
     """`(name=, start=, stop=)` -> fp32 [stop - start] on the CPU, read from the folder's files.
 
-    Parameters that the files store in another form (experts one by one) are converted by transformers, one at a time; the last one is kept.
+    transformers converts parameters that the files store in another form (separate experts), one at a time. The last one is cached.
     """
 
     def __init__(self, path: str, *, model: nn.Module, may_lack: Sequence[str] = ()) -> None:
-        """model: of the folder, with parameters on the meta device; kept. may_lack: names of parameters that need not be there: see `has`.
+        """model: the folder's model with parameters on the meta device; kept. may_lack: names of optional parameters; see `has`.
 
         Raises ValueError if the folder has no safetensors files, or if they lack a parameter or have it in another shape.
         """
         self._model, self._may_lack = model, may_lack
-        entries = SafetensorsSlices(_files(path)).__enter__()  # the files stay open: buckets are filled later
+        entries = SafetensorsSlices(_files(path)).__enter__()  # the files stay open, because buckets are filled later
         self._targets = model.state_dict(keep_vars=True)
         self._mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
         self._plain, self._converted = names_in_model(
@@ -51,11 +51,11 @@ class FolderValues:
         return entry.read(start, stop).float()
 
     def has(self, name: str) -> bool:
-        """Whether the folder has this parameter."""
+        """Returns whether the folder has this parameter."""
         return name in self._plain or name in self._converted
 
     def fill_buffers(self, model: nn.Module) -> None:
-        """Gives the buffers that the files have their values."""
+        """Copies the values of buffers that the files contain."""
         for name, buffer in model.named_buffers():
             if name in self._plain:
                 buffer.copy_(self._plain[name].full())
@@ -89,7 +89,7 @@ class FolderValues:
 
 
 def _files(path: str) -> list[str]:
-    """The safetensors files of a folder. Raises ValueError if there are none."""
+    """Returns the safetensors files of a folder. Raises ValueError if there are none."""
     folder = Path(path)
     index = folder / "model.safetensors.index.json"
     names = (
@@ -107,8 +107,8 @@ def _files(path: str) -> list[str]:
 class DrawnValues:
     """`(name=, start=, stop=)` -> fp32 [stop - start] on the CPU, drawn by the model's own `_init_weights`.
 
-    A unit (an element of a list of layers, else the module that owns the parameter) is drawn in full from a seed of its own, so that
-    values do not depend on who asks for them; the last one is kept.
+    A unit (an element of a list of layers, else the module that owns the parameter) is drawn in full from its own seed, so that the
+    values do not depend on the ranges requested. The last unit is cached.
     """
 
     def __init__(self, model: Any, *, seed: int) -> None:
@@ -127,6 +127,6 @@ class DrawnValues:
         drawn = copy.deepcopy(self._model.get_submodule(unit)).to_empty(device="cpu")
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(derive_seed(self._seed, "initial", unit))
-            for module in reversed(list(drawn.modules())):  # children first, as transformers does
+            for module in reversed(list(drawn.modules())):  # children first, as in transformers
                 self._model._init_weights(module)
         return {f"{unit}.{name}": value.detach().reshape(-1) for name, value in drawn.named_parameters()}

@@ -1,6 +1,6 @@
-"""Changes Hugging Face's modules right after a script has imported them.
+"""Adjusts Hugging Face's modules right after a script has imported them.
 
-This is the complete list of the changes. This package imports none of these modules itself.
+`COMPLETED` lists all adjusted modules. This package imports none of them itself.
 """
 
 import importlib
@@ -10,7 +10,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-COMPLETED = {  # their module -> ztk's, whose `complete(module)` changes it
+COMPLETED = {  # module -> ztk's module, whose `complete(module)` adjusts it
     "accelerate.state": ("ztk.hf.ranks",),
     "peft.utils.other": ("ztk.hf.copying",),
     "transformers.modeling_utils": ("ztk.hf.loading", "ztk.hf.resizing"),
@@ -21,7 +21,7 @@ COMPLETED = {  # their module -> ztk's, whose `complete(module)` changes it
 
 
 def watch() -> None:
-    """Completes the modules above: those already imported at once, the others when they are imported. A second call does nothing."""
+    """Adjusts the modules of `COMPLETED`: imported ones immediately, others when they are imported. Idempotent."""
     if any(isinstance(finder, _Watcher) for finder in sys.meta_path):
         return
     sys.meta_path.insert(0, _Watcher())
@@ -36,7 +36,7 @@ def _complete(module: ModuleType) -> None:
 
 
 class _Watcher(MetaPathFinder):
-    """Finds the modules above with the other finders and wraps their loaders."""
+    """Finds the modules of `COMPLETED` with the other finders and wraps their loaders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -64,6 +64,6 @@ class _Completing(Loader):
         assert module.__spec__ is not None
         module.__loader__ = module.__spec__.loader = (
             self._loader
-        )  # tracebacks and inspect ask the loader for the source
+        )  # tracebacks and inspect request the source from the loader
         self._loader.exec_module(module)
         _complete(module)
