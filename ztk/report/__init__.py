@@ -1,7 +1,7 @@
-"""The record of a run: its folder, its live display, its tables and plot, and reading it back.
+"""The record of a run: its folder, live display, tables and plots, and functions that read it back.
 
-Names are imported when they are used: the process that starts the ranks writes failed summaries without torch, pandas
-or matplotlib, and a rank loads no pandas to count bytes.
+Names are imported lazily: the process that starts the ranks writes failed summaries without torch, pandas or matplotlib, and a rank does
+not load pandas.
 """
 
 import importlib

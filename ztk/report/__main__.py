@@ -1,12 +1,13 @@
-"""python -m ztk.report [--folder PATH] [--run_ops]: ds_report for ztk. The exit code is 1 if an op does not run.
+"""Reports on this machine and on runs.
 
-python -m ztk.report compare FOLDER [FOLDER ...] [--baseline WORDS] [--metrics NAME,..] [--format markdown|latex|csv]: arms of
-experiments beside a baseline.
-
-python -m ztk.report html FOLDER [--to FILE] [--live [SECONDS]]: one HTML file with tables and plots of the runs, which follows them
-with --live.
-
-python -m ztk.report profile RUN [--rank RANK]: the trace of a run with train.profile in Perfetto.
+python -m ztk.report [--folder PATH] [--run_ops]
+    Describes this machine, like ds_report. The exit code is 1 if an op does not run.
+python -m ztk.report compare FOLDER [FOLDER ...] [--baseline WORDS] [--metrics NAME,..] [--format markdown|latex|csv]
+    Compares arms of experiments with a baseline.
+python -m ztk.report html FOLDER [--to FILE] [--live [SECONDS]]
+    Writes one HTML file with tables and plots of the runs, and keeps it up to date with --live.
+python -m ztk.report profile RUN [--rank RANK]
+    Opens the trace of a run with train.profile in Perfetto.
 """
 
 import argparse
@@ -14,16 +15,21 @@ import sys
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the report of this machine or a comparison of runs, or writes their page."""
+    """Describes this machine, compares runs, or writes their page."""
     words = sys.argv[1:] if arguments is None else arguments
     commands = {"compare": _compare, "html": _html, "profile": _profile}
     return commands[words[0]](words[1:]) if words and words[0] in commands else _machine(words)
 
 
 def _machine(words: list[str]) -> int:
-    from ztk.report.machine import describe_machine, render  # here: brings torch, which a comparison does without
+    from ztk.report.machine import (
+        describe_machine,
+        render,
+    )  # imported late: it imports torch, which a comparison does not need
 
-    parser = argparse.ArgumentParser(prog="python -m ztk.report", description="What this machine can run.")
+    parser = argparse.ArgumentParser(
+        prog="python -m ztk.report", description="Reports the hardware, software and ops of this machine."
+    )
     parser.add_argument("--folder", default=".", help="where offload files would be stored (default: here)")
     parser.add_argument("--run_ops", action="store_true", help="run every op once; on a GPU this compiles them")
     given = parser.parse_args(words)
@@ -95,7 +101,7 @@ def _html(words: list[str]) -> int:
         nargs="?",
         const=SECONDS,
         metavar="SECONDS",
-        help=f"follow runs that go on: write the file again as they change, at most every SECONDS (default: {SECONDS:g})",
+        help=f"follow running jobs: rewrite the file as they change, at most every SECONDS (default: {SECONDS:g})",
     )
     given = parser.parse_args(words)
     try:

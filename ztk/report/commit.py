@@ -1,11 +1,11 @@
-"""The commit of the checkout that runs."""
+"""Finds the commit of the running checkout."""
 
 import subprocess
 from pathlib import Path
 
 
 def read_commit() -> str | None:
-    """The commit of the checkout that contains this file, with a + for uncommitted changes; None without git."""
+    """Returns the commit of the checkout that contains this file, with a + for uncommitted changes, or None without git."""
     where = ("git", "-C", str(Path(__file__).parent))
     command = [*where, "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
     try:

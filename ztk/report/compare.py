@@ -1,4 +1,4 @@
-"""Arms of an experiment beside a baseline: ratios of pairs, with intervals."""
+"""Compares arms of an experiment with a baseline: ratios of pairs, with intervals."""
 
 import csv
 import io
@@ -13,7 +13,7 @@ from ztk.report.statistics import FEWEST, Interval, median_interval, ratio_inter
 from ztk.report.status import Status
 
 METRICS = ("tokens_per_second", "step_seconds_median", "validation_loss", "peak_memory.device_bytes")
-_TRAINING_LOSS = "final_loss"  # of the last batch alone: compared where no run has a validation loss
+_TRAINING_LOSS = "final_loss"  # loss of the last batch; compared only if no run has a validation loss
 _COUNTED = (
     "flops",
     "model_flops",
@@ -21,13 +21,13 @@ _COUNTED = (
     "steps",
     "tokens",
     "parameters",
-)  # and bytes: the same in every repeat, so no statistics are needed
+)  # bytes, which are equal in every repeat and need no statistics
 _LOSSES = ("first_loss", "final_loss", "validation_loss")
 _COLUMNS = ("arm", "metric", "n", "median", "95 % interval", "ratio", "95 % interval of the ratio", "result")
 
 
 class TableFormat(StrEnum):
-    """How a comparison is written."""
+    """The output format of a comparison."""
 
     markdown = "markdown"
     latex = "latex"
@@ -36,7 +36,7 @@ class TableFormat(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
-    """Finished runs that differ in nothing but the repeat, in its order. name: where they come from and their overrides."""
+    """Finished runs that differ only in the repeat, in its order. name: their origin and their overrides."""
 
     name: str
     overrides: str
@@ -45,7 +45,10 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """One metric of one arm. ratio: to the baseline, by pairs; None for the baseline itself, and where result says why there is none."""
+    """One metric of one arm. ratio: to the baseline, over pairs.
+
+    None for the baseline itself, and if the metric cannot be compared; result then has the reason.
+    """
 
     arm: str
     metric: str
@@ -57,14 +60,16 @@ class Comparison:
 def compare(
     folders: Sequence[str], *, baseline: str | None = None, metrics: Sequence[str] | None = None
 ) -> list[Comparison]:
-    """Every arm of the folders beside its baseline.
+    """Compares every arm of the folders with its baseline.
 
-    One folder: its arms beside the first, or beside the one whose overrides contain the words of `baseline`. Several folders: the arms of
-    the later ones beside those of the first with the same overrides, or beside its only arm. Repeat i of an arm and repeat i of its
-    baseline are a pair. metrics: keys of `summary.json`; None: `METRICS`, with the last training loss if no run has a validation loss.
+    With one folder, the baseline of all arms is the first arm, or the one whose overrides contain the words of `baseline`. With several
+    folders, the baseline of an arm is the arm of the first folder with the same overrides, or its only arm. Repeat i of an arm and repeat
+    i of its baseline form a pair.
 
-    Counted quantities (bytes, operations) are compared exactly if all pairs have one ratio. Measured ones differ if the 95 % interval of
-    the ratios does not contain 1, which takes `FEWEST` pairs or more.
+    Counted quantities (bytes, operations) are compared exactly if all pairs have the same ratio. A measured quantity differs if the 95 %
+    interval of the ratios does not contain 1; this needs at least `FEWEST` pairs.
+
+    metrics: keys of `summary.json`. Defaults to `METRICS`, with the last training loss if no run has a validation loss.
 
     Raises:
         ValueError: a folder has no finished run, no run has one of the metrics, `baseline` names no arm or several, or an arm has no
@@ -92,7 +97,7 @@ def compare(
 
 
 def render(comparisons: Sequence[Comparison], *, form: TableFormat = TableFormat.markdown) -> str:
-    """The comparisons as one table."""
+    """Formats the comparisons as one table."""
     rows = [[_text(cell) for cell in _cells(found)] for found in comparisons]
     if form is not TableFormat.csv:
         rows = [[f"{cell} (last batch)" if cell == _TRAINING_LOSS else cell for cell in row] for row in rows]
@@ -111,12 +116,12 @@ def render(comparisons: Sequence[Comparison], *, form: TableFormat = TableFormat
 def _arms(found: Runs, *, folder: str, named: bool) -> Iterator[Arm]:
     done = found.runs[found.runs["status"] == Status.done.value]
     if done.empty:
-        raise ValueError(f"{folder}: has no finished run; go on with its sweep by sweep.resume={folder}")
+        raise ValueError(f"{folder}: has no finished run; continue its sweep with sweep.resume={folder}")
     shared = set.intersection(*[set(arm.split()) for arm in done["arm"]]) if done["arm"].nunique() > 1 else set()
     groups = dict(iter(done.groupby("arm", sort=False)))
     for overrides in [
         arm for arm in found.runs["arm"].unique() if arm in groups
-    ]:  # in the order of the jobs, also of failed ones
+    ]:  # in the order of the jobs, including failed ones
         runs = groups[overrides]
         own = " ".join(word for word in str(overrides).split() if word not in shared)
         name = f"{folder}: {own}" if named and own else own or folder
@@ -141,7 +146,9 @@ def _counterpart(arm: Arm, *, arms: Sequence[Arm]) -> Arm:
 
 
 def _compared(arm: Arm, *, base: Arm | None, metric: str) -> Iterator[Comparison]:
-    """Nothing where no run of the arm has the metric. An arm that lacks it in some runs, as in one whose loss is no number, is not compared."""
+    """Yields comparisons. Skips an arm if none of its runs has the metric; an arm that lacks it in some runs is listed but not
+    compared.
+    """
     values = _values(arm.runs, metric=metric)
     if not values:
         return
@@ -163,18 +170,18 @@ def _compared(arm: Arm, *, base: Arm | None, metric: str) -> Iterator[Comparison
 
 
 def _paired(arm: pandas.DataFrame, *, base: pandas.DataFrame) -> tuple[pandas.DataFrame, pandas.DataFrame]:
-    """The runs of both that have a counterpart: repeat i is beside repeat i. Runs that share a number are counted in their order."""
+    """Returns the paired runs of both arms, repeat by repeat. Runs with the same repeat number are paired in their order."""
     numbers = [list(zip(side["repeat"], side.groupby("repeat").cumcount(), strict=True)) for side in (arm, base)]
     return arm[[number in numbers[1] for number in numbers[0]]], base[[number in numbers[0] for number in numbers[1]]]
 
 
 def _values(runs: pandas.DataFrame, *, metric: str) -> list[float]:
-    """Of the runs that have the metric."""
+    """Returns the values of the runs that have the metric."""
     return [float(value) for value in runs[metric].dropna()] if metric in runs else []
 
 
 def _result(own: pandas.DataFrame, *, base: pandas.DataFrame, metric: str, ratio: Interval, equal: bool) -> str:
-    """own, base: the pairs."""
+    """Describes the result. own, base: the pairs."""
     if metric in _LOSSES and _identical(own, base=base):
         return "identical"
     if equal:
@@ -191,7 +198,7 @@ def _is_counted(metric: str) -> bool:
 
 
 def _identical(own: pandas.DataFrame, *, base: pandas.DataFrame) -> bool:
-    """Whether the digests of all pairs are."""
+    """Returns whether the digests of all pairs are equal."""
     if any("loss_digest" not in side or side["loss_digest"].isna().any() for side in (own, base)):
         return False
     return list(own["loss_digest"]) == list(base["loss_digest"])

@@ -1,4 +1,4 @@
-"""CSV: `metrics.csv` and `samples.csv` in the run folder, one line per row of `metrics.jsonl` and per sampled text."""
+"""CSV logger: `metrics.csv` and `samples.csv` in the run folder, one line per row of `metrics.jsonl` and per sampled text."""
 
 import csv
 import os
@@ -10,7 +10,7 @@ METRICS, SAMPLES = "metrics.csv", "samples.csv"
 
 
 class CsvWriter:
-    """A row is in the file when `row` returns. A key that a row lacks is an empty field, and a key that comes later is a new last column."""
+    """Writes each row immediately. A missing key becomes an empty field, and a new key becomes a new last column."""
 
     notice: str | None = None
 
@@ -27,11 +27,11 @@ class CsvWriter:
         self._samples.write([{"step": step} | dict(record) for record in records])
 
     def finish(self, summary: Mapping[str, Any], *, failed: bool) -> None:
-        """Every line is written already, and `summary.json` has the summary."""
+        """Does nothing: every line is written already, and `summary.json` has the summary."""
 
 
 class _Table:
-    """A CSV file with the column `step`. last_step: of the lines that stay, if the file exists."""
+    """A CSV file with the column `step`. last_step: later lines of an existing file are dropped."""
 
     def __init__(self, path: Path, *, last_step: int) -> None:
         self._path = path
@@ -41,12 +41,12 @@ class _Table:
         with open(path, newline="", encoding="utf-8") as file:
             read = csv.DictReader(file)
             self._columns = list(read.fieldnames or ())
-            # A line that a kill has cut has too few fields, which are None.
+            # A line that a kill has truncated has None in its last fields.
             kept = [row for row in read if None not in row.values() and int(row["step"]) <= last_step]
         self._replace(kept)
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Appends the rows. The file is written again where they have new keys."""
+        """Appends the rows. Rewrites the file if they have new keys."""
         new = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in self._columns]
         if new:
             kept = self._read()
@@ -62,7 +62,7 @@ class _Table:
             return list(csv.DictReader(file))
 
     def _replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A reader sees the old file or the new one."""
+        """Replaces the file atomically."""
         staging = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         with open(staging, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self._columns, restval="", lineterminator="\n")

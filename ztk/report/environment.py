@@ -1,4 +1,4 @@
-"""The machine and the software of a run."""
+"""Describes the machine and the software of a run."""
 
 import importlib.metadata
 import os
@@ -11,12 +11,12 @@ import torch
 
 from ztk.report.commit import read_commit
 
-COMMAND = "ZTK_COMMAND"  # in the environment of a rank: the command line that started the run
+COMMAND = "ZTK_COMMAND"  # environment variable with the command line that started the run
 _PACKAGES = ("torch", "triton", "numpy", "hydra-core", "omegaconf", "wandb", "safetensors")
 
 
 def describe_environment(*, device: torch.device, world_size: int) -> dict[str, Any]:
-    """The values of `env.json`: versions, commit, device, world size."""
+    """Returns the values of `env.json`: versions, commit, device, world size."""
     return {
         "python": platform.python_version(),
         **{name: version(name) for name in _PACKAGES},
@@ -33,7 +33,7 @@ def describe_environment(*, device: torch.device, world_size: int) -> dict[str, 
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package; None if it is not installed."""
+    """Returns the installed version of a package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -41,7 +41,7 @@ def version(package: str) -> str | None:
 
 
 def device_name(device: torch.device) -> str:
-    """The product name of the GPU or the processor."""
+    """Returns the product name of the GPU or the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

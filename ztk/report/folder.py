@@ -1,6 +1,6 @@
-"""The run folder: all files of a run. Notebooks, sweeps and checks read nothing else.
+"""The run folder with all files of a run. Notebooks, sweeps and checks read only this folder.
 
-This file imports the standard library alone, so that the process that starts the ranks can write a failed summary.
+This file imports only the standard library, so that the process that starts the ranks can write a failed summary.
 """
 
 import json
@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 ENVIRONMENT, METRICS, SUMMARY = "env.json", "metrics.jsonl", "summary.json"
-PACKED = (
-    ".packed"  # packed weights that end with the run: removed by who opens them, or by the command if that was killed
-)
-OPTIONS = "options.json"  # group -> the chosen option, also of groups that the command line does not name
+PACKED = ".packed"  # temporary packed weights; removed after the run, or by the next command if the run was killed
+OPTIONS = "options.json"  # group -> chosen option, including groups that the command line does not name
 
 
 class RunFolder:
-    """Writes the JSON files of one run. A file appears completely or not at all; a row is in the file when `row` returns.
+    """Writes the JSON files of one run. A file is replaced atomically; a row is written when `row` returns.
 
     JSON has no infinity and no NaN: they are written as null.
     """
@@ -43,7 +41,7 @@ class RunFolder:
         write_json(self.path / ENVIRONMENT, values=values)
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """One line of `metrics.jsonl`."""
+        """Appends one line to `metrics.jsonl`."""
         if self._metrics is None:
             self._metrics = open(self.path / METRICS, "a", buffering=1, encoding="utf-8")
         self._metrics.write(json.dumps(_finite(row), allow_nan=False) + "\n")
@@ -66,10 +64,9 @@ class RunFolder:
 
 
 def write_failed_summary(path: str | os.PathLike, *, error: str, status: str = "failed") -> None:
-    """Writes to `summary.json` that the run failed, or was refused, and why, beside what its rows contain.
+    """Records in `summary.json` that the run failed, or was refused, with the reason and the values of its rows.
 
-    Works for a run that died before it wrote anything, and for one whose rank 0 has written a summary: its other keys
-    stay.
+    Works for a run that died before it wrote anything. If rank 0 has written a summary, its other keys are kept.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,12 +76,12 @@ def write_failed_summary(path: str | os.PathLike, *, error: str, status: str = "
         known |= {"first_loss": rows[0]["loss"], "final_loss": rows[-1]["loss"]}
     if (folder / SUMMARY).exists():
         known |= json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-    (folder / METRICS).touch()  # readers of a sweep find every file in every folder
+    (folder / METRICS).touch()  # readers of a sweep expect every file in every folder
     write_json(folder / SUMMARY, values=known | {"status": str(status), "error": error})
 
 
 def read_rows(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
-    """The rows of a run folder's `metrics.jsonl`; a last line cut short by a kill is left out."""
+    """Yields the rows of a run folder's `metrics.jsonl`, except a last line truncated by a kill."""
     try:
         lines = (Path(path) / METRICS).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -98,7 +95,7 @@ def read_rows(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
 
 
 def write_json(path: str | os.PathLike, *, values: Mapping[str, Any]) -> None:
-    """Writes the file completely or not at all."""
+    """Writes the file atomically."""
     _replace(Path(path), text=json.dumps(_finite(values), indent=2, allow_nan=False) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""The counters of one rank as flat numbers, and gathering those of all ranks."""
+"""Flattens the counters of a rank to numbers, and gathers the numbers of all ranks."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ztk.core.runtime import MemoryLedger, PhaseClock, Tier
 
-# [k] of every rank -> [world, k], the same bits everywhere; collectives belong to `ztk.core.runtime`.
+# [k] of every rank -> [world, k], bitwise equal everywhere. Passed in, because collectives belong to `ztk.core.runtime`.
 Gather = Callable[[Tensor], Tensor]
 
 COMM_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring", "send", "tied", "muon")
@@ -30,7 +30,7 @@ class _HasIo(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gauges:
-    """The counters that a rank's engine keeps. `io` is None where nothing is offloaded to files."""
+    """The counters of a rank's engine. `io` is None unless something is offloaded to files."""
 
     memory: MemoryLedger
     comm: _HasBytes
@@ -39,18 +39,18 @@ class Gauges:
     device: torch.device = torch.device("cpu")
 
     def memory_bytes(self) -> dict[str, int]:
-        """Booked bytes per tier now."""
+        """Returns the currently booked bytes per tier."""
         return {f"memory.{tier.label}_bytes": self.memory.current(tier) for tier in Tier}
 
     def peak_bytes(self) -> dict[str, int]:
-        """The most bytes booked per tier at one time; on a GPU also the allocator's own peak, activations included."""
+        """Returns the peak of booked bytes per tier, and on a GPU also the allocator's peak, which includes activations."""
         peaks = {f"peak_memory.{tier.label}_bytes": self.memory.peak(tier) for tier in Tier}
         if self.device.type == "cuda":
             peaks["peak_memory.allocator_bytes"] = torch.cuda.max_memory_allocated(self.device)
         return peaks
 
     def flows(self) -> dict[str, float]:
-        """Bytes through collectives and files, and seconds per phase and of the disk, since the start."""
+        """Returns bytes through collectives and files, and seconds per phase and of the disk, since the start."""
         io = self.io
         return {
             **{f"comm.{kind}_bytes": self.comm.bytes.get(kind, 0) for kind in COMM_KINDS},
@@ -62,14 +62,14 @@ class Gauges:
         }
 
     def holdings(self) -> dict[str, Any]:
-        """Booked bytes by tier and category, now and when each tier had its peak, and the peaks."""
+        """Returns booked bytes by tier and category, currently and at each tier's peak, and the peaks."""
         at_peak = {tier.label: self.memory.by_category_at_peak(tier) for tier in Tier}
         now = {tier.label: self.memory.by_category(tier) for tier in Tier}
         return {"memory": now, "at_peak": at_peak, "peak": self.peak_bytes()}
 
 
 def gather_json(value: Any, *, gather: Gather, device: torch.device) -> list[Any]:
-    """A JSON value of every rank, in rank order, on every rank."""
+    """Gathers a JSON value from every rank, in rank order, on every rank."""
     text = json.dumps(value).encode()
     longest = int(gather(torch.tensor([float(len(text))], device=device)).max())
     padded = torch.tensor(list(text.ljust(longest)), dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""A run's sign of life: `heartbeat.json` in its folder, from its start to its end."""
+"""A run's heartbeat: `heartbeat.json` in its folder, from its start to its end."""
 
 import json
 import os
@@ -12,13 +12,13 @@ from ztk.report.folder import write_json
 
 HEARTBEAT = "heartbeat.json"
 BEAT_SECONDS = 5.0
-STALE_SECONDS = 60.0  # for a reader on another machine; its clock may differ
+STALE_SECONDS = 60.0  # for a reader on another machine, whose clock may differ
 
 
 class Heartbeat:
-    """Use as a context around a run: the file is written at once and every 5 seconds, and removed at the end, however the run ends.
+    """A context around a run that writes the file immediately and every 5 seconds, and removes it when the run ends.
 
-    After a `kill -9` the file stays, and its process does not exist: that is how a dead run is told from one that still runs.
+    After `kill -9` the file remains and its process does not exist, so a dead run can be distinguished from a running one.
     """
 
     def __init__(self, folder: str | os.PathLike) -> None:
@@ -52,7 +52,7 @@ class Heartbeat:
 
 
 def read_heartbeat(folder: str | os.PathLike) -> dict[str, Any] | None:
-    """The last sign of life; None if the run has ended or never began."""
+    """Returns the last heartbeat, or None if the run has ended or never began."""
     try:
         return json.loads(Path(folder, HEARTBEAT).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -60,7 +60,7 @@ def read_heartbeat(folder: str | os.PathLike) -> dict[str, Any] | None:
 
 
 def is_alive(beat: dict[str, Any]) -> bool:
-    """Whether the process of a heartbeat runs: on this machine looked up, on another judged by the file's age."""
+    """Returns whether the process of a heartbeat runs. On another machine, this is judged by the file's age."""
     if beat["host"] == platform.node():
         start = process_start(beat["pid"])
         return start is not None and start == beat["process_start"]
@@ -68,7 +68,7 @@ def is_alive(beat: dict[str, Any]) -> bool:
 
 
 def process_start(pid: int) -> str | None:
-    """When a process began, in the words of the system: tells it from a later one of the same number. None if there is none."""
+    """Returns the system's start time of a process, or None if there is none. It distinguishes processes with the same number."""
     try:
         text = Path("/proc", str(pid), "stat").read_text()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Reading runs back: one run folder, a sweep, or a folder of them."""
+"""Reads runs back: one run folder, a sweep, or a folder of them."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ _WORDS = {"true": True, "false": False, "null": None}
 _TIER_BYTES = ("memory.", "peak_memory.")
 _FROM_ENVIRONMENT = ("commit", "device_name", "host")
 _FIRST = ("run", "status", "arm", "repeat", "error")
-_RESULTS = (  # which a person looks for first
+_RESULTS = (  # listed first
     *(
         "validation_loss",
         "perplexity",
@@ -39,12 +39,12 @@ _DETAILS = ("memory.", "peak_memory.", "comm.", "io.", "seconds.")
 
 
 class Runs(NamedTuple):
-    """`runs` has one row per run, `history` one per logged step and run. Values have types: numbers sort as numbers.
+    """`runs` has one row per run, `history` one per logged step and run. Values are typed, so numbers sort as numbers.
 
-    Columns of `runs`, in this order: `run`, `status`, `arm` (the overrides without what differs between repeats, and the keys in which runs
-    with the same overrides differ nevertheless, as after a default has changed), `repeat`; the keys of the command lines; losses, speed and
-    peaks; the rest of the summary; `commit`, `device_name`, `host`; the option of every group (`zero`) and every key of the
-    resolved configuration (`optimizer.lr`); bytes and seconds in detail.
+    Columns of `runs`, in this order: `run`, `status`, `arm`, `repeat`; the keys of the command lines; losses, speed and peaks; the rest
+    of the summary; `commit`, `device_name`, `host`; the option of every group (`zero`) and every key of the resolved configuration
+    (`optimizer.lr`); bytes and seconds in detail. `arm` has the overrides without those that vary between repeats. If runs with the same
+    overrides have different configurations, for example after a change of a default, it also has the keys that differ.
     """
 
     runs: pandas.DataFrame
@@ -52,14 +52,14 @@ class Runs(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """What was read: the folder of the run, of the sweep or of them all."""
+        """The folder that was read: of a run, a sweep, or all of them."""
         return Path(self.runs.attrs["folder"])
 
     def summary(self, by: str | Sequence[str], *, metric: str) -> pandas.DataFrame:
-        """Median, 95 % interval (`low`, `high`) and n of `metric` over the finished runs, for every value of `by`.
+        """Returns median, 95 % interval (`low`, `high`) and n of `metric` over the finished runs, for every value of `by`.
 
         Raises:
-            ValueError: `by` or `metric` is no column.
+            ValueError: `by` or `metric` is not a column.
         """
         keys = [by] if isinstance(by, str) else list(by)
         done = self._done(*keys, metric).dropna(subset=[metric])
@@ -71,10 +71,11 @@ class Runs(NamedTuple):
         return pandas.DataFrame(rows, columns=[*keys, "n", "median", "low", "high"])
 
     def pareto(self, x: str, *, y: str, larger: Sequence[str] = LARGER_IS_BETTER) -> pandas.DataFrame:
-        """The arms that no other arm beats in both metrics, by their medians; sorted by `x`. larger: metrics of which more is better.
+        """Returns the arms that no other arm beats in both metrics, by their medians, sorted by `x`. larger: metrics for which more is
+        better.
 
         Raises:
-            ValueError: `x` or `y` is no column.
+            ValueError: `x` or `y` is not a column.
         """
         done = self._done(x, y).dropna(subset=[x, y])
         medians = done.groupby("arm", sort=False).agg(**{x: (x, "median"), y: (y, "median"), "n": (x, "size")})
@@ -84,7 +85,7 @@ class Runs(NamedTuple):
         return medians[kept].sort_values(x).reset_index()
 
     def _done(self, *columns: str) -> pandas.DataFrame:
-        """The finished runs; refuses what is no column."""
+        """Returns the finished runs. Raises ValueError for unknown columns."""
         for column in columns:
             if column not in self.runs:
                 raise ValueError(f"{column}: no run has it; the columns are {', '.join(sorted(map(str, self.runs)))}")
@@ -92,7 +93,7 @@ class Runs(NamedTuple):
 
 
 def load(path: str | os.PathLike) -> Runs:
-    """Reads every run folder at or below `path`, and the jobs of sweeps that have no folder yet. `status` is that of `ztk.report.status`.
+    """Reads every run folder at or below `path`, and the jobs of sweeps without a folder yet. `status` is as in `ztk.report.status`.
 
     The column `run` is the folder relative to `path` ("." for `path` itself). Bytes of a tier that a finished run did not use are 0.
 
@@ -109,7 +110,9 @@ def load(path: str | os.PathLike) -> Runs:
     given, reported = set(), set()  # keys of command lines and of summaries
     for folder in folders:
         run, job, values = str(folder.relative_to(root)), jobs.get(folder), _configuration(folder)
-        values |= {key: value for key, value in read_summary(folder).items() if key in values}  # that acted instead
+        values |= {
+            key: value for key, value in read_summary(folder).items() if key in values
+        }  # values that acted in place of configured ones
         runs.append({"run": run} | _describe(folder, job=job, values=values))
         history += [{"run": run} | row for row in read_rows(folder)]
         settings.append(_settings(values, job=job))
@@ -123,7 +126,7 @@ def load(path: str | os.PathLike) -> Runs:
 
 
 def _place(key: str, *, given: Container[str], reported: Container[str]) -> tuple[int, int]:
-    """Where a person looks for a column; columns of one group stay in their order."""
+    """Returns the sort key of a column. Columns of one group keep their order."""
     if key in _FIRST:
         return 0, _FIRST.index(key)
     if key in given:
@@ -136,7 +139,7 @@ def _place(key: str, *, given: Container[str], reported: Container[str]) -> tupl
 
 
 def _jobs(root: Path) -> Iterator[tuple[Path, SweepJob]]:
-    """Folder -> job of every sweep at, above or below `root`, in the order of the sweep."""
+    """Yields (folder, job) of every sweep at, above or below `root`, in the order of the sweep."""
     for file in [*root.rglob(SWEEP), root.absolute().parent / SWEEP]:
         record = read_sweep(file.parent)
         for job in record.jobs if record is not None else ():
@@ -148,7 +151,7 @@ def _jobs(root: Path) -> Iterator[tuple[Path, SweepJob]]:
 
 
 def _settings(values: Mapping[str, Any], *, job: SweepJob | None) -> dict[str, str]:
-    """What the resolved configuration says of the experiment, without what makes repeats differ."""
+    """Returns the experiment's settings in the resolved configuration, without those that vary between repeats."""
     varied = {word.partition("=")[0] for word in job.options} if job else set()
     return {
         key: json.dumps(value, separators=(",", ":")).strip('"')
@@ -158,7 +161,7 @@ def _settings(values: Mapping[str, Any], *, job: SweepJob | None) -> dict[str, s
 
 
 def _part_arms(runs: Sequence[dict[str, Any]], *, settings: Sequence[dict[str, str]]) -> None:
-    """Runs with the same overrides and other configurations are other arms, which have the keys that differ in their names."""
+    """Splits runs with the same overrides but different configurations into arms, and adds the keys that differ to the names."""
     arms: dict[str, list[int]] = {}
     for number, run in enumerate(runs):
         if settings[number]:  # a run without a configuration has not started
@@ -190,7 +193,7 @@ def _describe(folder: Path, *, job: SweepJob | None, values: Mapping[str, Any]) 
 
 
 def _overrides(folder: Path, *, job: SweepJob | None) -> dict[str, Any]:
-    """Key -> value of the command line, from `overrides.json`, a dictionary or a list of `key=value`, or from the sweep."""
+    """Returns key -> value of the command line, from `overrides.json`, a dictionary or a list of `key=value`, or from the sweep."""
     values = _read_json(folder / "overrides.json") or (list(job.overrides + job.options) if job else {})
     if isinstance(values, list):
         values = dict(entry.split("=", 1) for entry in values if "=" in entry)
@@ -198,7 +201,7 @@ def _overrides(folder: Path, *, job: SweepJob | None) -> dict[str, Any]:
 
 
 def _value(text: Any) -> Any:
-    """`0.003` for "3e-3"; a text that is no number and no switch stays."""
+    """Returns `0.003` for "3e-3". Texts that are not numbers or switches are kept."""
     if not isinstance(text, str):
         return text
     if text in _WORDS:
@@ -210,7 +213,7 @@ def _value(text: Any) -> Any:
 
 
 def _frame(rows: Sequence[dict[str, Any]]) -> pandas.DataFrame:
-    """Numbers as numbers, also beside runs that lack them: whole numbers as Int64, switches as boolean."""
+    """Makes a frame with typed columns, also if values are missing: whole numbers as Int64, switches as boolean."""
     columns = dict.fromkeys(key for row in rows for key in row)
     return pandas.DataFrame({key: _column([row.get(key) for row in rows]) for key in columns})
 
@@ -227,7 +230,7 @@ def _column(values: list[Any]) -> pandas.Series:
 
 
 def _with_unused_tiers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """0 for the bytes of tiers and categories that a finished run did not use."""
+    """Sets the bytes of tiers and categories that a finished run did not use to 0."""
     tiers = {key for row in rows for key in row if key.startswith(_TIER_BYTES) and key.endswith("_bytes")}
     return [(dict.fromkeys(sorted(tiers), 0) | row) if row["status"] == Status.done.value else row for row in rows]
 
@@ -241,7 +244,7 @@ def _flat(values: Mapping[str, Any], *, prefix: str = "") -> Iterator[tuple[str,
 
 
 def _configuration(folder: Path) -> dict[str, Any]:
-    """Key -> value of the resolved configuration."""
+    """Returns key -> value of the resolved configuration."""
     try:
         values = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -257,5 +260,5 @@ def _read_json(path: Path) -> Any:
 
 
 def _beats(one: tuple[float, float], *, other: tuple[float, float]) -> bool:
-    """Whether `one` costs no more than `other` in either metric, and less in one."""
+    """Returns whether `one` costs no more than `other` in either metric, and less in one."""
     return one != other and one[0] <= other[0] and one[1] <= other[1]

@@ -1,4 +1,4 @@
-"""What this machine can run: versions, devices, ops, communication, direct I/O, memory, disk. `python -m ztk.report` prints it."""
+"""Describes this machine: versions, devices, ops, communication, direct I/O, memory, disk. `python -m ztk.report` prints it."""
 
 import importlib.metadata
 import os
@@ -28,7 +28,7 @@ _SMALL_SHARED_MEMORY = 512 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """A title and its rows of name and value; `faults` says what to fix."""
+    """A title and its rows of name and value. faults: problems to fix."""
 
     title: str
     rows: tuple[tuple[str, str], ...]
@@ -36,12 +36,12 @@ class Section:
 
 
 def describe_machine(*, folder: str | os.PathLike, runs_ops: bool) -> list[Section]:
-    """Sections about this machine. folder: where offload files would be stored. runs_ops: run every op once, which compiles it on a GPU."""
+    """Describes this machine in sections. folder: location of offload files. runs_ops: runs every op once, which compiles it on a GPU."""
     return [_versions(), _devices(), _ops(runs_ops), _communication(), _storage(folder), _memory()]
 
 
 def render(sections: Iterable[Section]) -> str:
-    """Text in ds_report's form: a title, then `name ...... value`."""
+    """Formats sections like ds_report: a title, then `name ...... value`."""
     lines = []
     for section in sections:
         lines += ["-" * 80, section.title, "-" * 80]
@@ -63,7 +63,7 @@ def _deepspeed() -> str:
     try:
         found = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
-        return "free; ztk answers to it under python -m ztk.deepspeed and after ztk.deepspeed.install()"
+        return "free; ztk uses it under python -m ztk.deepspeed and after ztk.deepspeed.install()"
     if found.endswith("+ztk"):
         return f"ztk's, as {found}"
     return f"DeepSpeed {found}, except under python -m ztk.deepspeed and after ztk.deepspeed.install()"
@@ -105,7 +105,7 @@ def _ops(runs: bool) -> Section:
 
 
 def _try(spec: OpSpec, *, device: str) -> str | None:
-    """Runs the op once; None, or what went wrong."""
+    """Runs the op once. Returns the error, or None."""
     try:
         inputs = spec.make_inputs(spec.small_shapes[0], dtype=spec.dtypes[0], device=device, **spec.variants[0])
         spec.op(**inputs)

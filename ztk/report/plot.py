@@ -1,4 +1,4 @@
-"""The plot of a run, drawn from its folder."""
+"""Plots a run from its folder."""
 
 import itertools
 import json
@@ -27,8 +27,9 @@ _OTHER_COLORS = ("#66ccee", "#bbbbbb", "#ee8866", "#44bb99", "#777777", "#ddaacc
 
 
 def plot_run(folder: str | os.PathLike, *, name: str = "run.png") -> Path:
-    """Writes a PNG, and an SVG beside it, and returns the PNG's path: loss and tokens per second over steps, reward over divergence if there
-    are rewards, model state per tier at its peak.
+    """Writes a PNG and an SVG of the same name, and returns the PNG's path.
+
+    Shows loss and tokens per second over steps, reward over divergence if there are rewards, and the model state per tier at its peak.
     """
     path = Path(folder)
     rows = list(read_rows(path))
@@ -69,7 +70,7 @@ def _draw_loss(axes: Axes, *, rows: list[dict[str, Any]], summary: dict[str, Any
 
 
 def draw_speed(axes: Axes, *, rows: list[dict[str, Any]]) -> None:
-    """Tokens per second over the logged steps."""
+    """Draws tokens per second over the logged steps."""
     axes.set(title="throughput", xlabel="step", ylabel="tokens per second")
     axes.grid(alpha=0.25)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -79,7 +80,7 @@ def draw_speed(axes: Axes, *, rows: list[dict[str, Any]]) -> None:
 
 
 def draw_reward(axes: Axes, *, rows: list[dict[str, Any]]) -> None:
-    """The mean reward of every step over its divergence from the reference, or over the steps where that was not measured."""
+    """Draws the mean reward of every step over its divergence from the reference, or over the steps if that was not measured."""
     measured = all(row.get("kl") is not None for row in rows)
     label = "KL to the reference, nats per answer" if measured else "step"
     axes.set(title="reward", xlabel=label, ylabel="mean over sampled answers")
@@ -95,7 +96,7 @@ def draw_reward(axes: Axes, *, rows: list[dict[str, Any]]) -> None:
 
 
 def _smooth(values: list[float], *, span: float) -> list[float]:
-    """Exponential mean over about `span` values, without bias towards the start; NaN is skipped."""
+    """Returns an exponential mean over about `span` values, without bias towards the start. Skips NaN."""
     keep, total, weight, smooth = max(0.0, (span - 1) / (span + 1)), 0.0, 0.0, []
     for value in values:
         if not math.isnan(value):
@@ -105,7 +106,7 @@ def _smooth(values: list[float], *, span: float) -> list[float]:
 
 
 def _held_out(rows: list[dict[str, Any]], *, summary: dict[str, Any]) -> dict[int, float]:
-    """Step -> validation loss: those in rows, and the last one from the summary."""
+    """Returns step -> validation loss from the rows, and the last one from the summary."""
     measured = {row["step"]: row["validation_loss"] for row in rows if row.get("validation_loss") is not None}
     if (last := summary.get("validation_loss")) is not None:
         measured[summary["steps"]] = last
@@ -113,7 +114,7 @@ def _held_out(rows: list[dict[str, Any]], *, summary: dict[str, Any]) -> dict[in
 
 
 def draw_memory(axes: Axes, *, summary: dict[str, Any]) -> None:
-    """A bar per tier in use: what made its peak, by category."""
+    """Draws a bar per tier in use: the categories of its peak."""
     axes.set(title="a rank's state at its peak")
     axes.yaxis.set_major_formatter(lambda nbytes, _: format_bytes(nbytes))
     axes.grid(alpha=0.25, axis="y")
@@ -143,7 +144,7 @@ def draw_memory(axes: Axes, *, summary: dict[str, Any]) -> None:
 
 
 def _categories(summary: dict[str, Any], *, tier: str) -> dict[str, int]:
-    """`peak_memory.{tier}.{category}_bytes` of the summary."""
+    """Returns `peak_memory.{tier}.{category}_bytes` of the summary."""
     start = f"peak_memory.{tier}."
     return {
         key[len(start) : -len("_bytes")].replace("_", " "): value

@@ -1,8 +1,8 @@
 """Traces and memory of some steps: `profile/rank{r}.trace.json.gz` and `profile/rank{r}.memory.json` in the run folder, from every rank.
 
-The trace is Chrome's format (https://ui.perfetto.dev): operations, kernels on a GPU, and the ranges of `ztk.core.runtime.ranges`. Autograd
-gives an operation's backward the sequence number of its forward; by it the row `backward by module` names the module whose gradient is
-computed. On a GPU `rank{r}.memory.pickle` is the allocator's history for https://pytorch.org/memory_viz.
+The trace has Chrome's format (https://ui.perfetto.dev): operations, kernels on a GPU, and the ranges of `ztk.core.runtime.ranges`.
+Autograd gives an operation's backward the sequence number of its forward. The row `backward by module` uses it to name the module whose
+gradient is computed. On a GPU, `rank{r}.memory.pickle` has the allocator's history for https://pytorch.org/memory_viz.
 """
 
 import gzip
@@ -23,15 +23,15 @@ from ztk.core.runtime.ranges import Recording, named, recorded
 from ztk.report.viewer import FOLDER
 
 BACKWARD = "backward by module"
-MODULE = "module "  # in front of the name of a module's range
+MODULE = "module "  # prefix of a module's range
 _NODE = "autograd::engine::evaluate_function"
-_GPU_ENTRIES = 200_000  # of the allocator's history
+_GPU_ENTRIES = 200_000  # entries of the allocator's history
 
 Event = dict[str, Any]
 
 
 class StepProfiler:
-    """Profiles the steps of a policy on this rank. Every rank makes files of its own, and none waits for another."""
+    """Profiles the steps of a policy on this rank. Every rank writes its own files, without synchronization."""
 
     def __init__(
         self,
@@ -43,7 +43,9 @@ class StepProfiler:
         module: nn.Module | None,
         ledger: MemoryLedger,
     ) -> None:
-        """folder: the run folder. module: whose modules are named. ledger: what it has booked is written beside the memory's course."""
+        """folder: the run folder. module: the model whose modules are named. ledger: its booked bytes are written together with the
+        memory's course.
+        """
         self._policy, self._folder, self._rank, self._device = policy, Path(folder, FOLDER), rank, device
         self._module, self._ledger = module, ledger
         self._profiler: Any = None
@@ -51,7 +53,7 @@ class StepProfiler:
         self._open, self._step = ExitStack(), ExitStack()
 
     def begin(self, step: int) -> None:
-        """`step` begins."""
+        """Begins `step`."""
         if self._policy is None or not self._policy.first <= step <= self._policy.last:
             return
         if self._profiler is None:
@@ -59,22 +61,22 @@ class StepProfiler:
         self._step.enter_context(named(f"step {step}"))
 
     def is_last(self, step: int) -> bool:
-        """Whether `close` must follow `step`."""
+        """Returns whether `close` must follow `step`."""
         return self._profiler is not None and self._policy is not None and step >= self._policy.last
 
     def end(self) -> None:
-        """The step has ended."""
+        """Ends the step."""
         self._step.close()
 
     def close(self) -> str | None:
-        """Ends and writes what is under way, behind the last step or of a run that ended before; what to say of it."""
+        """Stops the trace, after its last step or when the run ends, and writes it. Returns a message, or None without a trace."""
         if self._profiler is None:
             return None
         self._step.close()
         return self._stop()
 
     def _start(self) -> None:
-        from torch.profiler import ProfilerActivity, profile  # here: only a run that profiles pays for it
+        from torch.profiler import ProfilerActivity, profile  # imported late: only for runs that profile
 
         on_gpu = self._device.type == "cuda"
         if on_gpu:
@@ -119,7 +121,7 @@ class StepProfiler:
 
 
 def _exported(profiler: Any) -> dict[str, Any]:
-    """The profiler's trace as JSON."""
+    """Returns the profiler's trace as JSON."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
@@ -127,7 +129,7 @@ def _exported(profiler: Any) -> dict[str, Any]:
 
 
 def _elsewhere(recording: Recording, *, document: dict[str, Any]) -> Iterator[Event]:
-    """The ranges of threads that the profiler does not see. A trace's times are microseconds from `baseTimeNanoseconds` on."""
+    """Yields ranges of threads that the profiler does not record. Times in a trace are microseconds since `baseTimeNanoseconds`."""
     base, pid = document.get("baseTimeNanoseconds", 0), _pid(document["traceEvents"])
     for found in recording.elsewhere:
         start, stop = ((moment - base) / 1e3 for moment in (found.start, found.stop))
@@ -140,7 +142,7 @@ def _pid(events: Iterable[Event]) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class _Slice:
-    """Nodes of one module that ran one after another. Microseconds."""
+    """Consecutive nodes of one module. Times in microseconds."""
 
     module: str
     pid: Any
@@ -149,7 +151,7 @@ class _Slice:
 
 
 def backward_by_module(events: list[Event]) -> list[Event]:
-    """Slices on a row of their own: which module's backward runs. events: those of the trace, with the ranges of modules among them."""
+    """Returns slices for a separate row that names the module whose backward runs. events: of the trace, including ranges of modules."""
     module_of = _forward_modules(events)
     slices: list[_Slice] = []
     nodes = [event for event in events if event.get("ph") == "X" and event["name"].startswith(_NODE)]
@@ -157,7 +159,7 @@ def backward_by_module(events: list[Event]) -> list[Event]:
         number = node.get("args", {}).get("Sequence number")
         module = None if number is None else module_of.get(number)
         if module is None and slices and "AccumulateGrad" in node["name"]:
-            module = slices[-1].module  # a parameter's gradient has arrived: part of what has computed it
+            module = slices[-1].module  # an accumulated gradient belongs to the node that computed it
         if module is None:
             continue
         if slices and slices[-1].module == module:
@@ -171,12 +173,15 @@ def backward_by_module(events: list[Event]) -> list[Event]:
 
 
 def _slice(name: str, *, pid: Any, tid: str, start: float, stop: float) -> Event:
-    """Microseconds of the trace."""
+    """Makes a slice. Times in microseconds of the trace."""
     return {"ph": "X", "cat": "user_annotation", "name": name, "pid": pid, "tid": tid, "ts": start, "dur": stop - start}
 
 
 def _forward_modules(events: list[Event]) -> dict[int, str]:
-    """Autograd's sequence number -> the innermost module in whose forward it was given. Of recomputed forwards the last one counts."""
+    """Returns autograd's sequence number -> the innermost module in whose forward it was assigned.
+
+    The last of recomputed forwards counts.
+    """
     found: dict[int, str] = {}
     threads: dict[Any, list[Event]] = {}
     for event in events:
@@ -184,7 +189,7 @@ def _forward_modules(events: list[Event]) -> dict[int, str]:
         if is_range and not event["name"].startswith(_NODE):
             threads.setdefault(event["tid"], []).append(event)
     for inside in threads.values():
-        running: list[tuple[float, str]] = []  # end and name of the modules that run, the outermost first
+        running: list[tuple[float, str]] = []  # end and name of the running modules, outermost first
         for event in sorted(inside, key=lambda event: (event["ts"], -event["dur"])):
             while running and running[-1][0] <= event["ts"]:
                 running.pop()
@@ -197,8 +202,10 @@ def _forward_modules(events: list[Event]) -> dict[int, str]:
 
 
 def _memory(profiler: Any, *, device: str) -> dict[str, Any]:
-    """The course of the allocated bytes of `device`, and where they were most. Bytes from before the first step are in `allocated`, if the
-    allocator counts them: a GPU's does, a CPU's counts from the start of the profile."""
+    """Returns the course of the allocated bytes of `device`, and their peak.
+
+    `allocated` includes bytes from before the first step on a GPU. On a CPU, it counts from the start of the profile.
+    """
     timeline, modules, start = [], [], None
     for node in _nodes(profiler.profiler.kineto_results.experimental_event_tree(), module=""):
         event, module = node
@@ -220,7 +227,7 @@ def _memory(profiler: Any, *, device: str) -> dict[str, Any]:
 
 
 def _nodes(nodes: Iterable[Any], *, module: str) -> Iterator[tuple[Any, str]]:
-    """Events of a tree with the innermost module that each is in."""
+    """Yields the events of a tree with their innermost modules."""
     for node in nodes:
         inner = node.name.removeprefix(MODULE) if node.name.startswith(MODULE) else module
         yield node, inner

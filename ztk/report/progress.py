@@ -13,7 +13,7 @@ from ztk.report.units import format_bytes, format_count
 
 
 class LiveProgress:
-    """A progress bar and a line of metrics, redrawn in place. For a terminal; only one process may draw. device: see `describe_row`."""
+    """A progress bar and a line of metrics, redrawn in place on a terminal. Only one process may draw. device: see `describe_row`."""
 
     def __init__(self, *, console: Console, total_steps: int, start_step: int, device: str = "GPU") -> None:
         self._console, self._device = console, device
@@ -42,7 +42,7 @@ class LiveProgress:
 
 
 class PlainProgress:
-    """One line every `seconds`, and for the first and the last step. For logs and pipes. device: see `describe_row`."""
+    """Prints one line every `seconds`, and for the first and the last step, for logs and pipes. device: see `describe_row`."""
 
     def __init__(self, *, console: Console, total_steps: int, seconds: float = 10.0, device: str = "GPU") -> None:
         self._console, self._device = console, device
@@ -63,10 +63,10 @@ class PlainProgress:
 
 
 def describe_row(row: Mapping[str, Any], *, device: str = "GPU") -> str:
-    """loss, learning rate, speed with MFU and HFU where they are known, memory of the tiers in use; validation loss and loss scale where there
-    are any.
+    """Describes a row: loss, learning rate, speed with MFU and HFU if known, memory of the tiers in use, validation loss and loss scale
+    if any.
 
-    Of a policy reward, KL divergence, entropy and length come first. device: a rank's device in "tokens/s (N/GPU)", "GPU" or "rank".
+    Rows of a policy start with reward, KL divergence, entropy and length. device: unit in "tokens/s (N/GPU)", "GPU" or "rank".
     """
     parts = [f"{name} {row[name]:.3f}" for name in ("reward", "kl", "entropy", "length") if row.get(name) is not None]
     parts += [
@@ -87,7 +87,7 @@ def describe_row(row: Mapping[str, Any], *, device: str = "GPU") -> str:
 
 
 def _speed(row: Mapping[str, Any], *, device: str) -> str:
-    """Tokens per second over all devices, and of one where there are several."""
+    """Formats tokens per second over all devices, and per device if there are several."""
     total, own = row["tokens_per_second"], row.get("tokens_per_second_per_gpu")
     of_one = f" ({format_count(own)}/{device})" if own is not None and own != total else ""
     return f"{format_count(total)} tokens/s{of_one}"

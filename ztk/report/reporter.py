@@ -1,4 +1,4 @@
-"""Records a run while it goes on: every rank has a reporter, rank 0's writes and draws."""
+"""Records a run while it proceeds. Every rank has a reporter; rank 0 writes and draws."""
 
 import math
 import sys
@@ -30,12 +30,16 @@ _NO_KERNELS = KernelPolicy()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportPolicy:
-    """What is recorded, how often, and where.
+    """The content, the frequency and the location of the record.
 
-    folder: the run folder. total_steps: where the run ends. every: steps between rows of `metrics.jsonl`; the first and the last step,
-    and those with extra values, always have one. plain_seconds: seconds between lines where there is no terminal.
-    tracker_every: steps between the rows sent to the logger. draws: the run ends with a picture. kernels: the steps whose ops are timed; they
-    always have a row. profile: the steps of which traces are written; None: none.
+    folder: the run folder.
+    total_steps: number of the last step.
+    every: steps between rows of `metrics.jsonl`. The first and the last step, and those with extra values, always have a row.
+    plain_seconds: seconds between lines if there is no terminal.
+    tracker_every: steps between the rows sent to the logger.
+    draws: draws a picture when the run ends.
+    kernels: the steps whose ops are timed; they always have a row.
+    profile: the steps to trace, if any.
 
     Raises:
         ValueError: `every` or `tracker_every` is less than 1.
@@ -62,9 +66,9 @@ class _Outlet(Protocol):
 
 
 class Reporter:
-    """Use as a context around the training loop: an exception inside writes a failed summary and keeps all rows.
+    """A context around the training loop. An exception inside writes a failed summary and keeps all rows.
 
-    `step` and `finish` gather from all ranks, so all ranks call them alike.
+    `step` and `finish` are collective calls.
     """
 
     def __init__(
@@ -85,10 +89,13 @@ class Reporter:
         work: Work | None = None,
         acted: Mapping[str, Any] | None = None,
     ) -> None:
-        """gather: [k] of every rank -> [world, k] on all. parameters: those of the full model. first_step, first_tokens, digest,
-        first_loss, last_loss: steps made, tokens seen, `digest` and losses at the checkpoint from which the run continues. module: whose
-        modules a profile names. work: what a step computes, on rank 0; None: rows have no `mfu`.
-        acted: keys of the configuration and the values that acted, where the program did not use the configured ones. They are in the summary.
+        """gather: [k] of every rank -> [world, k] on all.
+        parameters: number of parameters of the full model.
+        first_step, first_tokens, digest, first_loss, last_loss: values at the checkpoint from which the run continues.
+        module: the model whose modules a profile names.
+        work: operations of a step, needed on rank 0 for `mfu` in the rows.
+        acted: keys of the configuration and the values that acted, if the program did not use the configured ones. Recorded in the
+        summary.
         """
         self._acted = dict(acted or {})
         self._policy, self._rank, self._world_size, self._parameters = policy, rank, world_size, parameters
@@ -113,13 +120,13 @@ class Reporter:
             ledger=gauges.memory,
         )
         self._console = Console() if sys.stdout.isatty() else Console(width=140)
-        self._folder: RunFolder | None = None  # this and the next two: rank 0 only
+        self._folder: RunFolder | None = None  # this and the next two are set on rank 0 only
         self._progress: LiveProgress | PlainProgress | None = None
         self._tracker: Tracker | None = None
-        self._finished: dict[str, Any] | None = None  # the summary of a run that was done before: it stays as it is
+        self._finished: dict[str, Any] | None = None  # the summary of a run that had finished before; it is kept
 
     def past(self) -> dict[str, Any]:
-        """The arguments besides `first_step` of a reporter that continues this record: JSON, for a checkpoint."""
+        """Returns the arguments, except `first_step`, of a reporter that continues this record, as JSON for a checkpoint."""
         assert not self._rows.num_pending, "steps without a row are not in the digest yet: ask for one in `step`"
         losses = {"first_loss": self._rows.first_loss, "last_loss": self._rows.last_loss}
         finite = {name: loss for name, loss in losses.items() if loss is not None and math.isfinite(loss)}
@@ -130,7 +137,7 @@ class Reporter:
             self._open()
         self._gather(
             torch.zeros(1, device=self._gauges.device)
-        )  # so that the others' first step does not wait for `_open`
+        )  # so that the other ranks' first step does not include `_open`
         self._rows.start()
         self._kernels.begin(self._rows.step + 1)
         self._profiler.begin(self._rows.step + 1)
@@ -161,8 +168,8 @@ class Reporter:
         """Records one optimizer step.
 
         loss: this rank's mean over its micro-batches, a scalar. tokens: trained on in this step, over all ranks.
-        metrics: called if the step has a row. module_metrics: likewise, for the metrics of modules since the last row.
-        row: write a row in any case. extra: further values, such as `validation_loss`; they imply a row.
+        metrics: called if the step has a row. module_metrics: called then too, for metrics of modules since the last row.
+        row: forces a row. extra: further values, such as `validation_loss`; they imply a row.
         """
         self._kernels.end()
         self._rows.add(loss=loss, tokens=tokens)
@@ -183,7 +190,7 @@ class Reporter:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Excludes the time inside, such as for validation and checkpoints, from the steps."""
+        """Excludes the time inside, for example of validations and checkpoints, from the steps."""
         with self._rows.aside(), self._kernels.aside():
             yield
 
@@ -195,7 +202,7 @@ class Reporter:
     def finish(self, **extra: Any) -> dict[str, Any]:
         """Writes the summary, draws the plot, prints the tables and returns the summary. extra: further keys of the summary.
 
-        Of a run that was done before and made no step now, the record stays as it is.
+        If the run had finished before and made no step now, the record is not changed.
         """
         self._kernels.close()
         self._profiler.close()
@@ -222,11 +229,11 @@ class Reporter:
         if not self._profiler.is_last(step):
             self._profiler.end()
             return
-        with self._rows.aside():  # writing the files is no part of a step
+        with self._rows.aside():  # writing the files does not belong to a step
             self.say(self._profiler.close() or "")
 
     def _summary(self, *, status: str, error: str | None) -> dict[str, Any]:
-        """The keys that rank 0 knows without the others."""
+        """Returns the keys for which rank 0 does not need the other ranks."""
         counts = {"status": status, "error": error, "steps": self._rows.step, **self._acted}
         size = {"parameters": self._parameters, "world_size": self._world_size}
         return counts | summarise(self._rows) | self._kernels.summary() | size | rank_totals([self._report()])
@@ -291,6 +298,6 @@ class Reporter:
 
 
 def _draw(folder: str) -> object:
-    from ztk.report.plot import plot_run  # here: matplotlib takes a second, and only rank 0 draws
+    from ztk.report.plot import plot_run  # imported late: matplotlib takes a second, and only rank 0 draws
 
     return plot_run(folder)

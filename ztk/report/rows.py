@@ -1,6 +1,6 @@
-"""One row of `metrics.jsonl` per logged step.
+"""Builds one row of `metrics.jsonl` per logged step.
 
-Every rank passes its mean loss of every step as a device scalar, and nothing is read from the device until a row is due. Then one gather
+Every rank adds its mean loss of every step as a device scalar, and nothing is read from the device until a row is due. One gather then
 exchanges the losses since the last row and the counters, so a GPU run waits for its device once per row.
 """
 
@@ -36,12 +36,12 @@ class _Mark:
 
 
 class RowBuilder:
-    """Collects steps and makes rows of them.
+    """Collects steps and builds rows.
 
-    A row holds, besides `StepMetrics`: `step` counted from 1, `loss` the mean over ranks and micro-batches of that
-    step, `tokens` trained on so far, `skipped` the steps skipped so far, `tokens_per_second`, that of one device and
-    `step_seconds` as means since the last row, `mfu` and `hfu` of them if `work` is known, `memory.*_bytes` booked now,
-    `comm.*_bytes` and `io.*_bytes` moved per step since the last row. Memory and moved bytes are those of the rank with the most.
+    A row contains the fields of `StepMetrics` and:
+    - `step`, counted from 1; `loss`, the mean over ranks and micro-batches of that step; `tokens` trained on and steps `skipped` so far;
+    - means since the last row: `tokens_per_second` in total and per device, `step_seconds`, and `mfu` and `hfu` if `work` is known;
+    - `memory.*_bytes` booked now, and `comm.*_bytes` and `io.*_bytes` per step since the last row, of the rank with the most.
     """
 
     def __init__(
@@ -61,27 +61,29 @@ class RowBuilder:
         self.digest = LossDigest(digest)
         self.first_loss: float | None = None
         self.last_loss: float | None = None
-        self.step_seconds: list[float] = []  # of each row
+        self.step_seconds: list[float] = []  # per row
         self.tokens = self._first_tokens = first_tokens
         self._gauges, self._gather = gauges, gather
         self._losses: list[Tensor] = []  # of the steps since the last row
         self._new_tokens = 0
-        self.flows: dict[str, float] = dict.fromkeys(gauges.flows(), 0)  # `Gauges.flows` of the steps of this run
-        self._mark = _Mark(flows={}, time=0.0)  # where the current row began; `aside` moves it forward
+        self.flows: dict[str, float] = dict.fromkeys(
+            gauges.flows(), 0
+        )  # sums of `Gauges.flows` over the steps of this run
+        self._mark = _Mark(flows={}, time=0.0)  # start of the current row; `aside` moves it forward
 
     @property
     def num_steps(self) -> int:
-        """Steps of this run, without those before it resumed."""
+        """Number of steps of this run, without those before it was resumed."""
         return self.step - self._first_step
 
     @property
     def num_pending(self) -> int:
-        """Steps since the last row."""
+        """Number of steps since the last row."""
         return len(self._losses)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of this run's rows, without those before it resumed."""
+        """Number of tokens in this run's rows, without those before it was resumed."""
         return self.tokens - self._first_tokens
 
     def start(self) -> None:
@@ -89,13 +91,13 @@ class RowBuilder:
         self._mark = self._now()
 
     def add(self, *, loss: Tensor, tokens: int) -> None:
-        """Adds one step. `loss`: this rank's, a scalar."""
+        """Adds one step. loss: this rank's, a scalar."""
         self.step += 1
         self._losses.append(loss.detach().reshape(1).double())
         self._new_tokens += tokens
 
     def build(self, metrics: StepMetrics) -> dict[str, Any]:
-        """The row of the last step. Every rank gets the same."""
+        """Returns the row of the last step, the same on every rank."""
         steps = len(self._losses)
         now = self._now()
         flows = {key: total - self._mark.flows[key] for key, total in now.flows.items()}
@@ -133,7 +135,7 @@ class RowBuilder:
     def aside(self) -> Iterator[None]:
         """Excludes the time inside, and the bytes moved there, from the steps."""
         if self._gauges.device.type == "cuda":
-            torch.cuda.synchronize(self._gauges.device)  # the current step's work does not count as aside
+            torch.cuda.synchronize(self._gauges.device)  # finishes the current step's work, which is not excluded
         before = self._now()
         try:
             yield
@@ -146,11 +148,11 @@ class RowBuilder:
         return _Mark(flows=self._gauges.flows(), time=time.perf_counter())
 
     def _gather_all(self, counters: list[int]) -> tuple[list[float], list[float]]:
-        """The mean losses over ranks as float32 values, and the largest of each counter over ranks."""
+        """Returns the mean losses over ranks as float32 values, and the maximum over ranks of each counter."""
         losses = torch.cat(self._losses)
         own = torch.cat([losses, torch.tensor(counters, dtype=torch.float64, device=losses.device)])
         everyone = self._gather(own).cpu()  # the only wait for the device
         summed = torch.zeros(len(losses), dtype=torch.float64)
-        for rank_losses in everyone[:, : len(losses)]:  # in rank order: the sum is a function of the values
+        for rank_losses in everyone[:, : len(losses)]:  # in rank order, so that the sum is deterministic
             summed += rank_losses
         return (summed / len(everyone)).float().tolist(), everyone[:, len(losses) :].amax(0).tolist()

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import numpy
 
 CONFIDENCE = 0.95
-FEWEST = 6  # pairs: of five that all lie on one side, chance makes one in sixteen
+FEWEST = 6  # pairs; with five, all lie on one side with probability 1/16
 _DRAWS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """Median of n measurements, its 95 % interval and the smallest and the largest of them.
+    """The median of n measurements, its 95 % interval, and their minimum and maximum.
 
-    low, high: ends of the 95 % interval; NaN for fewer than `FEWEST` measurements, whose smallest and largest enclose the median in less
-    than 95 % of all cases.
+    low, high: ends of the 95 % interval. NaN for fewer than `FEWEST` measurements, whose range contains the median in less than 95 % of
+    all cases.
     """
 
     median: float
@@ -29,23 +29,23 @@ class Interval:
 
     @property
     def ends(self) -> str:
-        """The 95 % interval in words; for fewer than `FEWEST` measurements, how many there are and what they span."""
+        """The 95 % interval as text; for fewer than `FEWEST` measurements, their number and range."""
         if self.n >= FEWEST:
             return f"{self.low:.5g} to {self.high:.5g}"
         return f"none (n = {self.n}" + (f", all in {self.smallest:.5g} to {self.largest:.5g})" if self.n > 1 else ")")
 
     @property
     def excludes_one(self) -> bool:
-        """Whether a ratio differs from 1. Fewer than six measurements show no difference, however they lie."""
+        """Whether a ratio differs from 1. Always False for fewer than six measurements."""
         return self.n >= FEWEST and (self.low > 1 or self.high < 1)
 
 
 def median_interval(values: Sequence[float]) -> Interval:
-    """The expanded percentile interval of the bootstrap: its tails are those of Student's t for n - 1 degrees of freedom.
+    """Returns the expanded percentile interval of the bootstrap, with the tail probabilities of Student's t for n - 1 degrees of freedom.
 
-    Plain percentiles are too narrow for few measurements: of 1,500 pairs of equal arms with n = 10 they call 5 to 11 % different,
-    expanded ones 3 to 4 %. The draws come from a fixed seed, so the same values give the same interval. Source: Hesterberg, What Teachers
-    Should Know About the Bootstrap, 2014, section 3.4.
+    Plain percentiles are too narrow for few measurements: in 1,500 pairs of equal arms with n = 10 they find differences in 5 to 11 %,
+    and expanded ones in 3 to 4 %. The draws use a fixed seed, so the same values give the same interval. Source: Hesterberg, What
+    Teachers Should Know About the Bootstrap, 2014, section 3.4.
 
     Raises:
         ValueError: there is no value, or one that is not finite.
@@ -67,7 +67,7 @@ def median_interval(values: Sequence[float]) -> Interval:
 
 
 def ratio_interval(values: Sequence[float], *, baseline: Sequence[float]) -> Interval:
-    """Of the ratios of pairs: values[i] / baseline[i], measured one after the other.
+    """Returns the interval of the ratios values[i] / baseline[i] of pairs that were measured one after the other.
 
     Raises:
         ValueError: there is no pair, the lengths differ, or a ratio is not finite.
@@ -80,7 +80,7 @@ def ratio_interval(values: Sequence[float], *, baseline: Sequence[float]) -> Int
 
 
 def _student(probability: float, *, degrees: int) -> float:
-    """Quantile of Student's t, exact for 1 and 2 degrees of freedom, else within 0.5 % (Cornish-Fisher)."""
+    """Returns a quantile of Student's t, exact for 1 and 2 degrees of freedom, else within 0.5 % (Cornish-Fisher)."""
     if degrees == 1:
         return math.tan(math.pi * (probability - 0.5))
     if degrees == 2:

@@ -1,4 +1,4 @@
-"""What became of a run, from its folder alone: also after any of its processes was killed."""
+"""Determines the state of a run from its folder alone, also after any of its processes was killed."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any
 from ztk.report.folder import METRICS, SUMMARY
 from ztk.report.heartbeat import HEARTBEAT, is_alive, read_heartbeat
 
-INTERRUPTED = "interrupted"  # the error of a run that Ctrl-C or a signal has ended
+INTERRUPTED = "interrupted"  # the recorded error of a run that Ctrl-C or a signal ended
 _FOREIGN = "{}: is not the summary of a run of ztk; take it out of the folder, or name another folder"
 
 
@@ -17,30 +17,30 @@ _CUT = "{}: is empty, cut or no JSON; remove it, and the run counts as one that 
 
 
 class RecordError(ValueError):
-    """A file of a run's folder cannot be read. The text names the file and the fix."""
+    """A file of a run's folder cannot be read. The message names the file and the fix."""
 
 
 class Status(StrEnum):
     """The state of a run."""
 
     pending = "pending"  # has not started
-    running = "running"  # its process lives
-    dead = "dead"  # started, and its process is gone without a summary
+    running = "running"  # its process is alive
+    dead = "dead"  # started, and its process ended without a summary
     done = "done"
     failed = "failed"
     interrupted = "interrupted"  # by Ctrl-C or SIGTERM
-    refused = "refused"  # its configuration
-    does_not_fit = "does_not_fit"  # was not started: the planner says that a device lacks memory
+    refused = "refused"  # its configuration was refused
+    does_not_fit = "does_not_fit"  # not started, because a device lacks memory according to the plan
 
 
 def read_status(folder: str | os.PathLike) -> Status:
-    """The state of the run in `folder`.
+    """Returns the state of the run in `folder`.
 
-    A heartbeat of a living process says running, whatever an earlier start has left; without one the summary counts, unless the
-    process died after an older summary was written.
+    A heartbeat of a living process means running, whatever files an earlier start has left. Without one, the summary counts, unless it is
+    older than a process that died.
 
     Raises:
-        RecordError: `summary.json` or the heartbeat is cut, or of another program.
+        RecordError: `summary.json` or the heartbeat is truncated, or belongs to another program.
     """
     path = Path(folder)
     try:
@@ -64,7 +64,7 @@ def read_status(folder: str | os.PathLike) -> Status:
 
 
 def read_summary(folder: str | os.PathLike) -> dict[str, Any]:
-    """`summary.json`; empty if there is none. Raises RecordError if it is cut, or of another program."""
+    """Returns `summary.json`, empty if there is none. Raises RecordError if it is truncated, or belongs to another program."""
     path = Path(folder, SUMMARY)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -9,8 +9,10 @@ from ztk.report.rows import RowBuilder
 
 
 def summarise(rows: RowBuilder) -> dict[str, Any]:
-    """The metrics of the steps. `tokens_per_second`, `mfu` and `hfu` belong to the median step, so pauses and the first step's warm-up
-    do not count."""
+    """Returns the metrics of the steps.
+
+    `tokens_per_second`, `mfu` and `hfu` are of the median step, so that pauses and the first step's warm-up do not count.
+    """
     made = max(1, rows.num_steps)
     median = statistics.median(rows.step_seconds) if rows.step_seconds else None
     speed = rows.num_tokens / made / median if median else None
@@ -28,16 +30,17 @@ def summarise(rows: RowBuilder) -> dict[str, Any]:
 
 
 def rank_report(rows: RowBuilder, *, gauges: Gauges) -> dict[str, Any]:
-    """The counters that one rank sends to the others at the end."""
+    """Returns the counters that one rank sends to the others at the end."""
     return gauges.holdings() | {"flows": rows.flows}
 
 
 def rank_totals(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Over ranks: the largest peak per tier, bytes per tier and category at the end and at the peak, bytes moved in all steps; and the
-    seconds per phase of the rank that was busy longest, so that they add up.
+    """Combines the ranks' reports: the largest peak per tier, bytes per tier and category at the end and at the peak, bytes moved in all
+    steps.
 
-    Bytes at the end have the keys `memory.{tier}.{category}_bytes`, those at the peak `peak_memory.{tier}.{category}_bytes`: of the rank with
-    the highest peak of that tier, so they add up, too.
+    Seconds per phase are from the rank that was busy longest, so that they add up. Bytes at the end have the keys
+    `memory.{tier}.{category}_bytes`, bytes at the peak `peak_memory.{tier}.{category}_bytes`. Both are from the rank with the highest
+    peak of the tier, so that they add up too.
     """
     totals: dict[str, Any] = {}
     for report in reports:

@@ -1,4 +1,4 @@
-"""`sweep.json`: which jobs a sweep has and in which folders, written before the first one starts."""
+"""`sweep.json`: the jobs of a sweep and their folders, written before the first one starts."""
 
 import errno
 import fcntl
@@ -22,8 +22,8 @@ _UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 class SweepJob:
     """One run of a sweep.
 
-    folder: its name below the sweep's: `hash`, for repeats `hash-1`, `hash-2`, ... overrides: of the command line. options: those that
-    were added for this repeat, such as `train.seed=1`.
+    folder: its name below the sweep's folder: `hash`, or `hash-1`, `hash-2`, ... for repeats. overrides: from the command line. options:
+    added for this repeat, such as `train.seed=1`.
     """
 
     folder: str
@@ -35,10 +35,10 @@ class SweepJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRecord:
-    """A sweep as it was asked for.
+    """A sweep as requested.
 
     command: the command line as one text. flags, words: its parts, without `sweep.*` and the folder. grid: key -> its values.
-    commit: of the checkout that started it. later_commits: of those that went on with it.
+    commit: of the checkout that started it. later_commits: of the checkouts that continued it.
     """
 
     command: str
@@ -52,12 +52,12 @@ class SweepRecord:
     later_commits: tuple[str, ...] = field(default=())
 
     def write(self, folder: str | os.PathLike) -> None:
-        """Writes `sweep.json`, completely or not at all. A file that says the same is left alone."""
+        """Writes `sweep.json` atomically, unless its content is the same."""
         if read_sweep(folder) != self:
             write_json(Path(folder, SWEEP), values=self._plain())
 
     def statuses(self, folder: str | os.PathLike) -> dict[str, Status]:
-        """Folder name -> state of every job."""
+        """Returns folder name -> state of every job."""
         return {job.folder: read_status(Path(folder, job.folder)) for job in self.jobs}
 
     def _plain(self) -> dict[str, Any]:
@@ -67,7 +67,10 @@ class SweepRecord:
 
 
 def read_sweep(folder: str | os.PathLike) -> SweepRecord | None:
-    """What `sweep.json` of the folder says; None if there is none. Raises RecordError if it is cut, or of another program."""
+    """Reads `sweep.json` of the folder. Returns None if there is none.
+
+    Raises RecordError if it is truncated, or belongs to another program.
+    """
     path = Path(folder, SWEEP)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -90,7 +93,9 @@ class SweepBusy(ValueError):
 
 @contextmanager
 def lock_sweep(folder: str | os.PathLike) -> Iterator[None]:
-    """One command per sweep: an advisory lock on the folder itself. It leaves no file, and the system releases it with the process.
+    """Ensures one command per sweep with an advisory lock on the folder itself.
+
+    It leaves no file, and the system releases it with the process.
 
     Raises:
         SweepBusy: another process holds it.

@@ -10,13 +10,16 @@ from ztk.report.gauges import COMM_KINDS, PHASES
 from ztk.report.units import format_bytes, format_count
 
 _CATEGORIES = ("parameters", "gradients", "optimizer", "gathered")
-_MAX_RANKS = 8  # with more ranks the table shows the maximum over ranks
+_MAX_RANKS = 8  # with more ranks, the table shows the maximum over ranks
 
 
 def print_tables(
     console: Console, *, ranks: Sequence[dict[str, Any]], steps: int, kernels: Mapping[str, Mapping[str, float]]
 ) -> None:
-    """ranks: `ztk.report.summary.rank_report` of every rank; steps: steps made, for values per step; kernels: `KernelLog.means`."""
+    """Prints the tables.
+
+    ranks: `ztk.report.summary.rank_report` of every rank. steps: number of steps, for values per step. kernels: `KernelLog.means`.
+    """
     console.print(memory_table(ranks))
     console.print(traffic_table(ranks, steps=steps))
     console.print(seconds_table(ranks))
@@ -42,7 +45,7 @@ def memory_table(ranks: Sequence[dict[str, Any]]) -> Table:
 
 
 def traffic_table(ranks: Sequence[dict[str, Any]], *, steps: int) -> Table:
-    """Bytes on the wire and on the disk: per step, in total, and the rate where the time is known."""
+    """Bytes through network and disk: per step, in total, and the rate if the time is known."""
     table = _table("bytes per rank (largest)", columns=("", "per step", "total", "rate"), text_columns=1)
     largest = {key: max(report["flows"][key] for report in ranks) for key in ranks[0]["flows"]}
     for kind in COMM_KINDS:
@@ -68,7 +71,7 @@ def seconds_table(ranks: Sequence[dict[str, Any]]) -> Table:
 
 
 def kernel_table(kernels: Mapping[str, Mapping[str, float]]) -> Table:
-    """Milliseconds, calls, rate and share of the floor of every op in a step, of the rank on which it took longest."""
+    """Milliseconds, calls, rate and share of the floor of every op in a step, from the rank on which it took longest."""
     columns = ("kernel", "ms per step", "calls", "GB/s", "share of floor")
     table = _table("kernels (mean of the timed steps)", columns=columns, text_columns=1)
     for name, found in kernels.items():
@@ -83,7 +86,7 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def describe_end(summary: dict[str, Any]) -> str:
-    """One line: what was trained, for how long, with what result."""
+    """Summarises the run in one line: size, duration and result."""
     parts = [
         f"{summary['status']}: {summary['steps']} steps",
         f"loss {_loss(summary['first_loss'])} -> {_loss(summary['final_loss'])}",
@@ -107,7 +110,7 @@ def _shown(ranks: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any
 
 
 def _largest(reports: Sequence[Any]) -> Any:
-    """The maximum of every number in nested dictionaries; a missing key does not count."""
+    """Returns the maximum of every number in nested dictionaries. Ignores missing keys."""
     if not isinstance(reports[0], dict):
         return max(reports)
     keys = dict.fromkeys(key for report in reports for key in report)

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the folder `tensorboard` of the run folder."""
+"""TensorBoard logger: event files in the folder `tensorboard` of the run folder."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ FOLDER = "tensorboard"
 
 
 class TensorboardWriter:
-    """Every number of a row is a scalar of its key; the configuration, samples and the summary are texts.
+    """Writes every number of a row as a scalar, and the configuration, samples and the summary as texts.
 
-    A run that goes on, or begins again, writes another event file into the folder. Its first event tells TensorBoard to drop the later steps of
-    older files.
+    A run that continues or restarts adds another event file to the folder. Its first event tells TensorBoard to drop later steps of older
+    files.
     """
 
     notice: str | None = None
@@ -49,7 +49,7 @@ class TensorboardWriter:
 
 
 def _code(values: Mapping[str, Any]) -> str:
-    """A block of markdown: its lines begin with four spaces."""
+    """Formats a markdown code block: its lines begin with four spaces."""
     text = json.dumps(dict(values), indent=2, default=str)
     return "\n".join(f"    {line}" for line in text.splitlines())
 

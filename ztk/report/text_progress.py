@@ -1,21 +1,21 @@
-"""How far a run's text is tokenised: a bar on a terminal, else a line every few seconds."""
+"""Shows the progress of tokenisation: a bar on a terminal, else a line every few seconds."""
 
 import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
 
-Show = Callable[[int, int, float], None]  # documents, bytes of text, share of the files
-SECONDS = 5.0  # between two lines
+Show = Callable[[int, int, float], None]  # documents, bytes of text, fraction of the files
+SECONDS = 5.0  # seconds between two lines
 
 
 @contextlib.contextmanager
 def shown_progress(*, say: Callable[[str], None]) -> Iterator[Show]:
-    """Gives what shows how far it is. say: prints a line, where standard error is no terminal."""
+    """Yields a function that shows the progress. say: prints a line if standard error is not a terminal."""
     if not sys.stderr.isatty():
         yield _Lines(say)
         return
-    from rich.console import Console  # here: most runs find their text tokenised
+    from rich.console import Console  # imported late: most runs find their text tokenised
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(bar_width=None), TaskProgressColumn(), TextColumn("left"), TimeRemainingColumn())

@@ -4,16 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-# `logger.mode`: offline and online are wandb's, disabled imports nothing.
+# `logger.mode`: offline and online use wandb, disabled imports nothing.
 MODES = ("offline", "online", "tensorboard", "csv", "disabled")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackerPolicy:
-    """The logger of a run, and the facts about the run that it gets.
+    """The logger of a run and the description of the run for it.
 
-    group: the sweep that the run belongs to; name: its overrides, joined; job_type: its task; config: every option,
-    resolved. project, group, name and job_type are wandb's.
+    group: the sweep that the run belongs to. name: its overrides, joined. job_type: its task. config: every option, resolved. Only wandb
+    uses project, group, name and job_type.
 
     Raises:
         ValueError: an unknown mode.
@@ -32,25 +32,25 @@ class TrackerPolicy:
 
 
 class Writer(Protocol):
-    """One logger of one run. notice: a text for the user, printed once."""
+    """One logger of one run. notice: a message to the user, printed once."""
 
     notice: str | None
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """One row of `metrics.jsonl`."""
+        """Logs one row of `metrics.jsonl`."""
 
     def texts(self, records: Sequence[Mapping[str, Any]], *, step: int) -> None:
-        """The table `samples` of `step`: records with equal keys."""
+        """Logs the table `samples` of `step`: records with equal keys."""
 
     def finish(self, summary: Mapping[str, Any], *, failed: bool) -> None:
-        """The end of the run. summary: as `summary.json`."""
+        """Ends the log. summary: the content of `summary.json`."""
 
 
 class Tracker:
-    """The logger of a run. Its first error becomes `notice`, and the run goes on without it."""
+    """The logger of a run. After its first error, which becomes `notice`, the run continues without it."""
 
     def __init__(self, policy: TrackerPolicy, *, directory: str, first_step: int = 0) -> None:
-        """directory: the run folder. first_step: the last step of the record that the run continues; later ones are dropped."""
+        """directory: the run folder. first_step: the last recorded step of the run that continues; later ones are dropped."""
         self.notice: str | None = None
         self._name = "wandb" if policy.mode in ("offline", "online") else policy.mode
         self._writer: Writer | None = None
@@ -87,7 +87,7 @@ class Tracker:
 
 
 def _opened(policy: TrackerPolicy, *, directory: str, first_step: int) -> Writer:
-    """The chosen logger. The others are not imported."""
+    """Opens the chosen logger. The others are not imported."""
     if policy.mode == "tensorboard":
         from ztk.report.tensorboard_writer import TensorboardWriter
 

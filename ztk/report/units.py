@@ -1,4 +1,4 @@
-"""Numbers as text. Decimal units: 1 kB is 1000 bytes."""
+"""Formats numbers. Units are decimal: 1 kB is 1000 bytes."""
 
 
 def format_bytes(nbytes: float) -> str:

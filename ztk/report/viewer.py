@@ -1,16 +1,16 @@
-"""`python -m ztk.report profile`: a run's trace in Perfetto, which runs in the browser and fetches the file from this machine."""
+"""`python -m ztk.report profile`: opens a run's trace in Perfetto, which runs in the browser and fetches the file from this machine."""
 
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 PERFETTO = "https://ui.perfetto.dev"
-PORT = 9001  # the only one from which Perfetto's page may fetch
+PORT = 9001  # the only port from which Perfetto's page may fetch
 FOLDER = "profile"  # in the run folder
 
 
 def open_trace(run: str | Path, *, rank: int = 0, port: int = PORT, show: Callable[[str], object]) -> None:
-    """Opens the trace of one rank, and returns when the page has fetched it. show: opens an address.
+    """Opens the trace of one rank. Returns when the page has fetched it. show: opens an address.
 
     Raises:
         ValueError: the run has no trace of the rank, or the port is in use.
@@ -43,7 +43,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        """Sends the trace; any other path is 404."""
+        """Sends the trace. Any other path is 404."""
         trace = self.server.trace
         if self.path != f"/{trace.name}":
             self.send_error(404)
@@ -58,4 +58,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.is_fetched = True
 
     def log_message(self, *_: object) -> None:
-        """Nothing is logged."""
+        """Logs nothing."""

@@ -1,4 +1,4 @@
-"""wandb: offline by default, without prompts."""
+"""wandb logger: offline by default, without prompts."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ class WandbWriter:
             name=policy.name,
             job_type=policy.job_type,
             config=dict(policy.config),
-            # No banners and no captured output: ztk draws the progress bar.
+            # No banners and no captured output, because ztk draws the progress bar.
             settings=wandb.Settings(silent=True, console="off"),
         )
         self._run.define_metric("*", step_metric="step")
@@ -48,10 +48,10 @@ class WandbWriter:
 
 
 def _logged_in() -> bool:
-    """Whether a key is stored, without a prompt."""
+    """Returns whether a key is stored, without prompting for one."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     try:
         return bool(wandb.login(prompt=False))
-    except TypeError:  # a wandb without `prompt`: it would ask
+    except TypeError:  # a wandb version without `prompt` would ask
         return False

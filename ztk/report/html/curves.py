@@ -6,14 +6,14 @@ from typing import Any
 import pandas
 
 KEYS = ("loss", "validation_loss", "reward")
-POINTS = 150  # per arm and curve: 100 arms take 0.4 MB
+POINTS = 150  # per arm and curve; 100 arms take 0.4 MB
 
 
 def curves(history: pandas.DataFrame, *, runs: pandas.DataFrame, arms: Sequence[str]) -> list[dict[str, Any]]:
-    """One entry per logged key of `KEYS` and arm: key, arm (its place in `arms`), n (runs), and lists step, median, low and high.
+    """Returns one entry per logged key of `KEYS` and arm: key, arm (index in `arms`), n (runs), and lists step, median, low and high.
 
-    low, high: the smallest and the largest of the repeats; None where the arm has one run. At most `POINTS` steps, evenly chosen, the
-    last included; `every` says that each so-maniest logged step is there. Numbers have 6 digits; a loss that is no number is None.
+    low, high: smallest and largest of the repeats; None if the arm has one run. At most `POINTS` evenly chosen steps, including the last.
+    every: the interval between the chosen logged steps. Numbers have 6 digits. A loss that is not a number becomes None.
     """
     found = []
     arm_of = dict(zip(runs["run"], runs["arm"].map(str), strict=True))
@@ -32,7 +32,7 @@ def _curve(rows: pandas.DataFrame, *, key: str) -> dict[str, Any]:
     rows = rows.assign(**{key: rows[key].astype(float)})
     steps = rows.groupby("step")[key].agg(["median", "min", "max"])
     if key != KEYS[0]:
-        steps = steps.dropna()  # logged now and then
+        steps = steps.dropna()  # logged only at some steps
     every = max(1, -(-len(steps) // POINTS))
     kept = steps.iloc[[*range(len(steps) - 1, -1, -every)][::-1]]
     count = int(rows["run"].nunique())

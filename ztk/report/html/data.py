@@ -1,4 +1,4 @@
-"""What a report shows, as plain lists and numbers: columns and rows of runs, arms, curves, failures, predictions."""
+"""The content of a report as plain lists and numbers: columns and rows of runs, arms, curves, failures, predictions."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from ztk.report.html.predictions import is_plan, predictions
 from ztk.report.statistics import median_interval
 from ztk.report.status import Status, read_summary
 
-# Keys of summary.json -> what the page calls them.
+# Keys of summary.json -> labels on the page.
 METRICS = {
     "tokens_per_second": "tokens/s",
     "tokens_per_second_per_gpu": "tokens/s/GPU",
@@ -38,11 +38,13 @@ _OF_THE_MACHINE = ("commit", "device_name", "host")
 
 
 def collect(folder: str | os.PathLike) -> dict[str, Any]:
-    """The data of the report of every run at or below `folder`: JSON's types alone, numbers finite or None.
+    """Collects the data of the report of every run at or below `folder`. Uses only JSON's types; numbers are finite or None.
 
-    `columns`: key, label, kind ("run", "setting", "metric") and form ("text", "number", "bytes", "seconds", "share") of every column; `runs`:
-    rows in their order; `arms`: name, number of runs, and per metric [n, median, low, high] over the finished ones; `same`: the settings that
-    all runs share; `curves`, `failures`, `predictions`: of the modules with these names. Runs of `task=plan` are predictions, not rows.
+    `columns`: key, label, kind ("run", "setting", "metric") and form ("text", "number", "bytes", "seconds", "share") of every column.
+    `runs`: rows in their order.
+    `arms`: name, number of runs, and per metric [n, median, low, high] over the finished ones.
+    `same`: the settings that all runs share.
+    `curves`, `failures`, `predictions`: from the modules with these names. Runs of `task=plan` are predictions, not rows.
 
     Raises:
         ValueError: there is no run.
@@ -80,18 +82,18 @@ def collect(folder: str | os.PathLike) -> dict[str, Any]:
 
 
 def _equal(runs: pandas.DataFrame, one: str, other: str) -> bool:
-    """Whether every run that has `one` has the same number in `other`."""
+    """Returns whether every run with `one` has the same number in `other`."""
     return one in runs and bool((runs[one].isna() | (runs[one] == runs[other])).all())
 
 
 def _seen(values: pandas.Series, *, key: str) -> list[str]:
-    """The different values; of a commit its first 12 digits and the mark of a changed checkout."""
+    """Returns the distinct values. Commits are shortened to 12 digits and the mark of a changed checkout."""
     texts = sorted(set(values.dropna().map(str)))
     return [text[:12] + "+" * text.endswith("+") for text in texts] if key == "commit" else texts
 
 
 def plain(value: Any) -> Any:
-    """A text, a switch, a finite number or None, for JSON; lists as text."""
+    """Converts a value for JSON: a text, a switch, a finite number or None. Lists become text."""
     if isinstance(value, list | tuple | dict):
         return json.dumps(value)
     if value is None or value is pandas.NA:
@@ -101,7 +103,7 @@ def plain(value: Any) -> Any:
 
 
 def _settings(runs: pandas.DataFrame, *, root: Path) -> list[str]:
-    """The columns that hold options and keys of the configuration: all but those of the summary, the run and the machine."""
+    """Returns the columns with options and keys of the configuration: all except those about the summary, the run and the machine."""
     reported = {key for run in runs["run"] for key in read_summary(root / run)}
     options = {key for run in runs["run"] for key in _options(root / run)}
     known = {*_OF_THE_RUN, *_OF_THE_MACHINE, *(reported - options), "error"}
@@ -119,9 +121,9 @@ def _options(folder: Path) -> Iterable[str]:
 def _differing(
     runs: pandas.DataFrame, *, settings: Sequence[str], named: Container[str]
 ) -> tuple[list[str], dict[str, Any]]:
-    """The settings with two values or more, and those with one.
+    """Returns the settings with two or more values, and the settings with one.
 
-    That a run lacks a key counts as a value where a command line names the key: other keys of a pending run are not known yet.
+    A missing key counts as a value if a command line names the key. Other keys may be missing because they are unknown for a pending run.
     """
     differing, same = [], {}
     for key in settings:
@@ -136,7 +138,7 @@ def _differing(
 
 
 def _setting(key: str, *, runs: pandas.DataFrame, named: bool) -> dict[str, Any]:
-    """named: whether a command line names the key; the page hides other settings at first."""
+    """Describes the column of a setting. named: whether a command line names the key; the page initially hides other settings."""
     kinds = {type(plain(value)) for value in runs[key]} - {type(None)}
     form = "number" if kinds <= {int, float} else "text"
     return {"key": key, "label": key, "kind": "setting", "form": form, "named": named}
@@ -149,7 +151,7 @@ def _form(key: str) -> str:
 
 
 def _names(arms: Iterable[str]) -> dict[str, str]:
-    """Arm -> its name: the overrides that not all arms share."""
+    """Returns arm -> name, the overrides that not all arms share."""
     found = list(dict.fromkeys(map(str, arms)))
     shared = set.intersection(*(set(arm.split()) for arm in found)) if len(found) > 1 else set()
     return {

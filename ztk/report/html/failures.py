@@ -8,14 +8,16 @@ import pandas
 
 from ztk.report.status import Status, read_summary
 
-LETTERS = 4_000  # of a log
-BUDGET = 300_000  # letters of all logs
+LETTERS = 4_000  # per log
+BUDGET = 300_000  # letters in all logs
 _FAILED = (Status.failed.value, Status.interrupted.value, Status.refused.value, Status.dead.value)
-_CHUNK = 64_000  # bytes that are read
+_CHUNK = 64_000  # bytes read per log
 
 
 def failures(runs: pandas.DataFrame, *, root: Path) -> list[dict[str, Any]]:
-    """run (its row), status, error (None if nothing was recorded), log (the file, relative to the run) and the end of its text."""
+    """Returns run (its row), status, error (None if nothing was recorded), log (the file, relative to the run) and the end of its
+    text.
+    """
     places = [place for place, status in enumerate(runs["status"]) if status in _FAILED]
     letters = min(LETTERS, BUDGET // max(1, len(places)))
     found = []
@@ -35,7 +37,9 @@ def failures(runs: pandas.DataFrame, *, root: Path) -> list[dict[str, Any]]:
 
 
 def _log(folder: Path, *, error: str) -> Path | None:
-    """The log of the rank that the error names ("rank 1: ..."), else of the first rank with a traceback, else the first that is not empty."""
+    """Returns the log of the rank that the error names ("rank 1: ..."), else of the first rank with a traceback, else the first non-empty
+    one.
+    """
     logs = sorted(folder.glob("ranks/rank*.log"), key=lambda log: (len(log.name), log.name))
     logs = [log for log in logs if log.stat().st_size]
     named = [log for log in logs if error.startswith(f"{log.stem.replace('rank', 'rank ')}:")]

@@ -1,4 +1,4 @@
-"""A report that follows runs: the file is written again when a run has changed, and the page loads itself again."""
+"""A report that follows runs: the file is rewritten when a run has changed, and the page reloads itself."""
 
 import os
 import time
@@ -23,13 +23,13 @@ def follow(
     seconds: float = SECONDS,
     wait: Callable[[float], None] = time.sleep,
 ) -> Path:
-    """Writes the report as `write_report` does, and again every `seconds` if a run has changed, until no run is pending or running.
+    """Writes the report like `write_report`, and rewrites it every `seconds` if a run has changed, until no run is pending or running.
 
-    The page loads itself again as often, and keeps its filter, baseline, sorting and place; while an axis is brushed it waits. The last
-    page, also that after an interrupt, does so no more.
+    The page reloads itself at the same interval and keeps its filter, baseline, sorting and position. It waits while an axis is being
+    brushed. The last page, also after an interrupt, does not reload.
 
     Raises:
-        ValueError: as of `write_report`; `seconds` is not positive.
+        ValueError: as `write_report`; `seconds` is not positive.
     """
     if not seconds > 0:
         raise ValueError(
@@ -55,7 +55,7 @@ def follow(
 
 
 def _marks(root: Path) -> dict[Path, tuple[int, int] | str]:
-    """What tells that a run has changed: time and size of its files; of one that has a heartbeat, whether it lives."""
+    """Returns a fingerprint that changes when a run changes: times and sizes of its files, and whether its process is alive."""
     found: dict[Path, tuple[int, int] | str] = {}
     for name in (METRICS, SUMMARY, SWEEP):
         for file in root.rglob(name):

@@ -1,4 +1,4 @@
-"""One HTML file from a folder of runs: data, style, plotly and the scripts are inside, and nothing is loaded."""
+"""Makes one self-contained HTML file from a folder of runs: data, style, plotly and scripts are embedded."""
 
 import base64
 import hashlib
@@ -19,8 +19,8 @@ _SCRIPTS = ("state.js", "table.js", "charts.js", "parallel.js", "details.js", "l
 def write_report(folder: str | os.PathLike, *, to: str | os.PathLike | None = None) -> Path:
     """Writes the report of every run at or below `folder` and returns its path: `to`, or `report.html` in the folder.
 
-    Texts of runs (overrides, errors, logs) are data in a JSON element, never markup. The page's Content-Security-Policy allows its own
-    scripts by their hashes and no connection.
+    Texts of runs (overrides, errors, logs) are data in a JSON element, never markup. The page's Content-Security-Policy allows only its
+    own scripts, by their hashes, and no connections.
 
     Raises:
         ValueError: there is no run; plotly is missing; the folder of `to` does not exist.
@@ -31,7 +31,7 @@ def write_report(folder: str | os.PathLike, *, to: str | os.PathLike | None = No
 
 
 def choose_target(folder: str | os.PathLike, *, to: str | os.PathLike | None) -> Path:
-    """The file of a report of `folder`. Raises ValueError if the folder of `to` does not exist."""
+    """Returns the file of a report of `folder`. Raises ValueError if the folder of `to` does not exist."""
     target = Path(folder, NAME) if to is None else Path(to)
     if not target.absolute().parent.is_dir():
         raise ValueError(f"--to={target}: the folder {target.parent} does not exist; make it, or choose another --to")
@@ -39,14 +39,14 @@ def choose_target(folder: str | os.PathLike, *, to: str | os.PathLike | None) ->
 
 
 def write_page(text: str, *, to: Path) -> None:
-    """Replaces the file: a reader sees the old page or the new one."""
+    """Replaces the file atomically."""
     staging = to.with_name(f".{to.name}.{os.getpid()}")
     staging.write_text(text, encoding="utf-8")
     os.replace(staging, to)
 
 
 def plotly_script() -> str:
-    """The javascript of plotly, which its Python package brings.
+    """Returns the javascript of plotly from its Python package.
 
     Raises:
         ValueError: plotly is not installed.
@@ -59,8 +59,10 @@ def plotly_script() -> str:
 
 
 def render(data: dict[str, Any], *, plotly: str) -> str:
-    """The page as text. data: of `ztk.report.html.data.collect`, with `live` (seconds, written) for a page that loads itself again;
-    plotly: javascript that defines `Plotly`.
+    """Renders the page as text.
+
+    data: of `ztk.report.html.data.collect`, with `live` (seconds, written) for a page that reloads itself. plotly: javascript that
+    defines `Plotly`.
 
     Raises:
         ValueError: a script would end its element.
@@ -80,7 +82,7 @@ def render(data: dict[str, Any], *, plotly: str) -> str:
 
 
 def embedded(data: Any) -> str:
-    """JSON that is safe inside an element: no character of it ends the element or opens a comment."""
+    """Returns JSON that is safe inside an element: no character of it ends the element or opens a comment."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")

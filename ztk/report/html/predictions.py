@@ -1,4 +1,4 @@
-"""What `task=plan` predicted beside what runs measured."""
+"""Compares the predictions of `task=plan` with the measurements of runs."""
 
 import json
 import math
@@ -14,24 +14,26 @@ from ztk.report.history import Runs
 from ztk.report.status import Status, read_status
 
 PLAN = "plan.json"
-# What decides the bytes of a run: sections, and single keys of others.
+# Settings that determine the bytes of a run: sections, and single keys of others.
 _SECTIONS = ("model.", "zero.", "offload.", "precision.", "recompute.", "topology.", "lora.")
 _KEYS = ("optimizer.name", "data.seq_len", "train.micro_batch_size", "train.accumulation_steps", "launch.ranks")
-# Where the bytes lie and how fast they move; a plan is that of a GPU, so its memory is pinned.
+# Location and speed of the bytes do not matter. Pinning does not either: plans are for GPUs, whose host memory is pinned.
 _WITHOUT_EFFECT = ("offload.nvme_path", "offload.threads", "offload.pin_memory")
 
 
 def is_plan(folder: Path) -> bool:
-    """Whether the folder is of a run of `task=plan`: done, with `plan.json` and no step. A job that does not fit has a plan, too."""
+    """Returns whether the folder has a run of `task=plan`: done, with `plan.json` and no step. A job that does not fit also has a
+    plan.
+    """
     return (folder / PLAN).exists() and read_status(folder) is Status.done and next(read_rows(folder), None) is None
 
 
 def predictions(found: Runs, *, plans: Sequence[str], settings: Sequence[str], root: Path) -> list[dict[str, Any]]:
-    """run (its row among those that are no plans), plan (its folder), quantity, predicted and measured, of each finished run with a plan.
+    """Returns run (its row among the non-plans), plan (its folder), quantity, predicted and measured, for each finished run with a plan.
 
-    A run has the plan in its own folder, or that of a run of `task=plan` with the same model, layout, precision and batch. Quantities:
-    bytes of state between steps by tier and category; the peak of the device where the allocator measured it; bytes on the wire and the
-    disk in the median step; its seconds where the plan was made for some hardware.
+    The plan is in the run's own folder, or in a run of `task=plan` with the same model, layout, precision and batch. Quantities: bytes of
+    state between steps by tier and category; the peak of the device, if the allocator measured it; bytes through the network and the disk
+    in the median step; its seconds, if the plan is for specific hardware.
     """
     deciding = [key for key in settings if key not in _WITHOUT_EFFECT and (key in _KEYS or key.startswith(_SECTIONS))]
     rows = {row["run"]: row for row in found.runs.to_dict("records")}
@@ -73,7 +75,7 @@ def _pairs(predicted: dict[str, Any], *, row: dict[str, Any], folder: Path) -> I
 
 
 def _wire(predicted: dict[str, Any], *, kind: str) -> int:
-    """Bytes of one kind of collective over all axes."""
+    """Returns the bytes of one kind of collective over all axes."""
     return sum(value for key, value in predicted.items() if key.startswith("comm.") and key.endswith(f".{kind}"))
 
 
