@@ -176,13 +176,13 @@ def test_docstrings_name_the_errors():
     assert_kept(lambda path: unnamed_errors(parsed(path)), files=FILES)
 
 
-# What a docstring says of a tensor: its dimensions in brackets, as [N, D] and [.., n], or that any will do.
+# The shape of a tensor in a docstring: dimensions in brackets, as [N, D] and [.., n], or a word such as scalar or flat.
 SHAPE = re.compile(
     r"(?<![\w)\]\"'])\[[\w ., *+/()-]*\]|\b(scalars?|shapes?|shaped|flat|flattened|one number|elements?|elementwise)\b",
     re.IGNORECASE,
 )
 
-# A module speaks for its functions only if it says so: "Shapes and dtypes are those of torch.distributed".
+# A module's docstring counts for its functions if it is explicit: "Shapes and dtypes are as in torch.distributed".
 SHAPES_OF_ALL = re.compile(r"\bshapes\b[^.:]* (are|as) ", re.IGNORECASE)
 
 
@@ -234,7 +234,10 @@ def shapeless(tree: ast.Module, *, shared: dict[str, str]) -> Iterator[str]:
 
 
 def test_docstrings_give_shapes():
-    assert_kept(lambda path: shapeless(parsed(path), shared=shared_texts()), files=FILES)
+    # Only where shapes are the contract. Elsewhere a rule for every tensor would only add filler such as "any shape".
+    files = [path for path in FILES if path.relative_to(ROOT / "ztk").parts[0] in {"kernels", "nn", "data"}]
+    assert len(files) > 50
+    assert_kept(lambda path: shapeless(parsed(path), shared=shared_texts()), files=files)
 
 
 # Arguments that are a time or a size, and so need a unit.

@@ -49,7 +49,7 @@ def is_cut(engine: Subject) -> bool:
 
 
 def gather_state(engine: Subject, *, keeps: bool, exclude_frozen: bool) -> dict[str, Tensor]:
-    """Returns full weights in main memory by name, with tied names and persistent buffers. Empty on ranks that do not keep them.
+    """Returns weights in main memory by name, in their full shapes, with tied names and persistent buffers; empty if `keeps` is False.
 
     A collective call. Each rank also keeps its own parts in memory until all are assembled.
 
