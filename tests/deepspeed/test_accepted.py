@@ -226,7 +226,7 @@ def test_accepted_with_a_note(case):
         ({**zero(stage=3, aio={"block_size": 1}), "aio": {"block_size": 2}}, "differs from aio at the top level"),
         ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": None}}}, "total_num_steps: is missing"),
         ({"moe": {"ep_sise": 2}}, "did you mean ep_size"),
-        ({"moe": {"ep_size": 1}, "moe_expert_parallel_size": 2}, "moe.ep_size=1 says another"),
+        ({"moe": {"ep_size": 1}, "moe_expert_parallel_size": 2}, "moe.ep_size=1 differs"),
         ({"moe": {"enabled": False}, "moe_expert_parallel_size": 2}, "moe.enabled is false"),
         ({"moe": {"ep_size": 3}}, "moe.ep_size=3: 2 data-parallel ranks cannot be divided by 3"),
         (

@@ -6,8 +6,8 @@
         engine.backward(loss)
         engine.step()
 
-`python -m ztk.deepspeed script.py` and `ztk.deepspeed.install()` make it the module `deepspeed` itself. Names are imported when they are
-first used; `ztk/deepspeed/names/table.py` lists them with their homes. docs/deepspeed.md says what works and what is refused.
+`python -m ztk.deepspeed script.py` and `ztk.deepspeed.install()` make it importable as `deepspeed`. Names are imported on first use;
+`ztk/deepspeed/names/table.py` lists them with their modules. docs/deepspeed.md describes which features are supported.
 """
 
 from ztk.deepspeed.names.tree import lookup as _lookup

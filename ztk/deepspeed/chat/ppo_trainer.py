@@ -1,4 +1,4 @@
-"""`deepspeed_chat.ppo_trainer`: proximal policy optimisation over four engines, as DeepSpeed-Chat's step 3 calls it."""
+"""`deepspeed_chat.ppo_trainer`: proximal policy optimisation over four engines, with the interface of DeepSpeed-Chat's step 3."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from ztk.rl.rollout.equality import token_logprobs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answers:
-    """What was drawn. tokens: prompts and answers, int64 [B, T]. attention, answer: bool [B, T]. last: of each row, int64 [B]."""
+    """Sampled answers. tokens: prompts and answers, int64 [B, T]. attention, answer: bool [B, T]. last: index per row, int64 [B]."""
 
     tokens: Tensor
     attention: Tensor
@@ -22,15 +22,15 @@ class Answers:
 
 
 class DeepSpeedPPOTrainer:
-    """`generate_experience(prompts)` draws answers and scores them, `train_rlhf(experience)` updates actor and critic once with them.
+    """`generate_experience(prompts)` samples and scores answers; `train_rlhf(experience)` updates actor and critic once with them.
 
-    rlhf_engine: holds `actor` and `ref`, engines over a causal model of transformers, `critic` and `reward`, engines over a
-    `RewardModel`, and `tokenizer`. Actor and critic have optimizers; each engine has a configuration of its own.
-    args: `max_answer_seq_len`, the most tokens of an answer; may hold `compute_fp32_loss` (always so here) and `align_overflow`.
+    rlhf_engine: has `actor` and `ref`, engines over a causal transformers model, `critic` and `reward`, engines over a `RewardModel`, and
+    `tokenizer`. Actor and critic have optimizers; each engine has its own configuration.
+    args: `max_answer_seq_len`, the most tokens of an answer; optionally `compute_fp32_loss` (always on here) and `align_overflow`.
 
-    These may be changed, and are DeepSpeed-Chat's: kl_ctl (factor of the divergence from `ref`, in the reward), clip_reward_value,
-    cliprange, cliprange_value, gamma, lam. `generation`: further options of transformers' generate; by default tokens are drawn from
-    the policy as it is (temperature 1), because a policy gradient needs draws.
+    These attributes may be changed; the defaults are DeepSpeed-Chat's: kl_ctl (factor of the divergence from `ref` in the reward),
+    clip_reward_value, cliprange, cliprange_value, gamma, lam. `generation`: further options of transformers' generate. By default, tokens
+    are sampled from the unmodified policy (temperature 1), as a policy gradient requires.
 
     Raises:
         ValueError: args without max_answer_seq_len, a missing model, or a tokenizer without a padding token.
@@ -60,11 +60,12 @@ class DeepSpeedPPOTrainer:
     def generate_experience(
         self, prompts: Tensor, mask: Tensor | None = None, step: int | None = None
     ) -> dict[str, Tensor]:
-        """Answers to prompts [B, P], which are padded on the left, with what the update needs; every rank calls it.
+        """Samples answers to prompts [B, P], padded on the left, and computes the inputs of the update. A collective call.
 
-        mask: the prompts' tokens that count, [B, P]; None: all but the padding in front. step: accepted, nothing depends on it.
-        Returns prompts, input_ids, attention_mask, answer_mask [B, T], rewards [B], and logprobs, ref_logprobs, value [B, T - 1], where
-        column t belongs to token t + 1. Everything is computed in eval mode; the models keep the modes that they had.
+        mask: the prompts' tokens that count, [B, P]. Defaults to all except the padding in front. step: accepted and ignored.
+
+        Returns prompts, input_ids, attention_mask, answer_mask [B, T], rewards [B], and logprobs, ref_logprobs, value [B, T - 1]; their
+        column t belongs to token t + 1. Everything is computed in eval mode, after which the models return to their modes.
         """
         del step
         answers = self._draw(prompts, mask=mask)
@@ -100,7 +101,7 @@ class DeepSpeedPPOTrainer:
         )
         drawn = tokens[:, prompts.shape[1] :]
         stop = torch.isin(drawn, torch.tensor(self._stops(), dtype=drawn.dtype, device=drawn.device))
-        answer = stop.cumsum(1) - stop.long() == 0  # up to the first token that ends it, which counts
+        answer = stop.cumsum(1) - stop.long() == 0  # up to and including the first end token
         attention = torch.cat([given, answer], dim=1)
         return Answers(
             tokens=tokens,
@@ -110,7 +111,7 @@ class DeepSpeedPPOTrainer:
         )
 
     def _stops(self) -> list[int]:
-        """The tokens that end an answer: the generation's, else the model's, else the tokenizer's."""
+        """Returns the tokens that end an answer: from the generation options, else the model, else the tokenizer."""
         config = getattr(self.actor_model.module, "generation_config", None)
         stops = self.generation.get("eos_token_id", getattr(config, "eos_token_id", None))
         stops = self.tokenizer.eos_token_id if stops is None else stops
@@ -119,11 +120,13 @@ class DeepSpeedPPOTrainer:
     # Update
 
     def train_rlhf(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """One update of actor and critic with what `generate_experience` returned; (actor loss, critic loss), scalars with no graph.
+        """Updates actor and critic once with the result of `generate_experience`.
 
-        The actor's loss is the clipped one (Schulman et al. 2017, arXiv 1707.06347) averaged over the answers' tokens on this rank, the
-        critic's half the squared error to the returns, clipped likewise. `args.align_overflow`: if the loss scale of one makes it skip the
-        step, the other skips it too.
+        Returns (actor loss, critic loss), scalars without a graph.
+
+        The actor's loss is the clipped one (Schulman et al. 2017, arXiv 1707.06347), averaged over this rank's answer tokens. The
+        critic's loss is half the squared error to the returns, also clipped. With `args.align_overflow`, a step that the loss scale of
+        one model skips is skipped for the other one too.
         """
         self.train()
         packing = Packing.of(inputs["answer_mask"][:, 1:])
@@ -157,10 +160,10 @@ class DeepSpeedPPOTrainer:
         return actor_loss.detach(), critic_loss.detach()
 
     def advantages_and_returns(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Generalised advantages (Schulman et al. 2016, arXiv 1506.02438) and returns of an experience: float32 [B, T - 1] each, 0 outside
-        of the answers.
+        """Returns generalised advantages (Schulman et al. 2016, arXiv 1506.02438) and returns of an experience: float32 [B, T - 1] each,
+        0 outside the answers.
 
-        A token's reward is -kl_ctl times the log-ratio to the reference, and the last one's has the clipped reward in addition.
+        The reward of a token is -kl_ctl times the log-ratio to the reference. The last token also gets the clipped reward.
         """
         mask, values = inputs["answer_mask"][:, 1:], inputs["value"]
         kl = divergence(inputs["logprobs"], reference=inputs["ref_logprobs"], old=inputs["logprobs"], estimator="k1")
@@ -177,24 +180,24 @@ class DeepSpeedPPOTrainer:
     # Modes
 
     def train(self) -> None:
-        """Actor and critic in train mode."""
+        """Sets actor and critic to train mode."""
         self.actor_model.train()
         self.critic_model.train()
 
     def eval(self) -> None:
-        """All four in eval mode."""
+        """Sets all four models to eval mode."""
         for model in (self.actor_model, self.critic_model, self.reward_model, self.ref_model):
             model.eval()
 
 
 def _logprobs(model: nn.Module, *, tokens: Tensor, attention: Tensor) -> Tensor:
-    """float32 [B, T - 1]."""
+    """Returns float32 [B, T - 1]."""
     logits = model(input_ids=tokens, attention_mask=attention, use_cache=False).logits
     return token_logprobs(logits, tokens=tokens, temperature=1.0)[:, 1:]
 
 
 def _skip_together(*models: Any) -> None:
-    """If a gradient of one model overflowed, the coming step of every one is skipped."""
+    """Makes every model skip its next step if a gradient of any of them overflowed."""
     overflows = [model.optimizer.check_overflow(external=True) for model in models]
     for model, overflow in zip(models, overflows, strict=True):
         model.optimizer.skip_step = any(overflows) and not overflow

@@ -1,10 +1,10 @@
-"""`deepspeed.comm`: torch.distributed's functions, and a log of what they and the engine's own collectives took.
+"""`deepspeed.comm`: torch.distributed's functions, and a log of their times and those of the engine's own collectives.
 
-`configure(enabled=True)` or the section `comms_logger` of the configuration switches the log on, `log_summary()` prints it. A logged call
-is waited for, asynchronous ones and those on a GPU included: that is what its time means, and it costs the overlap.
+`configure(enabled=True)` or the section `comms_logger` of the configuration enables the log, and `log_summary()` prints it. Logged calls
+are synchronous, including asynchronous ones and those on a GPU, so that their times are meaningful. This disables overlap.
 
-Shapes and dtypes are those of torch.distributed: any, equal on all ranks; `all_gather_into_tensor` and `reduce_scatter_tensor` take the
-parts of all ranks one after the other along the first dimension. dst, src: global ranks.
+Shapes and dtypes are as in torch.distributed: any, equal on all ranks. `all_gather_into_tensor` and `reduce_scatter_tensor` concatenate
+the parts of all ranks along the first dimension. dst, src: global ranks.
 """
 
 import functools
@@ -37,10 +37,10 @@ __all__ = [
     *("reduce_scatter_tensor", "reset_log", "scatter", "send", "watch"),
 ]
 comms_logger = CommsLog()
-_watched: weakref.WeakSet[Comm] = weakref.WeakSet()  # the engines' own
-# What the engine's collectives are called here, where DeepSpeed's engine calls these.
+_watched: weakref.WeakSet[Comm] = weakref.WeakSet()  # communicators of the engines
+# Names in the log for the engine's collectives, as DeepSpeed's engine calls them.
 _OF_ENGINE = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
-_GIVEN = ("tensor", "input_tensor_list", "input_list", "p2p_op_list")  # what a rank gives to an operation
+_GIVEN = ("tensor", "input_tensor_list", "input_list", "p2p_op_list")  # names of the input arguments
 
 
 # The log
@@ -54,7 +54,7 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Switches the log; None leaves a switch as it is. deepspeed_config: a configuration with a section `comms_logger`."""
+    """Configures the log. Arguments of None leave a switch unchanged. deepspeed_config: a configuration with a section `comms_logger`."""
     given = {"enabled": enabled, "prof_all": prof_all, "verbose": verbose, "debug": debug}
     if prof_ops is not None:
         given["prof_ops"] = tuple(prof_ops)
@@ -70,9 +70,9 @@ def configure(
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict | None:
-    """Rank 0 prints all operations by size with counts, times and bandwidths. Every rank calls it.
+    """Prints all operations by size with counts, times and bandwidths on rank 0. A collective call.
 
-    show_straggler: and how much of the time a rank waited for the others to arrive. return_dict: returns the numbers, on every rank.
+    show_straggler: also prints how long a rank waited for the others. return_dict: returns the numbers on every rank.
     """
     dist.barrier()
     result = comms_logger.result(stragglers=comms_logger.stragglers() if show_straggler else None)
@@ -83,27 +83,27 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
 
 
 def reset_log() -> None:
-    """Forgets all calls."""
+    """Removes all logged calls."""
     comms_logger.records.clear()
 
 
 def has_comm_data() -> bool:
-    """Whether a call was logged."""
+    """Returns whether a call was logged."""
     return bool(comms_logger.records)
 
 
 def get_comm_operation_count() -> int:
-    """How many calls were logged."""
+    """Returns the number of logged calls."""
     return comms_logger.count()
 
 
 def get_logged_comm_ops() -> list[str]:
-    """The operations that were logged."""
+    """Returns the logged operations."""
     return list(comms_logger.records)
 
 
 def watch(comm: Comm) -> None:
-    """Logs the collectives of an engine from now on, as far as the switches say at any time."""
+    """Logs the collectives of an engine from now on, subject to the switches."""
     _watched.add(comm)
     _observe(comm)
 
@@ -113,7 +113,7 @@ def _observe(comm: Comm) -> None:
         operation = _OF_ENGINE.get(kind, kind)
         if not comms_logger.switches.wants(operation, prof=False):
             return
-        own = nbytes // comm.size if kind in _OF_ENGINE else nbytes  # a slice, of the buffer that holds all ranks'
+        own = nbytes // comm.size if kind in _OF_ENGINE else nbytes  # a slice; the buffer holds the slices of all ranks
         name = f"{operation} | [Caller Func: {label}]" if comms_logger.switches.debug else operation
         comms_logger.append(name, operation=operation, nbytes=own, seconds=seconds, ranks=comm.size)
 
@@ -121,7 +121,7 @@ def _observe(comm: Comm) -> None:
 
 
 def _logged(operation: Callable) -> Callable:
-    """Times a call if the log wants it. The call takes prof, log_name and debug, as DeepSpeed's do."""
+    """Times a call if the log includes it. Like DeepSpeed's functions, the call takes prof, log_name and debug."""
     signature, own_name = inspect.signature(operation), operation.__name__
 
     @functools.wraps(operation)
@@ -169,7 +169,7 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-# Collectives. Every function takes prof=True to be logged alone, log_name and debug besides. Those of torch.distributed as they are:
+# Collectives. Every function also takes prof=True, which logs it alone, log_name and debug. Unchanged from torch.distributed:
 
 all_reduce, reduce, broadcast = map(_logged, (dist.all_reduce, dist.reduce, dist.broadcast))
 all_gather, reduce_scatter, all_to_all = map(_logged, (dist.all_gather, dist.reduce_scatter, dist.all_to_all))
@@ -182,7 +182,7 @@ is_available, is_initialized, destroy_process_group = dist.is_available, dist.is
 get_rank, get_world_size, new_group = dist.get_rank, dist.get_world_size, dist.new_group
 init_distributed = process.init_distributed
 
-# And those that take other names than torch's.
+# With argument names that differ from torch's.
 
 
 @_logged
@@ -192,24 +192,24 @@ def all_gather_into_tensor(output_tensor: Tensor, tensor: Tensor, group=None, as
 
 
 def allgather_fn(output_tensor: Tensor, input_tensor: Tensor, group=None, async_op: bool = False):
-    """As `all_gather_into_tensor`."""
+    """Same as `all_gather_into_tensor`."""
     return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 def all_gather_coalesced(output_tensors: list[Tensor], input_tensors: list[Tensor], group=None, async_op: bool = False):
-    """One gather for every pair of tensors."""
+    """Runs one all-gather per pair of tensors."""
     pairs = zip(output_tensors, input_tensors, strict=True)
     return _together([all_gather_into_tensor(o, i, group=group, async_op=async_op) for o, i in pairs], async_op)
 
 
 @_logged
 def inference_all_reduce(tensor: Tensor, op=ReduceOp.SUM, group=None):
-    """As `all_reduce`, and returns when it is done."""
+    """Same as a synchronous `all_reduce`."""
     return dist.all_reduce(tensor, op=op, group=group)
 
 
 def all_reduce_coalesced(tensors: list[Tensor], op=ReduceOp.SUM, group=None, async_op: bool = False):
-    """One sum for every tensor."""
+    """Runs one all-reduce per tensor."""
     return _together([all_reduce(tensor, op=op, group=group, async_op=async_op) for tensor in tensors], async_op)
 
 
@@ -220,7 +220,7 @@ def reduce_scatter_tensor(output_tensor: Tensor, tensor: Tensor, op=ReduceOp.SUM
 
 
 def reduce_scatter_fn(output_tensor: Tensor, tensor: Tensor, op=ReduceOp.SUM, group=None, async_op: bool = False):
-    """As `reduce_scatter_tensor`."""
+    """Same as `reduce_scatter_tensor`."""
     return reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
@@ -232,10 +232,10 @@ def all_to_all_single(
     return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
 
 
-# From rank to rank
+# Point to point
 
 
-# Never logged: to wait for one of these could wait for ever. prof, log_name and debug are accepted.
+# Never logged, because waiting for one of these could deadlock. prof, log_name and debug are accepted.
 
 
 def isend(tensor: Tensor, dst: int, group=None, tag: int = 0, prof=False, log_name=None, debug=None):
@@ -296,37 +296,37 @@ def _together(works: list, async_op: bool) -> _Works | None:
     return _Works(works) if async_op else None
 
 
-# Who is who
+# Ranks and groups
 
 
 def get_local_rank() -> int:
-    """Of this rank on its machine, as the launcher says."""
+    """Returns this rank's index on its machine, as set by the launcher."""
     return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", 0)))
 
 
 def get_world_group():
-    """The group of all ranks."""
+    """Returns the group of all ranks."""
     return dist.group.WORLD
 
 
 def get_global_rank(group=None, group_rank: int = 0) -> int:
-    """The global rank of `group_rank` in `group`, None for all ranks."""
+    """Returns the global rank of `group_rank` in `group`. group defaults to all ranks."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
 def get_all_ranks_from_group(group=None) -> list[int]:
-    """The global ranks of `group`, None for all."""
+    """Returns the global ranks of `group`, which defaults to all ranks."""
     return dist.get_process_group_ranks(group)
 
 
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]):
-    """torch's device mesh over all ranks."""
+    """Returns torch's device mesh over all ranks."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     return dist.device_mesh.init_device_mesh(kind, mesh_shape, mesh_dim_names=mesh_dim_names)
 
 
 def has_all_gather_into_tensor() -> bool:
-    """Always: torch has it, as it has what the functions of the names below ask for."""
+    """Returns True: torch has this function, and all functions that the checks below ask about."""
     return True
 
 

@@ -1,8 +1,8 @@
-"""`deepspeed.utils.groups`: which ranks work together, as process groups of torch.distributed, for scripts that talk to them.
+"""`deepspeed.utils.groups`: process groups of torch.distributed for scripts that communicate themselves.
 
-Answers are those of the mesh of the engine that was made last and is not destroyed; before there is one, every rank is a data-parallel rank.
-Sizes, ranks and lists of ranks cost nothing. A group that is not all ranks is connected when it is first asked for: its ranks must all ask,
-and for several groups in the same order. It stays connected, for other engines too.
+The functions describe the mesh of the newest engine that is not destroyed. Before there is one, every rank is a data-parallel rank.
+Sizes, ranks and lists of ranks are free. A group of fewer ranks than all is created on first use: all its ranks must request it, and
+several groups in the same order. Groups are kept, also for later engines.
 """
 
 from dataclasses import dataclass
@@ -31,14 +31,16 @@ __all__ = [
     *("get_model_parallel_world_size", "get_tensor_model_parallel_group", "get_tensor_model_parallel_rank"),
     *("get_tensor_model_parallel_src_rank", "get_tensor_model_parallel_world_size", "initialize"),
 ]
-# Whose groups these are: a program may leave its process group and join another.
+# The world of these groups. A program may leave its process group and join another.
 _world: dist.ProcessGroup | None = None
 _connected: dict[tuple[int, ...], dist.ProcessGroup] = {}
 _clone: dist.ProcessGroup | None = None
 
 
 def members(axis: str, *, topology: Topology, rank: int, world_size: int) -> tuple[int, ...]:
-    """The ranks that differ from `rank` along `axis` alone, with it: an axis of the mesh, or "dp", its `data` without `sp`."""
+    """Returns the ranks that differ from `rank` only along `axis`, including `rank`: an axis of the mesh, or "dp", which is `data`
+    without `sp`.
+    """
     groups = topology.groups("data" if axis == "dp" else axis, world_size=world_size)
     own = next(group for group in groups if rank in group)
     return own[own.index(rank) % topology.sequence :: topology.sequence] if axis == "dp" else own
@@ -46,12 +48,12 @@ def members(axis: str, *, topology: Topology, rank: int, world_size: int) -> tup
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """Answers for one axis."""
+    """The functions for one axis."""
 
     name: str
 
     def ranks(self, group_name: str | None = None) -> list[int]:
-        """In the order of the axis. group_name: of an axis of experts alone, see `_ExpertAxis`."""
+        """Returns the ranks in the order of the axis. group_name: only for axes of experts; see `_ExpertAxis`."""
         _need_ranks()
         world_size = dist.get_world_size()
         return list(members(self.name, topology=_topology(), rank=dist.get_rank(), world_size=world_size))
@@ -60,22 +62,22 @@ class _Axis:
         return len(self.ranks(group_name))
 
     def rank(self, group_name: str | None = None) -> int:
-        """This rank's place in the group."""
+        """Returns this rank's index in the group."""
         return self.ranks(group_name).index(dist.get_rank())
 
     def first(self, group_name: str | None = None) -> int:
-        """The rank, among all, of the group's first."""
+        """Returns the global rank of the group's first rank."""
         return self.ranks(group_name)[0]
 
     def group(self, group_name: str | None = None) -> dist.ProcessGroup:
-        """A collective call of the group's ranks when it is first asked for."""
+        """Returns the group. Its first call is a collective call of the group's ranks."""
         return _group(tuple(self.ranks(group_name)))
 
 
 class _ExpertAxis(_Axis):
-    """The same for an axis of experts. Every answer takes a group_name: "ep_size_N", where N ranks together hold a layer's experts.
+    """The functions for an axis of experts. They take a group_name: "ep_size_N", where N ranks together hold a layer's experts.
 
-    Raises ValueError for an N that the engine's experts are not spread over; 1, all experts on every rank, goes with any.
+    Raises ValueError if the engine's experts are spread over another number of ranks. N = 1, all experts on every rank, is always valid.
     """
 
     def ranks(self, group_name: str | None = None) -> list[int]:
@@ -90,7 +92,7 @@ class _ExpertAxis(_Axis):
         )
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
-        """By name, of the sizes that there are."""
+        """Returns the groups by name, one per existing size."""
         return {name: self.group(name) for name in dict.fromkeys(("ep_size_1", _get_max_expert_size_name()))}
 
 
@@ -130,15 +132,15 @@ _get_zero_param_intra_parallel_rank_in_mygroup = _intra_node.rank
 
 
 def initialize(ep_size: int = 1, mpu: object = None) -> None:
-    """Raises ValueError, as DeepSpeed does with another class: groups are made of what the model and the configuration ask for."""
+    """Always raises ValueError, like DeepSpeed but with another class: groups follow from the model and the configuration."""
     raise ValueError(
-        f"groups.initialize(ep_size={ep_size}): nothing is to be initialised; pass ep_size to deepspeed.moe.layer.MoE(..., ep_size=), and "
+        f"groups.initialize(ep_size={ep_size}): not needed; pass ep_size to deepspeed.moe.layer.MoE(..., ep_size=), and "
         "mpu to deepspeed.initialize"
     )
 
 
 def _get_sequence_parallel_group() -> dist.ProcessGroup:
-    """Raises KeyError, as in DeepSpeed, where sequences are not cut."""
+    """Returns the group. Raises KeyError, as in DeepSpeed, without sequence parallelism."""
     if _sequence.size() == 1:
         raise KeyError("no sequence parallel group: sequences are not cut (_get_sequence_parallel_world_size() is 1)")
     return _sequence.group()
@@ -157,12 +159,12 @@ def _get_max_expert_parallel_group() -> dist.ProcessGroup:
 
 
 def _get_expert_model_parallel_world_size() -> int:
-    """1: an expert's own layers are not cut."""
+    """Returns 1, because a single expert is never cut."""
     return 1
 
 
 def _get_zero_param_intra_parallel_group() -> dist.ProcessGroup | None:
-    """The neighbours of `zero_hpz_partition_size`; None without it."""
+    """Returns the group of `zero_hpz_partition_size`, or None without it."""
     return _intra_node.group() if _zero_param_parallel_is_initialized() else None
 
 
@@ -171,7 +173,7 @@ def _zero_param_parallel_is_initialized() -> bool:
 
 
 def _clone_world_group() -> dist.ProcessGroup:
-    """A group of all ranks besides torch's own; the same at every call. A collective call."""
+    """Returns a separate group of all ranks, always the same one. A collective call."""
     global _clone
     _need_ranks()
     _forget_another_world()
@@ -181,19 +183,19 @@ def _clone_world_group() -> dist.ProcessGroup:
 
 
 def data_parallel_group_of(topology: Topology) -> dist.ProcessGroup:
-    """This rank's along "dp" of an engine's mesh, which need not be the newest."""
+    """Returns this rank's group along "dp" of an engine's mesh. The engine need not be the newest."""
     _need_ranks()
     return _group(members("dp", topology=topology, rank=dist.get_rank(), world_size=dist.get_world_size()))
 
 
 def sequence_group_of(topology: Topology) -> dist.ProcessGroup:
-    """This rank's along "sp" of an engine's mesh."""
+    """Returns this rank's group along "sp" of an engine's mesh."""
     _need_ranks()
     return _group(members("sp", topology=topology, rank=dist.get_rank(), world_size=dist.get_world_size()))
 
 
 def group_of_ranks(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """A group of these ranks, connected when it is first asked for; all of them must ask."""
+    """Returns a group of these ranks, which is created on first use by a collective call of the ranks."""
     _need_ranks()
     return _group(ranks)
 

@@ -1,8 +1,8 @@
-"""The communication log: every logged call with its size and seconds, and the bandwidths that follow.
+"""The communication log: every logged call with its size, its seconds and its bandwidth.
 
-A bandwidth is in Gbit/s. `algbw` is the data of the operation over its time. `busbw` is what a link carried, which may be compared with the
-hardware whatever the number of ranks n: an all-reduce of s bytes moves 2 (n - 1) / n s over each, a gather or scatter of s bytes per rank
-(n - 1) s (method of nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+Bandwidths are in Gbit/s. `algbw` is the operation's data divided by its time. `busbw` is the traffic of a link, which can be compared
+with the hardware for any number of ranks n: an all-reduce of s bytes moves 2 (n - 1) / n s over each link, and a gather or scatter of s
+bytes per rank moves (n - 1) s (method of nccl-tests, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 """
 
 import datetime
@@ -18,12 +18,14 @@ _EXCHANGES = ("all_to_all", "all_to_all_single")
 _COLUMNS = ("Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)")
 _BANDWIDTHS = ("tput_avg (Gbps)", "busbw_avg (Gbps)")
 _STRAGGLER = ("Total comm lat(ms)", "Total straggler(ms)", "Avg comm lat(ms)", "Avg straggler(ms)")
-_TRIM = 0.1  # of the calls at either end are left out of an average
+_TRIM = 0.1  # fraction of the calls that an average drops at either end
 
 
 @dataclass(kw_only=True, slots=True)
 class LogSwitches:
-    """What is logged: nothing unless enabled; all operations, or the named ones and calls with prof=True. debug: and who called."""
+    """Selects the logged calls: none unless enabled; then all operations, or the named ones and calls with prof=True. debug: logs the
+    caller.
+    """
 
     enabled: bool = False
     verbose: bool = False
@@ -32,20 +34,20 @@ class LogSwitches:
     prof_ops: tuple[str, ...] = ()
 
     def wants(self, name: str, *, prof: bool) -> bool:
-        """Whether a call of operation `name` is logged. prof: it asks for it itself."""
+        """Returns whether to log a call of operation `name`. prof: the call's own argument."""
         return self.enabled and (prof or self.prof_all or name in self.prof_ops)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bandwidth:
-    """Gbit/s."""
+    """In Gbit/s."""
 
     algbw: float
     busbw: float
 
 
 def bandwidth(operation: str, *, nbytes: int, seconds: float, ranks: int) -> Bandwidth:
-    """Of one call. nbytes: what one rank gives to the operation."""
+    """Returns the bandwidth of one call. nbytes: size of one rank's input."""
     if seconds <= 0:
         return Bandwidth(algbw=0.0, busbw=0.0)
     data, wire = nbytes, 1.0
@@ -61,7 +63,7 @@ def bandwidth(operation: str, *, nbytes: int, seconds: float, ranks: int) -> Ban
 
 @dataclass(kw_only=True, slots=True)
 class Calls:
-    """The calls of one operation with one size. seconds: of each."""
+    """The calls of one operation with one size. seconds: per call."""
 
     operation: str
     nbytes: int
@@ -69,7 +71,7 @@ class Calls:
     seconds: list[float] = field(default_factory=list)
 
     def metrics(self) -> dict[str, object]:
-        """Count, milliseconds, bandwidths in Gbit/s and bytes, by name."""
+        """Returns count, milliseconds, bandwidths in Gbit/s and bytes, by name."""
         rates = [bandwidth(self.operation, nbytes=self.nbytes, seconds=s, ranks=self.ranks) for s in self.seconds]
         return {
             "count": len(self.seconds),
@@ -83,7 +85,7 @@ class Calls:
 
 
 class CommsLog:
-    """What this rank has logged, by name and size."""
+    """This rank's logged calls, by name and size."""
 
     def __init__(self) -> None:
         self.switches = LogSwitches()
@@ -102,7 +104,7 @@ class CommsLog:
             )
 
     def count(self) -> int:
-        """All logged calls."""
+        """Returns the number of logged calls."""
         return sum(len(calls.seconds) for sizes in self.records.values() for calls in sizes.values())
 
     def summary(self) -> dict[str, dict[int, dict]]:
@@ -111,9 +113,9 @@ class CommsLog:
         }
 
     def stragglers(self) -> dict[str, dict[int, dict]]:
-        """How long each call took on the fastest rank, and how much longer here: time that was spent waiting for others to arrive.
+        """Returns for each call the time on the fastest rank and the additional time here, which is spent waiting for other ranks.
 
-        Collective. Only for what all ranks have called equally often.
+        A collective call. Only includes operations that all ranks have called equally often.
         """
         own = {
             name: {size: calls.seconds for size, calls in sizes.items()} for name, sizes in list(self.records.items())
@@ -140,7 +142,7 @@ class CommsLog:
         return found
 
     def result(self, *, stragglers: dict | None) -> dict[str, object]:
-        """DeepSpeed's dictionary of `log_summary(return_dict=True)`."""
+        """Returns the dictionary of DeepSpeed's `log_summary(return_dict=True)`."""
         return {
             "summary": self.summary(),
             "straggler_analysis": stragglers,
@@ -153,7 +155,7 @@ class CommsLog:
 
 
 def table(result: dict[str, object]) -> str:
-    """The result as it is printed."""
+    """Formats the result for printing."""
     lines = [_row(*_COLUMNS, *_BANDWIDTHS)]
     keys = ("count", "total_latency_ms", "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps")
     lines += _rows(result["summary"], keys=keys)
@@ -180,14 +182,14 @@ def _row(*cells: object) -> str:
 
 
 def trimmed_mean(values: list[float]) -> float:
-    """The mean without the tenth at either end."""
+    """Returns the mean without a tenth of the values at either end."""
     cut = int(len(values) * _TRIM)
     kept = sorted(values)[cut : len(values) - cut]
     return sum(kept) / len(kept) if kept else 0.0
 
 
 def size_text(nbytes: float) -> str:
-    """Like `16.0 MB`, in steps of 1024."""
+    """Formats bytes like `16.0 MB`, in steps of 1024."""
     if not nbytes:
         return "0B"
     for unit in ("B", "KB", "MB", "GB"):

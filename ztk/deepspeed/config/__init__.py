@@ -1,6 +1,6 @@
-"""`ds_config.json`: every key takes effect, is accepted with a note, or is refused; all faults at once.
+"""`ds_config.json`: every key takes effect, is accepted with a note, or is rejected. All faults are reported at once.
 
-One file per section holds its table of keys. `parse_config` turns a configuration into the policies that the engine is built from.
+Each section has its table of keys in its own file. `parse_config` converts a configuration to the engine's policies.
 """
 
 from ztk.deepspeed.config.batch import BatchSizes

@@ -1,4 +1,4 @@
-"""The batch triple, of which any two give the third, and how the ranks' gradients become one."""
+"""The batch sizes, any two of which determine the third, and the averaging of gradients over ranks."""
 
 from dataclasses import dataclass
 
@@ -21,11 +21,11 @@ class BatchSizes:
 
 
 def solve_batch(values: dict, *, world_size: int, findings: Findings) -> BatchSizes | None:
-    """The three sizes, or None and a fault. world_size: ranks that compute on different data."""
+    """Returns the three sizes, or None and adds a fault. world_size: number of ranks with different data."""
     train, micro, accumulation = (values.get(name) for name in KEYS)
     given = ", ".join(f"{name}={values[name]}" for name in KEYS if name in values)
     if train is None and micro is None:
-        extra = f" ({given} alone does not say it)" if given else ""
+        extra = f" ({given} alone is not enough)" if given else ""
         findings.faults.append(
             f"train_batch_size: give it or train_micro_batch_size_per_gpu{extra}; the third of the triple follows"
         )
@@ -53,8 +53,9 @@ def solve_batch(values: dict, *, world_size: int, findings: Findings) -> BatchSi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Averaging:
-    """mean: of the ranks, or their sum. prescales: divided by the number of ranks before they are added up, in their own dtype, where a sum
-    may overflow; else by predivide before and by the rest after.
+    """mean: averages over the ranks instead of adding up.
+    prescales: divides by the number of ranks before the reduction, in the gradients' dtype, in which a sum might overflow. Otherwise
+    divides by predivide before and by the rest after the reduction.
     """
 
     mean: bool = True
@@ -62,23 +63,23 @@ class Averaging:
     predivide: float = 1.0
 
     def factor(self, ranks: int) -> float:
-        """What each rank multiplies its gradients by before they are added up."""
+        """Returns the factor on each rank's gradients before the reduction."""
         return 1.0 / ranks if self.prescales else 1.0 / self.predivide
 
     def divisor(self, ranks: int) -> float:
-        """What the sum of the multiplied gradients is divided by."""
+        """Returns the divisor of the sum of the scaled gradients."""
         return (ranks if self.mean else 1) * self.factor(ranks)
 
 
 def read_averaging(top: dict, *, findings: Findings) -> Averaging:
-    """top: the top-level values that take effect."""
+    """Reads the averaging keys. top: the effective top-level values."""
     mean = top.get("gradient_allreduce_op", "mean") == "mean"
     prescales, predivide = top.get("prescale_gradients", False), top.get("gradient_predivide_factor", 1.0)
     if not mean and (prescales or predivide != 1.0):
         findings.notes.append(
-            "prescale_gradients, gradient_predivide_factor: have no effect beside gradient_allreduce_op=sum, as in DeepSpeed"
+            "prescale_gradients, gradient_predivide_factor: have no effect with gradient_allreduce_op=sum, as in DeepSpeed"
         )
         prescales, predivide = False, 1.0
     elif prescales and predivide != 1.0:
-        findings.notes.append("gradient_predivide_factor: has no effect beside prescale_gradients, as in DeepSpeed")
+        findings.notes.append("gradient_predivide_factor: has no effect with prescale_gradients, as in DeepSpeed")
     return Averaging(mean=mean, prescales=prescales, predivide=predivide)

@@ -1,4 +1,4 @@
-"""ds_config.json as the command line of `run.py`, and back: the two conversions. `ztk.cli.convert` is the command."""
+"""Converts ds_config.json to the command line of `run.py`, and back. `ztk.cli.convert` is the command."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from ztk.core.precision.policy import DTYPES
 from ztk.deepspeed.config import Settings
 
 _WORD_OF = {dtype: word for word, dtype in DTYPES.items()}
-# Top-level keys that have words of run.py, or that change nothing there.
+# Top-level keys that become words of run.py, or have no effect there.
 _SAID = frozenset(
     (
         *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
@@ -35,7 +35,7 @@ _INSTEAD = {
 _SHIFT = "DeepSpeed makes one update before the first step of this schedule; run.py starts with the first step"
 
 
-# Keys of run.py -> their names in a ds_config; of schedules with the values that DeepSpeed has where they are left out.
+# Keys of run.py -> their names in a ds_config, for schedules with DeepSpeed's defaults.
 _STAGE3 = {
     "prefetch_bucket_size": "stage3_prefetch_bucket_size",
     "max_live_parameters": "stage3_max_live_parameters",
@@ -57,20 +57,20 @@ _ONE_CYCLE = {
 
 @dataclasses.dataclass(kw_only=True)
 class Overrides:
-    """words: `key=value` of run.py. notes: what the configuration says and run.py has no key for."""
+    """words: `key=value` of run.py. notes: settings of the configuration without a key in run.py."""
 
     words: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, pairs: Mapping[str, object]) -> None:
-        """Keys of run.py with their values."""
+        """Adds keys of run.py with their values."""
         self.words += [f"{key}={_word(value)}" for key, value in pairs.items()]
 
 
 def to_overrides(settings: Settings, *, ranks: int | None = None, keeps_global_batch: bool = False) -> Overrides:
-    """The run that `settings` describes, but for model, data and length.
+    """Returns the run that `settings` describes, without model, data and length.
 
-    keeps_global_batch: a given train_batch_size holds on any number of ranks; else the number of micro-batches per step does.
+    keeps_global_batch: keeps a given train_batch_size on any number of ranks. Otherwise the number of micro-batches per step is kept.
     """
     out = Overrides(notes=[*settings.notes])
     if ranks is not None:
@@ -90,7 +90,7 @@ def to_overrides(settings: Settings, *, ranks: int | None = None, keeps_global_b
 
 
 def _unsaid(settings: Settings, *, out: Overrides) -> None:
-    """Sections that run.py follows by other means, or not at all."""
+    """Notes sections that run.py implements in another way, or not at all."""
     told = {note.partition(":")[0].partition(".")[0] for note in settings.notes}
     for key, value in settings.given.items():
         is_off = value in (None, False) or (isinstance(value, dict) and value.get("enabled") is False)
@@ -155,7 +155,7 @@ def _precision(settings: Settings, *, out: Overrides) -> None:
     out.add({"precision": _WORD_OF[precision.dtype]})
     if precision.reduce_dtype is not None:
         out.add({"precision.reduce_dtype": _WORD_OF[precision.reduce_dtype]})
-    if precision.dtype is not DTYPES["fp16"]:  # scaled by torch_autocast alone
+    if precision.dtype is not DTYPES["fp16"]:  # torch_autocast alone scales the loss
         return
     names = ("dynamic", "initial", *(("window", "hysteresis", "floor") if scale.dynamic else ()))
     out.add({f"precision.loss_scale.{name}": getattr(scale, name) for name in names})
@@ -187,7 +187,7 @@ def _optimizer(settings: Settings, *, out: Overrides) -> None:
 
 
 def _peak(settings: Settings) -> float:
-    """What multiplier 1 of the schedule stands for."""
+    """Returns the learning rate at a schedule multiplier of 1."""
     params = settings.schedule.params if settings.schedule else {}
     assert settings.optimizer is not None
     default = 0.001 if settings.schedule and settings.schedule.type == "WarmupDecayLR" else settings.optimizer.lr
@@ -259,9 +259,9 @@ def _warmup(kind: str, *, params: dict, peak: float, out: Overrides) -> None:
 
 
 def to_ds_config(config: Mapping) -> dict:
-    """A run of `run.py`, as nested values of its resolved configuration, as a ds_config.
+    """Converts a run of `run.py`, given as nested values of its resolved configuration, to a ds_config.
 
-    Raises ValueError for what DeepSpeed has no name for.
+    Raises ValueError for settings that DeepSpeed does not have.
     """
     zero, train, optimizer = config["zero"], config["train"], config["optimizer"]
     if zero["engine"] != "ztk":
@@ -282,7 +282,7 @@ def to_ds_config(config: Mapping) -> dict:
         **_ds_schedule(config["scheduler"], steps=train["steps"], lr=optimizer["lr"]),
         **_ds_topology(config["topology"]),
     }
-    if zero["stage"] == 3:  # what is None follows the model's size, and DeepSpeed's does not
+    if zero["stage"] == 3:  # None means depending on the model's size, which DeepSpeed does not have
         made["zero_optimization"] |= {theirs: zero[ours] for ours, theirs in _STAGE3.items() if zero[ours] is not None}
     plus_plus = ("quantized_weights", "quantized_gradients", "hpz_partition_size")
     made["zero_optimization"] |= {f"zero_{name}": zero[name] for name in plus_plus if zero.get(name)}
@@ -297,7 +297,7 @@ def to_ds_config(config: Mapping) -> dict:
 
 
 def _refuse_ragged_batch(train: Mapping, *, replicas: int) -> None:
-    """run.py takes the last micro-batch as small as is left; DeepSpeed's are all of one size."""
+    """Rejects uneven batches: run.py may shorten the last micro-batch, and DeepSpeed's all have one size."""
     unit = replicas * train["micro_batch_size"]
     if rest := train["global_batch_size"] % unit:
         below = train["global_batch_size"] - rest

@@ -1,5 +1,6 @@
-"""expert_parallel (DeepSpeed's AutoEP): the experts of a Hugging Face model, spread over ranks. And moe, with moe_expert_parallel_size, which
-documents write and DeepSpeed does not read: arguments for the `MoE` layers of a model."""
+"""expert_parallel (DeepSpeed's AutoEP) spreads the experts of a Hugging Face model over ranks. moe, with moe_expert_parallel_size, has
+arguments for a model's `MoE` layers; guides recommend it, but DeepSpeed itself ignores it.
+"""
 
 from dataclasses import dataclass, field
 
@@ -60,14 +61,16 @@ _EXPERT_KEYS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertParallel:
-    """Over how many ranks experts are spread, and of which layers: a regular expression for their names, None for all that have some."""
+    """The number of ranks over which experts are spread, and a regular expression for the names of the layers, or None for all with
+    experts.
+    """
 
     size: int = 1
     pattern: str | None = None
 
 
 def read_expert_parallel(given: object, *, findings: Findings) -> ExpertParallel:
-    """The section, or its defaults while it is off or missing."""
+    """Reads the section. Returns defaults if it is off or missing."""
     if given is None:
         return ExpertParallel()
     values = read_section(given, path="expert_parallel.", keys=_EXPERT_KEYS, findings=findings)
@@ -100,13 +103,13 @@ _LAYER_KEYS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerOptions:
-    """Arguments of `MoE` by their names, for layers that leave them at their defaults; a layer that has another value is refused."""
+    """Arguments of `MoE` by name, for layers that use the defaults. A layer with another value is rejected."""
 
     values: dict[str, object] = field(default_factory=dict)
 
 
 def read_moe(given: dict, *, top: dict, findings: Findings) -> LayerOptions:
-    """given: the full configuration; top: its top-level values that take effect. A section that is switched off gives nothing."""
+    """Reads the sections. given: the full configuration. top: its effective top-level values. A disabled section has no effect."""
     section = given.get("moe")
     values = {} if section is None else read_section(section, path="moe.", keys=_LAYER_KEYS, findings=findings)
     is_on = values.pop("enabled", True)
@@ -115,14 +118,12 @@ def read_moe(given: dict, *, top: dict, findings: Findings) -> LayerOptions:
     if size is not None and not is_on and size > 1:
         findings.faults.append(f"moe_expert_parallel_size={size}: asks for experts, and moe.enabled is false; keep one")
     if size is not None and values.setdefault("ep_size", size) != size:
-        findings.faults.append(
-            f"moe_expert_parallel_size={size}: moe.ep_size={values['ep_size']} says another; keep one"
-        )
+        findings.faults.append(f"moe_expert_parallel_size={size}: moe.ep_size={values['ep_size']} differs; keep one")
     return LayerOptions(values=values)
 
 
 def join_sizes(experts: ExpertParallel, *, options: LayerOptions, ranks: int, findings: Findings) -> ExpertParallel:
-    """Over how many of `ranks` data-parallel ranks both sections together spread the experts."""
+    """Combines both sections: the number of data-parallel ranks over which experts are spread."""
     sizes = {"expert_parallel.autoep_size": experts.size, "moe.ep_size": options.values.get("ep_size", 1)}
     asked = {key: size for key, size in sizes.items() if size > 1}
     if len(set(asked.values())) > 1:

@@ -1,5 +1,6 @@
-"""Hjson (https://hjson.github.io/syntax.html), which DeepSpeed reads its files by: JSON with comments, where braces around everything,
-commas at the end of a line, and quotes around keys and one-line texts may be left out, and ''' encloses a text of several lines."""
+"""Parses Hjson (https://hjson.github.io/syntax.html), the format of DeepSpeed's files: JSON with comments, in which outer braces, commas
+at line ends, and quotes around keys and one-line texts are optional, and ''' encloses a text of several lines.
+"""
 
 import json
 import re
@@ -15,7 +16,7 @@ _PUNCTUATION = "{}[],:"
 
 
 def parse_hjson(source: str) -> object:
-    """The value of an Hjson text. Raises ValueError with line and column, and for a key given twice."""
+    """Returns the value of an Hjson text. Raises ValueError with line and column, and for duplicate keys."""
     return _Parser(source).root()
 
 
@@ -96,7 +97,7 @@ class _Parser:
         return True
 
     def _separate(self, end: str) -> None:
-        """A comma, the end of a line, or the end of the object or list that this is in."""
+        """Skips a comma or line end, or stops at the end of the surrounding object or list."""
         # pyrefly: ignore[missing-attribute]  # the pattern always matches
         self._at = _BLANK.match(self._source, self._at).end()
         if self._next() == ",":

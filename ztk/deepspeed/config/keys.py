@@ -1,4 +1,4 @@
-"""What a configuration may say: every key with its type, and whether it takes effect, is accepted with a note, or is refused."""
+"""The keys of a configuration: each has a type, and takes effect, is accepted with a note, or is rejected."""
 
 import difflib
 import math
@@ -17,54 +17,56 @@ _NULL = "stands for the default, as if it were left out"
 
 
 class Effect(Enum):
-    """What giving a key does."""
+    """The effect of a key."""
 
     takes = "takes"  # the run follows it
-    hint = "hint"  # nothing hangs on it in ztk; accepted, and told in the notes
-    fixed = "fixed"  # only its usual values are accepted, because ztk does nothing else
+    hint = "hint"  # accepted with a note, without effect in ztk
+    fixed = "fixed"  # only its usual values are accepted, because ztk supports no others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """One key of one section. `usual`: values that mean "as always" and are accepted without a word."""
+    """One key of one section. usual: default values that are accepted without a note."""
 
     effect: Effect
     convert: Convert
     usual: tuple[object, ...] = ()
     why: str = ""
-    auto: bool = False  # "auto" means the default, as in DeepSpeed; elsewhere only the Hugging Face Trainer fills it in
-    null: str | None = _NULL  # the note on a null, which then stands for the default; None: the conversion decides
+    auto: bool = (
+        False  # "auto" means the default, as in DeepSpeed; for other keys only the Hugging Face Trainer fills it in
+    )
+    null: str | None = _NULL  # the note for null, which means the default; without one, the conversion handles null
 
 
 @dataclass(kw_only=True)
 class Findings:
-    """All that is wrong, and all that is worth knowing."""
+    """Faults and notes about a configuration."""
 
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def takes(convert: Convert, *, auto: bool = False, null: str | None = _NULL) -> Key:
-    """A key that the run follows. auto, null: see `Key`."""
+    """Returns a key with effect. auto, null: see `Key`."""
     return Key(effect=Effect.takes, convert=convert, auto=auto, null=null)
 
 
 def hint(convert: Convert, why: str, *, usual: tuple[object, ...] = (), auto: bool = False) -> Key:
-    """A key that is accepted with the note `why`, but for its usual values."""
+    """Returns a key that is accepted with the note `why`, or silently with its usual values."""
     return Key(effect=Effect.hint, convert=convert, usual=usual, why=why, auto=auto)
 
 
 def fixed(*usual: object, why: str) -> Key:
-    """A key that is accepted with its usual values alone. why: of the refusal."""
+    """Returns a key that accepts only its usual values. why: reason for the rejection."""
     return Key(effect=Effect.fixed, convert=anything, usual=usual, why=why)
 
 
 def read_section(
     given: object, *, path: str, keys: Mapping[str, Key], findings: Findings, elsewhere: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The converted values of a section's keys that take effect; everything else goes to `findings`.
+    """Returns the converted values of a section's effective keys. Adds everything else to `findings`.
 
-    path: the section's name with a trailing dot, or "" at the top. elsewhere: wrong name -> what to do instead.
+    path: the section's name with a trailing dot, or "" at the top. elsewhere: wrong name -> fix.
     """
     if given is None:
         findings.notes.append(f"{path.rstrip('.')}=None: {_NULL}")
@@ -120,7 +122,7 @@ def _is_boolean(key: Key) -> bool:
 
 
 def _takes_null(key: Key) -> bool:
-    """null is a value of this key; elsewhere it stands for the default, as DeepSpeed reads it."""
+    """Returns whether null is a value of this key. For other keys it means the default, as in DeepSpeed."""
     if key.effect is Effect.fixed:
         return False
     try:
@@ -131,7 +133,7 @@ def _takes_null(key: Key) -> bool:
 
 
 def nearest(name: str, *, known: Iterable[str]) -> list[str]:
-    """The known name most like `name`, if one is."""
+    """Returns the known name most similar to `name`, if there is one."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if not near:  # `enable` for `enabled`, `auto_ep_size` for `autoep_size`
@@ -141,7 +143,7 @@ def nearest(name: str, *, known: Iterable[str]) -> list[str]:
 
 
 def shown(value: object) -> str:
-    """A value in an error text."""
+    """Formats a value for an error message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -150,24 +152,26 @@ def shown(value: object) -> str:
 
 
 def anything(value: object) -> object:
-    """A value as it is."""
+    """Returns the value unchanged."""
     return value
 
 
 def boolean(value: object) -> bool:
-    """true or false; ValueError for all else."""
+    """Converts true or false. Raises ValueError for all else."""
     if isinstance(value, bool):
         return value
     raise ValueError("must be true or false")
 
 
 def number(value: object) -> float:
-    """A number, also as a text like "1e-8"; ValueError for all else, NaN, and what a 64-bit float does not hold."""
+    """Converts a number, also from a text like "1e-8". Raises ValueError for all else, for NaN, and outside the range of a 64-bit
+    float.
+    """
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > _LARGEST:
         raise ValueError("must be a number that a 64-bit float holds")
     if isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):
         return float(value)
-    if isinstance(value, str) and value.isascii():  # YAML and hand-written files hold 1e-8 as a text
+    if isinstance(value, str) and value.isascii():  # YAML and hand-written files may have 1e-8 as text
         try:
             return number(float(value))
         except ValueError:
@@ -176,7 +180,7 @@ def number(value: object) -> float:
 
 
 def at_least(low: float, *, high: float | None = None) -> Convert:
-    """A number in this range, which kernels read in float32."""
+    """Returns a conversion for numbers in this range, which kernels read in float32."""
     allowed = Range(low=low, high=high, float32=True)
 
     def convert(value: object) -> float:
@@ -188,7 +192,7 @@ def at_least(low: float, *, high: float | None = None) -> Convert:
 
 
 def whole_number(low: int = 0, *, high: int = INT64_MAX) -> Convert:
-    """A whole number from `low` to `high`, `5e8` included; ValueError for all else."""
+    """Returns a conversion for whole numbers from `low` to `high`, including `5e8`. Raises ValueError for all else."""
 
     def convert(value: object) -> int:
         plain = number(value)
@@ -202,14 +206,14 @@ def whole_number(low: int = 0, *, high: int = INT64_MAX) -> Convert:
 
 
 def text(value: object) -> str:
-    """A text; ValueError for all else."""
+    """Converts a text. Raises ValueError for all else."""
     if isinstance(value, str):
         return value
     raise ValueError("must be a text")
 
 
 def one_of(*words: str) -> Convert:
-    """One of these words."""
+    """Returns a conversion that accepts one of these words."""
 
     def convert(value: object) -> str:
         if value in words:
@@ -221,12 +225,12 @@ def one_of(*words: str) -> Convert:
 
 
 def optional(convert: Convert) -> Convert:
-    """null, or what `convert` takes."""
+    """Returns a conversion that also accepts null."""
     return lambda value: None if value is None else convert(value)
 
 
 class DeepSpeedConfigError(ValueError):
-    """Everything that is wrong with a configuration, one line each in `faults`."""
+    """All faults of a configuration, one line each in `faults`."""
 
     def __init__(self, faults: list[str]) -> None:
         self.faults = faults

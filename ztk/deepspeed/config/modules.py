@@ -1,4 +1,4 @@
-"""Sections about what runs around the model: activation_checkpointing, pipeline, hybrid_engine."""
+"""Sections about the model's execution: activation_checkpointing, pipeline, hybrid_engine."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from ztk.rl.rollout.weights import RolloutWeights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationCheckpointing:
-    """The section, in its own words."""
+    """The section with its own names."""
 
     partition_activations: bool = False
     contiguous_memory_optimization: bool = False
@@ -29,11 +29,11 @@ class ActivationCheckpointing:
 
     @property
     def buffer_size(self) -> int | None:
-        """For how many checkpointed calls of one forward the contiguous buffer has room; None: there is no such buffer."""
+        """The number of checkpointed calls per forward that the contiguous buffer holds, or None without a buffer."""
         return self.number_checkpoints if self.contiguous_memory_optimization else None
 
     def notes(self) -> list[str]:
-        """Which options change nothing without another."""
+        """Returns notes on options without effect."""
         found = []
         if self.partition_activations:
             found.append(
@@ -64,7 +64,7 @@ _ELSEWHERE = {"partitioned_activations": "there is no such key; did you mean par
 
 
 def read_activation_checkpointing(given: object, *, findings: Findings) -> ActivationCheckpointing | None:
-    """The section, or None if there is none."""
+    """Reads the section. Returns None if there is none."""
     if given is None:
         return None
     values = read_section(given, path=_PATH, keys=_ACTIVATION_KEYS, findings=findings, elsewhere=_ELSEWHERE)
@@ -89,7 +89,7 @@ _PIPELINE_KEYS = {
 
 
 def read_pipeline(given: object, *, findings: Findings) -> int:
-    """`pipeline.activation_checkpoint_interval`; 0 leaves the module's own."""
+    """Returns `pipeline.activation_checkpoint_interval`; 0 keeps the module's own."""
     if given is None:
         return 0
     values = read_section(given, path="pipeline.", keys=_PIPELINE_KEYS, findings=findings)
@@ -113,8 +113,9 @@ _HYBRID_KEYS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hybrid:
-    """max_out_tokens: of prompt and answer together. weights: gathered once for a text, or for every forward. releases: buffers of
-    gathered parameters are given back after every text."""
+    """max_out_tokens: of prompt and answer together. weights: gathered once per text, or for every forward. releases: frees the buffers
+    of gathered parameters after every text.
+    """
 
     max_out_tokens: int
     weights: RolloutWeights
@@ -122,7 +123,7 @@ class Hybrid:
 
 
 def read_hybrid(given: object, *, stage: int, world_size: int, tensor_degree: int, findings: Findings) -> Hybrid | None:
-    """The section; None while it is off or missing."""
+    """Reads the section. Returns None if it is off or missing."""
     if given is None:
         return None
     own = Findings()

@@ -1,4 +1,4 @@
-"""offload_optimizer, offload_param and aio: where shards are stored and how files are moved."""
+"""offload_optimizer, offload_param and aio: where shards are stored, and how files are read and written."""
 
 from ztk.core.policies.offload import MAX_THREADS, PAGE_BYTES
 from ztk.deepspeed.config.keys import (
@@ -38,7 +38,7 @@ PARAMETERS = {
     "pin_memory": takes(boolean),
     "buffer_count": hint(whole_number(1), _POOL),
     "buffer_size": hint(whole_number(1), _POOL, auto=True),
-    "max_in_cpu": hint(whole_number(0), "what is on the disk keeps no copy in main memory", auto=True),
+    "max_in_cpu": hint(whole_number(0), "parameters on the disk have no copy in main memory", auto=True),
 }
 AIO = {
     "block_size": takes(whole_number(1)),
@@ -54,7 +54,7 @@ AIO["thread_count"] = AIO["intra_op_parallelism"]  # its name before DeepSpeed 0
 def read_offload(
     given: dict, *, optimizer: object, parameters: object, stage: int, findings: Findings
 ) -> OffloadPolicy:
-    """The policy of both sections and of `aio`.
+    """Returns the policy of both sections and of `aio`.
 
     given: the full configuration. optimizer, parameters: the two sections of zero_optimization, or None.
     """
@@ -85,7 +85,7 @@ def read_offload(
             parameters=places["offload_param"],
             nvme_path=min(paths) if paths else None,
             pin_memory=pins
-            != {False},  # of two that differ, true: copies from pinned memory overlap, and nothing else changes
+            != {False},  # if both differ, true: copies from pinned memory overlap, and nothing else changes
             **aio,
         )
     except ValueError as error:
@@ -100,7 +100,7 @@ def _section(given: object, *, name: str, keys: dict, findings: Findings) -> dic
     values = read_section(given, path=path, keys=keys, findings=findings)
     if isinstance(given, dict) and "device" not in given:
         findings.faults.append(f"{path}device: is missing; give cpu, nvme or none")
-    if values.get("nvme_path") in (None, "none", ""):  # what Accelerate writes for "no path"
+    if values.get("nvme_path") in (None, "none", ""):  # Accelerate writes "none" for a missing path
         values.pop("nvme_path", None)
     elif not isinstance(values["nvme_path"], str):
         findings.faults.append(f"{path}nvme_path={values.pop('nvme_path')!r}: must be the path of a folder")
@@ -139,7 +139,7 @@ def _aio(given: dict, *, uses_nvme: bool, findings: Findings) -> dict:
 
 
 def _aio_section(given: dict, *, findings: Findings) -> object:
-    """The section `aio`, also where the documents put it: inside zero_optimization."""
+    """Returns the section `aio`, which DeepSpeed's documentation puts inside zero_optimization."""
     zero = given.get("zero_optimization")
     nested = zero.get("aio") if isinstance(zero, dict) else None
     section = given.get("aio")

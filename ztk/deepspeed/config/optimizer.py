@@ -1,4 +1,4 @@
-"""The optimizer section: DeepSpeed's names and parameters as a policy."""
+"""The optimizer section: converts DeepSpeed's names and parameters to a policy."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -68,7 +68,7 @@ _LAMB = {
     "set_grad_none": hint(boolean, "gradients live in flat buffers", usual=(True,)),
 }
 TYPES: dict[str, dict[str, Key]] = {"adam": _ADAM, "adamw": _ADAM, "lion": _LION, "lamb": _LAMB, "sgd": _SGD}
-# Torch's own classes, whose step runs over the shards; their parameters are the arguments of the class.
+# torch's own classes, whose step runs on the shards. Their parameters are the arguments of the class.
 TORCH_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     cls.__name__.lower(): cls
     for cls in (
@@ -92,7 +92,7 @@ _ELSEWHERE = {
 
 
 def read_optimizer(given: object, *, clip: float, findings: Findings) -> OptimizerPolicy | None:
-    """The policy, or None if the section is not there or faulty. Every parameter decays, as in DeepSpeed."""
+    """Returns the policy, or None if the section is missing or faulty. Every parameter decays, as in DeepSpeed."""
     if given is None:
         return None
     section = read_section(given, path="optimizer.", keys=SECTION, findings=findings)
@@ -104,9 +104,7 @@ def read_optimizer(given: object, *, clip: float, findings: Findings) -> Optimiz
         try:
             make_torch_optimizer(given, parameters=[torch.nn.Parameter(torch.zeros(1))])
         except (TypeError, ValueError) as error:
-            findings.faults.append(
-                f"optimizer.params: torch.optim.{TORCH_CLASSES[name.lower()].__name__} says: {error}"
-            )
+            findings.faults.append(f"optimizer.params: torch.optim.{TORCH_CLASSES[name.lower()].__name__}: {error}")
             return None
         return OptimizerPolicy(name=TORCH, decay_all=True, clip_grad_norm=clip)
     if not isinstance(name, str) or name.lower() not in TYPES:
@@ -124,7 +122,7 @@ def read_optimizer(given: object, *, clip: float, findings: Findings) -> Optimiz
 
 
 def make_torch_optimizer(section: Any, *, parameters: Iterable) -> torch.optim.Optimizer:
-    """The torch optimizer that a section names by one of `TORCH_CLASSES`. Raises TypeError or ValueError for its parameters."""
+    """Creates the torch optimizer of a section with one of `TORCH_CLASSES`. Raises TypeError or ValueError for invalid parameters."""
     return TORCH_CLASSES[section["type"].lower()](parameters, **(section.get("params") or {}))
 
 
@@ -139,7 +137,7 @@ def _unknown(name: object) -> str:
 
 
 def _policy(name: str, *, values: dict, clip: float, findings: Findings) -> OptimizerPolicy | None:
-    """adam means AdamW unless adam_w_mode is false; defaults are DeepSpeed's."""
+    """Returns the policy. adam means AdamW unless adam_w_mode is false. Defaults are DeepSpeed's."""
     decoupled = values.pop("adam_w_mode", True)
     if name == "adamw" and not decoupled:
         findings.faults.append("optimizer.params.adam_w_mode=False: has no effect with AdamW; write type Adam")

@@ -11,10 +11,9 @@ from ztk.deepspeed.watch.monitors import MonitorPolicy
 
 
 class DeepSpeedConfig:
-    """The configuration, checked and with the batch sizes solved, under DeepSpeed's attribute names.
+    """The checked configuration with all batch sizes, under DeepSpeed's attribute names. `settings` has the engine's form.
 
-    config: dict, path or base64. Raises DeepSpeedConfigError with every fault, ValueError for mpu and mesh_device.
-    `settings` is what the engine would take.
+    config: dict, path or base64. Raises DeepSpeedConfigError with every fault, and ValueError for mpu and mesh_device.
     """
 
     def __init__(self, config: object, mpu: None = None, mesh_device: None = None) -> None:
@@ -26,7 +25,7 @@ class DeepSpeedConfig:
 
     @classmethod
     def of(cls, settings: Settings, *, world_size: int) -> Self:
-        """An engine's, as it is now."""
+        """Returns an engine's current configuration."""
         made = cls.__new__(cls)
         made.world_size = world_size
         made._show(settings)
@@ -52,7 +51,7 @@ class DeepSpeedConfig:
         self.monitor_config: MonitorPolicy = settings.watching.monitors
 
     def get(self, key: str, default: object = None) -> object:
-        """A section as it was given."""
+        """Returns a section as given."""
         return self._param_dict.get(key, default)
 
     def print(self, name: str) -> None:

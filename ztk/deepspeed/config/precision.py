@@ -1,4 +1,4 @@
-"""fp16, bf16, and in which dtype gradients are communicated and accumulated."""
+"""fp16, bf16, and the dtypes in which gradients are communicated and accumulated."""
 
 import torch
 
@@ -69,10 +69,10 @@ DATA_TYPES = {
 
 
 class Precision:
-    """The dtypes of a run as the configuration has them."""
+    """The dtypes of a run."""
 
     def __init__(self, given: dict, *, top: dict, stage: int, findings: Findings) -> None:
-        """given: the full configuration; top: its top-level values that take effect; stage: of ZeRO."""
+        """given: the full configuration. top: its effective top-level values. stage: ZeRO stage."""
         fp16 = read_section(given.get("fp16", {}), path="fp16.", keys=FP16, findings=findings)
         if "bf16" in given and "bfloat16" in given:
             findings.faults.append("bfloat16: is the old name of bf16, which is given too; keep bf16")
@@ -99,7 +99,7 @@ class Precision:
             _drop_hysteresis(fp16, findings=findings)
         if self.autocast is torch.float16 and (self.fp16 or self.bf16):
             findings.faults.append(
-                "torch_autocast.dtype=float16: beside fp16.enabled or bf16.enabled, which cast the model already: switch one of them off"
+                "torch_autocast.dtype=float16: conflicts with fp16.enabled or bf16.enabled, which cast the model already: switch one off"
             )
         if not self._is_scaled:
             findings.notes += [f"fp16.{key}: without effect while fp16 is off" for key in fp16 if key != "enabled"]
@@ -131,7 +131,7 @@ class Precision:
 
 
 def _autocast(given: object, *, findings: Findings) -> torch.dtype | None:
-    """The dtype of `torch_autocast`, None while it is off."""
+    """Returns the dtype of `torch_autocast`, or None if it is off."""
     section = read_section(given, path="torch_autocast.", keys=AUTOCAST, findings=findings)
     if not section.get("enabled"):
         findings.notes += [
@@ -147,7 +147,7 @@ def _autocast(given: object, *, findings: Findings) -> torch.dtype | None:
 
 
 def _drop_hysteresis(fp16: dict, *, findings: Findings) -> None:
-    """DeepSpeed's optimizer of stage 0 (`FP16_Optimizer`) has none: every overflow halves the scale."""
+    """Drops hysteresis at stage 0: DeepSpeed's optimizer (`FP16_Optimizer`) halves the scale at every overflow."""
     for key, usual in (("hysteresis", 1), ("consecutive_hysteresis", False)):
         if fp16.get(key, usual) != usual:
             findings.notes.append(
@@ -159,7 +159,7 @@ def _drop_hysteresis(fp16: dict, *, findings: Findings) -> None:
 def _loss_scale(fp16: dict, *, static: float) -> LossScalePolicy:
     if static:
         return LossScalePolicy(dynamic=False, initial=static)
-    floor = fp16.get("min_loss_scale", 1.0) or 1.0  # 0 is what older configurations write for "the default"
+    floor = fp16.get("min_loss_scale", 1.0) or 1.0  # older configurations write 0 for the default
     initial = 2.0 ** fp16.get("initial_scale_power", 16)
     return LossScalePolicy(
         initial=initial,
@@ -172,7 +172,7 @@ def _loss_scale(fp16: dict, *, static: float) -> LossScalePolicy:
 
 
 def _reduce_dtype(types: dict, *, top: dict, findings: Findings) -> str | None:
-    """ztk accumulates gradients in the dtype it communicates them in, so the two keys must agree."""
+    """Returns the reduction dtype. ztk accumulates gradients in the dtype of their communication, so the two keys must agree."""
     wire, accumulated = top.get("communication_data_type"), types.get("grad_accum_dtype")
     words = {_WORDS[word] for word in (wire, accumulated) if word is not None}
     if len(words) > 1:

@@ -1,4 +1,4 @@
-"""The scheduler section: which of the five schedules, with which parameters."""
+"""The scheduler section: one of five schedules, and its parameters."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ SECTION = {"type": takes(anything), "params": takes(anything)}
 
 
 def _per_group(convert: Convert) -> Convert:
-    """One number, or one for every parameter group."""
+    """Returns a conversion for one number, or a list with one per parameter group."""
 
     def converted(value: object) -> object:
         return [convert(item) for item in value] if isinstance(value, (list, tuple)) else convert(value)
@@ -36,8 +36,8 @@ def _or_none(convert: Convert) -> Convert:
 
 
 _rate = _per_group(at_least(0))
-_LAST = {"last_batch_iteration": fixed(-1, why="a checkpoint says where a schedule stands; leave it out")}
-# 0 is what the Hugging Face Trainer fills in without warmup_steps; DeepSpeed takes anything below 2 for 2.
+_LAST = {"last_batch_iteration": fixed(-1, why="a checkpoint has the position of a schedule; leave it out")}
+# The Hugging Face Trainer fills in 0 if there is no warmup_steps. DeepSpeed treats values below 2 as 2.
 _WARMUP = {"warmup_num_steps": takes(whole_number(0)), "warmup_type": takes(one_of("log", "linear")), **_LAST}
 _RATES = {"warmup_min_lr": takes(_rate), "warmup_max_lr": takes(_or_none(_rate))}
 _TOTAL = {"total_num_steps": takes(whole_number(1))}
@@ -82,14 +82,14 @@ _REQUIRED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleChoice:
-    """A schedule by DeepSpeed's name, and its parameters by theirs."""
+    """A schedule and its parameters, with DeepSpeed's names."""
 
     type: str
     params: dict
 
 
 def read_scheduler(given: object, *, findings: Findings) -> ScheduleChoice | None:
-    """None if the section is not there or faulty."""
+    """Reads the section. Returns None if it is missing or faulty."""
     if given is None:
         return None
     section = read_section(given, path="scheduler.", keys=SECTION, findings=findings)

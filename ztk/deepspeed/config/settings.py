@@ -1,4 +1,4 @@
-"""A full configuration: read, checked, turned into policies."""
+"""A full configuration: read, checked, converted to policies."""
 
 from dataclasses import dataclass, field, replace
 
@@ -31,12 +31,14 @@ from ztk.zero.offload import OffloadPolicy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What a configuration says, as the engine takes it.
+    """A configuration in the form that the engine uses.
 
-    optimizer, schedule, activation_checkpointing, hybrid: None if the configuration has no such section.
-    managed_accumulation: micro-batches are counted; otherwise every `step()` steps. autocast: the dtype of torch.autocast around the forward.
-    buffer_dtype: of floating-point buffers; None: as the model gave them. static_loss_scale: 0 for dynamic.
-    notes: keys that were accepted though nothing hangs on them in ztk, with the reason.
+    optimizer, schedule, activation_checkpointing, hybrid: None without such a section.
+    managed_accumulation: the engine counts micro-batches. Otherwise every `step()` is an optimizer step.
+    autocast: the dtype of torch.autocast around the forward.
+    buffer_dtype: of floating-point buffers. None keeps the model's dtypes.
+    static_loss_scale: 0 for dynamic.
+    notes: accepted keys without effect in ztk, with the reason.
     """
 
     given: dict = field(repr=False)
@@ -76,7 +78,7 @@ class Settings:
 
 
 def parse_config(config: object, *, world_size: int) -> Settings:
-    """config: a dict, a path or base64, see `read_source`. Raises DeepSpeedConfigError with every fault."""
+    """Parses a configuration. config: a dict, a path or base64; see `read_source`. Raises DeepSpeedConfigError with every fault."""
     findings = Findings()
     given = read_source(config, findings=findings)
     top = read_section(given, path="", keys=KEYS, findings=findings, elsewhere=ELSEWHERE)

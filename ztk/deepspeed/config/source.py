@@ -1,4 +1,4 @@
-"""Where a configuration comes from: a dict, a file of JSON or Hjson, or base64 of one."""
+"""Reads a configuration from a dict, a file of JSON or Hjson, or base64 of such a text."""
 
 import base64
 import binascii
@@ -16,10 +16,10 @@ _TRAILING_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.DOTALL)
 
 
 def read_source(config: object, *, findings: Findings | None = None) -> dict:
-    """The configuration as a dict of its own.
+    """Returns the configuration as a new dict.
 
-    config: a dict, the path of a file, or urlsafe base64 of its text: JSON with comments (//, # and /* */) and trailing commas, or Hjson,
-    of which `findings` gets a note. Raises DeepSpeedConfigError if it is none of these.
+    config: a dict, the path of a file, or urlsafe base64 of its text. The text may be JSON with comments (//, # and /* */) and trailing
+    commas, or Hjson, which adds a note to `findings`. Raises DeepSpeedConfigError if it is none of these.
     """
     if isinstance(config, Mapping):
         if faults := list(_key_faults(config)):
@@ -39,7 +39,7 @@ def read_source(config: object, *, findings: Findings | None = None) -> dict:
 
 
 def _key_faults(values: Mapping, *, path: str = "") -> Iterator[str]:
-    """One line per key, at any depth, that is no text as all keys of a file are."""
+    """Yields one line per key, at any depth, that is not a text."""
     for key, value in values.items():
         if not isinstance(key, str):
             yield f"{path}{key!r}: a key must be a text, and this is of type {type(key).__name__}; put it in quotes, or leave it out"
@@ -48,7 +48,7 @@ def _key_faults(values: Mapping, *, path: str = "") -> Iterator[str]:
 
 
 def parse_json(source: str, *, where: str, findings: Findings | None = None) -> dict:
-    """JSON with comments, or Hjson. Raises DeepSpeedConfigError with line and column, and for a key given twice."""
+    """Parses JSON with comments, or Hjson. Raises DeepSpeedConfigError with line and column, and for duplicate keys."""
     plain = _TOKEN.sub(lambda m: m[0] if m[0].startswith('"') else re.sub(r"[^\n]", " ", m[0]), source)
     plain = _TRAILING_COMMA.sub(lambda m: m[1] or " ", plain)
     doubled: list[str] = []
@@ -72,7 +72,7 @@ def parse_json(source: str, *, where: str, findings: Findings | None = None) -> 
 
 
 def _hjson(source: str, *, where: str, error: json.JSONDecodeError) -> object:
-    """error: why `source` is not JSON."""
+    """Parses Hjson. error: the error of the JSON parser, raised if Hjson fails too."""
     try:
         return parse_hjson(source)
     except ValueError as reason:
@@ -85,13 +85,13 @@ def _hjson(source: str, *, where: str, error: json.JSONDecodeError) -> object:
             ]
         elif (
             "given twice" in str(reason) or error.doc[: error.pos].isspace() or error.pos == 0
-        ):  # no brace: Hjson was meant
+        ):  # without a brace, the author meant Hjson
             faults = [f"{where}, {reason}"]
         raise DeepSpeedConfigError(faults) from None
 
 
 def _swallowed(source: str) -> tuple[int, str] | None:
-    """Line and beginning of a comment that holds keys and closing braces, as of a file whose line ends were lost."""
+    """Finds a comment that swallows keys and closing braces, as in a file that lost its line ends. Returns its line and beginning."""
     for found in _TOKEN.finditer(source):
         if found[0].startswith(("//", "#")) and "}" in found[0] and '"' in found[0]:
             return source.count("\n", 0, found.start()) + 1, repr(found[0][:30])

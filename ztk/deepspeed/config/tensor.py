@@ -1,4 +1,4 @@
-"""tensor_parallel: how many ranks share a layer, and which layers are cut how."""
+"""tensor_parallel: the number of ranks that share a layer, and how layers are cut."""
 
 import re
 from collections.abc import Iterator
@@ -21,22 +21,22 @@ from ztk.deepspeed.config.keys import (
 from ztk.parallel.tensor import TensorPolicy, plan_of
 
 _GRAIN = "attention is cut between groups of heads, everything else between columns; parts need not be equal"
-_GROUP = "the number of tensor-parallel ranks says which ranks work together"
+_GROUP = "the number of tensor-parallel ranks determines the groups"
 _MODEL = "the model brings its own plan (transformers' tp_plan), or partition_config gives one"
 _TP = {
-    "enabled": hint(boolean, "tp_size says so", usual=(True,)),
+    "enabled": hint(boolean, "tp_size determines this", usual=(True,)),
     "tp_size": takes(whole_number(1)),
     "tp_grain_size": hint(whole_number(1), _GRAIN, usual=(1,)),
     "mpu": fixed(None, why=f"{_GROUP}; leave it out"),
     "tp_group": fixed(None, why=f"{_GROUP}; leave it out"),
 }
-# The documents that people follow write tp_size and its neighbours flat; DeepSpeed itself only knows them inside "tp".
+# Guides write tp_size and its neighbours at the top of the section; DeepSpeed itself reads them only inside "tp".
 KEYS = _TP | {
     "autotp_size": takes(whole_number(0)),
     "tp": takes(anything),
     "dtype": hint(anything, "bf16 and fp16 say in which dtype the model trains"),
     "tp_overlap_comm": hint(boolean, "sums run on a thread of their own anyway", usual=(False,)),
-    "vocab_parallel_lm_head": hint(anything, "the head is cut as the model's plan says", usual=(None,)),
+    "vocab_parallel_lm_head": hint(anything, "the model's plan determines the cut of the head", usual=(None,)),
     "vocab_parallel_ce_backend": hint(anything, "the native decoder's loss never gathers its logits", usual=("torch",)),
     "injection_policy_tuple": fixed(None, why="use partition_config.layer_specs instead"),
     "partition_config": takes(anything),
@@ -52,22 +52,26 @@ _SPEC = {
     "patterns": takes(anything),
     "partition_type": takes(one_of("row", "column", "skip")),
     "shape": fixed(None, why="weights that hold several layers are cut by the model's own plan only; leave it out"),
-    "partition_dim": fixed(None, why="partition_type says which dimension is cut; leave it out"),
+    "partition_dim": fixed(None, why="partition_type determines the dimension; leave it out"),
     "model_types": hint(anything, "patterns alone choose the layers"),
 }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSettings:
-    """degree: ranks that share a layer. specs: regular expressions of parameter names -> "row", "column" or "skip", in the order given;
-    None: the model's own plan alone. keeps_plan: layers that no expression matches follow the model's own plan."""
+    """degree: number of ranks that share a layer.
+    specs: ordered regular expressions of parameter names -> "row", "column" or "skip". None uses only the model's own plan.
+    keeps_plan: layers that no expression matches follow the model's own plan.
+    """
 
     degree: int = 1
     specs: tuple[tuple[str, str], ...] | None = None
     keeps_plan: bool = True
 
     def policy(self, model: nn.Module) -> TensorPolicy | None:
-        """The plan for `model`, or None where nothing is cut. Raises ValueError for an expression that matches none of its layers."""
+        """Returns the plan for `model`, or None if nothing is cut. Raises ValueError for an expression that matches none of its
+        layers.
+        """
         if self.degree == 1:
             return None
         if self.specs is None:
@@ -93,7 +97,7 @@ class TensorSettings:
 
 
 def read_tensor_parallel(given: object, *, world_size: int, findings: Findings) -> TensorSettings:
-    """Of a configuration for `world_size` ranks."""
+    """Reads the section for `world_size` ranks."""
     if given is None:
         return TensorSettings()
     values = read_section(given, path="tensor_parallel.", keys=KEYS, findings=findings)

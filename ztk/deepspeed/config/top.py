@@ -1,6 +1,6 @@
-"""The top level of the configuration: its keys, sections that this layer does not offer yet, and keys that DeepSpeed itself has removed.
+"""The top level of the configuration: keys, unsupported sections, and keys that DeepSpeed has removed.
 
-A section that is switched off is accepted, with its keys checked: a misspelt key there would switch nothing on later either.
+A disabled unsupported section is accepted, but its keys are checked: a misspelt key would not enable it later either.
 """
 
 import math
@@ -26,7 +26,7 @@ from ztk.deepspeed.config.keys import (
 )
 from ztk.deepspeed.config.precision import dtype_word
 
-# Section -> its keys. `enabled` (or what stands for it, below) says whether it is on.
+# Section -> its keys. `enabled` switches it on; without such a key, any value that is not in `_OFF` does.
 SECTIONS = {
     "data_efficiency": ("enabled", "seed", "data_sampling", "data_routing"),
     "weight_quantization": (
@@ -51,7 +51,7 @@ REMOVED = (
     *("nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue"),
     *("sparse_attention", "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop"),
 )
-_OFF = (False, None, 0, 1, "auto", "none")  # values with which a key without `enabled` leaves everything as it is
+_OFF = (False, None, 0, 1, "auto", "none")  # values with which a key without `enabled` has no effect
 
 CHECKPOINT = {
     "tag_validation": takes(
@@ -66,13 +66,13 @@ CHECKPOINT = {
 
 
 def read_checkpoint(given: object, *, findings: Findings) -> str:
-    """`checkpoint.tag_validation`."""
+    """Returns `checkpoint.tag_validation`."""
     values = read_section(given, path="checkpoint.", keys=CHECKPOINT, findings=findings)
     return values.get("tag_validation", "warn")
 
 
 def check_absent(given: dict, *, findings: Findings) -> None:
-    """Refuses what is on, and what is misspelt."""
+    """Adds faults for enabled unsupported sections and for misspelt keys."""
     for name, keys in SECTIONS.items():
         section = given.get(name)
         if section is None:
@@ -90,10 +90,10 @@ def check_absent(given: dict, *, findings: Findings) -> None:
 
 
 def _active(section: dict, *, keys: tuple[str, ...]) -> str | None:
-    """The key that switches the section on, or None."""
+    """Returns the key that enables the section, or None."""
     if "enabled" in keys:
         return "enabled" if section.get("enabled", False) not in (False, None) else None
-    # True is equal to 1, which leaves a degree of parallelism as it is, but switches a feature on.
+    # True equals 1, which is neutral as a degree of parallelism but enables a feature.
     return next((key for key, value in section.items() if value is True or value not in _OFF), None)
 
 
@@ -102,7 +102,7 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def _steps(value: object) -> int | None:
-    """Accelerate writes infinity for "never"."""
+    """Converts a number of steps. Accelerate writes infinity for "never"."""
     try:
         if number(value) == math.inf:
             return None
@@ -153,7 +153,9 @@ KEYS: dict[str, Key] = {
     "gradient_predivide_factor": takes(_positive),
     "gradient_allreduce_op": takes(one_of("mean", "sum")),
     "seq_parallel_communication_data_type": fixed("fp32", None, why=_NOT_YET),
-    "sequence_parallel_size": takes(whole_number(1)),  # both: `initialize` makes the mesh before it reads the rest
+    "sequence_parallel_size": takes(
+        whole_number(1)
+    ),  # also here, because `initialize` builds the mesh before it reads the rest
     "data_parallel_size": takes(whole_number(1)),
     "disable_allgather": fixed(False, why=_NOT_YET),
     "disable_python_gc": fixed(False, why=_NOT_YET),

@@ -1,4 +1,4 @@
-"""What is measured, printed and written while a run goes on: monitors, the FLOPs profiler, the communication log, timers."""
+"""Measurements and output during a run: monitors, the FLOPs profiler, the communication log, timers."""
 
 import importlib.util
 from dataclasses import dataclass, field
@@ -72,7 +72,7 @@ _NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}  
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilesPolicy:
-    """Where a monitor writes: the folder output_path/job_name."""
+    """A monitor writes into the folder output_path/job_name."""
 
     output_path: str = ""
     job_name: str = "DeepSpeedJobName"
@@ -89,14 +89,15 @@ class WandbPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CometPolicy:
-    """An experiment of Comet; None: what Comet itself is configured with, its defaults else. An event's name is written again after
-    samples_log_interval samples.
+    """An experiment of Comet. Values of None use Comet's own configuration or defaults.
+
+    An event is logged once per samples_log_interval samples.
     """
 
     samples_log_interval: int = 100
     project: str | None = None
     workspace: str | None = None
-    api_key: str | None = field(default=None, repr=False)  # settings are printed
+    api_key: str | None = field(default=None, repr=False)  # not in the repr, because settings are printed
     experiment_name: str | None = None
     experiment_key: str | None = None
     online: bool | None = None
@@ -105,9 +106,9 @@ class CometPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlopsPolicy:
-    """Which step is profiled (the number of steps made before it), and what is printed of it.
+    """The profiled step (number of steps before it), and the printed tables.
 
-    recompute_fwd_factor: how many forwards a backward repeats. module_depth: -1 for all. output_file: None for the terminal.
+    recompute_fwd_factor: number of forwards that a backward repeats. module_depth: -1 for all. output_file: defaults to the terminal.
     """
 
     recompute_fwd_factor: float = 0.0
@@ -120,7 +121,7 @@ class FlopsPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThroughputPolicy:
-    """Samples per second at every `steps_per_print`. synchronized: a GPU is waited for, so that the seconds are complete."""
+    """Samples per second, every `steps_per_print`. synchronized: waits for the GPU, so that the times are complete."""
 
     enabled: bool = True
     synchronized: bool = True
@@ -128,7 +129,7 @@ class ThroughputPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MonitorPolicy:
-    """Which monitors write; None: not this one."""
+    """The enabled monitors; None for the others."""
 
     tensorboard: FilesPolicy | None = None
     csv_monitor: FilesPolicy | None = None
@@ -143,7 +144,7 @@ class MonitorPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watching:
-    """All of it; None: switched off."""
+    """The settings of all measurements; None for disabled ones."""
 
     monitors: MonitorPolicy
     flops: FlopsPolicy | None
@@ -152,7 +153,7 @@ class Watching:
 
 
 def read_watching(given: dict, *, findings: Findings) -> Watching:
-    """given: the full configuration."""
+    """Reads the sections. given: the full configuration."""
     read = {
         name: read_section(given[name], path=f"{name}.", keys=keys, findings=findings)
         for name, keys in SECTIONS.items()

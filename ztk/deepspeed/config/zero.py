@@ -62,9 +62,7 @@ KEYS = {
     "legacy_stage1": hint(boolean, "there is one stage 1, which gives the same numbers", usual=(False,)),
     "parameter_alignment": fixed(False, why="ztk aligns every parameter to 64 bytes; leave it out"),
     "pipeline_loading_checkpoint": fixed(False, why=_NOT_YET),
-    "enable_sanity_checks": hint(
-        boolean, "ztk always checks what a script writes into gathered parameters", usual=(False,)
-    ),
+    "enable_sanity_checks": hint(boolean, "ztk always checks writes to gathered parameters", usual=(False,)),
     "save_muon_momentum_buffer_in_memory": fixed(False, why=_NOT_YET),
     "leaf_module": takes(anything),
     "aio": takes(anything),  # see read_offload
@@ -87,7 +85,7 @@ _STAGE3 = {
     "stage3_max_live_parameters": "max_live_parameters",
     "stage3_max_reuse_distance": "max_reuse_distance",
 }
-# DeepSpeed's, which differ from those of ZeroPolicy.
+# DeepSpeed's defaults, where they differ from ZeroPolicy's.
 _DEFAULTS = {"param_persistence_threshold": 100_000, "max_reuse_distance": 1_000_000_000}
 _ZERO_PLUS_PLUS = {
     "zero_hpz_partition_size": ("hpz_partition_size", 1),
@@ -98,7 +96,7 @@ _ZERO_PLUS_PLUS = {
 
 
 class Zero:
-    """zero_optimization: the policy, and the sections of what is offloaded."""
+    """zero_optimization: the policy, and the offload sections."""
 
     def __init__(self, given: object, *, findings: Findings) -> None:
         given = _by_alias(given, findings=findings)
@@ -128,7 +126,7 @@ class Zero:
             self.stage = 3
         options = {ours: values[theirs] for theirs, ours in _STAGE3.items() if theirs in values}
         if self.stage < 3:
-            # One file for all stages, of which the stage is changed, is how these keys are written; their names say where they act.
+            # Files for all stages, in which only the stage changes, contain these keys. Their names show that they need stage 3.
             findings.notes += [
                 f"zero_optimization.{theirs}: acts at stage 3; this is stage {self.stage}"
                 for theirs in _STAGE3
@@ -142,7 +140,7 @@ class Zero:
 
 
 def _by_alias(given: object, *, findings: Findings) -> object:
-    """The section with `max_live_parameters` under its key stage3_max_live_parameters: DeepSpeed takes its fields' own names, too."""
+    """Returns the section with `max_live_parameters` under its key stage3_max_live_parameters. DeepSpeed accepts both names."""
     if not isinstance(given, dict):
         return given
     fields = {alias.removeprefix("stage3_"): alias for alias in KEYS if alias.startswith("stage3_")}
@@ -159,7 +157,7 @@ def _by_alias(given: object, *, findings: Findings) -> object:
 
 
 def _not_at_this_stage(given: object) -> dict[str, Key]:
-    """Below stage 3: ZeRO++ would do nothing and is refused; stage3_ keys that are not offered say themselves where they act."""
+    """Returns overrides for keys below stage 3: ZeRO++ would have no effect and is rejected. Unsupported stage3_ keys only get a note."""
     stage = given.get("stage", 0) if isinstance(given, dict) else 0
     if stage == 3:
         return {}
@@ -176,7 +174,7 @@ def _not_at_this_stage(given: object) -> dict[str, Key]:
 
 
 def _section(values: dict, *, name: str, old: str, findings: Findings) -> object:
-    """The offload section, or what the old flag `cpu_offload` stands for."""
+    """Returns the offload section, or its equivalent for the old flag `cpu_offload`."""
     section = values.get(name)
     if values.get(old):
         if section is not None:
@@ -199,7 +197,7 @@ USUAL_CLASSES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeafModules:
-    """Classes by their names or full names, modules by their names or the ends of their names. wanted: what the configuration named."""
+    """Classes by names or full names, modules by names or their last parts. wanted: as configured."""
 
     classes: tuple[str, ...] = USUAL_CLASSES
     names: tuple[str, ...] = ()
@@ -218,7 +216,7 @@ _LEAF_KEYS = {"classes": takes(_words), "names": takes(_words), "name_suffixes":
 
 
 def read_leaf_modules(given: object, *, findings: Findings) -> LeafModules:
-    """The section, or DeepSpeed's usual classes if there is none."""
+    """Reads the section. Returns DeepSpeed's default classes if there is none."""
     if given is None:
         return LeafModules()
     values: dict[str, Any] = read_section(

@@ -1,1 +1,1 @@
-"""DeepSpeed's engine over ztk's: its methods, `p.grad`, saving, moving states, and which engine a parameter belongs to."""
+"""DeepSpeed's engine on top of ztk's: its methods, `p.grad`, checkpoints, moving states, and the mapping of parameters to engines."""

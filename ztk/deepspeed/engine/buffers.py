@@ -1,8 +1,8 @@
-"""Buffers of a model in 16 bit: they keep the dtype that the model gave them, unless `data_types.buffer_dtype` names another.
+"""Buffers of a 16-bit model. They keep the dtype that the model gave them, unless `data_types.buffer_dtype` sets another.
 
-DeepSpeed casts them with the parameters, which rounds rotary frequencies. A model that adds a float32 buffer to its input (positions, masks)
-then computes in float32 where its next layer has 16-bit weights; an error that names them takes the place of torch's. So it is where a script
-has converted the parameters.
+DeepSpeed casts them with the parameters, which rounds rotary frequencies. If a model adds a float32 buffer to its input (positions,
+masks), the result is float32 and meets 16-bit weights in the next layer. torch's error is then replaced by one that names the buffers.
+The same applies if a script has converted the parameters.
 """
 
 from collections.abc import Iterator
@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 SHOWN = 5
-_ABOUT_DTYPES = ("dtype", "scalar type", "Float")  # as torch's messages say it
+_ABOUT_DTYPES = ("dtype", "scalar type", "Float")  # the words of torch's messages
 
 
 def cast_buffers(model: nn.Module, *, dtype: torch.dtype | None, of_parameters: torch.dtype) -> None:
-    """Floating-point buffers of any shape become `dtype`; None: they stay, but for the running statistics of norms with weights, which torch
-    computes in the dtype of those, `of_parameters`, alone."""
+    """Casts floating-point buffers of any shape to `dtype`, if given.
+
+    Otherwise casts only the running statistics of norms with weights, which torch supports only in the dtype of the weights,
+    `of_parameters`.
+    """
     for module in model.modules():
         is_norm = isinstance(module, _NormBase) and module.affine
         wanted = of_parameters if dtype is None and is_norm else dtype
@@ -28,8 +31,10 @@ def cast_buffers(model: nn.Module, *, dtype: torch.dtype | None, of_parameters: 
 
 @contextmanager
 def naming_buffers(model: nn.Module, *, dtype: torch.dtype) -> Iterator[None]:
-    """Turns torch's RuntimeError about dtypes in this block into one with the fix, which names the parameters and buffers that are not `dtype`,
-    the engine's one."""
+    """Replaces torch's RuntimeError about dtypes in this block by one with the fix.
+
+    It names the parameters and buffers that are not `dtype`, the engine's dtype.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -62,7 +67,7 @@ def _of_buffers(model: nn.Module, *, dtype: torch.dtype) -> str:
         return ""
     word = str(dtype).removeprefix("torch.")
     return (
-        f"parameters are {word} here, and these buffers are not: {_listed(names)}. Cast what comes of them in the forward, or set "
+        f"parameters are {word} here, and these buffers are not: {_listed(names)}. Cast the results in the forward, or set "
         f'"data_types": {{"buffer_dtype": "{word}"}} in the configuration, which casts all buffers, as DeepSpeed does'
     )
 

@@ -1,7 +1,4 @@
-"""What a DeepSpeed script calls: DeepSpeed's names and counting over the one engine.
-
-A loss has the dtype that the model computes it in.
-"""
+"""The engine of a DeepSpeed script: DeepSpeed's names and counters on top of ztk's engine. Losses have the model's output dtype."""
 
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -29,7 +26,7 @@ from ztk.deepspeed.watch.watcher import Watcher
 from ztk.train.engine import Engine
 from ztk.zero.state.offload import StateKind
 
-# What `initialize` takes besides an optimizer and a schedule.
+# Types that `initialize` accepts in place of an optimizer and a schedule.
 DeepSpeedOptimizerCallable = Callable[[Iterable], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 _FIX = (
@@ -40,10 +37,12 @@ _FIX = (
 
 
 class DeepSpeedEngine(Getters, Saving, nn.Module):
-    """`loss = engine(x)`, `engine.backward(loss)`, `engine.step()`, for every micro-batch; unknown names are the module's.
+    """`loss = engine(x)`, `engine.backward(loss)`, `engine.step()`, for every micro-batch.
 
-    global_steps rises with every step, skipped ones included; micro_steps with every call of `step`; a learning rate schedule moves
-    with every step that was not skipped.
+    Unknown attributes are looked up in the module.
+
+    global_steps counts all optimizer steps, including skipped ones; micro_steps counts calls of `step`. A learning rate schedule advances
+    with every step that is not skipped.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._builder = builder
         self._states = optimizer.moving if optimizer else StateOffload(engine, policy=self.settings.offload)
         self.micro_steps = 0
-        self.since_step = 0  # micro-batches that `step` ended since the optimizer stepped
+        self.since_step = 0  # micro-batches ended by `step` since the optimizer's last step
         self.global_samples = 0
         self._boundary: bool | None = None
         self._in_step = False
@@ -77,7 +76,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._prepare()
 
     def _prepare(self) -> None:
-        """What a derived engine adds when it is made."""
+        """Hook for derived engines, called at the end of the construction."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -90,7 +89,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
     # Training
 
     def forward(self, *args, **kwargs):
-        """The module's forward. With fp16 floating-point inputs are cast, unless `fp16.auto_cast` is false."""
+        """Runs the module's forward. With fp16, casts floating-point inputs unless `fp16.auto_cast` is false."""
         if self.optimizer is None and self._builder.trainable and torch.is_grad_enabled():
             self._begin_training()
         self._states.need(StateKind.lp_params, what="forward")
@@ -103,14 +102,14 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         return output
 
     def autocast(self) -> AbstractContextManager:
-        """torch.autocast as `torch_autocast` of the configuration has it; without that section, what the script has switched on."""
+        """torch.autocast with the settings of `torch_autocast`. Without that section, the script's own autocast stays active."""
         dtype = self.settings.autocast
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """The backward of a scalar loss. Returns the loss divided by the accumulation steps, as its gradients are.
+        """Runs the backward of a scalar loss. Returns the loss divided by the accumulation steps, like its gradients.
 
-        scale_wrt_gas: False leaves loss and gradients undivided. Raises ValueError for a loss that is no scalar or has no history.
+        scale_wrt_gas: False leaves loss and gradients undivided. Raises ValueError for a loss that is not a scalar or has no graph.
         """
         self._need_optimizer()
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -124,15 +123,15 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         return loss / steps if scale_wrt_gas else loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss, a scalar, times the loss scale: for `engine.scale(loss).backward()`."""
+        """Returns the loss, a scalar, times the loss scale: for `engine.scale(loss).backward()`."""
         self._need_optimizer()
         self._announce()
         return self.engine.scale(loss)
 
     def step(self, lr_kwargs: dict | None = None) -> None:
-        """Ends a micro-batch; at a boundary the optimizer steps, and the schedule if the step was not skipped.
+        """Ends a micro-batch. At a boundary the optimizer steps, and the schedule advances if the step was not skipped.
 
-        Raises FloatingPointError for a non-finite gradient that no smaller loss scale can fix, RuntimeError inside `no_sync`.
+        Raises FloatingPointError for a non-finite gradient that no smaller loss scale can fix, and RuntimeError inside `no_sync`.
         """
         self._need_optimizer()
         self._states.need(what="step")
@@ -156,7 +155,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         take_assigned(self.engine)
         assert self.optimizer is not None
         if not self.settings.managed_accumulation and self.engine.has_gradients:
-            self.engine.reduce_gradients()  # backwards have not known that they were the last ones
+            self.engine.reduce_gradients()  # the backwards did not reduce, because they were not known to be the last ones
         self.optimizer.step_of_engine()
         batch = self.settings.batch
         micro = batch.train // batch.accumulation
@@ -168,13 +167,13 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
             self.lr_scheduler.step(**lr_kwargs)
 
     def _begin_training(self) -> None:
-        """No optimizer was given, and now a backward may follow."""
+        """Prepares for a possible backward although no optimizer was given."""
         self.engine, self.optimizer = self._builder.begin_training(self.engine)
         self._states, self.optimizer.before_drop = self.optimizer.moving, self._warn_of_drop
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backwards inside add up on the rank and are not reduced. Works at every stage."""
+        """Accumulates the gradients of backwards inside on the rank, without reducing them. Works at every stage."""
         before, self._in_no_sync = self._in_no_sync, True
         try:
             with self.engine.no_sync():
@@ -184,9 +183,10 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Gradients of all backwards inside add up on the rank and are reduced once, at the end: one block for one `step()` after it.
+        """Accumulates the gradients of backwards inside on the rank, and reduces them once at the end: one block per following `step()`.
 
-        Works at every stage; at 2 and 3 the price is unsharded gradients. Raises RuntimeError inside another such block or `no_sync`.
+        Works at every stage; at 2 and 3 it needs memory for unsharded gradients. Raises RuntimeError inside another such block or
+        `no_sync`.
         """
         self._need_optimizer()
         self._need_managed("coalesce_grad_reduction")
@@ -197,16 +197,16 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self.allreduce_gradients()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Reduces what backwards under `no_sync` left on the ranks. Every rank calls it; without such gradients it does nothing.
+        """Reduces the local gradients of backwards under `no_sync`, if there are any. A collective call.
 
-        bucket_size: elements; accepted, gradients are reduced in the buffers they lie in.
+        bucket_size: elements. Accepted and ignored: gradients are reduced in their buffers.
         """
         del bucket_size
         if self.engine.zero.reduction.has_unreduced:
             self.engine.reduce_gradients()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Another number of micro-batches per step, from now on; the micro-batch stays.
+        """Changes the number of micro-batches per step; the size of a micro-batch stays.
 
         Raises ValueError unless train_batch_size is a multiple of the micro-batch on all ranks.
         """
@@ -220,7 +220,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._set_batch(replace(batch, train=train_batch_size, accumulation=train_batch_size // unit))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Another micro-batch, from now on; the number of micro-batches per step stays. A loader that exists keeps its own.
+        """Changes the size of a micro-batch; the number of micro-batches per step stays. Existing loaders keep their size.
 
         Raises ValueError if micro_batch_size, in samples, is below 1.
         """
@@ -242,7 +242,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
             )
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """The optimizer steps at the coming `step()`."""
+        """Returns whether the optimizer steps at the next `step()`."""
         if not self.settings.managed_accumulation:
             return self._in_step
         if self._boundary is not None:
@@ -250,14 +250,17 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         return self.since_step + 1 >= self.settings.batch.accumulation
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decides it from now on; None goes back to counting. Raises RuntimeError where the script owns the boundary already."""
+        """Sets whether the next `step()` calls are boundaries; None counts micro-batches again.
+
+        Raises RuntimeError if the script manages the boundary already.
+        """
         self._need_managed("set_gradient_accumulation_boundary")
         self._boundary = is_boundary
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients since the last step, as in plain PyTorch, also those of earlier micro-batches. Every rank calls it.
+        """Drops the gradients since the last step, also of earlier micro-batches, as in plain PyTorch. A collective call.
 
-        Micro-batches go on counting: the step comes where it would have come.
+        The micro-batch counter is not affected.
         """
         if self.optimizer is None:
             return
@@ -281,7 +284,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         schedule: None = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """torch.compile for the module; at stage 3 for every unit that is gathered, between whose forwards the rest runs as it is.
+        """Applies torch.compile to the module. At stage 3, compiles every gathered unit, between which the model runs in eager mode.
 
         A second call does nothing. Raises ValueError for schedule and compiled_autograd_enabled, which belong to DeepCompile.
         """
@@ -309,7 +312,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         collate_fn: Callable | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader:
-        """A loader of this rank's part of `dataset`, see `loader_of`. batch_size: samples; None is the micro-batch."""
+        """Returns a loader of this rank's part of `dataset`; see `loader_of`. batch_size: samples; defaults to the micro-batch."""
         return loader_of(
             dataset,
             batch_size=self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size,
@@ -323,11 +326,11 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         )
 
     def was_step_applied(self) -> bool:
-        """The last `step()` changed the parameters."""
+        """Returns whether the last `step()` changed the parameters."""
         return self._step_applied
 
     def _announce(self) -> None:
-        """Tells the engine what the coming backward is for."""
+        """Passes the purpose of the next backward to the engine."""
         self.engine.decide_boundary(self.is_gradient_accumulation_boundary())
         self.engine.prepare_backward()
         take_changes(self.engine)
@@ -351,21 +354,24 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Moves states to main memory until `reload_states`, at every stage. Between steps; every rank calls it.
+        """Moves states to main memory until `reload_states`, at every stage. A collective call, between steps.
 
-        include: members of OffloadStateTypeEnum; None: all. What the configuration offloads already stays where it is. With lp_params on
-        the device the model still runs forward; everything else needs what it needs.
-        non_blocking: do not wait for the copies; memory is free when they are done.
+        Offloaded states stay in their tier. With lp_params on the device, the model can still run forward; all other calls need the
+        states.
+
+        include: members of OffloadStateTypeEnum; defaults to all.
+        non_blocking: returns before the copies are complete, after which the memory is free.
+
         Raises ValueError for nvme and for offloaded parameters.
         """
         self._states.offload(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Brings back what `offload_states` moved away; does nothing if that was nothing."""
+        """Moves the states of `offload_states` back. Does nothing if there are none."""
         self._states.reload(non_blocking=non_blocking)
 
     def empty_partition_cache(self) -> None:
-        """Gives free buffers of gathered parameters and of gradients back to the device."""
+        """Frees unused buffers of gathered parameters and of gradients on the device."""
         self.engine.zero.offloader.free_buffers()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -374,20 +380,21 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
 
     @property
     def global_steps(self) -> int:
-        """Steps of the optimizer, skipped ones included."""
+        """Number of optimizer steps, including skipped ones."""
         return self.engine.global_steps
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that were skipped because a gradient was not finite. On a GPU this waits for the device."""
+        """Number of steps skipped because of a non-finite gradient. On a GPU this waits for the device."""
         return self.engine.read_metrics().skipped_total
 
     def destroy(self) -> None:
-        """Gives memory and files back. The engine is unusable after it; a model on data-parallel ranks may be initialised
-        again, with its weights as they are.
+        """Frees memory and files.
 
-        Idempotent. Every rank calls it; one that ends by an exception may do so alone, and then its model is unusable, too. Connections
-        stay for the next engine on the same mesh.
+        The engine is unusable afterwards; a model on data-parallel ranks keeps its weights and may be initialised again.
+
+        Idempotent. A collective call, except on a rank that ends with an exception; its model is then unusable too. Connections are kept
+        for the next engine on the same mesh.
         """
         if self.is_closed:
             return
@@ -395,7 +402,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._watcher.close()
         if self.optimizer is not None:
             self.optimizer.leave_client()
-        is_full = self.engine.process.mesh.topology == Topology()  # ranks of one parameter are all ranks
+        is_full = self.engine.process.mesh.topology == Topology()  # every parameter is sharded over all ranks
         if self.settings.zero.shards_parameters and is_full and sys.exception() is None:
             self._builder.end(self.engine)
         else:
@@ -404,12 +411,12 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
 
 
 def autocast_if_enabled(engine: DeepSpeedEngine) -> AbstractContextManager:
-    """The autocast of the engine's forward: `torch_autocast` of its configuration."""
+    """Returns the autocast context of the engine's forward: `torch_autocast` of its configuration."""
     return engine.autocast()
 
 
 def _cast(value: Any, *, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in tuples, lists and dicts as `dtype`."""
+    """Casts floating-point tensors in tuples, lists and dicts to `dtype`."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if type(value) in (tuple, list):

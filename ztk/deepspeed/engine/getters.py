@@ -1,4 +1,4 @@
-"""DeepSpeed's engine answers many questions by methods; a script that calls them must find methods."""
+"""DeepSpeed's getter methods for the configuration and the state of an engine."""
 
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Getters:
     """Mixed into the engine."""
 
-    # What the engine has.
+    # Attributes of the engine.
     settings: "Settings"
     engine: Engine
     optimizer: "ShardedOptimizer | None"
@@ -30,7 +30,7 @@ class Getters:
     train_batch_size = method("settings.batch.train", "Samples of a step, over all ranks.")
     train_micro_batch_size_per_gpu = method("settings.batch.micro", "Samples of a rank's micro-batch.")
     gradient_accumulation_steps = method("settings.batch.accumulation", "Micro-batches of a step.")
-    gradient_clipping = method("settings.gradient_clipping", "The largest norm of a gradient; 0: not clipped.")
+    gradient_clipping = method("settings.gradient_clipping", "Gradients are clipped to this norm; 0 disables clipping.")
     zero_optimization_stage = method("settings.zero.stage", "The ZeRO stage.")
     zero_optimization_partition_weights = method("settings.zero.shards_parameters", "Whether parameters are sharded.")
     zero_optimization_partition_gradients = method("settings.zero.shards_gradients", "Whether gradients are sharded.")
@@ -51,8 +51,11 @@ class Getters:
         "settings.zero.param_persistence_threshold", "Elements below which a parameter stays gathered."
     )
     fp16_auto_cast = method("settings.casts_inputs", "Whether floating inputs are cast to the model's dtype.")
-    loss_scale = method("settings.static_loss_scale", "As configured, 0 for dynamic; `optimizer.cur_scale` is in use.")
-    steps_per_print = method("settings.steps_per_print", "Steps between lines of progress; None: there are no lines.")
+    loss_scale = method(
+        "settings.static_loss_scale",
+        "The configured loss scale, 0 for dynamic; `optimizer.cur_scale` is the current one.",
+    )
+    steps_per_print = method("settings.steps_per_print", "Steps between lines of progress, or None without such lines.")
     wall_clock_breakdown = method("settings.wall_clock_breakdown", "Whether forward, backward and step are timed.")
     memory_breakdown = method("settings.memory_breakdown", "Whether memory is printed with the times.")
     dump_state = method("settings.dump_state", "Whether the configuration is printed at the start.")
@@ -64,49 +67,51 @@ class Getters:
     world_size = property(attrgetter("engine.process.world_size"), doc="The number of ranks.")
     config = property(attrgetter("settings.given"), doc="The configuration as it was given.")
     communication_data_type = property(
-        attrgetter("engine.zero.gradient_dtype"), doc="The dtype in which gradients are sent and add up."
+        attrgetter("engine.zero.gradient_dtype"), doc="The dtype in which gradients are reduced and accumulated."
     )
-    monitor = property(attrgetter("_watcher.monitor"), doc="The configuration's; scripts write events of their own.")
-    flops_profiler = property(attrgetter("_watcher.flops"), doc="The configuration's; None: it asks for none.")
+    monitor = property(
+        attrgetter("_watcher.monitor"), doc="The monitors of the configuration. Scripts may also write events to them."
+    )
+    flops_profiler = property(attrgetter("_watcher.flops"), doc="The FLOPs profiler of the configuration, or None.")
     tput_timer = property(
-        attrgetter("_watcher.throughput"), doc="Samples per second, counted from the first read on or where printed."
+        attrgetter("_watcher.throughput"), doc="Samples per second, counted from the first read or if printed."
     )
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """train_batch_size, micro-batch size, accumulation steps."""
+        """Returns train_batch_size, micro-batch size, accumulation steps."""
         batch = self.settings.batch
         return batch.train, batch.micro, batch.accumulation
 
     def zero_optimization(self) -> bool:
-        """Whether anything is sharded: stage 1 or more."""
+        """Returns whether anything is sharded: stage 1 or more."""
         return self.settings.zero.stage > 0
 
     def zero_cpu_offload(self) -> bool:
-        """The optimizer's states are stored in main memory."""
+        """Returns whether the optimizer's states are stored in main memory."""
         return self.settings.offload.optimizer is Tier.cpu
 
     def fp16_enabled(self) -> bool:
-        """Whether the model computes in float16."""
+        """Returns whether the model computes in float16."""
         return self.settings.precision.dtype is torch.float16
 
     def bfloat16_enabled(self) -> bool:
-        """Whether the model computes in bfloat16."""
+        """Returns whether the model computes in bfloat16."""
         return self.settings.precision.dtype is torch.bfloat16
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale changes; see `loss_scale`."""
+        """Returns whether the loss scale is dynamic; see `loss_scale`."""
         return self.settings.static_loss_scale == 0
 
     def flops_profiler_enabled(self) -> bool:
-        """Whether the configuration asks for a FLOPs profile."""
+        """Returns whether the configuration enables a FLOPs profile."""
         return self.settings.watching.flops is not None
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Of the model, and in which gradients add up."""
+        """Returns the dtypes of the model and of gradient accumulation."""
         return self.settings.precision.dtype, self.engine.zero.gradient_dtype
 
     def optimizer_name(self) -> str | None:
-        """As in the configuration, or the class of the script's optimizer."""
+        """Returns the name in the configuration, or the class of the script's optimizer."""
         if self.optimizer is None:
             return None
         if self.optimizer.optimizer is not self.optimizer:
@@ -114,59 +119,65 @@ class Getters:
         return (self.settings.given.get("optimizer") or {"type": "AdamW"})["type"].lower()
 
     def scheduler_name(self) -> str | None:
-        """The schedule of the configuration; None: it has none."""
+        """Returns the schedule of the configuration, or None."""
         return None if self.settings.schedule is None else self.settings.schedule.type
 
     def get_lr(self) -> list[float]:
-        """The learning rate of every group, for the next step."""
+        """Returns the learning rate of every group, for the next step."""
         return self._of_groups("lr")
 
     def get_type(self) -> list:
-        """The `type` of every group; 0.0 for one without."""
+        """Returns the `type` of every group; 0.0 if it has none."""
         return self._of_groups("type")
 
     def get_mom(self) -> list:
-        """Of SGD the momenta, of others the betas."""
+        """Returns the momenta of SGD, or the betas of other optimizers."""
         return self._of_groups("momentum" if self.optimizer_name() in ("sgd", "SGD") else "betas")
 
     def _of_groups(self, key: str) -> list:
         return [] if self.optimizer is None else [group.get(key, 0.0) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Of the last step's averaged gradient before clipping; None before the first. On a GPU this waits for the device."""
+        """Returns the norm of the last step's averaged gradient before clipping; None before the first.
+
+        On a GPU this waits for the device.
+        """
         return self.engine.read_metrics().grad_norm if self.engine.global_steps else None
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Milliseconds of fwd, bwd and step, of the last step; with `_microstep` of the last micro-batch. Empty unless measured."""
+        """Returns milliseconds of fwd, bwd and step of the last step, or with `_microstep` of the last micro-batch.
+
+        Empty unless measured.
+        """
         clock = self._watcher.clock
         if clock is None:
             return {}
         return {**clock.step, **{f"{name}_microstep": spent for name, spent in clock.micro.items()}}
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's place among those that compute on different data."""
+        """Returns this rank's index among the ranks with different data."""
         mesh = self.engine.process.mesh
         return mesh.comm("data").rank // mesh.topology.sequence
 
     def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share this rank's sequences; None where sequences are not divided."""
+        """Returns the ranks that share this rank's sequences, or None without sequence parallelism."""
         topology = self.engine.process.mesh.topology
         return sequence_group_of(topology) if topology.sequence > 1 else None
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's place among those that share the layers."""
+        """Returns this rank's index among the ranks that share the layers."""
         return self.engine.process.mesh.comm("tp").rank
 
     get_tensor_parallel_rank = get_model_parallel_rank
 
     @property
     def _config(self) -> DeepSpeedConfig:
-        """The same under DeepSpeed's attribute names, with the batch sizes solved; libraries read it."""
+        """The configuration under DeepSpeed's attribute names, with all batch sizes; libraries read it."""
         return DeepSpeedConfig.of(self.settings, world_size=self.world_size)
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that compute on different data with the same part of the model. The ranks of a group ask for it together at first."""
+        """The ranks with different data and the same part of the model. Its first use is a collective call of the group."""
         return data_parallel_group_of(self.engine.process.mesh.topology)
 
     @property
@@ -176,13 +187,13 @@ class Getters:
 
     @property
     def dp_world_size(self) -> int:
-        """Ranks with different data; those that share a sequence count as one."""
+        """The number of ranks with different data; ranks that share a sequence count as one."""
         mesh = self.engine.process.mesh
         return mesh.comm("data").size // mesh.topology.sequence
 
     @property
     def seq_dp_world_size(self) -> int:
-        """Ranks over which gradients are averaged."""
+        """The number of ranks over which gradients are averaged."""
         return self.engine.process.mesh.comm("data").size
 
     @property
