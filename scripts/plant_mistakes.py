@@ -1,10 +1,10 @@
-"""Plant 81 mistakes into copies of the kernels and report how many the tests' checks let live: `python scripts/plant_mistakes.py`.
+"""Plant 82 mistakes into copies of the kernels and report how many survive the tests' checks: `python scripts/plant_mistakes.py`.
 
 Each is a small edit of the kinds that code reviews miss: a mask, an offset, a term, a carry from one round of a loop to the
 next, the width of a reduction, a dtype, two programs on one row. The checks are those of tests/kernels: every shape, variant
 and `reach` of the op against its reference, on the interpreter; first each op of an unchanged copy passes one of them. The exit
-code is 1 when a mistake survives. `--only TEXT` runs the mistakes whose line contains TEXT; `--known-good` first runs all of the
-checks on unchanged copies, which tests/kernels/test_ops.py does with the source itself.
+code is 1 when a mistake survives. `--only TEXT` runs the mistakes whose line contains TEXT; `--every N` every Nth of these;
+`--known-good` first runs all of the checks on unchanged copies, which tests/kernels/test_ops.py does with the source itself.
 """
 
 import argparse
@@ -210,11 +210,12 @@ def main() -> int:
     """Run the chosen mistakes; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="mistakes whose line contains this")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="of these, the first of every N")
     parser.add_argument("--known-good", action="store_true", help="first check that unchanged copies pass")
     options = parser.parse_args()
     torch.set_num_threads(1)
     speed_up_interpreter()
-    chosen = [mistake for mistake in MISTAKES if options.only in str(mistake)]
+    chosen = [mistake for mistake in MISTAKES if options.only in str(mistake)][:: options.every]
     wrong = []
     with tempfile.TemporaryDirectory() as folder:
         check_unchanged({mistake.op for mistake in chosen}, folder=Path(folder))

@@ -14,7 +14,7 @@ from ztk.cli import calls
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]_*.py"))
-EXECUTED = ("5",)  # in a kernel: ranks, plans and imports of its own, half a minute
+EXECUTED = ("5",)  # in a kernel: ranks, plans and imports of its own
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -45,9 +45,7 @@ def quick(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in NOTEBOOKS if not path.name.startswith(EXECUTED)], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_quick_form_holds(path, quick, tmp_path, capsys):
     quick(path)
     assert "holds: " in capsys.readouterr().out
@@ -62,6 +60,7 @@ def test_the_quick_form_holds(path, quick, tmp_path, capsys):
     assert "measured" in kinds and len(kinds) > 1, "a prediction and a measurement"
 
 
+@pytest.mark.slow
 def test_the_command_builds_notebooks_pages_and_charts(tmp_path):
     pytest.importorskip("nbclient")
     pytest.importorskip("jupytext")
