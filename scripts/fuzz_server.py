@@ -35,7 +35,9 @@ _FIELDS = (
     *("stop_token_ids", "min_tokens", "bad_words", "allowed_token_ids", "include_stop_str_in_output", "prompt_logprobs"),
     *("return_token_ids", "add_special_tokens", "response_format", "structured_outputs", "guided_json", "guided_regex"),
     *("guided_choice", "guided_grammar", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
-    *("add_generation_prompt", "continue_final_message", "input", "tokens"),
+    *("add_generation_prompt", "continue_final_message", "input", "tokens", "instructions", "previous_response_id"),
+    *("store", "text", "include", "truncation", "echo", "truncate_prompt_tokens", "truncation_side"),
+    *("return_tokens_as_token_ids", "system", "metadata"),
 )  # fmt: skip
 _TYPES = ("application/json", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "")
 _RAW = (b"", b"{", b"[]", b"null", b"\xff\xfe", b'"a"', b"[" * 50_000, b'{"prompt": "\xed\xa0\x80"}', b"{}" * 100)
@@ -106,7 +108,7 @@ async def send(url: str, body: tuple[str, bytes], *, chance: random.Random) -> i
         rest = await reader.read()
         if not line:
             return 599  # closed without an answer
-        return 500 if b'"type": "server_error"' in rest else int(line.split()[1])
+        return 500 if b': "server_error"' in rest else int(line.split()[1])
     except ConnectionError:
         return 599
     finally:

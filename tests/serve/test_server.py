@@ -36,11 +36,16 @@ class Chatting(_Bytes):
         return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>")
 
 
-def start(*, tokenizer, policy=None, **inference):
-    """A server on a free port: its address, the generator, and what ends it."""
+def tiny(*, tokenizer):
+    """A random model, with this tokenizer."""
     torch.manual_seed(3)
     config = DecoderConfig(vocab_size=300, dim=32, layers=2, heads=2, kv_heads=1, hidden_dim=64, max_seq_len=MAX_LEN)
-    opened = Opened(name="tiny", module=Decoder(config).eval(), tokenizer=tokenizer, ends=(), vocabulary=128)
+    return Opened(name="tiny", module=Decoder(config).eval(), tokenizer=tokenizer, ends=(), vocabulary=128)
+
+
+def start(*, tokenizer=None, opened=None, policy=None, **inference):
+    """A server on a free port: its address, the generator, and what ends it. opened: the model; by default a tiny one."""
+    opened = opened or tiny(tokenizer=tokenizer)
     generator = Generator(opened.module, policy=InferencePolicy(**{"max_sequences": 4} | inference))
     server = Server(
         generator,

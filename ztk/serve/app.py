@@ -26,15 +26,17 @@ from ztk.serve.answers import Shape
 from ztk.serve.bodies import Limits, read_body
 from ztk.serve.fields import header
 from ztk.serve.guard import Guard
-from ztk.serve.http import Stream, failed_event, failure, received, refused, watch
+from ztk.serve.http import Stream, failure, received, refused, watch
 from ztk.serve.loop import Busy, EngineLoop, Job, Outbox
 from ztk.serve.models import Opened
 from ztk.serve.page import PAGE
 from ztk.serve.replies import Failed, Reader, Reply
-from ztk.serve.responses import ResponseReply, chat_body
+from ztk.serve.response_reply import ResponseReply
+from ztk.serve.responses import read_turn
+from ztk.serve.stored import Stored
 from ztk.serve.texts import Texts
 from ztk.serve.tools import Format
-from ztk.serve.values import BadRequest, shown
+from ztk.serve.values import BadRequest, parsed, shown
 
 _LOGGER = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -76,6 +78,7 @@ class Server:
             max_tokens=policy.max_tokens,
             format=policy.tool_format,
         )
+        self._stored = Stored()
         self._told: set[str] = set()  # ignored fields that the log has named
         self._started = int(time.time())
         self._loop = EngineLoop(generator, max_waiting=policy.max_waiting, name=opened.name)
@@ -170,7 +173,7 @@ class Server:
 
     def _described(self) -> dict:
         model = {"id": self._opened.name, "object": "model", "created": self._started, "owned_by": "ztk"}
-        return model | {"max_model_len": self._max_len}
+        return model | {"root": self._opened.name, "parent": None, "max_model_len": self._max_len}
 
     async def _completions(self, request: Request) -> Response:
         return await self._answer(request, chat=False)
@@ -179,17 +182,17 @@ class Server:
         return await self._answer(request, chat=True)
 
     async def _responses(self, request: Request) -> Response:
-        return await self._answer(request, chat=True, kind=ResponseReply)
+        return await self._answer(request, chat=True, is_response=True)
 
     # One request
 
-    async def _answer(self, request: Request, *, chat: bool, kind: type[Reply] = Reply) -> Response:
-        """Reads, queues, and answers at once or as a stream. kind: whose shape the answer has."""
+    async def _answer(self, request: Request, *, chat: bool, is_response: bool = False) -> Response:
+        """Reads, queues, and answers at once or as a stream. is_response: in the shape of Responses."""
         outbox = Outbox()
         try:
             self._authorise(request)
             raw = await received(request, most=self._policy.limits.body_bytes)
-            reply = await self._in_thread(self._read, raw, chat=chat, outbox=outbox, kind=kind)
+            reply = await self._in_thread(self._read, raw, chat=chat, outbox=outbox, is_response=is_response)
             self._submit(reply.jobs)
         except ClientDisconnect:
             return failure(400, message="the client has left before the end of its request")
@@ -217,22 +220,22 @@ class Server:
                 self._told.add(name)
                 _LOGGER.warning("requests have the field %s, which has no effect on this server", shown(name))
 
-    def _read(self, raw: bytes, *, chat: bool, outbox: Outbox, kind: type[Reply]) -> Reply:
+    def _read(self, raw: bytes, *, chat: bool, outbox: Outbox, is_response: bool) -> Reply:
         """In a thread. Requests that name no seed have one of their own. Raises ValueError as `Reader.jobs`."""
         usual = replace(self._usual, seed=secrets.randbits(62))
-        policy = self._policy
-        name, translate = "chatcmpl-" if chat else "cmpl-", dict
-        if kind is ResponseReply:
-            name, translate = "resp_", chat_body
-        asked = read_body(raw, chat=chat, usual=usual, stops=policy.stops, limits=policy.limits, translate=translate)
-        shape = Shape(
-            id=f"{name}{uuid.uuid4().hex}",
-            model=self._opened.name,
-            chat=chat,
-            created=int(time.time()),
-        )
+        body, policy = parsed(raw), self._policy
+        turn = read_turn(body, stored=self._stored) if is_response else None
+        body = body if turn is None else turn.body
+        asked = read_body(body, chat=chat, usual=usual, stops=policy.stops, limits=policy.limits)
+        name = "resp_" if is_response else "chatcmpl-" if chat else "cmpl-"
+        shape = Shape(id=f"{name}{uuid.uuid4().hex}", model=self._opened.name, chat=chat, created=int(time.time()))
         jobs = self._reader.jobs(asked, chat=chat, outbox=outbox)
-        return kind(jobs, asked=asked, shape=shape, tokenizer=self._opened.tokenizer, format=self._reader.format)
+        tokenizer, form = self._opened.tokenizer, self._reader.format
+        if turn is None:
+            return Reply(jobs, asked=asked, shape=shape, tokenizer=tokenizer, format=form)
+        return ResponseReply(
+            jobs, asked=asked, shape=shape, tokenizer=tokenizer, turn=turn, stored=self._stored, format=form
+        )
 
     def _submit(self, jobs: list[Job]) -> None:
         """Queues all or none. Raises BadRequest for none."""
@@ -269,10 +272,10 @@ class Server:
                     yield events
             yield reply.closing()
         except Failed as error:
-            yield failed_event(str(error), is_by_request=error.is_by_request)
+            yield reply.failing(str(error), is_by_request=error.is_by_request)
         except Exception as error:
             _LOGGER.exception("a stream ends by an error")
-            yield failed_event(f"{type(error).__name__}: {error}")
+            yield reply.failing(f"{type(error).__name__}: {error}")
 
     async def _in_thread(
         self, call: Callable[..., _T], *given: object, pool: ThreadPoolExecutor | None = None, **named: object

@@ -1,7 +1,7 @@
 """OpenAI's request bodies: every field that has an effect is checked with its type, and refused with its name."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from ztk.serve.fields import ignored
 from ztk.serve.messages import PLAIN, ChatOptions, read_messages, read_options
 from ztk.serve.structured import Structure, read_structure
 from ztk.serve.tools import Tools, read_tools
-from ztk.serve.values import MANY, BadRequest, flag, number, parsed, text_list, thing, token_list
+from ztk.serve.values import MANY, BadRequest, flag, number, shown, text_list, thing, token_list
 
 _BAD_WORDS = 128
 _ALLOWED = 1 << 18  # allowed tokens, as many as a vocabulary has
@@ -38,13 +38,16 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """A request, read. prompts: texts or token ids, of /completions; messages: of /chat/completions. echo: the prompt comes first.
+    """A request, read. prompts: texts or token ids, of /completions; messages: of /chat/completions. echo: the prompt comes first, or
+    an answer's beginning that is the last message.
 
     max_tokens: 0 with echo asks for the prompt's log-probabilities alone; None: the request has none, and `sampling` has 1. model: its name;
     None: whichever is served. with_logprobs: of drawn tokens, and of an echoed prompt's, `tops` likely ones next to each. prompt_tops: likely
     tokens next to each prompt token, in vLLM's form, if asked for. stop_token_ids: tokens that end an answer, with the model's ends.
     shows_special: special tokens are part of the text; shows_stop: what has ended an answer is. keeps: answers that are returned, the likeliest
-    of `sampling.n`. chat: how messages are written. structure: of answers. ignored: fields without an effect.
+    of `sampling.n`. names_ids: log-probabilities name tokens by their ids. most_prompt: tokens that a longer prompt is cut to, its last ones,
+    or its first ones with `cuts_end`; -1: as many as leave room for the answer. chat: how messages are written. structure: of answers.
+    ignored: fields without an effect.
     """
 
     sampling: SamplingParams
@@ -67,6 +70,9 @@ class Asked:
     tops: int = 0
     prompt_tops: int | None = None
     with_ids: bool = False
+    names_ids: bool = False
+    most_prompt: int | None = None
+    cuts_end: bool = False
     has_beginning: bool = True
     keeps: int = 1
     model: str | None = None
@@ -74,34 +80,26 @@ class Asked:
 
 
 def read_body(
-    raw: bytes,
+    body: dict[str, Any],
     *,
     chat: bool,
     usual: SamplingParams,
     stops: tuple[str, ...] = (),
     limits: Limits | None = None,
-    translate: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> Asked:
-    """Reads one body. usual, stops: defaults; `usual.max_tokens` does not count. translate: from another interface's fields.
+    """Reads one body, as `parsed` returns it. usual, stops: defaults; `usual.max_tokens` does not count.
 
     Raises:
-        BadRequest: no JSON object, a value of the wrong type, out of range or beyond `limits`, or a field that would change the answer and
-            is not there.
+        BadRequest: a value of the wrong type, out of range or beyond `limits`, or a field that would change the answer and is not there.
     """
-    return read_fields(translate(parsed(raw)), chat=chat, usual=usual, stops=stops, limits=limits or Limits())
-
-
-def read_fields(
-    body: dict[str, Any], *, chat: bool, usual: SamplingParams, stops: tuple[str, ...], limits: Limits
-) -> Asked:
-    """As `read_body`, of a body that is parsed. Raises BadRequest as it does."""
+    limits = limits or Limits()
     unused = ignored(body, chat=chat)
     if not isinstance(body.get("model", ""), str):
         raise BadRequest("model must be the name of the model", param="model")
     echo, stream = flag(body, name="echo"), flag(body, name="stream")
     tops, prompt_tops = _tops(body, chat=chat, usual=usual.logprobs or None, most=limits.logprobs)
-    limit = _limit(body, echo=echo)
-    with_prompt = prompt_tops is not None or (echo and tops is not None)
+    limit = _limit(body, echo=echo and not chat)
+    with_prompt = prompt_tops is not None or (echo and not chat and tops is not None)
     if prompt_tops is not None and stream:
         raise BadRequest("prompt_logprobs come with the whole answer: leave stream out", param="prompt_logprobs")
     likely = max(tops or 0, prompt_tops or 0)
@@ -130,7 +128,7 @@ def read_fields(
         stops=text_list(body, name="stop", most=limits.stops) if "stop" in body else stops,
         stream=stream,
         with_usage=flag(thing(body, name="stream_options"), name="include_usage"),
-        echo=echo and not chat,
+        echo=echo,
         ignores_ends=flag(body, name="ignore_eos"),
         stop_token_ids=token_list(body, name="stop_token_ids"),
         bad_words=text_list(body, name="bad_words", most=_BAD_WORDS),
@@ -140,6 +138,9 @@ def read_fields(
         tops=tops or 0,
         prompt_tops=prompt_tops,
         with_ids=flag(body, name="return_token_ids"),
+        names_ids=flag(body, name="return_tokens_as_token_ids"),
+        most_prompt=_most_prompt(body),
+        cuts_end=_cuts_end(body),
         has_beginning=flag(body, name="add_special_tokens", usual=True),
         keeps=keeps,
         model=body.get("model"),
@@ -155,6 +156,20 @@ def _limit(body: dict, *, echo: bool) -> int | None:
     if limit == 0 and not echo and "prompt_logprobs" not in body:
         raise BadRequest("max_tokens=0 asks for nothing: use 1 or more, or echo=true", param="max_tokens")
     return limit
+
+
+def _most_prompt(body: dict) -> int | None:
+    most = number(body, name="truncate_prompt_tokens", kind=int, usual=None)
+    if most is not None and most < 1 and most != -1:
+        raise BadRequest(f"truncate_prompt_tokens={most}: must be -1, or 1 or more", param="truncate_prompt_tokens")
+    return most
+
+
+def _cuts_end(body: dict) -> bool:
+    side = body.get("truncation_side", "left")
+    if side not in ("left", "right"):
+        raise BadRequest(f"truncation_side={shown(side)}: must be left or right", param="truncation_side")
+    return side == "right"
 
 
 def _sampling(

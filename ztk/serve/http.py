@@ -78,10 +78,3 @@ class _Json(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content).encode()
-
-
-def failed_event(message: str, *, is_by_request: bool = False) -> bytes:
-    """The end of a stream whose answers cannot be completed."""
-    kind = "invalid_request_error" if is_by_request else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": None}
-    return f"data: {json.dumps({'error': error})}\n\n".encode()

@@ -66,9 +66,15 @@ class Reader:
         prompts = (
             [self.chat_tokens(asked.messages, options=asked.chat)]
             if chat
-            else [self.tokens(prompt, has_beginning=asked.has_beginning) for prompt in asked.prompts]
+            else [
+                self.tokens(prompt, has_beginning=asked.has_beginning, is_cut=asked.most_prompt is not None)
+                for prompt in asked.prompts
+            ]
         )
-        return [self._job(prompt, asked=asked, number=number, outbox=outbox) for number, prompt in enumerate(prompts)]
+        return [
+            self._job(self._cut(prompt, asked=asked), asked=asked, number=number, outbox=outbox)
+            for number, prompt in enumerate(prompts)
+        ]
 
     def close(self) -> None:
         """Ends the threads of grammars."""
@@ -110,18 +116,28 @@ class Reader:
         )
         return BadRequest(text, param="model", status=404, code="model_not_found")
 
-    def tokens(self, prompt: str | list[int], *, has_beginning: bool) -> list[int]:
-        """Of a prompt. has_beginning: with the tokens that the tokenizer puts before a text. Raises BadRequest for one that is too long."""
+    def tokens(self, prompt: str | list[int], *, has_beginning: bool, is_cut: bool = False) -> list[int]:
+        """Of a prompt. has_beginning: with the tokens that the tokenizer puts before a text. is_cut: some of them are dropped. Raises
+        BadRequest for a text that is too long."""
         if not isinstance(prompt, str):
             return prompt
         most = self._max_len * self._opened.tokenizer.longest
-        if len(prompt) > most:
+        if len(prompt) > most and not is_cut:
             raise BadRequest(
                 f"the prompt has {len(prompt)} characters, and the {self._max_len} tokens of this model have {most} at most: shorten it",
                 param="prompt",
             )
         tokenizer = self._opened.tokenizer
         return tokenizer.encode(prompt) if has_beginning else tokenizer.encode_text(prompt)
+
+    def _cut(self, prompt: list[int], *, asked: Asked) -> list[int]:
+        """The tokens of a prompt that the request keeps."""
+        if asked.most_prompt is None:
+            return prompt
+        most = asked.most_prompt
+        if most == -1:
+            most = max(1, self._max_len - (asked.max_tokens or 1))
+        return prompt[:most] if asked.cuts_end else prompt[-most:]
 
     def _job(self, prompt: list[int], *, asked: Asked, number: int, outbox: Outbox) -> Job:
         if not prompt:
@@ -252,6 +268,12 @@ class Reply:
         """The last events."""
         usage = [self.shape.usage_chunk(self._answers, prompt_tokens=self._prompt_tokens)]
         return self.written(usage if self.asked.with_usage else []) + b"data: [DONE]\n\n"
+
+    def failing(self, message: str, *, is_by_request: bool = False) -> bytes:
+        """The last event of answers that cannot be completed. is_by_request: the fields of the request have caused it."""
+        kind = "invalid_request_error" if is_by_request else "server_error"
+        error = {"message": message, "type": kind, "param": None, "code": None}
+        return f"data: {json.dumps({'error': error})}\n\n".encode()
 
     def body(self) -> bytes:
         """The complete response."""

@@ -1,45 +1,88 @@
-"""OpenAI's Responses interface for texts, by the machinery of chats: its requests become bodies of chats, and chunks of chats its events.
-
-Nothing is stored: `previous_response_id` is refused, and a client sends the whole conversation as `input`.
-"""
+"""Requests of OpenAI's Responses interface, read as bodies of chats."""
 
 import json
-import uuid
+from dataclasses import dataclass
 from typing import Any
 
-from ztk.serve.answers import Shape
-from ztk.serve.bodies import Asked
-from ztk.serve.loop import Job
-from ztk.serve.models import Tokenizer
-from ztk.serve.replies import Reply
-from ztk.serve.tools import Format
-from ztk.serve.values import BadRequest, number, shown, thing
+from ztk.serve.stored import Stored
+from ztk.serve.values import BadRequest, flag, number, shown, thing
 
+_CHAT = "use /v1/chat/completions"
+_LEAVE = "leave it out"
+# Fields that would change an answer and are not supported, with the advice. Values that are false, zero or empty change nothing.
 _UNDONE = {
-    **dict.fromkeys(("previous_response_id", "conversation", "prompt"), "send the whole conversation as input"),
-    **dict.fromkeys(("tools", "background", "n"), "leave it out, or use /v1/chat/completions"),
+    "conversation": "send previous_response_id, or the whole conversation as input",
+    "prompt": "send its text as input",
+    "messages": "send them as input",
+    "background": _LEAVE,
+    "context_management": _LEAVE,
+    "moderation": _LEAVE,
+    "n": f"{_LEAVE}, or {_CHAT}",
+    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "echo"), _CHAT),
 }
-_PARTS = ("input_text", "output_text", "text")
+_OWN = ("input", "instructions", "text", "max_output_tokens", "previous_response_id", "store", "metadata", "truncation")
+_TEXTS = ("input_text", "output_text", "text")
+_FUNCTION = ("name", "description", "parameters", "strict")
 
 
-def chat_body(body: dict[str, Any]) -> dict[str, Any]:
-    """The body of a chat that asks for the same answer. body: as `parsed` returns it.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One request. body: of the chat with the same answer. conversation: its messages without instructions, which later requests may
+    continue. echoed: fields that the response repeats. stores: whether the conversation is stored."""
+
+    body: dict[str, Any]
+    conversation: tuple[dict[str, Any], ...]
+    echoed: dict[str, Any]
+    stores: bool
+
+
+def read_turn(body: dict[str, Any], *, stored: Stored) -> Turn:
+    """Reads one body, as `parsed` returns it. stored: conversations that it may continue.
 
     Raises:
-        BadRequest: an input that is no text, or a field that would change the answer and is not there.
+        BadRequest: an input that is no text, message, call or result of a call, an unknown previous response, or a field that would change
+            the answer and is not there.
     """
-    for name, advice in _UNDONE.items():
-        if body.get(name) not in (None, False, []):
-            raise BadRequest(f"{name} is not supported: {advice}", param=name)
-    own = {"input", "instructions", "text", "messages", "max_output_tokens", "tool_choice", *_UNDONE}
-    found = {name: value for name, value in body.items() if name not in own}
-    found["messages"] = [*_instructions(body), *_messages(body.get("input"))]
+    _check(body)
+    earlier = stored.conversation(body["previous_response_id"]) if "previous_response_id" in body else ()
+    conversation = (*earlier, *_messages(body.get("input")))
+    text = thing(body, name="text")
+    found = {name: value for name, value in body.items() if name not in _OWN}
+    found["messages"] = [*_instructions(body), *conversation]
     if "max_output_tokens" in body:
         found["max_tokens"] = number(body, name="max_output_tokens", kind=int, usual=None)
-    chosen = thing(body, name="text").get("format")
-    if chosen is not None:
-        found["response_format"] = _format(chosen)
-    return found
+    if text.get("format") is not None:
+        found["response_format"] = _format(text["format"])
+    if text.get("verbosity") is not None:
+        found["verbosity"] = text["verbosity"]
+    if "tools" in body:
+        found["tools"] = _tools(body["tools"])
+    stores = flag(body, name="store", usual=True)
+    echoed = {
+        "instructions": body.get("instructions"),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "metadata": thing(body, name="metadata"),
+        "parallel_tool_calls": flag(body, name="parallel_tool_calls", usual=True),
+        "previous_response_id": body.get("previous_response_id"),
+        "store": stores,
+        "text": {"format": text.get("format") or {"type": "text"}},
+        "tool_choice": body.get("tool_choice", "auto"),
+        "tools": body.get("tools", []),
+        "truncation": "disabled",
+    }
+    return Turn(body=found, conversation=conversation, echoed=echoed, stores=stores)
+
+
+def _check(body: dict[str, Any]) -> None:
+    """Raises BadRequest for a field that would change the answer and is not there."""
+    for name, advice in _UNDONE.items():
+        if body.get(name) not in (None, False, [], {}):
+            raise BadRequest(f"{name} is not supported: {advice}", param=name)
+    include = body.get("include")
+    if isinstance(include, list) and "message.output_text.logprobs" in include:
+        raise BadRequest(f"include has message.output_text.logprobs, which is not supported: {_CHAT}", param="include")
+    if (truncation := body.get("truncation", "disabled")) != "disabled":
+        raise BadRequest(f"truncation={shown(truncation)} is not supported: send a shorter input", param="truncation")
 
 
 def _instructions(body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -52,25 +95,92 @@ def _instructions(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _messages(found: object) -> list[dict[str, Any]]:
+    """Calls that follow an answer, or each other, are of one message."""
     if isinstance(found, str):
         return [{"role": "user", "content": found}]
     if not isinstance(found, list) or not found:
         raise BadRequest("input must be a text or a list of messages", param="input")
-    return [_message(item, number=number) for number, item in enumerate(found)]
+    messages: list[dict[str, Any]] = []
+    for place, item in enumerate(found):
+        name = f"input[{place}]"
+        kind = item.get("type", "message") if isinstance(item, dict) else "no object"
+        if kind == "message":
+            messages.append(_message(item, name=name))
+        elif kind == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(_call(item, name=name))
+        elif kind == "function_call_output":
+            content = _text(item.get("output"), name=f"{name}.output")
+            messages.append({"role": "tool", "content": content, "tool_call_id": _word(item, "call_id", name=name)})
+        else:
+            raise BadRequest(
+                f"{name} is {shown(kind)}: send messages, function_call or function_call_output", param="input"
+            )
+    return messages
 
 
-def _message(item: object, *, number: int) -> dict[str, Any]:
-    if not isinstance(item, dict) or item.get("type", "message") != "message":
-        kind = shown(item.get("type")) if isinstance(item, dict) else "no object"
-        raise BadRequest(f"input[{number}] is {kind}: send messages with a role and texts as content", param="input")
-    content = item.get("content")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") in _PARTS]
-    found = [text for text in texts if isinstance(text, str)]
-    if len(found) != len(parts):
-        raise BadRequest(f"input[{number}].content must be a text or a list of input_text", param="input")
-    role = item.get("role")
-    return {"role": "system" if role == "developer" else role, "content": "".join(found)}
+def _message(item: dict[str, Any], *, name: str) -> dict[str, Any]:
+    role = _word(item, "role", name=name)
+    return {
+        "role": "system" if role == "developer" else role,
+        "content": _text(item.get("content"), name=f"{name}.content"),
+    }
+
+
+def _call(item: dict[str, Any], *, name: str) -> dict[str, Any]:
+    arguments = _word(item, "arguments", name=name)
+    try:
+        is_object = isinstance(json.loads(arguments or "{}"), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise BadRequest(f"{name}.arguments must be the text of a JSON object", param="input")
+    function = {"name": _word(item, "name", name=name), "arguments": arguments}
+    return {"id": _word(item, "call_id", name=name), "type": "function", "function": function}
+
+
+def _word(item: dict[str, Any], field: str, *, name: str) -> str:
+    value = item.get(field)
+    if not isinstance(value, str):
+        raise BadRequest(f"{name}.{field} must be a text", param="input")
+    return value
+
+
+def _text(content: object, *, name: str) -> str:
+    """Of a content: a text, or parts of text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequest(f"{name} must be a text or a list of input_text", param="input")
+    found = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else "no object"
+        if kind not in _TEXTS:
+            raise BadRequest(f"{name} has {shown(kind)}, and this server reads texts: send input_text", param="input")
+        if not isinstance(part.get("text"), str):
+            raise BadRequest(f"{name} has a part whose text is no text", param="input")
+        found.append(part["text"])
+    return "".join(found)
+
+
+def _tools(found: object) -> list[dict[str, Any]]:
+    """In the form of chats, where a function lies one level deeper."""
+    if not isinstance(found, list):
+        raise BadRequest("tools must be a list of functions", param="tools")
+    for place, tool in enumerate(found):
+        kind = tool.get("type") if isinstance(tool, dict) else "no object"
+        if kind != "function":
+            raise BadRequest(f"tools[{place}] is {shown(kind)}: send functions, whose calls you answer", param="tools")
+        if not isinstance(tool.get("name"), str):
+            raise BadRequest(
+                f'tools[{place}] must be {{"type": "function", "name": ..., "parameters": a JSON schema}}',
+                param="tools",
+            )
+    return [
+        {"type": "function", "function": {name: tool[name] for name in _FUNCTION if tool.get(name) is not None}}
+        for tool in found
+    ]
 
 
 def _format(chosen: object) -> dict[str, Any]:
@@ -80,100 +190,3 @@ def _format(chosen: object) -> dict[str, Any]:
     if chosen.get("type") != "json_schema":
         return chosen
     return {"type": "json_schema", "json_schema": {name: value for name, value in chosen.items() if name != "type"}}
-
-
-class ResponseReply(Reply):
-    """A `Reply` in the shape of Responses: one message with one text."""
-
-    def __init__(
-        self, jobs: list[Job], *, asked: Asked, shape: Shape, tokenizer: Tokenizer, format: Format = Format.hermes
-    ) -> None:
-        super().__init__(jobs, asked=asked, shape=shape, tokenizer=tokenizer, format=format)
-        self._message, self._number, self._text = f"msg_{uuid.uuid4().hex}", 0, list[str]()
-
-    def opening(self) -> bytes:
-        part = {"type": "output_text", "text": "", "annotations": []}
-        return b"".join(
-            (
-                self._event("created", response=self._response(status="in_progress")),
-                self._event("in_progress", response=self._response(status="in_progress")),
-                self._event("output_item.added", output_index=0, item=self._item("in_progress", content=[])),
-                self._event("content_part.added", **self._place_of_part, part=part),
-            )
-        )
-
-    def written(self, chunks: list[dict]) -> bytes:
-        """Chunks of a chat as events."""
-        texts = [choice["delta"].get("content") for chunk in chunks for choice in chunk["choices"]]
-        self._text += [text for text in texts if text]
-        deltas = (self._event("output_text.delta", **self._place_of_part, delta=text) for text in texts if text)
-        return b"".join(deltas)
-
-    def closing(self) -> bytes:
-        text = "".join(self._text)
-        whole = self._whole()
-        part = {"type": "output_text", "text": text, "annotations": []}
-        status = whole["status"]
-        return b"".join(
-            (
-                self._event("output_text.done", **self._place_of_part, text=text),
-                self._event("content_part.done", **self._place_of_part, part=part),
-                self._event("output_item.done", output_index=0, item=self._item(status, content=[part])),
-                self._event(status, response=whole),
-            )
-        )
-
-    def body(self) -> bytes:
-        self.take_kept()
-        return json.dumps(self._whole()).encode()
-
-    def _whole(self) -> dict[str, Any]:
-        """The response with its answer and the counts of tokens."""
-        chat = self.complete()
-        choice, usage = chat["choices"][0], chat["usage"]
-        is_cut = choice["finish_reason"] == "length"
-        status = "incomplete" if is_cut else "completed"
-        part = {"type": "output_text", "text": choice["message"]["content"] or "", "annotations": []}
-        found = self._response(status=status) | {"output": [self._item(status, content=[part])]}
-        found["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
-        found["usage"] = {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
-        }
-        return found
-
-    def _response(self, *, status: str) -> dict[str, Any]:
-        sampling = self.asked.sampling
-        return {
-            "id": self.shape.id,
-            "object": "response",
-            "created_at": self.shape.created,
-            "status": status,
-            "model": self.shape.model,
-            "output": [],
-            "error": None,
-            "incomplete_details": None,
-            "instructions": None,
-            "metadata": {},
-            "parallel_tool_calls": False,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "tool_choice": "none",
-            "tools": [],
-            "usage": None,
-        }
-
-    def _item(self, status: str, *, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._message, "type": "message", "role": "assistant", "status": status, "content": content}
-
-    @property
-    def _place_of_part(self) -> dict[str, Any]:
-        return {"item_id": self._message, "output_index": 0, "content_index": 0}
-
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        event = {"type": f"response.{kind}", "sequence_number": self._number} | fields
-        self._number += 1
-        return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
