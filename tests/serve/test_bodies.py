@@ -7,13 +7,13 @@ import pytest
 
 from ztk.inference import SamplingParams
 from ztk.serve.bodies import read_body
-from ztk.serve.values import BadRequest
+from ztk.serve.values import BadRequest, parsed
 
 USUAL = SamplingParams(max_tokens=32, temperature=0.5)
 
 
 def read(chat: bool = False, **body: object):
-    return read_body(json.dumps(body).encode(), chat=chat, usual=USUAL)
+    return read_body(parsed(json.dumps(body).encode()), chat=chat, usual=USUAL)
 
 
 def test_what_is_left_out_is_as_usual():
@@ -69,9 +69,9 @@ def test_zero_likely_tokens_are_not_no_log_probabilities():
 
 def test_what_the_server_was_started_with_counts_where_a_request_says_nothing():
     usual = SamplingParams(logprobs=2)
-    asked = read_body(b'{"prompt": "a"}', chat=False, usual=usual, stops=("END",))
+    asked = read_body(parsed(b'{"prompt": "a"}'), chat=False, usual=usual, stops=("END",))
     assert asked.with_logprobs and asked.sampling.logprobs == 2 and asked.stops == ("END",)
-    asked = read_body(b'{"prompt": "a", "stop": "x", "logprobs": 0}', chat=False, usual=usual, stops=("END",))
+    asked = read_body(parsed(b'{"prompt": "a", "stop": "x", "logprobs": 0}'), chat=False, usual=usual, stops=("END",))
     assert asked.with_logprobs and asked.sampling.logprobs == 0 and asked.stops == ("x",)
 
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_meant_is_refused(body, message):
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"\xff"])
 def test_a_body_must_be_a_json_object(raw):
     with pytest.raises(BadRequest):
-        read_body(raw, chat=False, usual=USUAL)
+        read_body(parsed(raw), chat=False, usual=USUAL)
 
 
 @pytest.mark.parametrize(
@@ -119,16 +119,46 @@ def test_messages_have_a_role_and_a_text(messages):
 
 
 @pytest.mark.parametrize(
+    ("message", "refusal"),
+    [
+        (
+            {"content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "has a part of type image_url, and this server",
+        ),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "input_audio"}]}, "part of type input_audio"),
+        ({"content": ["a"]}, "part of type None"),
+        ({"content": [{"type": "text", "text": 5}]}, "a part whose text is no text"),
+        ({"content": None, "function_call": {"name": "f"}}, "function_call is not supported: send tool_calls"),
+        ({"content": "a", "prefix": True}, "prefix is not supported: send continue_final_message=true"),
+        ({"content": "a", "audio": {"id": "x"}}, "audio is not supported"),
+        ({"content": "a", "reasoning_content": 5}, "reasoning_content=5: must be a text"),
+    ],
+)
+def test_what_a_message_cannot_have_is_refused_in_its_words(message, refusal):
+    with pytest.raises(BadRequest, match=refusal) as error:
+        read(chat=True, messages=[{"role": "assistant"} | message])
+    assert str(error.value).startswith("messages[0].") and error.value.param == "messages"
+
+
+def test_reasoning_reaches_the_template():
+    sent = [{"role": "assistant", "content": "a", "reasoning_content": "b", "refusal": None, "annotations": []}]
+    assert read(chat=True, messages=sent).messages == ({"role": "assistant", "content": "a", "reasoning_content": "b"},)
+
+
+@pytest.mark.parametrize(
     ("chat", "field", "more"),
     [
         (True, "best_of", {"best_of": 5}),
         (False, "top_logprobs", {"top_logprobs": 3}),
         (False, "stream_options", {"stream_options": 5}),
-        (True, "echo", {"echo": True}),
+        (True, "add_special_tokens", {"add_special_tokens": True}),
+        (True, "prompt", {"prompt": "a"}),
+        (False, "messages", {"messages": [{"role": "user", "content": "x"}]}),
+        (False, "tools", {"tools": [{"type": "function"}]}),
     ],
 )
 def test_what_would_be_left_undone_is_refused(chat, field, more):
     body = {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "a"}
     with pytest.raises(BadRequest) as error:
-        read_body(json.dumps(body | more).encode(), chat=chat, usual=SamplingParams())
+        read_body(parsed(json.dumps(body | more).encode()), chat=chat, usual=SamplingParams())
     assert error.value.param == field

@@ -13,8 +13,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 BEGIN, END = "<!-- fields: written by tests/serve/test_field_table.py -->", "<!-- end of fields -->"
 TOOL = {"type": "function", "function": {"name": "now"}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1, 2]}}}
-YES, NO, IGNORED, REFUSED = "acts", "-", "ignored", "refused"
-# The field, a value, and what vLLM and llama.cpp's server do with it by their documentation. Chats, unless "prompt" is given.
+YES, IGNORED, REFUSED, FLAG = "acts", "ignored", "refused", "with a flag"
+# The versions that the columns of the other servers were read from, and the files.
+VLLM, LLAMA = "0.33.0", "0c1e57098"
+SOURCES = f"""\
+The column of vLLM is what `ChatCompletionRequest` and `CompletionRequest` of version {VLLM} declare, check and pass on; a field "{FLAG}" acts
+where a flag of `vllm serve` switches it on. That of llama.cpp is `tools/server` at commit {LLAMA}: its README, `server-schema.cpp` and
+`server-common.cpp`.
+"""
+# The field, a value, and what vLLM and llama.cpp's server do with it. Chats, unless "/completions" is given.
 FIELDS: list[tuple[str, object, str, str]] = [
     ("max_tokens", 5, YES, YES),
     ("max_completion_tokens", 5, YES, YES),
@@ -37,17 +44,22 @@ FIELDS: list[tuple[str, object, str, str]] = [
     ("bad_words", ["x"], YES, IGNORED),
     ("allowed_token_ids", [65, 66], YES, IGNORED),
     ("skip_special_tokens", False, YES, IGNORED),
+    ("spaces_between_special_tokens", False, YES, IGNORED),
     ("logprobs", True, YES, YES),
+    ("top_logprobs", 2, YES, YES),
     ("prompt_logprobs", 1, YES, IGNORED),
+    ("logprob_token_ids", [65], YES, IGNORED),
     ("return_token_ids", True, YES, IGNORED),
+    ("return_tokens_as_token_ids", True, YES, IGNORED),
     ("stream", True, YES, YES),
     ("stream_options", {"include_usage": True}, YES, YES),
+    ("stream_interval", 2, YES, IGNORED),
     ("response_format", SCHEMA, YES, YES),
     ("structured_outputs", {"choice": ["a", "b"]}, YES, IGNORED),
-    ("guided_json", {"enum": [1]}, "to 0.11", IGNORED),
-    ("guided_regex", "[ab]{3}", "to 0.11", IGNORED),
-    ("guided_choice", ["a", "b"], "to 0.11", IGNORED),
-    ("guided_grammar", 'root ::= "a"', "to 0.11", IGNORED),
+    ("guided_json", {"enum": [1]}, IGNORED, IGNORED),
+    ("guided_regex", "[ab]{3}", IGNORED, IGNORED),
+    ("guided_choice", ["a", "b"], IGNORED, IGNORED),
+    ("guided_grammar", 'root ::= "a"', IGNORED, IGNORED),
     ("grammar", 'root ::= "a"', IGNORED, YES),
     ("json_schema", {"enum": [1]}, IGNORED, YES),
     ("tools", [TOOL], YES, YES),
@@ -55,32 +67,59 @@ FIELDS: list[tuple[str, object, str, str]] = [
     ("parallel_tool_calls", False, YES, YES),
     ("chat_template_kwargs", {}, YES, YES),
     ("add_generation_prompt", True, YES, YES),
-    ("continue_final_message", False, YES, NO),
-    ("chat_template", "{{ 1 }}", YES, NO),
+    ("continue_final_message", False, YES, YES),
+    ("echo", True, YES, YES),
+    ("chat_template", "{{ 1 }}", FLAG, IGNORED),
+    ("documents", [{"text": "a"}], YES, IGNORED),
+    ("add_special_tokens", True, YES, IGNORED),
+    ("reasoning_effort", "low", YES, YES),
+    ("include_reasoning", False, FLAG, IGNORED),
+    ("thinking_token_budget", 5, YES, IGNORED),
     ("truncate_prompt_tokens", 5, YES, IGNORED),
+    ("truncation_side", "right", YES, IGNORED),
     ("use_beam_search", True, YES, IGNORED),
+    ("length_penalty", 0.5, YES, IGNORED),
+    ("repetition_detection", {"max_pattern_size": 2, "min_count": 2}, YES, IGNORED),
+    ("watermarking", True, FLAG, IGNORED),
+    ("priority", 1, FLAG, IGNORED),
+    ("request_id", "r", YES, IGNORED),
+    ("session_id", "s", YES, IGNORED),
+    ("cache_salt", "s", YES, IGNORED),
+    ("return_prompt_text", True, YES, IGNORED),
+    ("mm_processor_kwargs", {}, "by model", IGNORED),
+    ("vllm_xargs", {"a": 1}, FLAG, IGNORED),
+    ("kv_transfer_params", {}, FLAG, IGNORED),
+    ("n_predict", 5, IGNORED, YES),
+    ("n_probs", 2, IGNORED, YES),
     ("typical_p", 0.5, IGNORED, YES),
     ("mirostat", 1, IGNORED, YES),
+    ("dynatemp_range", 0.5, IGNORED, YES),
+    ("dry_multiplier", 0.5, IGNORED, YES),
+    ("xtc_probability", 0.5, IGNORED, YES),
+    ("top_n_sigma", 1.0, IGNORED, YES),
+    ("samplers", ["top_k"], IGNORED, YES),
+    ("lora", [{"id": 0, "scale": 1}], IGNORED, YES),
+    ("cache_prompt", True, IGNORED, YES),
     ("functions", [TOOL], IGNORED, IGNORED),
+    ("modalities", ["audio"], IGNORED, IGNORED),
+    ("system", "s", IGNORED, IGNORED),
     ("user", "u", IGNORED, IGNORED),
     ("metadata", {}, IGNORED, IGNORED),
     ("store", True, IGNORED, IGNORED),
     ("service_tier", "auto", IGNORED, IGNORED),
     ("prompt_cache_key", "k", IGNORED, IGNORED),
-    ("reasoning_effort", "low", "by model", "by model"),
-    ("priority", 1, YES, IGNORED),
-    ("cache_prompt", True, IGNORED, YES),
-    ("echo (/completions)", True, YES, NO),
-    ("best_of (/completions)", 3, "to 0.8", IGNORED),
+    ("echo (/completions)", True, YES, REFUSED),
+    ("best_of (/completions)", 3, IGNORED, REFUSED),
     ("add_special_tokens (/completions)", False, YES, IGNORED),
-    ("suffix (/completions)", "x", REFUSED, REFUSED),
+    ("prompt_embeds (/completions)", "x", FLAG, IGNORED),
+    ("suffix (/completions)", "x", "by model", REFUSED),
 ]
 
 
 def table() -> str:
     """The server acts on each field, ignores it, or refuses it."""
     server = start(tokenizer=Chatting(), max_sequences=8)
-    lines = ["| field | vLLM | llama.cpp | ztk |", "| --- | --- | --- | --- |"]
+    lines = [SOURCES, "| field | vLLM | llama.cpp | ztk |", "| --- | --- | --- | --- |"]
     try:
         for shown, value, vllm, llama in FIELDS:
             field, *route = shown.split()

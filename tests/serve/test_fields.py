@@ -11,7 +11,7 @@ from ztk.inference import SamplingParams
 from ztk.serve.bodies import read_body
 from ztk.serve.fields import header, ignored
 from ztk.serve.text import TextStream
-from ztk.serve.values import BadRequest
+from ztk.serve.values import BadRequest, parsed
 
 USER = [{"role": "user", "content": "x"}]
 EVERY_DAY = {
@@ -63,7 +63,11 @@ def test_the_header_of_ignored_fields_is_short_and_printable():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("suffix", "b"), ("use_beam_search", True), ("truncate_prompt_tokens", 5), ("modalities", ["audio"]),
+        ("suffix", "b"), ("use_beam_search", True), ("modalities", ["audio"]), ("system", "be short"),
+        ("instructions", "be short"), ("input", "a"), ("stop_sequences", ["a"]), ("max_output_tokens", 5),
+        ("max_new_tokens", 5), ("logprob_token_ids", [5]), ("repetition_detection", {"max_pattern_size": 2}),
+        ("thinking_token_budget", 5), ("watermarking", True), ("n_probs", 5), ("n_cmpl", 2), ("lora", [{"id": 0}]),
+        ("top_n_sigma", 1.0),
         ("functions", [{}]), ("chat_template", "{{ 1 }}"), ("n_predict", 5), ("repeat_penalty", 1.1),
         ("mirostat", 2), ("typical_p", 0.9), ("mirostat", True),
     ],
@@ -76,12 +80,16 @@ def test_what_would_change_the_answer_is_refused_by_its_name(field, value):
 
 def test_values_that_change_nothing_are_no_reason_to_refuse():
     neutral = {"suffix": "", "use_beam_search": False, "modalities": ["text"], "n_predict": -1, "mirostat": 0}
+    neutral |= {"thinking_token_budget": -1, "watermarking": False, "n_probs": 0, "lora": [], "stop_sequences": []}
     assert ignored({"prompt": "a"} | neutral, chat=False) == ()
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0: must be -1, or 1 or more"),
+        ({"truncation_side": "both"}, "truncation_side=both: must be left or right"),
+        ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids=1: must be true or false"),
         ({"min_tokens": "2"}, "min_tokens='2': must be an integer"),
         ({"min_tokens": -1}, "min_tokens=-1"),
         ({"min_tokens": 50}, "min_tokens=50 is more than the 12 tokens"),
@@ -144,6 +152,49 @@ def test_prompt_logprobs_have_vllms_form(running):
     assert chat["prompt_logprobs"][0] is None and len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
 
 
+def test_a_long_prompt_is_cut_as_asked(running):
+    asked = {"prompt": "abcdef", "return_token_ids": True, "max_tokens": 4}
+    for more, kept in (
+        ({"truncate_prompt_tokens": 2}, b"ef"),
+        ({"truncate_prompt_tokens": 2, "truncation_side": "right"}, b"ab"),
+        ({"truncate_prompt_tokens": 50}, b"abcdef"),
+        ({"truncation_side": "right"}, b"abcdef"),
+    ):
+        assert bytes(chosen(running, asked | more)["prompt_token_ids"]) == kept
+    whole = {"prompt": "a" * 600 + "b", "truncate_prompt_tokens": -1}  # of 512 tokens, 4 are the answer's
+    found = chosen(running, asked | whole)
+    assert len(found["prompt_token_ids"]) == 508 and found["prompt_token_ids"][-1] == ord("b")
+    chat = post(running, {"messages": USER, "max_tokens": 1, "truncate_prompt_tokens": 3}, path="chat/completions")
+    assert chat.json()["usage"]["prompt_tokens"] == 3
+
+
+def test_tokens_are_named_by_their_ids_if_asked(running):
+    asked = {"logprobs": 2, "echo": True, "max_tokens": 1, "return_tokens_as_token_ids": True}
+    found = chosen(running, asked | {"return_token_ids": True})
+    names = [f"token_id:{token}" for token in (*b"abc", *found["token_ids"])]
+    assert found["logprobs"]["tokens"] == names and found["logprobs"]["top_logprobs"][1].keys() <= {
+        f"token_id:{token}" for token in range(300)
+    }
+    chat = {"messages": USER, "logprobs": True, "top_logprobs": 1, "max_tokens": 1, "return_tokens_as_token_ids": True}
+    [token] = post(running, chat, path="chat/completions").json()["choices"][0]["logprobs"]["content"]
+    assert token["token"] == f"token_id:{token['bytes'][0]}" and token["top_logprobs"][0]["token"][:9] == "token_id:"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_beginning_of_an_answer_is_repeated_in_a_chat(running, stream):
+    messages = [*USER, {"role": "assistant", "content": "so "}]
+    texts = []
+    for more in ({"echo": False}, {"echo": True}, {"echo": True, "messages": USER}, {"messages": USER}):
+        body = {"messages": messages, "seed": 4, "max_tokens": 5, "stream": stream} | more
+        found = post(running, body, path="chat/completions")
+        if stream:
+            chunks = [json.loads(line[6:]) for line in found.text.split("\n\n") if line.startswith("data: {")]
+            texts.append("".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks))
+        else:
+            texts.append(found.json()["choices"][0]["message"]["content"])
+    assert texts[1] == "so " + texts[0] and texts[2] == texts[3]
+
+
 def test_best_of_returns_the_likeliest_answers(running):
     every = post(running, {"prompt": "q", "n": 4, "seed": 3, "max_tokens": 6, "logprobs": 0}).json()["choices"]
     best = post(running, {"prompt": "q", "n": 1, "best_of": 4, "seed": 3, "max_tokens": 6}).json()
@@ -172,4 +223,4 @@ def test_ids_come_in_a_stream_too(running):
 )  # fmt: skip
 def test_chat_fields_of_another_form_are_refused(body, message):
     with pytest.raises(BadRequest, match=message):
-        read_body(json.dumps({"messages": USER} | body).encode(), chat=True, usual=SamplingParams())
+        read_body(parsed(json.dumps({"messages": USER} | body).encode()), chat=True, usual=SamplingParams())

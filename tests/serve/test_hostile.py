@@ -169,9 +169,7 @@ def test_a_chat_template_that_raises_gives_400_with_its_reason(tmp_path, templat
 
 def answered(tokens: list[int], *, body: dict, chat: bool, tokenizer: _Bytes, top: dict | None = None) -> tuple:
     """The complete choice, and the chunks of a stream."""
-    asked = read_body(
-        json.dumps(body | ({"messages": USER} if chat else {"prompt": "é"})).encode(), chat=chat, usual=SamplingParams()
-    )
+    asked = read_body(body | ({"messages": USER} if chat else {"prompt": "é"}), chat=chat, usual=SamplingParams())
     shape = Shape(id="x", model="m", chat=chat, created=0)
     prompt = tokenizer.encode("é")
     answer = Answer(shape=shape, index=0, prompt=prompt, asked=asked, tokenizer=tokenizer)

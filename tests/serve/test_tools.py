@@ -15,7 +15,7 @@ from ztk.serve.bodies import read_body
 from ztk.serve.messages import ChatOptions, read_options
 from ztk.serve.models import _Pretrained
 from ztk.serve.tools import CallStream, Format, call_structure, format_of, read_tools, told
-from ztk.serve.values import BadRequest
+from ztk.serve.values import BadRequest, parsed
 
 USER = [{"role": "user", "content": "weather?"}]
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"], "additionalProperties": False}  # fmt: skip
@@ -105,7 +105,7 @@ def test_a_template_names_its_format():
 )
 def test_tools_of_another_form_are_refused(body, message):
     with pytest.raises(BadRequest, match=message):
-        read_body(json.dumps({"messages": USER} | body).encode(), chat=True, usual=SamplingParams())
+        read_body(parsed(json.dumps({"messages": USER} | body).encode()), chat=True, usual=SamplingParams())
 
 
 def test_a_template_without_tools_is_told_of_them_in_words(tmp_path):

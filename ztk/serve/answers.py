@@ -91,7 +91,8 @@ class Answer:
         if self._shape.chat:
             delta = {"role": "assistant", "content": ""}
             choice = {"index": self._index, "delta": delta, "finish_reason": None, "logprobs": None}
-            return [self._shape.chunk(choice) | self.of_prompt()]
+            first = self._shape.chunk(choice) | self.of_prompt()
+            return [first, self._piece(self._echoed, drawn=[])] if self._echoed else [first]
         if self._asked.echo and not self._asked.with_logprobs:
             return [self._piece(self._echoed, drawn=[])]
         return []  # a prompt whose log-probabilities are asked for comes with the first token
@@ -162,9 +163,10 @@ class Answer:
         choice |= {"token_ids": self.tokens} if self._asked.with_ids else {}
         if not self._shape.chat:
             return choice | {"text": self._echoed + self.text} | self.of_prompt()
-        message: dict = {"role": "assistant", "content": self.text}
+        text = self._echoed + self.text
+        message: dict = {"role": "assistant", "content": text}
         if self._calls:
-            message |= {"content": self.text or None, "tool_calls": [call.written() for call in self._calls]}
+            message |= {"content": text or None, "tool_calls": [call.written() for call in self._calls]}
         return choice | {"message": message}
 
     def of_prompt(self) -> dict:
@@ -184,14 +186,23 @@ class Answer:
         }
         found.setdefault(token, (own.value, None))
         return {
-            str(number): {"logprob": value, "rank": rank, "decoded_token": self._name(number)}
+            str(number): {
+                "logprob": value,
+                "rank": rank,
+                "decoded_token": token_name(number, own=self._tokenizer.token_bytes(number)),
+            }
             for number, (value, rank) in found.items()
         }
 
     @functools.cached_property
     def _echoed(self) -> str:
-        """The text before the answer's."""
-        return self._tokenizer.decode(self._prompt) if self._asked.echo else ""
+        """The text before the answer's: the prompt, or the last message of a chat, if it is an answer's beginning."""
+        if not self._asked.echo:
+            return ""
+        if not self._shape.chat:
+            return self._tokenizer.decode(self._prompt)
+        last = self._asked.messages[-1]
+        return last["content"] if last["role"] == "assistant" else ""
 
     def _piece(
         self, text: str, *, drawn: list[tuple[Output, int]], with_prompt: bool = False, calls: Sequence[Call] = ()
@@ -253,7 +264,7 @@ class Answer:
         return named
 
     def _name(self, token: int) -> str:
-        return token_name(token, own=self._tokenizer.token_bytes(token))
+        return token_name(token, own=None if self._asked.names_ids else self._tokenizer.token_bytes(token))
 
     def _chat_token(self, output: Output) -> dict:
         assert output.token is not None, "an error is no token"
@@ -263,4 +274,4 @@ class Answer:
 
     def _token(self, token: int, value: float) -> dict:
         own = self._tokenizer.token_bytes(token)
-        return {"token": token_name(token, own=own), "logprob": value, "bytes": None if own is None else list(own)}
+        return {"token": self._name(token), "logprob": value, "bytes": None if own is None else list(own)}

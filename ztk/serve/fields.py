@@ -23,50 +23,74 @@ _SAMPLING = (
     # vLLM's
     *("top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "min_tokens", "bad_words"),
     *("allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs"),
-    *("return_token_ids", "add_special_tokens"),
+    *(
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "add_special_tokens",
+        "truncate_prompt_tokens",
+        "truncation_side",
+    ),
 )
 STRUCTURED = (
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("grammar", "json_schema"),  # llama.cpp's
 )
-_SHARED = {"model", "stream", "stream_options", *_SAMPLING, *STRUCTURED}
-COMPLETIONS = _SHARED | {"prompt", "echo", "best_of"}
+_SHARED = {"model", "stream", "stream_options", "echo", *_SAMPLING, *STRUCTURED}
+COMPLETIONS = _SHARED | {"prompt", "best_of"}
 CHAT = _SHARED | {
     *("messages", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls"),
     *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
 }
 
-_SEND_TOOLS = "send tools"
+_LEAVE, _SEND_TOOLS, _SEND_LIMIT = "leave it out", "send tools", "send max_tokens"
+_SEND_SYSTEM = "send it as the first of messages, with the role system"
 # Fields that would change an answer and are not supported: the values that change nothing, and the advice.
 _UNDONE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "suffix": (("",), "leave it out"),
-    "use_beam_search": ((False,), "leave it out"),
-    "logits_processors": (([],), "leave it out"),
-    "truncate_prompt_tokens": ((), "shorten the prompt"),
-    "prompt_embeds": (([],), "send texts or token ids"),
+    "suffix": (("",), _LEAVE),
     "modalities": ((["text"],), "ask for text"),
     "audio": ((), "ask for text"),
-    "web_search_options": ((), "leave it out"),
+    "web_search_options": ((), _LEAVE),
     "functions": (([],), _SEND_TOOLS),
     "function_call": (("none", "auto"), _SEND_TOOLS),
+    # of other routes and interfaces
+    "system": ((), _SEND_SYSTEM),
+    "instructions": ((), _SEND_SYSTEM),
+    "input": ((), "send messages, or a prompt to /v1/completions"),
+    "max_output_tokens": ((), _SEND_LIMIT),
+    "max_new_tokens": ((), _SEND_LIMIT),
+    "stop_sequences": (([],), "send stop"),
+    # vLLM's
+    "use_beam_search": ((False,), _LEAVE),
+    "logits_processors": (([],), _LEAVE),
+    "logprob_token_ids": ((), "send logprobs with the number of likely tokens"),
+    "prompt_embeds": (([],), "send texts or token ids"),
     "chat_template": ((), "put the template into the model's folder"),
     "documents": (([],), "send them in chat_template_kwargs"),
-    "return_tokens_as_token_ids": ((False,), "send return_token_ids"),
-    "detokenize": ((True,), "leave it out"),
+    "detokenize": ((True,), _LEAVE),
+    "repetition_detection": ((), _LEAVE),
+    "thinking_token_budget": ((-1,), _SEND_LIMIT),
+    "watermarking": ((False,), _LEAVE),
     # llama.cpp's
-    "n_predict": ((-1,), "send max_tokens"),
+    "n_predict": ((-1,), _SEND_LIMIT),
+    "n_cmpl": ((1,), "send n"),
+    "n_probs": ((0,), "send logprobs"),
+    "n_indent": ((0,), _LEAVE),
     "repeat_penalty": ((1,), "send repetition_penalty"),
-    "typical_p": ((1,), "leave it out"),
-    "mirostat": ((0,), "leave it out"),
-    "dynatemp_range": ((0,), "leave it out"),
-    "dry_multiplier": ((0,), "leave it out"),
-    "xtc_probability": ((0,), "leave it out"),
-    "samplers": ((), "leave it out"),
+    "typical_p": ((1,), _LEAVE),
+    "top_n_sigma": ((-1,), _LEAVE),
+    "mirostat": ((0,), _LEAVE),
+    "dynatemp_range": ((0,), _LEAVE),
+    "dry_multiplier": ((0,), _LEAVE),
+    "xtc_probability": ((0,), _LEAVE),
+    "samplers": ((), _LEAVE),
+    "lora": (([],), "name the model that you want"),
 }
 _ONE_ROUTE = {
-    "echo": (CHAT, (False,), "it is of /completions: leave it out"),
-    "best_of": (CHAT, (1,), "it is of /completions: leave it out"),
-    "add_special_tokens": (CHAT, (False,), "a chat template writes its own special tokens: leave it out"),
+    "best_of": (CHAT, (1,), f"it is of /completions: {_LEAVE}"),
+    "add_special_tokens": (CHAT, (False,), f"a chat template writes its own special tokens: {_LEAVE}"),
+    "prompt": (CHAT, ("",), "it is of /completions: send messages"),
+    "messages": (COMPLETIONS, ([],), "they are of /chat/completions: send a prompt"),
+    "tools": (COMPLETIONS, ([],), "they are of /chat/completions: send messages there"),
     "top_logprobs": (COMPLETIONS, (), "it is of /chat/completions: send logprobs with the number"),
 }
 _NAMES = 16  # of ignored fields in a header

@@ -16,6 +16,14 @@ _RESERVED = frozenset(
     )
 )
 
+_WORDS = ("name", "tool_call_id", "reasoning_content")  # texts of a message that templates read
+# Fields of a message that would change the answer and are not supported, with the advice.
+_UNDONE = {
+    "audio": "send its text as content",
+    "function_call": "send tool_calls",
+    "prefix": "send continue_final_message=true and add_generation_prompt=false",
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatOptions:
@@ -65,15 +73,18 @@ def read_messages(body: dict) -> tuple[dict[str, Any], ...]:
 def _message(message: object, *, number: int) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise BadRequest(f"messages[{number}] must have a role and a text as content", param="messages")
+    for name, advice in _UNDONE.items():
+        if message.get(name):
+            raise BadRequest(f"messages[{number}].{name} is not supported: {advice}", param="messages")
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
-        content = _joined(content)
+        content = _joined(content, number=number)
     elif content is None and calls:
         content = ""
     if not isinstance(content, str) or not isinstance(message.get("role"), str):
         raise BadRequest(f"messages[{number}] must have a role and a text as content", param="messages")
     read = {"role": message["role"], "content": content}
-    for name in ("name", "tool_call_id"):
+    for name in _WORDS:
         if (value := message.get(name)) is not None:
             if not isinstance(value, str):
                 raise BadRequest(f"messages[{number}].{name}={shown(value)}: must be a text", param="messages")
@@ -117,8 +128,18 @@ def _object(value: object) -> dict[str, Any]:
     return found
 
 
-def _joined(parts: list) -> str | None:
-    """The text of a message in parts; None if one of them is no text."""
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    found = [text for text in texts if isinstance(text, str)]
-    return "".join(found) if len(found) == len(parts) else None
+def _joined(parts: list, *, number: int) -> str:
+    """The text of a message in parts. Raises BadRequest for a part that is no text."""
+    found = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise BadRequest(
+                f"messages[{number}].content has a part of type {shown(kind)}, and this server reads texts: send "
+                '{"type": "text", "text": ...}',
+                param="messages",
+            )
+        if not isinstance(part.get("text"), str):
+            raise BadRequest(f"messages[{number}].content has a part whose text is no text", param="messages")
+        found.append(part["text"])
+    return "".join(found)
