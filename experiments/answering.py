@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from experiments.ranks import started
-from ztk import kernels
+from ztk import checkpoint, kernels
 from ztk.config import Config
 from ztk.core.policies.inference import CacheFormat
 from ztk.core.policies.runs import streams_layers
@@ -20,6 +20,7 @@ from ztk.core.policies.tier import Tier
 from ztk.core.runtime.comm import Comm
 from ztk.inference import Generator, InferencePolicy, Packed, SamplingParams, perplexity, perplexity_of_stored
 from ztk.inference.packed import MANIFEST
+from ztk.nn.low_rank import Adapter
 from ztk.report.folder import PACKED
 from ztk.serve.models import Opened, open_model
 from ztk.serve.packing import open_streamed, opened_unread
@@ -66,7 +67,8 @@ def answering(config: Config) -> Iterator[Answering | None]:
     with started(config) as process, opened_unread(path, ema=ema) as opened:
         comm = process.mesh.comm("tp")
         stored = _shared_perplexity(config, opened=opened, comm=comm)
-        generator = Generator(opened.module, policy=_policy(config), comm=comm, draft=_draft(config))
+        options = {"draft": _draft(config), "adapters": _adapters(config)}
+        generator = Generator(opened.module, policy=_policy(config), comm=comm, **options)
         if streams_layers(config):
             if config.offload.nvme_path is None:
                 with suppress(OSError):  # another rank's part is still there
@@ -94,8 +96,8 @@ def open_answering(config: Config) -> tuple[Opened, Generator]:
     """
     path, ema = config.inference.model, bool(config.inference.ema)
     if not streams_layers(config):
-        opened = open_model(path, ema=ema)
-        return opened, Generator(opened.module, policy=_policy(config), draft=_draft(config))
+        adapters, opened = _adapters(config), open_model(path, ema=ema)
+        return opened, Generator(opened.module, policy=_policy(config), draft=_draft(config), adapters=adapters)
     to = _packed_folder(config)
     try:
         opened = open_streamed(path, weights=_format(config), to=to, ema=ema, on_packed=_say_packed)
@@ -105,6 +107,17 @@ def open_answering(config: Config) -> tuple[Opened, Generator]:
             shutil.rmtree(to, ignore_errors=True)
     print(generator.plan, flush=True)
     return opened, generator
+
+
+def _adapters(config: Config) -> dict[str, Adapter]:
+    """Those of `inference.adapters`. Raises ValueError for a folder that has none, with its name."""
+    found = {}
+    for name, path in (config.inference.adapters or {}).items():
+        try:
+            found[name] = checkpoint.read_adapter(path)
+        except ValueError as error:
+            raise ValueError(f"inference.adapters.{name}={path}: {error}") from error
+    return found
 
 
 def _draft(config: Config) -> nn.Module | None:

@@ -24,6 +24,7 @@ from ztk.serve.text import TextStream
 _PROMPT = {"prompt": "\n"}  # without a file
 # Keys of a line that say how its answers are drawn; `stop` is that of the text.
 _KEYS = {field.name for field in fields(SamplingConfig)} | {"logit_bias", "stop_token_ids"}
+_ADAPTER = "adapter"  # the key of a line that names one of inference.adapters
 _TEXTS = ("prompt", "messages", "tokens")
 # Keys of other programs, which would change nothing here.
 _OTHERS = (
@@ -42,13 +43,14 @@ _OTHERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """A prompt of the file. line: its number. given: its object. stops: texts that end its answers."""
+    """A prompt of the file. line: its number. given: its object. stops: texts that end its answers. adapter: its name; None: the base."""
 
     line: int
     given: dict[str, Any]
     tokens: list[int]
     sampling: SamplingParams
     stops: tuple[str, ...] = ()
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +82,9 @@ def answer(config: Config, *, answering: Answering) -> None:
     prompts = [line for line in lines if isinstance(line, Prompt)]
     started = time.perf_counter()
     answers = generator.generate(
-        [prompt.tokens for prompt in prompts], sampling=[prompt.sampling for prompt in prompts]
+        [prompt.tokens for prompt in prompts],
+        sampling=[prompt.sampling for prompt in prompts],
+        adapters=[prompt.adapter for prompt in prompts],
     )
     seconds = time.perf_counter() - started
     folder, found, step = RunFolder(config.output_dir), iter(answers), checkpoint_of(config.inference.model)
@@ -179,9 +183,13 @@ def _read(
             own["max_tokens"] = _rest_of_context(tokens, most=config.sampling.max_tokens, generator=generator)
         sampling = replace(usual, draw_key=(number,), **own)
         generator.check(tokens, sampling=sampling)
+        adapter = given.get(_ADAPTER)
+        if adapter is not None and adapter not in generator.adapters:
+            has = ", ".join(generator.adapters) or "none"
+            raise ValueError(f"adapter={adapter!r}: inference.adapters has {has}; name one of them, or leave it out")
     except (ValueError, TypeError) as error:
         return BadLine(line=number, given=given, error=str(error))
-    return Prompt(line=number, given=given, tokens=tokens, sampling=sampling, stops=stops)
+    return Prompt(line=number, given=given, tokens=tokens, sampling=sampling, stops=stops, adapter=adapter)
 
 
 def _object(line: bytes) -> dict[str, Any]:
@@ -191,9 +199,9 @@ def _object(line: bytes) -> dict[str, Any]:
     for name in given.keys() - _KEYS:
         if name in _OTHERS:
             raise ValueError(f"{name} has no effect here: leave it out, or use {', '.join(sorted(_KEYS))}")
-        if name in _TEXTS:
+        if name in (*_TEXTS, _ADAPTER):
             continue
-        if near := get_close_matches(name, [*_KEYS, *_TEXTS], n=1, cutoff=0.82):
+        if near := get_close_matches(name, [*_KEYS, *_TEXTS, _ADAPTER], n=1, cutoff=0.82):
             raise ValueError(f"{name} is no key of a prompt: write {near[0]}, or give a field of your own another name")
     return given
 

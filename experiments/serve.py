@@ -64,6 +64,8 @@ def serve(config: Config, *, answering: Answering, listening: socket.socket, api
     _claim(chosen.host, port=chosen.port, by=listening.listen)
     host, port = listening.getsockname()[:2]
     scheme = "http" if chosen.tls_certificate is None else "https"
+    for name, nbytes in generator.adapters.items():
+        print(f"adapter {name}: {nbytes / 2**20:.1f} MiB of merged weights", flush=True)
     print(f"{opened.name} answers on {scheme}://{host}:{port}", flush=True)
     options = uvicorn.Config(
         server.app,

@@ -52,6 +52,14 @@ def test_ranks_share_layers(words):
         ("sampling.temperature=-1", "sampling.temperature=-1.0: must be 0, or 1e-06 or more"),
         ("inference.model=/nowhere", "inference.model=/nowhere: is no folder"),
         ("inference.prompts=/nowhere", "inference.prompts=/nowhere: is no file"),
+        (
+            "inference.adapters={x: /nowhere}",
+            "inference.adapters.x=/nowhere: is no folder; name one that peft has saved",
+        ),
+        (
+            "inference.adapters=[/tmp]",
+            "inference.adapters=[/tmp]: must name a folder for each adapter; use inference.adapters={NAME",
+        ),
         ("inference.held_out=/nowhere", "inference.held_out=/nowhere: is no file"),
         (f"inference.held_out={__file__}", "has no effect with weights as stored: add weights=int8 or weights=int4"),
         ("serve.port=1", "serve.port=1 has no effect here, only with task=serve"),

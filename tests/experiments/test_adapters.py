@@ -12,6 +12,7 @@ from tests.rl.rollout.runs import composed, config_of, play, rows_of
 from ztk import checkpoint
 from ztk.checkpoint.export import Weights, export_adapter, export_safetensors, export_state_dict
 from ztk.config import ConfigError, Machine, compose, save
+from ztk.inference import Generator, SamplingParams
 from ztk.nn.lora import adapters_off, is_adapter
 from ztk.serve.models import open_model
 
@@ -50,6 +51,15 @@ def grpo(ranks, tmp_path_factory) -> Path:
     ranks(2).run(play, config=config)
     save(config, path=folder / "config.yaml")
     return folder
+
+
+def test_a_run_of_ztks_decoder_is_an_adapter_by_request(grpo):
+    base, merged = (Generator(open_model(str(folder)).module) for folder in (grpo / "reference", grpo))
+    generator = Generator(open_model(str(grpo / "reference")).module, adapters={"grpo": checkpoint.read_adapter(grpo)})
+    answers = generator.generate([[40, 41]] * 2, sampling=SamplingParams(max_tokens=6, seed=1), adapters=["grpo", None])
+    for own, [answer] in zip((merged, base), answers, strict=True):
+        [[wanted]] = own.generate([[40, 41]], sampling=SamplingParams(max_tokens=6, seed=1))
+        assert answer.tokens == wanted.tokens and torch.equal(answer.logprobs, wanted.logprobs)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,16 @@ import pytest
 import transformers
 from safetensors.torch import load_file, save_file
 
-from experiments.answering import open_answering
-from experiments.generate import read_prompts, record
+from experiments.answering import answering, open_answering
+from experiments.generate import answer, read_prompts, record
+from tests.checkpoint.test_adapters import saved
 from tests.commands import run_command
 from tests.experiments.test_faults import folder_of, run
-from tests.inference.models import VOCABULARY, save_letters, save_llama
+from tests.inference.models import VOCABULARY, build, save_letters, save_llama
+from tests.inference.test_adapters import merged
 from tests.inference.test_own_modules import build_other
 from tests.rl.align.ten import save_one
+from ztk.checkpoint import read_adapter
 from ztk.config import compose
 from ztk.inference import Generator, InferencePolicy, SamplingParams, open_packed, perplexity
 from ztk.report.folder import PACKED
@@ -304,3 +307,33 @@ def test_messages_are_asked_by_the_models_chat_template(tmp_path):
     line, bad = read_prompts(str(file), config=compose(*words, output_dir=str(tmp_path)), **given)
     assert line.tokens == opened.tokenizer.chat(messages)
     assert "must be a list of messages" in bad.error
+
+
+def test_lines_name_adapters_and_a_broken_folder_is_named(tmp_path):
+    folder, file = tmp_path / "adapter", tmp_path / "p.jsonl"
+    model = save_llama(tmp_path / "model")
+    saved(build("llama", tie_word_embeddings=True), folder=folder, target_modules="all-linear")
+    lines = [{"tokens": [5, 6], "adapter": "own"}, {"tokens": [5, 6]}, {"tokens": [5, 6], "adapter": "other"}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = (
+        "task=generate",
+        f"inference.model={tmp_path / 'model'}",
+        f"inference.prompts={file}",
+        "sampling.max_tokens=4",
+    )
+    out = tmp_path / "out"
+    config = compose(*words, f"inference.adapters={{own: {folder}}}", "sampling.temperature=0", output_dir=str(out))
+    assert config.inference.adapters == {"own": str(folder)}
+    out.mkdir()
+    with answering(config) as found:
+        answer(config, answering=found)
+    own, base, other = (json.loads(line) for line in (out / "completions.jsonl").read_text().splitlines())
+    assert other["error"] == "adapter='other': inference.adapters has own; name one of them, or leave it out"
+    for written, plain in ((own, merged(model, adapter=read_adapter(folder))), (base, model)):
+        [[wanted]] = Generator(plain).generate([[5, 6]], sampling=SamplingParams(max_tokens=4, temperature=0))
+        assert written["answers"][0]["tokens"] == wanted.tokens
+        assert written["answers"][0]["logprobs"] == wanted.logprobs.tolist()
+    assert own["answers"] != base["answers"]
+    (folder / "adapter_config.json").write_text("{")
+    with pytest.raises(ValueError, match=rf"inference\.adapters\.own={folder}: .* is no JSON"):
+        open_answering(config)

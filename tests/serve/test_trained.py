@@ -10,9 +10,11 @@ from safetensors.torch import load_file
 
 from experiments import policies
 from tests.hf.test_causal import saved
+from ztk import checkpoint
 from ztk.checkpoint.export import export_adapter, export_safetensors
 from ztk.config import Machine, compose, save
 from ztk.core.runtime import Process
+from ztk.inference import Generator, SamplingParams
 from ztk.report import plot
 from ztk.serve.models import open_model
 
@@ -42,6 +44,7 @@ CHAT = (
     "data.stop=3",
 )
 TOKENS = torch.arange(1, 9).view(1, 8)
+GREEDY = SamplingParams(max_tokens=4, temperature=0)
 
 
 def play(process: Process, *, config) -> None:
@@ -114,6 +117,12 @@ def test_adapters_are_merged(run, tmp_path, family, targets):
             found[name], value, rtol=3 * 2**-24, atol=4 * 2**-24 * float(value.detach().abs().max())
         )
     assert not torch.allclose(logits(merged), before, rtol=1e-2)
+    base_model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    beside = Generator(base_model, adapters={"own": checkpoint.read_adapter(folder)})
+    [[found], [plain]] = beside.generate([[1, 2, 3]] * 2, sampling=GREEDY, adapters=["own", None])
+    [[wanted]] = Generator(opened.module).generate([[1, 2, 3]], sampling=GREEDY)
+    assert found.tokens == wanted.tokens and torch.equal(found.logprobs, wanted.logprobs)
+    assert not torch.equal(plain.logprobs, wanted.logprobs)
 
 
 def test_a_run_that_learnt_chats_answers_them_and_ends(run, tmp_path):

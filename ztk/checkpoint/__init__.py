@@ -1,5 +1,6 @@
 """Checkpoints that do not depend on the parallel layout: saved as slices under one layout, loaded under any other."""
 
+from ztk.checkpoint.adapters import read_adapter
 from ztk.checkpoint.architecture import adapter_scale, has_adapters, leaves_out_base
 from ztk.checkpoint.errors import CheckpointError, DamagedCheckpoint, SaveFailed
 from ztk.checkpoint.folder import Retention, checkpoints, resolve
@@ -25,6 +26,7 @@ __all__ = [
     "leaves_out_base",
     "load",
     "load_newest",
+    "read_adapter",
     "read_manifest",
     "resolve",
     "save",

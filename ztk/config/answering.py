@@ -4,7 +4,7 @@ The inference engine supports tensor parallelism only. `evaluating.py` has the r
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ztk.config.batch import checkpoint_fault
@@ -13,7 +13,7 @@ from ztk.config.keys import read, written
 from ztk.config.machine import Machine
 from ztk.config.topology import DEGREES
 from ztk.core.policies.config import Config
-from ztk.core.policies.inference import ONLY_NVME, CacheKind, WeightFormat, cache_faults
+from ztk.core.policies.inference import ONLY_NVME, CacheKind, WeightFormat, adapter_faults, cache_faults
 from ztk.core.policies.runs import ANSWERING, DRAWING, as_paths, by_training, device_of, streams_layers
 from ztk.core.policies.tier import Tier
 from ztk.core.policies.train import DeviceName
@@ -54,6 +54,7 @@ def answering_faults(config: Config, *, given: frozenset[str], machine: Machine)
     yield from _cache_faults(config, machine=machine)
     yield from _offload_faults(config, given=given, task=task)
     yield from _own_module_faults(config)
+    yield from _adapter_faults(config)
     yield from _file_faults(config, task=task)
     if config.task.name in DRAWING:
         yield from _held_out_faults(config)
@@ -114,6 +115,27 @@ def _own_module_faults(config: Config) -> Iterator[str]:
     yield (
         f"inference.model={config.inference.model} (model_type={kind}) runs its own modules, which ranks share over slabs alone: leave "
         f"inference.cache=blocks or topology.tensor={config.topology.tensor} out"
+    )
+
+
+def _adapter_faults(config: Config) -> Iterator[str]:
+    chosen, form = config.inference.adapters, "use inference.adapters={NAME: FOLDER}"
+    if chosen is None:
+        return
+    if not isinstance(chosen, Mapping) or not chosen or not all(isinstance(path, str) for path in chosen.values()):
+        yield f"inference.adapters={written(chosen)}: must name a folder for each adapter; {form}"
+        return
+    for name, path in chosen.items():
+        if not Path(path).is_dir():
+            yield f"inference.adapters.{name}={path}: is no folder; name one that peft has saved, or a run with lora=adapter"
+    if _is_packed(config):
+        yield (
+            f"inference.adapters={{{', '.join(map(str, chosen))}}} with inference.model={config.inference.model}, whose packed weights are "
+            "final: name the model that was packed"
+        )
+    cache_dtype = config.inference.cache_dtype
+    yield from adapter_faults(
+        chosen, cache_dtype=None if cache_dtype is None else cache_dtype.value, streams=streams_layers(config)
     )
 
 

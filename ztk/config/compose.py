@@ -416,6 +416,8 @@ def _settle_paths(config: Config) -> None:
             takes_several = leaf_types()[name] is Any
             absolute = [_absolute(path) for path in as_paths(value)] if takes_several else _absolute(value)
             write(config, key=name, value=absolute)
+    if isinstance(adapters := config.inference.adapters, dict):
+        config.inference.adapters = {name: _absolute(str(path)) for name, path in adapters.items()}
     config.offload.nvme_path = _nvme_path(config)
     if config.data.tokenizer not in (None, BYTES, TRAIN):
         config.data.tokenizer = _absolute(config.data.tokenizer)

@@ -8,7 +8,6 @@ from ztk.inference.choices import EncodedChoices as EncodedChoices
 from ztk.inference.choices import encode_choices as encode_choices
 from ztk.inference.choices import score_choices as score_choices
 from ztk.inference.engine import Generator as Generator
-from ztk.inference.engine import Request as Request
 from ztk.inference.opening import UnreadModel as UnreadModel
 from ztk.inference.packed import Packed as Packed
 from ztk.inference.packed import open_packed as open_packed
@@ -22,6 +21,7 @@ from ztk.inference.policy import InferencePolicy as InferencePolicy
 from ztk.inference.policy import Output as Output
 from ztk.inference.policy import PromptLogprob as PromptLogprob
 from ztk.inference.policy import SamplingParams as SamplingParams
+from ztk.inference.requests import Request as Request
 from ztk.inference.windows import Scorer as Scorer
 from ztk.inference.windows import log_likelihoods as log_likelihoods
 from ztk.inference.windows import windows as windows

@@ -2,14 +2,14 @@
 
 A block of a finished sequence whose 64 positions are all computed keeps its content until the block is needed, and is found again by the
 chain of tokens that leads to it: key = (the block before it in the chain, its 64 tokens), compared in full, so no hash can collide. A block
-that several sequences have is copied by the one that writes into it first.
+that several sequences have is copied by the one that writes into it first. The chains of each adapter begin at a node of its own.
 """
 
 from collections import OrderedDict, deque
 
 from ztk.inference.attention import BLOCK
 
-_ROOT = 0  # the node before a chain's first block
+_ROOT = 0  # the node before a chain's first block; that of adapter n is _ROOT - n
 
 Key = tuple[int, tuple[int, ...]]
 
@@ -38,9 +38,9 @@ class BlockPool:
         """Nobody has the block, and its content may be found."""
         return block in self._kept
 
-    def match(self, tokens: list[int]) -> list[int]:
-        """The blocks of the longest registered chain of full blocks that `tokens` begin with."""
-        found, node = [], _ROOT
+    def match(self, tokens: list[int], *, adapter: int = 0) -> list[int]:
+        """The blocks of the longest registered chain of full blocks of the adapter that `tokens` begin with."""
+        found, node = [], _ROOT - adapter
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             at = self._nodes.get((node, tuple(tokens[start : start + BLOCK])))
             if at is None:
@@ -82,11 +82,11 @@ class BlockPool:
         # Only a block that begins before `start` has something worth copying.
         return [pair for place, pair in zip(shared, pairs, strict=True) if place * BLOCK < start]
 
-    def register(self, slot: int, *, tokens: list[int], computed: int) -> None:
-        """The first `computed` tokens of the slot's sequence are in its blocks: full ones can be found from now on."""
+    def register(self, slot: int, *, tokens: list[int], computed: int, adapter: int = 0) -> None:
+        """The first `computed` tokens of the slot's sequence are in its blocks, by the adapter: full ones can be found from now on."""
         chain, table = self._chains[slot], self.tables[slot]
         for place in range(len(chain), computed // BLOCK):
-            key = (chain[-1] if chain else _ROOT, tuple(tokens[place * BLOCK : (place + 1) * BLOCK]))
+            key = (chain[-1] if chain else _ROOT - adapter, tuple(tokens[place * BLOCK : (place + 1) * BLOCK]))
             if key not in self._nodes:  # else another block has the same content, and is found
                 self._nodes[key] = (self._next_node, table[place])
                 self._keys[table[place]] = key

@@ -4,7 +4,7 @@ twice."""
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache
 from ztk.inference.block_pool import BlockPool
-from ztk.inference.draft import DraftModel, common_length
+from ztk.inference.draft import DraftModel
 from ztk.inference.room import Room
 from ztk.inference.schedule import Sequence, Slots
 
@@ -65,7 +65,7 @@ class BlockSlots(Slots):
 
     def advance(self, sequence: Sequence, *, computed: int) -> None:
         super().advance(sequence, computed=computed)
-        self.pool.register(sequence.slot, tokens=sequence.tokens, computed=computed)
+        self.pool.register(sequence.slot, tokens=sequence.tokens, computed=computed, adapter=sequence.adapter)
 
     def forget(self) -> None:
         self._contents = [[] for _ in self._contents]
@@ -84,6 +84,7 @@ class BlockSlots(Slots):
 
     def _give(self, sequence: Sequence, *, blocks: list[int], computed: int) -> None:
         sequence.slot = self._free.popleft()
+        self._adapters[sequence.slot] = sequence.adapter
         self.pool.share(sequence.slot, blocks=blocks)
         self._members.append(sequence)
         self.advance(sequence, computed=computed)
@@ -104,7 +105,7 @@ class BlockSlots(Slots):
     def _resume(self, sequence: Sequence) -> int | None:
         """Full blocks that are still there are shared; the others are copied back, if there is room for them and one more."""
         copies, computed = self._saved[sequence], sequence.computed
-        blocks = self.pool.match(sequence.tokens[:computed])
+        blocks = self.pool.match(sequence.tokens[:computed], adapter=sequence.adapter)
         if self._members and len(copies) - len(blocks) >= self._room_beside(blocks):
             return None
         self._give(sequence, blocks=blocks, computed=len(blocks) * BLOCK)
@@ -126,10 +127,10 @@ class BlockSlots(Slots):
         if sequence.sampling.prompt_logprobs:
             return [], 0
         tokens = sequence.tokens[:-1]  # one at least is computed, for its logits
-        blocks = self.pool.match(tokens)
+        blocks = self.pool.match(tokens, adapter=sequence.adapter)
         length = len(blocks) * BLOCK
         for other in self._members:
-            common = common_length(self._contents[other.slot], other=tokens)
+            common = self._in_common(other.slot, sequence=sequence)
             if common > length:
                 blocks, length = self.pool.tables[other.slot][: -(-common // BLOCK)], common
         return list(blocks), length

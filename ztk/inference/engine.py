@@ -8,8 +8,7 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,30 +18,24 @@ from ztk.inference.embeddings import embedding
 from ztk.inference.graphs import graphs_of
 from ztk.inference.memory import drafts_of, find_scales, open_draft, shared_memory
 from ztk.inference.model import InferenceModel
-from ztk.inference.opening import TrainingEngine, UnreadModel, from_module, from_packed, reopened, settled
+from ztk.inference.opening import TrainingEngine, UnreadModel, open_weights, reopened, settled
 from ztk.inference.packed import Packed
 from ztk.inference.parallel import Computing, Leading, follow
 from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
 from ztk.inference.probe import check_model, check_module, settle_products
 from ztk.inference.ranks import Ranks, computing, opening
+from ztk.inference.requests import Request, adapter_number, check_tokens
 from ztk.inference.room import drafting_of
 from ztk.inference.schedule import Sequence, logprob_values
 from ztk.inference.stepping import Stepper
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """A submitted prompt. `id` is in every `Output` of its answers."""
-
-    id: int
-    prompt: list[int]
-    sampling: SamplingParams
+from ztk.nn.low_rank import Adapter
 
 
 class Generator:
     """Generates with the native decoder or a causal language model of transformers, on the CPU, in fp32 or with weights of 8 or 4 bits.
 
     draft: a smaller model with the same tokens, whose guesses save steps and change no token: see ztk/inference/draft.py.
+    adapters: LoRA adapters by name, which requests may name: see [Note: Exact adapters] in ztk/inference/adapters.py.
     comm: of the ranks that share the model, each of which makes a generator; None or one rank: none. The first one answers, the others call
     `follow`: see [Note: One broadcast per step] in ztk/inference/parallel.py.
     plan: with `policy.offload`, what is done with the memory. model: a module, a training engine, whose weights are gathered (every rank
@@ -66,22 +59,17 @@ class Generator:
         policy: InferencePolicy | None = None,
         comm: Comm | None = None,
         draft: nn.Module | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
         started, chosen = time.perf_counter(), policy or InferencePolicy()
         self._ranks = None if comm is None or comm.size == 1 else Ranks(comm)
-        if self._ranks is not None and isinstance(model, Packed):
-            raise ValueError(
-                f"topology.tensor above 1 with {model.path}, which has full layers: name the model that was packed; each rank packs its part"
-            )
+        self._adapters = dict(adapters or {})
         with opening(self._ranks):
             follows = self._ranks is not None and self._ranks.comm.rank > 0
             drafter = open_draft(draft, policy=chosen, follows=follows)
             drafting = None if drafter is None else drafting_of(drafter)
-            opened = (
-                from_packed(model, policy=chosen, drafting=drafting)
-                if isinstance(model, Packed)
-                else from_module(model, policy=chosen, ranks=self._ranks, drafting=drafting)
-            )
+            options = {"drafting": drafting, "adapters": self._adapters}
+            opened = open_weights(model, policy=chosen, ranks=self._ranks, **options)
             self._model, self.plan, self._streamed = opened.model, opened.plan, opened.streamed
             self._packed_bytes = opened.packed_bytes
             self.policy = settled(chosen, plan=self.plan)
@@ -119,26 +107,33 @@ class Generator:
         self._unclaimed: list[Output] = []  # of requests without an inbox, for the next call of `step`
         self._cancelled: deque[int] = deque()  # requests that end before the next step
         self._closed = False
-        self.opening_seconds = (
-            time.perf_counter() - started
-        )  # copies of layers, checks, a plan: all that comes before a first request
+        self.opening_seconds = time.perf_counter() - started  # copies of layers, checks, a plan
 
     # Complete answers
 
     def generate(
-        self, prompts: list[list[int]], *, sampling: SamplingParams | list[SamplingParams] | None = None
+        self,
+        prompts: list[list[int]],
+        *,
+        sampling: SamplingParams | list[SamplingParams] | None = None,
+        adapters: str | list[str | None] | None = None,
     ) -> list[list[Completion]]:
-        """`sampling.n` answers to each prompt of token ids, in the order of the prompts.
+        """`sampling.n` answers to each prompt of token ids, in the order of the prompts. adapters: the name of one, or for each prompt one or
+        None for the base.
 
         Raises:
-            ValueError: an empty prompt, a token outside the vocabulary, or more tokens than the model takes.
+            ValueError: an empty prompt, a token outside the vocabulary, more tokens than the model takes, or an unknown adapter.
         """
         each = sampling if isinstance(sampling, list) else [sampling or SamplingParams()] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(each)} sampling parameters for {len(prompts)} prompts: pass one, or one per prompt")
+        names = adapters if isinstance(adapters, list) else [adapters] * len(prompts)
+        for what, given in (("sampling parameters", each), ("adapters", names)):
+            if len(given) != len(prompts):
+                raise ValueError(f"{len(given)} {what} for {len(prompts)} prompts: pass one, or one per prompt")
+        numbers = [adapter_number(name, among=self._adapters) for name in names]
         for prompt, one in zip(prompts, each, strict=True):
             self._check(prompt, limit=one.max_tokens, biased=one.named_tokens)
-        answers = self._finished(prompts, sampling=each, limits=[one.max_tokens for one in each])
+        limits = [one.max_tokens for one in each]
+        answers = self._finished(prompts, sampling=each, limits=limits, adapters=numbers)
         return [[sequence.completion() for sequence in sequences] for sequences in answers]
 
     def score(self, sequences: list[list[int]]) -> list[Tensor]:
@@ -168,33 +163,40 @@ class Generator:
         sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True, logprobs=top)
         for sequence in sequences:
             self._check(sequence, limit=0)
-        each, limits = [sampling] * len(sequences), [0] * len(sequences)
-        computed = [one for [one] in self._finished(sequences, sampling=each, limits=limits)]
+        each, zeros = [sampling] * len(sequences), [0] * len(sequences)
+        computed = [one for [one] in self._finished(sequences, sampling=each, limits=zeros, adapters=zeros)]
         for number, sequence in enumerate(computed):
             if sequence.error is not None:
                 raise FloatingPointError(f"sequence {number}: {sequence.error}")
         return [sequence.prompt_logprobs for sequence in computed]
 
-    def embed(self, prompt: list[int]) -> Tensor:
+    def embed(self, prompt: list[int], *, adapter: str | None = None) -> Tensor:
         """The mean of the last hidden states of `prompt`, of length 1: fp32 [C] on the CPU.
 
         Raises:
             ValueError: a prompt that `generate` refuses, or a model whose hidden states are not in this process's memory.
         """
         self._check(prompt, limit=0)
+        number = adapter_number(adapter, among=self._adapters)
         if not isinstance(self._model, InferenceModel) or self._ranks is not None or self._streamed is not None:
             raise ValueError(
                 "embeddings are computed where one process has all layers in memory, of the families that ztk computes itself"
             )
         rows = self.policy.max_step_tokens or len(prompt)
-        return embedding(self._model, tokens=prompt, rows=rows, lock=self._lock)
+        return embedding(self._model, tokens=prompt, adapter=number, rows=rows, lock=self._lock)
 
-    def stream(self, prompt: list[int], *, sampling: SamplingParams | None = None) -> Iterator[Output]:
+    def stream(
+        self, prompt: list[int], *, sampling: SamplingParams | None = None, adapter: str | None = None
+    ) -> Iterator[Output]:
         """The tokens of one request as they are drawn. A caller who stops listening cancels the request."""
-        chosen, inbox = sampling or SamplingParams(), deque[Output]()
+        chosen, inbox, own = (
+            sampling or SamplingParams(),
+            deque[Output](),
+            adapter_number(adapter, among=self._adapters),
+        )
         self.check(prompt, sampling=chosen)
         with self._lock:
-            number = self._enqueue(prompt, sampling=chosen, limit=chosen.max_tokens)[0].request_id
+            number = self._enqueue(prompt, sampling=chosen, limit=chosen.max_tokens, adapter=own)[0].request_id
             self._inboxes[number] = inbox
         try:
             is_open = True
@@ -211,16 +213,17 @@ class Generator:
 
     # Continuous batching
 
-    def submit(self, prompt: list[int], *, sampling: SamplingParams) -> Request:
+    def submit(self, prompt: list[int], *, sampling: SamplingParams, adapter: str | None = None) -> Request:
         """Queues a request; `step` computes it.
 
         Raises:
-            ValueError: an empty prompt, a token outside the vocabulary, or more tokens than the model takes.
+            ValueError: as `generate`.
         """
         self.check(prompt, sampling=sampling)
+        own = adapter_number(adapter, among=self._adapters)
         with self._lock:
-            first = self._enqueue(prompt, sampling=sampling, limit=sampling.max_tokens)[0]
-        return Request(id=first.request_id, prompt=list(prompt), sampling=sampling)
+            first = self._enqueue(prompt, sampling=sampling, limit=sampling.max_tokens, adapter=own)[0]
+        return Request(id=first.request_id, prompt=list(prompt), sampling=sampling, adapter=adapter)
 
     def check(self, prompt: list[int], *, sampling: SamplingParams) -> None:
         """Raises ValueError for a request that `submit` refuses. From any thread."""
@@ -297,7 +300,8 @@ class Generator:
             with opening(self._ranks):  # the first rank alone has requests
                 self._check_idle()
             with opening(self._ranks):
-                self._model = reopened(engine, model=self._model, subject=self._subject, ranks=self._ranks)
+                options = {"ranks": self._ranks, "adapters": self._adapters}
+                self._model = reopened(engine, model=self._model, subject=self._subject, **options)
             settle_products(self._model, exact=self._lone)
             find_scales(self._model, cache=self._cache)
             self._computing.model, self._stepper.graphs = self._model, graphs_of(self._model, cache=self._cache)
@@ -313,6 +317,12 @@ class Generator:
         model = self._model
         is_own = isinstance(model, InferenceModel) and model.ranks is None and not model.placement.has_blocks
         return model if is_own and self._streamed is None else None
+
+    @property
+    def adapters(self) -> Mapping[str, int]:
+        """The adapters that requests may name, each with the bytes of its own copies of weights, which `weight_bytes` includes."""
+        found = self._model.adapters if isinstance(self._model, InferenceModel) else None
+        return {} if found is None else found.nbytes
 
     @property
     def weight_bytes(self) -> int:
@@ -387,22 +397,11 @@ class Generator:
             raise RuntimeError("load: requests are not answered yet; let them end, or cancel() them")
 
     def _check(self, prompt: list[int], *, limit: int, biased: Iterable[int] = ()) -> None:
-        if not prompt:
-            raise ValueError("the prompt is empty: begin with the model's first token, or a newline")
-        for kind in {*map(type, prompt), *map(type, biased)} - {int}:
-            if issubclass(kind, bool) or not hasattr(kind, "__index__"):
-                raise ValueError(f"a token is a {kind.__name__}: tokens are integers")
-        odd = next((token for token in (*prompt, *biased) if not 0 <= token < self.description.vocab_size), None)
-        if odd is not None:
-            raise ValueError(f"token {odd} is outside the vocabulary of {self.description.vocab_size}")
-        if len(prompt) + limit > self.max_len:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens and an answer of up to {limit} are more than the {self.max_len} tokens of this model: "
-                "shorten the prompt or lower max_tokens"
-            )
+        sizes = {"vocabulary": self.description.vocab_size, "max_len": self.max_len}
+        check_tokens(prompt, limit=limit, biased=biased, **sizes)
         self._scheduler.slots.check(prompt=len(prompt), limit=limit)
 
-    def _enqueue(self, prompt: list[int], *, sampling: SamplingParams, limit: int) -> list[Sequence]:
+    def _enqueue(self, prompt: list[int], *, sampling: SamplingParams, limit: int, adapter: int = 0) -> list[Sequence]:
         number = next(self._ids)
         sequences = [
             Sequence(
@@ -412,6 +411,7 @@ class Generator:
                 tokens=list(map(operator.index, prompt)),
                 prompt_length=len(prompt),
                 limit=limit,
+                adapter=adapter,
                 state=None if sampling.grammar is None else sampling.grammar.begin(),
             )
             for sample in range(sampling.n)
@@ -421,13 +421,13 @@ class Generator:
         return sequences
 
     def _finished(
-        self, prompts: list[list[int]], *, sampling: list[SamplingParams], limits: list[int]
+        self, prompts: list[list[int]], *, sampling: list[SamplingParams], limits: list[int], adapters: list[int]
     ) -> list[list[Sequence]]:
         """The sequences of each prompt, when all have ended. If a step fails, none of them stays in the queue."""
         with self._lock:
             answers = [
-                self._enqueue(prompt, sampling=one, limit=limit)
-                for prompt, one, limit in zip(prompts, sampling, limits, strict=True)
+                self._enqueue(prompt, sampling=one, limit=limit, adapter=own)
+                for prompt, one, limit, own in zip(prompts, sampling, limits, adapters, strict=True)
             ]
             numbers = [sequences[0].request_id for sequences in answers]
             self._inboxes.update(dict.fromkeys(numbers))

@@ -71,7 +71,7 @@ class _Captured:
 
 
 class DecodeGraphs:
-    """Steps in which each sequence has one row that is drawn by the temperature alone."""
+    """Steps in which each sequence has one row of the base that is drawn by the temperature alone."""
 
     def __init__(self, model: InferenceModel, *, cache: BlockCache, capture: Capture) -> None:
         self._model, self._cache, self._capture = model, cache, capture

@@ -48,7 +48,8 @@ def lines_of(
         logits = computing.logits(tokens, spans=spans, rows=rows)
         return _drawn_together(logits, works=works, counts=counts)
     kinds = [_kind(work, count=count) for work, count in zip(works, counts, strict=True)]
-    if graphs is not None and set(kinds) == {_PLAIN} and len(tokens) == len(works):
+    fits_graphs = set(kinds) == {_PLAIN} and len(tokens) == len(works) and not any(span.adapter for span in spans)
+    if graphs is not None and fits_graphs:
         drawn = graphs.run(tokens, spans=spans, **_heat([(work, 0) for work in works]))
         return [[one] for one in drawn]
     return _drawn_on_device(

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ztk.inference.adapters import Adapters, MixedMlp, StepRows
 from ztk.inference.cache import Cache
 from ztk.inference.caches import scratch
 from ztk.inference.cut import own_slopes
@@ -19,23 +20,31 @@ from ztk.inference.products import Product
 from ztk.inference.ranks import Ranks
 from ztk.inference.rows import share
 from ztk.inference.steps import Attention, Span, Step
-from ztk.inference.weights import Layer, Weights
+from ztk.inference.weights import Layer, Mlp, Weights
 from ztk.kernels import draw_rows
 
 
 class InferenceModel:
     """Computes a step of several sequences. Not a Module: it has no gradients, and weights are replaced all at once.
 
-    ranks: share the model. `weights` then are this rank's part, and `description` has this rank's heads.
+    ranks: share the model. `weights` then are this rank's part, and `description` has this rank's heads. adapters: of rows whose span has
+    one.
 
     Raises:
         ValueError: an activation that is not supported.
     """
 
     def __init__(
-        self, subject: Subject, *, weights: Weights, placement: Placement | None = None, ranks: Ranks | None = None
+        self,
+        subject: Subject,
+        *,
+        weights: Weights,
+        placement: Placement | None = None,
+        ranks: Ranks | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.placement, self.ranks, self.weights = placement or Placement(), ranks, weights
+        self.adapters = adapters
         self._full = subject.description
         self.description = self._full if ranks is None else ranks.cut.own(self._full)
         self.ops = ops_of(self.description, placement=self.placement)
@@ -48,7 +57,7 @@ class InferenceModel:
 
     def products(self) -> list[Product]:
         """Those in memory, the head last."""
-        return self.weights.products()
+        return [*(self.adapters.products() if self.adapters else ()), *self.weights.products()]
 
     def scratch(self, positions: int) -> Cache:
         """A cache for one sequence of so many tokens."""
@@ -73,12 +82,17 @@ class InferenceModel:
 
         broken: gets the number of the first layer whose output is not finite.
         """
-        return self.compute(tokens.to(self.placement.device), step=cache.step(spans), broken=broken)
+        place = self.placement.device
+        by_adapter = None if self.adapters is None else self.adapters.rows(spans, device=place)
+        return self.compute(tokens.to(place), step=cache.step(spans), broken=broken, by_adapter=by_adapter)
 
-    def compute(self, tokens: Tensor, *, step: Step, broken: list[int] | None = None) -> Tensor:
-        """As `forward`, of tokens int64 [M] on the device. The host reads nothing of it."""
+    def compute(
+        self, tokens: Tensor, *, step: Step, broken: list[int] | None = None, by_adapter: StepRows | None = None
+    ) -> Tensor:
+        """As `forward`, of tokens int64 [M] on the device. The host reads nothing of it. by_adapter: None: all rows are the base's."""
         x = self.embed(tokens, step=step)
-        for number, layer in enumerate(self.weights.layers):
+        for number, base in enumerate(self.weights.layers):
+            layer = base if by_adapter is None else by_adapter.layer(number)
             x = self.block(x, layer=layer, number=number, step=step)
             if broken is not None and not broken and not x.isfinite().all():
                 broken.append(number)
@@ -174,13 +188,19 @@ class InferenceModel:
         """The MLP or the experts, plus `residual`."""
         if layer.experts is None:
             assert layer.mlp is not None, "a layer has an MLP or experts"
-            return self.ops.mlp(x, weights=layer.mlp, residual=residual)
+            return self._mlp(x, weights=layer.mlp, residual=residual)
         out = self.ops.experts(x, layer=layer)
         if layer.mlp is not None and layer.shared_gate is None:
-            out = self.ops.mlp(x, weights=layer.mlp, residual=out)
+            out = self._mlp(x, weights=layer.mlp, residual=out)
         elif layer.mlp is not None and layer.shared_gate is not None:
-            out = out + share(layer.shared_gate(x)).to(x.dtype) * self.ops.mlp(x, weights=layer.mlp)
+            out = out + share(layer.shared_gate(x)).to(x.dtype) * self._mlp(x, weights=layer.mlp)
         return _plus(out, residual=residual)
+
+    def _mlp(self, x: Tensor, *, weights: Mlp, residual: Tensor | None = None) -> Tensor:
+        """The MLP, each row by that of its adapter, plus `residual`."""
+        if isinstance(weights, MixedMlp):
+            return weights.compute(self.ops.mlp, x=x, residual=residual)
+        return self.ops.mlp(x, weights=weights, residual=residual)
 
     def _attention_of(self, subject: Subject) -> list[Attention]:
         """Of each layer."""

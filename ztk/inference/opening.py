@@ -10,8 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ztk.core.policies.inference import adapter_faults
 from ztk.core.policies.offload import OffloadPolicy
 from ztk.core.runtime.host_memory import return_freed_memory
+from ztk.inference.adapters import Adapters, Merged, adapted_layers
 from ztk.inference.cut import Cut
 from ztk.inference.describe import FAMILIES, Description, Subject, describe
 from ztk.inference.layer_file import LayerFile
@@ -39,8 +41,9 @@ from ztk.inference.probe import check_module
 from ztk.inference.ranks import Ranks
 from ztk.inference.rates import measure, measure_modules
 from ztk.inference.stream import StreamedLayers
-from ztk.inference.weights import Layer, ResidentLayers, collect
+from ztk.inference.weights import Layer, ResidentLayers, WeightReader, collect
 from ztk.nn import Decoder
+from ztk.nn.low_rank import Adapter
 
 
 class TrainingEngine(Protocol):
@@ -88,18 +91,39 @@ class Opened:
     packed_bytes: int | None = None
 
 
+def open_weights(
+    model: nn.Module | TrainingEngine | UnreadModel | Packed,
+    *,
+    policy: InferencePolicy,
+    ranks: Ranks | None,
+    drafting: Drafting | None,
+    adapters: Mapping[str, Adapter],
+) -> Opened:
+    """As `from_packed` or `from_module`. Raises ValueError as they do, and for packed weights that ranks would share."""
+    options = {"policy": policy, "drafting": drafting, "adapters": adapters}
+    if not isinstance(model, Packed):
+        return from_module(model, ranks=ranks, **options)
+    if ranks is not None:
+        raise ValueError(
+            f"topology.tensor above 1 with {model.path}, which has full layers: name the model that was packed; each rank packs its part"
+        )
+    return from_packed(model, **options)
+
+
 def from_module(
     model: nn.Module | TrainingEngine | UnreadModel,
     *,
     policy: InferencePolicy,
     ranks: Ranks | None = None,
     drafting: Drafting | None = None,
+    adapters: Mapping[str, Adapter] | None = None,
 ) -> Opened:
     """The model over the weights of a module, or of a training engine, whose ranks all make the call; with `policy.offload` packed and
-    streamed. A module of transformers is compared with the engine. ranks: those that share the layers. drafting: counted in a plan.
+    streamed. A module of transformers is compared with the engine. ranks: those that share the layers. drafting: counted in a plan. adapters:
+    by name.
 
     Raises:
-        ValueError: a model that the engine does not compute, or does not compute so.
+        ValueError: a model that the engine does not compute, or does not compute so, or an adapter that is not of this model.
     """
     if isinstance(model, nn.Module):
         module, state = model, dict(model.named_parameters())
@@ -114,6 +138,15 @@ def from_module(
         raise ValueError(
             f"model_type={kind}: topology.tensor above 1 with a cache of blocks is for {', '.join(sorted(FAMILIES))}; leave it out"
         )
+    streams = policy.offload is not None and not placement.has_blocks
+    for fault in adapter_faults(adapters, cache_dtype=policy.cache_dtype, streams=streams):
+        raise ValueError(fault)
+    if adapters and not own:
+        kind = getattr(module.config, "model_type", "")
+        raise ValueError(
+            f"inference.adapters={{{', '.join(adapters)}}} with model_type={kind}: adapters by request are for {', '.join(sorted(FAMILIES))}; "
+            "merge the adapter into its base"
+        )
     subject = describe(module) if own else None
     plain = Placement()
     # In fp32, where a difference means that the engine misread the model, not that weights were rounded.
@@ -122,7 +155,7 @@ def from_module(
         first = _built(module, subject=subject, state=state, placement=plain, ranks=None if own else ranks)
         check_module(first, module=module, eager=not own)
     if policy.offload is None or placement.has_blocks:
-        built = _built(module, subject=subject, state=state, placement=placement, ranks=ranks)
+        built = _built(module, subject=subject, state=state, placement=placement, ranks=ranks, adapters=adapters)
         opened = Opened(model=built, subject=subject or Subject(description=built.description, tables=[]))
     elif subject is not None:
         opened = _from_state(
@@ -138,11 +171,17 @@ def from_module(
 
 
 def reopened(
-    engine: TrainingEngine, *, model: InferenceModel | ModuleModel, subject: Subject, ranks: Ranks | None
+    engine: TrainingEngine,
+    *,
+    model: InferenceModel | ModuleModel,
+    subject: Subject,
+    ranks: Ranks | None,
+    adapters: Mapping[str, Adapter],
 ) -> InferenceModel | ModuleModel:
     """The same `model` with the weights that a training engine has now. A collective call."""
-    own = subject if is_own_family(engine.module) else None
-    return _built(engine.module, subject=own, state=_gathered(engine), placement=model.placement, ranks=ranks)
+    own, state = subject if is_own_family(engine.module) else None, _gathered(engine)
+    options = {"placement": model.placement, "ranks": ranks, "adapters": adapters}
+    return _built(engine.module, subject=own, state=state, **options)
 
 
 def _streamed_modules(
@@ -189,13 +228,23 @@ def _built(
     state: Mapping[str, Tensor],
     placement: Placement,
     ranks: Ranks | None,
+    adapters: Mapping[str, Adapter] | None = None,
 ) -> InferenceModel | ModuleModel:
     """The model over a state in memory, or this rank's part of it. subject: None, where the model runs its own modules."""
     if subject is None:
         return ModuleModel(module, state=state, placement=placement, ranks=ranks)
     cut = _cut(subject, ranks=ranks)
     weights = collect(state, description=subject.description, placement=placement, cut=cut)
-    return InferenceModel(subject, weights=weights, placement=placement, ranks=ranks)
+    layers = {}
+    for name, adapter in (adapters or {}).items():
+        try:
+            merged = Merged(state, module=module, adapter=adapter)
+            reader = WeightReader(merged, description=subject.description, placement=placement, cut=cut)
+            layers[name] = adapted_layers(weights, reader=reader, changed=merged.changed)
+        except ValueError as error:
+            raise ValueError(f"inference.adapters.{name}: {error}") from error
+    found = Adapters(layers, base=weights.layers.held) if layers else None
+    return InferenceModel(subject, weights=weights, placement=placement, ranks=ranks, adapters=found)
 
 
 def _cut(subject: Subject, *, ranks: Ranks | None) -> Cut | None:
@@ -211,12 +260,22 @@ def _gathered(engine: TrainingEngine) -> dict[str, Tensor]:
     return {name: value.detach().to("cpu", torch.float32, copy=True) for name, value in engine.zero.full_parameters()}
 
 
-def from_packed(packed: Packed, *, policy: InferencePolicy, drafting: Drafting | None = None) -> Opened:
+def from_packed(
+    packed: Packed,
+    *,
+    policy: InferencePolicy,
+    drafting: Drafting | None = None,
+    adapters: Mapping[str, Adapter] | None = None,
+) -> Opened:
     """The model of a packed folder; with `policy.offload` by a plan, which is measured here and counts `drafting`.
 
     Raises:
-        ValueError: `policy.weights` is another format, a cache of blocks, or not one sequence fits into memory.
+        ValueError: `policy.weights` is another format, a cache of blocks, adapters, or not one sequence fits into memory.
     """
+    if adapters:
+        raise ValueError(
+            f"inference.adapters={{{', '.join(adapters)}}} with {packed.path}, whose packed weights are final: name the model that was packed"
+        )
     if policy.cache == "blocks" or policy.device not in (None, "cpu"):
         raise ValueError(
             f"{packed.path}: packed weights are in the processor's own layout, over slabs; open the model that was packed, or use "

@@ -34,13 +34,13 @@ class Computing:
         """One step: fp32 [len(rows), V] of those rows, on the device."""
         return self.model.own_logits(torch.tensor(tokens), spans=spans, cache=self.cache, rows=rows)
 
-    def first_broken(self, tokens: list[int], *, slot: int, rows: int) -> int | None:
+    def first_broken(self, tokens: list[int], *, slot: int, rows: int, adapter: int) -> int | None:
         """The first layer whose output is not finite, of the sequence in `slot`, which is computed once more, alone, in its own memory; None:
-        all are. rows: of a step at most."""
+        all are. rows: of a step at most. adapter: the sequence's."""
         computed, found = self.cache.recompute(slot, tokens=tokens), []
         for start in range(0, len(computed), rows):
             part = computed[start : start + rows]
-            span = Span(slot=slot, start=start, length=len(part), row=0)
+            span = Span(slot=slot, start=start, length=len(part), row=0, adapter=adapter)
             found.append(self.model.own_broken(part, span=span, cache=self.cache))
         return min((number for number in found if number is not None), default=None)
 
@@ -58,10 +58,10 @@ class Leading(Computing):
             self._channel.send(_STEP, tokens, self.cache.take_log(spans), _flat(spans), rows)
             return super().logits(tokens, spans=spans, rows=rows)
 
-    def first_broken(self, tokens: list[int], *, slot: int, rows: int) -> int | None:
+    def first_broken(self, tokens: list[int], *, slot: int, rows: int, adapter: int) -> int | None:
         with computing(self._ranks):
-            self._channel.send(_LOCATE, tokens, self.cache.take_log([]), [slot, rows])
-            return super().first_broken(tokens, slot=slot, rows=rows)
+            self._channel.send(_LOCATE, tokens, self.cache.take_log([]), [slot, rows, adapter])
+            return super().first_broken(tokens, slot=slot, rows=rows, adapter=adapter)
 
     def beat(self) -> None:
         """Says that it is idle."""
@@ -88,9 +88,9 @@ def follow(own: Computing, *, ranks: Ranks) -> None:
             own.cache.repeat(log)
             own.logits(tokens, spans=_spans(spans), rows=rows)
         elif kind == _LOCATE:
-            tokens, log, (slot, rows) = lists
+            tokens, log, (slot, rows, adapter) = lists
             own.cache.repeat(log)
-            own.first_broken(tokens, slot=slot, rows=rows)
+            own.first_broken(tokens, slot=slot, rows=rows, adapter=adapter)
 
 
 class Channel:
@@ -132,9 +132,12 @@ class Channel:
 
 
 def _flat(spans: list[Span]) -> list[int]:
-    return [number for span in spans for number in (span.slot, span.start, span.length, span.row)]
+    return [number for span in spans for number in (span.slot, span.start, span.length, span.row, span.adapter)]
 
 
 def _spans(numbers: list[int]) -> list[Span]:
-    four = (numbers[at : at + 4] for at in range(0, len(numbers), 4))
-    return [Span(slot=slot, start=start, length=length, row=row) for slot, start, length, row in four]
+    five = (numbers[at : at + 5] for at in range(0, len(numbers), 5))
+    return [
+        Span(slot=slot, start=start, length=length, row=row, adapter=adapter)
+        for slot, start, length, row, adapter in five
+    ]

@@ -21,8 +21,8 @@ _WORTH_WAITING = 64  # tokens of a prefix that another sequence is computing rig
 class Sequence:
     """One answer of one request. tokens: prompt and answer. computed: how many of them have keys and values in the slot.
 
-    limit: answer tokens at most. state: in the request's grammar. logprobs, processed, tops, kept: of the answer's tokens;
-    prompt_logprobs: of the prompt's. cause: an exception that ended it.
+    limit: answer tokens at most. adapter: its number, 0 of the base. state: in the request's grammar. logprobs, processed, tops, kept: of the
+    answer's tokens; prompt_logprobs: of the prompt's. cause: an exception that ended it.
     """
 
     request_id: int
@@ -31,6 +31,7 @@ class Sequence:
     tokens: list[int]
     prompt_length: int
     limit: int
+    adapter: int = 0
     state: GrammarState | None = None
     slot: int = -1
     computed: int = 0
@@ -92,7 +93,8 @@ class Work:
 class Slots(ABC):
     """Places for the keys and values of running sequences. draft_model: has as many slots. preempted: calls of `save` so far.
 
-    A slot remembers the tokens whose keys and values it has; a sequence that begins with the same tokens need not compute them.
+    A slot remembers the tokens whose keys and values it has, and the adapter that computed them. A sequence of the same adapter that begins
+    with the same tokens need not compute them.
     """
 
     def __init__(self, count: int, *, draft_model: DraftModel | None) -> None:
@@ -103,6 +105,7 @@ class Slots(ABC):
         """Nobody has a slot."""
         self._members: list[Sequence] = []
         self._contents: list[list[int]] = [[] for _ in range(self._count)]
+        self._adapters = [0] * self._count  # that computed the contents
         self._free: deque[int] = deque(range(self._count))  # the one that was freed first comes first
 
     @property
@@ -155,6 +158,12 @@ class Slots(ABC):
     @abstractmethod
     def reset(self) -> None:
         """Without any sequence, and with the memory of none."""
+
+    def _in_common(self, slot: int, *, sequence: Sequence) -> int:
+        """Tokens in the slot that a waiting sequence begins with and need not compute, all but its last at most."""
+        if self._adapters[slot] != sequence.adapter:
+            return 0
+        return common_length(self._contents[slot], other=sequence.tokens[:-1])
 
     def advance(self, sequence: Sequence, *, computed: int) -> None:
         """The first `computed` tokens are in the sequence's slot, which had those that were computed before."""
@@ -259,7 +268,8 @@ class Scheduler:
         """A running sequence is about to compute much of this one's prompt."""
         if sequence.sampling.prompt_logprobs:
             return False
-        soon = max((common_length(other.tokens, other=sequence.tokens[:-1]) for other in self.running), default=0)
+        alike = [other for other in self.running if other.adapter == sequence.adapter]
+        soon = max((common_length(other.tokens, other=sequence.tokens[:-1]) for other in alike), default=0)
         return soon >= _WORTH_WAITING and soon - self.slots.reusable(sequence) >= _WORTH_WAITING
 
     def _drafts(self, ready: list[Sequence], *, room: int) -> dict[Sequence, list[int]]:

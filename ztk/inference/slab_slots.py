@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from ztk.inference.draft import DraftModel, common_length
+from ztk.inference.draft import DraftModel
 from ztk.inference.room import Room
 from ztk.inference.schedule import Sequence, Slots
 from ztk.inference.slab_cache import SlabCache, rounded
@@ -31,13 +31,13 @@ class SlabSlots(Slots):
         if not self._make_room(sequence):
             return None
         source, length = self._longest_prefix(sequence)
-        slot = source if source in self._free else self._free[0]
+        slot = source if length and source in self._free else self._free[0]
         self._free.remove(slot)
         if length and slot != source:
             self._cache.copy(source, target=slot, positions=length)
         sequence.slot = slot
         self._members.append(sequence)
-        self._contents[slot] = []
+        self._contents[slot], self._adapters[slot] = [], sequence.adapter
         self.advance(sequence, computed=length)
         return length
 
@@ -85,11 +85,13 @@ class SlabSlots(Slots):
             if sequence.slot >= slots:
                 source, sequence.slot = sequence.slot, free.popleft()
                 held = self._contents[sequence.slot] = self._contents[source]
+                self._adapters[sequence.slot] = sequence.adapter
                 self._cache.copy(source, target=sequence.slot, positions=len(held))
         self._arrange(slots=slots, positions=positions)
         before = len(self._contents)
         self._contents = [contents[:positions] for contents in self._contents[:slots]]
         self._contents += [[] for _ in range(before, slots)]
+        self._adapters = [*self._adapters[:slots], *[0] * max(0, slots - before)]
         self._free = free + deque(range(before, slots))
 
     def _arrange(self, *, slots: int, positions: int) -> None:
@@ -101,6 +103,6 @@ class SlabSlots(Slots):
         """(slot, tokens)."""
         if sequence.sampling.prompt_logprobs:
             return -1, 0
-        lengths = [common_length(contents, other=sequence.tokens[:-1]) for contents in self._contents]
+        lengths = [self._in_common(slot, sequence=sequence) for slot in range(len(self._contents))]
         best = max(range(len(lengths)), key=lengths.__getitem__)
         return best, lengths[best]

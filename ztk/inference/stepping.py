@@ -88,7 +88,8 @@ class Stepper:
     def _lines(self, works: list[Work], *, needed: list[list[int]]) -> list[Lines]:
         tokens, spans = [], []
         for work in works:
-            spans.append(Span(slot=work.sequence.slot, start=work.start, length=len(work.tokens), row=len(tokens)))
+            of, length = work.sequence, len(work.tokens)
+            spans.append(Span(slot=of.slot, start=work.start, length=length, row=len(tokens), adapter=of.adapter))
             tokens += work.tokens
         step = {"spans": spans, "computing": self._computing, "graphs": self.graphs}
         return lines_of(tokens, works=works, needed=needed, **step)
@@ -204,7 +205,8 @@ class Stepper:
 
     def _broken(self, sequence: Sequence) -> Output:
         """Ends a sequence whose logits are not finite. The layer is found by computing it once more, alone."""
-        found = self._computing.first_broken(sequence.tokens, slot=sequence.slot, rows=self._rows)
+        where = {"slot": sequence.slot, "adapter": sequence.adapter}
+        found = self._computing.first_broken(sequence.tokens, rows=self._rows, **where)
         layers = self._computing.model.description.layers
         where = "in the head" if found is None else f"after layer {found} of {layers}"
         text = f"the logits are not finite, first {where}: check the weights (NaN or inf in them, or an overflow of the stored dtype)"

@@ -16,12 +16,13 @@ _SCORES = 8 * BLOCK  # places times blocks of keys: of short sequences more are 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """`length` rows from `row` on belong to the sequence in `slot`, at positions from `start` on."""
+    """`length` rows from `row` on belong to the sequence in `slot`, at positions from `start` on. adapter: its number, 0 of the base."""
 
     slot: int
     start: int
     length: int
     row: int
+    adapter: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

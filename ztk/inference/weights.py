@@ -94,18 +94,19 @@ class Weights:
 
     def products(self) -> list[Product]:
         """Those in memory, the head last."""
-        return [*(product for layer in self.layers.held for product in _products(layer)), self.head]
+        return [*(product for layer in self.layers.held for product in products_in(layer)), self.head]
 
 
-def _products(item: object) -> Iterator[Product]:
+def products_in(item: object) -> Iterator[Product]:
+    """The products of a layer or of a part of one."""
     if isinstance(item, Product):
         yield item
     elif isinstance(item, list):
         for part in item:
-            yield from _products(part)
+            yield from products_in(part)
     elif isinstance(item, Layer | Mlp):
         for own in fields(item):
-            yield from _products(getattr(item, own.name))
+            yield from products_in(getattr(item, own.name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -323,27 +324,55 @@ class WeightReader:
         """One block."""
         names, of = self._names, self._of
         block = names.block.format(number)
-        query, key, value = self._projections(block)
-        query = self._cut.query(query, description=of)
-        key, value = (self._cut.key(part, description=of) for part in (key, value))
-        qkv = [query, key, value]
         norms = {
             kind: self._norm(block + getattr(names, kind))
             for kind in ("before_attention", "after_attention", "before_mlp", "after_mlp")
             if getattr(names, kind)
         }
-        layer = Layer(
-            qkv=self._product(_joined(qkv)),
-            out=self._product(self._cut.out(self._matrix(block + names.out), description=of)),
-            **norms,
-        )
+        layer = Layer(qkv=self.qkv(number), out=self.out(number), **norms)
         if of.qk_norm != "none":
             layer.query_norm, layer.key_norm = (self._norm(f"{block}self_attn.{part}_norm") for part in "qk")
-        if of.experts and number not in of.dense_layers:
+        if self._is_sparse(number):
             self._add_experts(layer, block=f"{block}mlp.")
-        else:
-            layer.mlp = self._mlp(block)
+        layer.mlp = self.mlp(number)
         return layer
+
+    def qkv(self, number: int) -> Product:
+        """The projections of queries, keys and values of a block."""
+        of, (query, key, value) = self._of, self._projections(self._names.block.format(number))
+        query = self._cut.query(query, description=of)
+        key, value = (self._cut.key(part, description=of) for part in (key, value))
+        return self._product(_joined([query, key, value]))
+
+    def out(self, number: int) -> Product:
+        """The output projection of a block's attention."""
+        out = self._matrix(self._names.block.format(number) + self._names.out)
+        return self._product(self._cut.out(out, description=self._of))
+
+    def mlp(self, number: int) -> Mlp | None:
+        """The MLP of a block, or the shared expert next to its experts; None where there is neither."""
+        block, names = self._names.block.format(number), self._names
+        if not self._is_sparse(number):
+            return self._mlp(block)
+        shared = f"{block}mlp.{names.shared}."
+        if f"{shared}{names.parts[1]}.weight" not in self._state:
+            return None
+        gate, up, down = (self._affine(shared + part) for part in names.parts)
+        return self._padded(gate=gate, up=up, down=down)
+
+    def places(self, number: int) -> dict[str, tuple[str, ...]]:
+        """The weights of a block's projections by name, with the products that each is in: qkv, out, gate, up, down."""
+        names, block = self._names, self._names.block.format(number)
+        found = {part: ("qkv",) for part in (names.query, names.key, names.value) if part} | {names.out: ("out",)}
+        if self._is_sparse(number):
+            parts = zip(names.parts, ("gate", "up", "down"), strict=True)
+            found |= {f"mlp.{names.shared}.{part}": (place,) for part, place in parts}
+        else:
+            found |= {names.gate: ("gate",) if names.up else ("gate", "up"), names.up: ("up",), names.down: ("down",)}
+        return {f"{block}{name}.weight": at for name, at in found.items() if name}
+
+    def _is_sparse(self, number: int) -> bool:
+        return bool(self._of.experts) and number not in self._of.dense_layers
 
     def _projections(self, block: str) -> tuple[Affine, Affine, Affine]:
         names, of = self._names, self._of
@@ -379,10 +408,6 @@ class WeightReader:
         layer.experts = [self._padded(gate=gate, up=up, down=down) for gate, up, down in triples]
         if self._placement.has_blocks:
             layer.experts = _stacked(layer.experts)
-        shared = self._names.shared
-        if f"{block}{shared}.{self._names.parts[1]}.weight" in self._state:
-            gate, up, down = (self._affine(f"{block}{shared}.{part}") for part in self._names.parts)
-            layer.mlp = self._padded(gate=gate, up=up, down=down)
         if f"{block}shared_expert_gate.weight" in self._state:
             layer.shared_gate = self._plain_product(self._affine(f"{block}shared_expert_gate"))
 

@@ -231,6 +231,11 @@ def _adapted(module: Any, original: Any, x: Tensor) -> Tensor:
     return module.adapter(original(x), x=x)
 
 
+def is_turned(module: nn.Module | None) -> bool | None:
+    """Whether the weight of a layer that can have an adapter is [in, out]; None for other modules."""
+    return not isinstance(module, nn.Linear) if module is not None and _is_linear(module) else None
+
+
 def _ends(name: str, *, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
 

@@ -70,7 +70,7 @@ class Server:
 
     def __init__(self, generator: Generator, *, opened: Opened, policy: ServePolicy, sampling: SamplingParams) -> None:
         self._opened, self._policy, self._usual = opened, policy, sampling
-        self._max_len = generator.max_len
+        self._max_len, self._names = generator.max_len, (opened.name, *generator.adapters)
         self._reader = Reader(
             generator,
             opened=opened,
@@ -164,16 +164,18 @@ class Server:
 
     async def _models(self, request: Request) -> Response:
         self._authorise(request)
-        return JSONResponse({"object": "list", "data": [self._described()]})
+        return JSONResponse({"object": "list", "data": [self._described(name) for name in self._names]})
 
     async def _one_model(self, request: Request) -> Response:
         self._authorise(request)
         name = request.path_params["name"]
-        return JSONResponse(self._described()) if name == self._opened.name else refused(self._reader.unknown(name))
+        self._reader.adapter(name)
+        return JSONResponse(self._described(name))
 
-    def _described(self) -> dict:
-        model = {"id": self._opened.name, "object": "model", "created": self._started, "owned_by": "ztk"}
-        return model | {"root": self._opened.name, "parent": None, "max_model_len": self._max_len}
+    def _described(self, name: str) -> dict:
+        parent = None if name == self._opened.name else self._opened.name
+        model = {"id": name, "object": "model", "created": self._started, "owned_by": "ztk"}
+        return model | {"root": self._opened.name, "parent": parent, "max_model_len": self._max_len}
 
     async def _completions(self, request: Request) -> Response:
         return await self._answer(request, chat=False)
@@ -228,7 +230,8 @@ class Server:
         body = body if turn is None else turn.body
         asked = read_body(body, chat=chat, usual=usual, stops=policy.stops, limits=policy.limits)
         name = "resp_" if is_response else "chatcmpl-" if chat else "cmpl-"
-        shape = Shape(id=f"{name}{uuid.uuid4().hex}", model=self._opened.name, chat=chat, created=int(time.time()))
+        model = asked.model or self._opened.name
+        shape = Shape(id=f"{name}{uuid.uuid4().hex}", model=model, chat=chat, created=int(time.time()))
         jobs = self._reader.jobs(asked, chat=chat, outbox=outbox)
         tokenizer, form = self._opened.tokenizer, self._reader.format
         if turn is None:

@@ -55,12 +55,13 @@ class Outbox:
 
 @dataclass(kw_only=True)
 class Job:
-    """One prompt of one HTTP request. number: in `outbox`, the request's."""
+    """One prompt of one HTTP request. number: in `outbox`, the request's. adapter: its name; None: the base."""
 
     prompt: list[int]
     sampling: SamplingParams
     outbox: Outbox
     number: int = 0
+    adapter: str | None = None
     request_id: int | None = None
     timed: Timed | None = None
 
@@ -214,7 +215,7 @@ class EngineLoop:
         if id(job) not in self._waiting:
             return  # it was ended before
         try:
-            job.request_id = self.generator.submit(job.prompt, sampling=job.sampling).id
+            job.request_id = self.generator.submit(job.prompt, sampling=job.sampling, adapter=job.adapter).id
         except Exception as error:  # noqa: BLE001
             self._waiting.pop(id(job), None)
             deliver([(job, error)])

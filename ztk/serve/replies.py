@@ -31,6 +31,9 @@ class Reader:
     """Makes jobs of requests for one model.
 
     max_tokens: of requests that have none. format: of tool calls, by default as the chat template does.
+
+    Raises:
+        ValueError: an adapter has the model's name.
     """
 
     def __init__(
@@ -46,17 +49,24 @@ class Reader:
         self.format = format or format_of(opened.tokenizer.template)
         self._grammars = Grammars(opened.tokenizer, vocabulary=opened.vocabulary, ends=opened.ends)
         self._vocabulary_size = generator.description.vocab_size
-        self._max_len, self._longest = generator.max_len, generator.longest
+        self._max_len, self._longest, self._adapters = (
+            generator.max_len,
+            generator.longest,
+            frozenset(generator.adapters),
+        )
+        if opened.name in self._adapters:
+            raise ValueError(
+                f"inference.adapters.{opened.name}: the model has this name; give the adapter another one, or use serve.model_name"
+            )
         self._check = generator.check
 
     def jobs(self, asked: Asked, *, chat: bool, outbox: Outbox) -> list[Job]:
         """One per prompt.
 
         Raises:
-            BadRequest: another model, no chat template, more prompts than may wait, or a prompt that does not fit the model.
+            BadRequest: an unknown model, no chat template, more prompts than may wait, or a prompt that does not fit the model.
         """
-        if asked.model not in (None, self._opened.name):
-            raise self.unknown(asked.model)
+        adapter = self.adapter(asked.model)
         if len(asked.prompts) > self._max_waiting:
             raise BadRequest(
                 f"{len(asked.prompts)} prompts in one request, and {self._max_waiting} may wait at most: send fewer at a time",
@@ -71,10 +81,11 @@ class Reader:
                 for prompt in asked.prompts
             ]
         )
-        return [
+        jobs = [
             self._job(self._cut(prompt, asked=asked), asked=asked, number=number, outbox=outbox)
             for number, prompt in enumerate(prompts)
         ]
+        return [replace(job, adapter=adapter) for job in jobs]
 
     def close(self) -> None:
         """Ends the threads of grammars."""
@@ -109,12 +120,15 @@ class Reader:
                 found.append(tuple(spaced))
         return tuple(word for word in found if word)
 
-    def unknown(self, name: str) -> BadRequest:
-        """The refusal of another model."""
-        text = (
-            f"The model '{name}' does not exist: this server has '{self._opened.name}'; leave model out, or name that"
-        )
-        return BadRequest(text, param="model", status=404, code="model_not_found")
+    def adapter(self, model: str | None) -> str | None:
+        """The adapter that a request names as its model; None: it names the base, or nothing. Raises BadRequest for another model."""
+        if model in (None, self._opened.name):
+            return None
+        if model in self._adapters:
+            return model
+        has = ", ".join(f"'{name}'" for name in (self._opened.name, *sorted(self._adapters)))
+        text = f"The model '{model}' does not exist: this server has {has}; leave model out, or name one of them"
+        raise BadRequest(text, param="model", status=404, code="model_not_found")
 
     def tokens(self, prompt: str | list[int], *, has_beginning: bool, is_cut: bool = False) -> list[int]:
         """Of a prompt. has_beginning: with the tokens that the tokenizer puts before a text. is_cut: some of them are dropped. Raises

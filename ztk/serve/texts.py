@@ -53,8 +53,8 @@ class Texts:
     def embeddings(self, raw: bytes) -> bytes:
         """A vector for each `input`, in OpenAI's form. Raises BadRequest for inputs that are none, or too long."""
         body = parsed(raw)
-        if (name := body.get("model")) not in (None, self._opened.name):
-            raise self._reader.unknown(str(name))
+        name = body.get("model")
+        adapter = self._reader.adapter(None if name is None else str(name))
         kind = body.get("encoding_format", "float")
         if kind not in ("float", "base64"):
             raise BadRequest(f"encoding_format={shown(kind)}: must be float or base64", param="encoding_format")
@@ -68,12 +68,12 @@ class Texts:
         prompts = [self._reader.tokens(one, has_beginning=True) for one in inputs]
         for prompt in prompts:
             self._check(prompt)
-        vectors = [self._generator.embed(prompt).tolist() for prompt in prompts]
+        vectors = [self._generator.embed(prompt, adapter=adapter).tolist() for prompt in prompts]
         used = sum(map(len, prompts))
         return json.dumps(
             {
                 "object": "list",
-                "model": self._opened.name,
+                "model": adapter or self._opened.name,
                 "data": [
                     {"object": "embedding", "index": index, "embedding": _written(vector, kind=kind)}
                     for index, vector in enumerate(vectors)

@@ -121,6 +121,12 @@ class InferenceConfig:
         range=COUNT_OR_ZERO,
         acts=_PROMPTED,
     )
+    adapters: Any = key(
+        "LoRA adapters next to the model by name, as in {sql: FOLDER}: folders that peft has saved, or runs with lora=adapter. A request names "
+        "one as its model, a line of inference.prompts as its adapter; null: none",
+        acts=_PROMPTED,
+        optional=True,
+    )
     draft_model: str | None = key(
         "a smaller model with the same tokens, run folder or folder of transformers, which drafts when the look-up finds nothing; null: none",
         acts=_PROMPTED,
@@ -269,6 +275,20 @@ ONLY_NVME = "answers are computed on the CPU, and offload=cpu would save no memo
 # Values that go with a cache of slabs.
 _OF_SLABS = {"weights": WEIGHTS, "cache_dtype": (None, "stored"), "exact": (None, True)}
 LOGIT_BIAS = Range(low=-1e9, high=1e9)
+
+
+def adapter_faults(adapters: Any, *, cache_dtype: str | None, streams: bool) -> Iterator[str]:
+    """What adapters by request do not go with, one line each with its fix. adapters: by name. streams: layers are read in every pass."""
+    if not adapters:
+        return
+    chosen = f"inference.adapters={{{', '.join(map(str, adapters))}}}"
+    if streams:
+        yield f"{chosen} with offload=nvme: layers that stream have the weights of one model; leave offload out, or merge the adapter"
+    if cache_dtype == "fp8":
+        yield (
+            f"{chosen} with inference.cache_dtype=fp8: its scales follow from the weights of one model; leave cache_dtype out, or merge the "
+            "adapter"
+        )
 
 
 def cache_of(cache: str | None, *, device: str) -> str:
