@@ -138,8 +138,8 @@ class FixedGroups:
             here, before = {id(p) for p in now}, {id(p) for p in known}
             if gone := [p for p in known if id(p) not in here]:
                 raise ValueError(
-                    f"parameter {self._name(gone[0])} was taken out of param_groups[{number}] after {self._build}, and the engine goes on "
-                    f"training it: freeze it by requires_grad_(False), which a step leaves alone; or {self._again}"
+                    f"parameter {self._name(gone[0])} was taken out of param_groups[{number}] after {self._build}, and the engine continues "
+                    f"to train it: freeze it by requires_grad_(False), which a step leaves alone; or {self._again}"
                 )
             new = [p for p in now if id(p) not in before]
             raise ValueError(

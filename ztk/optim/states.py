@@ -13,7 +13,7 @@ from torch import Tensor
 from ztk.optim import eight_bit
 
 MASTER = "master"
-ROW_ALIGNMENT = 64  # bytes: vector loads and CPU kernels see the same alignment in every row
+ROW_ALIGNMENT = 64  # bytes: the same alignment of every row for vector loads and CPU kernels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

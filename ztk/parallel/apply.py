@@ -175,7 +175,7 @@ def _step_of(
     """The update of `policy` with the master weights of `precision`, or the step of `given`."""
     if (given is None) != (policy.name != TORCH):
         raise ValueError(
-            f"torch_optimizer goes with optimizer=OptimizerPolicy(name={TORCH!r}), and this policy has the name {policy.name!r}: "
+            f"torch_optimizer requires optimizer=OptimizerPolicy(name={TORCH!r}), and this policy has the name {policy.name!r}: "
             "pass both or neither"
         )
     if given is None:

@@ -73,7 +73,7 @@ def piece_size(policy: OffloadPolicy, *, states: StateFormat) -> int | None:
     Raises ValueError for a buffer that holds too few.
     """
     if policy.optimizer is not Tier.nvme:
-        return None  # parameter shards alone stream through the store's blocks, whatever their size
+        return None  # parameter shards of any size stream through the store's blocks
     block, spare = _block_bytes(states)
     size = max(0, policy.buffer_bytes - spare) // block * SHARD_ALIGNMENT
     if size == 0:

@@ -135,7 +135,7 @@ class WriteAgreement:
         return (
             f"parameter {shown}: the ranks wrote different values into it since the last step, or not every rank wrote, and they train one "
             "model. Write the same on every rank (one seed, or values sent by torch.distributed.broadcast), or inside "
-            "deepspeed.zero.GatheredParameters(parameter, modifier_rank=0), which makes rank 0's everybody's"
+            "deepspeed.zero.GatheredParameters(parameter, modifier_rank=0), which broadcasts rank 0's values"
         )
 
 

@@ -327,7 +327,7 @@ class GradientReduction:
             self._before_last()
         bucket.gradient.fill_missing(acquire=functools.partial(self._acquire, bucket))
         full, local, label = bucket.gradient.full, None, bucket.traits.name
-        assert full is not None, "fill_missing has seen to it"
+        assert full is not None, "set by fill_missing"
         if self._prescale != 1.0:
             full.mul_(self._prescale)
         if self._policy.stage == 0:

@@ -248,7 +248,7 @@ class ServeConfig:
     )
     max_body_bytes: int | None = key("bytes of a request; longer ones are refused with 413", range=COUNT)
     max_answers: int | None = key("answers to one request, prompts times n; more are refused with 400", range=COUNT)
-    max_logprobs: int | None = key("likely tokens per position that a request may ask for", range=COUNT_OR_ZERO)
+    max_logprobs: int | None = key("limit of a request's logprobs, in tokens per position", range=COUNT_OR_ZERO)
     max_stops: int | None = key("stop texts that a request may have", range=COUNT_OR_ZERO)
     tool_parser: ToolFormat | None = key(
         "how the model writes calls of tools: hermes (also Qwen), llama3 or mistral; null: detected from its chat template",

@@ -68,9 +68,7 @@ class OffloadConfig:
         range=_PAGES,
         acts=_NVME,
     )
-    threads: int | None = key(
-        "reads and writes under way at the same time", range=Range(low=1, high=MAX_THREADS), acts=_NVME
-    )
+    threads: int | None = key("concurrent reads and writes", range=Range(low=1, high=MAX_THREADS), acts=_NVME)
     pin_memory: bool | None = key(
         "page-locked buffers, for copies to and from a GPU; null: true", acts=_PINNED, optional=True
     )

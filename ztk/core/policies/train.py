@@ -357,7 +357,7 @@ class CheckpointConfig:
         acts=_RANKS,
         optional=True,
     )
-    asynchronous: bool | None = key("training goes on while the files are written", default=False, acts=_SAVES_OFTEN)
+    asynchronous: bool | None = key("training continues while the files are written", default=False, acts=_SAVES_OFTEN)
     resume: str | None = key(
         "run folder or checkpoint to continue from; auto: the run folder's own latest if it has one; null: from the start",
         changes=Changes.nothing,
@@ -413,10 +413,10 @@ class LaunchConfig:
     timeout_seconds: float = key("seconds that a collective may wait for a rank", default=MISSING, range=_YEAR)
     device: DeviceName = key("where the ranks compute; auto: on GPUs if there are any", default=MISSING)
     elastic: bool | None = key(
-        "when ranks are killed, go on with the others from the latest checkpoint, with the same global batch",
+        "when ranks are killed, continue with the others from the latest checkpoint, with the same global batch",
         acts=_STARTS,
         contradicts=_elastic,
     )
     min_ranks: int | None = key(
-        "fewest ranks to go on with", range=Range(low=1, high=65_536), acts=_ELASTIC, contradicts=_min_ranks
+        "fewest ranks to continue with", range=Range(low=1, high=65_536), acts=_ELASTIC, contradicts=_min_ranks
     )

@@ -66,7 +66,7 @@ class PrecisionPolicy:
             )
         if self.bf16_states and not self.bf16_master:
             raise ValueError(
-                "precision.bf16_states=true goes with precision.bf16_master=true: set it, too, or leave both out"
+                "precision.bf16_states=true requires precision.bf16_master=true: set it, too, or leave both out"
             )
         needs_scale = torch.float16 in (self.dtype, self.autocast)
         if self.loss_scale is None:

@@ -165,7 +165,7 @@ class MoE(nn.Module):
         return from_experts.wait(from_experts.start(results, anchor=arrived)), mlp
 
     def _run_experts(self, places: Tensor, *, capacity: int) -> Tensor:
-        """places [ranks * own experts * capacity, C], each rank's together; experts see [ranks, 1, capacity, C] as in DeepSpeed."""
+        """places [ranks * own experts * capacity, C], grouped by rank; experts get [ranks, 1, capacity, C] as in DeepSpeed."""
         by_expert = places.view(-1, self.num_local_experts, capacity, places.shape[1]).split(1, dim=1)
         results = [_first(expert(part)) for expert, part in zip(self.experts.values(), by_expert, strict=True)]
         return torch.cat(results, dim=1).view(places.shape)

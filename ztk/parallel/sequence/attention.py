@@ -1,4 +1,4 @@
-"""Attention between two all-to-alls. Any attention over heads works inside, because each rank sees the full sequence of its heads.
+"""Attention between two all-to-alls. Any attention over heads works inside, because each rank has the full sequence of its heads.
 
 Results have the dtype of the query.
 """

@@ -12,9 +12,9 @@ from ztk.core.policies.offload import PAGE_BYTES
 
 # [Note: Unlinked offload files]
 # The file is unlinked right after it is opened; the open descriptor keeps it usable. However the process ends (killed,
-# out of memory, power cut), the kernel then gives the space back, and no run can leave gigabytes behind. The price:
+# out of memory, power cut), the kernel then gives the space back, and no run can leave gigabytes on the disk. The price:
 # `ls` and `du` do not see the file (`df` and /proc/PID/fd do), and nothing in it outlives the process. Therefore
-# completing a write needs no fsync either: nobody could read the file after a crash.
+# completing a write needs no fsync either: the file cannot be read after a crash.
 
 _FIXES = {
     errno.ENOSPC: "free space on that disk, or set offload.nvme_path to a folder on a larger one",

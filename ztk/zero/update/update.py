@@ -4,14 +4,14 @@ Phases, per piece: fetch the next piece, update this one, write the last one bac
 back are free; with NVMe the three overlap. The arithmetic is elementwise, so cutting a shard into pieces, or updating all shards on every
 rank (stage 0), gives the same bits as updating the rank's shard in one call.
 
-[Note: Update behind the forward]
+[Note: Update during the forward]
 Offloaded states with sharded parameters (stage 3) are updated by a thread while the next forward already runs: the states are 24 of the 34
 bytes per parameter that a step moves over the disk, and clipping needs the end of the backward. Buckets whose parameters are
 full on every rank are updated at once: the thread may not gather, because ranks must agree on the order of collectives. A bucket's
 `residency.updated` future is done when its last parameter write is submitted. Gathering the bucket waits for it, and the store keeps the
 order of write and read. All other access to states calls `finish` first.
 
-[Note: Writes behind]
+[Note: Asynchronous writes]
 The next forward waits for updated parameters, not for states that are written back. So the update continues while writes queue up, and the
 backward gives time for the rest. A store reads before it writes, and its memory limits both.
 """
@@ -195,7 +195,7 @@ class ShardUpdate:
                 running.result()
 
     def _update_behind(self, control: Tensor) -> None:
-        """See [Note: Update behind the forward]."""
+        """See [Note: Update during the forward]."""
         try:  # a separate clock: this time overlaps with the forward and is not part of the step's
             self._update_all(self._behind, control=control, clock=PhaseClock())
         except BaseException as error:

@@ -105,7 +105,7 @@ class NodeGroup:
                 continue
             connection.settimeout(self._timeout)
             said = connection.recv(_RANK.size, socket.MSG_WAITALL)
-            if len(said) == _RANK.size:  # else it died between its two calls; its other connection shows that
+            if len(said) == _RANK.size:  # else it died between its two calls, and its other connection closes
                 heard[_RANK.unpack(said)[0]] = connection
 
     def _exchange(self, nbytes: int) -> list[mmap.mmap]:

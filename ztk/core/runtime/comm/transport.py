@@ -18,7 +18,7 @@ class Transport(Protocol):
     blocking: bool
     checks_labels: bool
 
-    def all_gather(self, full: Tensor, *, label: str): ...  # in place: rank r's slice of `full` becomes everybody's
+    def all_gather(self, full: Tensor, *, label: str): ...  # in place: rank r's slice of `full` reaches all ranks
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str): ...  # `out` may be the own slice of `full`
 
@@ -104,7 +104,7 @@ class SingleRankTransport(SeparateMemory):
 
 
 def sum_in_rank_order(parts: Sequence[Tensor], *, out: Tensor) -> None:
-    """out = parts[0] + parts[1] + ..., all of one shape, in this order whatever the stage, so that every ZeRO stage sums alike.
+    """out = parts[0] + parts[1] + ..., all of one shape, in this order at every ZeRO stage.
 
     16-bit parts of more than two ranks are added up in fp32 and rounded once (with two ranks the 16-bit sum rounds once
     anyway). On the CPU a cast to fp32 and an fp32 add cost a third of a mixed-dtype add. `out` may be one of the parts.
