@@ -35,7 +35,7 @@ def sequence_length(batch: Arguments, *, carry: object, parts: int) -> int:
     first = next((leaf for leaf in pytree.tree_leaves(carry) if isinstance(leaf, Tensor)), None)
     if first is None or not torch.is_grad_enabled():
         raise ValueError(
-            "this rank's micro-batch is None: a first stage needs its tokens, and outside of training every stage does where "
+            "this rank's micro-batch is None. A first stage needs its tokens; outside of training every stage does if "
             "sequences are cut (topology.sequence above 1, or topology.sequence_parallel=true); pass it on all ranks"
         )
     return first.shape[1] * parts

@@ -183,7 +183,7 @@ def cut_vocabulary(module: nn.Embedding, *, axis: TensorAxis, name: str, words: 
 
 
 def _is_one_product(module: nn.Module) -> bool:
-    """Whether its forward is that of a linear layer, and nothing else reads the input or keeps the result."""
+    """Whether its forward is a linear layer's, and nothing else reads the input or keeps the result."""
     is_linear = type(module).forward in (Linear.forward, nn.Linear.forward)
     return is_linear and not has_own_forward(module) and getattr(module, "adapter", None) is None
 

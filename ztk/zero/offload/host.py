@@ -74,7 +74,7 @@ class HostStore:
         return True
 
     def fetch_ahead(self, slot: HostSlot) -> None:
-        """Always None: prefetching gains nothing."""
+        """Always returns None, because prefetching gains nothing."""
         return None
 
     def fetch_into(self, slot: HostSlot, *, out: Tensor) -> Handle:

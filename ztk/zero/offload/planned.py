@@ -1,7 +1,7 @@
 """The stores of a plan: the real ones over memory without values and a file that does not exist. Bookkeeping and counters are the same.
 
-A planned transfer ends when it is submitted, so no read is served from the memory of a running write. A plan's disk reads are therefore
-those of a disk that keeps up.
+A planned transfer ends when it is submitted, so no read is served from the memory of a running write. A plan's disk reads therefore
+equal the reads of a disk that keeps up.
 """
 
 from collections.abc import Callable

@@ -103,7 +103,7 @@ class AlignedPool:
         return max(sizes, default=0) >= nbytes and sum(sizes) - nbytes >= leaving
 
     def take(self, nbytes: int) -> Lease | None:
-        """Memory for `nbytes` (a multiple of a page), or None: the shortest free range of the rest that is long enough, else a buffer."""
+        """Memory for `nbytes` (a multiple of a page), or None. Uses the shortest free range of the rest that is long enough, else a buffer."""
         return self.take_range(nbytes) or self._take_buffer(sparing=0)
 
     def take_spare(self, nbytes: int, *, leaving: int) -> Lease | None:
