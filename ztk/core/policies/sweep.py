@@ -17,7 +17,7 @@ class RepeatWith(StrEnum):
 
 @dataclass(kw_only=True)
 class SweepConfig:
-    """A named grid of runs, or one given with -m. No sweep runs unless the command line asks for one."""
+    """A named grid of runs, or one given with -m. No sweep runs unless the command line names one."""
 
     resume: str | None = key(
         "folder of a sweep to continue: finished jobs stay, failed jobs start again, interrupted jobs continue from their "
