@@ -61,7 +61,7 @@ def get_backend() -> Backend:
 
 
 def set_watch(watch: Watch | None) -> None:
-    """Makes every op of this process run through `watch`, or as registered if None. See [Note: Watching]."""
+    """Makes every op of this process run through `watch`, or as registered if None. See `Watch`."""
     global _watch
     _watch = watch
 
