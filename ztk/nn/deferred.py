@@ -38,8 +38,7 @@ class DeferredGradients:
 
     def attach(self, model: nn.Module) -> None:
         """Makes the linear layers in `model`, and modules with `defer_weight_gradients`, defer their weight gradients. Layers whose forward
-        was
-        replaced, for example by adapters, are not changed."""
+        was replaced, for example by adapters, are not changed."""
         for module in model.modules():
             if hasattr(module, "defer_weight_gradients"):
                 # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module

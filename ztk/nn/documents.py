@@ -9,8 +9,7 @@ from torch import Tensor
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Documents:
     """Positions of the documents in a micro-batch of B sequences of T tokens. This is an argument of the model rather than a tensor of the
-    batch,
-    so techniques that transform the batch's tensors do not change it.
+    batch, so techniques that transform the batch's tensors do not change it.
 
     positions: int64 [B, T], the position of each token in its document. cu_seqlens: int32 [documents + 1] over the B T tokens, as in
     `ztk.kernels.attention_varlen`. longest: tokens of the longest document. starts: per sequence, the positions where its documents begin,

@@ -1,8 +1,7 @@
 """Low-rank adapters (Hu et al. 2021, https://arxiv.org/abs/2106.09685) on frozen linear layers, named as in peft.
 
 A target keeps its module, name and weight. It gets two children, `lora_A.default.weight` [rank, in] and `lora_B.default.weight` [out,
-rank],
-and adds scale * B A dropout(x) to its output. Weights keep their dtype.
+rank], and adds scale * B A dropout(x) to its output. Weights keep their dtype.
 """
 
 import contextlib

@@ -42,8 +42,7 @@ class LanguageLoss(nn.Module):
     @staticmethod
     def _is_large(head: nn.Module, *, x: Tensor) -> bool:
         """Whether to compute the loss in chunks. Requires a plain product with a trained weight: no adapter, no deferred gradient, and no
-        autocast to
-        16 bits, which the op does not support."""
+        autocast to 16 bits, which the op does not support."""
         if type(head) is not Linear or head.bias is not None or has_own_forward(head) or is_autocast(x.device):
             return False
         nbytes = x.numel() // head.in_features * head.out_features * x.element_size()

@@ -54,8 +54,7 @@ def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     """The attributes that a script has set on a parameter (`p.lr_scale = 0.1`), for the ranges of it that a step updates.
 
     A tensor of several elements is replaced by an object that raises a TypeError when a step uses it, because the mapping of its elements
-    to
-    a range is unknown.
+    to a range is unknown.
     """
     return {
         name: _Uncut(name) if _has_elements(value) else value

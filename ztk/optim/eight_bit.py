@@ -5,8 +5,7 @@ A checkpoint holds the decoded moments, so that any run can load them. An update
 and encodes. So a resumed run has the same bits if the codes found for a group decode to the same 32 numbers, whichever codes these are.
 `write_moments` finds them. The scale follows from the largest number of the group once its code is known, and the update gives the largest
 number a code near the top, because scales are rounded up by less than 2^-7 (moments below float32's normal range get any code). A group
-that
-no scale reproduces, such as one from another format, is rounded to nearest and counted.
+that no scale reproduces, such as one from another format, is rounded to nearest and counted.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,8 +27,7 @@ def read_master(param: Tensor, *, rows: Mapping[str, Tensor]) -> Tensor:
     """float32 [n], whose cast is the parameter, from the bfloat16 parameter and the row `low`.
 
     A value in the middle between two bfloat16 values is moved by one float32 unit towards the parameter, because a cast rounds it to even
-    and
-    the update away from zero. `split` reverses this.
+    and the update away from zero. `split` reverses this.
     """
     bits = decode_master(param.contiguous(), low=rows["low"]).view(torch.int32)
     return (bits + (rows["low"] == -128)).view(torch.float32)
@@ -90,8 +88,7 @@ def _codes(values: Tensor, *, kind: str) -> tuple[Tensor, Tensor, int]:
 
 def _scales(largest: Tensor, *, top: int, kind: str) -> Iterator[Tensor]:
     """bfloat16 [groups]: candidate scales if the largest number of a group has the code `top`. Below float32's normal range the number has
-    few
-    bits, and the scale may be a neighbour."""
+    few bits, and the scale may be a neighbour."""
     nearest = (largest.double() * (_TOP[kind] / top) ** (2 if kind == "m" else 1)).bfloat16()
     yield nearest
     if bool((largest < _TINY).any()):

@@ -10,8 +10,7 @@ def update_average(average: Tensor, *, weights: Tensor, decay: float, skip: Tens
     """average += (1 - decay) (weights - average), in place.
 
     average, weights: fp32 [n] on one device. skip: a scalar on it; if it is not 0 the average keeps its bits. If omitted, the average is
-    always
-    updated.
+    always updated.
 
     Every operation rounds separately: a fused multiply-add, which torch's lerp and add(alpha=) may use, would make the bits depend on the
     processor, and on the device of the tier.

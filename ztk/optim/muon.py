@@ -33,8 +33,7 @@ class Muon:
         """Updates `buffer` and returns the direction before orthogonalisation, both float32 [n].
 
         grad: scaled and summed, [n]; control: one row of the control table. Every operation rounds once, so an element's bits depend only
-        on that
-        element, wherever the range begins.
+        on that element, wherever the range begins.
         """
         momentum = control[Control.momentum]
         fresh = grad.to(torch.float32) * control[Control.grad_coefficient] * (1 - momentum)

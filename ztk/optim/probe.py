@@ -5,8 +5,8 @@ element as it would in the full parameter, in its shape and together with other 
 dimensions are compared bit by bit with three steps over flat ranges of them, each range with a separate object. This detects norms (LAMB),
 matrices (Muon, Shampoo), factored moments (Adafactor) and random numbers. A class may distinguish parameters by an attribute that the
 script has set: the parameters of the trial, and all ranges later, have the attributes of the script's parameters. A class that
-distinguishes
-them in another way (by identity, or by position in the group) is refused, because ranges are other objects, and a piece has some of them.
+distinguishes them in another way (by identity, or by position in the group) is refused, because ranges are other objects, and a piece has
+some of them.
 
 One parameter has 23,040 elements and sides above 128, because some classes treat large parameters differently: 8-bit states begin at 4,096
 elements (bitsandbytes, torchao), factored moments of some at sides of 128. A change at larger sizes is detected only if it changes a
@@ -52,8 +52,7 @@ class Kept:
     rows: name -> dtype of the states with an element per element of the parameter. scalars: names of the other states, which all ranges of
     one
     parameter share. on_device: names in `scalars` whose values are tensors on the parameter's device. group_values: per parameter group,
-    the
-    names of its values that a step changes.
+    the names of its values that a step changes.
     """
 
     rows: dict[str, torch.dtype]

@@ -33,8 +33,7 @@ class StateElsewhere(defaultdict):
     """Replaces `optimizer.state`. It has no entries, as libraries that iterate over it expect.
 
     way: a sentence that names the calls to use. warn: called once if a script iterates over it when it would have entries. If omitted,
-    there
-    is no warning.
+    there is no warning.
     """
 
     def __init__(self, *, way: str, warn: Callable[[str], None] | None = None) -> None:

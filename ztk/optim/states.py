@@ -71,8 +71,7 @@ class StateFormat:
         self, numel: int, *, has_master: bool, with_rows: int | None = None
     ) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of the tensor for `numel` elements. with_rows: number of elements that have the optimizer's rows, if all rows of
-        the
-        format are float32. Defaults to all."""
+        the format are float32. Defaults to all."""
         rows = self.all_rows(has_master=has_master)
         if with_rows is not None:
             size = sum(numel if row.is_common else with_rows for row in rows)

@@ -1,8 +1,7 @@
 """Any elementwise torch optimizer over shards: its own step runs on the ranges of parameters that a rank holds.
 
 Every range is a flat fp32 parameter of an object of the optimizer's class. States with an element per element of the parameter are rows of
-the
-store, as for ztk's own optimizers. The rest, such as `step`, is kept here, once per parameter: each range starts a step from the values
+the store, as for ztk's own optimizers. The rest, such as `step`, is kept here, once per parameter: each range starts a step from the values
 after the last step, and all ranges end with the same values. A parameter has states from its first update on, created by the class itself.
 A parameter that a step skips keeps its weights, states and step count.
 """
@@ -36,8 +35,7 @@ class TorchStep:
     description.
 
     Call `begin_step`, then `step` for every piece, in any thread. A state that the probe did not find (one that only large parameters get,
-    or
-    that belongs to an option that was off before) raises RuntimeError at the first step that creates it.
+    or that belongs to an option that was off before) raises RuntimeError at the first step that creates it.
     """
 
     def __init__(
@@ -149,8 +147,7 @@ class TorchStep:
     @property
     def rate(self) -> float:
         """The learning rate of the first group, before an lr_table multiplies it: of the last step, or of the first one before that. 0 for
-        a class
-        without a rate."""
+        a class without a rate."""
         return self._rate
 
     # For checkpoints

@@ -3,8 +3,7 @@
 Data-parallel ranks train one model. If a write differs between ranks, stage 0 trains a different model on each rank, and stages 1 to 3 keep
 the values of the rank that stores the shard. A rank that detects a write makes its part of the gradient norm negative, which costs no
 collective. The ranks compare digests of the written parameters only after a step in which some rank did so. On a GPU the host reads the
-signs
-one step late, like the overflow status, and the ranks compare the digests that they kept.
+signs one step late, like the overflow status, and the ranks compare the digests that they kept.
 """
 
 import math

@@ -35,16 +35,14 @@ logger = logging.getLogger(__name__)
 
 class Builder:
     """Builds the buckets of one model. buckets: in order of definition. units: the units that use them, the root last. held: the
-    parameters'
-    previous memory, as far as a script still references it."""
+    parameters' previous memory, as far as a script still references it."""
 
     def __init__(self, model: nn.Module, *, context: ZeroContext, initial_values: InitialValues | None) -> None:
         """Takes over all parameters of `model` and frees their memory, bucket by bucket. A collective call.
 
         initial_values: required if `model` is on the meta device. Otherwise rank 0's values are used on all ranks.
         Raises ValueError if a parameter has no values, shares memory with another tensor of the model, or has a dtype that the training
-        dtype
-        cannot represent.
+        dtype cannot represent.
         """
         self._context, self._policy, self._stores = context, context.policy, context.stores
         self._states = PieceStates(context)
@@ -182,8 +180,7 @@ class Builder:
 
     def _is_own_master(self, traits: BucketTraits) -> bool:
         """Whether the parameter is its own master weight: it has the master weights' dtype, and the optimizer can write it where its states
-        are. On
-        NVMe a bf16 parameter is read and written in addition to the states, which moves as many bytes as a copy would."""
+        are. On NVMe a bf16 parameter is read and written in addition to the states, which moves as many bytes as a copy would."""
         tier, master = (
             self._stores.parameters.tier if traits.shards_parameters else Tier.device,
             self._context.states.master,

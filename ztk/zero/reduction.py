@@ -209,12 +209,10 @@ class GradientReduction:
 
     def place(self, bucket: Bucket, *, index: int) -> Tensor | None:
         """A view, in the parameter's shape, for an operation of the running backward to write the gradient of parameter `index` to. None if
-        the
-        operation must allocate the gradient.
+        the operation must allocate the gradient.
 
         None is returned if the gradient may be kept elsewhere, by `torch.autograd.grad` inside a backward (which has another id of
-        autograd's,
-        known from its first gradient) or by hooks of a script, and if autograd adds to an existing gradient.
+        autograd's, known from its first gradient) or by hooks of a script, and if autograd adds to an existing gradient.
         """
         is_ours = self._current is not None and self._task == torch._C._current_graph_task_id()
         if not is_ours or bucket.gradient.is_launched or _is_seen(bucket.parameters[index]):

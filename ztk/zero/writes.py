@@ -3,9 +3,8 @@
 A bucket whose parameters are full on every rank keeps them as views of its buffer. A script may write them in place, through `.data`, or
 give them other memory (`p.data = x`). The optimizer reads master weights, which are separate for 16-bit parameters and offloaded states, so
 such values must be copied there. Writes in place raise a parameter's version, other memory has another address, and the class of an
-engine's
-parameters records reads of `.data`. Checking these three takes about half a microsecond per parameter and step; values are compared only
-if one of them changed. `agreement` then compares the values between ranks.
+engine's parameters records reads of `.data`. Checking these three takes about half a microsecond per parameter and step; values are
+compared only if one of them changed. `agreement` then compares the values between ranks.
 
 Sharded parameters (stage 3) are checked when they are released: writes while they were gathered would be lost.
 """
@@ -53,10 +52,8 @@ class ParameterWrites:
         """Takes over a script's writes: moves other memory back into the bucket and updates master weights.
 
         Raises ValueError for a parameter of another dtype or shape, or that shares memory with another one. Raises RuntimeError for one
-        that
-        was replaced by another object in the model, for one of a module that was added to the model later, and for one that got other
-        memory while
-        a script has a view of the old memory.
+        that was replaced by another object in the model, for one of a module that was added to the model later, and for one that got other
+        memory while a script has a view of the old memory.
         """
         with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
             self._check_replaced()

@@ -75,8 +75,7 @@ class Zero:
         """Takes over all parameters of `model`. A collective call.
 
         piece_size: elements that are updated at once. Defaults to a shard. parts: of parameters that are cut or copied along other axes
-        than
-        the data's. initial_values: required if `model` is on the meta device. skip_unused: a step leaves parameters without a gradient
+        than the data's. initial_values: required if `model` is on the meta device. skip_unused: a step leaves parameters without a gradient
         unchanged.
         ema: keeps a moving average of the trained weights with the optimizer's states, or in `stores.average`. If omitted, no average is
         kept.

@@ -1,8 +1,7 @@
 """Ranks forked from one interpreter that has imported torch and ztk, so that many runs pay for the imports once.
 
 Only for ranks on the CPU: a process that has used CUDA cannot be forked. The interpreter (`ztk.cli.rank_server`) computes nothing and
-starts
-no thread, so a fork equals a new process after its imports.
+starts no thread, so a fork equals a new process after its imports.
 """
 
 import json

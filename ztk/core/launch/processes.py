@@ -1,17 +1,14 @@
 """A group of child processes: when one fails or a signal arrives, all of them end.
 
 The parent uses no GPU and computes nothing, so it may fork and it handles a signal at once. Each child leads its own process group: Ctrl-C
-in
-the terminal reaches only the parent, which then stops every group. Children also ask the kernel to kill them when the parent dies.
+in the terminal reaches only the parent, which then stops every group. Children also ask the kernel to kill them when the parent dies.
 
 [Note: Forking with threads]
 While ranks start, the parent's heartbeat thread runs, and an idle thread of torch if it has tokenised a text. A fork has neither thread,
-but
-keeps the locks that they hold. It acquires none of these. The forking thread holds Python's lock, so the other threads wait for it or are
-in
-a system call. CPython and glibc reinitialise their own locks (imports, memory, files, the loader) in the fork. Until the new program
-replaces
-the process, the fork makes only the system calls of `before_start`, which are resolved before. Do not add anything there that takes a lock.
+but keeps the locks that they hold. It acquires none of these. The forking thread holds Python's lock, so the other threads wait for it or
+are in a system call. CPython and glibc reinitialise their own locks (imports, memory, files, the loader) in the fork. Until the new program
+replaces the process, the fork makes only the system calls of `before_start`, which are resolved before. Do not add anything there that
+takes a lock.
 """
 
 import ctypes
@@ -124,12 +121,10 @@ def run_children(
     """Runs all children and returns when they have ended. Returns the failures in order of rank, or an empty list.
 
     failure_of: returns the failure that a rank has written about itself, or None. drain_seconds: time that serving children have after a
-    signal
-    to end by themselves; ending well after SIGTERM is no failure. save_seconds: time that training children have after a signal to finish
-    and
-    save their step; 0 if they save nothing. on_signal: called before that wait. start: starts one child with its output to the open file. A
-    second signal ends all children at once.
-    Raises KeyboardInterrupt after SIGINT, SystemExit(128 + signal) after SIGTERM and SIGHUP. In every case all have ended before.
+    signal to end by themselves; ending well after SIGTERM is no failure. save_seconds: time that training children have after a signal to
+    finish and save their step; 0 if they save nothing. on_signal: called before that wait. start: starts one child with its output to the
+    open file. A second signal ends all children at once. Raises KeyboardInterrupt after SIGINT, SystemExit(128 + signal) after SIGTERM and
+    SIGHUP. In every case all have ended before.
     """
     processes: list[Started] = []
     with _signals() as received, ExitStack() as logs:
@@ -203,8 +198,7 @@ def _watch(
 
 def _let_save(processes: list[Started], *, received: list[int], seconds: float) -> None:
     """Sends SIGTERM to the children alone: processes that they started, such as a tracker, are still needed. Returns when all have ended,
-    when
-    one has failed (the others then wait forever), after `seconds`, or after another signal."""
+    when one has failed (the others then wait forever), after `seconds`, or after another signal."""
     for process in processes:
         if process.poll() is None:
             with suppress(ProcessLookupError):

@@ -115,16 +115,14 @@ class Hardware:
     curves: measurements of a CPU, where no rate holds at every size: kind of work -> points [amount, seconds], see
     `ztk.core.policies.curves`.
     With curves only the disk overlaps with other work, because the same cores compute, reduce and update, and an operation's latency is
-    added
-    to its work.
+    added to its work.
 
     Operations reach a share of these rates. product_share, fp8_share: large products whose tiles fill all multiprocessors; fp8_share is for
     linear layers in fp8. multiprocessors: 0 disables the tile model. attention_share: causal attention, forward and backward together, with
-    long
-    sequences and heads of 128 numbers; attention_length: the length at which it reaches half of that. memory_share: operations on rows.
+    long sequences and heads of 128 numbers; attention_length: the length at which it reaches half of that. memory_share: operations on
+    rows.
     link_share, network_share: large collectives. host_share, pcie_share: the update in main memory and pinned copies. overlap_cost: the
-    part of a
-    collective's seconds by which it delays concurrent compute, because it uses multiprocessors and memory bandwidth.
+    part of a collective's seconds by which it delays concurrent compute, because it uses multiprocessors and memory bandwidth.
 
     Raises ValueError naming key and value for a number that is not positive, and for curves that do not rise; latencies and
     `reserve_bytes` may be zero.

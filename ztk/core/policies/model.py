@@ -28,8 +28,7 @@ _ADAPTERS = When("lora=adapter, or lora.rank above 0", lambda config, machine: c
 @dataclass(kw_only=True)
 class ModelConfig:
     """The decoder: ztk's own, a Llama-like transformer, dense or with experts; or a causal model of transformers (model=hf), whose sizes
-    come
-    from its config.json."""
+    come from its config.json."""
 
     name: str = key(
         "name of the model, for the record; hf: the model of transformers in model.path",

@@ -2,9 +2,8 @@
 
 MFU, model FLOPs utilization, as in the PaLM paper (https://arxiv.org/abs/2204.02311, appendix B): the operations of the model's forward and
 backward, divided by the operations that the devices could compute in the same time at their peak rate in the computing dtype. Attention
-counts
-without its causal mask, and nothing that is computed twice counts twice. HFU, hardware FLOPs utilization, also counts recomputation: of
-activations, and of the scores in the backward of fused attention.
+counts without its causal mask, and nothing that is computed twice counts twice. HFU, hardware FLOPs utilization, also counts recomputation:
+of activations, and of the scores in the backward of fused attention.
 """
 
 from dataclasses import dataclass

@@ -115,8 +115,7 @@ class ZeroPolicy:
     param_persistence_threshold: stage 3: parameters with at most this many elements are never sharded.
     overlap_gather: stages 1 and 2: the next forward begins while updated parameters are gathered, and waits per bucket at its first use.
         Operations that access a parameter through torch wait, too. Off by default; `run.py` turns it on for its own tasks. A C++ extension
-        that
-        bypasses torch and reads a parameter between steps would not wait.
+        that bypasses torch and reads a parameter between steps would not wait.
 
     ZeRO++ (Wang et al. 2023, https://arxiv.org/abs/2306.10209). The quantized collectives change numbers, `hpz_partition_size` does not:
     quantized_weights: stage 3: parameters are gathered as int8; every rank computes with the same rounded values, master weights stay

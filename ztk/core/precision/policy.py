@@ -26,8 +26,7 @@ class PrecisionPolicy:
     bf16_master: bfloat16 parameters are their own master weights, 2 bytes per parameter instead of 6: an update smaller than 2^-9 of a
     weight
         is lost. bf16_states: the optimizer's states are bfloat16, too. Otherwise both are float32. As DeepSpeed's keys: computed in
-        float32,
-        rounded to nearest.
+        float32, rounded to nearest.
     loss_scale: defaults to `LossScalePolicy()` for float16, autocast's too, and to `LossScalePolicy.off()` otherwise; after construction it
     is
         never None.

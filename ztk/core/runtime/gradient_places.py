@@ -16,8 +16,7 @@ _offered: WeakIdKeyDictionary = (
 
 def offer_place(parameter: Tensor, *, place: Callable[[], Tensor | None]) -> None:
     """Registers `place()`, which is called in a backward. It returns an unshared view with the shape of `parameter` for the whole gradient,
-    or
-    None if the gradient must be a separate tensor. The backward returns the view to autograd as the gradient.
+    or None if the gradient must be a separate tensor. The backward returns the view to autograd as the gradient.
     """
     _offered[parameter] = place
 

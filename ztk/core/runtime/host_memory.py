@@ -21,13 +21,10 @@ def keep_freed_memory() -> None:
     """Keeps freed memory in the process for the next tensor instead of returning it to the system.
 
     A training step frees its activations in the backward and allocates the same amount in the next forward. glibc returns the top of its
-    heap
-    when the unused part there exceeds about twice the largest block ever freed: 6 MB for a model of 30M parameters. Each page that is
+    heap when the unused part there exceeds about twice the largest block ever freed: 6 MB for a model of 30M parameters. Each page that is
     allocated again costs a page fault and 4 KiB of zeros: 9 to 25 thousand per step of that model, 45 of 1150 ms. The peak of resident
-    memory
-    does not change. Blocks above 32 MB are still returned. Settings in the user's environment take precedence. Does nothing if the C
-    library
-    has no `mallopt`; only speed depends on it.
+    memory does not change. Blocks above 32 MB are still returned. Settings in the user's environment take precedence. Does nothing if the C
+    library has no `mallopt`; only speed depends on it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name in os.environ for name in _USERS_OWN):
@@ -38,8 +35,7 @@ def keep_freed_memory() -> None:
 
 def return_freed_memory() -> None:
     """Returns freed memory to the system. After an engine has copied a model's weights into its own buffers, the memory they were in (4
-    bytes
-    per parameter) is of no use to later steps. Does nothing if the C library has no `malloc_trim`."""
+    bytes per parameter) is of no use to later steps. Does nothing if the C library has no `malloc_trim`."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
@@ -49,9 +45,8 @@ def use_huge_pages(memory: Tensor) -> None:
     """Moves the memory of a contiguous CPU tensor [*] of any dtype into huge pages, together with the rest of its first and last page.
 
     Values are kept. Huge pages need fewer page-table lookups for memory that is read sequentially: one row times a weight of 2304 x 768
-    takes
-    451 us instead of 514 in fp32, and 243 instead of 265 in 8 bits (EPYC with AVX512). Does nothing below 1 MiB, or if the system lacks
-    the call.
+    takes 451 us instead of 514 in fp32, and 243 instead of 265 in 8 bits (EPYC with AVX512). Does nothing below 1 MiB, or if the system
+    lacks the call.
     """
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None or memory.nbytes < _LEAST_HUGE:

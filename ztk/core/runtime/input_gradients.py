@@ -1,8 +1,7 @@
 """Hands over the gradient of a layer's input before the layer computes the gradient of its weight.
 
 `ztk.parallel.tensor` sums input gradients over ranks. It registers for an input, and the backward of matrix products in `ztk.nn` passes it
-the
-gradient, so that the sum overlaps with the weight's product. Gradients have the dtype of the input.
+the gradient, so that the sum overlaps with the weight's product. Gradients have the dtype of the input.
 """
 
 from collections.abc import Callable

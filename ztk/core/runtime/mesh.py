@@ -37,9 +37,8 @@ class Topology:
 
     pipeline: stages. tensor: shards of each layer. context: parts of each sequence, between which attention goes around a ring. sequence:
     parts of each of those, which exchange sequence for heads (Ulysses). expert: ranks over which a layer's experts are distributed; they
-    are
-    data-parallel ranks too, so this degree does not multiply the number of ranks. intra_node: ranks of the data group that share a node's
-    fast links, see `ztk.zero.buckets.exchange`; 1 disables it.
+    are data-parallel ranks too, so this degree does not multiply the number of ranks. intra_node: ranks of the data group that share a
+    node's fast links, see `ztk.zero.buckets.exchange`; 1 disables it.
 
     Raises:
         ValueError: a degree is less than 1.

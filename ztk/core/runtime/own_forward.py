@@ -1,8 +1,7 @@
 """Replaces the forward of a module instance so that copies of the module stay correct.
 
 A function in `module.__dict__` is copied by reference: a copy of the module (`copy.deepcopy`, `torch.save`, an averaged model) would run
-its
-forward with the first module's weights, without any error.
+its forward with the first module's weights, without any error.
 """
 
 import copy

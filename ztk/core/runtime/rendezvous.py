@@ -2,8 +2,7 @@
 
 Any process that reaches the store may write to it, and torch's own store listens on every interface of the machine. This one listens on the
 address that the ranks connect to. It listens on all interfaces only if that address cannot be determined: `MASTER_ADDR` is a name with
-several
-addresses, an address that this machine does not have itself (behind address translation), or a name that other machines resolve
+several addresses, an address that this machine does not have itself (behind address translation), or a name that other machines resolve
 differently (Debian gives a machine's own name the address 127.0.1.1). A numeric address avoids the last two.
 """
 

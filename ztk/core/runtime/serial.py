@@ -16,10 +16,8 @@ class SerialThread:
     """Like an executor with one worker, but the thread is a daemon.
 
     A rank that fails must be able to exit while this thread waits for a peer; `concurrent.futures` joins its threads at exit. When this
-    object is
-    garbage-collected, the thread finishes the submitted calls and ends, at the latest before the interpreter does
-    (`ztk.core.runtime.ending`).
-    Later calls run at once, in the caller's thread.
+    object is garbage-collected, the thread finishes the submitted calls and ends, at the latest before the interpreter does
+    (`ztk.core.runtime.ending`). Later calls run at once, in the caller's thread.
     """
 
     def __init__(self, *, name: str, interrupt: Callable[[], None] | None = None) -> None:

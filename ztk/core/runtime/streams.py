@@ -6,8 +6,7 @@ current stream wait for the copy without blocking the host. Before the host read
 A PCIe link carries both directions at full speed at the same time, so each direction has its own stream.
 
 All calls go through a `StreamApi`, by default torch.cuda's. `tests/core/streams` has one for tensors without values, which checks that
-every
-use of a buffer is ordered after earlier uses. Copies are between tensors of one dtype, or cast.
+every use of a buffer is ordered after earlier uses. Copies are between tensors of one dtype, or cast.
 """
 
 import functools
@@ -169,8 +168,7 @@ def start_copy(source: Tensor, *, out: Tensor, after: Copy | None = None) -> Cop
     """Starts `out.copy_(source)` on the copy stream of its direction. Returns None, without copying, if both are on the host.
 
     source, out: tensors of one shape, one on a GPU and the other in page-locked memory. Neither the current stream (before `Copy.wait`) nor
-    the
-    host (before `Copy.synchronize`) may change `source` or use `out`. after: an earlier copy that must finish first.
+    the host (before `Copy.synchronize`) may change `source` or use `out`. after: an earlier copy that must finish first.
     """
     on_device = next((tensor for tensor in (out, source) if _active.api.has_streams(tensor)), None)
     if on_device is None:

@@ -10,11 +10,10 @@ are equal), hooks of profilers, debugging and the interpreter always use Triton'
 
 [Note: Cost of a repeated launch]
 A layer's launches repeat: sizes are the same as in the step before, and so are grid, numbers, constexprs and options. The launcher of a
-small
-op computes these in a function of the sizes alone, which is `kept`, and binds the kernel to them. Such a function cannot miss a size,
+small op computes these in a function of the sizes alone, which is `kept`, and binds the kernel to them. Such a function cannot miss a size,
 because it gets no tensor. Only tensors remain for a launch. Their dtypes and device are looked up, and all addresses are tested to be
-multiples of 16, in half the time of Triton's function. Other addresses, AMD devices, where sizes of memory matter, and all
-exceptions above go to `Prepared`.
+multiples of 16, in half the time of Triton's function. Other addresses, AMD devices, where sizes of memory matter, and all exceptions above
+go to `Prepared`.
 
 [Note: Sizes that change]
 Triton compiles a kernel again for a number that is one, or a multiple of 16. The rows of a serving step, the tokens of its router and the
@@ -175,8 +174,7 @@ class Bound:
 
     def arguments(self, tensors: Sequence[Tensor | None], *, count: int | None) -> list[Any]:
         """All arguments of the kernel except constexprs: tensors (any shape), or descriptors of tensors with a layout, and numbers. Takes
-        the
-        arguments of `launch`.
+        the arguments of `launch`.
 
         Raises AssertionError for a tensor with a layout whose address is not a multiple of 16.
         """
@@ -201,8 +199,7 @@ def bind(
     """Binds `kernel`, made by `jit`, to `numbers` (its arguments after the tensors), its grid, constexprs and options.
 
     layouts: of tensors that are passed as descriptors, by index. Raises ValueError for a grid outside of CUDA's limits: Triton's launcher
-    skips
-    a launch of more than 2^31 programs without an error.
+    skips a launch of more than 2^31 programs without an error.
     """
     if math.prod(grid) >= MOST_PROGRAMS or max(grid[1:], default=1) > MOST_PROGRAMS_ACROSS:
         raise ValueError(

@@ -6,13 +6,12 @@
                                 d_x_c = g @ weight,    d_weight += g^T x_c                 (both float32)
 
 `linear_token_loss` takes a loss that is a sum over tokens, each a function of its own log-probability (PPO, GRPO, CISPO): d_logprob is
-known
-as soon as the chunk's log-probabilities are, so its gradients come in the same chunk, 6 T H V operations for forward and backward. Losses
-of a sequence's summed log-probabilities (DPO, GSPO) use `linear_logprob`, whose backward computes the logits again: 8 T H V.
+known as soon as the chunk's log-probabilities are, so its gradients come in the same chunk, 6 T H V operations for forward and backward.
+Losses of a sequence's summed log-probabilities (DPO, GSPO) use `linear_logprob`, whose backward computes the logits again: 8 T H V.
 
 Between the products a chunk is read by the kernels of `cross_entropy` on a GPU, and by torch's log_softmax on a CPU. The products round
-like
-a model's linear layers. So if a product's rows do not depend on their number, as on a CPU, log-probabilities have the bits of a forward
+like a model's linear layers. So if a product's rows do not depend on their number, as on a CPU, log-probabilities have the bits of a
+forward
 that holds all logits. Memory: the chunk, in float32 too, its gradient, d_x and d_weight in float32.
 """
 

@@ -345,10 +345,8 @@ def paged_attention(
     row of the tables, first position (a multiple of `positions_per_tile`), the step's row of that position, first position that counts and
     one past the last; (0, 0, row, 0, 0) for padding, whose row is zero.
     slopes: float32 [H] of ALiBi. scales: float32 [2, K] of an fp8 cache, as in `cache_rows`; defaults to 1. window: keys that a query
-    attends
-    to, including itself; 0 for all. softcap: c tanh(score / c); 0 for none. split: a program per segment of 512 keys; it changes no bit.
-    Returns [M, H, D]; rows in no tile are undefined.
-    Raises ValueError for shapes and dtypes that do not fit.
+    attends to, including itself; 0 for all. softcap: c tanh(score / c); 0 for none. split: a program per segment of 512 keys; it changes no
+    bit. Returns [M, H, D]; rows in no tile are undefined. Raises ValueError for shapes and dtypes that do not fit.
     """
     (_, H, D), (_, K, block, size) = query.shape, keys.shape
     if block != BLOCK or size != D or H % K or keys.shape != values.shape or keys.stride() != values.stride():

@@ -66,8 +66,7 @@ def _launch(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float, decay
 
 def _cpu(rewards: Tensor, values: Tensor, starts: Tensor, gamma: float, decay: float) -> Tensor:
     """Every pass doubles the number of later tokens in each sum, over all tokens at once: as many passes as the longest segment's length
-    has
-    bits. Tokens after a segment's end add zero, so that other segments change no bit."""
+    has bits. Tokens after a segment's end add zero, so that other segments change no bit."""
     lengths = starts.diff()
     left = (starts[1:].repeat_interleave(lengths) - torch.arange(rewards.numel())).sub_(
         1
@@ -95,8 +94,7 @@ def segment_scan(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: flo
     """Generalised advantages of segments that follow each other.
 
     rewards, values: [T], of every token and of the state before it, float32; on a CPU also float64. lengths: of the segments, int64 [S],
-    which
-    sum to T. Returns [T] of the dtype of rewards, without a gradient. Raises ValueError for other shapes and dtypes.
+    which sum to T. Returns [T] of the dtype of rewards, without a gradient. Raises ValueError for other shapes and dtypes.
     """
     dtypes = (torch.float32, torch.float64) if rewards.device.type == "cpu" else (torch.float32,)
     if (

@@ -55,9 +55,8 @@ def even_cuts(numel: int, *, among_all: bool = False) -> Iterator[slice]:
     """Cuts of [0, numel) such that every thread of an elementwise operation has full vectors, except at the very end.
 
     Torch divides the elements equally among as many threads as have `GRAIN` elements; for gelu, among all threads. The rest of a part after
-    its
-    full vectors takes another path of the code, with other bits of sigmoid, silu and gelu: an element's bits would depend on the number of
-    elements.
+    its full vectors takes another path of the code, with other bits of sigmoid, silu and gelu: an element's bits would depend on the number
+    of elements.
     """
     threads, start = torch.get_num_threads(), 0
     units = (threads * VECTORS, 1) if among_all else (threads * GRAIN, GRAIN, 1)

@@ -3,8 +3,7 @@
 T tokens, E experts, k choices. An expert takes at most max(ceil(T / E * k * factor), min_capacity) tokens. Choices beyond that are dropped:
 their weight is zero, and the residual connection around the layer carries the token on. All computation is on [T, E]. Random numbers
 come from torch's own generator in DeepSpeed's order, so that the same seed gives the same choices. Tensor-parallel ranks have the same
-tokens
-and use their first rank's random numbers, so their choices agree.
+tokens and use their first rank's random numbers, so their choices agree.
 
 Lepikhin et al. 2020 (GShard), https://arxiv.org/abs/2006.16668; random token selection: Kim et al. 2021, https://arxiv.org/abs/2109.10465
 Results have the dtype of x.

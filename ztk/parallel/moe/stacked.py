@@ -2,8 +2,7 @@
 
 Such a module has `num_experts`, parameters that all start with that dimension, and is called as `experts(hidden [T, C], choices [T, k],
 weights [T, k])` for the weighted sum [T, C]. After it is distributed over ranks it keeps its own forward, which then gets this rank's
-weights
-and one choice of weight 1 per row. Results have the dtype of their inputs.
+weights and one choice of weight 1 per row. Results have the dtype of their inputs.
 """
 
 import inspect
@@ -56,8 +55,7 @@ class SpreadExperts:
 
     def _run(self, x: Tensor, *, offsets: Tensor, order: Tensor, position: Tensor) -> Tensor:
         """x [R, C], each row for one expert -> results by slot. A rank without rows computes one row of zeros: other ranks with the same
-        experts
-        gather their weights, and it must take part."""
+        experts gather their weights, and it must take part."""
         by_slot = x.index_select(0, order) if len(x) else x.new_zeros(1, x.shape[1])
         sizes = offsets.diff() if len(x) else torch.ones(1, dtype=torch.int32, device=x.device)
         experts = torch.arange(len(sizes), device=x.device).repeat_interleave(sizes, output_size=len(by_slot))

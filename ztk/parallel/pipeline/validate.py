@@ -12,8 +12,7 @@ class BadSchedule(ValueError):
 
 def validate(schedule: Schedule, *, is_training: bool = True) -> None:
     """Checks that every stage processes every micro-batch exactly once, on its own rank, after its inputs are available; that every send
-    has a
-    receive; and that no ranks can wait for each other.
+    has a receive; and that no ranks can wait for each other.
 
     Raises BadSchedule if one of these fails.
     """

@@ -26,8 +26,7 @@ class Divisible:
     layers: names and attention layers, which call their `core` with parts of sequences, and whose `positions` are set to the positions of
     their
     tokens. last_position: the largest position of the model. If omitted, there is no limit. check_length: raises ValueError for tokens [B,
-    T]
-    that are too long. If omitted, any length is valid.
+    T] that are too long. If omitted, any length is valid.
     """
 
     layers: list[tuple[str, Any]]
@@ -138,8 +137,7 @@ class Parts:
 
     def positions(self, length: int, *, device: torch.device) -> Tensor | slice:
         """The positions of this rank's tokens in a sequence of `length`, int64 [T / n] or a slice. Padding has the last position of the
-        sequence or
-        of the tables."""
+        sequence or of the tables."""
         if self.context.size == 1:
             start = self.heads.rank * length // self.heads.size
             return slice(start, start + length // self.heads.size)
@@ -165,8 +163,7 @@ class _Layers:
 
     def begin(self, *, length: int, is_cut: bool, documents: Documents | None, device: torch.device) -> None:
         """Sets the positions of the layers. length: of full sequences; on a stage without tokens, including their padding. Raises
-        ValueError for
-        sequences that cannot be cut."""
+        ValueError for sequences that cannot be cut."""
         length = length if documents is None else documents.positions.shape[1]
         for core in self._cores:
             core.active = is_cut

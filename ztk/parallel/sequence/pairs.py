@@ -19,8 +19,7 @@ from ztk.kernels import PackedPair, Pair, Part
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunks:
     """Chunks of `length` tokens of each of a batch's sequences. window: tokens of a sliding window, or 0. starts: per sequence, the
-    positions
-    where its documents begin, 0 first. If omitted, attention crosses documents."""
+    positions where its documents begin, 0 first. If omitted, attention crosses documents."""
 
     length: int
     window: int = 0

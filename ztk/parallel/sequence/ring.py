@@ -3,8 +3,7 @@ parallelism is: a contiguous cut leaves the first ranks idle (Brandon et al. 202
 
 [Note: Zigzag]
 A sequence of T tokens is cut into 2 N chunks; rank r of N has chunks r and 2 N - 1 - r. At every hop but the first a rank computes two
-pairs
-of chunks (two of four are in the future), at the first one three, so all ranks compute the same amount.
+pairs of chunks (two of four are in the future), at the first one three, so all ranks compute the same amount.
 
 [Note: The ring]
 Keys and values go from rank to rank. At hop h a rank has the block of rank r - h; before it computes, it posts the exchange for the next
@@ -70,10 +69,8 @@ def ring_attention(
     """Causal attention over sequences of which every rank has two chunks, with gradients.
 
     query [B, T / N, H, D], key and value [B, T / N, K, D], of the same dtype; returns [B, T / N, H, D]. window: if w > 0, a token attends
-    to
-    itself and the previous w - 1 tokens. scale: of the scores. Defaults to D ** -0.5. documents: of the full sequences; a token attends to
-    its
-    own document only, and padding tokens at the end attend to each other. A collective call in the forward and in the backward.
+    to itself and the previous w - 1 tokens. scale: of the scores. Defaults to D ** -0.5. documents: of the full sequences; a token attends
+    to its own document only, and padding tokens at the end attend to each other. A collective call in the forward and in the backward.
 
     Raises:
         ValueError: T / N is odd, but a rank needs two chunks of one length. Pad the end of the sequence, which no earlier token attends to.

@@ -39,8 +39,7 @@ class Started:
 
 def start_summing(x: Tensor, *, comm: Comm, label: str) -> Started | None:
     """Begins to sum `x` (any shape) over the ranks in its own memory. None if `x` is not contiguous, does not divide, or is kept by
-    selective
-    recomputation."""
+    selective recomputation."""
     if x.numel() % comm.size or not x.is_contiguous() or keeps_results():
         return None
     x = x.detach()

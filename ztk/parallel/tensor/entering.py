@@ -25,8 +25,7 @@ from ztk.parallel.tensor.collectives import Started, gathered, scattered, start_
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passage:
     """forward: of the input. adjoint: of its gradient. start: begins the adjoint of a gradient that is not referenced elsewhere. Returns
-    None if
-    the gradient must be copied first."""
+    None if the gradient must be copied first."""
 
     forward: LinearMap
     adjoint: LinearMap

@@ -59,8 +59,7 @@ class QuantizedCollectives(Exchange):
         ledger: MemoryLedger,
     ) -> None:
         """sends_int8: gathers parameters as int8. hops: the ranks of this rank's group, and the ranks at the same position of the other
-        groups. If
-        omitted, there are no groups."""
+        groups. If omitted, there are no groups."""
         super().__init__(comm)
         self._policy, self._sends_int8, self._ledger = policy, sends_int8, ledger
         self._intra_node, self._inter_node = hops or (None, None)

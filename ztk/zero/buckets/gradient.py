@@ -39,8 +39,7 @@ class BucketGradient:
 
     def place(self, index: int, *, acquire: Callable[[], Tensor]) -> Tensor | None:
         """A view, in the parameter's shape, into which an operation may write the step's first gradient of parameter `index`. None if a
-        gradient
-        exists already or the view was handed out. Autograd may add to it in place before `accept`.
+        gradient exists already or the view was handed out. Autograd may add to it in place before `accept`.
 
         acquire: returns the buffer [layout.size] if there is none yet.
         """
@@ -53,8 +52,7 @@ class BucketGradient:
 
     def accept(self, index: int, *, acquire: Callable[[], Tensor]) -> None:
         """Moves the new gradient of parameter `index` into the flat buffer. Copies the first one unless it was written in place, and adds
-        later
-        ones.
+        later ones.
 
         acquire: returns the buffer [layout.size] if there is none yet.
         """
@@ -98,8 +96,7 @@ class BucketGradient:
 
     def record_squares(self, parts: Iterable[Tensor]) -> None:
         """Sets this rank's share of the squared norm: the sum of squares of `parts` [n], the parts of the final reduced shard that this
-        rank
-        counts."""
+        rank counts."""
         before = self.squares  # the new sum stays on its device
         counted = [sum_of_squares(part).to(part.device if before is None else before.device) for part in parts]
         self.squares = functools.reduce(torch.add, counted) if counted else torch.zeros_like(before)
@@ -121,8 +118,7 @@ class BucketGradient:
 
     def reopen(self, *, own: range, prescale: float) -> None:
         """Prepares reduced gradients for a further backward that adds to them. Each rank keeps the sums of its own shard only, so that the
-        next
-        reduction counts them once.
+        next reduction counts them once.
 
         own: the rank's shard of the buffer. prescale: factor of the next reduction.
         """

@@ -1,8 +1,7 @@
 """Layout of Muon's states in a piece: elements of matrices have momentum, all others have the moments of AdamW.
 
 The momentum has a slot of its own: a step updates it in one pass over the matrices and the weights in a second one, and each pass only
-reads
-and writes the data it changes. Moments are stored contiguously for the other elements. All rows are float32.
+reads and writes the data it changes. Moments are stored contiguously for the other elements. All rows are float32.
 """
 
 from collections.abc import Iterable, Mapping

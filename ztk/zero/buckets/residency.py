@@ -147,8 +147,7 @@ class Residency:
         """-> sharded: the parameters keep their shapes and read as NaN; the full buffer returns to the pool.
 
         may_be_viewed: the buffer returns as soon as no view of a parameter is left. In a backward, autograd briefly keeps a view for a node
-        that
-        has run.
+        that has run.
         """
         if self.state is ParameterState.sharded:
             return

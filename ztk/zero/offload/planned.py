@@ -54,8 +54,7 @@ class PlannedFile(DiskFile):
 
 class PlannedIo(IoEngine):
     """Counts every block of a transfer and ends it at once, in the caller's thread. Data between the disk and the device is moved by a copy
-    that
-    dispatch modes intercept."""
+    that dispatch modes intercept."""
 
     def __init__(self, disk: DiskFile, *, counters: IoCounters, block_bytes: int) -> None:
         super().__init__(disk, staging=[], block_bytes=block_bytes, counters=counters)

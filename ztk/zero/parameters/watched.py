@@ -40,8 +40,7 @@ class _Watched:
         """As Tensor's. A write through a numpy array of the result leaves no trace, so the call counts as a read of `.data`.
 
         Calls from torch itself do not count, except for entries of a state dict: recomputation detaches every weight that it saves, and
-        never
-        writes to it.
+        never writes to it.
         """
         caller = sys._getframe(1)
         # pyrefly: ignore[bad-argument-type]  # mixed into nn.Parameter

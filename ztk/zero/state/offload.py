@@ -137,8 +137,7 @@ class StateOffloader:
 
     def _rows(self, piece: Piece, *, kinds: frozenset[StateKind]) -> slice:
         """The part of a piece's stored states along dimension 0 that belongs to `kinds`: first the master weights, if there are some, then
-        the
-        moments."""
+        the moments."""
         assert piece.states is not None
         count = piece.states.shape[0]
         moments = self._format.first_state(piece.numel, with_rows=piece.with_rows) if piece.has_master else 0

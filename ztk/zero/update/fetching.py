@@ -34,8 +34,7 @@ class FetchedPiece:
     """A piece whose gradient and states, or the momentum of its matrices, are being fetched.
 
     parameter: if the parameter is its own master weight and on NVMe, its fetch into a buffer of the pool. staged: a gradient being copied
-    from
-    the device to a buffer of the pool.
+    from the device to a buffer of the pool.
     """
 
     bucket: Bucket

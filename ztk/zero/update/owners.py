@@ -16,8 +16,7 @@ class Matrix:
     """A parameter [rows, columns], or the part of it that this rank's data group has.
 
     held: by rank, the flat elements that the rank updates. planned: its number of elements, and cost: the FLOPs of its orthogonalisation;
-    both
-    are the same on all ranks with other parts.
+    both are the same on all ranks with other parts.
     """
 
     name: str

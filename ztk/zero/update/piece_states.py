@@ -168,16 +168,12 @@ class PieceStates:
 
     def follow(self, bucket: Bucket, *, piece: Piece, places: Iterable[tuple[slice, bool]]) -> None:
         """Updates master weights after a script may have changed parameters that are full on every rank. A master weight whose cast differs
-        from
-        the parameter takes the parameter's value; the others keep their precision. places: (elements of the piece, whether they were
-        certainly
-        written).
+        from the parameter takes the parameter's value; the others keep their precision. places: (elements of the piece, whether they were
+        certainly written).
 
         8-bit states: a parameter that is its own master has no copy to compare with. So, on every tier alike, a certain write clears the
-        extra
-        bits. Otherwise `low`, at most half a unit in the last place, stays, except where the value is 0 or not finite, because it would
-        decode
-        to NaN.
+        extra bits. Otherwise `low`, at most half a unit in the last place, stays, except where the value is 0 or not finite, because it
+        would decode to NaN.
         """
         with self._rows(piece) as rows:
             for place, is_written in places:

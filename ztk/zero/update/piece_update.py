@@ -103,8 +103,7 @@ class PieceUpdate:
 
     def _cut(self, rows: dict[str, Tensor], *, place: slice, piece: Piece) -> tuple[Tensor, ...]:
         """The rows of the elements of `place`, which begins and ends at groups of the format, or at the padding after a parameter. Empty
-        for a
-        matrix, whose momentum is stored separately."""
+        for a matrix, whose momentum is stored separately."""
         if piece.moments is not None:
             if not piece.moments.has_moments(place):
                 return ()

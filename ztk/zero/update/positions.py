@@ -3,8 +3,7 @@
 A position depends on the names and full shapes of a unit's parameters and on their groups, so the bits of a step are the same for every
 stage, tier, bucket size and number of ranks. A unit starts at a hash of its name, so that pipeline stages need not communicate. A
 parameter of the root, or one with copies on other stages, starts at a hash of its own name. A cut parameter counts from its first element
-in
-the full one; if it is cut along its first dimension, all elements have the positions of the full parameter. All starts are multiples of
+in the full one; if it is cut along its first dimension, all elements have the positions of the full parameter. All starts are multiples of
 `PARAMETER_ALIGNMENT`, a group of 8-bit states.
 """
 

@@ -106,8 +106,8 @@ class Comm:
     """Counted collectives on flat contiguous tensors among `size` ranks.
 
     `before` is called with the label before each collective; tests use it to delay or kill a rank. `observe` is called after each
-    collective
-    with its kind, label, buffer bytes and seconds. Measuring requires waiting for each collective, so nothing overlaps while it is set.
+    collective with its kind, label, buffer bytes and seconds. Measuring requires waiting for each collective, so nothing overlaps while it
+    is set.
     """
 
     def __init__(
@@ -145,9 +145,8 @@ class Comm:
         """Gathers in place: every rank's slice of `full` [size * n] reaches every rank. Runs `after.wait()` first, if given.
 
         after: a handle that must complete before the collective starts. Without a communication thread (one rank, or NCCL), a collective
-        with a
-        dependency starts in its own `wait()`, which every rank calls at the same place of the program. If `after` is immediate it starts
-        at once, on the stream of its copy if there is one.
+        with a dependency starts in its own `wait()`, which every rank calls at the same place of the program. If `after` is immediate it
+        starts at once, on the stream of its copy if there is one.
         """
         self._check(full)
         self.counters.count("all_gather", numel=full.numel(), itemsize=full.itemsize)

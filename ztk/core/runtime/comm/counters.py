@@ -20,10 +20,9 @@ class CommCounters:
     """Calls, elements and bytes per kind, and seconds.
 
     The volume is the one of the ZeRO paper (Rajbhandari et al. 2020, section 7): a gather or reduce-scatter of a tensor with n elements
-    counts
-    n, an all-reduce counts 2 n because it is a reduce-scatter followed by an all-gather. The bytes on the wire are (N-1)/N of that on N
-    ranks.
-    `scalars` counts the few numbers that ranks exchange per step (gradient norm, loss) separately, so that the formulas hold exactly.
+    counts n, an all-reduce counts 2 n because it is a reduce-scatter followed by an all-gather. The bytes on the wire are (N-1)/N of that
+    on N ranks. `scalars` counts the few numbers that ranks exchange per step (gradient norm, loss) separately, so that the formulas hold
+    exactly.
 
     `busy_seconds` is the time the transport worked, `wait_seconds` the part of it that the step had to wait for.
     """

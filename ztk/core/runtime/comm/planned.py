@@ -58,8 +58,7 @@ class PlannedTransport(SeparateMemory):
 
 class Letters:
     """Objects that ranks of a plan send each other, by label. Ranks are planned one after the other, so some objects are read before they
-    are
-    sent. A read then returns the last object sent under that label, and `check` verifies the assumption afterwards."""
+    are sent. A read then returns the last object sent under that label, and `check` verifies the assumption afterwards."""
 
     def __init__(self) -> None:
         self._sent: dict[str, object] = {}
