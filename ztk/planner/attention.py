@@ -1,7 +1,7 @@
-"""Attention of a plan: torch's fused kernel by its shapes, and what ztk's kernel computes.
+"""Attention in a plan: torch's fused kernel by its shapes, and the operations of ztk's kernel.
 
-On the meta device `scaled_dot_product_attention` takes the variant that stores the full square of scores, which no GPU runs. The fused one
-keeps its inputs, its output and a number per query and head. With a mask of the model's own a plan counts the square.
+On the meta device `scaled_dot_product_attention` uses the variant that stores the full square of scores, which no GPU runs. The fused one
+keeps its inputs, its output and a number per query and head. If the model has its own mask, a plan counts the square.
 """
 
 from collections.abc import Iterator
@@ -19,23 +19,23 @@ _torch_attention = F.scaled_dot_product_attention
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Inside, attention without a mask over planned tensors is torch's flash kernel.
+    """Context in which attention without a mask over planned tensors is torch's flash kernel.
 
-    The function is replaced and no mode over torch's functions is used: a mode is off inside a backward, where recomputation runs forwards.
+    The function is replaced, because a mode over torch's functions is off inside a backward, where recomputation runs forwards.
     """
     with mock.patch.object(F, "scaled_dot_product_attention", _attention):
         yield
 
 
 def _forward_flops(q: Tensor, *others: object, **_: object) -> int:
-    """Of (q, k, v, cu_seqlens, T, ...): two products of every query with T keys. What a mask hides counts, as in torch."""
+    """FLOPs for (q, k, v, cu_seqlens, T, ...): two products of every query with T keys. Masked pairs count, as in torch."""
     T = others[3]
     assert isinstance(T, int)
     return 4 * T * q.numel()
 
 
 def _backward_flops(d_out: Tensor, q: Tensor, *others: object, **_: object) -> int:
-    """Of (d_out, q, k, v, out, lse, cu_seqlens, T, ...): five products."""
+    """FLOPs for (d_out, q, k, v, out, lse, cu_seqlens, T, ...): five products."""
     T = others[5]
     assert isinstance(T, int)
     return 10 * T * q.numel()

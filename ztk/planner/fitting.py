@@ -1,4 +1,4 @@
-"""The smallest set of changes with which a run fits. Every candidate is planned; nothing is estimated."""
+"""Finds the smallest set of changes that makes a run fit. Every candidate is planned; nothing is estimated."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +19,10 @@ class Fix:
 
 
 def fixes(replan: Callable[[tuple[str, ...]], Plan | None], *, levers: Sequence[Sequence[Change]]) -> list[Fix]:
-    """The sets with the fewest changes that fit, the cheapest predicted step first; empty if `MAX_CHANGES` changes do not suffice.
+    """The sets with the fewest changes that fit, ordered by predicted step time. Empty if `MAX_CHANGES` changes do not suffice.
 
-    replan: the plan with these overrides; None: they are refused. levers: for each, the changes of which one may be made, those that save
-    the most memory last. A lever's weaker changes are planned where its last one fits.
+    replan: returns the plan with these overrides, or None if they are refused. levers: for each lever, its alternative changes, ordered by
+    the memory they save. A lever's weaker changes are planned only if its last one fits.
     """
     for count in range(1, min(MAX_CHANGES, len(levers)) + 1):
         found: list[Fix] = []
@@ -34,7 +34,7 @@ def fixes(replan: Callable[[tuple[str, ...]], Plan | None], *, levers: Sequence[
 
 
 def _fitting(replan: Callable[[tuple[str, ...]], Plan | None], *, levers: Sequence[Sequence[Change]]) -> Iterator[Fix]:
-    """Of the combinations with one change of every lever, those that fit. Nothing is planned where the strongest does not."""
+    """The combinations with one change of every lever that fit. Plans nothing else if the strongest combination does not fit."""
     strongest = tuple(lever[-1] for lever in levers)
     others = (changes for changes in itertools.product(*levers) if changes != strongest)
     for number, changes in enumerate((strongest, *others)):

@@ -1,4 +1,4 @@
-"""Products of groups of rows in a plan, as experts of transformers compute them: torch's meta device takes bfloat16 alone, GPUs every type."""
+"""Grouped products in a plan, as in the experts of transformers: torch's meta device supports only bfloat16, GPUs every dtype."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _PRODUCT = torch.ops.aten._grouped_mm.default
 
 
 def grouped_product(*operands: Any, **options: Any) -> Tensor:
-    """`torch._grouped_mm` of tensors of any dtype without values, which is the result's; see there for shapes and arguments."""
+    """`torch._grouped_mm` for tensors of any dtype without values. Returns such a tensor; shapes and arguments are as in torch."""
     a, b, *others = operands
     if a.dtype is torch.bfloat16 or not a.is_meta:
         return _PRODUCT(a, b, *others, **options)

@@ -1,8 +1,8 @@
-"""The host's part of a planned step that no operation shows.
+"""Work of the host in a planned step that is not an operation.
 
-On a CPU, Python takes time from computing when it accepts a gradient, hands a request to the disk, or chooses what a recomputed block keeps.
-With a GPU, an update in main memory delays the next use of its parameters: the step waits for the host, or the gather of a bucket does.
-The functions that do this are watched.
+On a CPU, Python takes time from computing when it accepts a gradient, sends a request to the disk, or decides about an operation of a
+recomputed block. With a GPU, an update in main memory delays the next use of its parameters: the step waits for the host, or the gather of
+a bucket does. The functions that do this are wrapped.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from ztk.zero.update.update import ShardUpdate
 
 @contextmanager
 def watched_host(lanes: Lanes | None) -> Iterator[None]:
-    """Inside, the clock of `lanes` runs for it. None: there is no clock."""
+    """Context in which the clock of `lanes` includes this work. If None, there is no clock."""
     if lanes is None:
         yield
         return
@@ -56,7 +56,7 @@ def watched_host(lanes: Lanes | None) -> Iterator[None]:
         run(shards, *args, **kwargs)
         lanes.wait_until(
             lanes.loaded, lane="pcie"
-        )  # parameters that are full on every rank, as far as no gather waited for them
+        )  # parameters that are full on every rank, unless a gather waited for them
 
     def updated_behind(shards: ShardUpdate, *args: Any, **kwargs: Any) -> None:
         with lanes.behind():
@@ -77,7 +77,7 @@ def watched_host(lanes: Lanes | None) -> Iterator[None]:
         lanes.wait_until(own, lane="pcie")
 
     class Updated(Future):
-        """Done at a moment of the clock."""
+        """Done at a time of the clock."""
 
         def done(self) -> bool:
             return super().done() and super().result() <= lanes.now

@@ -1,13 +1,13 @@
-"""A step's seconds on a timeline of lanes: computing, the wire, the host's update, copies over PCIe, the disk.
+"""The timeline of a step in lanes: computing, the wire, the host's update, copies over PCIe, the disk.
 
 Operations run one after the other at the hardware's rates. Collectives are sent in the order of their issue, and the step waits for them
-where the engine waits. An update in main memory starts when its gradients and states have arrived, and it keeps the host: the step waits for
-it, unless it runs in the thread behind the forward (stage 3). Then each bucket has the moment at which its update has ended and its
-parameters are on the device, and the first gather of the bucket waits for that moment. Copies in one direction of the PCIe link follow one
+where the engine waits. An update in main memory starts when its gradients and states have arrived, and it blocks the host: the step waits
+for it, unless it runs in the thread during the next forward (stage 3). Then each bucket has the time at which its update has ended and its
+parameters are on the device, and the first gather of the bucket waits until then. Copies in one direction of the PCIe link follow one
 another, and so do reads from the disk. No lane can work for longer than the step, so the busiest lane is a bound.
 
-On a CPU, whose hardware has curves, the same cores compute, reduce and update: all but the disk adds up. There the host's own work counts,
-too: what Python does for a gradient, for a request to the disk, and for an operation that a dispatch mode intercepts.
+On a CPU, whose hardware has curves, the same cores compute, reduce and update: the times of all lanes except the disk add up. There the
+host's own work counts, too: Python's time for a gradient, for a request to the disk, and for an operation that a dispatch mode intercepts.
 """
 
 from collections.abc import Iterator
@@ -32,13 +32,13 @@ _LIKE = {
     INDEXED: (),
     ATTENTION: (),
     TORCH_ATTENTION: (ATTENTION,),
-}  # what stands for a kind that was not measured
+}  # substitutes for kinds that were not measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """seconds: of a step. busy: seconds of work by lane. waits: seconds in which computing waited, by the lane that it waited for; waiting:
-    their sum. A pipeline also waits in its bubble, which only `waiting` counts."""
+    """seconds: of a step. busy: seconds of work by lane. waits: seconds that computing waited for each lane. waiting: their sum, plus the
+    bubble of a pipeline."""
 
     seconds: float
     busy: dict[str, float]
@@ -47,12 +47,13 @@ class StepTime:
 
     @property
     def limit(self) -> str:
-        """The lane that works the longest."""
+        """The busiest lane."""
         return max(self.busy, key=lambda lane: self.busy[lane])
 
     @property
     def parts(self) -> dict[str, float]:
-        """The step's seconds: computing, then waiting by lane; `bubble` of a pipeline. A lane that is busy for longer has the rest."""
+        """The step's seconds: computing, then waiting by lane, and `bubble` of a pipeline. The remainder goes to the lane that limits the
+        step."""
         parts = {"compute": self.busy["compute"], **self.waits}
         parts["bubble"] = max(0.0, self.waiting - sum(self.waits.values()))
         parts[self.limit] = parts.get(self.limit, 0.0) + max(0.0, self.seconds - sum(parts.values()))
@@ -72,13 +73,13 @@ class Lanes:
     """The clock of one planned rank."""
 
     def __init__(self, hardware: Hardware, *, peer: Peer | None = None) -> None:
-        """peer: the way in which another library runs the same step; None: ztk's own."""
+        """peer: another library's way to run the step. Defaults to ztk's own."""
         self._hardware, self._peer = hardware, peer or Peer()
         self._now = self._wire_free = self._start = 0.0
         self._main, self._thread = (
             _Thread(),
             _Thread(),
-        )  # the one that trains, and the one that updates behind the forward
+        )  # the training thread, and the update thread
         self._is_behind = False
         self._busy = dict.fromkeys((*LANES, *_COPIES), 0.0)
         self._waits: dict[str, float] = {}
@@ -91,11 +92,11 @@ class Lanes:
 
     @property
     def loaded(self) -> float:
-        """When the last copy to the device that was started has ended."""
+        """End of the last copy to the device so far."""
         return self._current.copied[TO_DEVICE]
 
     def restart(self) -> None:
-        """A step begins."""
+        """Begins a step."""
         self._start, self.transfer = self._now, 0.0
         self._waits = {}
         self._busy = dict.fromkeys((*LANES, *_COPIES), 0.0)
@@ -112,7 +113,7 @@ class Lanes:
                 counted[lane] = counted.get(lane, 0.0) + times * (seconds - before.get(lane, 0.0))
 
     def read(self, *, disk_read: int, disk_write: int) -> StepTime:
-        """The step since `restart`, in which so many bytes came from the disk and went there."""
+        """The step since `restart`. disk_read, disk_write: its bytes."""
         hardware = self._hardware
         busy = {lane: self._busy[lane] for lane in LANES}
         busy["pcie"] = max(self._busy[way] for way in _COPIES)
@@ -133,8 +134,9 @@ class Lanes:
         operand: torch.dtype | None = None,
         shape: tuple[int, ...] = (),
     ) -> None:
-        """One operation. kind: what takes its time. copies: it does nothing else. With memory of the host it runs there, or is a copy
-        between host and device. to_host: in which direction. operand: dtype of the first operand of a product, whose sums
+        """Adds one operation. kind: see `ztk.planner.kinds`. copies: whether it only copies. An operation on host memory runs on the host,
+        or is a
+        copy between host and device. to_host: direction of the copy. operand: dtype of the first operand of a product, whose sums
         may be kept in another. shape: rows, columns and inner size of a product; length and head size of attention."""
         hardware = self._hardware
         if hardware.curves is not None:
@@ -166,7 +168,7 @@ class Lanes:
 
     @contextmanager
     def behind(self) -> Iterator[None]:
-        """Inside, the host works in a thread of its own: the clock does not run for it. It starts when the gradients have arrived."""
+        """Context in which the host works in the update thread, without time on the main clock. Starts when the gradients have arrived."""
         thread = self._thread
         thread.now, self._is_behind = max(self._now, self._main.copied[TO_HOST], thread.now), True
         try:
@@ -175,14 +177,14 @@ class Lanes:
             self._is_behind = False
 
     def _copy(self, way: str, *, seconds: float) -> None:
-        """A copy over the link, which nobody waits for yet. What is copied to the device has been read or computed before."""
+        """Adds a copy over the link, without a wait. A copy to the device starts after the data was read or computed."""
         thread = self._current
         ready = max(self._moment, thread.read) if way == TO_DEVICE else self._moment
         thread.copied[way] = max(ready, thread.copied[way]) + seconds
         self._busy[way] += seconds
 
     def _update(self, seconds: float) -> None:
-        """Work in main memory, of what was read and copied to there before. The thread that does it does nothing else."""
+        """Adds work in main memory on data that was read or copied there before. It blocks the thread."""
         thread, started = self._current, self._moment
         waits = {
             "pcie": thread.copied[TO_HOST] - started,
@@ -197,12 +199,12 @@ class Lanes:
             self.wait_until(self._now + max(0.0, waited), lane=lane)
 
     def disk_reads(self, nbytes: int) -> None:
-        """A request to the disk for so many bytes."""
+        """Adds a request to the disk of `nbytes`."""
         thread = self._current
         thread.read = max(self._moment, thread.read) + nbytes / self._hardware.disk_read_bandwidth
 
     def updated(self) -> float:
-        """When what the host has updated so far is where the next forward uses it."""
+        """The time when the host's updates so far are available to the next forward."""
         return max(self._moment, self.loaded)
 
     @property
@@ -214,8 +216,8 @@ class Lanes:
         return self._thread.now if self._is_behind else self._now
 
     def host_work(self, kind: str, *, amount: int = 1, dtype: torch.dtype = torch.float32) -> None:
-        """Work of the host that no operation shows, of GRADIENT, REQUEST (amount: bytes) or INTERCEPTED: the cores of a CPU do nothing else
-        meanwhile. Elsewhere the host works beside the device."""
+        """Adds work of the host that is not an operation: GRADIENT, REQUEST (amount: bytes) or INTERCEPTED. On a CPU it blocks the cores;
+        otherwise it overlaps with the device."""
         curves = self._hardware.curves or {}
         names = (kind, f"{kind}.{_name(dtype)}", f"{kind}.float32")
         points = next((curves[name] for name in names if name in curves), None)
@@ -223,13 +225,13 @@ class Lanes:
             self._take("host", seconds=seconds_of(points, amount=amount))
 
     def _take(self, lane: str, *, seconds: float) -> None:
-        """Nothing else is computed meanwhile."""
+        """Adds work during which nothing else is computed."""
         self._now += seconds
         self._busy[lane] += seconds
 
     def _on_cores(self, kind: str, amount: int, *, dtype: torch.dtype) -> float:
-        """Seconds of an operation by the hardware's curves; what is in no measured dtype is as in float32, and what was not measured itself
-        as another fused or elementwise operation."""
+        """Seconds of an operation by the hardware's curves. Unmeasured dtypes use float32's curve, and unmeasured kinds another fused or
+        elementwise operation's."""
         curves = self._hardware.curves or {}
         kinds = (kind, *_LIKE.get(kind, (FUSED,)), ELEMENTWISE)
         names = (kind, *(f"{one}.{name}" for one in kinds for name in (_name(dtype), "float32")))
@@ -237,7 +239,7 @@ class Lanes:
         return self._hardware.operation_latency + (seconds_of(points, amount=amount) if amount else 0.0)
 
     def collective(self, *, size: int, in_node: int) -> Moved:
-        """What a group of `size` ranks, `in_node` of them in each node, calls for each collective.
+        """The function that a group of `size` ranks, `in_node` of them in each node, calls for each collective.
 
         Between nodes every device of the group sends over its own network port, as NCCL's rings do.
 
@@ -278,15 +280,15 @@ class Lanes:
         return moved
 
     def wait_until(self, moment: float, *, lane: str = "wire") -> None:
-        """Computing goes on when the clock shows `moment`. lane: which it waits for."""
+        """Advances the clock to `moment`. lane: the lane that computing waits for."""
         if moment > self._now:
             self._waits[lane] = self._waits.get(lane, 0.0) + moment - self._now
             self._now = moment
 
 
 class _Thread:
-    """What one thread of the host has started. now: its own clock, if it is not the one that trains. copied: by direction, when the last
-    copy has ended; read: when the last request to the disk has."""
+    """State of one thread of the host. now: its own clock, if it is not the training thread. copied: by direction, the end of the last
+    copy. read: the end of the last request to the disk."""
 
     def __init__(self) -> None:
         self.now = self.read = 0.0

@@ -1,7 +1,7 @@
-"""All layouts of a run, and arithmetic that says which of them are worth a plan.
+"""Enumerates all layouts of a run, and ranks them by arithmetic to choose the ones to plan.
 
-The arithmetic only chooses what is planned and in which order: every number of a result is a plan's. Bytes of state are a lower bound, so
-what it drops for memory cannot fit; seconds are rough.
+The arithmetic only decides which layouts are planned and in which order: every number of a result comes from a plan. Bytes of state are a
+lower bound, so layouts dropped for memory cannot fit; seconds are rough.
 """
 
 import math
@@ -15,7 +15,7 @@ STAGES = (0, 1, 2, 3)
 OFFLOADS = ("none", "cpu", "nvme")  # each takes more off the device than the one before
 RECOMPUTES = ("none", "selective", "full")  # each keeps less than the one before
 DEGREES = ("pipeline", "tensor", "sequence", "context", "expert")
-AGAIN = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # operations, in those without recomputation
+AGAIN = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # operations, relative to no recomputation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class Layout:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """On the command line; what is usual is left out."""
+        """Overrides for the command line, without defaults."""
         degrees = {name: getattr(self, name) for name in DEGREES}
         return (
             f"zero=stage{self.stage}",
@@ -43,7 +43,7 @@ class Layout:
         )
 
     def keeps_more(self, other: "Layout") -> bool:
-        """Than `other`, of which it differs in nothing but weaker recomputation and less offloading."""
+        """Whether it keeps more than `other` and differs only by weaker recomputation and less offloading."""
         weaker = RECOMPUTES.index(self.recompute) <= RECOMPUTES.index(other.recompute)
         nearer = OFFLOADS.index(self.offload) <= OFFLOADS.index(other.offload)
         same = replace(self, offload=other.offload, recompute=other.recompute) == other
@@ -52,10 +52,10 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What is trained, on what. parameters: of the full model; expert_parameters: those of them in experts.
+    """The model, the data and the hardware of a search. parameters: of the full model; expert_parameters: the part of them in experts.
 
-    expert_choices: choices of a token, over all layers. flops: of a token, forward and backward. global_batch: sequences. bytes of one
-    parameter: of its values for the forward, its gradient, its optimizer states.
+    expert_choices: choices of a token, over all layers. flops: of a token, forward and backward. global_batch: sequences. Bytes per
+    parameter: parameter_bytes of its values in the forward, gradient_bytes of its gradient, optimizer_bytes of its optimizer states.
     """
 
     ranks: int
@@ -78,7 +78,7 @@ class Workload:
     dtype: str
 
     def replicas(self, layout: Layout) -> int:
-        """Ranks with sequences of their own."""
+        """Number of ranks with different sequences."""
         return self.ranks // (layout.pipeline * layout.tensor * layout.sequence * layout.context)
 
     def forwards(self, layout: Layout) -> int:
@@ -96,7 +96,8 @@ class Workload:
 
 
 def legal(work: Workload) -> tuple[list[Layout], dict[str, int]]:
-    """Every layout with which `work` can run, and how many cannot, by reason. Degrees that do not divide the ranks are no layouts."""
+    """Every layout that `work` can run with, and the number of impossible ones by reason. Degrees that do not divide the ranks are
+    skipped."""
     found, refused = [], Counter[str]()
     for pipeline, tensor, sequence, context, expert in _degrees(work):
         for stage in STAGES:
@@ -120,7 +121,7 @@ def legal(work: Workload) -> tuple[list[Layout], dict[str, int]]:
 
 
 def state_bytes(layout: Layout, *, work: Workload) -> float:
-    """At least so many bytes are on the device between two steps."""
+    """Lower bound of the bytes on the device between two steps."""
     own, shard = work.own(layout), work.shard(layout)
     offloaded = layout.offload != "none"
     parameters = work.parameter_bytes * (shard if layout.stage == 3 else own)
@@ -132,7 +133,7 @@ def state_bytes(layout: Layout, *, work: Workload) -> float:
 
 
 def activation_bytes(layout: Layout, *, work: Workload) -> float:
-    """What a micro-batch keeps of its forward, roughly: 2 bytes of 17 values per element of the residual stream and layer."""
+    """Rough size of a micro-batch's saved activations: 2 bytes of 17 values per element of the residual stream and layer."""
     tokens = work.micro_batch * work.seq_len / (layout.sequence * layout.context)
     layers = work.layers / layout.pipeline
     waiting = min(layout.pipeline, work.forwards(layout))  # micro-batches of a stage at one time, with 1F1B
@@ -142,7 +143,7 @@ def activation_bytes(layout: Layout, *, work: Workload) -> float:
 
 
 def rough_seconds(layout: Layout, *, work: Workload) -> float:
-    """Of a step."""
+    """Rough seconds of a step."""
     hardware, forwards = work.hardware, work.forwards(layout)
     bubble = (forwards + layout.pipeline - 1) / forwards
     compute = work.flops * work.global_batch * work.seq_len / work.ranks / hardware.reached(work.dtype)
@@ -165,13 +166,13 @@ def rough_seconds(layout: Layout, *, work: Workload) -> float:
         compute += shard * (2 * work.optimizer_bytes + work.gradient_bytes) / hardware.memory_bandwidth
     hidden = (
         compute / forwards / 3 if layout.stage == 3 else 0.0
-    )  # behind the first forward; else the step waits for the update
+    )  # during the first forward; else the step waits for the update
     waited = max(0.0, host - hidden)
     return max(compute + _exposed(layout, work=work) + waited, _wire_of_data(layout, work=work), pcie, disk)
 
 
 def _wire_of_data(layout: Layout, *, work: Workload) -> float:
-    """Seconds that ZeRO's collectives take, which overlap with computing."""
+    """Seconds of ZeRO's collectives, which overlap with computing."""
     data, forwards = work.ranks // (layout.pipeline * layout.tensor), work.forwards(layout)
     own = work.own(layout)
     gathers = 1 if layout.stage < 3 else 2 * (1 if layout.pipeline > 1 else forwards)
@@ -181,7 +182,7 @@ def _wire_of_data(layout: Layout, *, work: Workload) -> float:
 
 
 def _exposed(layout: Layout, *, work: Workload) -> float:
-    """Seconds of collectives inside layers, which computing waits for."""
+    """Seconds of collectives inside layers, which block computing."""
     forwards, hardware = work.forwards(layout), work.hardware
     tokens = work.micro_batch * work.seq_len / (layout.sequence * layout.context)
     activations = tokens * work.dim * work.parameter_bytes * forwards
@@ -200,7 +201,8 @@ def _exposed(layout: Layout, *, work: Workload) -> float:
 
 
 def _ring(layout: Layout, *, work: Workload) -> float:
-    """Seconds in which ring attention's keys and values go around: once forward, twice backward, where their gradients go along."""
+    """Seconds of ring attention's transfers of keys and values: once in the forward, twice in the backward, together with their
+    gradients."""
     if layout.context == 1:
         return 0.0
     tokens = work.micro_batch * work.seq_len / layout.sequence  # of the ring
@@ -212,13 +214,13 @@ def _ring(layout: Layout, *, work: Workload) -> float:
 
 
 def _attention(layout: Layout, *, work: Workload) -> float:
-    """Seconds of the products of queries, keys and values, behind which the ring's transfers hide."""
+    """Seconds of the products of queries, keys and values, with which the ring's transfers overlap."""
     flops = 12 * work.dim * work.seq_len * work.layers * work.global_batch * work.seq_len
     return flops / work.ranks / work.hardware.reached(work.dtype) * AGAIN[layout.recompute]
 
 
 def _seconds(nbytes: float, *, size: int, span: int, layout: Layout, hardware: Hardware) -> float:
-    """Of a collective among `size` ranks that lie within `span` neighbours."""
+    """Seconds of a collective among `size` ranks within `span` neighbours."""
     if size == 1:
         return 0.0
     bandwidth = hardware.link_bandwidth * hardware.link_share
@@ -229,7 +231,7 @@ def _seconds(nbytes: float, *, size: int, span: int, layout: Layout, hardware: H
 
 
 def _degrees(work: Workload) -> Iterator[tuple[int, ...]]:
-    """In the order of `DEGREES`."""
+    """All degrees, in the order of `DEGREES`."""
     for pipeline in divisors(work.ranks):
         for tensor in divisors(work.ranks // pipeline):
             data = work.ranks // pipeline // tensor
@@ -240,7 +242,7 @@ def _degrees(work: Workload) -> Iterator[tuple[int, ...]]:
 
 
 def _illegal(layout: Layout, *, work: Workload) -> str:
-    """Why a run is refused; empty if this file knows no reason. The rules of `ztk.config` decide in the end."""
+    """Why the layout is refused, or "" if no rule here applies. The rules of `ztk.config` are decisive."""
     base, larger = divmod(work.kv_heads, layout.tensor)
     groups = work.heads // work.kv_heads
     heads = [(base + more) * groups for more in {0, int(larger > 0)}]  # of a rank
@@ -260,5 +262,5 @@ def _illegal(layout: Layout, *, work: Workload) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending."""
+    """All divisors, ascending."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

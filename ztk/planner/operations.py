@@ -30,10 +30,9 @@ def count_operations(
 ) -> Operations:
     """Counts the operations of one forward and backward.
 
-    build: returns the model, whose forward returns its loss; called with torch's meta device as default. batch: the arguments of that forward,
-    a tuple or a dict of keywords.
-    A frozen weight has no gradient, so it counts four operations for six.
-    Raises ValueError for a model that reads its tensors' values or returns no loss.
+    build: returns the model, whose forward returns its loss; called with torch's meta device as default. batch: the arguments of that
+    forward, a tuple or a dict of keywords. A frozen weight has no gradient, so it counts four operations instead of six. Raises ValueError
+    for a model that reads its tensors' values or returns no loss.
     """
     plain = _counted(build, batch=batch, recompute=None)
     is_plain = recompute is None or recompute.mode is RecomputeMode.none

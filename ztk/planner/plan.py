@@ -1,4 +1,4 @@
-"""`ztk.plan`: what a run needs and moves, before it starts."""
+"""`ztk.plan`: memory, traffic and time of a run before it starts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +26,7 @@ from ztk.planner.result import Plan
 from ztk.planner.trace import RankTrace, planned, trace_rank
 from ztk.zero.offload import OffloadPolicy
 
-RANKS_PER_NODE = 8  # without hardware
+RANKS_PER_NODE = 8  # default without hardware
 
 
 def plan(
@@ -50,16 +50,16 @@ def plan(
 ) -> Plan:
     """Runs `parallelize` and two steps of every kind of rank on tensors without values: for any world size, on any machine.
 
-    The plan is that of GPUs: what `parallelize` does on a device that is no CPU. Its numbers are those of the counters of a run; the peak
-    counts what operations return, not what the allocator adds by rounding, nor what a kernel uses inside.
+    The plan is for GPUs: it takes the paths of `parallelize` for a device that is no CPU. Its numbers equal the counters of a real run. The
+    peak counts results of operations, without the allocator's rounding and a kernel's internal memory.
 
     build: returns the model, whose forward returns its loss; called with torch's meta device as default. batch: one rank's micro-batch, the
-    arguments of that forward: a tuple, or a dict of keywords; of its tensors only shapes and dtypes count. hardware: None: the plan has no
-    answer about memory and no seconds.
+    arguments of that forward: a tuple, or a dict of keywords; only shapes and dtypes of its tensors matter. hardware: if omitted, the plan
+    has no seconds and does not check memory.
 
-    peer: the way in which another library would run the step; None: ztk's own.
+    peer: another library's way to run the step. Defaults to ztk's own.
 
-    Every stage of a pipeline is traced. Experts are planned with equal loads: as many rows for each expert as for any other.
+    Every stage of a pipeline is traced. Experts are planned with equal loads: each expert gets the same number of rows.
 
     Raises ValueError for policies that do not fit together or do not fit the model, for stages cut by measured layers, which a plan does
     not trace, and for a model that reads its tensors' values.
@@ -110,17 +110,17 @@ def plan(
 
 
 def full_size(model: nn.Module) -> int:
-    """Elements of the parameters of the full model."""
+    """Number of elements of the full model's parameters."""
     if isinstance(model, PipelineModule):
         return sum(shape.numel() for shape in model.shapes().values())
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def kinds_of_ranks(topology: Topology, *, world_size: int) -> list[list[int]]:
-    """Ranks of which one is like any other rank, those of one pipeline together, its first stage first.
+    """Lists of ranks, one for each kind of rank, in which the ranks of one pipeline are together, the first stage first.
 
-    Data-parallel ranks have shards of one size, and so have those with other experts; of the tensor-parallel ones the first may have a
-    head more than the last. Every stage of a pipeline is of its own kind.
+    Data-parallel ranks have shards of one size, and so have ranks with other experts. Of the tensor-parallel ranks, the first may have one
+    head more than the last. Every stage of a pipeline is a kind of its own.
     Raises ValueError if the degrees do not fit the world.
     """
     topology.replicas(world_size=world_size)
@@ -132,7 +132,7 @@ def kinds_of_ranks(topology: Topology, *, world_size: int) -> list[list[int]]:
 
 
 def _together(traces: list[RankTrace]) -> list[RankTrace]:
-    """The ranks of one pipeline, with the time that they wait for each other."""
+    """The ranks of one pipeline, including their waits for each other."""
     stages = [trace.stages for trace in traces if trace.stages is not None]
     times = [trace.time for trace in traces if trace.time is not None]
     if not stages:

@@ -15,7 +15,7 @@ class Price:
     budget_hours: float | None = None
 
     def row(self, plan: Plan) -> dict[str, Any]:
-        """Flat keys and plain numbers, as far as they are known: `gpu_hours` and `days` of `tokens`, `within_budget`, `budget_tokens`."""
+        """Flat keys and plain numbers, as far as known: `gpu_hours` and `days` of `tokens`, `within_budget`, `budget_tokens`."""
         rate = plan.tokens_per_second_per_gpu
         if not rate:
             return {}
@@ -30,7 +30,7 @@ class Price:
         return found
 
     def lines(self, plan: Plan) -> Iterator[str]:
-        """The same in lines of text."""
+        """The price as lines of text."""
         row, ranks = self.row(plan), plan.world_size
         if "gpu_hours" in row:
             yield f"  {self.tokens:.4g} tokens take {row['gpu_hours']:,.0f} GPU hours, {row['days']:.3g} days on {ranks:,} GPUs"

@@ -1,4 +1,4 @@
-"""One rank of a world that is not there."""
+"""One rank of a planned world."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from ztk.planner.lanes import Lanes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedProcess(Process):
-    """A rank whose device computes nothing and whose collectives move nothing. lanes: where their time goes; None: nobody asks.
+    """A rank whose device computes nothing and whose collectives move nothing. lanes: the timeline, or None if time is not planned.
     letters: see `Letters`."""
 
     lanes: Lanes | None = None
@@ -28,8 +28,8 @@ class PlannedProcess(Process):
         lanes: Lanes | None = None,
         letters: Letters | None = None,
     ) -> Process:
-        """Rank `rank` of `world_size`, arranged. letters: what the ranks of its pipeline have sent. Raises ValueError if the degrees do
-        not fit the world."""
+        """Rank `rank` of `world_size`, arranged. letters: messages of its pipeline's ranks. Raises ValueError if the degrees do not fit the
+        world."""
         comm = _connect(rank, members=tuple(range(world_size)), ranks_per_node=ranks_per_node, lanes=lanes)
         process = PlannedProcess(
             rank=rank,

@@ -1,7 +1,7 @@
-"""Traces a few micro-batches of a long step, and adds the counts of a middle one for every micro-batch that is left out.
+"""Traces a few micro-batches of a long step, and adds the counts of a middle one for every micro-batch that is skipped.
 
-Only the first and the last micro-batch of a step differ from the others: no backward has prefetched the gathers of the first, and the last
-one's gradients are reduced. Schedules that keep all micro-batches alive are traced completely.
+Only the first and the last micro-batch of a step differ from the others: no backward has prefetched the gathers of the first, and the
+gradients of the last are reduced. Schedules that keep all micro-batches alive are traced completely.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ TRACED = 4  # micro-batches without a pipeline: the first, two of the middle, th
 
 
 def traced_micro_batches(count: int, *, stages: int, policy: PipelinePolicy) -> int:
-    """How many of a step's `count` micro-batches are traced. stages: ranks of the pipeline."""
+    """Number of a step's `count` micro-batches that are traced. stages: ranks of the pipeline."""
     if stages == 1:
         return min(count, TRACED)
     if policy.schedule is ScheduleName.one_f_one_b:
-        return min(count, stages + 2)  # the first stage has as many alive as there are stages
+        return min(count, stages + 2)  # the first stage keeps one per stage alive
     if policy.schedule is ScheduleName.interleaved:
         return min(count, 2 * stages)  # at most (virtual_stages + 1) * stages - 1 of their parts are alive at once
     return count
@@ -66,7 +66,7 @@ class Repeater:
         return times * (stop.disk_read - start.disk_read), times * (stop.disk_write - start.disk_write)
 
     def announce(self, *, start: Counted, stop: Counted, traced: int, left_out: int) -> None:
-        """Adds the bytes in which a pipeline would announce the shapes of the micro-batches left out. It announces the `traced` ones between
+        """Adds the bytes in which a pipeline would announce the shapes of skipped micro-batches. It announces the `traced` ones between
         the two readings."""
         for comm, before, after in zip(self._mesh.comms, start.wire, stop.wire, strict=True):
             if announced := after.get("scalars", 0) - before.get("scalars", 0):

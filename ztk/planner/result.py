@@ -1,4 +1,4 @@
-"""What a plan says, as numbers, as flat JSON, as a frame and as a table."""
+"""The result of a plan, with numbers, flat JSON, a frame and a table."""
 
 import importlib
 from collections.abc import Iterator
@@ -14,11 +14,10 @@ from ztk.planner.trace import RankTrace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A run that nobody has started. Bytes, and operations of one optimizer step.
+    """A planned run. Bytes, and operations of one optimizer step.
 
-    parameters: elements of the full model. classes: one rank of each kind that holds or moves something else than the others;
-    every number of the plan is the largest of them. hardware: what it is made for. tokens, model_flops: of a step over all ranks, 0 if they
-    are not known; dtype: of the products.
+    parameters: elements of the full model. classes: one rank of each kind with different memory or traffic; every number of the plan is the
+    maximum over them. hardware: of the plan. tokens, model_flops: of a step over all ranks, 0 if unknown. dtype: of the products.
     """
 
     world_size: int
@@ -58,23 +57,23 @@ class Plan:
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """The most bytes at one time by tier: on the device with activations, elsewhere what is booked."""
+        """Peak bytes by tier: on the device including activations, elsewhere booked bytes."""
         booked = {tier: max(trace.reserved[tier] for trace in self.classes) for tier in self.fullest.reserved}
         return booked | {"device": self.fullest.peak.nbytes}
 
     @property
     def margin_bytes(self) -> int | None:
-        """What the fullest device has left at the peak, beside its reserve; negative: what it lacks. None without hardware."""
+        """Free memory of the fullest device at the peak, after its reserve. Negative if it does not fit, None without hardware."""
         return None if self.hardware is None else self.hardware.usable_bytes - self.fullest.peak.nbytes
 
     @property
     def fits(self) -> bool | None:
-        """No device lacks memory. None without hardware."""
+        """Whether every device has enough memory. None without hardware."""
         return None if self.margin_bytes is None else self.margin_bytes >= 0
 
     @property
     def time(self) -> StepTime | None:
-        """Of the slowest rank. None without hardware."""
+        """The step of the slowest rank. None without hardware."""
         times = [trace.time for trace in self.classes if trace.time is not None]
         return max(times, key=lambda time: time.seconds, default=None)
 
@@ -127,9 +126,7 @@ class Plan:
         """`as_dict` as a pandas frame: columns `quantity`, with the unit in its name, and `value`; one row each."""
         library: Any = importlib.import_module("pandas")  # here: it takes a second
         values = self.as_dict()
-        value = library.Series(
-            list(values.values()), dtype="object"
-        )  # whole numbers, words and switches stay what they are
+        value = library.Series(list(values.values()), dtype="object")  # integers, strings and booleans keep their types
         return library.DataFrame({"quantity": list(values), "value": value})
 
     def __str__(self) -> str:
@@ -170,7 +167,7 @@ class Plan:
 
     @property
     def step_words(self) -> str:
-        """Seconds of a step: a bound by data sheets, an estimate by a CPU's measured curves; empty without hardware."""
+        """Seconds of a step: a lower bound from data sheets, or an estimate from measured rates. Empty without hardware."""
         if self.hardware is None or self.time is None:
             return ""
         return f"about {self.time.seconds:.3g} s" if self.hardware.is_reached else f"{self.time.seconds:.3g} s or more"
@@ -180,7 +177,7 @@ class Plan:
         """Whether it fits, in words; empty without hardware."""
         if self.hardware is None or self.margin_bytes is None:
             return ""
-        usable = f"the {size(self.hardware.usable_bytes)} that {self.hardware.name} has beside its reserve"
+        usable = f"the {size(self.hardware.usable_bytes)} that {self.hardware.name} has after its reserve"
         if self.margin_bytes >= 0:
             return f"fits: {size(self.margin_bytes)} of {usable} are left at the peak"
         return f"does not fit: {size(-self.margin_bytes)} more than {usable}"

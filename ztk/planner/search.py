@@ -1,4 +1,4 @@
-"""`plan.search=true`: the fastest layouts that fit. Arithmetic orders all of them, the best ones are planned."""
+"""`plan.search=true`: finds the fastest layouts that fit. Arithmetic orders all layouts, and the best ones are planned."""
 
 import math
 from collections import Counter
@@ -17,7 +17,7 @@ _NOUNS = {"host": "host's update", "pcie": "copies between host and device"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """A layout and its plan. rough: the seconds by which arithmetic chose it."""
+    """A layout and its plan. rough: seconds of the arithmetic that selected it."""
 
     layout: Layout
     plan: Plan
@@ -25,7 +25,7 @@ class Found:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         assert self.plan.time is not None
         return self.plan.time.seconds
 
@@ -36,12 +36,12 @@ class Found:
 
     @property
     def offload_seconds(self) -> float:
-        """Of a step: waiting for the host's update, for copies between host and device, and for the disk."""
+        """Seconds of a step that are waits for the host's update, for copies between host and device, and for the disk."""
         assert self.plan.time is not None
         return sum(self.plan.time.parts.get(lane, 0.0) for lane in OFFLOADED)
 
     def slower_because(self, best: "Found") -> str:
-        """Names the part that makes a step longer than `best`'s, or of more GPU time where the numbers of GPUs differ."""
+        """Names the part that makes a step longer than `best`'s, or of more GPU time if the numbers of GPUs differ."""
         assert self.plan.time is not None and best.plan.time is not None
         own, other = self.plan.time.parts, best.plan.time.parts
         ratio = self.plan.world_size / best.plan.world_size
@@ -77,10 +77,11 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
-    """found: those that fit, the least GPU time first, then those that do not, the nearest first. layouts: how many there are.
+    """found: layouts that fit, ordered by GPU time, then layouts that do not, ordered by their excess. layouts: number of all layouts.
 
-    dropped: how many of them were not planned, by reason. The counts and `found` add up to `layouts`.
-    usable, resident: bytes that tensors may take on a device, and the fewest that any layout without offloading keeps there between steps.
+    dropped: number of layouts that were not planned, by reason. The counts and `found` add up to `layouts`.
+    usable, resident: bytes available to tensors on a device, and the minimum of bytes that a layout without offloading keeps there between
+    steps.
     price: of the training for which the layouts are compared.
     """
 
@@ -102,7 +103,8 @@ class Search:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """One per planned layout, with its rank among those that fit and why it is slower than the first; for JSON, CSV and frames."""
+        """One row per planned layout, with its rank among layouts that fit and the reason why it is slower than the first; for JSON, CSV
+        and frames."""
         fitting = iter(range(1, len(self.found) + 1))
         rows = []
         for found in self.found:
@@ -128,7 +130,7 @@ class Search:
             yield f"  dropped {count:,}: {reason}"
 
     def _reasons(self) -> Iterator[str]:
-        """Why the first layout is the first."""
+        """Why the first layout is the best."""
         fitting = [found for found in self.found if found.plan.fits]
         if not fitting:
             yield "  none of them fits: use more ranks, smaller micro-batches or a smaller model"
@@ -162,9 +164,9 @@ def search(
     traced: int,
     say: Callable[[str], object] = print,
 ) -> Search:
-    """Plans at most `traced` layouts, in the order of the arithmetic: those that seem to fit first, of them the fastest.
+    """Plans at most `traced` layouts, in the order of the arithmetic: layouts that seem to fit first, ordered by speed.
 
-    replan: the plan with these overrides, or why they are refused. say: prints a line of progress.
+    replan: returns the plan with these overrides, or the reason for a refusal. say: prints a line of progress.
     """
     layouts, dropped = legal(work)
     total, usable = len(layouts) + sum(dropped.values()), work.hardware.usable_bytes
@@ -203,7 +205,7 @@ def search(
 
 
 def _order(one: Found) -> tuple:
-    """The least GPU time first, among equals the faster and then the simpler; then those that do not fit, the nearest first."""
+    """Sort key: layouts that fit by GPU time, then seconds, then simplicity; then the others by their excess."""
     if one.plan.fits:
         rounded = (float(f"{seconds:.3g}") for seconds in (one.gpu_seconds, one.seconds))
         return False, *rounded, _simplicity(one.layout), one.seconds
@@ -211,5 +213,5 @@ def _order(one: Found) -> tuple:
 
 
 def _simplicity(layout: Layout) -> tuple[int, ...]:
-    """Among equals the layout with fewer techniques comes first."""
+    """Sort key: among equals the layout with fewer techniques comes first."""
     return (math.prod(getattr(layout, name) for name in DEGREES), layout.stage, len(layout.overrides))
