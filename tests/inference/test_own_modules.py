@@ -258,5 +258,5 @@ def test_modules_that_look_at_other_rows_are_refused():
             return x / x.abs().max()
 
     model.model.norm = Everything()
-    with pytest.raises(ValueError, match="depends on the sequences beside it"):
+    with pytest.raises(ValueError, match="depend on other sequences of the step"):
         Generator(model)

@@ -104,7 +104,7 @@ def test_tokens_of_the_cache_are_refused_where_what_computes_with_them_has_no_me
     policy = InferencePolicy(max_step_tokens=64, draft_tokens=draft_tokens, cache_tokens=6 * UNIT)
     monkeypatch.setattr(room, "free_memory", lambda: 1000)
     with pytest.raises(
-        ValueError, match=r"cache_tokens=1536 need \d+ bytes with what a step.*and 1000 are free"
+        ValueError, match=r"cache_tokens=1536 need \d+ bytes with the working memory of a step.*and 1000 are free"
     ) as told:
         Generator(model, policy=policy, draft=draft)
     free = int(str(told.value).split()[2])

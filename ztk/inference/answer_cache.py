@@ -1,4 +1,5 @@
-"""Keys and values of answers that are drawn in step, several to each prompt: blocks that a prompt fills are there once, for all its answers."""
+"""Keys and values of answers that are drawn in step, several to each prompt. Blocks filled by a prompt are stored once for all its
+answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +13,9 @@ from ztk.inference.slab_cache import SlabCache
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """Keys, or values, of one layer. shared: of prompts, as many blocks as any fills, [blocks, prompts, K, BLOCK, D]; where a prompt does not
-    fill one, finite numbers.
+    """Keys, or values, of one layer. shared: full blocks of prompts, [blocks, prompts, K, BLOCK, D]; finite numbers beyond a prompt's end.
 
-    own: of each answer the blocks behind them, [blocks, answers, K, BLOCK, D].
+    own: the following blocks of each answer, [blocks, answers, K, BLOCK, D].
     """
 
     shared: Tensor
@@ -25,9 +25,9 @@ class Kept:
 class AnswerCache:
     """keys[layer] and values[layer] of A answers; own[layer]: their own blocks, of keys and of values, [2, blocks, A, K, BLOCK, D].
 
-    live: how many of them go on; those are in the first places.
+    live: number of answers that continue; they are in the first places.
     prompts: of every prompt, in the slot of its number. lengths: their tokens. prompt_of: number of each answer's prompt. longest: tokens of an
-    answer at most. shares: blocks that prompts fill are kept once; else every answer has its own copy.
+    answer at most. shares: blocks that prompts fill are stored once; else every answer has a copy.
 
     filled: full blocks of each prompt that are shared. blocks: of an answer's own, at most.
     """
@@ -58,15 +58,15 @@ class AnswerCache:
                         kept.own[block - filled, answers] = slab[prompt, block]
 
     def open(self, blocks: int) -> None:
-        """The first `blocks` own blocks are about to be read. What is behind a text counts nothing: scores of its keys are replaced, and zero
-        times its values must be zero, so those have to be finite."""
+        """Prepares the first `blocks` own blocks for reading. Positions after a text's end must be finite: their scores are masked, and
+        zero times their values must be zero."""
         for kept in self.values:
             kept.own[self._opened : blocks].zero_()
         self._opened = max(self._opened, blocks)
 
     def keep(self, places: list[int]) -> None:
-        """Of the answers in `places` those that do not fit into the first ones move there, in place of such as have ended; `places` then names
-        what is where: places[n] == n, or a larger number, whose answer is at n from now on."""
+        """Moves the answers in `places` that are not in the first places to the places of ended answers. `places` is updated: places[n] is
+        n, or a larger number, whose answer is at n from now on."""
         moved = [(source, target) for target, source in enumerate(places) if source != target]
         if moved:
             sources, targets = (torch.tensor(part) for part in zip(*moved, strict=True))

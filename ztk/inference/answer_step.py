@@ -1,10 +1,11 @@
 """Steps in which every answer of an `AnswerCache` gets one token, with the bits of `ztk.inference.attention`.
 
 [Note: Answers in step]
-A decoding step of many short texts is small products, and what is around them. So the products of a block with all texts' queries are one
-call; while answers have one block, its first 16 or 32 keys are multiplied where no text has more; and blocks that a prompt fills are multiplied
-once for all answers to it, whose queries are rows of one product, instead of once per answer. None of it changes a bit where `equal_shapes`
-holds: a row's product has the same bits among any others, keys that are left out have the weight zero, the maximum over keys is exact in any
+A decoding step of many short texts consists of small products and overhead. So the products of a block with all texts' queries are one
+call. While answers have one block, only its first 16 or 32 keys are multiplied if no text has more. Blocks filled by a prompt are
+multiplied once for all answers to it, whose queries are rows of one product, instead of once per answer. None of this changes a bit if
+`equal_shapes`
+holds: a row's product has the same bits among any others, skipped keys have the weight zero, the maximum over keys is exact in any
 order, and sums over blocks are added in their order.
 """
 
@@ -22,9 +23,9 @@ from ztk.inference.steps import Attention, RowStep
 
 
 class AnswerStep(RowStep):
-    """Where the rows of a step are: row n is the next token of answer n. positions: int64 [live answers].
+    """Positions of the rows of a step: row n is the next token of answer n. positions: int64 [live answers].
 
-    lengths: of the answers' prompts. `next` goes on to the following token, `keep` leaves out answers that have ended.
+    lengths: of the answers' prompts. `next` advances to the following token, `keep` drops answers that have ended.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class AnswerStep(RowStep):
         self._arrange()
 
     def next(self) -> None:
-        """Every answer has got a token."""
+        """Advances every answer by one token."""
         self._since += 1
         self.positions, self._at = self.positions + 1, self._at + 1
         self._lines += 1  # but where a block begins
@@ -55,7 +56,7 @@ class AnswerStep(RowStep):
         self._place()
 
     def keep(self, places: list[int]) -> None:
-        """As `AnswerCache.keep`, which is called, too."""
+        """As `AnswerCache.keep`, which it also calls."""
         self._cache.keep(places)
         self._lengths = [self._lengths[place] for place in places]
         self.positions = self.positions[places]
@@ -126,7 +127,7 @@ class AnswerStep(RowStep):
             self._shared.positions = self.positions
 
     def _move(self, keys: int) -> None:
-        """Some answer begins a block, or more of the first one is multiplied from now on. keys: own ones of the longest answer."""
+        """Called when some answer begins a block, or more of the first block is multiplied. keys: own ones of the longest answer."""
         cache, (K, G, _), A = self._cache, self._sizes, len(self._at)
         blocks, width = -(-keys // BLOCK), next((width for width in self._shapes.keys if width >= keys), BLOCK)
         self._room = width if blocks == 1 else blocks * BLOCK
@@ -146,7 +147,7 @@ class AnswerStep(RowStep):
         return self._places + self._first.view(-1, 1, 1, 1)
 
     def _hidden(self, window: int) -> Tensor:
-        """As `_later`, with those that are too far behind."""
+        """As `_later`, including keys before the window."""
         return self._later | (self._key_at() <= self.positions.view(-1, 1, 1, 1) - window)
 
 
@@ -174,9 +175,10 @@ class _Views:
 
 
 class _SharedBlocks:
-    """What answers see of the blocks that their prompts fill. positions: int64 [answers], of their queries.
+    """Attention of answers over the blocks that their prompts fill. positions: int64 [answers], of their queries.
 
-    A product has the queries of all answers to a prompt: N blocks, P prompts, R rows, those of M answers and copies that nobody reads.
+    A product has the queries of all answers to a prompt: N blocks, P prompts, R rows, of which M belong to answers and the rest are unused
+    copies.
     """
 
     def __init__(self, cache: AnswerCache, *, rows: int, shapes: EqualShapes, sizes: tuple[int, int, int]) -> None:

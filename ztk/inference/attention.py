@@ -1,15 +1,15 @@
-"""Attention over a cache, with sums whose order depends on positions alone.
+"""Attention over a cache, with sums whose order depends only on positions.
 
 [Note: Exactness]
-A sequence's logits must not depend on what is computed beside it: other sequences, how its prompt was cut, drafts. A matrix product of a
+A sequence's logits must not depend on the rest of the step: other sequences, the chunks of its prompt, drafts. A matrix product of a
 library may sum in another order when it has another number of rows. So here
 - every product has one shape: a tile of query rows (a query's row follows from its absolute position) times `BLOCK` keys; a query without
-  neighbours is in a narrower one where this processor gives both the same bits (`lone_tile_of` tries it); how many products one call makes,
+  neighbours uses a narrower one if this processor gives both the same bits (tested by `lone_tile_of`); the number of products in a call,
   of the blocks of one sequence or of one block of many, changes none of them;
 - keys are summed in blocks of 64 from position 0 on, and the blocks' results are added in order, in double precision;
-- the maximum that is taken off before exp is over all keys of the query: exact in any order.
-Keys that are not there or not seen are masked and add exactly nothing; rows that are not there are copies, and are not read. The linear
-layers keep the same promise by oneDNN or by a row at a time, see `ztk.inference.products`; `ztk.inference.probe` checks that when a model
+- the maximum that is subtracted before exp is over all keys of the query: exact in any order.
+Missing and invisible keys are masked and add exactly nothing; missing rows are copies, and are not read. The linear
+layers ensure the same by oneDNN or by one row at a time, see `ztk.inference.products`; `ztk.inference.probe` checks this when a model
 is loaded.
 """
 
@@ -27,7 +27,7 @@ from ztk.inference.rows import constant
 BLOCK = 64  # keys that are summed at once
 _ROWS = 8  # query rows of a product, at least
 _LONE_ROWS = 4  # of a query without neighbours, where that changes no bit
-_BATCHES, _MOST = (1, 2, 4, 33), 130  # products in one call that are tried, and beside which
+_BATCHES, _MOST = (1, 2, 4, 33), 130  # numbers of products in one call that are compared, and the reference
 _KEPT = 4  # groups of tiles whose views are kept from step to step
 # (products in one call, tiles of each) whose rows must equal single tiles
 _JOINED = ((1, 2), (4, 5), (33, 9), (5, 32), (2, 1), (130, 3), (3, 64))
@@ -40,16 +40,16 @@ def tile_of(group: int) -> int:
 
 
 def lone_tile_of(group: int, *, head_dim: int, kv_heads: int) -> int:
-    """Positions in the product of a query that has none beside it, fewer than a tile's where rows have the same bits in both.
+    """Positions in the product of a query without neighbours. Fewer than a tile's if rows have the same bits in both.
 
-    Most of what a decoding step multiplies are copies of its queries. fp32, one core of an EPYC with AVX512, 32 sequences, 4 heads of 64,
+    Most rows that a decoding step multiplies are copies of its queries. fp32, one core of an EPYC with AVX512, 32 sequences, 4 heads of 64,
     microseconds for 8 / 4 / 2 rows per head: 195 / 152 / 134; 2 rows and 1 have other bits there.
     """
     return _lone_tile(group, head_dim, kv_heads == 1, torch.get_num_threads())
 
 
 def differing_tile(group: int, *, head_dim: int, kv_heads: int) -> int | None:
-    """How many products in one call give a tile's rows other bits than many do; None: no number that was tried."""
+    """The number of products in one call for which a tile's rows have other bits than for many. None if all tested numbers agree."""
     counts = _counts(kv_heads == 1)
     for x, other in _trials(group, tile=tile_of(group), head_dim=head_dim):
         full = torch.bmm(x, other)
@@ -113,10 +113,12 @@ def _trials(group: int, *, tile: int, head_dim: int) -> Iterator[tuple[Tensor, T
 class Tiles:
     """Q tiles of `tile` consecutive positions, the first of which is a multiple of `tile`.
 
-    rows: int64 [Q, tile], which row of the step is at each place; where there is none, any. int64 [Q], or a slice of Q consecutive rows:
-    each is at all places of a tile of its own. slots, blocks: per tile, the cache's slot and how many blocks of keys it reads. firsts: int64
-    [Q], absolute position of the first place. lines: int64 [Q], the only place that counts; None: all do. targets, sources: int64, rows of
-    the step and the places in Q * tile (in Q, with lines) whose results they take; sources None: the targets are all Q rows, in order.
+    rows: int64 [Q, tile], the step's row at each place, or any row if there is none; or int64 [Q], or a slice of Q consecutive rows, each
+    at
+    all places of its own tile. slots, blocks: per tile, the cache's slot and the number of blocks of keys that it reads. firsts: int64
+    [Q], absolute position of the first place. lines: int64 [Q], the only place that counts, or None if all do. targets, sources: int64,
+    rows of the step, and the places in Q * tile (in Q, with lines) whose results they take. If sources is None, the targets are all Q rows,
+    in order.
     side_by_side: slots are consecutive and blocks equal. any_place: with lines, every place of a tile has the same bits. one_sequence: all
     tiles are of one slot, in the order of their positions, and one product multiplies a block of keys with all tiles that read it.
     """
@@ -143,11 +145,11 @@ class Tiles:
         return (self.firsts + self.lines).unsqueeze(1)
 
     def first_hidden(self, *, window: int | None) -> int:
-        """The first block with a key that some query does not see. window: a query sees that many keys, itself included."""
+        """The first block with a masked key. window: number of keys that a query attends to, including itself."""
         return 0 if window is not None or not self.one_sequence else int(self.firsts[0]) // BLOCK
 
     def hidden(self, *, window: int | None) -> Tensor:
-        """bool [Q, blocks from `first_hidden` on, 1, 1, places, BLOCK]: keys that a query does not see."""
+        """bool [Q, blocks from `first_hidden` on, 1, 1, places, BLOCK]: masked keys of each query."""
         if window not in self._hidden:
             first, count = self.first_hidden(window=window), max(self.blocks)
             key_at = torch.arange(first * BLOCK, count * BLOCK).view(1, count - first, 1, 1, 1, BLOCK)
@@ -157,14 +159,14 @@ class Tiles:
         return self._hidden[window]
 
     def queries(self, query: Tensor, *, kv_heads: int) -> Tensor:
-        """Of query [M, H, D], what is at each place: [Q, K, G, tile, D]."""
+        """The rows of query [M, H, D] at each place: [Q, K, G, tile, D]."""
         Q, (_, H, D) = len(self.slots), query.shape
         if isinstance(self.rows, slice) or self.rows.dim() == 1:
             return query[self.rows].view(Q, kv_heads, H // kv_heads, 1, D).expand(-1, -1, -1, self.tile, -1)
         return query[self.rows].view(Q, self.tile, kv_heads, H // kv_heads, D).permute(0, 2, 3, 1, 4)
 
     def counted(self, results: Tensor) -> Tensor:
-        """Of results [Q, N, K, G, tile, X], the places that count: [Q, N, K, G, places, X]."""
+        """The places that count in results [Q, N, K, G, tile, X]: [Q, N, K, G, places, X]."""
         if self.lines is None or self.tile == 1:
             return results
         if self.any_place:
@@ -186,16 +188,16 @@ class Scratch:
         self._kept: dict[tuple, _Memory] = {}
 
     def forget(self) -> None:
-        """No view of a cache is kept: its memory is about to be replaced."""
+        """Drops views of a cache whose memory is about to be replaced."""
         self._kept.clear()
 
     def release(self) -> None:
-        """As `forget`, and the memory is given back: sequences have other lengths from now on."""
+        """As `forget`, and frees the memory, because sequences have other lengths now."""
         self._kept.clear()
         self._flat.clear()
 
     def take(self, name: str, *, shape: tuple[int, ...]) -> Tensor:
-        """Memory under this name, fp32 of `shape`, with any content; shared with who takes the same name."""
+        """Memory under this name, fp32 of `shape`, with undefined content; shared by all callers with the same name."""
         numel = math.prod(shape)
         flat = self._flat.get(name)
         if flat is None or flat.numel() < numel:
@@ -204,7 +206,7 @@ class Scratch:
         return flat[:numel].view(shape)
 
     def memory(self, tiles: Tiles, *, kv_heads: int, group: int, head_dim: int) -> "_Memory":
-        """For one group of tiles."""
+        """Memory for one group of tiles."""
         sizes = (kv_heads, group, head_dim)
         if tiles.lines is None:
             return _Memory(tiles, sizes=sizes, scratch=self)
@@ -221,10 +223,10 @@ class Scratch:
 class _Memory:
     """fp32: queries [Q, N, K, G, T, D], scores and weights [Q, N, K, G, T, BLOCK], and results of each block [Q, N, K, G, T, D].
 
-    Queries and weights share memory, unless the weights are computed where the scores are: where all places count. Of tiles side by side
+    Queries and weights share memory, unless the weights are computed in the scores' memory, when all places count. For tiles side by side
     queries are [Q, 1, K, G, T, D], and N and K come first in memory: a product takes one block of one head of all sequences. Over 32
     sequences of one block, 4 heads of 64, microseconds for both products on one core / two: 209 / 139, and one call per sequence 266 / 394.
-    Tiles of one sequence lie in the same way, and a product takes one block of all heads.
+    Tiles of one sequence have the same layout, and a product takes one block of all heads.
     """
 
     def __init__(self, tiles: Tiles, *, sizes: tuple[int, int, int], scratch: Scratch) -> None:
@@ -285,7 +287,7 @@ class _Memory:
             yield rows, slab[self._tiles.slots[0], n], out[first:, n].transpose(0, 1).flatten(1, 3)
 
     def _readers(self) -> list[int]:
-        """Of tiles of one sequence, the first that reads each block."""
+        """For tiles of one sequence, the first that reads each block."""
         return [bisect_right(self._tiles.blocks, n) for n in range(self._sizes[1])]
 
     def clear_unread(self) -> None:
@@ -311,8 +313,9 @@ def attend(
 ) -> Tensor:
     """softmax(scale query key^T) value over each query's past: query [M, H, D] -> fp32 [targets of the tiles, H, D].
 
-    keys and values: fp32 [slots, blocks, K, BLOCK, D], with those of all rows of the step. window: a query sees that many keys, itself
-    included. softcap: scores become c tanh(score / c). slopes [H]: ALiBi, slope times the key's position is added.
+    keys and values: fp32 [slots, blocks, K, BLOCK, D], including all rows of the step. window: number of keys that a query attends to,
+    including
+    itself. softcap: scores become c tanh(score / c). slopes [H]: ALiBi, slope times the key's position is added.
     """
     (_, H, D), K = query.shape, keys.shape[2]
     G, N = H // K, max(tiles.blocks)

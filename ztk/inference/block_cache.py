@@ -17,11 +17,11 @@ _COPY, _SAVE, _RESTORE, _DROP, _SHORTEN, _PLACE = range(6)
 
 
 class BlockCache(Cache):
-    """store: [blocks, layers, 2, K, 64, D], so that a block of all layers is one piece of memory. tables: per slot, its blocks in order.
+    """store: [blocks, layers, 2, K, 64, D], so that a block of all layers is contiguous. tables: per slot, its blocks in order.
 
-    dtype: of keys and values. uint8 stands for fp8 (e4m3), with `scales` fp32 [layers, 2, K] or None: see [Note: Scales of an fp8 cache] in
+    dtype: of keys and values. uint8 holds fp8 (e4m3), with `scales` fp32 [layers, 2, K] or None: see [Note: Scales of an fp8 cache] in
     ztk/inference/memory.py.
-    swap: where copies of preempted sequences' blocks go.
+    swap: store for copies of preempted sequences' blocks.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class BlockCache(Cache):
 
     @property
     def positions(self) -> int:
-        """Positions of all sequences together that there is memory for."""
+        """Capacity in positions of all sequences together."""
         return self.blocks * BLOCK
 
     @property
@@ -56,7 +56,7 @@ class BlockCache(Cache):
         return self._store.nbytes
 
     def keys(self, layer: int) -> Tensor:
-        """[blocks, K, 64, D] of one layer; blocks are apart by those of all layers."""
+        """[blocks, K, 64, D] of one layer; the stride between blocks spans all layers."""
         return self._store[:, layer, 0]
 
     def values(self, layer: int) -> Tensor:
@@ -64,18 +64,18 @@ class BlockCache(Cache):
         return self._store[:, layer, 1]
 
     def scales_of(self, layer: int) -> Tensor | None:
-        """fp32 [2, K]: what a stored number of each head's keys and values is times."""
+        """fp32 [2, K]: the factors of each head's stored keys and values."""
         return None if self.scales is None else self.scales[layer]
 
     def step(self, spans: list[Span]) -> BlockStep:
         return block_step(spans, cache=self, tables=self.tables, group=self._group)
 
     def recompute(self, slot: int, *, tokens: list[int]) -> list[int]:
-        """Keys and values are written over themselves: a block that other sequences share gets the same numbers again."""
+        """Recomputes keys and values in place: a block that other sequences share gets the same numbers again."""
         return tokens[: len(self.tables[slot]) * BLOCK]
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Blocks become others: (source, target) each."""
+        """Copies blocks: (source, target) each."""
         for source, target in pairs:
             self._note(_COPY, source, target)
         flat = self._store.view(self.blocks, -1)
@@ -92,13 +92,13 @@ class BlockCache(Cache):
         return numbers
 
     def restore(self, copies: list[int], *, blocks: list[int]) -> None:
-        """What `save` gave, into other blocks. Raises DiskError as `SwapFile`."""
+        """Copies blocks from `save` into other blocks. Raises DiskError as `SwapFile`."""
         for number, block in zip(copies, blocks, strict=True):
             self._note(_RESTORE, number, block)
         self.swap.read([self._copies[number] for number in copies], into=[self._bytes(block) for block in blocks])
 
     def drop(self, copies: list[int]) -> None:
-        """What `save` gave is not needed any more."""
+        """Frees copies from `save`."""
         for number in copies:
             self._note(_DROP, number)
         self.swap.free([self._copies.pop(number) for number in copies])
@@ -113,7 +113,7 @@ class BlockCache(Cache):
             if len(told) > len(own):
                 self._note(_SHORTEN, span.slot, len(own))
                 del told[len(own) :]
-            same = len(told) if own[: len(told)] == told else 0  # a sequence that goes on: its new blocks alone
+            same = len(told) if own[: len(told)] == told else 0  # a sequence that continues: its new blocks only
             for place, block in enumerate(own[same:], start=same):
                 if place >= len(told) or told[place] != block:
                     self._note(_PLACE, span.slot, place, block)

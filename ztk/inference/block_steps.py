@@ -12,7 +12,7 @@ from ztk.kernels import cache_rows, make_tiles, paged_attention
 
 
 class Blocks(Protocol):
-    """What a step reads and writes of `BlockCache`."""
+    """The part of `BlockCache` that a step uses."""
 
     device: torch.device
     dtype: torch.dtype
@@ -32,8 +32,9 @@ class Blocks(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockStep:
-    """A step's M rows: positions int64 [M]; places int64 [M], block times 64 plus position in it, -1: padding; tables int32 [slots, width];
-    tiles int32 [Q, 5], see `ztk.kernels.paged_attention`. split: every sequence has one row, so segments are computed side by side."""
+    """A step's M rows: positions int64 [M]; places int64 [M], block times 64 plus position in it, -1 for padding; tables int32 [slots,
+    width]; tiles int32 [Q, 5], see `ztk.kernels.paged_attention`. split: every sequence has one row, so segments are computed in
+    parallel."""
 
     cache: Blocks
     positions: Tensor

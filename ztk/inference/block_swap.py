@@ -1,4 +1,4 @@
-"""Where copies of a preempted sequence's blocks are kept: in main memory, or in a file that is written past the page cache."""
+"""Storage for copies of a preempted sequence's blocks: main memory, or a file that is written with direct I/O."""
 
 import uuid
 import weakref
@@ -26,11 +26,11 @@ class Swap(Protocol):
         ...
 
     def read(self, handles: list[Any], *, into: list[Tensor]) -> None:
-        """The copies, which stay."""
+        """Copies back; the copies stay valid."""
         ...
 
     def free(self, handles: list[Any]) -> None:
-        """They are not needed any more."""
+        """Frees the copies."""
         ...
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class SwapFile:
                 target.copy_(buffer[: self._nbytes])
 
     def free(self, handles: list[int]) -> None:
-        """Their places are written again."""
+        """Makes their places available again."""
         self._free += handles
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class SwapFile:
         return self._places - 1
 
     def _move(self, direction: Direction, *, places: list[int]) -> None:
-        """Between the buffers and these places of the file; waits for the end."""
+        """Transfers between the buffers and these places of the file, and waits."""
         moved = [
             Transfer(
                 direction=direction,

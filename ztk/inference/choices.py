@@ -1,9 +1,9 @@
-"""Which of several texts a model finds the likeliest continuation of a prompt.
+"""Finds which of several texts a model considers the likeliest continuation of a prompt.
 
-Prompt and choice are tokenised together, as the model has seen text. A token may then lie across their boundary, or the last tokens of the
-prompt may be others than those of the prompt alone. All choices of an example are therefore scored from the first token in which any of them
-differs from the prompt: they are conditioned on the same tokens, and the sum covers the same end of the prompt, if any, and the choice. Where
-the boundary is one of tokens for all choices, that is log p(choice | prompt), as in lm-evaluation-harness.
+Prompt and choice are tokenised together, as in the model's training data. A token may then cross their boundary, or the last tokens of the
+prompt may differ from the prompt's own tokens. All choices of an example are therefore scored from the first token in which any of them
+differs from the prompt: they are conditioned on the same tokens, and the sum covers the same end of the prompt, if any, and the choice. If
+the boundary is a token boundary for all choices, this is log p(choice | prompt), as in lm-evaluation-harness.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class EncodedChoices:
     is_cut: bool = False
 
     def cut_to(self, size: int) -> "EncodedChoices":
-        """The same with as much of the end of the context as fits into `size` tokens beside the longest choice.
+        """The same with the end of the context that fits into `size` tokens together with the longest choice.
 
         Raises:
             ValueError: a choice does not fit.

@@ -1,5 +1,6 @@
-"""Which part of each weight a tensor-parallel rank computes with: heads, inner columns and a part of the vocabulary (Shoeybi et al. 2019,
-https://arxiv.org/abs/1909.08053). It follows from the description alone, so every family is cut, whatever its modules are called."""
+"""The part of each weight that a tensor-parallel rank computes with: heads, inner columns and a part of the vocabulary (Shoeybi et al.
+2019, https://arxiv.org/abs/1909.08053). It follows from the description alone, so every family can be cut, independent of its modules'
+names."""
 
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ class Cut:
     size: int = 1
 
     def own(self, description: Description) -> Description:
-        """What this rank computes of the model: its heads.
+        """The description of this rank's part of the model: its heads.
 
         Raises:
             ValueError: the heads cannot be divided.
@@ -55,7 +56,7 @@ class Cut:
         return own, self.outputs(up, part=part), self.inputs(down, part=part)
 
     def vocabulary(self, full: Affine) -> Affine:
-        """This rank's rows of the head, filled up with zeros so that all ranks have as many."""
+        """This rank's rows of the head, padded with zeros to the same number on all ranks."""
         if self.size == 1:
             return full
         total = full.weight.shape[0]
@@ -66,21 +67,21 @@ class Cut:
         return Affine(weight=F.pad(part.weight, (0, 0, 0, missing)), bias=bias)
 
     def inner_of(self, width: int) -> range:
-        """This rank's part of inner columns: groups as evenly as they go, so that no rank has none."""
+        """This rank's part of inner columns: groups divided as evenly as possible, so that no rank is empty."""
         grain = _GROUP if width >= self.size * _GROUP else 1
         groups = -(-width // grain)
         start, stop = (rank * groups // self.size * grain for rank in (self.rank, self.rank + 1))
         return range(start, min(stop, width))
 
     def outputs(self, full: Affine, *, part: range) -> Affine:
-        """These outputs of a linear layer."""
+        """The part of a linear layer for these outputs."""
         if self.size == 1:
             return full
         bias = None if full.bias is None else full.bias[part.start : part.stop]
         return Affine(weight=full.weight[part.start : part.stop], bias=bias)
 
     def inputs(self, full: Affine, *, part: range) -> Affine:
-        """What these inputs of a linear layer give, with steps of all inputs where it is quantised; one rank adds the bias."""
+        """The part of a linear layer for these inputs, with steps of all inputs if it is quantised. One rank adds the bias."""
         if self.size == 1:
             return full
         weight = full.weight[:, part.start : part.stop].contiguous()

@@ -1,4 +1,4 @@
-"""What a model computes, as data: one description for all families, read from a module and its configuration."""
+"""Description of a model's computation as data, one for all families, read from a module and its configuration."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,9 +16,10 @@ class Description:
 
     norm: rms or layer; norm_offset is added to its weight (Gemma: 1). norms: before (attention(norm(x))), after (norm(attention(x)),
     OLMo 2), both (Gemma 2 and 3). parallel: attention and MLP read the same x (GPT-NeoX, Phi). qk_norm: heads (over each head), all (over
-    all of them), or none. rotary_dims: the part of a head that turns; 0: positions are learned or ALiBi. windows: per layer, None: all
-    keys. tables: per layer, which of the rotary tables. is_tied: the head is the embedding. experts: of a layer's MLP; 0: dense.
-    dense_layers: those that have no experts all the same.
+    all of them), or none. rotary_dims: size of the rotated part of a head; 0 if positions are learned or ALiBi. windows: per layer, None
+    for all
+    keys. tables: per layer, which of the rotary tables. is_tied: the head is the embedding. experts: of a layer's MLP; 0 if dense.
+    dense_layers: layers without experts in a model with experts.
     """
 
     family: str
@@ -70,7 +71,7 @@ def describe(model: nn.Module) -> Subject:
     """Reads the native decoder, or a causal language model of transformers.
 
     Raises:
-        ValueError: a model that the engine does not compute, by name and with what it has that is not supported.
+            ValueError: a model that the engine does not support, with its type and the unsupported feature.
     """
     if isinstance(model, Decoder):
         return _native(model)
@@ -170,7 +171,7 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _rotary(model: Any, config: Any) -> tuple[list[tuple[Tensor, Tensor]], tuple[int, ...]]:
-    """The model's own tables: its rotary module is asked, so every scaling of positions is as the model computes it."""
+    """The model's own tables, computed by its rotary module, so that every scaling of positions matches the model."""
     body = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     rotary = body.rotary_emb
     positions = torch.arange(config.max_position_embeddings).unsqueeze(0)

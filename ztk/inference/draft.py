@@ -20,7 +20,7 @@ PROMPT_TOKENS = 2048  # computed at one time
 
 
 class Drafted(Protocol):
-    """What a draft goes on from. tokens: prompt and answer. slot: the engine's."""
+    """The part of a sequence that a draft continues. tokens: prompt and answer. slot: the engine's."""
 
     tokens: list[int]
     slot: int

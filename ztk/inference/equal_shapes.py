@@ -1,8 +1,8 @@
-"""Which shapes of attention's products give a row the bits that it has in a tile, on this processor: tried, not assumed.
+"""Shapes of attention's products that give a row the same bits as in a tile on this processor, found by trial.
 
-On an EPYC with AVX512 (MKL) products of 4, 8, 16 and more rows agree, those of 1 to 3 rows do not. The first 16, 32 or 48 of 64 keys have the
-bits that they have among all, and so have results of weights that end with zeros. Torch sums 16 and 32 weights as it does 64 with zeros behind,
-but not 48.
+On an EPYC with AVX512 (MKL) products of 4, 8, 16 and more rows agree, and products of 1 to 3 rows do not. The first 16, 32 or 48 of 64 keys
+have the same bits as among all, and so do results of weights that end with zeros. Torch sums 16 and 32 weights like 64 weights that end
+with zeros, but not 48.
 """
 
 import functools
@@ -26,7 +26,7 @@ class EqualShapes:
     keys: tuple[int, ...]
 
     def rows_for(self, count: int) -> int | None:
-        """The fewest rows that have room for `count`; None: too many."""
+        """The smallest number of rows with room for `count`, or None if there are too many."""
         return next((rows for rows in self.rows if rows >= count), None)
 
 
@@ -50,7 +50,7 @@ def _equal_shapes(group: int, head_dim: int, threads: int) -> EqualShapes:
 
 
 def _agrees(rows: int, *, tile: int, head_dim: int, keys: int) -> bool:
-    """Whether with so many rows, whatever is in the others, and with the first `keys` products and sums have a tile's bits at every place."""
+    """Whether products and sums with this number of rows and the first `keys` have a tile's bits at every place, for any other rows."""
     generator = torch.Generator().manual_seed(0)
     for batch in _BATCHES:
         query, key, value = (

@@ -1,4 +1,4 @@
-"""Which tokens top-k, top-p and min-p keep, and draws from these alone that a trainer can learn from."""
+"""Tokens kept by top-k, top-p and min-p, and draws from these tokens whose probabilities a trainer can compute."""
 
 import math
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ _ROWS = 64  # that are sorted at once, in double precision: half a GiB for 150,0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """Which tokens of a distribution stay, in vLLM's order: the `top_k` likeliest (0: all), of these the likeliest that together have more than
-    `top_p`, of these the ones with `min_p` of the likeliest one's probability. Tokens as likely as the last one kept are kept, too."""
+    """Selection of tokens in vLLM's order: the `top_k` likeliest (0: all), of these the likeliest that together have more than
+    `top_p`, of these the ones with `min_p` of the likeliest one's probability. Ties with the last kept token are kept, too."""
 
     top_k: int = 0
     top_p: float = 1.0
@@ -23,7 +23,7 @@ class Cut:
 
     @property
     def keeps_all(self) -> bool:
-        """No token goes."""
+        """Whether all tokens are kept."""
         return not (self.top_k or self.top_p < 1 or self.min_p)
 
     def kept(self, logprobs: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Cut:
         return kept
 
     def hide(self, logits: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
-        """Logits [R, V] with -inf for what goes, and what stays, bool [R, V]."""
+        """Logits [R, V] with -inf for dropped tokens, and the mask of kept ones, bool [R, V]."""
         kept = self.kept(fp32_logprobs(logits, temperature=temperature))
         return logits.masked_fill(~kept, -math.inf), kept
 
@@ -56,7 +56,7 @@ def cut_of(sampling: SamplingParams) -> Cut:
 
 
 def keeps(sampling: SamplingParams) -> bool:
-    """The log-probabilities are a trainer's, over the tokens that are kept: `draw_keeping` draws."""
+    """Whether log-probabilities are a trainer's, over kept tokens, so that `draw_keeping` draws."""
     return sampling.fp32_logprobs and not cut_of(sampling).keeps_all
 
 

@@ -11,8 +11,9 @@ from ztk.kernels.shared.weight_formats import BLOCK, GROUP
 
 
 class RowsProduct(Product):
-    """x [M, K] -> [M, N]. weight [N, K], or [E, N, K] of experts, in `form`, a format of `ztk.kernels`, with its scales, and bias [N]. Rows of
-    int4 begin with `front` columns that are another rank's. wide: the result is fp32, whatever x is."""
+    """x [M, K] -> [M, N]. weight [N, K], or [E, N, K] of experts, in `form`, a format of `ztk.kernels`, with its scales, and bias [N]. Rows
+    of
+    int4 begin with `front` columns of another rank. wide: the result is fp32, for any dtype of x."""
 
     def __init__(self, affine: Affine, *, form: str, placement: Placement, wide: bool = False) -> None:
         if form == "plain":
@@ -38,7 +39,7 @@ class RowsProduct(Product):
         return F.pad(x, (self.front, 0)) if self.front else x
 
     def settle(self, *, doubles: bool) -> None:
-        """The kernels have one path for every number of rows."""
+        """Does nothing: the kernels have one path for every number of rows."""
 
     @staticmethod
     def of(product: Product | None) -> "RowsProduct":

@@ -1,4 +1,4 @@
-"""A file of layers, one after the other, each laid out alike: how it is written, and what whoever reads it knows of it."""
+"""A file of equally laid out layers, one after the other: the writer, and the data that readers need."""
 
 import os
 import shutil
@@ -14,8 +14,8 @@ LAYERS = "layers.bin"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerFile(Generic[Built]):
-    """`layers.bin` in `folder`: `count` layers of `items`, each of `nbytes`, a multiple of 4096. build: what is computed with, of a layer's
-    products and norms by path."""
+    """`layers.bin` in `folder`: `count` layers of `items`, each of `nbytes`, a multiple of 4096. build: makes a layer from its products and
+    norms by path."""
 
     folder: Path
     count: int
@@ -71,7 +71,7 @@ class LayerWriter:
                 self._file.flush()
                 os.fsync(
                     self._file.fileno()
-                )  # direct reads do not see what is only in the page cache of some filesystems
+                )  # on some filesystems, direct reads miss data that is only in the page cache
 
     def _check_space(self) -> None:
         needed, free = self._count * self.nbytes, shutil.disk_usage(self._folder).free

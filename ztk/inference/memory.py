@@ -1,10 +1,10 @@
 """The memory that an engine's sequences share: the cache, its slots, and the draft model.
 
 [Note: Scales of an fp8 cache]
-e4m3 has numbers up to 448, and above 2^-6 eight steps per power of two. So a head whose keys are larger (biases of some models give hundreds)
-would be cut off, and one whose keys are small would lose its smaller elements. Each head of each layer has a scale for its keys and one for its
-values: the power of two with which the largest element of a fixed text lies between 28 and 56. Other texts may have elements eight times
-as large, and one 1,800 times smaller than the largest still has three bits behind its first. A power of two changes no number that fits,
+e4m3 has numbers up to 448, and above 2^-6 eight steps per power of two. So a head with larger keys (biases of some models give hundreds)
+would be cut off, and one with small keys would lose its smaller elements. Each head of each layer has a scale for its keys and one for its
+values: the power of two with which the largest element of a fixed text is between 28 and 56. Other texts may have elements eight times
+as large, and one 1,800 times smaller than the largest still has three bits after its first. A power of two changes no number that fits,
 and scales follow from the weights alone, so answers are as exact as without.
 """
 
@@ -52,7 +52,7 @@ def open_draft(
         return None
     if policy.weights == "fp8" or any(parameter.device.type != "cpu" for parameter in module.parameters()):
         raise ValueError(
-            "the draft model is computed on the CPU, with weights as stored, int8 or int4: pass one that is there"
+            "the draft model is computed on the CPU, with weights as stored, int8 or int4: pass one on the CPU"
         )
     own = InferencePolicy(weights=policy.weights, cache="slabs", device="cpu")
     model = from_module(module, policy=own).model
@@ -136,7 +136,7 @@ def _block_cache(
 
 @torch.inference_mode()
 def find_scales(model: InferenceModel | ModuleModel, *, cache: Cache) -> None:
-    """Gives an fp8 cache, in which nothing is kept, the scales of the model's weights; every rank that shares the model makes the call."""
+    """Computes the scales of an empty fp8 cache from the model's weights. A collective call of the ranks that share the model."""
     if not isinstance(cache, BlockCache) or cache.dtype != torch.uint8:
         return
     of, length = model.description, min(_SCALED, model.description.max_len)

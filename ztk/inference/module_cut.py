@@ -1,7 +1,7 @@
-"""The linear layers of a model's own modules, of which a tensor-parallel rank computes a part.
+"""Linear layers of a model's own modules, computed in parts by tensor-parallel ranks.
 
-Which layer is cut in which way follows from the module tree (`ztk.parallel.tensor.derived`), or else from the plan that the model brings.
-Layers that no rule names are computed on every rank. Sums have the order of the ranks, as in the engine's own families.
+The cut of each layer follows from the module tree (`ztk.parallel.tensor.derived`), or else from the model's own plan.
+Layers without a rule are computed on every rank. Sums have the order of the ranks, as in the engine's own families.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ class Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Raises ValueError: the product alone has it, in a layout of its own."""
+        """Raises ValueError: only the product has the weight, in its own layout."""
         raise ValueError("multiplies by a linear layer's weight itself, as some routers of experts do")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,9 +39,9 @@ class Linear(nn.Module):
 
 
 class CutLinear(Linear):
-    """One that ranks share: x [..., in] -> [..., out] in its dtype.
+    """A linear layer that ranks share: x [..., in] -> [..., out] in its dtype.
 
-    style: how. outputs: of all ranks together. inputs: those that this rank reads of x, None: all.
+    style: of the cut. outputs: of all ranks together. inputs: the part of x that this rank reads. Defaults to all.
     """
 
     def __init__(self, product: Product, *, ranks: Ranks, style: Style, outputs: int, inputs: range | None) -> None:
@@ -73,7 +73,7 @@ class ModuleCut:
         self._styles: Mapping[str, Style] = {name: rule.style for name, rule in plan.items()}
         self._ranks, self._full, self._config = ranks, description, module.config
         if any(style is Style.column and is_attention(name) for name, style in self._styles.items()):
-            ranks.cut.own(description)  # says which heads cannot be divided
+            ranks.cut.own(description)  # raises an error for heads that cannot be divided
 
     def linear(self, name: str, *, full: Affine, product: Callable[[Affine], Product]) -> Linear:
         """The layer `name` on this rank: weight [out, in] and bias [out] of all ranks, in fp32."""
@@ -95,7 +95,7 @@ class ModuleCut:
         return CutLinear(product(own), ranks=self._ranks, style=style, outputs=outputs, inputs=read)
 
     def tell_attention(self, module: nn.Module) -> None:
-        """Attention layers that are cut between heads learn how many they have."""
+        """Updates the numbers of heads in attention layers that are cut between heads."""
         heads, widths = Heads.of(self._config), dict[str, list[int]]()
         for name, style in self._styles.items():
             owner = name.rpartition(".")[0]
@@ -105,7 +105,7 @@ class ModuleCut:
                 fused = head_by_head(module.get_submodule(owner))
                 widths.setdefault(owner, []).append(layer.out_features // (3 if fused else 1))
         for owner, found in widths.items():
-            assert heads is not None, "the plan knows them"
+            assert heads is not None, "the plan was made from them"
             count_own_heads(module.get_submodule(owner), heads=heads, widths=found)
 
     def _columns(self, name: str, *, full: Affine, cut: Cut) -> Affine:

@@ -1,14 +1,14 @@
 """Causal models of transformers outside of the engine's families: their own modules run over the engine's cache.
 
 [Note: Modules over the cache]
-A step's rows, of any sequences, are one row of tokens to the module, with their positions. Everything but attention works on rows; attention
-goes through transformers' attention interface, where `attend` takes keys and values from the cache. Masks are made by transformers' mask
-interface: what comes back from it here is a marker with the layer's window, and a layer that attends by another mask is refused. Linear
-layers are replaced, in a copy that shares the other weights, by products whose rows have the same bits for any number of rows, and so are
-the usual activations.
+A step's rows, of any sequences, are one row of tokens to the module, with their positions. All layers except attention work on rows;
+attention goes through transformers' attention interface, where `attend` takes keys and values from the cache. Masks are made by
+transformers' mask interface, which returns a marker with the layer's window here, and a layer that attends with another mask is refused.
+Linear layers are replaced, in a copy that shares the other weights, by products whose rows have the same bits for any number of rows, and
+so are the usual activations.
 
-What else a module does with its rows is not known, so three things are checked when it is loaded: the logits are the module's own, they are
-the same bits beside another sequence and in chunks, and no module looks at more than its row.
+Other operations of a module on its rows are unknown, so three properties are checked when it is loaded: the logits equal the module's own,
+they have the same bits together with another sequence and in chunks, and no module reads other rows.
 """
 
 import copy
@@ -55,7 +55,7 @@ def is_own_family(module: nn.Module) -> bool:
 
 
 def refusal_of(module: Any) -> str | None:
-    """Why a model cannot run over the cache; None if nothing is known against it."""
+    """Why a model cannot run over the cache, or None if no reason is known."""
     return next(_reasons(module), None)
 
 
@@ -123,7 +123,7 @@ class ModuleModel:
         return scratch(self.description, placement=self.placement, positions=positions)
 
     def _placed(self, name: str, layer: Linear) -> None:
-        """A linear layer has its product."""
+        """Called when a linear layer has its product."""
         self._products.append(layer.product)
 
     def own_logits(
@@ -135,8 +135,8 @@ class ModuleModel:
         rows: list[int],
         heads: "dict[int, Heads] | None" = None,
     ) -> Tensor:
-        """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows; every rank that shares the model makes the call. heads:
-        gets those of each layer, and nothing attends."""
+        """One step: tokens int64 [M] -> logits fp32 [len(rows), V] of those rows. A collective call of the ranks that share the model.
+        heads: receives each layer's heads, and attention is skipped."""
         step, device = cache.step(spans), self.placement.device
         one = _Pass(
             step=step,
@@ -158,7 +158,8 @@ class ModuleModel:
         return found.logits[0, : len(rows)].float()
 
     def _try_out(self) -> None:
-        """Two steps: the first one says which heads the layers have on this rank. What the module cannot do over the cache is a refusal."""
+        """Runs two steps: the first one finds the heads of the layers on this rank. Raises an error for operations that do not work over
+        the cache."""
         heads: dict[int, Heads] = {}
         step: dict[str, Any] = {"spans": [Span(slot=0, start=0, length=3, row=0)], "rows": [2]}
         try:
@@ -207,7 +208,7 @@ class Heads:
 
 
 class _Activation(nn.Module):
-    """x [...] -> [...], an element's bits whatever the number of rows."""
+    """x [...] -> [...], with the same bits of an element for any number of rows."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -219,8 +220,8 @@ class _Activation(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pass:
-    """What attention needs of the step that is computed. dtype: of its rows. layers: attention modules by id -> their place in the cache.
-    heads: gets those of each layer, in place of attention."""
+    """The state of the current step for attention. dtype: of its rows. layers: attention modules by id -> their place in the cache.
+    heads: receives each layer's heads, and attention is skipped."""
 
     step: Step
     dtype: torch.dtype
@@ -286,7 +287,8 @@ def _window_marker(
     use_vmap: bool = False,
     **kwargs: object,
 ) -> Tensor:
-    """In place of a mask: int64 [1], how many keys a query sees, itself included; 0: all before it. Refuses masks that are neither."""
+    """Replaces a mask: int64 [1], the number of keys that a query attends to, including itself; 0 for all before it. Refuses other
+    masks."""
     if use_vmap:
         raise ValueError("has a mask of its own")
     last = 2 * (local_size or q_length)
@@ -306,7 +308,7 @@ def _copy_over_products(
     cut: ModuleCut | None,
     placed: Callable[[str, Linear], None],
 ) -> Any:
-    """A copy that shares what `state` has where it need not be moved, with products in place of linear layers. placed: is called with name and
+    """A copy that shares tensors of `state` that need not be moved, with products instead of linear layers. placed: called with name and
     layer of each."""
     shared = {id(value): value for value in (*module.parameters(), *module.buffers())}
     own, (product, head_product, _) = copy.deepcopy(module, memo=shared), products_of(placement)

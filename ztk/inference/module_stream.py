@@ -1,10 +1,10 @@
-"""Models of transformers by their own modules whose blocks' linear layers are read from a file while the block before computes.
+"""Models of transformers by their own modules. Linear layers of a block are read from a file while the previous block computes.
 
 [Note: Modules over streamed layers]
 A block's products are written into a file when the copy of the modules is made, block by block, and its linear layers are empty afterwards.
-When a forward comes to a block, it gets the products of the next layer of the ring (`stream`), whose memory is valid until the block
-behind it begins. So the blocks must run once and in order, which is noticed where they do not. The blocks' other parameters, the embedding
-and the head stay in memory.
+When a forward reaches a block, the block gets the products of the next layer of the ring (`stream`), whose memory is valid until the
+following block begins. So the blocks must run once and in order, which is checked. The blocks' other parameters, the embedding and the head
+stay in memory.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,8 +29,8 @@ _NO_LAYERS: Iterable[Values] = ()
 
 
 class StreamedModuleModel(ModuleModel):
-    """As `ModuleModel`, with the same bits. state: parameters of any shape and dtype. folder: an existing one, which gets
-    the file. `stream` says where layers come from; before, a layer of zeros is all of them.
+    """As `ModuleModel`, with the same bits. state: parameters of any shape and dtype. folder: an existing one for the
+    file. `stream` sets the source of layers; until then, all layers are one layer of zeros.
 
     Raises:
         ValueError: as `ModuleModel`; the module has no list of its blocks, or they are not built alike; the disk is too small.
@@ -57,13 +57,13 @@ class StreamedModuleModel(ModuleModel):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of what is in memory beside the layers of the file: embedding, norms, buffers, head."""
+        """Bytes that stay in memory without the layers of the file: embedding, norms, buffers, head."""
         own = {id(tensor): tensor.nbytes for tensor in (*self._module.parameters(), *self._module.buffers())}
         return sum(own.values()) + sum(product.nbytes for product in self._products)
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the file's layers and of the products beside them, the head's."""
+        """Bytes of the file's layers and of other products, the head's."""
         return self.file.count * self.file.nbytes + sum(product.nbytes for product in self._products)
 
     def products(self) -> list[Product]:
@@ -72,11 +72,11 @@ class StreamedModuleModel(ModuleModel):
         return [*(value for values in held for value in values.values() if isinstance(value, Product)), *self._products]
 
     def stream(self, layers: StreamedLayers[Values]) -> None:
-        """Layers of `file` come from there from now on."""
+        """Sets `layers` as the source of layers."""
         self._layers = self._ring = layers
 
     def use(self, layers: Iterable[Values]) -> None:
-        """As `stream`, of layers that are in memory, for measurements."""
+        """As `stream`, with layers that are in memory, for measurements."""
         self._layers = layers
 
     def own_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int], **options: Any) -> Tensor:

@@ -23,10 +23,10 @@ def memory_of(weight: Tensor) -> Tensor:
 
 
 def over(memory: Tensor, *, like: Tensor) -> Tensor:
-    """A weight in the layout of `like`, fp32 [out, in], whose bytes are those of `memory`, uint8 [bytes], from now on.
+    """A weight in the layout of `like`, fp32 [out, in], that uses `memory`, uint8 [bytes], as its bytes.
 
     Raises:
-        RuntimeError: torch does not make it.
+        RuntimeError: torch cannot make it.
     """
     library, meaning = _library(), torch.ops.mkldnn._get_mkldnn_serialized_md(like)
     made, (out, columns) = ctypes.c_void_p(), like.shape

@@ -1,4 +1,4 @@
-"""Norms, MLPs and experts of a block, on the CPU and by ztk's kernels. In both, a row has the same bits whatever other rows there are."""
+"""Norms, MLPs and experts of a block, on the CPU and by ztk's kernels. In both, a row has the same bits for any other rows."""
 
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from ztk.inference.weights import Layer, Mlp
 from ztk.kernels import activate_cpu, gated_rows, layer_norm, linear_rows, moe_combine, moe_route
 from ztk.kernels import rms_norm as rms_norm_kernel
 
-ACTIVATIONS = {  # transformers' names -> those of `ztk.kernels`
+ACTIVATIONS = {  # transformers' names -> names in `ztk.kernels`
     "silu": "silu",
     "relu": "relu",
     "gelu": "gelu",
@@ -92,7 +92,7 @@ class CpuOps:
 
 
 class KernelOps:
-    """Kernels over rows: Triton's on a GPU, elsewhere their CPU implementations. exact: see `ztk.kernels.linear_rows`."""
+    """Kernels over rows: Triton's on a GPU, otherwise their CPU implementations. exact: see `ztk.kernels.linear_rows`."""
 
     def __init__(self, description: Description, *, exact: bool) -> None:
         self._of, self._activation, self._exact = description, ACTIVATIONS[description.activation], exact

@@ -1,13 +1,13 @@
 """Weights packed once, in the engine's own form, into a folder from which layers are read one at a time.
 
 [Note: Packed folders]
-`layers.bin` has the layers one after the other, each with the same layout and a multiple of 4096 bytes, as they lie in memory: int8 and int4
+`layers.bin` has the layers one after the other, each with the same layout and a multiple of 4096 bytes, as in memory: int8 and int4
 as they are multiplied, fp32 in oneDNN's layout, so that nothing is converted when a layer is read. `rest.bin` has embedding, positions,
 last norm, head and rotary tables. `packed.json` describes both and is written last; the folder gets its name when it is complete.
 
-oneDNN's layout and that of int4 depend on processor and build of torch, so the manifest has a digest of how a known weight of every shape
-is laid out, and a folder from another kind of processor is refused. The embedding is mapped, not read: only rows that are used are in memory.
-Parameters have any floating-point dtype.
+The layouts of oneDNN and int4 depend on the processor and on the build of torch. So the manifest has a digest of the layout of a known
+weight of every shape, and a folder from another kind of processor is refused. The embedding is mapped, not read: only rows that are used
+are in memory. Parameters have any floating-point dtype.
 """
 
 import json
@@ -60,8 +60,9 @@ class RestPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """An opened folder of packed weights. weights: the format. items: of each layer. layer_bytes: of one layer in the file. key: what the
-    folder was packed from. extra: what the caller of `pack` has noted."""
+    """An opened folder of packed weights. weights: the format. items: of each layer. layer_bytes: of one layer in the file. key: the source
+    of
+    the weights. extra: notes of the caller of `pack`."""
 
     path: Path
     weights: str
@@ -85,7 +86,7 @@ class Packed:
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes that are in memory beside the layers: without the embedding, which is mapped."""
+        """Bytes in memory in addition to the layers, without the embedding, which is mapped."""
         return sum(part.nbytes for part in self.rest if part.name != "embedding")
 
     @property
@@ -138,7 +139,7 @@ class Packed:
 
     def _rest_tensors(self) -> Iterator[tuple[RestPart, Tensor]]:
         with open(self.path / REST, "rb") as file:
-            # Copy on write: torch wants memory that it may write to, and nothing writes.
+            # Copy on write: torch requires writable memory, although it is never written.
             mapped = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
         for part in self.rest:
             memory = mapped[part.offset : part.offset + part.nbytes]
@@ -148,7 +149,7 @@ class Packed:
 
 
 class FolderTaken(ValueError):
-    """What is to be packed has no place, perhaps because another process was faster."""
+    """The target folder exists already, perhaps because another process was faster."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(f"{folder} exists already: name a new folder, or remove it")
@@ -165,11 +166,11 @@ def pack(
     extra: dict[str, Any] | None = None,
     beside: Sequence[tuple[Path, str]] = (),
 ) -> Packed:
-    """Writes a model's weights in the format `weights` into the new `folder`. `state`, parameters of any
-    shape, is asked for those of one layer at a time.
+    """Writes a model's weights in the format `weights` into the new `folder`. `state`, parameters of any shape, is read
+    one layer at a time.
 
-    cut: a tensor-parallel rank's part of them is written. key, extra: kept in the manifest. beside: files and folders that are copied into it,
-    each with its name there.
+    cut: a tensor-parallel rank's part, to write only that. key, extra: stored in the manifest. beside: files and folders that are copied
+    into it, each with its name there.
 
     Raises:
         FolderTaken: the folder exists and has something in it.

@@ -1,4 +1,4 @@
-"""A layer as named ranges of bytes: how it lies in a file, and a layer over memory that is read into."""
+"""A layer as named ranges of bytes, for its layout in a file, and a layer over memory that reads fill."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -18,10 +18,8 @@ from ztk.zero.offload.pool import AlignedRegion
 NORM = "norm"
 _KINDS: dict[str, type[Product]] = {"stored": Product, "int8": Int8Product, "int4": Int4Product}
 _ALIGNMENT = 64  # bytes: of a vector of the processor, and of torch's own memory
-Values = Mapping[
-    str, Product | Affine
-]  # products and norms of a layer by path, in the order in which they lie in memory
-Built = TypeVar("Built")  # what a layer is to the model that computes with it: `Layer`, or `Values` themselves
+Values = Mapping[str, Product | Affine]  # products and norms of a layer by path, in memory order
+Built = TypeVar("Built")  # type of a layer in the model: `Layer`, or `Values` themselves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +47,7 @@ class Part:
 class LayerBuffer(Generic[Built]):
     """A layer over `memory`, uint8 [bytes of a layer], which is filled by reads.
 
-    number: of the layer that it has or is about to have; None: none. under_way: the read that fills it.
+    number: of the layer that it has or is about to have, or None. under_way: the read that fills it.
     """
 
     layer: Built
@@ -60,7 +58,7 @@ class LayerBuffer(Generic[Built]):
 
 
 def items_of(values: Values) -> list[Item]:
-    """What a layer consists of."""
+    """The items of a layer."""
     return [item_of(path, value=value) for path, value in values.items()]
 
 
@@ -92,7 +90,7 @@ def tensors_of(value: Product | Affine) -> dict[str, Tensor]:
 
 
 def lay_out(values: Values) -> tuple[list[Part], int]:
-    """Where each tensor of a layer lies, one after the other, and the layer's bytes, a multiple of 4096."""
+    """The ranges of a layer's tensors, one after the other, and the layer's bytes, a multiple of 4096."""
     found, at = [], 0
     for path, tensor in _memory(values):
         at = _up(at, _ALIGNMENT)
@@ -102,7 +100,7 @@ def lay_out(values: Values) -> tuple[list[Part], int]:
 
 
 def layer_buffer(items: list[Item], *, build: Callable[[Values], Built]) -> LayerBuffer[Built]:
-    """A layer of zeros over one page-aligned region: a read of all its bytes is the disk's own work. build: see `LayerFile`."""
+    """A layer of zeros over one page-aligned region, so that a read of all its bytes is one request. build: see `LayerFile`."""
     values = {item.path: blank(item) for item in items}
     parts, nbytes = lay_out(values)
     region, by_path = AlignedRegion(nbytes=nbytes, pin=False), dict(_memory(values))
@@ -136,7 +134,7 @@ def assemble(values: Values) -> Layer:
 
 
 def layout_digest(item: Item) -> str:
-    """Of how this processor and this build of torch lay out a weight of the item's kind and shape."""
+    """Digest of the layout that this processor and build of torch use for a weight of the item's kind and shape."""
     numel = item.shape[0] * item.shape[1]
     pattern = torch.arange(numel, dtype=torch.int64).remainder_(8191).float().view(item.shape)  # 13 bits: exact in fp32
     tensors = _KINDS[item.kind](Affine(weight=pattern)).tensors()

@@ -1,4 +1,4 @@
-"""What quantised weights cost: perplexity on the same text."""
+"""Perplexity of quantised weights on the same text as the original's."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Where a model's weights are, in which formats, and how its keys and values lie."""
+"""Device, formats and cache layout of a model's weights."""
 
 from dataclasses import dataclass
 
@@ -38,7 +38,7 @@ def placement_of(policy: InferencePolicy, *, module: nn.Module) -> Placement:
     """
     parameter = next(module.parameters())
     device = torch.device(policy.device) if policy.device else parameter.device
-    if device.type == "meta":  # a module without values beside a training engine
+    if device.type == "meta":  # a module without values, with a training engine
         device = torch.device("cpu")
     for fault in cache_faults(policy, device=device.type, streams=policy.offload is not None):
         raise ValueError(fault)

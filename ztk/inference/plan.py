@@ -1,11 +1,12 @@
-"""What fits: how many layers reside in memory, how many sequences share a pass, and how many tokens per second that gives.
+"""Plans streaming: the number of resident layers, the sequences that share a pass, and the resulting tokens per second.
 
 [Note: Tokens per second of streamed weights]
 A pass reads S = layers - resident layers of W bytes each in R = S W / link seconds, and computes for C = c0 + c1 B seconds for B sequences.
-It takes max(R, C) + s min(R, C): s is 0 where the threads that read have a core of their own, and is measured. It gives B tokens: more
-where drafts are accepted. Memory holds the resident layers, a ring of buffers, the head, B caches of keys and values, and what a step computes
-with. A byte for the cache lets one pass serve more sequences; a byte for a layer saves reading it. The search over B takes the fewest
-sequences within 2 % of the most tokens per second. Keys and values stay in main memory: they would be worth offloading only where fewer than
+It takes max(R, C) + s min(R, C): s is 0 if the reading threads have a core of their own, and is measured. It gives B tokens, and more
+with accepted drafts. Memory holds the resident layers, a ring of buffers, the head, B caches of keys and values, and a step's working
+memory.
+A byte for the cache lets one pass serve more sequences; a byte for a layer saves reading it. The search over B takes the fewest
+sequences within 2 % of the most tokens per second. Keys and values stay in main memory: offloading them would pay only if fewer than
 S W / (cache of a sequence) sequences fit (FlexGen, https://arxiv.org/abs/2303.06865, section 4).
 """
 
@@ -26,7 +27,7 @@ USUAL_SEQUENCES, USUAL_STEP_TOKENS = 32, 512  # where nothing is streamed
 MOST_SEQUENCES, MOST_STEP_TOKENS = 1024, 4096
 _NEAR = 0.98  # of the most tokens per second
 _GROUP = Path("/sys/fs/cgroup")
-_SHARE = 0.8  # of the memory that is free: the rest is for what is not counted
+_SHARE = 0.8  # of the free memory: the rest is for uncounted allocations
 _INNER_COPIES, _WIDTH_COPIES = (
     3,
     8,
@@ -46,15 +47,14 @@ class Sizes:
     logits: int
 
     def working(self, *, sequences: int, rows: int) -> int:
-        """What a step computes with."""
+        """Bytes of a step's working memory."""
         return rows * self.row + sequences * self.logits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """link: bytes per second that layers are read at. pass_seconds, row_seconds: a pass without reads takes the first, and the second for
-    each of its rows. serial: part of the shorter of reading and computing that the longer one does not hide, 0 to 1,
-    with two buffers or more."""
+    """link: bytes per second of reading layers. pass_seconds: of a pass without reads, plus row_seconds for each row. serial: fraction of
+    the shorter of reading and computing that does not overlap with the longer, 0 to 1, with two buffers or more."""
 
     link: float
     pass_seconds: float
@@ -64,7 +64,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamPlan:
-    """What is done with the memory. budget: bytes that were allowed. positions: tokens of a sequence that the cache has room for."""
+    """The planned use of memory. budget: allowed bytes. positions: tokens of a sequence that the cache has room for."""
 
     sizes: Sizes
     rates: Rates
@@ -93,18 +93,18 @@ class StreamPlan:
 
     @property
     def compute_seconds(self) -> float:
-        """Of one pass in which every sequence has one row."""
+        """Seconds of one pass in which every sequence has one row."""
         return self.rates.pass_seconds + self.sequences * self.rates.row_seconds
 
     @property
     def serial(self) -> float:
-        """Part of the shorter of reading and computing that the longer one does not hide: all of it where the ring has one buffer, which is
-        computed with before the next layer is read into it."""
+        """Fraction of the shorter of reading and computing that does not overlap with the longer. All of it if the ring has one buffer,
+        which is in use before the next layer is read into it."""
         return 1.0 if self.buffers == 1 else self.rates.serial
 
     @property
     def tokens_per_second(self) -> float:
-        """When all sequences draw tokens."""
+        """Tokens per second when all sequences draw tokens."""
         both = self.read_seconds, self.compute_seconds
         return self.sequences / (max(both) + self.serial * min(both))
 
@@ -116,7 +116,7 @@ class StreamPlan:
         )
         return (
             f"plan: {self.resident} of {self.sizes.layers} layers reside in memory, {read} ({self.read_seconds:.3g} s, compute "
-            f"{self.compute_seconds:.3g} s, {1 - self.serial:.0%} of the shorter behind the longer); {self.sequences} sequences of up to "
+            f"{self.compute_seconds:.3g} s, {1 - self.serial:.0%} of the shorter overlaps); {self.sequences} sequences of up to "
             f"{self.positions} tokens, their keys and values in memory ({_gib(self.sequences * self.sizes.sequence)}); "
             f"{_gib(self.memory_bytes)} of {_gib(self.budget)} used; expected: {self.tokens_per_second:.3g} tokens/s"
         )
@@ -124,7 +124,7 @@ class StreamPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drafting:
-    """A draft model. nbytes: of its linear layers and head. working: bytes that a step of it computes with, of a prompt."""
+    """A draft model. nbytes: of its linear layers and head. working: working memory of a step, for a prompt."""
 
     description: Description
     nbytes: int
@@ -140,7 +140,8 @@ def sizes_of(
     positions: int,
     drafting: Drafting | None = None,
 ) -> Sizes:
-    """The bytes that a model takes for sequences of `positions` tokens, with the draft model's. fixed: beside layers, cache and activations."""
+    """The bytes that a model takes for sequences of `positions` tokens, with the draft model's. fixed: bytes without layers, cache,
+    activations."""
     of, drafted = description, 0
     outputs = {item.path: item.shape[0] for item in items}
     inner = max([count for path, count in outputs.items() if path.endswith("up")] or outputs.values())
@@ -159,13 +160,13 @@ def sizes_of(
 
 
 def token_bytes(of: Description) -> int:
-    """Of a position's keys and values, in fp32: in all slabs and one more, whose old and new memory exist together while it grows."""
+    """Bytes of a position's keys and values, in fp32: in all slabs and one more, whose old and new memory coexist while it grows."""
     return (2 * of.layers + 1) * of.kv_heads * of.head_dim * 4
 
 
 def attention_bytes(of: Description, *, positions: int) -> int:
-    """What attention over sequences of up to `positions` tokens computes with at one time: copies of one group of queries for each block, whose
-    memory the weights take, scores, and results of each block."""
+    """Working memory of attention over sequences of up to `positions` tokens: copies of one group of queries for each block, whose memory
+    the weights reuse, scores, and results of each block."""
     return QUERIES * of.heads * positions * 4 * (max(of.head_dim, BLOCK) + BLOCK + of.head_dim) // BLOCK
 
 
@@ -175,17 +176,17 @@ def row_bytes(of: Description, *, inner: int) -> int:
 
 
 def row_logits_bytes(of: Description) -> int:
-    """Of a row whose token is drawn: logits in fp32, and log-probabilities in fp64."""
+    """Bytes of a row whose token is drawn: logits in fp32, and log-probabilities in fp64."""
     return of.vocab_size * (4 + 2 * 8)
 
 
 def largest(each: list[Sizes]) -> Sizes:
-    """What every one of several ranks has room for."""
+    """The largest sizes of several ranks."""
     return Sizes(**{name: max(getattr(one, name) for one in each) for name in Sizes.__slots__})
 
 
 def slowest(each: list[Rates]) -> Rates:
-    """What every one of several ranks reaches."""
+    """The slowest rates of several ranks."""
     found = {name: max(getattr(one, name) for one in each) for name in Rates.__slots__}
     return Rates(**found | {"link": min(one.link for one in each)})
 
@@ -193,10 +194,11 @@ def slowest(each: list[Rates]) -> Rates:
 def plan_stream(
     sizes: Sizes, *, rates: Rates, budget: int, positions: int, sequences: int | None, step_tokens: int | None
 ) -> StreamPlan:
-    """The plan with the most tokens per second in `budget` bytes. sequences, step_tokens: what the user chose; None: the plan chooses.
+    """The plan with the most tokens per second in `budget` bytes. sequences, step_tokens: the user's choices, or None to let the plan
+    choose.
 
     Raises:
-        ValueError: not one sequence fits, or not as many as were chosen.
+        ValueError: not one sequence fits, or not as many as requested.
     """
     counts = [sequences] if sequences is not None else range(1, MOST_SEQUENCES + 1)
     found = []
@@ -243,7 +245,7 @@ def free_device_memory(device: torch.device) -> int:
 
 
 def free_memory() -> int:
-    """Bytes that a plan may use where the user has not said: 80 % of what is free, or left by the limit of the control group.
+    """Default number of bytes for a plan: 80 % of the free memory, or of the rest up to the control group's limit.
 
     The page cache counts as free in both: a model that was just read or packed fills it.
     """
@@ -255,12 +257,12 @@ def free_memory() -> int:
             cached = int(held["inactive_file"]) + int(held["active_file"])
             free = min(free, int(limit) - int((_GROUP / "memory.current").read_text()) + cached)
     except OSError:
-        pass  # no control group, or one of the first version: the machine's own number stands
+        pass  # no control group, or one of the first version: use the machine's own number
     return int(_SHARE * free)
 
 
 def _room(sizes: Sizes, *, budget: int, count: int, rows: int) -> int:
-    """Bytes for layers beside `count` sequences and steps of `rows` rows."""
+    """Bytes left for layers with `count` sequences and steps of `rows` rows."""
     return budget - sizes.fixed - count * sizes.sequence - sizes.working(sequences=count, rows=rows)
 
 
@@ -276,7 +278,7 @@ def _split(sizes: Sizes, *, room: int) -> tuple[int, int] | None:
 
 
 def _longer_steps(plan: StreamPlan) -> StreamPlan:
-    """Prompts: as many rows per pass as are computed while it reads, where memory is left for them."""
+    """Extends steps for prompts: as many rows per pass as are computed while it reads, if memory is left for them."""
     sizes, rates = plan.sizes, plan.rates
     behind = int((plan.read_seconds - rates.pass_seconds) / rates.row_seconds)
     left = max(0, plan.budget - plan.memory_bytes) // sizes.row

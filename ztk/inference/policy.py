@@ -1,4 +1,4 @@
-"""What a caller chooses: how the engine runs, and how a sequence is drawn."""
+"""Policies of inference: running the engine, and sampling a sequence."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,28 +24,30 @@ from ztk.core.policies.tier import Tier
 class InferencePolicy:
     """How sequences share the engine. Only `weights` and `cache_dtype` change a token: see [Note: Exactness] in ztk/inference/attention.py.
 
-    max_sequences: sequences that are computed in one step; others wait. None: 32, or with `offload` as many as the plan finds.
-    max_step_tokens: tokens of one step; a longer prompt is computed in several steps. None: 512, or with `offload` what the plan finds.
-    step_seconds: while answers are drawn, a step has fewer tokens of other prompts where it would take longer. None: no limit.
+    max_sequences: sequences that are computed in one step; others wait. Defaults to 32, or with `offload` to the plan's number.
+    max_step_tokens: tokens of one step; a longer prompt is computed in several steps. Defaults to 512, or with `offload` to the plan's
+    number.
+    step_seconds: time limit of a step while answers are drawn; it processes fewer prompt tokens to keep it. Defaults to no limit.
         The limit follows measured steps, so prompts are cut differently from run to run.
-    max_model_len: tokens of one sequence, prompt and answer; None: what the model was made for.
+    max_model_len: tokens of one sequence, prompt and answer. Defaults to the model's own limit.
     lookup_tokens: draft tokens per step, found by looking the last two tokens up in the sequence itself (Saxena 2023, prompt lookup
-        decoding); 0: none. A draft counts only if it is the token that would have been drawn.
-    draft_tokens: draft tokens per step of the generator's draft model, where nothing was looked up; 0: there is none.
+        decoding); 0 disables it. A draft is accepted only if it is the token that would have been drawn.
+    draft_tokens: draft tokens per step of the generator's draft model, if the look-up finds nothing; 0 disables it.
     weights: stored (fp32), int8 or int4; see [Note: Quantised weights] in ztk/inference/quantised.py. Over blocks: stored (the dtype of the
         module's parameters on a GPU), bf16 (on a GPU), int8, int4 or fp8 (e4m3 with a scale per output), see `ztk.kernels.shared`.
-    offload: layers that do not fit into memory are read from a packed folder in every pass, past the page cache. Of its keys `parameters`
-        is nvme, and `nvme_path`, `block_bytes`, `threads` and `direct_io` count. A model that is no packed folder is packed into
-        `nvme_path` first, and that copy ends with the generator. With `cache="blocks"` layers stay, and the blocks of preempted sequences
-        are written to a file there.
-    device: where the engine computes, cpu or cuda; None: where the module's parameters are.
-    cache: slabs (one per sequence, on the CPU alone) or blocks of 64 tokens, which sequences share and which move to main memory when there
-        are not enough; None: blocks on a GPU.
-    cache_tokens: of all sequences together that there is memory for; over slabs each takes as much as the longest, in steps of 256. Others
-        wait. None: what fits into the free memory, or with `offload` what the plan has counted.
-    cache_dtype: keys and values of the cache of blocks, stored (that of the computation) or fp8 (e4m3).
-    exact: over blocks, a sequence has the same bits whatever is computed beside it; false: products of up to eight rows are faster on a GPU.
-    memory_bytes: with `offload`, what layers, caches and activations may take; None: 80 % of what is free.
+    offload: layers that do not fit into memory are read from a packed folder in every pass, bypassing the page cache. Its key `parameters`
+        must be nvme; `nvme_path`, `block_bytes`, `threads` and `direct_io` also apply. Other models are first packed into
+        `nvme_path`, and the copy is deleted with the generator. With `cache="blocks"` layers stay in memory, and the blocks of preempted
+        sequences are written to a file there.
+    device: cpu or cuda. Defaults to the device of the module's parameters.
+    cache: slabs (one per sequence, on the CPU only) or blocks of 64 tokens, which sequences share and which move to main memory when there
+        are not enough. Defaults to blocks on a GPU.
+    cache_tokens: capacity of the cache in tokens of all sequences together; over slabs each takes as much as the longest, in steps of 256.
+        Others wait. Defaults to the number that fits into the free memory, or with `offload` to the plan's number.
+    cache_dtype: keys and values of the cache of blocks, stored (the dtype of the computation) or fp8 (e4m3).
+    exact: over blocks, a sequence's bits do not depend on the rest of the batch; if False, products of up to eight rows are faster on a
+    GPU.
+    memory_bytes: with `offload`, memory for layers, caches and activations. Defaults to 80 % of the free memory.
 
     Raises:
         ValueError: a number is out of range, or an offload that does not apply.
@@ -86,7 +88,7 @@ _OWN_RANGES = {"vocabulary": COUNT, "min_tokens": COUNT_OR_ZERO}  # of fields th
 
 
 class GrammarState(Protocol):
-    """How far one answer has come in a grammar. Used by one thread at a time."""
+    """State of one answer in a grammar. Used by one thread at a time."""
 
     def mask(self, answer: list[int]) -> Tensor | None:
         """int32 [words]: the tokens that may follow `answer`, as `ztk.inference.masks` packs them. None if the grammar does
@@ -97,7 +99,7 @@ class GrammarState(Protocol):
         ...
 
     def advance(self, answer: list[int]) -> bool:
-        """The answer has one more token. Returns whether it is complete: nothing but its end may follow. Begins the next mask."""
+        """Appends one token to the answer. Returns whether it is complete, so that only its end may follow. Begins the next mask."""
         ...
 
 
@@ -116,15 +118,17 @@ class SamplingParams:
     temperature: 0 takes the likeliest token, of equal ones the first. top_k: 0 keeps all. presence_penalty, frequency_penalty: OpenAI's,
     over the answer; repetition_penalty: of Keskar et al. 2019 (arXiv 1909.05858), over prompt and answer.
     stop_token_ids: end the answer, and are its last token. n: answers per prompt.
-    seed, draw_key: a draw is a function of (seed, draw_key, number of the answer, position) and of the probabilities, of nothing else.
-    logprobs: how many of the likeliest tokens to return per position. prompt_logprobs: return those of the prompt, too.
+    seed, draw_key: a draw is a function only of (seed, draw_key, number of the answer, position) and of the probabilities.
+    logprobs: number of the likeliest tokens to return per position. prompt_logprobs: also returns log-probabilities of the prompt's tokens.
     vocabulary: only tokens below it are drawn, for a model that has more tokens than its tokenizer; log-probabilities of the model's own
-        distribution are over all of them. None: all. A token_mask could say the same, more slowly.
+        distribution are over all of them. Defaults to all. A token_mask would have the same effect, more slowly.
     token_mask: called with the answer so far, returns a bool tensor [V] of the tokens that are allowed.
-    min_tokens: before so many tokens none of `stop_token_ids` is drawn. allowed_token_ids: only these are drawn; empty: all. bad_words: token
-    sequences that no answer has. grammar: constrains answers; an answer that is complete in it ends with "stop".
-    fp32_logprobs: `processed_logprobs` are log_softmax(logits / temperature) in fp32, the bits that a trainer computes, instead of double
-    precision rounded once; goes with no step but the temperature and top-k, top-p and min-p, over whose tokens the softmax then is.
+    min_tokens: none of `stop_token_ids` is drawn before this many tokens. allowed_token_ids: only these are drawn; empty for all.
+    bad_words: token
+    sequences that no answer contains. grammar: constrains answers; an answer that is complete in it ends with "stop".
+    fp32_logprobs: `processed_logprobs` are log_softmax(logits / temperature) in fp32, with a trainer's bits, instead of double
+    precision rounded once. Requires that no steps are used except the temperature and top-k, top-p and min-p, over whose tokens the softmax
+    is.
 
     Raises:
         ValueError: a number is out of range, or fp32_logprobs with a step that a trainer does not make.
@@ -181,7 +185,7 @@ class SamplingParams:
 
     @property
     def named_tokens(self) -> list[int]:
-        """Those that must be in the vocabulary."""
+        """All tokens that must be in the vocabulary."""
         words = [token for word in self.bad_words for token in word]
         return [*self.logit_bias, *self.allowed_token_ids, *words]
 
@@ -191,9 +195,9 @@ class Completion:
     """One answer. tokens: its ids. finish_reason: stop, length or error.
 
     logprobs: fp32 [tokens], log-softmax of the model's own logits at each token. processed_logprobs: the same after the sampling steps, the
-    distribution that the token was drawn from. top_logprobs: per token the likeliest ones and their raw log-probabilities, if asked for.
-    prompt_logprobs: fp32 [prompt - 1], of each prompt token given those before it, if asked for. kept: int32 [kept] for each token, the ones it
-    was drawn from, where `fp32_logprobs` goes with top-k, top-p or min-p.
+    distribution that the token was drawn from. top_logprobs: per token the likeliest ones and their raw log-probabilities, if requested.
+    prompt_logprobs: fp32 [prompt - 1], of each prompt token given the tokens before it, if requested. kept: int32 [kept] for each token,
+    the tokens that it was drawn from, if `fp32_logprobs` is used with top-k, top-p or min-p.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -217,10 +221,11 @@ class PromptLogprob(NamedTuple):
 class Output:
     """One token of one answer. sample: number of the answer. token: None if the sequence ended with an error.
 
-    finish_reason: stop, length, error or cancelled; None: the answer goes on. logprob: raw, of the model's own logits. processed_logprob: of
-    the distribution that the token was drawn from, as in `Completion`. top_logprobs: the likeliest tokens with theirs, raw, if asked for.
-    prompt_logprobs: with an answer's first token, those of the prompt's tokens from the second on, if asked for. is_by_request: the
-    fields of the request have caused the error, as masks that allow no token.
+    finish_reason: stop, length, error or cancelled, or None while the answer continues. logprob: raw, of the model's own logits.
+    processed_logprob: of the distribution that the token was drawn from, as in `Completion`. top_logprobs: the likeliest tokens with their
+    raw log-probabilities, if
+    requested. prompt_logprobs: with an answer's first token, of the prompt's tokens from the second on, if requested. is_by_request: the
+    fields of the request have caused the error, such as masks that allow no token.
     """
 
     request_id: int
@@ -236,5 +241,5 @@ class Output:
 
     @property
     def finished(self) -> bool:
-        """The answer has ended."""
+        """Whether the answer has ended."""
         return self.finish_reason is not None

@@ -1,4 +1,4 @@
-"""Checks when a model is loaded: its rows do not depend on each other, and it computes what its module computes."""
+"""Checks at load time that a model's rows do not depend on each other, and that its results equal its module's."""
 
 import logging
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def check_model(model: InferenceModel | ModuleModel) -> frozenset[tuple[str, tup
 
 
 def settle_products(model: InferenceModel | ModuleModel, *, exact: frozenset[tuple[str, tuple[int, int]]]) -> None:
-    """Products stay where they are from now on. Products of the kinds and shapes in `exact` compute a lone row once, the others twice."""
+    """Fixes the memory of products. Products of the kinds and shapes in `exact` compute a lone row once, the others twice."""
     for product in model.products():
         product.settle(doubles=product_key(product) not in exact)
 
@@ -51,10 +51,10 @@ def settle_products(model: InferenceModel | ModuleModel, *, exact: frozenset[tup
 def check_rows(model: InferenceModel) -> frozenset[tuple[str, tuple[int, int]]]:
     """One product per kind and shape of weight, the norm and the MLP, with several numbers of rows.
 
-    Returns kind and shape of the products whose lone row has the bits of many: those need not compute it twice.
+    Returns kind and shape of the products whose single row has the same bits as many rows; those need not compute it twice.
 
     Raises:
-        ValueError: a row differs; then answers would depend on what is computed beside them.
+        ValueError: a row differs, so answers would depend on the rest of the step.
     """
     exact = check_products(model.products())
     x = random_rows(max(_ROWS), columns=model.description.dim)
@@ -105,10 +105,10 @@ def check_products(products: list[Product]) -> frozenset[tuple[str, tuple[int, i
 
 @torch.inference_mode()
 def check_schedules(model: ModuleModel) -> None:
-    """One text alone and beside another one, in pieces: its logits have the same bits.
+    """Checks that a text has the same logits alone and together with another one, in pieces.
 
     Raises:
-        ValueError: they have not.
+        ValueError: the logits differ.
     """
     of = model.description
     text = random_tokens(of.vocab_size, count=min(_TOKENS, of.max_len))
@@ -124,7 +124,7 @@ def check_schedules(model: ModuleModel) -> None:
         found.append(model.own_logits(tokens, spans=[other, own], cache=cache, rows=list(at)))
     if not torch.equal(torch.cat(found), expected):
         raise ValueError(
-            f"model_type={of.family}: what its own modules compute for a sequence depends on the sequences beside it on this processor, so "
+            f"model_type={of.family}: its own modules' results for a sequence depend on other sequences of the step on this processor, so "
             "answers would not be exact; generate with the model's own generate()"
         )
 
@@ -133,7 +133,7 @@ def check_schedules(model: ModuleModel) -> None:
 def check_block_rows(model: InferenceModel | ModuleModel) -> None:
     """Computes one text in one piece, and in pieces of other numbers of rows, and compares the bits.
 
-    Logs a warning where they differ: the model still answers, as with `exact=False`, but an answer then depends on the sequences of its batch.
+    Logs a warning if they differ: the model still answers, as with `exact=False`, but an answer then depends on the sequences of its batch.
     """
     of = model.description
     length = min(sum(_PIECES), of.max_len)
@@ -160,7 +160,7 @@ def check_block_rows(model: InferenceModel | ModuleModel) -> None:
 
 
 def random_tokens(vocabulary: int, *, count: int) -> Tensor:
-    """The same int64 [count] every time; torch's own generator stays where it is."""
+    """The same int64 [count] every time, without advancing torch's own generator."""
     return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0))
 
 
@@ -170,12 +170,12 @@ def product_key(product: Product) -> tuple[str, tuple[int, int]]:
 
 
 def random_rows(rows: int, *, columns: int) -> Tensor:
-    """The same fp32 [rows, columns] every time; torch's own generator stays where it is."""
+    """The same fp32 [rows, columns] every time, without advancing torch's own generator."""
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
 
 
 def _differ(compute: Callable[[Tensor], Tensor], *, x: Tensor, counts: tuple[int, ...] = _ROWS) -> int | None:
-    """The first number of rows whose results differ from those of all rows."""
+    """The first number of rows whose results differ from the results of all rows."""
     with torch.inference_mode():
         full = compute(x)
         return next((count for count in counts if not torch.equal(compute(x[:count]), full[:count])), None)
@@ -215,6 +215,6 @@ def check_module(model: InferenceModel | ModuleModel, *, module: Any, eager: boo
     difference, largest = float((own - expected).abs().max()), float(expected.abs().max())
     if not difference <= _DIFFERENCE[dtype] * largest:
         raise ValueError(
-            f"the inference engine's logits differ by {difference:.3g} from those of {type(module).__name__} (largest {largest:.3g}): it does "
-            "something that the engine does not know, so answers would be wrong; generate with the model's own generate()"
+            f"the inference engine's logits differ by {difference:.3g} from {type(module).__name__}'s (largest {largest:.3g}): it does "
+            "something that the engine does not support, so answers would be wrong; generate with the model's own generate()"
         )

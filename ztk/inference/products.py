@@ -26,8 +26,8 @@ _by_onednn = torch.ops.mkldnn._linear_pointwise.default if HAS_ONEDNN else None
 class Affine:
     """weight [out, in] and bias [out] of a linear layer, or weight and bias [C] of a norm.
 
-    full: [out, inputs of all ranks], of which `weight` has those from `start` on. Formats of 8 and 4 bits follow it, so that ranks compute with
-    the weights of one.
+    full: [out, inputs of all ranks], of which `weight` holds the columns from `start` on. Quantised formats are computed from it, so that
+    all ranks use the weights of a single rank.
     """
 
     weight: Tensor
@@ -37,8 +37,8 @@ class Affine:
 
 
 def in_groups(affine: Affine, *, group: int) -> tuple[Tensor, range, int]:
-    """What a weight is quantised as: (fp32 [out, n] of all ranks' inputs, those that this rank has, how many in front are another's). The part
-    begins and ends with groups of `group` inputs of all ranks."""
+    """The input of quantisation: (fp32 [out, n] of all ranks' inputs, this rank's range of them, number of leading columns of another
+    rank). The part begins and ends with groups of `group` inputs of all ranks."""
     front, columns = affine.start % group, affine.weight.shape[1]
     full = F.pad(affine.weight, (front, 0)) if affine.full is None else affine.full
     first = 0 if affine.full is None else affine.start - front
@@ -47,9 +47,9 @@ def in_groups(affine: Affine, *, group: int) -> tuple[Tensor, range, int]:
 
 
 class Product:
-    """x fp32 [M, in] -> fp32 [M, out]. shape: (out, in). doubles: a lone row is computed twice; the probe decides, see `probe`.
+    """x fp32 [M, in] -> fp32 [M, out]. shape: (out, in). doubles: a lone row is computed twice, as determined by `probe`.
 
-    parts: names of the tensors that it computes with. opaque: those whose layout only oneDNN knows. front: inputs of another rank in its first
+    parts: names of the tensors that it computes with. opaque: parts in a layout of oneDNN. front: inputs of another rank in its first
     group.
     """
 
@@ -77,7 +77,7 @@ class Product:
         return found if residual is None else found.add_(residual)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its memory by name, [*] of any dtype: what is written there changes the product. An opaque part is uint8 [bytes]."""
+        """Its memory by name, [*] of any dtype. Writes to it change the product. An opaque part is uint8 [bytes]."""
         found = {name: getattr(self, f"_{name}") for name in self.parts}
         return {
             name: memory_of(tensor) if name in self.opaque else tensor
@@ -86,19 +86,19 @@ class Product:
         }
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Computes with other memory of the same shapes and dtypes [*], as of `tensors`, from now on."""
+        """Replaces its memory by tensors [*] of the same shapes and dtypes."""
         for name, tensor in tensors.items():
             own = over(tensor, like=getattr(self, f"_{name}")) if name in self.opaque else tensor
             setattr(self, f"_{name}", own)
 
     def settle(self, *, doubles: bool) -> None:
-        """Computes where it is from now on, in huge pages."""
+        """Fixes its memory, in huge pages."""
         self.doubles = doubles
         for tensor in self.tensors().values():
             use_huge_pages(tensor)
 
     def multiply(self, x: Tensor) -> Tensor:
-        """The product, whatever one row alone gives."""
+        """The product, without the rule for a single row."""
         if _by_onednn is not None:
             return _by_onednn(x, self._weight, self._bias, "none", [], "")
         return linear(x, weight=self._weight, bias=self._bias)

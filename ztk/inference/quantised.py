@@ -5,13 +5,13 @@ int8: one scale per output channel, w = s q with q in [-127, 127]. int4: groups 
 per weight with s and z, which [Note: Fitting int4] in ztk/kernels/shared/weight_formats.py chooses. Scales and zeros are bf16, and a weight is
 rounded with the scale as it is stored, so the scale's rounding adds nothing: |w - stored| <= s / 2 for int8.
 
-Where ranks share the inputs of a layer, scales are those of all inputs and groups begin where one rank's do, so they compute with the same
-weights as one: a rank's part of the first group is behind zeros.
+If ranks share the inputs of a layer, scales are computed over all inputs, and groups begin at one rank's groups, so they compute with the
+same weights as one rank: a rank's part of the first group follows zeros.
 
 The products are torch's for bf16 rows: rows are rounded to bf16 (2^-8 relative), multiplied by the widened weights, summed in fp32 and
-rounded to bf16; the bias is added in fp32. Measured with 1 to 600 rows, a row has the same bits for every number of rows; the probe checks it
-when a model is loaded. Their fp32 forms take 5 to 20 times as long. Embeddings, norms, routers and biases stay in fp32, and the head is int8
-in both, because its errors go straight into the logits.
+rounded to bf16; the bias is added in fp32. Measured with 1 to 600 rows, a row has the same bits for every number of rows; the probe checks
+it when a model is loaded. Their fp32 forms take 5 to 20 times as long. Embeddings, norms, routers and biases stay in fp32, and the head is
+int8 in both, because its errors go straight into the logits.
 
 Measured on one core of an EPYC with AVX512, weight 16000 x 768, milliseconds for 1 / 8 / 32 / 512 rows: fp32 3.6 / 4.3 / 9.0 / 115, int8
 1.0 / 3.6 / 11.9 / 208, int4 0.6 / 2.3 / 9.1 / 145. So they speed few rows up, and slow long prompts down.
@@ -90,7 +90,7 @@ def _bf16(x: Tensor, *, extra: int, front: int = 0) -> Tensor:
     return F.pad(x.bfloat16(), (front, extra)) if extra or front else x.to(torch.bfloat16).contiguous()
 
 
-# What `InferencePolicy.weights` names: the products of the layers, and of the head.
+# Formats in `InferencePolicy.weights`: the products of the layers, and of the head.
 FORMATS: dict[str, tuple[type[Product], type[Product]]] = {
     "stored": (Product, Product),
     "int8": (Int8Product, Int8Product),

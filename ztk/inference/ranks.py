@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """Sums and joins among the ranks that share a model. comm: theirs. hung_up: this rank has closed it, see `computing`."""
+    """Sums and joins among the ranks that share a model. comm: of these ranks. hung_up: this rank has closed it, see `computing`."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm, self.cut, self.hung_up = comm, Cut(rank=comm.rank, size=comm.size), False
@@ -59,9 +59,10 @@ class Ranks:
 
 @contextmanager
 def opening(ranks: Ranks | None) -> Iterator[None]:
-    """What ranks do to open a model. If one of them fails in it, all do: it by its own error, the others by `PeerLost` with its text.
+    """Context of opening a model on all ranks. If one of them fails, all do: that one by its own error, the others by `PeerLost` with its
+    text.
 
-    Afterwards they can communicate as before, where none of them was in the middle of an exchange.
+    Afterwards they can communicate as before, unless one of them was in the middle of an exchange.
 
     Raises:
         PeerLost: another rank has failed, or is gone.
@@ -76,10 +77,10 @@ def opening(ranks: Ranks | None) -> Iterator[None]:
         raise
     except CommMismatch as error:
         raise PeerLost(f"another rank has stopped to open the model: {error}") from error
-    except Exception as error:  # noqa: BLE001 - raised below, when the others know
+    except Exception as error:  # noqa: BLE001 - raised below, after the others are notified
         own = error
     try:
-        # A label of its own: a rank that waits for anything else sees that this one has come to the end.
+        # A separate label: a rank that waits in another exchange detects that this one has reached the end.
         failed = [bool(one) for (one,) in ranks.comm.gather_numbers([own is not None], label="end of opening")]
         texts = ranks.gather(None if own is None else f"{type(own).__name__}: {own}") if any(failed) else []
     except (PeerLost, CommMismatch) as error:
@@ -93,7 +94,7 @@ def opening(ranks: Ranks | None) -> Iterator[None]:
 
 @contextmanager
 def computing(ranks: Ranks | None) -> Iterator[None]:
-    """A step of all ranks. One that fails in it has not computed what the others wait for: it hangs up, and they raise `PeerLost` at once."""
+    """Context of a step of all ranks. A rank that fails in it closes its connections, so that the others raise `PeerLost` at once."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""How fast layers are read, and how long a pass computes: measured when a model is opened, for the plan."""
+"""Measures the rates of reading and computing layers when a model is opened, for the plan."""
 
 import itertools
 import math
@@ -76,12 +76,12 @@ def _rates(*, few: float, many: float, drawing: float, link: float, serial: floa
 
 
 def _not_hidden(seconds: float, *, reading: float, computing: float) -> float:
-    """Which part of the shorter of the two the longer one did not hide, done together in `seconds`."""
+    """Fraction of the shorter of the two that did not overlap, if both took `seconds` together."""
     return min(1.0, max(0.0, (seconds - max(reading, computing)) / max(1e-9, min(reading, computing))))
 
 
 class _Trial:
-    """Steps of `rows` rows, of which each but the first `_SLOTS` reads the keys of another one."""
+    """Steps of `rows` rows. Rows after the first `_SLOTS` read the keys of another row."""
 
     def __init__(self, model: InferenceModel, *, rows: int, at: int) -> None:
         self.model, of = model, model.description
@@ -102,7 +102,7 @@ class _Trial:
 
 
 def _link(layers: StreamedLayers) -> float:
-    """Bytes per second of reads that nothing computes beside."""
+    """Bytes per second of reads without concurrent compute."""
     layers.settle()
     before, started = layers.counters.read_bytes, time.perf_counter()
     while time.perf_counter() - started < _READ_SECONDS:
@@ -114,7 +114,7 @@ def _link(layers: StreamedLayers) -> float:
 
 
 def _serial(trial: _Trial, *, layers: StreamedLayers[Layer], link: float) -> float:
-    """Which part of the shorter of reading and computing the longer one does not hide: layers are computed as they come."""
+    """Fraction of the shorter of reading and computing that does not overlap, measured by computing layers as they are read."""
     held, ranks = itertools.cycle(trial.model.weights.layers.held), trial.model.ranks
     own = _seconds(lambda: trial.block(next(held)))
     count = max(2 * BUFFERS, math.ceil(_READ_SECONDS / max(own, layers.file.nbytes / link)))
@@ -131,7 +131,7 @@ def _serial(trial: _Trial, *, layers: StreamedLayers[Layer], link: float) -> flo
 
 
 def _pass_seconds(trial: _Trial) -> float:
-    """Of all layers and the head, by the layers in memory in turn."""
+    """Seconds of all layers and the head, cycling through the layers in memory."""
     held = itertools.cycle(trial.model.weights.layers.held)
     return trial.model.description.layers * _seconds(lambda: trial.block(next(held))) + _seconds(trial.ends)
 

@@ -1,15 +1,15 @@
-"""How many sequences of a length the slabs have memory for.
+"""Number of sequences of a length that fit into the slabs' memory.
 
 [Note: Bytes of slabs]
 All slots of a cache of slabs are equally long, the longest sequence's length rounded up to P positions. S slots take
 
     S P token + P shared
 
-bytes. `token`: keys and values of one position in every layer, and while slabs are laid out anew one slab more, whose old and new memory exist
-together; a draft model's as well. `shared`: what attention computes with, which follows the longest sequence and not their number. So a long
-sequence leaves fewer slots, and who finds none waits. Nothing is allocated beyond `nbytes`, and a sequence that is too long for a cache of its
-own is refused before it waits. With `policy.cache_tokens` keys and values take that many tokens; when the model is opened they must fit into
-what is free, with all the rest.
+bytes. `token`: keys and values of one position in every layer, plus one slab whose old and new memory coexist while slabs are laid out
+anew; including a draft model's. `shared`: working memory of attention, which depends on the longest sequence and not on their number. So a
+long sequence leaves fewer slots, and sequences without a slot wait. Nothing is allocated beyond `nbytes`, and a sequence that is too long
+for a cache of its own is refused before it waits. With `policy.cache_tokens` keys and values take that many tokens; when the model is
+opened they must fit into the free memory, together with the rest.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,9 @@ _BESIDE_BLOCKS = 0.2  # of the free memory
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """slots: sequences at most, however short. nbytes: of all slots; None: a plan has counted all of them at their longest. token, shared: see
-    [Note: Bytes of slabs]."""
+    """slots: maximum number of sequences of any length. nbytes: of all slots, or None if a plan has counted all of them at their longest.
+    token,
+    shared: see [Note: Bytes of slabs]."""
 
     slots: int
     nbytes: int | None = None
@@ -36,17 +37,17 @@ class Room:
     shared: int = 0
 
     def needed(self, positions: int) -> int:
-        """Bytes for one sequence of so many tokens, alone."""
+        """Bytes for one sequence of `positions` tokens, alone."""
         return rounded(positions) * (self.token + self.shared)
 
     def most(self, positions: int) -> int:
-        """Sequences of up to so many tokens that fit together."""
+        """Number of sequences of up to `positions` tokens that fit together."""
         if self.nbytes is None or positions == 0:
             return self.slots
         return max(0, min(self.slots, (self.nbytes // rounded(positions) - self.shared) // self.token))
 
     def longest(self, positions: int) -> int:
-        """Tokens of the longest sequence that fits alone, `positions` at most."""
+        """Tokens of the longest sequence that fits alone, at most `positions`."""
         if self.nbytes is None or self.most(positions):
             return positions
         whole = rounded(1)
@@ -70,11 +71,11 @@ def room_of(
     drafts: DraftModel | None,
     ranks: Ranks | None,
 ) -> Room:
-    """What slabs may take beside everything that is in memory now: `policy.cache_tokens`, or what is free. All ranks that share the model make
-    the call and get the least of theirs.
+    """Memory for slabs in addition to current allocations: `policy.cache_tokens`, or the free memory. All ranks that share the model make
+    the call and get the minimum.
 
     Raises:
-        ValueError: it is not enough for the shortest sequence, or `policy.cache_tokens` are more than there is memory for.
+        ValueError: the memory is too small for the shortest sequence, or for `policy.cache_tokens`.
     """
     of = model.description
     token, shared = token_bytes(of), attention_bytes(of, positions=1)
@@ -90,8 +91,8 @@ def room_of(
         needed = policy.cache_tokens * token + longest * shared + working
         if needed > free:
             raise ValueError(
-                f"inference.cache_tokens={policy.cache_tokens} need {needed} bytes with what a step, attention over the longest sequence and "
-                f"a draft model compute with, and {free} are free: lower it, inference.max_model_len or inference.max_step_tokens"
+                f"inference.cache_tokens={policy.cache_tokens} need {needed} bytes with the working memory of a step, attention and "
+                f"a draft model, and {free} are free: lower it, inference.max_model_len or inference.max_step_tokens"
             )
         own = 2 * of.layers * of.kv_heads * of.head_dim * 4
         room = Room(slots=slots, nbytes=policy.cache_tokens * own, token=own)
@@ -111,11 +112,11 @@ def room_of_drafts(drafts: DraftModel, *, slots: int) -> Room:
 
 
 def drafting_of(model: InferenceModel | ModuleModel) -> Drafting:
-    """What a draft model takes beside streamed layers."""
+    """Memory of a draft model used with streamed layers."""
     nbytes = sum(product.nbytes for product in model.products())
     return Drafting(description=model.description, nbytes=nbytes, working=_working(model, rows=PROMPT_TOKENS))
 
 
 def _working(model: InferenceModel | ModuleModel, *, rows: int) -> int:
-    """What a step of so many rows computes with; the head counts as a layer, because prompts may be scored."""
+    """Working memory of a step of `rows` rows. The head counts as a layer, because prompts may be scored."""
     return rows * row_bytes(model.description, inner=max(product.shape[0] for product in model.products()))

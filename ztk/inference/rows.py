@@ -26,7 +26,7 @@ def constant(value: float) -> Tensor:
 
 
 def turns(table: tuple[Tensor, Tensor], *, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a rotary table, (cosine, sine) [any, R / 2] each, what `rope` takes for positions int64 [M]: fp32 [M, 1, R] each."""
+    """Arguments of `rope` for positions int64 [M], from a rotary table, (cosine, sine) [any, R / 2] each: fp32 [M, 1, R] each."""
     cos, sin = (part.index_select(0, positions).unsqueeze(1) for part in table)
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 

@@ -16,20 +16,20 @@ _ARRANGE, _COPY, _CLEAR = range(3)
 
 
 def rounded(positions: int) -> int:
-    """Positions of a slab with room for so many."""
+    """Positions of a slab with room for `positions`."""
     return -(-positions // (GROWTH * BLOCK)) * GROWTH * BLOCK
 
 
 def lazy_zeros(shape: tuple[int, ...]) -> Tensor:
-    """fp32 zeros of any shape, whose pages take memory when they are written. A slab has room for the longest answer, which is the rest of
-    the context where nothing limits it, and most answers are short."""
+    """fp32 zeros of any shape, whose pages take memory when they are written. A slab has room for the longest answer, by default the rest
+    of the context, and most answers are short."""
     if not (count := prod(shape)):
         return torch.zeros(shape)
     return torch.frombuffer(mmap(-1, 4 * count), dtype=torch.float32).view(shape)
 
 
 class SlabCache(Cache):
-    """keys[layer] and values[layer]: fp32 [slots, blocks, K, 64, D]; the blocks that a query sees are one piece of memory.
+    """keys[layer] and values[layer]: fp32 [slots, blocks, K, 64, D]; the visible blocks of a query are contiguous.
 
     scratch: memory for attention over it.
 
@@ -45,12 +45,12 @@ class SlabCache(Cache):
 
     @property
     def positions(self) -> int:
-        """Positions that every slab has memory for."""
+        """Positions per slab."""
         return self.keys[0].shape[1] * BLOCK
 
     @property
     def slots(self) -> int:
-        """Sequences that there is a slab for."""
+        """Number of slabs."""
         return self.keys[0].shape[0]
 
     @property
@@ -77,7 +77,7 @@ class SlabCache(Cache):
             self.arrange(slots=self.slots, positions=positions)
 
     def arrange(self, *, slots: int, positions: int) -> None:
-        """So many slots from now on, of `positions` rounded up; what lies in both layouts stays. One layer's slab at a time is there twice."""
+        """Sets the number of slots, each of `positions` rounded up. Data in both layouts stays. One layer's slab at a time exists twice."""
         self._note(_ARRANGE, slots, positions)
         wanted = (slots, rounded(positions) // BLOCK)
         if wanted == self.keys[0].shape[:2]:
@@ -91,7 +91,7 @@ class SlabCache(Cache):
                 slabs[number] = laid_out
 
     def copy(self, source: int, *, target: int, positions: int) -> None:
-        """The first `positions` of one slot become another's."""
+        """Copies the first `positions` of one slot to another."""
         self._note(_COPY, source, target, positions)
         full, rest = divmod(positions, BLOCK)
         for slab in (*self.keys, *self.values):
@@ -100,7 +100,7 @@ class SlabCache(Cache):
                 slab[target, full, :, :rest] = slab[source, full, :, :rest]
 
     def clear(self, slot: int) -> None:
-        """Zeros a slot: what a broken sequence left would make NaN of a masked zero."""
+        """Zeros a slot, because values of a broken sequence would turn a masked zero into NaN."""
         self._note(_CLEAR, slot)
         for slab in (*self.keys, *self.values):
             slab[slot] = 0

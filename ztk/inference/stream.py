@@ -1,4 +1,4 @@
-"""Layers that are read from a file while the one before computes."""
+"""Layers that are read from a file while the previous one computes."""
 
 import weakref
 from collections import deque
@@ -15,17 +15,17 @@ from ztk.zero.offload.engine import IoEngine, Transfer, Urgency
 from ztk.zero.offload.pool import AlignedRegion
 from ztk.zero.offload.probe import check_disk
 
-BUFFERS = 3  # one that is computed with, one that is read, and one that is complete
+BUFFERS = 3  # one in use, one being read, and one complete
 
 
 class StreamedLayers(Generic[Built]):
     """The layers of a file in order. Some reside in memory, the others pass through a ring of buffers, in every pass.
 
-    While a layer computes, the next ones are read by threads past the page cache, those of the next pass behind the last. Only one thread
-    may iterate, and the layer that an iteration gave is valid until the next one is asked for.
+    While a layer computes, threads read the next ones, bypassing the page cache; after the last layer, the next pass's. Only one thread
+    may iterate, and the layer that an iteration returned is valid until the next one is requested.
 
     Raises:
-        ValueError: the folder lies in main memory or on a disk without direct I/O.
+        ValueError: the folder is in main memory or on a disk without direct I/O.
     """
 
     def __init__(self, file: LayerFile[Built], *, policy: OffloadPolicy, buffers: int) -> None:
@@ -51,7 +51,7 @@ class StreamedLayers(Generic[Built]):
 
     @property
     def held(self) -> list[Built]:
-        """The layers in memory now; those that are read have come."""
+        """The layers in memory now; waits for running reads."""
         for buffer in self._ring:
             self._wait(buffer)
         return [buffer.layer for buffer in (*self._resident.values(), *self._ring)]
@@ -73,7 +73,7 @@ class StreamedLayers(Generic[Built]):
         return sum(buffer.memory.nbytes for buffer in own) + self._staging.bytes.nbytes
 
     def keep(self, count: int, *, buffers: int) -> None:
-        """Makes `count` layers resident, at equal distances, so that their time is there for what is read. buffers: of the ring from now on."""
+        """Makes `count` layers resident, at equal distances, so that reads overlap with their compute. buffers: new size of the ring."""
         layers = self.file.count
         self._restart(0, reading=False)
         del self._spare[buffers:]
@@ -109,7 +109,7 @@ class StreamedLayers(Generic[Built]):
     # Parts
 
     def _restart(self, place: int, *, reading: bool = True) -> None:
-        """The ring begins with the layer at `place` of the order; what the reads before it had to say was said to who needed them."""
+        """Starts the ring with the layer at `place` of the order. Errors of earlier reads were already raised."""
         for buffer in self._ring:
             self._ended(buffer)
         self._spare += self._ring

@@ -1,4 +1,4 @@
-"""Log-likelihood of sequences of any length, in windows that the model takes."""
+"""Log-likelihood of sequences of any length, in windows of the model's length."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ _AT_ONCE = 64  # windows whose log-probabilities are in memory together
 
 
 class Scorer(Protocol):
-    """What computes log-probabilities: `Generator`, or the engine that trains (`ztk.train.engine.scoring`)."""
+    """Computes log-probabilities: `Generator`, or the training engine (`ztk.train.engine.scoring`)."""
 
     @property
     def max_len(self) -> int:
-        """Tokens that the model takes."""
+        """Maximum number of tokens of the model."""
         ...
 
     def score_ends(self, sequences: list[list[int]], *, counts: list[int]) -> list[float]:
@@ -36,13 +36,13 @@ class Window:
 
 
 def windows(count: int, *, context: int, seq_len: int, stride: int) -> Iterator[Window]:
-    """Windows of at most `seq_len` tokens in which each of a sequence's `count` tokens counts once, but for the first `context`.
+    """Windows of at most `seq_len` tokens in which each of a sequence's `count` tokens counts once, except the first `context`.
 
-    The first window begins with the sequence. Each later one ends `stride` tokens after the one before and scores those, so that a token
-    has seq_len - stride tokens before it at least, or all that there are.
+    The first window begins with the sequence. Each later one ends `stride` tokens after the previous one and scores those tokens, so that
+    each has at least seq_len - stride tokens before it, or all that exist.
 
     Raises:
-        ValueError: a context of no token, no room behind it, or a stride that leaves tokens out.
+        ValueError: a context of no token, no room after it, or a stride that leaves tokens out.
     """
     if not 1 <= context < seq_len:
         raise ValueError(
