@@ -117,6 +117,7 @@ class Trial:
     faults: list[str] = field(default_factory=list)
     line: list[str] = field(default_factory=list)
     kills: int = 0
+    has_ended: bool = False  # by itself, in spite of the last kill
 
     def __post_init__(self) -> None:
         self.line = first_line(self.kind, folder=self.folder)
@@ -132,6 +133,7 @@ class Trial:
         while running.code is None and steps_made(self.folder) < wanted:
             time.sleep(0.002)
         if running.wait(pause) is not None:
+            self.has_ended = running.code == 0
             if running.code != 0:
                 self.faults.append(f"{self.folder}: ended with code {running.code}: {running.printed()[-600:]}")
             return False
@@ -145,7 +147,8 @@ class Trial:
             self.faults.append(f"{self.folder}: still runs {END_SECONDS} s after {number.name}")
             return True
         if code == 0:
-            return False  # it was ending
+            self.has_ended = True
+            return False
         self.kills += 1
         self._check(running, number=number, before=before)
         made, saved = steps_made(self.folder), newest(self.folder)
@@ -176,9 +179,12 @@ class Trial:
 
     def finish(self, *, undisturbed: Path) -> None:
         """Runs to the end and compares."""
-        running = start(self.line, log=self.folder.with_suffix(".log"), forks=self.forks)
-        if running.wait(300) != 0:
-            self.faults.append(f"{self.folder}: the last command ended with {running.code}: {running.printed()[-600:]}")
+        if not self.has_ended:
+            running = start(self.line, log=self.folder.with_suffix(".log"), forks=self.forks)
+            if running.wait(300) != 0:
+                self.faults.append(
+                    f"{self.folder}: the last command ended with {running.code}: {running.printed()[-600:]}"
+                )
         found, expected = digests(self.folder), digests(undisturbed)
         if found != expected:
             self.faults.append(f"{self.folder}: digests {found}, undisturbed {expected}")
