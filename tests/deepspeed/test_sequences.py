@@ -213,7 +213,7 @@ def test_what_would_be_wrong_is_refused(ranks):
     found = ranks(RANKS).run(refused)[0]
     for name, part in {
         "eager": "must be one of",
-        "another": "let both say the same",
+        "another": "make them equal",
         "three": "divide the 2 ranks",
         "heads": "3 heads cannot be distributed",
         "positions": "position_ids are missing",

@@ -152,7 +152,7 @@ def test_tp_model_init_says_how_many_ranks_share_layers(ranks, section):
             None,
             "trains in torch.float32, and tp_model_init was given dtype=torch.bfloat16",
         ),
-        ({"tp_size": 1, "tp_group": object()}, None, "tp_size says which ranks"),
+        ({"tp_size": 1, "tp_group": object()}, None, "tp_size determines the groups"),
         ({"tp_size": 0}, None, "must be 1 or more"),
     ],
 )

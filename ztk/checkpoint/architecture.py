@@ -37,7 +37,7 @@ def describe_model(module: nn.Module) -> dict[str, Any] | None:
         found["transformers"] = dict(exported)
     elif hasattr(config := getattr(module, "config", None), "to_json_string"):
         found["transformers"] = json.loads(config.to_json_string())
-        # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
+        # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
         base = module.get_base_model() if hasattr(module, "get_base_model") else module
         found["transformers"]["architectures"] = [type(base).__name__]
     adapters = getattr(module, "peft_config", None)

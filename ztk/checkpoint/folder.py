@@ -210,7 +210,7 @@ def prune(newest: Path, *, retention: Retention, token: str) -> list[Path]:
         kept.update(path for path in by_age if manifests[path].step % retention.keep_every == 0)
     measured = [path for path in by_age if manifests[path].metric is not None]
     if retention.keep_best and measured:
-        # pyrefly: ignore[no-matching-overload]  # those of `measured` have one
+        # pyrefly: ignore[no-matching-overload]  # files in `measured` have one
         kept.add(min(measured, key=lambda path: manifests[path].metric))
     replaced = {path for path in by_age if path != newest and manifests[path].step == manifests[newest].step}
     removed = [path for path in by_age if path not in kept or path in replaced]

@@ -1,7 +1,8 @@
-"""Full fp32 weights out of a checkpoint folder, of ztk or of DeepSpeed (ZeRO stages 1 to 3), without an engine and without GPUs.
+"""Full fp32 weights from a checkpoint folder of ztk or of DeepSpeed (ZeRO stages 1 to 3), without an engine and without GPUs.
 
-state = get_fp32_state_dict_from_zero_checkpoint("checkpoints")
-python zero_to_fp32.py checkpoints weights          # the script that every save leaves beside the checkpoints
+    state = get_fp32_state_dict_from_zero_checkpoint("checkpoints")
+    python zero_to_fp32.py checkpoints weights          # the script that every save leaves next to the checkpoints
+
 Buffers have the dtype of the file.
 """
 
@@ -28,7 +29,7 @@ from ztk.checkpoint.reader import StateReader
 from ztk.checkpoint.sources import FROZEN, MASTER
 from ztk.deepspeed.tools.log import logger
 
-SCRIPT = "zero_to_fp32.py"  # its name beside the checkpoints
+SCRIPT = "zero_to_fp32.py"  # its name next to the checkpoints
 _DTYPES = {
     **dict.fromkeys(("fp32", "float32", "torch.float32"), torch.float32),
     **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
@@ -39,7 +40,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LazyTensor:
-    """A tensor that is still in its files; `contiguous()` reads it."""
+    """A tensor that is not loaded yet; `contiguous()` reads it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,7 +51,7 @@ class LazyTensor:
         return prod(self.shape) * self.dtype.itemsize
 
     def contiguous(self) -> Tensor:
-        """In main memory, in its own shape. Raises CheckpointError for damaged files."""
+        """Reads the tensor into main memory, in its own shape. Raises CheckpointError for damaged files."""
         full, done = torch.empty(prod(self.shape), dtype=self.dtype), 0
         for values in self.ranges():
             full[done : done + values.numel()] = values
@@ -64,12 +65,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor | LazyTensor]:
-    """Name -> fp32 weight in its full shape, persistent buffers and tied names included. Non-floating buffers keep their dtype.
+    """Returns name -> fp32 weight in its full shape, including persistent buffers and tied names. Non-floating buffers keep their dtype.
 
-    checkpoint_dir: the folder that was given to `save_checkpoint`. tag: None reads its file `latest`.
-    lazy_mode: values are read when their `contiguous()` is called, so that they need not be in memory together.
-    Raises ValueError without `latest`, FileNotFoundError without the tag's folder, CheckpointError for damaged files and a `latest` that
-    names none.
+    checkpoint_dir: the folder that was given to `save_checkpoint`. tag: defaults to the content of its file `latest`.
+    lazy_mode: reads a value when its `contiguous()` is called, so that the values need not be in memory together.
+
+    Raises ValueError without `latest`, FileNotFoundError without the tag's folder, and CheckpointError for damaged files and for a
+    `latest` that names no checkpoint.
     """
     state = _open(_tag_folder(Path(checkpoint_dir), tag=tag), exclude_frozen=exclude_frozen_parameters)
     return state if lazy_mode else _read(state, dtype=torch.float32)
@@ -78,8 +80,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike, tag: str | None = None
 ) -> nn.Module:
-    """Moves `model` to the CPU, loads the fp32 weights into it, leaving what the checkpoint lacks, and returns it. Not for an engine's
-    model."""
+    """Moves `model` to the CPU, loads the fp32 weights into it and returns it. Values that the checkpoint lacks do not change.
+
+    Not for an engine's model.
+    """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
     model.load_state_dict(state, strict=False)
@@ -97,8 +101,8 @@ def convert_zero_checkpoint_to_state_dict(
 ) -> None:
     """Writes the weights as files of torch.save, or of safetensors, in the layout of the Hugging Face hub.
 
-    dtype: of floating-point weights: float32, float16 or bfloat16. max_shard_size: bytes, or a text such as "5GB"; None: one file. As many
-    bytes are in memory at once. A safetensors file has tied weights under their first name only.
+    dtype: of floating-point weights: float32, float16 or bfloat16. max_shard_size: bytes, or a text such as "5GB", or None for one file.
+    It also bounds the memory in use. A safetensors file has tied weights under their first name only.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(
         checkpoint_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters, lazy_mode=True
@@ -131,7 +135,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """`convert_zero_checkpoint_to_state_dict` in fp32."""
+    """Runs `convert_zero_checkpoint_to_state_dict` in fp32."""
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir,
         output_dir,
@@ -147,7 +151,7 @@ def leave_script(folder: Path) -> None:
     path = folder / SCRIPT
     path.write_text(
         "#!/usr/bin/env python\n"
-        '"""python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR: full fp32 weights out of this folder. Needs ztk; --help says more."""\n\n'
+        '"""python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR: full fp32 weights from this folder. Needs ztk; see --help."""\n\n'
         "from ztk.deepspeed.zero_to_fp32 import main\n\n"
         'if __name__ == "__main__":\n'
         "    main()\n"
@@ -156,7 +160,7 @@ def leave_script(folder: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command line of DeepSpeed's script."""
+    """Runs the command line of DeepSpeed's script."""
     parser = argparse.ArgumentParser(prog=SCRIPT, description="full fp32 weights out of a ZeRO checkpoint")
     parser.add_argument(
         "checkpoint_dir", help="the folder that was given to save_checkpoint, such as path/checkpoint-12"
@@ -192,7 +196,7 @@ def _tag_folder(folder: Path, *, tag: str | None) -> Path:
 
 
 def _open(folder: Path, *, exclude_frozen: bool) -> dict[str, LazyTensor]:
-    """Parameters and buffers in order, tied names as the same object."""
+    """Returns parameters and buffers in order, with tied names as the same object."""
     if any(folder.glob("*_optim_states.pt")):
         state, tied = _of_deepspeed(folder, exclude_frozen=exclude_frozen)
     elif any(folder.glob("*_model_states.pt")):
@@ -232,11 +236,11 @@ def _of_ztk(folder: Path, *, exclude_frozen: bool) -> tuple[dict[str, LazyTensor
     kinds |= {info.name: BUFFER for info in manifest.buffers}
     shapes = {info.name: tuple(info.shape) for info in [*manifest.parameters, *manifest.buffers]}
     for info in [*manifest.parameters, *manifest.buffers]:
-        if not prod(info.shape):  # no file has anything of it
+        if not prod(info.shape):  # an empty tensor is in no file
             stored.setdefault((info.name, kinds.get(info.name, BUFFER)), DTYPES[info.dtype])
     state = {}
     for name, kind in kinds.items():
-        if (name, kind) in stored:  # a checkpoint may hold the trained parameters alone
+        if (name, kind) in stored:  # a checkpoint may contain only the trained parameters
             own = stored[name, kind]
             state[name] = LazyTensor(
                 shape=shapes[name],
@@ -262,7 +266,7 @@ def _read(state: dict[str, LazyTensor], *, dtype: torch.dtype) -> dict[str, Tens
 
 
 def _cut(state: dict[str, LazyTensor], *, limit: int | None) -> list[list[str]]:
-    """Names per file, in order; tied ones lie together."""
+    """Returns names per file, in order. Tied names are in the same file."""
     owners: dict[int, list[str]] = {}
     for name, tensor in state.items():
         owners.setdefault(id(tensor), []).append(name)

@@ -38,7 +38,7 @@ def use_attention(model: nn.Module) -> str | None:
 
 def restore_attention(model: nn.Module, *, implementation: str) -> None:
     """Restores the attention implementation from before `use_attention`."""
-    # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
+    # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
     model.set_attn_implementation(implementation)
 
 

@@ -72,7 +72,7 @@ def inject_kernels(model: nn.Module, *, option: str = "replace_with_kernel_injec
                 made.counts[f"{type(module).__name__} -> rope"] += 1
     made.attention = use_attention(model)
     if made.attention is not None:
-        # pyrefly: ignore[missing-attribute]  # nn.Module says Tensor | Module for every name that a model has
+        # pyrefly: ignore[missing-attribute]  # nn.Module types every attribute as Tensor or Module
         made.counts["attention of full prompts -> attention"] = model.config.get_text_config().num_hidden_layers
     if not made.counts:
         raise ValueError(
@@ -119,7 +119,7 @@ def _gated(module: nn.Module, *, tried: dict) -> tuple[str, Forward] | None:
     op = tried[key]
     if op is None:
         return None
-    # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
+    # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
     return op.__name__, lambda x: module.down_proj(op(module.gate_proj(x), module.up_proj(x)))
 
 
@@ -140,7 +140,7 @@ def _gated_in_one(module: nn.Module, *, tried: dict) -> tuple[str, Forward] | No
     op = tried[key]
     if op is None:
         return None
-    # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
+    # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
     return op.__name__, lambda x: module.down_proj(op(*module.gate_up_proj(x).chunk(2, dim=-1)))
 
 
@@ -175,7 +175,7 @@ def _first_equal(twin: nn.Module, candidates: dict[Callable, Forward]) -> Callab
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
     linear = nn.utils.skip_init(nn.Linear, inputs, outputs)
-    # pyrefly: ignore[missing-attribute]  # nn.Module says Tensor | Module for every name that a model has
+    # pyrefly: ignore[missing-attribute]  # nn.Module types every attribute as Tensor or Module
     linear.weight.data, linear.bias.data = _numbers(outputs, inputs) / inputs**0.5, _numbers(outputs)
     return linear
 

@@ -133,7 +133,7 @@ def test_choice_of_hosts(tmp_path, monkeypatch):
     [
         (["--num_gpus", "1", "--include", "a", "s.py"], "use one of the ways"),
         (["--no_python", "--module", "s"], "a module is run by python"),
-        (["--no_ssh", "s.py"], "say which one this is by --node_rank"),
+        (["--no_ssh", "s.py"], "give this machine's number with --node_rank"),
         (["--node_rank", "0", "s.py"], "no effect without --no_ssh"),
         (["--bind_core_list", "1-2", "s.py"], "no effect without --bind_cores_to_rank"),
         (["--bind_core_list", "1-", "--bind_cores_to_rank", "s.py"], "must be a number or a range"),

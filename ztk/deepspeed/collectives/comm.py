@@ -1,4 +1,4 @@
-"""`deepspeed.comm`: torch.distributed's functions, and a log of their times and those of the engine's own collectives.
+"""`deepspeed.comm`: torch.distributed's functions, and a log of their times, which also covers the engine's collectives.
 
 `configure(enabled=True)` or the section `comms_logger` of the configuration enables the log, and `log_summary()` prints it. Logged calls
 are synchronous, including asynchronous ones and those on a GPU, so that their times are meaningful. This disables overlap.

@@ -1,9 +1,9 @@
 """`p.grad` of an engine's parameters.
 
-At stage 0 it is the averaged gradient without loss scale, from the backward to the step, made of the engine's buffer when somebody reads it:
-a script may clip it, change it in place or set it, and the step uses what it finds. An element that nobody changed keeps its bits in the
-buffer. Before the last micro-batch it is this rank's own sum so far. From stage 1 on a rank has a part of the gradients, and `p.grad` is
-None, as DeepSpeed's; the first read says what to use, and an assignment raises.
+At stage 0 it is the averaged gradient without loss scale, available from the backward to the step and created from the engine's buffer on
+access. A script may clip it, change it in place or assign it, and the step uses the result. Unchanged elements keep their bits in the
+buffer. Before the last micro-batch it is this rank's local sum so far. From stage 1 on, gradients are sharded and `p.grad` is None, as in
+DeepSpeed; the first read warns with the alternatives, and an assignment raises.
 """
 
 import functools
@@ -34,8 +34,8 @@ _CLIPPED = (
     "deepspeed.utils.safe_get_full_grad(p).clamp(-c, c)); or use stage 0"
 )
 _CLIPS_BY_VALUE = {clip.__code__ for clip in (nn.utils.clip_grad_value_, inspect.unwrap(nn.utils.clip_grad_value_))}
-_shown: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (what the script has, what the buffer held)
-_warned: WeakIdKeyDictionary = WeakIdKeyDictionary()  # engines' first parameters
+_shown: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (the script's tensor, the buffer's values)
+_warned: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the first parameter of engines that have warned
 
 
 class _WithGradient:
@@ -52,7 +52,9 @@ class _WithGradient:
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
-        is_autograds = torch.Tensor.grad.__get__(self) is not None  # in a hook, before the engine takes it
+        is_autograds = (
+            torch.Tensor.grad.__get__(self) is not None
+        )  # true in a hook, before the engine takes the gradient
         if is_autograds or (self not in _shown and _show(self) is None):
             if value is not None and not is_autograds and _is_sharded(self):
                 raise RuntimeError(_REFUSED)
@@ -73,14 +75,14 @@ class _WithGradient:
 
 
 def show_gradients(model: nn.Module) -> None:
-    """Gives the parameters of an engine the `grad` above."""
+    """Adds the `grad` property to the parameters of an engine."""
     for parameter in model.parameters():
         if not isinstance(parameter, _WithGradient):
             change_class(parameter, make=_with_gradient)
 
 
 def take_changes(engine: Engine) -> None:
-    """Writes what scripts changed about `p.grad` since it was read into the engine's buffers; the norm follows."""
+    """Writes the script's changes to `p.grad` into the engine's buffers and updates the norm."""
     if not _shown:
         return
     for bucket in engine.zero.buckets:
@@ -103,8 +105,11 @@ def _changed(place: Tensor, *, value: Tensor, is_same: Tensor) -> Tensor:
 
 
 def take_assigned(engine: Engine) -> None:
-    """At stage 0 a script may call no backward of the engine and set `p.grad` itself (torch.autograd.grad of several losses, meta learning):
-    it counts as this rank's own gradient, and is averaged like one. A collective call if any parameter has one."""
+    """Takes gradients that the script assigned to `p.grad` without an engine backward, at stage 0 (torch.autograd.grad of several losses,
+    meta learning).
+
+    They count as this rank's local gradients and are averaged. A collective call if any parameter has one.
+    """
     if engine.zero.policy.stage > 0 or engine.has_gradients:
         return
     assigned = {
@@ -118,7 +123,7 @@ def take_assigned(engine: Engine) -> None:
 
 
 def forget_gradients(engine: Engine) -> None:
-    """The gradients are dropped: what scripts have of them counts no more."""
+    """Forgets the tensors that scripts hold, after gradients were dropped."""
     for bucket in engine.zero.buckets if _shown else ():
         for parameter in bucket.parameters:
             _shown.pop(parameter, None)
@@ -144,8 +149,8 @@ def _show(parameter: nn.Parameter) -> Tensor | None:
 
 
 def _is_clipped_by_value() -> bool:
-    """`p.grad` is read by torch's `clip_grad_value_`, perhaps in a comprehension there."""
-    frame = sys._getframe(3)  # behind `_show` and the property
+    """Returns whether torch's `clip_grad_value_` is reading `p.grad`, possibly in a comprehension."""
+    frame = sys._getframe(3)  # the caller of `_show` and the property
     return frame.f_code in _CLIPS_BY_VALUE or (frame.f_back is not None and frame.f_back.f_code in _CLIPS_BY_VALUE)
 
 
@@ -155,10 +160,7 @@ def _is_sharded(parameter: nn.Parameter) -> bool:
 
 
 def local_gradient(owner: Owner) -> Tensor | None:
-    """What the backwards so far have left of a gradient that is not reduced, this rank's own; None if nothing.
-
-    In the shape of the parameter, fp32.
-    """
+    """Returns this rank's local sum of a gradient that is not reduced yet, or None, in the shape of the parameter, fp32."""
     return None if owner.bucket.gradient.is_reduced else _of_buffer(owner)
 
 

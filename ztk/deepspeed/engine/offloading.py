@@ -1,4 +1,4 @@
-"""`offload_states` and `reload_states`: an engine's memory for something else, between steps."""
+"""`offload_states` and `reload_states`: free an engine's memory for other uses between steps."""
 
 from collections.abc import Container
 
@@ -13,7 +13,7 @@ OffloadDeviceEnum = Tier  # DeepSpeed's name, with the same values
 
 
 class StateOffload:
-    """Of one engine. Every rank calls it alike."""
+    """Moves the states of one engine. Methods are collective calls."""
 
     def __init__(self, engine: Engine, *, policy: OffloadPolicy) -> None:
         self._policy = policy
@@ -26,7 +26,7 @@ class StateOffload:
         pin_memory: bool,
         non_blocking: bool,
     ) -> None:
-        """See `DeepSpeedEngine.offload_states`. Raises ValueError for nvme, and where the configuration offloads parameters."""
+        """See `DeepSpeedEngine.offload_states`. Raises ValueError for nvme, and if the configuration offloads parameters."""
         target = OffloadDeviceEnum(device)
         if target is OffloadDeviceEnum.none:
             logger.warning("offload_states(device='none'): nothing is moved; use device='cpu'")
@@ -46,7 +46,7 @@ class StateOffload:
         self._state_offloader.reload(non_blocking=non_blocking)
 
     def need(self, *kinds: StateKind, what: str) -> None:
-        """Raises RuntimeError if one of `kinds` (none: any) is away."""
+        """Raises RuntimeError if one of `kinds` is offloaded. kinds: defaults to all."""
         absent = self._state_offloader.absent.intersection(kinds) if kinds else self._state_offloader.absent
         if absent:
             names = ", ".join(sorted(absent))

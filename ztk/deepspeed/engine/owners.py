@@ -1,4 +1,4 @@
-"""Which engine a parameter belongs to: functions such as `GatheredParameters` are given parameters alone."""
+"""Maps parameters to engines, for functions such as `GatheredParameters` that only get parameters."""
 
 import itertools
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from ztk.zero.buckets.bucket import Bucket
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Owner:
-    """A parameter's place. number: rises in the order in which engines take parameters, the same on all ranks."""
+    """A parameter's engine and bucket. number: increases in the order in which engines take parameters, the same on all ranks."""
 
     engine: Engine
     bucket: Bucket
@@ -23,7 +23,7 @@ class Owner:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
-    """An Owner that keeps nothing alive: an engine that a script drops without `destroy` goes with its model."""
+    """A weak Owner: an engine that a script drops without `destroy` is freed with its model."""
 
     engine: "ReferenceType[Engine]"
     bucket: int
@@ -33,11 +33,11 @@ class _Place:
 
 _places: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _numbers = itertools.count()
-_engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by the number of their registration
+_engines: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by number of registration
 
 
 def register(engine: Engine) -> None:
-    """Called by `initialize`."""
+    """Registers an engine. Called by `initialize`."""
     _engines[next(_numbers)] = engine
     for index, bucket in enumerate(engine.zero.buckets):
         for parameter, placement in zip(bucket.parameters, bucket.layout.placements, strict=True):
@@ -45,7 +45,7 @@ def register(engine: Engine) -> None:
 
 
 def forget(engine: Engine) -> None:
-    """The engine is closed: its parameters are nobody's."""
+    """Removes a closed engine with its parameters."""
     for bucket in engine.zero.buckets:
         for parameter in bucket.parameters:
             _places.pop(parameter, None)
@@ -54,12 +54,12 @@ def forget(engine: Engine) -> None:
 
 
 def newest() -> Engine | None:
-    """The engine that was registered last of those that are not closed."""
+    """Returns the newest engine that is not closed."""
     return _engines[max(_engines)] if _engines else None
 
 
 def owner_of(parameter: torch.nn.Parameter) -> Owner | None:
-    """None for a parameter of no engine."""
+    """Returns the parameter's owner, or None if no engine has it."""
     place = _places.get(parameter)
     engine = place.engine() if place else None
     if engine is None:

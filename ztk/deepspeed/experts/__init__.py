@@ -1,5 +1,7 @@
-"""Mixtures of experts by DeepSpeed's names: `deepspeed.moe.layer.MoE` is `ztk.parallel.moe.MoE`; its `ep_size`, or the configuration's,
-makes the mesh."""
+"""Mixtures of experts under DeepSpeed's names.
+
+`deepspeed.moe.layer.MoE` is `ztk.parallel.moe.MoE`; its `ep_size`, or the configuration's, determines the mesh.
+"""
 
 from ztk.deepspeed.experts.layers import expert_topology, give_layer_options
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's gate as a module, and its all-to-all: for layers that other projects build of them.
+"""DeepSpeed's gate as a module, and its all-to-all, for custom layers of other projects.
 
 Results have the dtype of their inputs.
 """
@@ -15,9 +15,9 @@ from ztk.parallel.moe.gate import jitter, uniform
 
 
 class TopKGate(nn.Module):
-    """hidden [T, C] -> (l_aux, combine_weights [T, E, C], dispatch_mask [T, E, C], exp_counts [E]), see `sharded_moe`.
+    """hidden [T, C] -> (l_aux, combine_weights [T, E, C], dispatch_mask [T, E, C], exp_counts [E]); see `sharded_moe`.
 
-    `wg` is the gate's linear layer, computed in float32. ep_group: must be None; capacities of ranks are made equal by `MoE` alone.
+    `wg` is the gate's linear layer, computed in float32. ep_group: must be None; only `MoE` equalizes capacities across ranks.
     min_capacity: tokens per expert.
     """
 
@@ -47,7 +47,7 @@ class TopKGate(nn.Module):
         self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
 
     def forward(self, input: Tensor, used_token: Tensor | None = None) -> Gated:
-        """input: [T, model_dim]. used_token: [T], 0 for tokens that go nowhere. Raises ValueError if it is given with k above 1."""
+        """input: [T, model_dim]. used_token: [T], 0 for tokens to ignore. Raises ValueError if it is given with k above 1."""
         x = input.float()
         if self.noisy_gate_policy == "Jitter" and self.training:
             x = jitter(x, uniform=uniform)
@@ -68,7 +68,9 @@ class TopKGate(nn.Module):
 
 
 class AllToAll(torch.autograd.Function):
-    """`_AllToAll.apply(group, x)`: chunk i of the first dimension of x [ranks * n, ..] goes to rank i of `group`; so does the gradient."""
+    """`_AllToAll.apply(group, x)`: sends chunk i of the first dimension of x [ranks * n, ..] to rank i of `group`; also for the
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup | None, input: Tensor) -> Tensor:
@@ -82,4 +84,4 @@ class AllToAll(torch.autograd.Function):
         return None, AllToAll.apply(ctx.group, *d_out)
 
 
-_AllToAll = AllToAll  # its name in DeepSpeed
+_AllToAll = AllToAll  # DeepSpeed's name

@@ -1,4 +1,4 @@
-"""What the `MoE` layers of a model ask of the mesh, and what the configuration's section `moe` gives them."""
+"""Applies the configuration's section `moe` to a model's `MoE` layers, and derives the mesh from them."""
 
 import inspect
 from dataclasses import replace
@@ -9,7 +9,7 @@ from ztk.core.runtime import Topology
 from ztk.deepspeed.config.experts import LayerOptions
 from ztk.parallel.moe import MoE
 
-# Arguments of `MoE` -> where its policy keeps them. The others are the layer's own attributes, or built into it.
+# Arguments of `MoE` -> fields of its policy. The others are attributes of the layer, or built into it.
 _IN_POLICY = {
     **{name: name for name in ("k", "capacity_factor", "eval_capacity_factor", "min_capacity", "drop_tokens")},
     "noisy_gate_policy": "noise",
@@ -20,9 +20,9 @@ _DEFAULTS = {name: parameter.default for name, parameter in inspect.signature(Mo
 
 
 def give_layer_options(model: nn.Module, *, options: LayerOptions) -> None:
-    """Changes the layers in place, none of them if one is refused. An argument that equals its default counts as not given.
+    """Changes the layers in place, or none of them if one raises. An argument that equals its default counts as not given.
 
-    Raises ValueError for a layer with another value than the configuration's, and for what cannot be given to a layer that is built.
+    Raises ValueError for a layer with a value that differs from the configuration's, and for arguments that need a rebuilt layer.
     """
     layers = [(name or "the model", module) for name, module in model.named_modules() if isinstance(module, MoE)]
     for name, layer in layers:
@@ -44,7 +44,7 @@ def _check(layer: MoE, *, name: str, key: str, value: object) -> None:
         return
     if own != _DEFAULTS[key]:
         raise ValueError(
-            f"moe.{key}={value}: {name} is made with MoE({key}={own}); let both say the same, or one of them"
+            f"moe.{key}={value}: {name} is made with MoE({key}={own}); make them equal, or give one of them"
         )
     if key in ("num_experts", "use_residual"):
         raise ValueError(f"moe.{key}={value}: {name} is built without it; make the layer with MoE({key}={value})")
@@ -60,9 +60,10 @@ def _value_of(layer: MoE, *, key: str) -> object:
 
 
 def expert_topology(model: nn.Module, *, at_least: int = 1) -> Topology:
-    """All ranks data-parallel, and experts spread over as many as the layers' `ep_size` or `at_least`, the configuration's, says.
+    """Returns the topology: all ranks data-parallel, with experts spread by the layers' `ep_size`, or by `at_least` from the
+    configuration.
 
-    Raises ValueError for different sizes; 1, all experts on every rank, goes with any.
+    Raises ValueError for different sizes. A size of 1, all experts on every rank, does not conflict with others.
     """
     sizes = sorted({module.ep_size for module in model.modules() if isinstance(module, MoE)} | {at_least})
     sizes = [size for size in sizes if size > 1]

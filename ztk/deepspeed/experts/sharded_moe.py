@@ -1,8 +1,8 @@
-"""DeepSpeed's gating functions, dense as there: which token has which place at which expert, and with what weight.
+"""DeepSpeed's dense gating functions. They assign tokens to slots of experts and compute their weights.
 
-T tokens, E experts. C, the capacity: tokens that an expert takes, max(ceil(T / E * k * capacity_factor), min_capacity) if tokens are
-dropped, else those of the busiest expert. `ztk.parallel.moe.MoE` itself never makes the [T, E, C] tensors.
-Logits have any floating-point dtype; weights and losses are computed in fp32.
+T tokens, E experts. C is the capacity, the number of tokens per expert: max(ceil(T / E * k * capacity_factor), min_capacity) if tokens
+are dropped, else the load of the busiest expert. `ztk.parallel.moe.MoE` itself never creates the [T, E, C] tensors. Logits have any
+floating-point dtype; weights and losses are computed in fp32.
 """
 
 import torch
@@ -24,7 +24,7 @@ def top1gating(
     use_rts: bool = True,
     ep_group: None = None,
 ) -> Gated:
-    """logits: [T, E]. used_token: [T], 0 for tokens that go nowhere."""
+    """logits: [T, E]. used_token: [T], 0 for tokens to ignore."""
     policy = _policy(1, capacity_factor, min_capacity, drop_tokens, noise=noisy_gate_policy, random_selection=use_rts)
     return _gated(logits, policy=policy, used_token=used_token, ep_group=ep_group)
 
@@ -51,7 +51,7 @@ def topkgating(
     ep_group: None = None,
     drop_policy: str = "probs",
 ) -> Gated:
-    """The `k` best experts of every token, each within its capacity. logits: [T, E]; k from 3 on.
+    """Routes every token to its `k` best experts, up to each expert's capacity. logits: [T, E]; k from 3 on.
 
     Raises ValueError for a smaller k and for another drop_policy than "probs".
     """

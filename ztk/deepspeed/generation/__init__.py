@@ -1,1 +1,1 @@
-"""Texts from a model that an engine holds: by ztk's inference engine, or by transformers' own loop over gathered weights."""
+"""Text generation from an engine's model, with ztk's inference engine or with transformers' loop over gathered weights."""

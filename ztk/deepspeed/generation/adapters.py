@@ -1,4 +1,4 @@
-"""Low-rank adapters as DeepSpeed-Chat's scripts write them, merged into the weights that they belong to for a while."""
+"""Low-rank adapters of DeepSpeed-Chat's scripts, temporarily merged into the weights of their layers."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,22 +13,26 @@ _ATTRIBUTES = (*_PARAMETERS, "lora_scaling", "fuse_lora")
 
 
 class FusedAdapters:
-    """weight + scaling * (right @ left)^T for every layer of `model` that has these three and a flag `fuse_lora`, which its forward reads.
+    """Merges weight + scaling * (right @ left)^T in every layer of `model` with these parameters and a flag `fuse_lora`, which its
+    forward reads.
 
-    Base weights are kept beside, so that `unfuse` gives their bits back; what is stored never changes.
+    Copies of the base weights are kept, so that `unfuse` restores them bitwise. The shards never change.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._bases: dict[Any, Tensor] = {}  # by layer
+        self._bases: dict[Any, Tensor] = {}  # copies by layer
 
     @property
     def is_fused(self) -> bool:
-        """Whether `fuse` was called last."""
+        """Whether the adapters are merged."""
         return bool(self._bases)
 
     def fuse(self) -> None:
-        """A collective call where parameters are sharded: those of the layers stay gathered until `unfuse`. A second call does nothing."""
+        """Merges the adapters. Idempotent.
+
+        A collective call if parameters are sharded: the layers' parameters stay gathered until `unfuse`.
+        """
         if self.is_fused:
             return
         layers = [layer for layer in adapted_layers(self._model).values() if not layer.fuse_lora]
@@ -41,7 +45,7 @@ class FusedAdapters:
                 layer.fuse_lora = True
 
     def unfuse(self) -> None:
-        """The bits from before `fuse`, without which it does nothing. A collective call."""
+        """Restores the bits from before `fuse`, if it was called. A collective call."""
         layers = list(self._bases)
         for layer in layers:
             layer.weight.data.copy_(self._bases.pop(layer))
@@ -50,7 +54,7 @@ class FusedAdapters:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers of `model` with an adapter, by name."""
+    """Returns the layers of `model` with an adapter, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -61,8 +65,11 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 def merged_parameters(
     model: nn.Module, *, read: Callable[[], Iterator[tuple[str, Tensor]]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, value of any shape) of the parameters of `model` without adapters: theirs are added to the weights beside them, as `fuse` does,
-    in the weight's dtype. read: (name, full value) of all its own, of which each is valid until the next."""
+    """Yields (name, value of any shape) of the parameters of `model` with adapters merged into the weights, as `fuse` does, in the
+    weight's dtype.
+
+    read: yields (name, full value) of all parameters. A value need only be valid until the next.
+    """
     layers = adapted_layers(model)
     parts = {f"{name}.{leaf}" for name in layers for leaf in _PARAMETERS}
     kept = {}

@@ -1,4 +1,6 @@
-"""A call of transformers' `generate`, read for ztk's inference engine: what it asks for, or why the engine has no same answer."""
+"""Translates a call of transformers' `generate` for ztk's inference engine, or returns the reason why the engine would answer
+differently.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from ztk.inference import Generator, SamplingParams
 
-# What a generation configuration may say beside its defaults for the engine to have the same answer.
+# Generation settings with which the engine gives the same answer, in addition to the defaults.
 _KNOWN = {
     *(
         "max_length",
@@ -23,12 +25,12 @@ _KNOWN = {
     *("top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id", "pad_token_id", "bos_token_id", "use_cache"),
     *("transformers_version", "output_attentions", "output_hidden_states", "_from_model_config"),
 }
-_NOT_PARTS = {"synced_gpus"}  # of the answer: who computes it
+_NOT_PARTS = {"synced_gpus"}  # affects only the execution, not the answer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """A call of `generate` that the engine answers. tokens: int64 [B, T], as given. prompts: rows without what fills them up."""
+    """A call of `generate` for the engine. tokens: int64 [B, T], as given. prompts: the rows without padding."""
 
     tokens: Tensor
     prompts: list[list[int]]
@@ -37,19 +39,19 @@ class Asked:
 
     @property
     def longest(self) -> int:
-        """Tokens of a prompt and its answer at most."""
+        """The largest number of tokens of a prompt with its answer."""
         return max(len(prompt) + one.max_tokens for prompt, one in zip(self.prompts, self.sampling, strict=True))
 
     @property
     def answers(self) -> int:
-        """To all prompts."""
+        """The number of answers to all prompts."""
         return sum(one.n for one in self.sampling)
 
     def answered_by(self, generator: Generator) -> Tensor:
-        """int64 [B n, T + longest answer], as transformers returns it.
+        """Returns int64 [B n, T + longest answer], in transformers' layout.
 
         Raises:
-            FloatingPointError: logits that are not finite.
+            FloatingPointError: logits are not finite.
         """
         found = generator.generate(self.prompts, sampling=self.sampling)
         broken = next((one.error for answers in found for one in answers if one.error is not None), None)
@@ -59,7 +61,7 @@ class Asked:
 
 
 def is_watched(model: nn.Module) -> bool:
-    """Hooks or a compiled forward would not see what the engine computes."""
+    """Returns whether the model has hooks or a compiled forward, which the engine would bypass."""
     return any(
         module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl is not None
         for module in model.modules()
@@ -67,8 +69,10 @@ def is_watched(model: nn.Module) -> bool:
 
 
 def read_call(model: Any, *, args: tuple, kwargs: Mapping[str, object]) -> Asked | str:
-    """What a call of `model.generate` asks for, or why only transformers' own loop answers it. A call that draws takes its seed from torch's
-    generator. model: a causal language model of transformers."""
+    """Translates a call of `model.generate`, or returns the reason why only transformers' loop can answer it.
+
+    A sampling call takes its seed from torch's generator. model: a causal transformers language model.
+    """
     given = {name: value for name, value in kwargs.items() if name not in _NOT_PARTS}
     tokens = given.pop("inputs", given.pop("input_ids", args[0] if args else None))
     mask = given.pop("attention_mask", None)
@@ -93,7 +97,7 @@ def read_call(model: Any, *, args: tuple, kwargs: Mapping[str, object]) -> Asked
         _steps(settings) if draws else {"temperature": 0.0, "repetition_penalty": settings.repetition_penalty or 1.0}
     )
     vocabulary = model.config.get_text_config().vocab_size
-    seed = int(torch.randint(1 << 62, ())) if draws else 0  # so torch.manual_seed repeats an answer
+    seed = int(torch.randint(1 << 62, ())) if draws else 0  # so that torch.manual_seed makes an answer reproducible
     sampling = [
         SamplingParams(
             max_tokens=count,
@@ -111,7 +115,7 @@ def read_call(model: Any, *, args: tuple, kwargs: Mapping[str, object]) -> Asked
 
 
 def _refusal_of_settings(settings: Any, *, defaults: Mapping[str, object], others: Mapping[str, object]) -> str | None:
-    """others: arguments that are no settings."""
+    """others: arguments that are not settings."""
     said = {
         name for name, value in settings.to_diff_dict().items() if value is not None and value != defaults.get(name)
     }
@@ -132,13 +136,13 @@ def _refusal_of_prompts(tokens: Tensor, *, kept: Tensor, settings: Any, has_mask
 
 
 def _is_filled_on_the_left(kept: Tensor) -> bool:
-    """Each row of a mask is filled up on the left, and has a token."""
+    """Returns whether each row of a mask is padded only on the left, and has a token."""
     own = kept.bool()
     return own.dim() == 2 and bool(own[:, -1].all()) and bool((own[:, 1:] >= own[:, :-1]).all())
 
 
 def _steps(settings: Any) -> dict[str, Any]:
-    """Sampling steps: transformers makes them in the engine's order."""
+    """Returns the sampling steps, which transformers applies in the engine's order."""
     return {
         "temperature": 1.0 if settings.temperature is None else settings.temperature,
         "top_k": settings.top_k or 0,
@@ -149,7 +153,7 @@ def _steps(settings: Any) -> dict[str, Any]:
 
 
 def _without(ends: list[int], *, until: int, vocabulary: int) -> Callable[[list[int]], Tensor]:
-    """A mask without the tokens that end an answer while it has fewer than `until` tokens."""
+    """Returns a mask that excludes end tokens while an answer has fewer than `until` tokens."""
     everything = torch.ones(vocabulary, dtype=torch.bool)
     going_on = everything.clone()
     going_on[ends] = False

@@ -1,7 +1,4 @@
-"""`DeepSpeedHybridEngine`: one model that trains and generates, as DeepSpeed-Chat's step 3 uses it.
-
-A loss has the dtype that the model computes it in.
-"""
+"""`DeepSpeedHybridEngine`: trains and generates with one model, as in DeepSpeed-Chat's step 3. Losses have the model's output dtype."""
 
 import time
 from collections.abc import Iterator
@@ -19,29 +16,28 @@ from ztk.rl.rollout.weights import RolloutWeights
 
 
 class DeepSpeedHybridEngine(DeepSpeedEngine):
-    """`initialize` makes it where the configuration has `hybrid_engine.enabled`.
+    """The engine that `initialize` returns with `hybrid_engine.enabled`.
 
-    `generate`, also under the name `module.generate`, draws texts from the parameters as they are sharded: by ztk's inference engine, or
-    by transformers' own loop, see `hybrid_texts`. No copy of the weights outlives a text, so that `eval()` and `train()` have nothing to
-    convert: the next text is the updated model's.
+    `generate`, also available as `module.generate`, generates from the sharded parameters with ztk's inference engine or with
+    transformers' loop; see `hybrid_texts`. No copy of the weights outlives a call, so `eval()` and `train()` convert nothing, and the
+    next call uses the updated model.
     """
 
     def _prepare(self) -> None:
         assert self.settings.hybrid is not None, "the configuration has the section"
         self._adapters, self._times = FusedAdapters(self.module), _Times()
         self._texts = EngineTexts(self.engine, weights=self.settings.hybrid.weights)
-        self.module.generate = self.generate  # what scripts call
+        self.module.generate = self.generate  # called by scripts
 
     def generate(self, *inputs: Any, **options: Any) -> Tensor:
-        """transformers' `generate`, without gradients and in eval mode: tokens [B, T].
+        """Runs transformers' `generate` without gradients and in eval mode. Returns tokens [B, T].
 
-        Every rank calls it, and may end after other numbers of tokens. transformers' own loop draws what `hybrid_texts` has a reason for.
-
-        Adapters are merged meanwhile, by that loop where parameters are gathered once for the text.
+        A collective call; ranks may generate different numbers of tokens. transformers' loop is used if `hybrid_texts` has a reason for
+        it. It merges adapters if parameters are gathered once per call.
 
         Raises:
-            ValueError: a text that may become longer than `hybrid_engine.max_out_tokens`.
-            FloatingPointError: logits that are not finite, by the inference engine.
+            ValueError: a text could exceed `hybrid_engine.max_out_tokens`.
+            FloatingPointError: logits of the inference engine are not finite.
         """
         settings = self.settings.hybrid
         assert settings is not None
@@ -82,15 +78,15 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                 self._adapters.unfuse()
 
     def fuse_lora_weight(self) -> None:
-        """Merges DeepSpeed-Chat's adapters into the layers' weights until `unfuse_lora_weight`. Every rank calls it."""
+        """Merges DeepSpeed-Chat's adapters into the layers' weights until `unfuse_lora_weight`. A collective call."""
         self._adapters.fuse()
 
     def unfuse_lora_weight(self) -> None:
-        """The weights as they were, bit for bit. Every rank calls it."""
+        """Restores the weights bitwise. A collective call."""
         self._adapters.unfuse()
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """`DeepSpeedEngine.backward`. Raises RuntimeError while adapters are merged: their gradients would be missing."""
+        """Runs `DeepSpeedEngine.backward`. Raises RuntimeError while adapters are merged, because they would get no gradients."""
         if self._adapters.is_fused:
             raise RuntimeError(
                 "backward() while adapters are merged into the weights: call unfuse_lora_weight() before the forward"
@@ -100,12 +96,12 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
     # Modes and times
 
     def step(self, lr_kwargs: dict | None = None) -> None:
-        """`DeepSpeedEngine.step`."""
+        """Runs `DeepSpeedEngine.step`."""
         super().step(lr_kwargs)
         self._times.end_training()
 
     def train(self, mode: bool = True) -> "DeepSpeedHybridEngine":
-        """The module's mode. At each `eval()` after training rank 0 logs how long the texts and the updates since the last one took."""
+        """Sets the module's mode. At each `eval()` after training, rank 0 logs the times of texts and updates since the last one."""
         super().train(mode)
         if mode:
             self._times.begin_training()
@@ -114,13 +110,13 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         return self
 
     def destroy(self) -> None:
-        """`DeepSpeedEngine.destroy`; the module's own `generate` is back."""
+        """Runs `DeepSpeedEngine.destroy` and restores the module's own `generate`."""
         self.module.__dict__.pop("generate", None)
         super().destroy()
 
 
 class _Times:
-    """Seconds of one round of texts and updates. A GPU is not waited for: kernels that still run count for what follows."""
+    """Seconds of one round of texts and updates. There is no synchronization with a GPU: running kernels count for the next phase."""
 
     def __init__(self) -> None:
         self._began = self._ended = self._training_since = time.perf_counter()
@@ -141,7 +137,7 @@ class _Times:
         self._training_since = now
 
     def line(self, *, samples: int) -> str | None:
-        """What the round took, and a new one begins; None: there was no update in it."""
+        """Returns the times of the round and begins a new one. Returns None if the round has no update."""
         if not self._trained:
             return None
         now = time.perf_counter()

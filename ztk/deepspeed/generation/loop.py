@@ -1,4 +1,4 @@
-"""Texts from an engine's parameters as they are sharded: transformers' `generate` over gathered weights."""
+"""Generates texts from an engine's sharded parameters with transformers' `generate` over gathered weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,16 +13,19 @@ from ztk.train.engine import Engine
 
 
 def generate(model: nn.Module, *args: Any, weights: RolloutWeights = RolloutWeights.whole, **options: Any) -> Tensor:
-    """The model's `generate`, without gradients and in eval mode. A collective call where parameters are sharded. Tokens [B, T].
+    """Runs the model's `generate` without gradients and in eval mode. Returns tokens [B, T]. A collective call if parameters are sharded.
 
-    model: a DeepSpeed engine, or anything with such a model as `module`. weights: gathered once, or for every forward. Ranks may end
-    after different numbers of tokens.
+    Ranks may generate different numbers of tokens.
+
+    model: a DeepSpeed engine, or any object with such a model as `module`. weights: gathered once, or for every forward.
 
     Raises:
-        ValueError: a module without `generate`.
+        ValueError: the module has no `generate`.
     """
     module: Any = model.module
-    method = getattr(type(module), "generate", None)  # the class's: an engine may have put its own name into the object
+    method = getattr(
+        type(module), "generate", None
+    )  # the class's method, because an engine may have replaced the instance's
     if method is None:
         raise ValueError(f"{type(module).__name__} has no generate(): pass a causal language model of transformers")
     with evaluating(model, weights=weights):
@@ -31,7 +34,7 @@ def generate(model: nn.Module, *args: Any, weights: RolloutWeights = RolloutWeig
 
 @contextmanager
 def evaluating(model: nn.Module, *, weights: RolloutWeights = RolloutWeights.whole) -> Iterator[None]:
-    """Inside, `model.module` runs forwards without gradients in eval mode."""
+    """Prepares `model.module` for forwards without gradients in eval mode."""
     engine = getattr(model, "engine", None)
     if isinstance(engine, Engine):
         with rollout_weights(engine, weights=weights):
@@ -48,7 +51,7 @@ def evaluating(model: nn.Module, *, weights: RolloutWeights = RolloutWeights.who
 
 
 def _goes_on_for_others(model: nn.Module) -> bool:
-    """A rank that is done computes on while others draw: their forwards gather parameters."""
+    """Returns whether a finished rank must continue its forwards, because other ranks' forwards gather parameters."""
     engine = getattr(model, "engine", None)
     sharded = isinstance(engine, Engine) and engine.zero.policy.shards_parameters
     return sharded and dist.is_initialized() and dist.get_world_size() > 1

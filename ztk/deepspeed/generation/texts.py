@@ -1,7 +1,7 @@
-"""Texts of the hybrid engine by ztk's inference engine, or why transformers' own loop has to draw them.
+"""Generates the hybrid engine's texts with ztk's inference engine, or gives the reason for transformers' loop.
 
-The inference engine computes with a copy of the weights, float32 in main memory, which is read from the shards for every text: whatever a
-script does to the weights between two texts, the next one has them. The copy goes when the text is complete.
+The inference engine uses a float32 copy of the weights in main memory, which is read from the shards for every text. Any change of the
+weights between two texts thus has an effect. The copy is freed after the text.
 """
 
 import copy
@@ -24,16 +24,16 @@ from ztk.train.engine import Engine
 from ztk.zero.parameters.construction import construction_suspended
 
 _MOST_SEQUENCES = 64  # in one step
-_COPIES = 2  # of the weights while they are read: as they come, and in the processor's own layout
+_COPIES = 2  # copies of the weights during reading: as read, and in the processor's own layout
 _ATTENTION = {"eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"}
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """What decides for all calls alike who draws the texts. streams: parameters are gathered a unit at a time. elements: of the model.
+    """Properties that affect all calls. streams: parameters are gathered one unit at a time. elements: of the model.
 
-    most_elements: that may be full at once; None: all are on every rank. free_bytes: of main memory, this rank's part.
+    most_elements: limit of gathered elements, or None if all parameters are on every rank. free_bytes: this rank's part of main memory.
     """
 
     streams: bool
@@ -44,7 +44,7 @@ class Situation:
     free_bytes: int
 
     def refusal(self) -> str | None:
-        """Why transformers' loop draws; None: nothing is against the engine."""
+        """The reason for using transformers' loop, or None."""
         if self.streams:
             return "parameters are gathered a unit at a time (pin_parameters=false or inference_tp_size above 1)"
         if self.devices != {"cpu"}:
@@ -61,33 +61,32 @@ class Situation:
 
 
 class EngineTexts:
-    """Answers calls of `generate` from a training engine's weights. weights: how a text may gather them where they are sharded."""
+    """Answers calls of `generate` from a training engine's weights. weights: how sharded weights may be gathered."""
 
     def __init__(self, engine: Engine, *, weights: RolloutWeights) -> None:
         self._engine, self._model = engine, engine.module
         self._shards = engine.zero.policy.shards_parameters
         self._streams = self._shards and weights is RolloutWeights.streamed
-        self._model_refusal: str | None = None  # of a model that was looked at
-        self._max_len = 0  # 0: the model was not looked at yet
+        self._model_refusal: str | None = None  # for a model that was checked
+        self._max_len = 0  # 0 before the model was checked
         self._is_compared = False
-        self.said: list[str] = []  # who drew texts so far, each once, and why
+        self.said: list[str] = []  # the engines used so far, each once, with the reason
 
     def answer(self, args: tuple, kwargs: Mapping[str, object]) -> Tensor | None:
-        """int64 [B n, T + longest answer], as transformers returns it; None if its own loop has to answer, which is logged once with the
-        reason. A collective call where parameters are sharded: the ranks agree on who answers.
+        """Returns int64 [B n, T + longest answer] in transformers' layout, or None if transformers' loop must answer.
+
+        The reason is logged once. A collective call if parameters are sharded: all ranks use the same engine.
 
         Raises:
-            FloatingPointError: logits that are not finite.
-            ValueError: weights that have become not finite.
+            FloatingPointError: logits are not finite.
+            ValueError: weights are not finite.
         """
         refusal = self._refusal()
         asked = read_call(self._model, args=args, kwargs=kwargs) if refusal is None else refusal
         if isinstance(asked, Asked) and asked.longest > self._max_len:
             asked = f"a text may have {asked.longest} tokens, and the model {self._max_len}"
         if not self._all(isinstance(asked, Asked)):
-            self._say(
-                f"transformers' own loop: {asked if isinstance(asked, str) else 'another rank asked for what it alone does'}"
-            )
+            self._say(f"transformers' own loop: {asked if isinstance(asked, str) else 'another rank needs it'}")
             return None
         assert isinstance(asked, Asked), "all ranks have"
         generator = self._opened(sequences=asked.answers)
@@ -102,9 +101,9 @@ class EngineTexts:
             generator.close()
 
     def _opened(self, *, sequences: int) -> Generator | None:
-        """Over the present weights. None for a model that turns out not to be computed as it computes itself. A collective call.
+        """Opens a generator over the current weights. Returns None if the engine's results differ from the model's. A collective call.
 
-        Raises ValueError for weights that have become not finite.
+        Raises ValueError if weights are not finite.
         """
         try:
             policy = InferencePolicy(max_sequences=min(_MOST_SEQUENCES, sequences))
@@ -115,7 +114,7 @@ class EngineTexts:
                 self._is_compared = True
         except ValueError as error:
             if self._is_compared:
-                raise  # weights that are not finite
+                raise  # weights are not finite
             self._model_refusal = str(error)
             return None
         return generator
@@ -128,7 +127,7 @@ class EngineTexts:
         if self._model_refusal is not None:
             return self._model_refusal
         if is_watched(self._model) or any(has_own_forward(module) for module in self._model.modules()):
-            return "hooks, or a forward that was replaced, would not see what the inference engine computes"
+            return "the inference engine would bypass hooks or a replaced forward"
         if any(layer.fuse_lora for layer in adapted_layers(self._model).values()):
             return "adapters are merged by hand"
         return None
@@ -154,7 +153,7 @@ class EngineTexts:
         self._model_refusal = refusal
 
     def _all(self, flag: bool) -> bool:
-        """Whether every rank that has to take part says so."""
+        """Returns whether `flag` is true on every participating rank."""
         comm = self._engine.comm
         if not self._shards or comm.size == 1:
             return flag
@@ -170,20 +169,22 @@ class EngineTexts:
 
 
 class _Source:
-    """A training engine as a `Generator` reads one: its full parameters with adapters added to the weights beside them."""
+    """A training engine as a source of weights for a `Generator`: full parameters, with adapters merged into the weights."""
 
     def __init__(self, engine: Engine) -> None:
         self.module: nn.Module = engine.module
         self.zero, self._read = self, engine.zero.full_parameters
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """A collective call."""
+        """Yields full parameters. A collective call."""
         return merged_parameters(self.module, read=self._read)
 
 
 def structure_refusal(model: Any) -> str | None:
-    """Why a model is not what its configuration says: the engine computes by the configuration, so another module in its place would be
-    left out. DeepSpeed-Chat's adapters are known. None: it is."""
+    """Returns why a model differs from its configuration, or None if it does not.
+
+    The engine follows the configuration, so it would ignore replaced modules. It supports DeepSpeed-Chat's adapters.
+    """
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if kind not in FAMILIES:
         return f"model_type={kind}: the inference engine computes {', '.join(sorted(FAMILIES))}"

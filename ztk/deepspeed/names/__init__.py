@@ -1,4 +1,4 @@
-"""The name `deepspeed`: what every module under it holds, and how Python finds them."""
+"""The module names below `deepspeed`: their contents, and the finder that makes Python import them."""
 
 from ztk.deepspeed.names.finder import SHIM, install
 from ztk.deepspeed.names.tree import lookup

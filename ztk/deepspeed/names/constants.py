@@ -1,16 +1,16 @@
-"""The constants of DeepSpeed's modules, each module a table of names and values: scripts read them, ztk does not."""
+"""The constants of DeepSpeed's modules, one table of names and values per module. Scripts read them; ztk does not."""
 
 import os
 from datetime import timedelta
 
 
 def _own(names: str) -> dict[str, object]:
-    """Constants whose value is their name in small letters."""
+    """Returns constants whose value is their name in lower case."""
     return {name.upper(): name for name in names.split()}
 
 
 def _defaults(value: object, names: str) -> dict[str, object]:
-    """NAME_DEFAULT of each name."""
+    """Returns NAME_DEFAULT for each name."""
     return {f"{name.upper()}_DEFAULT": value for name in names.split()}
 
 
@@ -143,7 +143,7 @@ TOP = {  # deepspeed.constants: names of environment variables and defaults
     **{name: name for name in ("CROSS_RANK", "CROSS_SIZE", "LOCAL_RANK")},
     "default_pg_timeout": timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", 10))),
 }
-BUILD = {  # deepspeed.git_version_info: nothing is compiled before it is used, and 0.0 sends readers to torch itself
+BUILD = {  # nothing is compiled in advance, and 0.0 makes readers query torch itself
     "installed_ops": {},
     "accelerator_name": "",
     "torch_info": dict.fromkeys(("version", "cuda_version", "nccl_version", "hip_version"), "0.0"),

@@ -1,9 +1,9 @@
-"""Which module of ztk stands for which module of DeepSpeed, and of `deepspeed_chat`.
+"""Maps modules of DeepSpeed and `deepspeed_chat` to modules of ztk.
 
-A row is `"deepspeed.x": "ztk.y"`, the module itself, or `"deepspeed.x": {"ztk.y": "name name"}`, a module that holds those names. `"*"`
-stands for all that `ztk.y` offers, and `ztk.y:TABLE` for a table there, of names with their values. A module above others needs a row of its
-own and is never ztk's module itself, which would not know what stands under it; nor has this layer a module of its own by that name, which
-would take its place. Nothing is imported before it is used. A module that is not here does not exist: importing it raises
+A row is `"deepspeed.x": "ztk.y"`, the module itself, or `"deepspeed.x": {"ztk.y": "name name"}`, a module that contains those names.
+`"*"` stands for all public names of `ztk.y`, and `ztk.y:TABLE` for a table of names and values in it. A module with submodules needs its
+own row and must not be ztk's module itself, which does not have these submodules. This layer must not have a module of that name either,
+because Python would import it instead. Nothing is imported before it is used. Importing a module without a row raises
 ModuleNotFoundError.
 """
 
@@ -23,7 +23,7 @@ _LEAF_MODULES = {
     ),
 }
 
-ZERO: dict[str, str] = {  # names of `deepspeed.zero`
+ZERO: dict[str, str] = {  # names in `deepspeed.zero`
     "ztk.deepspeed.zero.estimates": (
         "estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live "
         "estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live"
@@ -35,7 +35,7 @@ ZERO: dict[str, str] = {  # names of `deepspeed.zero`
     "ztk.deepspeed.zero.tiling": "TiledLinear TiledLinearReturnBias",
     **_PARAMETER_STATES,
 }
-TOP: dict[str, str] = {  # names of `deepspeed` itself
+TOP: dict[str, str] = {  # names in `deepspeed`
     "ztk.deepspeed.start.process": "add_config_arguments init_distributed",
     "ztk.deepspeed.start.mesh": "tp_model_init",
     "ztk.deepspeed.config": "DeepSpeedConfigError",
@@ -60,7 +60,7 @@ TOP: dict[str, str] = {  # names of `deepspeed` itself
     **_PARAMETER_STATES,
 }
 
-PACKAGES = {"deepspeed": TOP, "deepspeed.zero": ZERO}  # whose modules are ztk's own
+PACKAGES = {"deepspeed": TOP, "deepspeed.zero": ZERO}  # packages that are ztk's own modules
 MODULES: dict[str, Row] = {
     "deepspeed": "ztk.deepspeed",
     "deepspeed.accelerator": {
@@ -243,7 +243,7 @@ MODULES: dict[str, Row] = {
     },
     "deepspeed.utils.z3_leaf_module": _LEAF_MODULES,
     "deepspeed.utils.zero_to_fp32": "ztk.deepspeed.zero_to_fp32",
-    # beside deepspeed
+    # a separate package
     "deepspeed_chat": {"ztk.deepspeed.chat": "*"},
     "deepspeed_chat.ppo_trainer": {"ztk.deepspeed.chat.ppo_trainer": "DeepSpeedPPOTrainer"},
     "deepspeed_chat.reward_model": {"ztk.deepspeed.chat.reward_model": "RewardModel compute_reward_loss"},

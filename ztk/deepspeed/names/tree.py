@@ -1,4 +1,4 @@
-"""Modules of the names `deepspeed` and `deepspeed_chat`, made from the table when they are first asked for."""
+"""Modules of the names `deepspeed` and `deepspeed_chat`, created from the table on first use."""
 
 import functools
 import importlib
@@ -9,16 +9,16 @@ from ztk.deepspeed.names.table import MODULES, PACKAGES
 
 
 class Facade(ModuleType):
-    """A module that DeepSpeed has and ztk has elsewhere. A name is fetched when it is first used, and can be replaced."""
+    """A module of DeepSpeed whose contents are elsewhere in ztk. Names are imported on first use and can be replaced."""
 
     def __init__(self, name: str, *, homes: Mapping[str, str]) -> None:
-        super().__init__(name, f"DeepSpeed's module {name}, answered by ztk.")
-        self.__path__ = []  # a package, whose submodules only ztk's finder knows
+        super().__init__(name, f"DeepSpeed's module {name}, provided by ztk.")
+        self.__path__ = []  # a package whose submodules only ztk's finder finds
         self._homes = homes
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__") and not any(name in names.split() for names in self._homes.values()):
-            raise AttributeError(name)  # Python's own questions
+            raise AttributeError(name)  # attributes that Python itself looks up
         value = _named(name, homes=self._homes, module=self.__name__)
         setattr(self, name, value)
         return value
@@ -29,13 +29,13 @@ class Facade(ModuleType):
 
 @functools.cache
 def module_of(name: str) -> ModuleType:
-    """The module that stands for `deepspeed...`. Raises KeyError for one that is not in the table."""
+    """Returns the module for `deepspeed...`. Raises KeyError if it is not in the table."""
     row = MODULES[name]
     return importlib.import_module(row) if isinstance(row, str) else Facade(name, homes=row)
 
 
 def lookup(name: str, module: str = "deepspeed") -> object:
-    """A name of `deepspeed` itself, or of another package that is ztk's own: a function, a class, or a module under it.
+    """Returns a name in `deepspeed`, or in another package that is ztk's own: a function, a class, or a submodule.
 
     Raises AttributeError.
     """
@@ -43,7 +43,7 @@ def lookup(name: str, module: str = "deepspeed") -> object:
 
 
 def names_of(module: str) -> list[str]:
-    """What `module` offers by the table: its names, and the modules right under it."""
+    """Returns the names in `module` according to the table: its own, and its direct submodules."""
     row = PACKAGES.get(module, MODULES[module])
     listed = [] if isinstance(row, str) else [n for home, names in row.items() for n in _expand(names, home=home)]
     below = [other.rpartition(".") for other in MODULES]
@@ -58,7 +58,7 @@ def _named(name: str, *, homes: Mapping[str, str], module: str) -> object:
             return getattr(found, table)[name] if table else getattr(found, name)
     if f"{module}.{name}" in MODULES:
         return module_of(f"{module}.{name}")
-    raise AttributeError(f"{module}.{name}: not offered by ztk; docs/deepspeed.md says what is")
+    raise AttributeError(f"{module}.{name}: not offered by ztk; docs/deepspeed.md lists the supported names")
 
 
 def _expand(names: str, *, home: str) -> list[str]:

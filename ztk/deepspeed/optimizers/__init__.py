@@ -1,1 +1,1 @@
-"""The optimizer that `initialize` returns, DeepSpeed's own optimizer classes, groups, schedules and loss scales."""
+"""The optimizer that `initialize` returns, DeepSpeed's own optimizer classes, parameter groups, schedules and loss scales."""

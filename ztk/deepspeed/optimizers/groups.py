@@ -1,4 +1,4 @@
-"""Which parameters the optimizer trains, in which groups: from a script's arguments to a policy."""
+"""Derives the optimizer policy and its parameter groups from a script's arguments."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -13,9 +13,9 @@ from ztk.optim import OptimizerPolicy, ParameterGroup
 from ztk.optim.script_optimizer import check_step, unhooked
 
 _HYPER = ("lr", "betas", "eps", "weight_decay", "momentum")
-# What a group of a torch optimizer may hold besides, and the value that ztk's own optimizers have.
+# Options of a torch optimizer's group that must have these values, because ztk's own optimizers support no others.
 _MUST_BE = {"amsgrad": False, "maximize": False, "dampening": 0}
-# Options that ztk's own optimizers are built with, and their value in a group that lacks them.
+# Options fixed at the construction of ztk's own optimizers, with the value for a group that lacks them.
 _BUILT_WITH = {
     **_MUST_BE,
     "nesterov": False,
@@ -24,7 +24,7 @@ _BUILT_WITH = {
     "min_coeff": None,
     "max_coeff": None,
 }
-# Classes by the optimizer of ztk that does the same. A class derived from one of them may do anything, so its own step runs.
+# Classes -> ztk's optimizer with the same arithmetic. Derived classes may differ, so their own step runs.
 _CLASSES: dict[type, str] = {
     torch.optim.AdamW: "adamw",
     torch.optim.Adam: "adam",
@@ -38,9 +38,9 @@ _STEPS = {cls: unhooked(cls.step) for cls in _CLASSES}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedGroups:
-    """The policy, and the groups as a script sees them: dicts with "params", and the same in names.
+    """The policy, and the groups in the script's form (dicts with "params") and by name.
 
-    client: the optimizer that the script made, or None. defaults: as of a torch optimizer.
+    client: the script's optimizer, or None. defaults: as of a torch optimizer.
     """
 
     policy: OptimizerPolicy
@@ -51,9 +51,9 @@ class TrainedGroups:
 
 
 def groups_of_config(policy: OptimizerPolicy, *, model: nn.Module, model_parameters: Iterable | None) -> TrainedGroups:
-    """The configuration's optimizer over `model_parameters`: parameters, groups of them, or None for all.
+    """Returns the configuration's optimizer over `model_parameters`: parameters, groups of them, or None for all.
 
-    Raises ValueError for parameters that are not the model's and for one that is listed twice.
+    Raises ValueError for parameters that are not the model's, and for duplicates.
     """
     defaults = {key: value for key in _HYPER if (value := getattr(policy, key)) is not None}
     if policy.name == "sgd":
@@ -77,10 +77,12 @@ def groups_of_client(
     clip: float,
     skip_unused: bool = False,
 ) -> TrainedGroups:
-    """A torch optimizer, or a callable that makes one of `model_parameters`. An optimizer's own parameters count, as in DeepSpeed.
+    """Returns the groups of a torch optimizer, or of a callable that creates one from `model_parameters`.
 
-    The policy is that of ztk's own optimizer where one does the same, else it has the name "torch", and the optimizer's own step runs.
-    Raises ValueError for what is no optimizer, and for one that has made steps.
+    An optimizer's own parameters count, as in DeepSpeed. The policy names ztk's optimizer if one has the same arithmetic, else "torch",
+    and the optimizer's own step runs.
+
+    Raises ValueError for an object that is not an optimizer, and for an optimizer that has made steps.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         if not callable(optimizer):
@@ -101,11 +103,9 @@ def groups_of_client(
 
 
 def _own_policy(optimizer: torch.optim.Optimizer, *, clip: float) -> OptimizerPolicy | None:
-    """That of ztk's optimizer with the same arithmetic in all groups, or None."""
+    """Returns the policy of ztk's optimizer with the same arithmetic in all groups, or None."""
     name, groups = _CLASSES.get(type(optimizer)), optimizer.param_groups
-    if unhooked(type(optimizer).step) is not _STEPS.get(
-        type(optimizer)
-    ):  # a script has changed it, or it is another class
+    if unhooked(type(optimizer).step) is not _STEPS.get(type(optimizer)):  # another class, or changed by a script
         return None
     if name is None or any(group.get(key, value) != value for group in groups for key, value in _MUST_BE.items()):
         return None
@@ -143,14 +143,14 @@ def _own_policy(optimizer: torch.optim.Optimizer, *, clip: float) -> OptimizerPo
 
 
 class FixedOptions:
-    """What a script must not change about groups after `initialize`. `check` before every step."""
+    """Detects changes of group options that are not allowed after `initialize`. `check` runs before every step."""
 
     def __init__(self, groups: list[dict], *, policy: OptimizerPolicy) -> None:
         self._groups, self._policy = groups, policy
         self._before = [self._options(group) for group in groups]
 
     def check(self) -> None:
-        """Raises ValueError for an option of ztk's own optimizers that a step cannot follow. Others' steps read all options."""
+        """Raises ValueError for a changed option that ztk's own optimizers cannot follow. Other optimizers' steps read all options."""
         if self._policy.name == TORCH:
             return
         for number, (group, before) in enumerate(zip(self._groups, self._before, strict=True)):
@@ -164,20 +164,22 @@ class FixedOptions:
 
     def _options(self, group: Mapping) -> dict:
         found = {key: group.get(key, value) for key, value in _BUILT_WITH.items()}
-        if self._policy.name == "sgd" and not self._policy.momentum:  # there is no buffer for one
+        if self._policy.name == "sgd" and not self._policy.momentum:  # there is no momentum buffer
             found["momentum"] = group.get("momentum", 0.0)
         return found
 
 
 def count_beyond(optimizer: torch.optim.Optimizer, *, model_parameters: Iterable) -> int:
-    """How many trainable ones of `model_parameters`, parameters or groups of them, the optimizer does not hold."""
+    """Returns the number of trainable parameters in `model_parameters` (parameters, or groups of them) that the optimizer does not
+    have.
+    """
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     listed = [p for entry in model_parameters for p in _list(entry["params"] if isinstance(entry, Mapping) else entry)]
     return sum(parameter.requires_grad and id(parameter) not in held for parameter in listed)
 
 
 def freeze_others(model: nn.Module, *, names: set[str]) -> list[str]:
-    """What no group holds is not trained. Returns what was not frozen before."""
+    """Freezes all parameters without a group. Returns the names of those that were not frozen before."""
     frozen = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name not in names:
@@ -187,9 +189,9 @@ def freeze_others(model: nn.Module, *, names: set[str]) -> list[str]:
 
 
 def hyper_row(group: Mapping, *, policy: OptimizerPolicy) -> tuple[float, ...]:
-    """A group's lr, beta1, beta2, eps, weight_decay, momentum: the columns of `ztk.kernels.Hyper`.
+    """Returns a group's lr, beta1, beta2, eps, weight_decay, momentum: the columns of `ztk.kernels.Hyper`.
 
-    Of an optimizer whose own step runs only the rate, for metrics; 0 if it has none.
+    For an optimizer whose own step runs, only the learning rate is set, for metrics; 0 if it has none.
     """
     if policy.name == TORCH:
         lr = group.get("lr")
@@ -245,7 +247,7 @@ def _trained(
 
 
 def _patterns(policy: OptimizerPolicy, *, groups: list[dict], names: list[list[str]]) -> tuple[ParameterGroup, ...]:
-    """One row of hyperparameters per group, whatever they are now: a schedule may part them later."""
+    """Returns one row of hyperparameters per group, even if they are equal, because a schedule may change them separately."""
     made = []
     for group, own in zip(groups, names, strict=True):
         if not own:
@@ -269,7 +271,9 @@ def _patterns(policy: OptimizerPolicy, *, groups: list[dict], names: list[list[s
 
 
 def _experts_apart(groups: list) -> list:
-    """What a group marked "moe" holds leaves the others: the documents' own helper lists experts twice."""
+    """Removes the experts of a group marked "moe" from the others, because the helper in DeepSpeed's documentation lists experts
+    twice.
+    """
     experts = {id(p) for group in groups if group.get("moe") for p in _list(group["params"])}
     if not experts:
         return groups

@@ -1,7 +1,7 @@
-"""`deepspeed.runtime.fp16.loss_scaler`: loss scales for loops that scripts write themselves, and the engine's own to read.
+"""`deepspeed.runtime.fp16.loss_scaler`: loss scales for custom loops, and a read-only view of the engine's.
 
-The engine decides on its scale on the device (`ztk.kernels.step_control`); `optimizer.loss_scaler` shows it.
-Results have the dtype of their inputs.
+The engine updates its scale on the device (`ztk.kernels.step_control`); `optimizer.loss_scaler` is the view. Results have the dtype of
+their inputs.
 """
 
 from collections.abc import Iterable
@@ -30,26 +30,26 @@ class LossScalerBase:
         return self.cur_scale
 
     def scale_gradient(self, module: object, grad_in: Iterable[Tensor], grad_out: object) -> tuple[Tensor, ...]:
-        """`grad_in`, tensors of any shape, times the scale, as a module's backward hook."""
+        """Returns `grad_in`, tensors of any shape, times the scale, as a module's backward hook."""
         return tuple(self.loss_scale * gradient for gradient in grad_in)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss, a scalar, times the scale."""
+        """Returns the loss, a scalar, times the scale."""
         return loss * self.loss_scale
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """The backward of the scaled loss, a scalar."""
+        """Runs the backward of the scaled loss, a scalar."""
         self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     def update_scale(self, overflow: bool) -> None:
-        """After every step, skipped or not."""
+        """Updates the scale. Call it after every step, skipped or not."""
         if overflow:
             log_dist("a gradient was not finite: the step was skipped", ranks=[0])
 
 
 @module_is(_MODULE)
 class LossScaler(LossScalerBase):
-    """A scale that stays."""
+    """A constant scale."""
 
     def __init__(self, scale: float = 1) -> None:
         super().__init__(scale)
@@ -57,12 +57,16 @@ class LossScaler(LossScalerBase):
 
 @module_is(_MODULE)
 class DynamicLossScaler(LossScalerBase):
-    """Halved by an overflow, doubled after `scale_window` steps without one. Raises ValueError
-    unless init_scale, scale_window and delayed_shift are above 0.
+    """A scale that an overflow halves, and that doubles after `scale_window` steps without one.
 
-    min_scale: never below it. delayed_shift: overflows that it takes to halve (hysteresis); a growth restores them, with
-    consecutive_hysteresis every step without overflow. The first step, and the first after an overflow, do not count.
-    Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740, section 3.2.
+    min_scale: lower bound.
+    delayed_shift: number of overflows before it is halved (hysteresis). Growth restores the count; with consecutive_hysteresis, every
+    step without an overflow does.
+
+    The first step, and the first after an overflow, do not count. Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740, section
+    3.2.
+
+    Raises ValueError unless init_scale, scale_window and delayed_shift are above 0.
     """
 
     dynamic = True
@@ -93,11 +97,14 @@ class DynamicLossScaler(LossScalerBase):
         self.dtype = dtype
 
     def has_overflow_serial(self, params: Iterable[Tensor]) -> bool:
-        """Whether a gradient of `params`, of any shape, on this rank is not finite. On a GPU this waits for the device."""
+        """Returns whether a gradient of `params`, of any shape, on this rank is not finite. On a GPU this waits for the device."""
         return any(p.grad is not None and not bool(p.grad.isfinite().all()) for p in params)
 
     def update_scale(self, overflow: bool) -> None:
-        """After every step, skipped or not. Raises FloatingPointError for an overflow at the smallest scale, unless told not to."""
+        """Updates the scale. Call it after every step, skipped or not.
+
+        Raises FloatingPointError for an overflow at the smallest scale, unless this is disabled.
+        """
         if overflow:
             self._back_off()
             self.last_overflow_iter = self.cur_iter
@@ -128,7 +135,7 @@ class DynamicLossScaler(LossScalerBase):
 
 
 class EngineLossScale(LossScalerBase):
-    """An engine's loss scale, which changes with its steps; to read. On a GPU reading waits for the device."""
+    """A read-only view of an engine's loss scale, which changes with its steps. On a GPU reading waits for the device."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -139,7 +146,7 @@ class EngineLossScale(LossScalerBase):
 
     @property
     def cur_iter(self) -> int:
-        """Steps so far, skipped ones included."""
+        """Number of steps so far, including skipped ones."""
         return self._engine.global_steps
 
     @property
@@ -147,7 +154,7 @@ class EngineLossScale(LossScalerBase):
         return float(self._engine.control.loss_scale)
 
     def update_scale(self, overflow: bool) -> None:
-        """Raises RuntimeError: the engine's step decides."""
+        """Raises RuntimeError: the engine's step updates the scale."""
         raise RuntimeError(
             "optimizer.loss_scaler.update_scale(): engine.step() updates the loss scale; leave the call out"
         )

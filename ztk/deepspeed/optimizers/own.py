@@ -1,7 +1,7 @@
 """DeepSpeed's optimizers by class: `deepspeed.ops.adam.FusedAdam` and others.
 
-Given to `initialize` they say which of ztk's optimizers runs, with their groups: there is one Adam for every place, and it needs no
-compiler. Without an engine they step by themselves, as torch's do.
+Passed to `initialize`, they select one of ztk's optimizers, with their groups. There is one Adam for all devices, without a compilation.
+Without an engine they step by themselves, like torch's.
 """
 
 from collections.abc import Iterable
@@ -20,15 +20,15 @@ class _GradNone:
 
 
 class _Adam(torch.optim.Adam):
-    """Adam that may be told not to correct the bias of its averages, which torch's always does."""
+    """Adam with optional bias correction, which torch's always applies."""
 
     def _keep(self, bias_correction: bool) -> None:
-        """In the groups, where `initialize` reads it."""
+        """Stores the option in the groups, where `initialize` reads it."""
         for group in (self.defaults, *self.param_groups):
             group["bias_correction"] = bias_correction
 
     def step(self, closure=None):
-        """Raises RuntimeError without bias correction: only an engine's step does that."""
+        """Runs torch's step. Raises RuntimeError without bias correction, which only an engine's step supports."""
         if not all(group["bias_correction"] for group in self.param_groups):
             raise RuntimeError(
                 "bias_correction=False: this optimizer steps so only inside an engine; pass it to initialize"
@@ -37,7 +37,7 @@ class _Adam(torch.optim.Adam):
 
 
 class FusedAdam(_GradNone, _Adam):
-    """AdamW, or Adam with L2 regularisation if adam_w_mode is false. Raises ValueError for what ztk's Adam does not do."""
+    """AdamW, or Adam with L2 regularisation if adam_w_mode is false. Raises ValueError for options that ztk's Adam does not support."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class FusedAdam(_GradNone, _Adam):
 
 
 class DeepSpeedCPUAdam(_Adam):
-    """The same under the name that offloaded runs use; where it runs is up to `offload_optimizer`."""
+    """FusedAdam under the name for offloaded runs. `offload_optimizer` decides where it runs."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class DeepSpeedCPUAdam(_Adam):
 
 
 class _Stepping(torch.optim.Optimizer):
-    """Steps as torch's optimizers do: `_update` of every parameter that has a gradient."""
+    """Steps like torch's optimizers: calls `_update` for every parameter with a gradient."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -134,7 +134,7 @@ class FusedLion(_GradNone, _Lion):
 
 
 class DeepSpeedCPULion(_Lion):
-    """The same under the name that offloaded runs use."""
+    """Lion under the name for offloaded runs."""
 
     def __init__(
         self,
@@ -165,9 +165,9 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
 
 
 class FusedLamb(_Stepping):
-    """`deepspeed.ops.lamb`: Adam whose step is scaled, for each parameter, by the norm of its weights over that of its update.
+    """`deepspeed.ops.lamb`: Adam with each parameter's step scaled by the ratio of the norms of its weights and its update.
 
-    min_coeff, max_coeff: bounds of that factor. max_grad_norm: must be 0, `gradient_clipping` clips. You et al. 2020,
+    min_coeff, max_coeff: bounds of the ratio. max_grad_norm: must be 0, because `gradient_clipping` clips. You et al. 2020,
     https://arxiv.org/abs/1904.00962
     """
 
@@ -214,7 +214,7 @@ class FusedLamb(_Stepping):
 
 
 def _must_be(**options: tuple[object, object]) -> None:
-    """option=(given, the value that ztk has)."""
+    """Checks options. options: option=(given, supported value)."""
     for name, (given, only) in options.items():
         if given != only:
             raise ValueError(f"{name}={given}: not offered by ztk, whose optimizers have {name}={only}; leave it out")

@@ -1,7 +1,7 @@
-"""DeepSpeed's five learning rate schedules: host objects that write `param_groups`, with its names, arguments and formulas.
+"""DeepSpeed's five learning rate schedules as host objects that write `param_groups`, with DeepSpeed's names, arguments and formulas.
 
-The formulas are those of `ztk.optim.schedule`, between the two bounds of a group. A warm-up schedule makes its first update before its
-first step, at `warmup_min_lr` (WarmupCosineLR: 0); the engine calls `step()` after every update that was not skipped.
+The formulas are in `ztk.optim.schedule`; here they apply between the two bounds of a group. A warm-up schedule makes its first update
+before its first step, at `warmup_min_lr` (WarmupCosineLR: 0). The engine calls `step()` after every update that was not skipped.
 """
 
 import math
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ztk.optim import SchedulePolicy, lr_multiplier
 
-_NEVER = 2**62  # the length of a run that a schedule without an end does not ask for
+_NEVER = 2**62  # run length for schedules without an end, which ignore it
 
 
 class _Schedule:
@@ -25,15 +25,15 @@ class _Schedule:
             self._write()
 
     def get_lr(self) -> list[float]:
-        """The rate of every group now."""
+        """Returns the current rate of every group."""
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
-        """The rates as they stand in the optimizer."""
+        """Returns the rates in the optimizer."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """One update further, or to a given one."""
+        """Advances by one update, or to a given one."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
@@ -43,11 +43,11 @@ class _Schedule:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continues where `state` was taken; the rates themselves come with the optimizer's groups."""
+        """Continues from `state`. The rates themselves are restored with the optimizer's groups."""
         self.last_batch_iteration = state["last_batch_iteration"]
 
     def _write(self) -> None:
-        """A rate that is a tensor stays that tensor: a compiled or captured step reads it."""
+        """Writes the rates. A tensor rate is updated in place, because a compiled or captured step reads it."""
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
@@ -65,7 +65,10 @@ class _Schedule:
 
 
 class WarmupLR(_Schedule):
-    """From `warmup_min_lr` to `warmup_max_lr` (None: the optimizer's rates) in `warmup_num_steps` updates, then constant."""
+    """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` updates, then constant.
+
+    `warmup_max_lr` defaults to the optimizer's rates.
+    """
 
     _name, _options = "constant", {}
 
@@ -101,7 +104,7 @@ class WarmupLR(_Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """`WarmupLR`, then a straight line back to `warmup_min_lr` at `total_num_steps`."""
+    """`WarmupLR`, then linear decay to `warmup_min_lr` at `total_num_steps`."""
 
     _name = "linear"
 
@@ -121,7 +124,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Schedule):
-    """Ratios of the optimizer's rates: from `warmup_min_ratio` to 1, then half a cosine down to `cos_min_ratio`."""
+    """Multiples of the optimizer's rates: from `warmup_min_ratio` to 1, then half a cosine down to `cos_min_ratio`."""
 
     def __init__(
         self,
@@ -151,7 +154,7 @@ class WarmupCosineLR(_Schedule):
         super().__init__(optimizer, last_batch_iteration=last_batch_iteration)
 
     def get_lr_ratio(self) -> float:
-        """What the optimizer's rates are multiplied by now; 0 before the first step."""
+        """Returns the current factor on the optimizer's rates; 0 before the first step."""
         if self.last_batch_iteration < 0:
             return 0.0
         return lr_multiplier(self._policy, step=self.last_batch_iteration, steps=_NEVER)
@@ -162,9 +165,9 @@ class WarmupCosineLR(_Schedule):
 
 
 class OneCycle(_Schedule):
-    """Up from `cycle_min_lr` to `cycle_max_lr` and back; beta1 (as "momentum", with beta2 0.99) the other way round; then decay.
+    """Up from `cycle_min_lr` to `cycle_max_lr` and back, with beta1 ("momentum", with beta2 0.99) in the opposite direction; then decay.
 
-    cycle_first_step_size, decay_step_size: steps. cycle_second_step_size: steps; None is as many as the first; with 0 the cycle ends, at
+    cycle_first_step_size, decay_step_size: steps. cycle_second_step_size: steps, defaults to the first; with 0 the cycle ends at
     `cycle_min_lr`, where the peak would be. Raises ValueError for a negative decay.
     """
 
@@ -216,7 +219,7 @@ class OneCycle(_Schedule):
         return [low / divisor for low in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of every group, or None if they are left alone."""
+        """Returns the betas of every group, or None if they do not change."""
         if not self.cycle_momentum:
             return None
         if self.last_batch_iteration < 0:
@@ -238,7 +241,7 @@ class OneCycle(_Schedule):
 
 
 class LRRangeTest(_Schedule):
-    """`lr_range_test_min_lr` (1 + rate * step / lr_range_test_step_size), the size in steps: grows until training breaks."""
+    """`lr_range_test_min_lr` (1 + rate * step / lr_range_test_step_size), with the size in steps: grows until training diverges."""
 
     def __init__(
         self,
@@ -269,7 +272,7 @@ VALID_LR_SCHEDULES = list(SCHEDULES)
 
 
 def _between(lows: Sequence[float], highs: Sequence[float], *, reached: float) -> list[float]:
-    """reached: 0 is the low bound, 1 the high one."""
+    """Interpolates. reached: 0 is the low bound, 1 the high one."""
     return [low + (high - low) * reached for low, high in zip(lows, highs, strict=True)]
 
 
@@ -280,7 +283,7 @@ def _check_order(lows: Sequence[float], *, below: Sequence[float], key: str, oth
 
 
 def _warmup(steps: int, *, kind: str) -> tuple[int, str]:
-    """0 and 1 are taken for 2, as DeepSpeed does: the Hugging Face Trainer fills in 0."""
+    """Returns the steps and the kind. 0 and 1 become 2, as in DeepSpeed: the Hugging Face Trainer fills in 0."""
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
         raise ValueError(f"warmup_num_steps={steps!r}: must be a whole number, such as 1000")
     if kind not in ("log", "linear"):

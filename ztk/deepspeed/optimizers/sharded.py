@@ -1,7 +1,4 @@
-"""The second item that `initialize` returns: what a script sees of the sharded optimizer.
-
-A loss has the dtype that the model computes it in.
-"""
+"""The second value of `initialize`: the sharded optimizer as a torch optimizer. Losses have the model's output dtype."""
 
 import copy
 from collections.abc import Callable, Container, Iterable
@@ -48,9 +45,9 @@ class _Packed:
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """A torch optimizer in its `param_groups`: schedulers and scripts write rates there, and the next step uses them.
+    """A torch optimizer through its `param_groups`: schedulers and scripts write rates there, and the next step uses them.
 
-    Its states are sharded and live in the engine: they are saved by `engine.save_checkpoint`.
+    Its states are sharded and belong to the engine; `engine.save_checkpoint` saves them.
     """
 
     def __init__(self, trained: TrainedGroups, *, engine: Engine, moving: StateOffload) -> None:
@@ -58,7 +55,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__([dict(group) for group in trained.groups], dict(trained.defaults))
         self._is_built = True
         if trained.client is not None:
-            self.param_groups = trained.client.param_groups  # a scheduler made of the client's optimizer writes there
+            self.param_groups = trained.client.param_groups  # a scheduler of the client's optimizer writes there
         self.optimizer = trained.client or self
         warn = logger.warning if engine.process.rank == 0 else None
         self.state = self._no_state = StateElsewhere(way=_STATES, warn=warn)
@@ -68,22 +65,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._script = self._take(trained.client, engine=engine)
         self._policy, self._engine, self.moving = trained.policy, engine, moving
         self._row_of_group = [engine.control.row_of[own[0]] if own else None for own in trained.names]
-        self._hyper = engine.control.hyper.cpu()  # what the device has
-        self.skip_step = False  # a script's: the coming step drops its gradients, because another model's overflowed
+        self._hyper = engine.control.hyper.cpu()  # the values on the device
+        self.skip_step = False  # set by a script: the next step drops its gradients, because another model's overflowed
         self._was_skipped = self._is_called = False
-        self.before_drop: Callable[[], None] = lambda: None  # told before `zero_grad` drops gradients
+        self.before_drop: Callable[[], None] = lambda: None  # called before `zero_grad` drops gradients
         if engine.zero.policy.shards_parameters:
             self.parameter_offload = DeepSpeedZeRoOffload(engine.module)
 
     def _take(self, client: torch.optim.Optimizer | None, *, engine: Engine) -> ScriptOptimizer | None:
         if client is None:
             return None
-        engine.release_optimizer()  # which `parallelize` has taken in its own words
+        engine.release_optimizer()  # `parallelize` has converted it to a policy
         groups = FixedGroups(client, names=self._groups.names, build="initialize", again=_AGAIN)
         return ScriptOptimizer(client, groups=groups, state=self._no_state, instead=_NOT_HERE, zero_grad=self.zero_grad)
 
     def step_of_engine(self) -> None:
-        """`step`, which a script may have replaced by a function that calls it. Raises RuntimeError if that does not."""
+        """Calls `step`, which a script may have wrapped. Raises RuntimeError if the wrapper does not call it."""
         self._is_called = True
         try:
             self.step()
@@ -96,7 +93,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """The engine calls it at a boundary. Raises RuntimeError if a script does, ValueError for a hook that returns arguments."""
+        """Called by the engine at a boundary. Raises RuntimeError if a script calls it, and ValueError for a hook that returns
+        arguments.
+        """
         if not self._is_called:
             raise RuntimeError("optimizer.step(): call engine.step() instead; it knows where an accumulated step ends")
         self._is_called = False
@@ -114,7 +113,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._no_state.has_stepped = True
 
     def train_batch(self, micro_batches: Iterable) -> Tensor:
-        """The engine's full step, for a pipeline; returns its loss, a scalar. Step hooks run around all of it."""
+        """Runs the engine's full step, for a pipeline, inside the step hooks. Returns its loss, a scalar."""
         with inside_hooks(self), self._script.inside_hooks() if self._script else nullcontext():
             self._write_hyper()
             loss = self._engine.train_batch(micro_batches)
@@ -122,18 +121,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict) -> None:
-        """Raises ValueError: the groups are those of `initialize`."""
+        """Raises ValueError: groups are fixed at `initialize`."""
         if self._is_built:
             self._groups.refuse_group()
         super().add_param_group(param_group)
 
     def leave_client(self) -> None:
-        """The engine ends: the client's optimizer is its own again."""
+        """Gives the client's optimizer back when the engine ends."""
         if self._script is not None:
             self._script.release()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """`DeepSpeedEngine.zero_grad`."""
+        """Runs `DeepSpeedEngine.zero_grad`."""
         if self._engine.has_gradients:
             self.before_drop()
             self._engine.discard_gradients()
@@ -151,14 +150,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because a gradient was not finite, or by `skip_step`. On a GPU this waits for the device."""
+        """Whether the last step was skipped because of a non-finite gradient, or by `skip_step`. On a GPU this waits for the device."""
         return self._was_skipped or (
             self._engine.control.scaling.dynamic and bool(self._engine.control.state[State.found_inf])
         )
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale in use. On a GPU this waits for the device."""
+        """The current loss scale. On a GPU this waits for the device."""
         return float(self._engine.control.loss_scale)
 
     loss_scale = cur_scale
@@ -172,11 +171,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The loss scale as an object: `optimizer.loss_scaler.loss_scale`."""
         return EngineLossScale(self._engine)
 
-    loss_scale_config = loss_scaler  # its name at stage 0
+    loss_scale_config = loss_scaler  # DeepSpeed's name at stage 0
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale follows overflows."""
+        """Whether the loss scale is dynamic."""
         return self._engine.control.scaling.dynamic
 
     def offload_states(
@@ -186,15 +185,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """`DeepSpeedEngine.offload_states`, which some call here."""
+        """Runs `DeepSpeedEngine.offload_states`, for scripts that call it here."""
         self.moving.offload(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """`DeepSpeedEngine.reload_states`."""
+        """Runs `DeepSpeedEngine.reload_states`."""
         self.moving.reload(non_blocking=non_blocking)
 
     def quantize_nontrainable_params(self) -> None:
-        """Nothing is left to do: with `zero_quantized_nontrainable_weights` frozen parameters become int8 whenever they are gathered.
+        """Does nothing: with `zero_quantized_nontrainable_weights`, every gather sends frozen parameters as int8.
 
         Raises RuntimeError without that key.
         """
@@ -204,17 +203,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
 
     def check_overflow(self, partition_gradients: bool = True, external: bool = False) -> bool:
-        """Whether a gradient that the coming step would use is not finite, on any rank. A collective call; waits for the device.
+        """Returns whether a gradient for the next step is not finite on any rank. A collective call, which waits for the device.
 
-        Raises RuntimeError unless a step is due. partition_gradients, external: accepted; the answer is the same.
+        Raises RuntimeError unless a step is due. partition_gradients, external: accepted and ignored.
         """
         del partition_gradients, external
         return self._engine.zero.has_overflow()
 
     def state_dict(self) -> dict:
-        """As torch.optim's: full states, fp32, in main memory of every rank, and the groups with numbers for parameters. A collective call.
+        """Returns torch.optim's format: full fp32 states in main memory of every rank, and the groups with parameter numbers.
 
-        Master weights are not in it; `engine.save_checkpoint` saves everything, without making anything full.
+        A collective call.
+
+        Master weights are not included. `engine.save_checkpoint` saves everything, without gathering.
         """
         packed, step = self._packed(), self._engine.zero.optimizer
         if isinstance(step, TorchStep):
@@ -227,7 +228,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {"state": state if packed.names else {}, "param_groups": packed.groups}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Sets states and groups from what `state_dict` gave, at any stage and number of ranks; the number of steps, too. A collective call.
+        """Restores states, groups and the number of steps from a result of `state_dict`, at any stage and number of ranks.
+
+        A collective call.
 
         Raises ValueError for groups or states of another optimizer.
         """
@@ -254,7 +257,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._engine.restore_updates(int(last), missed=missed)
 
     def _state_of_torch_step(self, step: TorchStep, *, packed: "_Packed") -> dict:
-        """As of the class itself: what it keeps of every parameter that has made a step, and its groups."""
+        """Returns the state_dict of the optimizer's class: the states of every parameter that has made a step, and its groups."""
         progress, group_values = self._gathered(step)
         state = {}
         for number, owner in packed.owners.items():
@@ -284,7 +287,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         step.restore(progress, group_values=values, keep=frozenset())
 
     def _gathered(self, step: TorchStep) -> tuple[dict[str, Progress], dict[int, dict]]:
-        """Of all ranks, the same on each: a rank has updated its own parameters alone. A collective call."""
+        """Gathers progress from all ranks, because each updates only its own parameters. A collective call."""
         self._engine.zero.finish_update()
         progress: dict[str, Progress] = {}
         values: dict[int, dict] = {}
@@ -295,7 +298,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return progress, values
 
     def _packed(self) -> "_Packed":
-        """Raises ValueError where ranks hold parts of the model."""
+        """Returns the parameters with their numbers. Raises ValueError if ranks hold parts of the model."""
         if is_cut(self._engine):
             raise ValueError(
                 "the optimizer's state_dict, where ranks hold parts of the model: engine.save_checkpoint and load_checkpoint do it"
@@ -324,11 +327,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             owner.engine.zero.named_state.write(owner.bucket, values={owner.name: value}, kind=key)
 
     def groups_state(self) -> list[dict]:
-        """The groups without their parameters, for a checkpoint."""
+        """Returns the groups without their parameters, for a checkpoint."""
         return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
 
     def load_groups_state(self, state: list[dict]) -> None:
-        """Rates and other numbers as they were; the parameters of the groups are the model's now.
+        """Restores rates and other values. The parameters of the groups do not change.
 
         Raises ValueError for another number of groups.
         """
@@ -341,7 +344,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group.update(saved)
 
     def _write_hyper(self) -> None:
-        """Numbers that changed go to the device in one copy, which is not waited for."""
+        """Copies changed values to the device in one asynchronous copy."""
         self._groups.check()
         check_same(self.state, expected=self._no_state)
         if self._script is not None:
@@ -359,7 +362,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 class _Kind(type):
-    """A class whose instances are the engine's optimizers of its `stages` and `dtypes`; empty: of all."""
+    """A class whose instances are the engine's optimizers with one of `stages` and `dtypes`. An empty tuple matches all."""
 
     stages: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -381,4 +384,6 @@ DeepSpeedZeroOptimizer = _kind("DeepSpeedZeroOptimizer", module="zero.stage_1_an
 DeepSpeedZeroOptimizer_Stage3 = _kind("DeepSpeedZeroOptimizer_Stage3", module="zero.stage3", stages=(3,))
 BF16_Optimizer = _kind("BF16_Optimizer", module="bf16_optimizer", stages=(0,), dtypes=(torch.bfloat16,))
 FP16_Optimizer = _kind("FP16_Optimizer", module="fp16.fused_optimizer", stages=(0,), dtypes=(torch.float16,))
-FP16_UnfusedOptimizer = _kind("FP16_UnfusedOptimizer", module="fp16.unfused_optimizer", stages=(-1,))  # never: no LAMB
+FP16_UnfusedOptimizer = _kind(
+    "FP16_UnfusedOptimizer", module="fp16.unfused_optimizer", stages=(-1,)
+)  # matches nothing, because there is no LAMB

@@ -1,4 +1,4 @@
-"""Pipelines by DeepSpeed's names: `deepspeed.pipe`."""
+"""Pipelines under DeepSpeed's names: `deepspeed.pipe`."""
 
 from ztk.deepspeed.pipe.module import PipelineModule
 from ztk.deepspeed.pipe.topology import (

@@ -1,7 +1,4 @@
-"""The engine of a `PipelineModule`: batches instead of losses.
-
-A loss has the dtype that the last stage computes it in.
-"""
+"""The engine of a `PipelineModule`, which trains whole batches. Losses have the output dtype of the last stage."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -18,12 +15,13 @@ from ztk.train.engine.pipeline import PipelineEngine as PipelinedEngine
 
 
 class PipelineError(Exception):
-    """A pipeline was asked for a forward, backward or step of its own."""
+    """A forward, backward or step was called on a pipeline."""
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """`train_batch` and `eval_batch` take micro-batches `(inputs, labels)` from an iterator, on the first and the last stage's ranks;
-    the others' iterators are not touched and may be None."""
+    """`train_batch` and `eval_batch` take micro-batches `(inputs, labels)` from an iterator on the ranks of the first and the last stage.
+    The iterators of other ranks are not used and may be None.
+    """
 
     engine: PipelinedEngine
     module: Any  # a PipelineModule
@@ -39,9 +37,11 @@ class PipelineEngine(DeepSpeedEngine):
     # Batches
 
     def train_batch(self, data_iter: Iterator | None = None) -> Tensor:
-        """One optimizer step over gradient_accumulation_steps micro-batches; the mean loss of all replicas, a scalar on every rank.
+        """Runs one optimizer step over gradient_accumulation_steps micro-batches.
 
-        data_iter: None takes from what `set_dataiterator`, `set_dataloader` or `training_data` gave.
+        Returns the mean loss of all replicas, a scalar on every rank.
+
+        data_iter: defaults to the data of `set_dataiterator`, `set_dataloader` or `training_data`.
         """
         self._need_optimizer()
         self.module.train()
@@ -66,11 +66,12 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Tensor | list | tuple | None:
-        """Forwards alone, over so many micro-batches as a training batch has or as given.
+        """Runs forwards only, over num_micro_batches, which defaults to the number in a training batch.
 
-        With compute_loss the mean loss of all replicas on every rank, or with reduce_output=None a list of each micro-batch's, on the last
-        stage. Without, the outputs, on the last stage. return_logits: (loss, outputs), the outputs on the last stage.
-        bcast_loss: False leaves the loss of ranks before the last stage None. A loss is a scalar. Raises ValueError for another reduce_output.
+        Returns the mean loss of all replicas on every rank, or with reduce_output=None a list of the micro-batches' losses on the last
+        stage. With compute_loss=False, returns the outputs on the last stage. return_logits: returns (loss, outputs), with outputs on the
+        last stage.
+        bcast_loss: with False, the loss is None before the last stage. Losses are scalars. Raises ValueError for another reduce_output.
         """
         if reduce_output not in ("avg", None):
             raise ValueError(f"reduce_output={reduce_output!r}: must be 'avg' or None")
@@ -89,16 +90,16 @@ class PipelineEngine(DeepSpeedEngine):
         return (result, outputs) if return_logits else result
 
     def set_dataloader(self, loader: Iterable) -> None:
-        """Batches of `loader`, over and over."""
+        """Uses the batches of `loader`, repeatedly."""
         self.training_dataloader = loader
         self.data_iterator = iter(RepeatingLoader(loader))
 
     def set_dataiterator(self, iterator: Iterator) -> None:
-        """Batches of `iterator`, as far as it goes."""
+        """Uses the batches of `iterator` until it ends."""
         self.data_iterator = iterator
 
     def set_batch_fn(self, fn: Callable) -> None:
-        """`fn(batch)` is used instead of each batch that the iterator gives."""
+        """Replaces each batch of the iterator by `fn(batch)`."""
         self.batch_fn = fn
 
     def _take(self, count: int) -> list:
@@ -129,10 +130,10 @@ class PipelineEngine(DeepSpeedEngine):
         return self.engine.forward_batches([MicroBatch(args=batch or ()) for batch in inputs])
 
     def _losses(self, outputs: list, *, batches: list) -> list[Tensor] | None:
-        """Of each micro-batch, on the last stage; None elsewhere."""
+        """Returns the loss of each micro-batch on the last stage; None elsewhere."""
         if not self.is_last_stage():
             return None
-        if self.module.loss_fn is None:  # the model's output is its loss
+        if self.module.loss_fn is None:  # the model returns its loss
             return outputs
         return [self.module.loss_fn(output, batch[1]) for output, batch in zip(outputs, batches, strict=True)]
 
@@ -161,24 +162,24 @@ class PipelineEngine(DeepSpeedEngine):
         return self.grid.is_last_stage()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """True: a batch is a step."""
+        """Returns True: every batch is a step."""
         return True
 
     def reset_activation_shape(self) -> None:
-        """Nothing to do: shapes are agreed whenever those of the micro-batches change."""
+        """Does nothing: stages agree on shapes whenever the micro-batches' shapes change."""
 
     def set_has_attention_mask(self, value: bool) -> None:
-        """Accepted; tuples pass with whatever is in them."""
+        """Does nothing: tuples may contain a mask."""
         del value
 
     def get_additional_losses(self) -> None:
-        """There are none but the one that `loss_fn` returns."""
+        """Returns None: `loss_fn` returns the only loss."""
 
     def get_model_parallel_rank(self) -> int:
         """As `PipelineParallelGrid.get_model_parallel_rank`."""
         return self.grid.get_model_parallel_rank()
 
-    # What a pipeline does not do
+    # Unsupported by pipelines
 
     def forward(self, *args, **kwargs):
         """Raises PipelineError."""
@@ -190,7 +191,7 @@ class PipelineEngine(DeepSpeedEngine):
 
 
 def _placed(value: object, *, device: torch.device) -> object:
-    """Tensors in tuples, lists and dicts on `device`."""
+    """Moves tensors in tuples, lists and dicts to `device`."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     place = partial(_placed, device=device)

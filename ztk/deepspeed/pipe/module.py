@@ -1,4 +1,4 @@
-"""`deepspeed.pipe.PipelineModule`: cut when it is made, with DeepSpeed's arguments."""
+"""`deepspeed.pipe.PipelineModule`: cut into stages at construction, with DeepSpeed's arguments."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,17 +13,21 @@ from ztk.parallel.pipeline.stages import split
 
 
 class PipelineModule(pipeline.PipelineModule):
-    """Layers in stages; every rank builds those of its own. Parameters are named as in DeepSpeed: "3.weight", "tied_modules.embed.weight".
+    """Layers in stages. Every rank builds only its own layers.
 
-    num_stages or topology: the ranks along "pipe"; what they leave of the world is data-parallel.
-    seed_layers: layer i is built after `seed_fn(base_seed + i)`, so that its values do not depend on the stages; otherwise each rank's
-        random state goes on from stage to stage as the script left it.
-    partition_method: "parameters", "uniform" or "type:PATTERN"; "best" is "parameters". "profile", which DeepSpeed knows by name alone,
-        cuts by the seconds that rank 0 measures of every layer's forward and backward on `sample_batch`, a micro-batch (inputs, labels).
-    activation_checkpoint_interval: layers. It and activation_checkpoint_func: see `ztk.parallel.pipeline.PipelineModule`.
-    checkpointable_layers: accepted; groups of the interval are recomputed whatever their classes. dynamic_shape: activations may
-        change their shapes though the micro-batches do not; those that follow the micro-batches' need nothing.
-    Raises ValueError for a number of stages that does not divide the ranks, and for more of them than layers.
+    Parameters are named as in DeepSpeed: "3.weight", "tied_modules.embed.weight".
+
+    num_stages or topology: the ranks along "pipe". The rest of the world is data-parallel.
+    seed_layers: builds layer i after `seed_fn(base_seed + i)`, so that its values do not depend on the stages. Otherwise each rank
+    continues with the script's random state.
+    partition_method: "parameters", "uniform" or "type:PATTERN"; "best" is "parameters". "profile", which DeepSpeed declares without an
+    implementation, cuts by the times that rank 0 measures for every layer's forward and backward on `sample_batch`, a micro-batch
+    (inputs, labels).
+    activation_checkpoint_interval: layers. See `ztk.parallel.pipeline.PipelineModule`, also for activation_checkpoint_func.
+    checkpointable_layers: accepted and ignored; all classes are recomputed in groups of the interval.
+    dynamic_shape: activations may change shape independently of the micro-batches. Not needed for shapes that follow the micro-batches'.
+
+    Raises ValueError for a number of stages that does not divide the ranks, or exceeds the number of layers.
     """
 
     def __init__(
@@ -63,19 +67,19 @@ class PipelineModule(pipeline.PipelineModule):
             self.parts = [0, *(indices.stop for indices in self.stages.boundaries)]
 
     def mpu(self) -> PipelineParallelGrid:
-        """Where this rank is."""
+        """Returns the grid with this rank's position."""
         return self._grid
 
     def topology(self) -> ProcessTopology:
-        """The grid of all ranks."""
+        """Returns the grid of all ranks."""
         return self._topo
 
     def num_pipeline_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return self.num_stages
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage that runs a layer."""
+        """Returns the stage that runs a layer."""
         if not 0 <= layer_idx < self.parts[-1]:
             raise ValueError(f"layer {layer_idx}: there are {self.parts[-1]}")
         return next(stage for stage, stop in enumerate(self.parts[1:]) if layer_idx < stop)
@@ -106,7 +110,7 @@ def _topology(given: ProcessTopology | None, *, num_stages: int | None, process:
 
 
 def _method(given: str, *, sample_batch: tuple | None) -> str:
-    """DeepSpeed's word for a partition as ztk's."""
+    """Translates DeepSpeed's name of a partition to ztk's."""
     method = given.lower()
     if method == "profile" and sample_batch is None:
         raise ValueError(

@@ -1,7 +1,7 @@
 """`deepspeed.runtime.pipe.schedule`: DeepSpeed's pipeline schedules as lists of instructions, for scripts that read or extend them.
 
-An engine here runs `ztk.parallel.pipeline.schedule`'s, in the same order of computing but with transfers placed as [Note: One order of all
-events] says: a subclass of these changes nothing in it. DualPipeVSchedule is not offered.
+ztk's engine runs the schedules of `ztk.parallel.pipeline.schedule`. Computations have the same order; transfers are placed according to
+[Note: One order of all events]. Subclasses of the schedules here do not affect it. DualPipeVSchedule is not available.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +13,7 @@ from ztk.deepspeed.tools.helpers import call_to_str
 
 
 class PipeInstruction:
-    """One thing for a stage to do. Keyword arguments become attributes."""
+    """An instruction for a stage. Keyword arguments become attributes."""
 
     def __init__(self, **kwargs: object) -> None:
         self.name = type(self).__name__
@@ -26,7 +26,7 @@ class PipeInstruction:
 
 
 class BufferOpInstruction(PipeInstruction):
-    """Something with the stage's buffer `buffer_id`."""
+    """An instruction about the stage's buffer `buffer_id`."""
 
     def __init__(self, buffer_id: int, **kwargs: object) -> None:
         super().__init__(buffer_id=buffer_id, **kwargs)
@@ -36,24 +36,28 @@ def _kind(name: str, doc: str, *, base: type[PipeInstruction] = BufferOpInstruct
     return type(name, (base,), {"__doc__": doc, "__module__": __name__})
 
 
-OptimizerStep = _kind("OptimizerStep", "The optimizer's step, after all gradients are reduced.", base=PipeInstruction)
-ReduceGrads = _kind("ReduceGrads", "Gradients, over the data-parallel ranks of the stage.", base=PipeInstruction)
-ReduceTiedGrads = _kind(
-    "ReduceTiedGrads", "Those of tied layers, over the stages that hold them.", base=PipeInstruction
+OptimizerStep = _kind(
+    "OptimizerStep", "Runs the optimizer's step after all gradients are reduced.", base=PipeInstruction
 )
-LoadMicroBatch = _kind("LoadMicroBatch", "The next one into a buffer: inputs on the first stage, labels on the last.")
-ForwardPass = _kind("ForwardPass", "The stage's forward of a buffer.")
-BackwardPass = _kind("BackwardPass", "The stage's backward of a buffer.")
-SendActivation = _kind("SendActivation", "The output, to the next stage.")
-RecvActivation = _kind("RecvActivation", "The input, from the stage before.")
-SendGrad = _kind("SendGrad", "The gradient of the input, to the stage before.")
-RecvGrad = _kind("RecvGrad", "The gradient of the output, from the next stage.")
+ReduceGrads = _kind("ReduceGrads", "Reduces gradients over the data-parallel ranks of the stage.", base=PipeInstruction)
+ReduceTiedGrads = _kind(
+    "ReduceTiedGrads", "Reduces gradients of tied layers over the stages that hold them.", base=PipeInstruction
+)
+LoadMicroBatch = _kind(
+    "LoadMicroBatch", "Loads the next micro-batch into a buffer: inputs on the first stage, labels on the last."
+)
+ForwardPass = _kind("ForwardPass", "Runs the stage's forward of a buffer.")
+BackwardPass = _kind("BackwardPass", "Runs the stage's backward of a buffer.")
+SendActivation = _kind("SendActivation", "Sends the output to the next stage.")
+RecvActivation = _kind("RecvActivation", "Receives the input from the previous stage.")
+SendGrad = _kind("SendGrad", "Sends the gradient of the input to the previous stage.")
+RecvGrad = _kind("RecvGrad", "Receives the gradient of the output from the next stage.")
 
 
 class PipeSchedule(ABC):
-    """What stage `stage_id` of `stages` does with `micro_batches`: an iterator over steps, each a list of instructions.
+    """The instructions of stage `stage_id` of `stages` for `micro_batches`: iterates over steps, each a list of instructions.
 
-    Between steps all stages may wait for each other. Raises ValueError for a stage that there is not.
+    Stages may synchronize between steps. Raises ValueError for an invalid stage.
     """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
@@ -68,10 +72,10 @@ class PipeSchedule(ABC):
 
     @abstractmethod
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """One list per step."""
+        """Yields one list per step."""
 
     def num_pipe_buffers(self) -> int:
-        """Micro-batches that the stage holds at once."""
+        """Returns the number of micro-batches that the stage holds at a time."""
         return self.micro_batches
 
     stage = property(attrgetter("stage_id"), doc="This stage, from 0.")
@@ -104,7 +108,7 @@ class PipeSchedule(ABC):
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forwards only: micro-batch m is in stage s at step s + m, and its output is sent at the step after."""
+    """Forwards only: micro-batch m is in stage s at step s + m, and its output is sent at the next step."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for step in range(self.micro_batches + self.stages - 1):
@@ -117,7 +121,7 @@ class InferenceSchedule(PipeSchedule):
                 send.append(SendActivation(1 - buffer))
             if computes and not self.is_first_stage:
                 receive.append(RecvActivation(buffer))
-            # Of two neighbours one sends first: blocking transfers cannot wait for each other.
+            # One of two neighbours sends first, because both would block otherwise.
             instructions += receive + send if self.stage_id % 2 else send + receive
             yield instructions + ([ForwardPass(buffer)] if computes else [])
 
@@ -155,18 +159,18 @@ class TrainSchedule(PipeSchedule):
             yield instructions
 
     def num_pipe_buffers(self) -> int:
-        """At least 2; as many micro-batches as there are stages from this one on, if there are as many."""
+        """Returns the number of stages from this one on, at most the number of micro-batches and at least 2."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def _step_to_micro_batch(self, step_id: int) -> tuple[int, bool]:
-        """(micro-batch, whether its forward); the micro-batch may be one that there is not."""
+        """Returns (micro-batch, whether its forward). The micro-batch may be out of range."""
         if (step_id - self.stage_id) % 2 == 0:
             return (step_id - self.stage_id) // 2, True
         return (step_id + self.stage_id + 1) // 2 - self.stages, False
 
 
 class DataParallelSchedule(PipeSchedule):
-    """One stage: gradients of all micro-batches add up, then the optimizer steps."""
+    """One stage: accumulates the gradients of all micro-batches, then steps."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for micro_batch in range(self.micro_batches):

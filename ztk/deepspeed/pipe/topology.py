@@ -1,4 +1,4 @@
-"""Ranks as points of a grid with named axes, the last of which counts fastest."""
+"""Ranks as points of a grid with named axes. The last axis varies fastest."""
 
 from collections import namedtuple
 from itertools import product
@@ -14,7 +14,7 @@ from ztk.deepspeed.tools.answers import method
 class ProcessTopology:
     """`ProcessTopology(axes=["pipe", "data"], dims=[2, 4])`: rank 5 is at pipe=1, data=1.
 
-    Raises ValueError unless there is one size of at least 1 for each of different names.
+    Raises ValueError unless names are unique and each has a size of at least 1.
     """
 
     def __init__(self, axes: list[str], dims: list[int]) -> None:
@@ -28,7 +28,7 @@ class ProcessTopology:
         }
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at a point. Raises ValueError unless every axis is named."""
+        """Returns the rank at a point. Raises ValueError unless every axis is named."""
         if set(coord_kwargs) != set(self.axes):
             raise ValueError(f"get_rank({coord_kwargs}): name each of {self.axes}; filter_match finds several ranks")
         return self.mapping[self.ProcessCoord(**coord_kwargs)]
@@ -38,24 +38,24 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: tuple[str, ...] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """As in names of files: "model_00"; axes in `omit_axes` are left out."""
+        """Returns coordinates as in file names: "model_00". Omits axes in `omit_axes`."""
         coord = self.get_coord(rank)
         shown = [axis for axis in self.axes if axis not in omit_axes]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in shown)
 
     def get_dim(self, axis: str) -> int:
-        """The size of an axis; 0 for one that does not exist."""
+        """Returns the size of an axis; 0 if it does not exist."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> tuple:
-        """The point of a rank, a named tuple. Raises ValueError for a rank outside of the grid."""
+        """Returns the point of a rank, a named tuple. Raises ValueError for a rank outside the grid."""
         for coord, other in self.mapping.items():
             if other == rank:
                 return coord
         raise ValueError(f"rank {rank} is not in a topology of {self.world_size()} ranks")
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The groups of ranks that differ along `axis` alone; empty for an axis that does not exist."""
+        """Returns the groups of ranks that differ only along `axis`; empty if the axis does not exist."""
         if axis not in self.axes:
             return []
         others = [name for name in self.axes if name != axis]
@@ -65,7 +65,7 @@ class ProcessTopology:
         ]
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """All ranks with these coordinates."""
+        """Returns all ranks with these coordinates."""
         return [
             rank
             for coord, rank in self.mapping.items()
@@ -73,11 +73,11 @@ class ProcessTopology:
         ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """All ranks with coordinate `idx` along `axis`."""
+        """Returns all ranks with coordinate `idx` along `axis`."""
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Returns the number of ranks."""
         return prod(self.dims)
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 class PipelineParallelGrid:
-    """Where this rank is: what scripts ask of `engine.grid` and of `model.mpu()`."""
+    """This rank's position, as `engine.grid` and `model.mpu()`."""
 
     def __init__(
         self,
@@ -108,9 +108,9 @@ class PipelineParallelGrid:
         *,
         process: Process | None = None,
     ) -> None:
-        """topology: None, as in DeepSpeed, is one stage of all ranks. process_group: accepted; groups of ranks are `utils.groups`'s.
+        """topology: defaults to one stage of all ranks, as in DeepSpeed. process_group: accepted and ignored; see `utils.groups`.
 
-        process: None is that of `init_distributed`. Raises ValueError for a topology of another number of ranks.
+        process: defaults to the process of `init_distributed`. Raises ValueError for a topology of another number of ranks.
         """
         del process_group
         process = process or this_process()
@@ -144,7 +144,7 @@ class PipelineParallelGrid:
         return self.stage_id == self.pipe_parallel_size - 1
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """The rank of another stage with this rank's other coordinates, or those of `kwargs`."""
+        """Returns the rank of another stage with this rank's other coordinates, or with the coordinates in `kwargs`."""
         # pyrefly: ignore[missing-attribute]  # the axes are known when it is built
         coord = self._topo.get_coord(self.global_rank)._asdict() | {"pipe": stage_id} | kwargs
         return self._topo.get_rank(**coord)

@@ -1,1 +1,1 @@
-"""Functions whose activations are recomputed, in DeepSpeed's words, and their random states."""
+"""Activation recomputation and its random states, with DeepSpeed's interface."""

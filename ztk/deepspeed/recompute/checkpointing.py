@@ -1,10 +1,10 @@
-"""`deepspeed.checkpointing`: functions whose activations are recomputed, in DeepSpeed's words, over `ztk.parallel.recompute`.
+"""`deepspeed.checkpointing`: activation recomputation with DeepSpeed's interface, on top of `ztk.parallel.recompute`.
 
     deepspeed.checkpointing.configure(None, deepspeed_config="ds_config.json")
     y = deepspeed.checkpointing.checkpoint(block, x, mask)
 
-`initialize` configures it from the section activation_checkpointing, so `configure` is for scripts that want something else. All of it
-works without reentrant autograd: inputs need not require gradients, and keyword arguments and any structure may go in.
+`initialize` configures it from the section activation_checkpointing; call `configure` for other settings. Reentrant autograd is not used:
+inputs need not require gradients, and keyword arguments and any structure are allowed.
 """
 
 import time
@@ -49,7 +49,7 @@ __all__ = [
 
 
 class _Checkpointing:
-    """What `configure` has set; DeepSpeed has one per process."""
+    """The settings of `configure`. There is one instance per process, as in DeepSpeed."""
 
     def __init__(self) -> None:
         self.options = ActivationCheckpointing()
@@ -76,11 +76,11 @@ class _Checkpointing:
         self.forget_buffers()
 
     def forget_buffers(self) -> None:
-        """The next checkpoint starts with fresh ones; graphs that still run keep theirs."""
+        """Makes the next checkpoint allocate new buffers. Live graphs keep theirs."""
         self._regions = None
 
     def _around(self) -> tuple[Any, Any]:
-        """Contexts around a forward and around its repetition: named random states, waiting and timing."""
+        """Returns contexts for a forward and its repetition: named random states, synchronization and timing."""
         states = get_cuda_rng_tracker().get_states()
         return self._observed("forward"), self._repeated(states)
 
@@ -118,16 +118,19 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Sets what `checkpoint` does from now on. Arguments outrank the section activation_checkpointing of `deepspeed_config`.
+    """Configures `checkpoint`. Arguments take precedence over the section activation_checkpointing of `deepspeed_config`.
 
-    mpu_: the tensor-parallel ranks, by get_tensor_model_parallel_group() or get_model_parallel_group(); None: as before. With one, a
-        collective call.
-    partition_activations: each tensor-parallel rank keeps its part of the inputs; changes nothing without such ranks.
-    contiguous_checkpointing: inputs lie in one buffer for `num_checkpoints` calls; without that number every input is stored by itself.
-    checkpoint_in_cpu: inputs wait in main memory. Works, as contiguous does, without partition_activations, too.
-    synchronize, profile: wait for the GPU at every boundary; log milliseconds.
+    A collective call if mpu_ is given. Options without effect are logged.
 
-    Options that change nothing are logged. Raises DeepSpeedConfigError for a section with faults.
+    mpu_: provides the tensor-parallel ranks by get_tensor_model_parallel_group() or get_model_parallel_group(). If omitted, they do not
+    change.
+    partition_activations: each tensor-parallel rank keeps its part of the inputs. No effect without such ranks.
+    contiguous_checkpointing: stores the inputs of `num_checkpoints` calls in one buffer. Without that number, every input is stored
+    separately.
+    checkpoint_in_cpu: stores inputs in main memory. Like contiguous_checkpointing, it does not need partition_activations.
+    synchronize, profile: synchronizes with the GPU at every boundary; logs milliseconds.
+
+    Raises DeepSpeedConfigError for a section with faults.
     """
     if mpu_ is not None:
         _checkpointing.comm = _tensor_parallel_comm(mpu_)
@@ -155,13 +158,15 @@ def configure_from(section: ActivationCheckpointing, *, comm: Comm | None = None
 
 
 def is_configured() -> bool:
-    """`configure` was called, or `initialize` had the section."""
+    """Returns whether `configure` was called, or `initialize` found the section."""
     return _checkpointing.is_configured
 
 
 def checkpoint(function: Callable, *args, **kwargs) -> Any:
-    """`function(*args, **kwargs)`, run again in the backward instead of keeping its activations. A list or tuple of results comes back
-    as a tuple, one of length one as its element."""
+    """Returns `function(*args, **kwargs)`. Recomputes it in the backward instead of storing its activations.
+
+    A list or tuple of results is returned as a tuple, and a tuple of length one as its element.
+    """
     result = _checkpointing.regions.run(function, args=args, kwargs=kwargs)
     if not isinstance(result, (list, tuple)):
         return result
@@ -176,7 +181,7 @@ class CheckpointFunction:
 
     @staticmethod
     def apply(run_function: Callable, all_outputs: list, *args) -> Any:
-        """As `checkpoint`; the results are appended to `all_outputs`, too."""
+        """Same as `checkpoint`; also appends the results to `all_outputs`."""
         result = checkpoint(run_function, *args)
         all_outputs += result if isinstance(result, tuple) else [result]
         return result
@@ -188,22 +193,22 @@ def reset() -> None:
 
 
 def set_num_layers(nlayers: int) -> None:
-    """The number of checkpoints in the contiguous buffer."""
+    """Sets the number of checkpoints in the contiguous buffer."""
     _checkpointing.set(replace(_checkpointing.options, number_checkpoints=nlayers))
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Changes that option alone."""
+    """Changes only this option."""
     _checkpointing.set(replace(_checkpointing.options, partition_activations=partition_activation))
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds the default generator with `seed` and the state "model-parallel-rng" with one of each tensor-parallel rank's own."""
+    """Seeds the default generator with `seed`, and the state "model-parallel-rng" with a different seed on each tensor-parallel rank."""
     seed_model_parallel(seed, rank=_tensor_parallel_rank())
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seeds the state "model-parallel-rng" anew."""
+    """Seeds the state "model-parallel-rng" again."""
     reseed_model_parallel(seed, rank=_tensor_parallel_rank())
 
 
@@ -222,7 +227,7 @@ def _section_of(config: object) -> ActivationCheckpointing:
 
 
 def _tensor_parallel_comm(mpu: object) -> Comm:
-    """Collectives of the ranks that `mpu` names; every rank makes this call."""
+    """Returns the communicator of the ranks of `mpu`. A collective call of all ranks."""
     for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
         if hasattr(mpu, name):
             group = getattr(mpu, name)()

@@ -1,4 +1,4 @@
-"""Named states of random numbers, so that tensor-parallel ranks draw the same dropout in one place and different ones in another."""
+"""Named random states, so that tensor-parallel ranks draw the same dropout at some places and different dropout at others."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,31 +8,31 @@ from torch import Tensor
 from ztk.deepspeed.tools.device import get_accelerator
 
 MODEL_PARALLEL = (
-    "model-parallel-rng"  # DeepSpeed's and Megatron's name for the state that differs between tensor-parallel ranks
+    "model-parallel-rng"  # name in DeepSpeed and Megatron for the state that differs between tensor-parallel ranks
 )
 
 
 class CudaRNGStatesTracker:
-    """Random states by name; of the GPU's generator, or of the CPU's where there is none."""
+    """Named random states of the GPU's generator, or of the CPU's without a GPU."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all states."""
+        """Removes all states."""
         self.states_: dict[str, Tensor] = {}
         self.seeds_: set[int] = set()
 
     def get_states(self) -> dict[str, Tensor]:
-        """The states by name, uint8 [n] each."""
+        """Returns the states by name, uint8 [n] each."""
         return dict(self.states_)
 
     def set_states(self, states: dict[str, Tensor]) -> None:
-        """Replaces all states by these, uint8 [n] each."""
+        """Replaces all states, uint8 [n] each."""
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """A state that starts from `seed`. Raises ValueError if name or seed are in use."""
+        """Adds a state that starts from `seed`. Raises ValueError if name or seed are in use."""
         if seed in self.seeds_:
             raise ValueError(
                 f"seed {seed} already exists: two states of one seed would draw the same numbers; use another"
@@ -48,7 +48,7 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Inside, random numbers come from the state `name`, which moves on; outside nothing has been drawn.
+        """Draws random numbers inside from the state `name`, which advances. The default state does not change.
 
         Raises ValueError for a name that was not added.
         """
@@ -68,29 +68,29 @@ _tracker = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The one of this process."""
+    """Returns this process's tracker."""
     return _tracker
 
 
 def seed_model_parallel(seed: int, *, rank: int) -> None:
-    """Everywhere `seed`; the state MODEL_PARALLEL differs between tensor-parallel ranks (`rank`)."""
+    """Seeds all states with `seed`, and MODEL_PARALLEL depending on the tensor-parallel `rank`."""
     _tracker.reset()
     get_accelerator().manual_seed(seed)
     _tracker.add(MODEL_PARALLEL, seed + _OFFSET + rank)
 
 
 def reseed_model_parallel(seed: int, *, rank: int) -> None:
-    """Only the state MODEL_PARALLEL starts anew."""
+    """Seeds only the state MODEL_PARALLEL again."""
     with _tracker.fork():
         get_accelerator().manual_seed(seed + _OFFSET + rank)
 
 
-_OFFSET = 2718  # Megatron's
+_OFFSET = 2718  # as in Megatron
 
 
 @contextmanager
 def repeating(states: dict[str, Tensor]) -> Iterator[None]:
-    """Inside, the named states are `states` again, uint8 [n] each."""
+    """Restores the named states `states`, uint8 [n] each, inside."""
     now = _tracker.get_states()
     _tracker.set_states(states)
     try:

@@ -1,4 +1,4 @@
-"""Which devices of which machines: a hostfile, and `--include`, `--exclude`, `--num_nodes`, `--num_gpus` on it."""
+"""Selects devices and machines from a hostfile and `--include`, `--exclude`, `--num_nodes`, `--num_gpus`."""
 
 import os
 import re
@@ -9,20 +9,20 @@ from pathlib import Path
 
 LOCALHOST = "localhost"
 _LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)\s*(#.*)?")
-# Files of a driver: without any of them there is no GPU, and torch need not be asked, which takes seconds.
+# Files of GPU drivers. Without any, there is no GPU, and importing torch, which takes seconds, is not needed.
 _GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """A machine and the devices that are used there, one rank each. slots: as CUDA_VISIBLE_DEVICES names them."""
+    """A machine with its used devices, one rank each. slots: names as in CUDA_VISIBLE_DEVICES."""
 
     name: str
     slots: tuple[str, ...]
 
 
 def read_hostfile(path: str | os.PathLike) -> list[Host]:
-    """`worker-0 slots=4`, a line for every machine; # begins a comment. Raises ValueError for a line that says something else."""
+    """Reads lines `worker-0 slots=4`, one per machine; # begins a comment. Raises ValueError for any other line."""
     hosts: dict[str, Host] = {}
     for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
         line = line.strip()
@@ -31,7 +31,7 @@ def read_hostfile(path: str | os.PathLike) -> list[Host]:
         match = _LINE.fullmatch(line)
         if match is None:
             raise ValueError(f"--hostfile={path}, line {number}: {line!r} must look like `worker-0 slots=4`")
-        if match["name"].startswith("-"):  # ssh would take it for an option
+        if match["name"].startswith("-"):  # ssh would parse it as an option
             raise ValueError(
                 f"--hostfile={path}, line {number}: {match['name']} is no machine's name: it begins with '-'"
             )
@@ -44,9 +44,9 @@ def read_hostfile(path: str | os.PathLike) -> list[Host]:
 
 
 def this_machine(*, num_gpus: int | None) -> Host:
-    """Its GPUs that CUDA_VISIBLE_DEVICES leaves, the first `num_gpus` of them; without GPUs as many ranks as asked, else one.
+    """Returns this machine with its GPUs in CUDA_VISIBLE_DEVICES, or the first `num_gpus` of them.
 
-    Raises ValueError for more GPUs than there are.
+    Without GPUs, there are `num_gpus` ranks, by default one. Raises ValueError for more GPUs than there are.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -62,15 +62,15 @@ def this_machine(*, num_gpus: int | None) -> Host:
 
 
 def all_of_this_machine() -> Host:
-    """What `--include=localhost:...` chooses from: its GPUs, or without any its processors."""
+    """Returns all devices for `--include=localhost:...`: GPUs, or processors without any."""
     slots = range(_count_gpus() or os.cpu_count() or 1)
     return Host(name=LOCALHOST, slots=tuple(map(str, slots)))
 
 
 def filtered(hosts: Sequence[Host], *, include: str, exclude: str) -> list[Host]:
-    """Machines and devices that `include` names, or all but those that `exclude` names: `NAME[:SLOT,SLOT]@NAME...`.
+    """Returns the machines and devices in `include`, or all except `exclude`: `NAME[:SLOT,SLOT]@NAME...`.
 
-    Raises ValueError for both, for a name or slot that is not there, and if nothing is left.
+    Raises ValueError for both, for an unknown name or slot, and if nothing is left.
     """
     if include and exclude:
         raise ValueError("--include and --exclude: give one of them")
@@ -96,7 +96,7 @@ def filtered(hosts: Sequence[Host], *, include: str, exclude: str) -> list[Host]
 
 
 def first(hosts: Sequence[Host], *, num_nodes: int | None, num_gpus: int | None) -> list[Host]:
-    """The first machines and the first devices of each. Raises ValueError for more than there are."""
+    """Returns the first machines and the first devices of each. Raises ValueError if there are fewer."""
     if num_nodes is not None and num_nodes > len(hosts):
         raise ValueError(
             f"--num_nodes={num_nodes}: the hostfile lists {len(hosts)}; add machines to it, or use --num_nodes={len(hosts)}"

@@ -1,4 +1,4 @@
-"""The command: from its options to a plan, from the plan to ended ranks."""
+"""The complete run: from the options to a plan, and from the plan to the ranks' exit codes."""
 
 import os
 import shlex
@@ -24,7 +24,7 @@ _PORT = 29500
 
 
 def run(arguments: list[str]) -> int:
-    """Returns the exit code: of the script's first failed rank, 0 if all ended well, 2 if nothing could be started."""
+    """Returns the exit code: of the script's first failed rank, 0 if all succeeded, 2 if nothing could be started."""
     options = read_options(arguments)
     try:
         chosen, listed = choose_hosts(options)
@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> int:
 
 
 def choose_hosts(options: Namespace) -> tuple[list[Host], bool]:
-    """The machines and their devices, and whether a hostfile lists them. Raises ValueError for what is not there."""
+    """Returns the machines with their devices, and whether a hostfile lists them. Raises ValueError for unknown machines or devices."""
     listed = Path(options.hostfile).is_file()
     if not listed and options.hostfile != HOSTFILE:
         raise ValueError(f"--hostfile={options.hostfile}: there is no such file")
@@ -68,7 +68,7 @@ def choose_hosts(options: Namespace) -> tuple[list[Host], bool]:
 
 
 def make_plan(options: Namespace, *, hosts: list[Host], launcher: str | None, alone: bool) -> Plan:
-    """alone: all ranks are on this machine. Raises ValueError for a script that is not there."""
+    """Builds the plan. alone: all ranks are on this machine. Raises ValueError if the script does not exist."""
     if not options.no_python and not options.module and not Path(options.script).is_file():
         raise ValueError(f"{options.script}: there is no such file")
     if alone or all(is_local(host) for host in hosts):
@@ -97,7 +97,7 @@ def make_plan(options: Namespace, *, hosts: list[Host], launcher: str | None, al
 
 
 def _run_everywhere(plan: Plan, *, options: Namespace, launcher: str) -> int:
-    """One child per connection. The first machine that fails stops all."""
+    """Starts one child per connection. The first machine that fails stops all."""
     connections = reach(
         plan,
         launcher=launcher,
@@ -152,11 +152,13 @@ def _free_port() -> int:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The command: `python -m ztk.deepspeed ARGS`, and `deepspeed.launcher.runner.main` for programs with commands of their own.
+    """The command: `python -m ztk.deepspeed ARGS`, and `deepspeed.launcher.runner.main` for other programs' commands.
 
-    args: None for this process's. Raises SystemExit with the code of a failure.
+    args: defaults to this process's. Raises SystemExit with the code of a failure.
     """
-    remote.EXPORT_ENVS[:] = list(module_of("deepspeed.launcher.runner").EXPORT_ENVS)  # a program may have set it there
+    remote.EXPORT_ENVS[:] = list(
+        module_of("deepspeed.launcher.runner").EXPORT_ENVS
+    )  # a program may have changed it there
     code = run(list(sys.argv[1:] if args is None else args))
     if code:
         raise SystemExit(code)

@@ -1,4 +1,4 @@
-"""One machine of a run: the plan that every machine is told, the command of one rank, and the ranks of this machine.
+"""One machine of a run: the plan that every machine receives, the command of one rank, and the ranks of this machine.
 
 python -m ztk.deepspeed.runner.node PLAN NODE     # NODE: the machine's number in the plan, or its name
 """
@@ -25,9 +25,11 @@ from ztk.deepspeed.runner.hosts import Host
 class Plan:
     """One run of one script.
 
-    script: a path, a module's name if `module`, or any command if not `python`. pass_local_rank: as an argument, to a script that
-    knows it. log_folder: one file per rank instead of the terminal. bind_cores: every rank runs on its own part of `cores` (None: of all).
-    run_id: a word that no other run has.
+    script: a path, a module's name if `module`, or any command if not `python`.
+    pass_local_rank: passes --local_rank to a script that declares it.
+    log_folder: one file per rank, instead of the terminal.
+    bind_cores: pins every rank to its own part of `cores`, which defaults to all.
+    run_id: unique for the run.
     """
 
     hosts: tuple[Host, ...]
@@ -46,20 +48,20 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Ranks on all machines."""
+        """Number of ranks on all machines."""
         return sum(len(host.slots) for host in self.hosts)
 
     def first_rank_of(self, node: int) -> int:
-        """Ranks are numbered machine by machine."""
+        """Returns a machine's first rank. Ranks are numbered machine by machine."""
         return sum(len(host.slots) for host in self.hosts[:node])
 
     def encoded(self) -> str:
-        """One word of a command line."""
+        """Encodes the plan as one word of a command line."""
         return base64.urlsafe_b64encode(json.dumps(dataclasses.asdict(self)).encode()).decode()
 
     @staticmethod
     def decoded(word: str) -> "Plan":
-        """The plan that `encoded` made the word of."""
+        """Decodes the result of `encoded`."""
         values = json.loads(base64.urlsafe_b64decode(word))
         hosts = tuple(Host(name=host["name"], slots=tuple(host["slots"])) for host in values.pop("hosts"))
         tuples = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
@@ -67,9 +69,9 @@ class Plan:
 
 
 def run_node(plan: Plan, *, node: int) -> int:
-    """Runs the machine's ranks to their end. Returns 0, or the exit code of the rank that failed first; all have ended by then.
+    """Runs the machine's ranks to their end. Returns 0, or the exit code of the rank that failed first, after all have ended.
 
-    2: none was started, because of what is printed.
+    Returns 2 if none was started, and prints the reason.
     """
     folder = None if plan.log_folder is None else Path(plan.log_folder)
     if folder is not None:
@@ -88,7 +90,7 @@ def run_node(plan: Plan, *, node: int) -> int:
 
 
 def rank_environment(plan: Plan, *, node: int, local_rank: int) -> dict[str, str]:
-    """What DeepSpeed's launcher and torchrun tell a rank, and the path on which ztk is `deepspeed`."""
+    """Returns the environment variables that DeepSpeed's launcher and torchrun set, and the path on which ztk is `deepspeed`."""
     host, ranks = plan.hosts[node], _ranks(plan, node)
     return {
         "RANK": str(plan.first_rank_of(node) + local_rank),
@@ -106,7 +108,7 @@ def rank_environment(plan: Plan, *, node: int, local_rank: int) -> dict[str, str
 
 
 def cores_of(local_rank: int, *, ranks: int, cores: tuple[int, ...]) -> tuple[int, ...]:
-    """An equal part of `cores` for every rank, what is left over for none. Raises ValueError for fewer cores than ranks."""
+    """Returns an equal part of `cores` for every rank; a remainder is not used. Raises ValueError if there are fewer cores than ranks."""
     each = len(cores) // ranks
     if not each:
         raise ValueError(
@@ -120,9 +122,9 @@ def _child(plan: Plan, *, node: int, local_rank: int, folder: Path | None) -> Ch
     bound = cores_of(local_rank, ranks=ranks, cores=plan.cores or tuple(mine)) if plan.bind_cores else None
     inherited = {
         key: value for key, value in os.environ.items() if key != "ZTK_STORE"
-    }  # of a run this one was started by
+    }  # from the run that started this one
     environment = inherited | rank_environment(plan, node=node, local_rank=local_rank)
-    # Every rank would start a thread per core. Who set a number meant it.
+    # By default every rank would start one thread per core. A value set by the user is kept.
     environment = {"OMP_NUM_THREADS": str(max(1, len(mine) // ranks))} | allocator_settings() | environment
     if bound:
         environment["OMP_NUM_THREADS"] = str(len(bound))
@@ -140,12 +142,15 @@ def _ranks(plan: Plan, node: int) -> int:
     return len(plan.hosts[node].slots)
 
 
-# How a script declares the argument: argparse, click and the like; a dataclass that Hugging Face's parser reads.
+# Declarations of the argument: argparse, click and the like, or a dataclass for Hugging Face's parser.
 _DECLARED = re.compile(r"""["'](--local[_-]rank)["'=]|^\s+(local_rank)\s*:""", re.MULTILINE)
 
 
 def rank_command(plan: Plan, *, local_rank: int) -> list[str]:
-    """What the rank runs. DeepSpeed appends --local_rank to every script and those that do not know it fail; here it is asked first."""
+    """Returns the rank's command.
+
+    DeepSpeed appends --local_rank to every script, and scripts without it fail; here it is appended only if declared.
+    """
     python = [sys.executable, "-u"] if plan.python else []
     module = ["-m"] if plan.module else []
     word = local_rank_word(plan.script, module=plan.module) if plan.pass_local_rank else None
@@ -154,7 +159,7 @@ def rank_command(plan: Plan, *, local_rank: int) -> list[str]:
 
 
 def local_rank_word(script: str, *, module: bool = False) -> str | None:
-    """`--local_rank` or `--local-rank`, whichever `script` or a module beside it declares; None if none does."""
+    """Returns `--local_rank` or `--local-rank`, as declared by `script` or a module next to it, or None."""
     path = _file_of_module(script) if module else Path(script)
     if path is None or not path.is_file():
         return None
@@ -165,7 +170,7 @@ def local_rank_word(script: str, *, module: bool = False) -> str | None:
 
 
 def _with_neighbours(path: Path, *, seen: set[Path] | None = None) -> Iterator[str]:
-    """The text of a file, and of what it imports from its own folder."""
+    """Yields the text of a file, and of the modules that it imports from its own folder."""
     seen = set() if seen is None else seen
     if path in seen:
         return
@@ -190,7 +195,7 @@ def _with_neighbours(path: Path, *, seen: set[Path] | None = None) -> Iterator[s
 
 
 def _file_of_module(name: str) -> Path | None:
-    """Where `python -m name` begins, found without importing what lies above it."""
+    """Returns the file that `python -m name` runs, without importing its parent packages."""
     path = [str(Path.cwd()), *sys.path]
     *above, last = name.split(".")
     for part in above:

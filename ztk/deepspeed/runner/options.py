@@ -1,4 +1,4 @@
-"""The command line of `python -m ztk.deepspeed`: DeepSpeed's names and meanings."""
+"""The command line of `python -m ztk.deepspeed`, with DeepSpeed's names and meanings."""
 
 import argparse
 import re
@@ -13,9 +13,9 @@ _ABSENT = {
 
 
 def read_options(arguments: list[str]) -> argparse.Namespace:
-    """What was typed, by the names of `_parser`; None: not given. `script`, and everything after it as its `arguments`.
+    """Parses the command line. Returns values by the names of `_parser`, None if not given, and `script` with its `arguments`.
 
-    Ends the program with a message for a wrong line, as argparse does.
+    Ends the program with a message for an invalid line, as argparse does.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -26,9 +26,9 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
     if given["no_python"] and given["module"]:
         parser.error("--no_python and --module: a module is run by python; leave one of them out")
     if (given["num_nodes"] or given["num_gpus"]) and (given["include"] or given["exclude"]):
-        parser.error("--num_nodes and --num_gpus say how many, --include and --exclude say which; use one of the ways")
+        parser.error("--num_nodes and --num_gpus exclude --include and --exclude; use one of the ways")
     if given["no_ssh"] and given["node_rank"] is None:
-        parser.error("--no_ssh: every machine is started by hand; say which one this is by --node_rank")
+        parser.error("--no_ssh: every machine is started by hand; give this machine's number with --node_rank")
     if given["node_rank"] is not None and not given["no_ssh"]:
         parser.error("--node_rank: has no effect without --no_ssh")
     if given["bind_core_list"] and not given["bind_cores_to_rank"]:
@@ -43,8 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("-H", "--hostfile", default=HOSTFILE, help="lines `worker-0 slots=4`; without the file: this machine")
-    add("-i", "--include", default="", help="what is used: `worker-0@worker-1:0,2`")
-    add("-e", "--exclude", default="", help="what is not used, in the same form")
+    add("-i", "--include", default="", help="machines and devices to use: `worker-0@worker-1:0,2`")
+    add("-e", "--exclude", default="", help="machines and devices not to use, in the same form")
     add("--num_nodes", type=_count, help="the first N machines of the hostfile")
     add("--num_gpus", "--num_accelerators", type=_count, help="the first N devices of each; without GPUs: N ranks")
     add("--master_addr", help="where rank 0 listens (default: found out)")
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _launcher(text: str) -> str:
-    """pdsh runs ssh, as ztk does. For others: what their tasks run."""
+    """Parses the launcher. pdsh means ssh. For other launchers, the error has the command of their tasks."""
     name = text.lower()
     if name in NODE_VARIABLES:
         raise argparse.ArgumentTypeError(
@@ -84,7 +84,7 @@ def _launcher(text: str) -> str:
 
 
 def _count(text: str) -> int | None:
-    """-1, DeepSpeed's default, is as if it were not given."""
+    """Parses a count. -1, DeepSpeed's default, means not given."""
     if int(text) == -1:
         return None
     if int(text) < 1:

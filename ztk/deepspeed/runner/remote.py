@@ -1,7 +1,7 @@
-"""How other machines are reached: commands as data.
+"""Commands that start a run on other machines.
 
-Every machine runs one `ztk.deepspeed.runner.node`, which starts the ranks there. Over ssh it is told the machine's number; a task of srun
-knows the machine's name. Other launchers start this command on every machine, with --no_ssh and the number that they give it.
+Every machine runs one `ztk.deepspeed.runner.node`, which starts the ranks there. Over ssh it gets the machine's number; a task of srun
+looks up the machine's name. Other launchers start this command on every machine, with --no_ssh and the number that they provide.
 """
 
 import os
@@ -19,36 +19,36 @@ from ztk.deepspeed.runner.hosts import LOCALHOST, Host
 from ztk.deepspeed.runner.node import Plan
 
 LAUNCHERS = ("ssh", "slurm")
-# DeepSpeed's other launchers -> the variable in which a task finds the number of its machine, one task per machine.
+# DeepSpeed's other launchers -> variable with the number of a task's machine, one task per machine.
 NODE_VARIABLES = {
     "openmpi": "OMPI_COMM_WORLD_RANK",
     "mpich": "PMI_RANK",
     "impi": "PMI_RANK",
     "mvapich": "MV2_COMM_WORLD_RANK",
 }
-EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO"]  # variables that begin like this go with the run
+EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO"]  # prefixes of variables that are exported to the run
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reach:
-    """starts: the commands, one per machine or one for all. stop: what ends the ranks that a lost connection left running."""
+    """starts: the commands, one per machine or one for all. stop: commands that end ranks left running by a lost connection."""
 
     starts: tuple[tuple[str, ...], ...]
     stop: tuple[tuple[str, ...], ...] = ()
 
 
 def is_local(host: Host) -> bool:
-    """A machine that needs no connection."""
+    """Returns whether the machine needs no connection."""
     return host.name in {LOCALHOST, "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()}
 
 
 def reach(
     plan: Plan, *, launcher: str, options: Sequence[str], ssh_port: int | None, prepare: str | None = None
 ) -> Reach:
-    """The commands for all machines of the plan.
+    """Returns the commands for all machines of the plan.
 
-    options: of the launcher itself. prepare: a shell script that is sourced first, as of a virtual environment.
+    options: of the launcher itself. prepare: a shell script to source first, for example of a virtual environment.
     """
     exports = exported(os.environ, files=(Path.home() / DEEPSPEED_ENVIRONMENT_NAME, Path(DEEPSPEED_ENVIRONMENT_NAME)))
     if launcher == "ssh":
@@ -69,7 +69,7 @@ def reach(
 
 
 def shell_line(plan: Plan, *, node: str, exports: Mapping[str, str], prepare: str | None) -> str:
-    """What a shell on the machine runs: in the same folder, with the exported variables."""
+    """Returns the shell command for a machine: in the same folder, with the exported variables."""
     words = [f"export {key}={shlex.quote(value)};" for key, value in exports.items()]
     words.append(f"cd {shlex.quote(os.getcwd())} &&")
     if prepare is not None:
@@ -79,7 +79,7 @@ def shell_line(plan: Plan, *, node: str, exports: Mapping[str, str], prepare: st
 
 
 def exported(environment: Mapping[str, str], *, files: Sequence[Path]) -> dict[str, str]:
-    """Variables that go with the run: of Python, NCCL and the like, and the lines `KEY=value` of `files`.
+    """Returns the variables to export: of Python, NCCL and the like, and the lines `KEY=value` of `files`.
 
     Raises ValueError for another line.
     """
@@ -97,16 +97,16 @@ def exported(environment: Mapping[str, str], *, files: Sequence[Path]) -> dict[s
 
 
 def check_launcher(launcher: str) -> None:
-    """Raises ValueError for a launcher whose program is missing."""
+    """Raises ValueError if the launcher's program is missing."""
     program = {"slurm": "srun"}.get(launcher, launcher)
     if shutil.which(program) is None:
         raise ValueError(f"--launcher={launcher}: this machine has no program {program}; install it")
 
 
 def address_of(host: Host, *, launcher: str, ssh_port: int | None) -> str:
-    """Where the other machines find `host`. Raises ValueError if it does not say."""
+    """Returns the address at which other machines reach `host`. Raises ValueError if the machine cannot be queried."""
     if launcher == "slurm":
-        return host.name  # a name of the cluster
+        return host.name  # a hostname of the cluster
     port = () if ssh_port is None else ("-p", str(ssh_port))
     there = () if is_local(host) else ("ssh", *port, host.name)
     try:
@@ -120,6 +120,6 @@ def address_of(host: Host, *, launcher: str, ssh_port: int | None) -> str:
 
 
 def _stop_line(plan: Plan) -> str:
-    """Ends the machine's `node`, which ends its ranks. The brackets keep the pattern from finding this very line."""
+    """Ends the machine's `node`, which ends its ranks. The brackets prevent the pattern from matching this command itself."""
     word = plan.encoded()
     return f"pkill -TERM -f '[{word[0]}]{word[1:]}'"

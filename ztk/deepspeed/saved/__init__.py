@@ -1,1 +1,1 @@
-"""Checkpoints by DeepSpeed's rules, and the files and types that scripts read and write themselves."""
+"""Checkpoints with DeepSpeed's interface, and the files and types that scripts read and write themselves."""

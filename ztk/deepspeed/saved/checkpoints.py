@@ -1,11 +1,11 @@
-"""save_checkpoint and load_checkpoint by DeepSpeed's rules for tags, on checkpoints that belong to the model.
+"""save_checkpoint and load_checkpoint with DeepSpeed's tags, on top of layout-independent checkpoints.
 
 [Note: Folder]
     save_dir/latest                     the tag to resume from
-    save_dir/zero_to_fp32.py            makes full fp32 weights of it
+    save_dir/zero_to_fp32.py            script that exports full fp32 weights
     save_dir/TAG/step-000120/           a checkpoint of `ztk.checkpoint`
     save_dir/TAG/latest                 its name
-Saving a tag again writes the complete new checkpoint before it removes the old one. Weights have the dtype that the model computes in.
+Saving a tag again writes the new checkpoint before it removes the old one. Weights have the model's compute dtype.
 """
 
 import base64
@@ -39,9 +39,9 @@ LATEST = "latest"
 
 
 class Saving:
-    """The engine's methods around checkpoints and full weights. Every rank calls these alike, but for what is said to be local.
+    """The engine's methods for checkpoints and full weights. All are collective calls, unless documented as local.
 
-    Weights have the dtype that the model computes in.
+    Weights have the model's compute dtype.
     """
 
     engine: Engine
@@ -62,11 +62,12 @@ class Saving:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Writes `save_dir/tag/` (default tag: global_stepN), the tag into `save_dir/latest`, and the script zero_to_fp32.py beside it.
+        """Writes `save_dir/tag/` (default tag: global_stepN), the tag into `save_dir/latest`, and the script zero_to_fp32.py next to it.
 
-        client_state: plain values and tensors; `load_checkpoint` gives them back. exclude_frozen_parameters: the trained ones alone; whoever
-        loads has the others from where they came.
-        Raises SaveFailed on all ranks if any fails, ValueError for a tag that is no name of a folder and for a client_state that cannot be
+        client_state: plain values and tensors, which `load_checkpoint` returns.
+        exclude_frozen_parameters: saves only trained parameters. Loading then needs a model with the other weights.
+
+        Raises SaveFailed on all ranks if any fails, and ValueError for a tag that is not a folder name, or a client_state that cannot be
         read back safely.
         """
         self._states.need(what="save_checkpoint")
@@ -120,13 +121,14 @@ class Saving:
         load_module_only: bool = False,
         custom_load_fn: Callable | None = None,
     ) -> tuple[str | None, dict]:
-        """Sets the engine's state from a checkpoint saved at any stage and number of ranks.
+        """Sets the engine's state from a checkpoint saved at any stage and number of ranks. Returns (folder, client_state).
 
-        tag: None reads `load_dir/latest`. Returns (folder, client_state), or (None, {}) if there is no `latest`.
-        load_module_strict: False, together with load_module_only or load_optimizer_states=False, loads what model and checkpoint both have;
-        with optimizer states they must fit in any case.
-        custom_load_fn: called on every rank as custom_load_fn(src=full fp32 weights by name, dst=module) with all parameters unsharded, instead
-        of loading the weights by name; rank 0's result counts. Raises ValueError where ranks hold parts of the model.
+        tag: defaults to the content of `load_dir/latest`. Returns (None, {}) if that does not exist.
+        load_module_strict: with False, and load_module_only or load_optimizer_states=False, loads the names that model and checkpoint
+        share. Optimizer states always require matching names.
+        custom_load_fn: called on every rank as custom_load_fn(src=full fp32 weights by name, dst=module) with all parameters unsharded,
+        instead of loading weights by name. Rank 0's result counts. Raises ValueError if ranks hold parts of the model.
+
         Raises CheckpointError on all ranks for a checkpoint that is missing, damaged or of another model.
         """
         self._states.need(what="load_checkpoint")
@@ -141,9 +143,9 @@ class Saving:
                 logger.warning("%s has no file `latest`: nothing is loaded; give a tag to name a checkpoint", folder)
                 return None, {}
         if self.optimizer is not None:
-            engine.discard_gradients()  # of micro-batches of a step that was begun before: they belong to the old weights
+            engine.discard_gradients()  # of an unfinished step; they belong to the old weights
             self.since_step = 0
-        # A custom function sets the weights; what else is asked for must still fit.
+        # A custom function sets the weights; the rest of the state must still fit.
         strict = (load_module_strict and custom_load_fn is None) or optimizer_states
         report = checkpoint.load(engine, path=folder / str(tag), weights_only=not optimizer_states, strict=strict)
         if custom_load_fn is not None:
@@ -173,7 +175,7 @@ class Saving:
     ) -> bool:
         """Writes the weights in the model's dtype as one state_dict file.
 
-        False, and nothing written, at stage 3 unless `stage3_gather_16bit_weights_on_model_save` is set.
+        Returns False and writes nothing at stage 3, unless `stage3_gather_16bit_weights_on_model_save` is set.
         """
         self._states.need(what="save_16bit_model")
         path, comm = Path(save_dir) / save_filename, self.engine.comm
@@ -192,7 +194,7 @@ class Saving:
     save_fp16_model = save_16bit_model  # its old name
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """The full weights in main memory on rank 0, None on the others; at every stage."""
+        """Returns the full weights in main memory on rank 0, None on other ranks; at every stage."""
         return checkpoint.full_state_dict(self.engine, exclude_frozen=exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
@@ -204,10 +206,12 @@ class Saving:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Tensor]:
-        """The module's state_dict; at stage 3, and where ranks hold parts of the model, the full model's in main memory on every rank,
-        in full shapes. Otherwise the call is local.
+        """Returns the module's state_dict.
 
-        Raises ValueError for keep_vars where full weights are copies.
+        At stage 3, and if ranks hold parts of the model, it has the full model's weights, in full shapes in the main memory of every
+        rank. Otherwise the call is local.
+
+        Raises ValueError for keep_vars if full weights are copies.
         """
         if self.settings.zero.shards_parameters or is_cut(self.engine):
             if keep_vars:
@@ -233,13 +237,15 @@ class Saving:
         custom_load_fn: Callable | None = None,
         fetch_z3_params: bool = False,
     ) -> None:
-        """Loads `checkpoint["module"]`, weights by name in their full shapes, into the module, master weights included.
+        """Loads `checkpoint["module"]`, weights by name in their full shapes, into the module, including master weights.
 
-        Rank 0's values count. One module's parameters are unsharded at a time; with custom_load_fn, called as
-        custom_load_fn(src=..., dst=module), all of them.
-        Where ranks hold parts of the model, each takes its own part of `checkpoint["module"]`, which must hold full weights on every
-        rank, and custom_load_fn raises ValueError, as do other shapes and, if strict, names that one has and the other has not.
-        fetch_z3_params: accepted; sharded parameters are always unsharded for it.
+        Rank 0's values count. One module's parameters are unsharded at a time, or all of them for custom_load_fn, which is called as
+        custom_load_fn(src=..., dst=module). If ranks hold parts of the model, each takes its own part of `checkpoint["module"]`, which
+        must have the full weights on every rank, and custom_load_fn is not available.
+
+        fetch_z3_params: accepted and ignored; sharded parameters are always unsharded.
+
+        Raises ValueError for other shapes, for custom_load_fn if ranks hold parts, and, if strict, for different names.
         """
         del fetch_z3_params
         state, module, comm = checkpoint["module"], self.module, self.engine.comm
@@ -248,12 +254,14 @@ class Saving:
             with GatheredParameters(module.parameters(), modifier_rank=0):
                 custom_load_fn(src=state, dst=module)
             return
-        expected = {name for own in comm.gather_objects(list(_names(module))) for name in own}  # of the full model
+        expected = {
+            name for own in comm.gather_objects(list(_names(module))) for name in own
+        }  # names in the full model
         missing, unexpected = sorted(expected - set(state)), sorted(set(state) - expected)
         if strict and (missing or unexpected):
             raise ValueError(
                 f"load_module_state_dict: missing {', '.join(missing[:5]) or 'nothing'}, unexpected "
-                f"{', '.join(unexpected[:5]) or 'nothing'}; strict=False loads what both have"
+                f"{', '.join(unexpected[:5]) or 'nothing'}; strict=False loads the common names"
             )
         own, errors = _own_part(self.engine, state=state)
         for prefix, part in module.named_modules():
@@ -265,13 +273,13 @@ class Saving:
                     part._load_from_state_dict(dict(own), prefix, {}, False, [], [], errors)
         if errors := [error for rank in comm.gather_objects(errors) for error in rank]:
             raise ValueError(f"load_module_state_dict: {errors[0]}")
-        for name, buffer in persistent_buffers(module):  # every rank has its own
+        for name, buffer in persistent_buffers(module):  # every rank has its own copy
             if name in state:
                 buffer.data.copy_(state[name])
 
 
 def _own_part(engine: Engine, *, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """`state` with what this rank's model holds of every full parameter, and what is wrong with it."""
+    """Returns `state` reduced to this rank's parts of full parameters, and a list of errors."""
     own, errors = dict(state), []
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         owner: Owner = owner_of(parameter)
@@ -290,18 +298,18 @@ def _check_custom(engine: Engine, *, what: str) -> None:
     if is_cut(engine):
         raise ValueError(
             f"{what}(custom_load_fn=): the ranks hold parts of the model (pipeline, tensor or expert parallel), which a function of "
-            "the full weights cannot fill; rename what it loads first, and use load_module_state_dict"
+            "the full weights cannot fill; rename the weights first, and use load_module_state_dict"
         )
 
 
 def _names(module: nn.Module) -> Iterator[str]:
-    """Of a state_dict."""
+    """Yields the names in a state_dict."""
     yield from (name for name, _ in module.named_parameters(remove_duplicate=False))
     yield from (name for name, _ in persistent_buffers(module))
 
 
 def clone_tensors_for_torch_save(item: object, device: torch.device | str = "cpu") -> object:
-    """`item` with every tensor in its dicts, lists and tuples copied: `torch.save` writes the entire buffer under a view."""
+    """Copies every tensor in the dicts, lists and tuples of `item`, because `torch.save` writes the entire buffer of a view."""
     if isinstance(item, torch.Tensor):
         return item.detach().to(device, copy=True)
     if isinstance(item, (list, tuple)):
@@ -312,7 +320,7 @@ def clone_tensors_for_torch_save(item: object, device: torch.device | str = "cpu
 
 
 def _check_tag(tag: str, *, comm, validation: str) -> None:
-    """`checkpoint.tag_validation`: do all ranks name the same tag?"""
+    """Compares the tags of all ranks according to `checkpoint.tag_validation`."""
     if validation == "ignore":
         return
     tags = comm.gather_objects(tag)
@@ -324,7 +332,7 @@ def _check_tag(tag: str, *, comm, validation: str) -> None:
 
 
 def _encode(state: dict) -> str:
-    """Tensors and plain values as text; what only a pickle could hold is refused."""
+    """Encodes tensors and plain values as text. Rejects values that need a pickle with code."""
     buffer = io.BytesIO()
     try:
         torch.save(state, buffer)
@@ -332,7 +340,7 @@ def _encode(state: dict) -> str:
         torch.load(buffer, weights_only=True)
     except Exception as error:
         raise ValueError(
-            "client_state (or the schedule's state) holds what could only be read back by running code: give numbers, "
+            "client_state (or the schedule's state) holds values that could only be read back by running code: give numbers, "
             f"texts, tensors, lists and dicts, such as vars(args) for args ({str(error).splitlines()[0]})"
         ) from error
     return base64.b64encode(buffer.getvalue()).decode()
@@ -350,7 +358,7 @@ _saved: dict[tuple[Path, str | None], weakref.ref] = {}  # (folder, tag or one o
 
 
 def claim_tag(engine: Any, *, folder: Path, tag: str, is_default: bool) -> None:
-    """`engine` is about to save `tag`. is_default: the script named none.
+    """Checks before `engine` saves `tag`. is_default: the script passed no tag.
 
     Raises SaveFailed if another engine that is not destroyed saved the same tag, or default tags, into `folder`.
     """
@@ -367,7 +375,7 @@ def claim_tag(engine: Any, *, folder: Path, tag: str, is_default: bool) -> None:
 
 
 def claim_latest(engine: Any, *, folder: Path) -> None:
-    """`engine` is about to write `latest`; says so if it named another engine's checkpoint."""
+    """Warns before `engine` writes `latest` if it names another engine's checkpoint."""
     key = folder.resolve(), _LATEST
     if _is_anothers(key, engine=engine):
         logger.warning(

@@ -15,11 +15,11 @@ from ztk.checkpoint.errors import CheckpointError, describe
 from ztk.checkpoint.folder import resolve
 from ztk.checkpoint.manifest import read_manifest
 
-LATEST = "latest_universal"  # beside the output folder, as DeepSpeed writes it
+LATEST = "latest_universal"  # next to the output folder, as in DeepSpeed
 
 
 def parse_arguments(args: list[str] | None = None) -> argparse.Namespace:
-    """DeepSpeed's options."""
+    """Parses DeepSpeed's options."""
     parser = argparse.ArgumentParser(prog="ds_to_universal", description=__doc__.partition(".")[0])
     parser.add_argument("--input_folder", required=True, help="a tag's folder, such as checkpoints/global_step5")
     parser.add_argument("--output_folder", required=True, help="a new folder")
@@ -33,7 +33,10 @@ def parse_arguments(args: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Raises CheckpointError for a folder that has no checkpoint of ztk, and FileExistsError for an output folder that is there."""
+    """Links or copies the files.
+
+    Raises CheckpointError for a folder without a ztk checkpoint, and FileExistsError for an existing output folder.
+    """
     source, target = Path(args.input_folder), Path(args.output_folder)
     try:
         read_manifest(resolve(source))

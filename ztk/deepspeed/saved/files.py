@@ -1,6 +1,7 @@
-"""`deepspeed.runtime.checkpoint_engine`: torch.save and torch.load behind DeepSpeed's interface, for scripts that write files themselves.
+"""`deepspeed.runtime.checkpoint_engine`: torch.save and torch.load with DeepSpeed's interface, for scripts that write files themselves.
 
-An engine's checkpoints are not pickles, so `save_checkpoint` and `load_checkpoint` use none of this, and a replaced method changes nothing.
+An engine's checkpoints are not pickles, so `save_checkpoint` and `load_checkpoint` do not use this module, and replaced methods have no
+effect on them.
 """
 
 import os
@@ -16,7 +17,7 @@ from ztk.deepspeed.tools.log import log_dist
 
 @dataclass
 class CheckpointCommitInfo:
-    """Of which checkpoint `create` and `commit` are said."""
+    """Identifies the checkpoint for `create` and `commit`."""
 
     tag: str
     save_dir: str
@@ -24,17 +25,17 @@ class CheckpointCommitInfo:
 
 
 class CheckpointEngine(ABC):
-    """What reads and writes the files of a checkpoint."""
+    """Reads and writes the files of a checkpoint."""
 
     name: str | None = None
 
     def __init__(self, config_params: object = None) -> None:
-        """config_params: accepted; there is nothing to configure."""
+        """config_params: accepted and ignored."""
         del config_params
 
     @abstractmethod
     def create(self, info: CheckpointCommitInfo) -> None:
-        """A checkpoint begins."""
+        """Called at the start of a checkpoint."""
 
     @abstractmethod
     def save(self, state_dict: object, path: str | os.PathLike) -> None:
@@ -42,32 +43,34 @@ class CheckpointEngine(ABC):
 
     @abstractmethod
     def load(self, path: str | os.PathLike, map_location: object = None) -> object:
-        """What `save` wrote."""
+        """Reads a file of `save`."""
 
     @abstractmethod
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """All files of the checkpoint are written; True if they are safe."""
+        """Called after all files are written. Returns True if they are safe."""
 
     def makedirs(self, path: str | os.PathLike, exist_ok: bool = False) -> None:
-        """As os.makedirs."""
+        """Calls os.makedirs."""
         os.makedirs(path, exist_ok=exist_ok)
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Whether that data-parallel rank writes files that are equal on all of them: the first does."""
+        """Returns whether this data-parallel rank writes files that are equal on all of them: the first rank does."""
         return dp_rank == 0
 
     def is_decoupled(self) -> bool:
-        """Whether files are written behind the training."""
+        """Returns whether files are written in the background."""
         return False
 
     def cleanup(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: there is no state."""
         return
 
 
 class TorchCheckpointEngine(CheckpointEngine):
-    """torch.save and torch.load. A file may hold tensors, plain values and the types that DeepSpeed's checkpoints name; another type raises
-    pickle.UnpicklingError, because reading it would run its code: allow it by `torch.serialization.add_safe_globals`.
+    """torch.save and torch.load. Files may contain tensors, plain values and the types in DeepSpeed's checkpoints.
+
+    Other types raise pickle.UnpicklingError, because reading them would run their code. Allow them with
+    `torch.serialization.add_safe_globals`.
     """
 
     name = "TorchCheckpointEngine"

@@ -1,6 +1,6 @@
-"""Types of DeepSpeed that its checkpoints name: scripts allow them by `torch.serialization.add_safe_globals`.
+"""Types in DeepSpeed's checkpoints, which scripts allow with `torch.serialization.add_safe_globals`.
 
-A file names a type by its module, so each carries DeepSpeed's. None of them runs code when a file is read.
+A file names a type by its module, so each type has DeepSpeed's module name. None of them runs code when a file is read.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 def module_is(name: str) -> Callable[[type], type]:
-    """Makes `name` the module of a class: what files and `add_safe_globals` know it by."""
+    """Sets the module of a class to `name`, by which files and `add_safe_globals` find it."""
 
     def named(cls: type) -> type:
         cls.__module__ = name
@@ -21,7 +21,7 @@ def module_is(name: str) -> Callable[[type], type]:
 @module_is("deepspeed.utils.tensor_fragment")
 @dataclass
 class fragment_address:
-    """`numel` elements of a flat buffer from `start` on."""
+    """`numel` elements of a flat buffer, starting at `start`."""
 
     numel: int
     start: int
@@ -29,7 +29,7 @@ class fragment_address:
 
 @module_is("deepspeed.runtime.zero.config")
 class ZeroStageEnum(int, Enum):
-    """What ZeRO shards. A member equals its number, as in `zero_optimization.stage`."""
+    """The ZeRO stages. A member equals its number, as in `zero_optimization.stage`."""
 
     disabled = 0
     optimizer_states = 1

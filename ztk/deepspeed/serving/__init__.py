@@ -1,1 +1,1 @@
-"""`init_inference`: a model that only answers. Cut over ranks, streamed from main memory or a disk, its layers run by ztk's kernels."""
+"""`init_inference`: inference with a model that is cut over ranks, streamed from main memory or a disk, or run by ztk's kernels."""

@@ -1,4 +1,4 @@
-"""`init_inference`'s configuration: every key takes effect, is accepted with a note, or is refused; all faults at once."""
+"""`init_inference`'s configuration: every key takes effect, is accepted with a note, or is rejected. All faults are reported at once."""
 
 import os
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _DTYPES = {
     **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
     **dict.fromkeys(("bf16", "bfloat16", "bfloat"), torch.bfloat16),
 }
-_GROUP = "the number of ranks says which of them work together; leave it out, and give tensor_parallel.tp_size"
+_GROUP = "the number of ranks determines the groups; leave it out, and give tensor_parallel.tp_size"
 _EXPERTS = (
     "experts are spread over ranks by ztk.deepspeed.initialize(model=..., config={'expert_parallel': {'enabled': true, "
     "'autoep_size': n}, ...}) without an optimizer, whose engine evaluates; here every rank has all of them"
@@ -35,7 +35,9 @@ _MASK = "every model brings its own mask, and the kernels follow it"
 
 
 def dtype_of(value: object) -> torch.dtype:
-    """Of a torch dtype or its name, `torch.half` and "fp16" included. Raises ValueError for one that ztk does not compute in."""
+    """Converts a torch dtype or its name, including `torch.half` and "fp16". Raises ValueError for a dtype that ztk does not compute
+    in.
+    """
     word = str(value).removeprefix("torch.")
     if not isinstance(value, (str, torch.dtype)) or word not in _DTYPES:
         weights = " (quantised weights are not offered)" if word in ("int8", "int4", "uint8") else ""
@@ -97,7 +99,9 @@ KEYS: dict[str, Key] = {
     "mp_size": takes(whole_number(1)),
     "mpu": takes(anything),
     "zero": takes(anything),
-    "aio": takes(anything),  # no key of DeepSpeed's: its place beside `zero`, as it stands beside zero_optimization
+    "aio": takes(
+        anything
+    ),  # not a key of DeepSpeed's; it is next to `zero`, as it is next to zero_optimization in training
     "injection_policy": takes(_policy),
     "injection_policy_tuple": takes(optional(_suffixes)),
     "checkpoint": takes(_checkpoint),
@@ -116,7 +120,7 @@ KEYS: dict[str, Key] = {
     "use_triton": hint(boolean, "on a GPU ztk's kernels are always Triton's", usual=(False,)),
     "triton_autotune": hint(boolean, "launch shapes follow from sizes, there is nothing to try out", usual=(False,)),
     "triangular_masking": hint(boolean, _MASK, usual=(True,)),
-    "return_tuple": hint(boolean, "layers return what they returned before", usual=(True,)),
+    "return_tuple": hint(boolean, "the return values of layers do not change", usual=(True,)),
     "transposed_mode": hint(boolean, "layers keep their weights as they are", usual=(False,)),
     "replace_method": hint(anything, "is deprecated; there is one method", usual=("auto",)),
     "set_empty_params": fixed(False, why="build the model on the meta device, and give its weights by checkpoint"),
@@ -151,14 +155,14 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorParallel:
-    """tp_size: ranks that share every layer. mpu: says so instead, see `ztk.deepspeed.start.mesh`."""
+    """tp_size: number of ranks that share every layer. mpu: provides the ranks instead; see `ztk.deepspeed.start.mesh`."""
 
     tp_size: int = 1
     mpu: object = None
 
 
 class DeepSpeedInferenceConfig:
-    """The configuration, checked. Attributes have DeepSpeed's names; `notes` holds the keys that nothing hangs on, with the reason.
+    """The checked configuration. Attributes have DeepSpeed's names; `notes` lists keys without effect, with the reason.
 
     Raises DeepSpeedConfigError with every fault.
     """
@@ -190,13 +194,13 @@ class DeepSpeedInferenceConfig:
         self.notes = tuple(findings.notes)
 
     def dict(self) -> dict[str, object]:
-        """Every setting by its name."""
+        """Returns every setting by its name."""
         tensor = {"tp_size": self.tensor_parallel.tp_size, "mpu": self.tensor_parallel.mpu}
         return vars(self) | {"tensor_parallel": tensor}
 
 
 def default_inference_config() -> dict[str, object]:
-    """The settings of an empty configuration, as `init_inference` takes them."""
+    """Returns the settings of an empty configuration."""
     settings = DeepSpeedInferenceConfig().dict()
     return {name: value for name, value in settings.items() if name not in ("notes", "aio")}
 
@@ -207,7 +211,7 @@ def _read(given: Mapping[str, object], *, findings: Findings) -> dict[str, objec
 
 
 def _canonical(values: dict[str, object], *, findings: Findings) -> dict[str, object]:
-    """Values by the keys' proper names."""
+    """Returns values by the proper names of their keys."""
     settled: dict[str, object] = {}
     for name, value in values.items():
         proper = ALIASES.get(name, name)
@@ -233,7 +237,7 @@ def _tensor_parallel(values: dict[str, object], *, findings: Findings) -> Tensor
             findings.notes.append("tensor_parallel.enabled=False: every rank has the full model")
         return TensorParallel()
     if sizes and mpu is not None:
-        findings.faults.append("mpu: says how many ranks share the model, and so does tp_size; keep one")
+        findings.faults.append("mpu: determines how many ranks share the model, and so does tp_size; keep one")
     # pyrefly: ignore[no-matching-overload]  # of the converter's type
     return TensorParallel(tp_size=min(sizes, default=1), mpu=mpu)
 
@@ -242,7 +246,7 @@ def _check_together(config: DeepSpeedInferenceConfig, *, findings: Findings) -> 
     if config.base_dir and config.checkpoint is None:
         findings.faults.append("base_dir: has no effect without checkpoint, whose files lie there; leave it out")
     if config.injection_policy and config.injection_policy_tuple:
-        findings.faults.append("injection_policy_tuple: injection_policy says it for every class of layers; keep one")
+        findings.faults.append("injection_policy_tuple: injection_policy covers every class of layers; keep one")
     for name in ("zero", "aio"):
         if not isinstance(getattr(config, name), Mapping):
             findings.faults.append(f"{name}: must be an object {{...}}, not {getattr(config, name)!r}")
@@ -255,4 +259,4 @@ def _check_together(config: DeepSpeedInferenceConfig, *, findings: Findings) -> 
         )
     cuts = config.tensor_parallel.tp_size > 1 or config.tensor_parallel.mpu is not None
     if not cuts and (config.injection_policy or config.injection_policy_tuple):
-        findings.notes.append("injection_policy: says how layers are cut, and with tp_size=1 none is")
+        findings.notes.append("injection_policy: determines how layers are cut, and with tp_size=1 none is")

@@ -1,4 +1,4 @@
-"""What `init_inference` returns."""
+"""The engine that `init_inference` returns."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -14,9 +14,9 @@ from ztk.hf.kernels import Injection
 
 
 class InferenceEngine(nn.Module):
-    """Call it, or its `module`, which is the model that was given; unknown names are the module's.
+    """Call it, or its `module`, the model that was passed. Unknown attributes are looked up in the module.
 
-    config: the model's own configuration, None if it has none. notes: keys that nothing hangs on, and which modules kernels compute.
+    config: the model's own configuration, or None. notes: keys without effect, and the modules that kernels compute.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class InferenceEngine(nn.Module):
         self.config = getattr(model, "config", None)
         self.notes = notes
         self._config, self._process, self._injection = config, process, injection
-        self.__dict__["_streaming"] = streaming  # a module too, but no part of this one
+        self.__dict__["_streaming"] = streaming  # a module, but not a submodule of this one
         self._times: list[float] | None = None
         self._is_compiled = self._closed = False
         is_uncut = streaming is None and process.mesh.comm("tp").size == 1 and not model.training
@@ -56,12 +56,13 @@ class InferenceEngine(nn.Module):
         return self._process.device
 
     def forward(self, *args, **kwargs):
-        """The module's forward. Ranks that share its layers call it with the same arguments, under ZeRO every rank calls it."""
+        """Runs the module's forward. Ranks that share its layers pass the same arguments. Under ZeRO a collective call."""
         return self.module(*args, **kwargs)
 
     def _generate(self, *args, **kwargs):
-        """As the module's `generate`, beams included: by ztk's inference engine where it has the same answer, which
-        `ztk.deepspeed.serving.generation` decides. Raises ValueError for a prompt longer than `max_out_tokens`."""
+        """Runs the module's `generate`, including beam search. ztk's inference engine is used if its answer is the same
+        (`ztk.deepspeed.serving.generation`). Raises ValueError for a prompt longer than `max_out_tokens`.
+        """
         prompt = kwargs.get("input_ids", args[0] if args else None)
         limit = self._config.max_out_tokens
         if isinstance(prompt, Tensor) and prompt.dim() == 2 and prompt.shape[1] > limit:
@@ -71,11 +72,13 @@ class InferenceEngine(nn.Module):
             )
         # pyrefly: ignore[missing-attribute]  # `_answers` is no parameter
         found = None if self._answers is None else self._answers.answer(args, kwargs)
-        # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
+        # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
         return self.module.generate(*args, **kwargs) if found is None else found
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
-        """From now on `model_times` has the time of every forward. use_cuda_events: accepted; the device is waited for either way."""
+        """Makes `model_times` record every forward. use_cuda_events: accepted and ignored; the timing always synchronizes with the
+        device.
+        """
         del use_cuda_events
         if self._times is not None:
             return
@@ -94,7 +97,7 @@ class InferenceEngine(nn.Module):
         self.module.register_forward_hook(end)
 
     def model_times(self) -> list[float]:
-        """Milliseconds of every forward since the last call. Raises ValueError before `profile_model_time`."""
+        """Returns milliseconds of every forward since the last call. Raises ValueError before `profile_model_time`."""
         if self._times is None:
             raise ValueError("model_times: nothing was measured; call profile_model_time() first")
         times = self._times[:]
@@ -106,7 +109,7 @@ class InferenceEngine(nn.Module):
             torch.cuda.synchronize(self.device)
 
     def compile(self, backend: str | Callable = "inductor", compile_kwargs: Mapping[str, object] | None = None) -> None:
-        """torch.compile for the module; under ZeRO for every unit that is gathered. A second call does nothing."""
+        """Applies torch.compile to the module, or under ZeRO to every gathered unit. Idempotent."""
         if self._is_compiled:
             return
         if self._streaming is not None:
@@ -122,13 +125,14 @@ class InferenceEngine(nn.Module):
         return self._is_compiled
 
     def destroy(self) -> None:
-        """Gives memory and files back, and the modules their own forwards. Idempotent; under ZeRO every rank calls it, and the module's
-        parameters stay sharded for another engine. A module that was cut over ranks stays cut.
+        """Frees memory and files, and restores the modules' forwards. Idempotent. Under ZeRO a collective call.
+
+        The module's parameters stay sharded for another engine. A module that was cut over ranks stays cut.
         """
         if self._closed:
             return
         self._closed = True
-        self.__dict__["_answers"] = None  # and the weights that it has copied
+        self.__dict__["_answers"] = None  # frees its copy of the weights
         if self._streaming is not None:
             # pyrefly: ignore[missing-attribute]  # the engine of ZeRO-Inference
             self._streaming.destroy()
@@ -138,5 +142,5 @@ class InferenceEngine(nn.Module):
 
 
 def _is_causal(model: nn.Module) -> bool:
-    """A causal language model of transformers."""
+    """Returns whether the model is a causal transformers language model."""
     return hasattr(model, "generation_config") and hasattr(model, "_prepare_generation_config")

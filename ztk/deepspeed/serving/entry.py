@@ -1,4 +1,4 @@
-"""`init_inference`: from a script's model and configuration to an engine that answers."""
+"""`init_inference`: builds an inference engine from a script's model and configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,15 +26,16 @@ from ztk.hf.kernels import inject_kernels
 from ztk.parallel.tensor import TensorPolicy, TensorRule, plan_of, shard_tensors
 from ztk.zero.parameters.partitioned import partitioned_of
 
-_cut: WeakIdKeyDictionary = WeakIdKeyDictionary()  # models whose layers are cut for good -> over how many ranks
+_cut: WeakIdKeyDictionary = WeakIdKeyDictionary()  # models with permanently cut layers -> number of ranks
 
 
 def init_inference(model: nn.Module, config: object = None, **kwargs: object) -> InferenceEngine:
-    """DeepSpeed's `init_inference`. Every rank calls it alike.
+    """DeepSpeed's `init_inference`. A collective call.
 
-    model: a plain module; it is changed in place and is the engine's `module`. config: dict, path, or base64 of JSON; keyword arguments
-    are further keys of it.
-    Raises DeepSpeedConfigError (a ValueError) with every fault of the configuration; ValueError for a model it does not fit.
+    model: a plain module, changed in place and available as the engine's `module`.
+    config: dict, path, or base64 of JSON. Keyword arguments are further keys.
+
+    Raises DeepSpeedConfigError (a ValueError) with every fault of the configuration, and ValueError for an unsuitable model.
     """
     settings = DeepSpeedInferenceConfig(**_merged(config, kwargs))
     process = _arranged(settings, process=this_process())
@@ -61,7 +62,7 @@ def init_inference(model: nn.Module, config: object = None, **kwargs: object) ->
 
 
 def _merged(config: object, given: Mapping[str, object]) -> dict[str, object]:
-    """Both sources as one. Raises DeepSpeedConfigError for a key that they give different values."""
+    """Merges both sources. Raises DeepSpeedConfigError for a key with different values."""
     of_config = {} if config is None else dict(config) if isinstance(config, Mapping) else read_source(config)
     faults = [
         f"{name}: is {of_config[name]!r:.60} in config and {value!r:.60} as an argument; keep one"
@@ -74,7 +75,7 @@ def _merged(config: object, given: Mapping[str, object]) -> dict[str, object]:
 
 
 def _arranged(config: DeepSpeedInferenceConfig, *, process: Process) -> Process:
-    """The process in the mesh of as many ranks per model as the configuration says; ranks beyond them are replicas."""
+    """Returns the process in a mesh with the configured number of ranks per model; further ranks are replicas."""
     if config.tensor_parallel.mpu is not None:
         return arranged(process, config.tensor_parallel.mpu)
     degree, world = config.tensor_parallel.tp_size, process.world_size
@@ -93,7 +94,7 @@ def _divisor(number: int, *, below: int) -> int:
 
 
 def _check(model: nn.Module, *, sharded: bool, has_checkpoint: bool) -> None:
-    """Refuses what cannot answer as it is."""
+    """Raises for models that cannot be used for inference in their current form."""
     if not isinstance(model, nn.Module) or isinstance(model, (DeepSpeedEngine, InferenceEngine)):
         raise ValueError(
             f"model={type(model).__name__}: must be a module without an engine around it; pass engine.module"
@@ -121,12 +122,12 @@ def _check(model: nn.Module, *, sharded: bool, has_checkpoint: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cut:
-    """How a model is cut over the tensor-parallel ranks. by_policy: None for the model's own plan."""
+    """The cut of a model over the tensor-parallel ranks. by_policy: None for the model's own plan."""
 
     by_policy: dict[str, TensorRule] | None
 
     def apply(self, model: nn.Module, *, process: Process) -> dict[str, Part]:
-        """A collective call."""
+        """Cuts the model. A collective call."""
         degree = process.mesh.comm("tp").size
         policy = TensorPolicy(plan=self.by_policy)
         _cut[model] = degree
@@ -138,7 +139,7 @@ class _Cut:
 
 
 def _cut_of(model: nn.Module, *, config: DeepSpeedInferenceConfig, process: Process) -> _Cut | None:
-    """None where every rank has all of the model. Raises ValueError for one that neither a policy nor a plan of its own cuts."""
+    """Returns the cut, or None if every rank has the full model. Raises ValueError if there is neither a policy nor a plan."""
     if process.mesh.comm("tp").size == 1:
         return None
     # pyrefly: ignore[missing-attribute]  # with mpu the model has parts
@@ -169,7 +170,7 @@ def _placed(
     process: Process,
     parts: Mapping[str, Part] | None,
 ) -> DeepSpeedEngine | None:
-    """The model in its dtype where it computes; its buffers keep theirs. Under ZeRO the engine that streams it."""
+    """Moves the model to its device in its dtype; buffers keep theirs. Returns the engine that streams it, or None without ZeRO."""
     if zero is not None:
         streaming = stream(model, settings=zero, process=process, parts=parts)
         if hasattr(model, "generate") and process.world_size > 1:
@@ -188,7 +189,7 @@ def _placed(
 
 
 def _share_random_states(comm: Comm) -> None:
-    """Ranks that share a model draw the same tokens."""
+    """Makes ranks that share a model draw the same tokens."""
     torch.set_rng_state(comm.gather_objects(torch.get_rng_state())[0])
     if comm.device.type == "cuda":
         torch.cuda.set_rng_state(comm.gather_objects(torch.cuda.get_rng_state(comm.device))[0], comm.device)

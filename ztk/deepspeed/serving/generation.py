@@ -1,4 +1,6 @@
-"""`generate` of `init_inference`: by ztk's inference engine where it has the same answer, else by the module's own loop, as for beams."""
+"""`generate` of `init_inference`: with ztk's inference engine if its answer is the same, else with the module's own loop, for example for
+beams.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,9 +16,9 @@ _MOST_SEQUENCES = 64
 
 
 class EngineGeneration:
-    """Answers calls of `generate` by a `Generator`, which is made for the first of them and keeps the weights as they are then.
+    """Answers calls of `generate` with a `Generator`, which is created on the first call and keeps the weights of that time.
 
-    model: a causal language model of transformers in fp32 on the CPU.
+    model: a causal transformers language model in fp32 on the CPU.
     """
 
     def __init__(self, model: Any) -> None:
@@ -25,10 +27,10 @@ class EngineGeneration:
         self.reason = _reason_against(model)
 
     def answer(self, args: tuple, kwargs: Mapping[str, object]) -> Tensor | None:
-        """int64 [B n, T + longest answer], as transformers returns it; None if its own loop has to answer.
+        """Returns int64 [B n, T + longest answer] in transformers' layout, or None if the module's own loop must answer.
 
         Raises:
-            FloatingPointError: logits that are not finite.
+            FloatingPointError: logits are not finite.
         """
         if self.reason is not None or is_watched(self._model):
             return None
@@ -43,7 +45,7 @@ class EngineGeneration:
         return found
 
     def _opened(self) -> Generator | None:
-        """None for a model that the engine does not compute."""
+        """Returns None for a model that the engine does not support."""
         if self._generator is None:
             try:
                 self._generator = Generator(self._model, policy=InferencePolicy(max_sequences=_MOST_SEQUENCES))

@@ -1,8 +1,8 @@
-"""`injection_policy`: from the names of layers whose results are summed over ranks to a plan of cuts.
+"""`injection_policy`: derives a plan of cuts from the names of layers whose results are summed over ranks.
 
-Inside a layer of the class that the policy names, its linear layers are cut: those it lists by rows, whose partial results are summed, all
-others by columns. Attention is cut between heads. Where the model brings a plan, or its modules give one, that plan is followed, and the
-policy must agree.
+Inside a layer of a class in the policy, the linear layers are cut: listed ones by rows, with summed partial results, all others by
+columns. Attention is cut between heads. If the model has a plan, or one follows from its modules, that plan is used and the policy must
+agree.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,10 @@ Policy = Mapping[type[nn.Module], tuple[str, ...]]
 
 
 def policy_of(model: nn.Module, *, suffixes: tuple[str, ...]) -> Policy:
-    """Names without a class are those of the layers in the model's lists of layers. Raises ValueError if none holds any."""
+    """Returns a policy from names without a class: their classes are found in the model's lists of layers.
+
+    Raises ValueError if there are none.
+    """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     kinds = {type(layer) for layers in lists for layer in layers if any(_ending(layer, suffixes=suffixes))}
     if not kinds:
@@ -24,9 +27,9 @@ def policy_of(model: nn.Module, *, suffixes: tuple[str, ...]) -> Policy:
 
 
 def rules_of_policy(model: nn.Module, *, policy: Policy) -> dict[str, TensorRule]:
-    """Module name -> how it is cut.
+    """Returns module name -> its cut.
 
-    Raises ValueError for a class or a name that the model does not have, and for layers that cannot be cut so.
+    Raises ValueError for unknown classes and names, and for layers that cannot be cut in this way.
     """
     own, heads = _own_rules(model), Heads.of(getattr(model, "config", None))
     rules: dict[str, TensorRule] = dict(own)
@@ -50,7 +53,7 @@ def rules_of_policy(model: nn.Module, *, policy: Policy) -> dict[str, TensorRule
 
 
 def _rules(layer: nn.Module, *, suffixes: tuple[str, ...], heads: Heads | None) -> dict[str, TensorRule]:
-    """Name in the layer -> rule, for all of its linear layers."""
+    """Returns name in the layer -> rule, for all of its linear layers."""
     rows, rules = set(_ending(layer, suffixes=suffixes)), {}
     for name, module in layer.named_modules():
         if name in rows and not isinstance(module, nn.Linear):
@@ -77,17 +80,17 @@ def _check_one_projection(module: nn.Linear, *, name: str, heads: Heads) -> None
 
 
 def _check_agreement(names: Mapping[str, str], *, own: Mapping[str, TensorRule], rows: set[str]) -> None:
-    """A layer that the model's own plan cuts is cut so, between heads; the policy has to mean the same."""
+    """Checks that the policy agrees with the model's own plan, which cuts attention between heads."""
     summed = {below for below, name in names.items() if name in own and own[name].style in (Style.row, Style.row_split)}
     for below in sorted(rows ^ summed):
         fix = "is not summed over ranks" if below in rows else "is summed over ranks, too: name it"
-        raise ValueError(f"injection_policy: {names[below]} {fix} in the model's own plan, which knows its layers")
+        raise ValueError(f"injection_policy: {names[below]} {fix} in the model's own plan, which has precedence")
 
 
 def _own_rules(model: nn.Module) -> dict[str, TensorRule]:
     try:
         return plan_of(model).matches(model)
-    except ValueError:  # it brings none, and the policy is enough
+    except ValueError:  # the model has no plan, and the policy is enough
         return {}
 
 

@@ -1,4 +1,4 @@
-"""ZeRO-Inference: sharded parameters are stored in main memory or on a disk, and each layer's are gathered while it runs."""
+"""ZeRO-Inference: parameters are sharded in main memory or on a disk, and each layer's parameters are gathered while it runs."""
 
 import functools
 from collections.abc import Mapping
@@ -21,24 +21,26 @@ _SECTIONS = {
 
 
 def settings_of(config: DeepSpeedInferenceConfig, *, replicas: int) -> Settings | None:
-    """The section `zero` as a training configuration has it; None for stage 0, where nothing is sharded.
+    """Returns the section `zero` in the form of a training configuration, or None at stage 0, without sharding.
 
-    replicas: data-parallel ranks. Raises DeepSpeedConfigError with every fault of the section.
+    replicas: number of data-parallel ranks. Raises DeepSpeedConfigError with every fault of the section.
     """
     if not config.zero:
         return None
-    zero = {name: value for name, value in config.zero.items() if name != "offload_optimizer"}  # there is none
+    zero = {
+        name: value for name, value in config.zero.items() if name != "offload_optimizer"
+    }  # inference has no optimizer
     given = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, **_SECTIONS[config.dtype]}
     if config.aio:
         given["aio"] = dict(config.aio)
     faults = []
     if zero.get("stage", 0) in (1, 2):
         faults.append(
-            f"zero.stage={zero['stage']}: shards what an optimizer needs, and here is none; use stage 3, which shards parameters"
+            f"zero.stage={zero['stage']}: shards optimizer states, which inference does not have; use stage 3, which shards parameters"
         )
     place = zero.get("offload_param")
     place = place.get("device", "none") if isinstance(place, Mapping) else "none"
-    if not zero.get("stage") and place not in (None, "none"):  # without it nothing here would be offloaded
+    if not zero.get("stage") and place not in (None, "none"):  # otherwise nothing would be offloaded
         faults.append(f"zero.offload_param.device={place}: has no effect at stage 0; use stage 3")
     try:
         settings = parse_config(given, world_size=replicas)
@@ -51,7 +53,7 @@ def settings_of(config: DeepSpeedInferenceConfig, *, replicas: int) -> Settings 
 
 
 def notes_of(config: DeepSpeedInferenceConfig, *, settings: Settings | None) -> tuple[str, ...]:
-    """What of the section has no effect."""
+    """Returns notes on settings without effect."""
     notes = [] if settings is None else [note.replace("zero_optimization", "zero") for note in settings.notes]
     if "offload_optimizer" in config.zero:
         notes.append("zero.offload_optimizer: there is no optimizer")
@@ -61,7 +63,7 @@ def notes_of(config: DeepSpeedInferenceConfig, *, settings: Settings | None) -> 
 def stream(
     model: nn.Module, *, settings: Settings, process: Process, parts: Mapping[str, Part] | None
 ) -> DeepSpeedEngine:
-    """Takes the model's parameters over, frozen: nothing is kept for an optimizer. A collective call.
+    """Takes over the model's parameters, frozen and without optimizer states. A collective call.
 
     parts: of a model that is cut over tensor-parallel ranks.
     """
@@ -73,14 +75,14 @@ def stream(
 
 
 def generate_in_step(model: nn.Module) -> None:
-    """`model.generate` runs on till every rank has its text: what one rank gathers, all must take part in."""
+    """Makes `model.generate` continue until every rank has its text, because gathers are collective calls."""
     original = model.generate
 
     @functools.wraps(original)
     def generate(*args, **kwargs):
         if kwargs.get("synced_gpus") is None:
             kwargs["synced_gpus"] = True
-        # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
+        # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
         return original(*args, **kwargs)
 
     model.generate = generate

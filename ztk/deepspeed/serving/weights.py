@@ -1,7 +1,7 @@
-"""`checkpoint`: a model's weights out of files, before it is cut or streamed.
+"""`checkpoint`: loads a model's weights from files, before it is cut or streamed.
 
-A folder that `save_pretrained` wrote (a Hugging Face model's own class reads it), one that `save_checkpoint` wrote, or files of state dicts,
-listed in DeepSpeed's form {"checkpoints": [...], "base_dir": ...}, in a dict or a JSON file.
+Accepts a folder of `save_pretrained` (read by the Hugging Face model's class), a folder of `save_checkpoint`, or files of state dicts in
+DeepSpeed's form {"checkpoints": [...], "base_dir": ...}, as a dict or a JSON file.
 """
 
 import copy
@@ -21,19 +21,19 @@ from ztk.deepspeed.zero_to_fp32 import LazyTensor, get_fp32_state_dict_from_zero
 
 _LIST = ("checkpoints", "base_dir", "type", "version", "parallelization", "mp_size")
 _FIXES = "give a folder of save_pretrained or save_checkpoint, a file of weights, or {'checkpoints': [files]}"
-_FULL = (None, "pp", "non_tp")  # DeepSpeed's words for files with full weights
+_FULL = (None, "pp", "non_tp")  # DeepSpeed's names for files with full weights
 
 
 def load_weights(model: nn.Module, *, checkpoint: object, base_dir: str = "") -> None:
-    """Fills `model`, which may be on the meta device and is on the CPU then. Every rank reads the files.
+    """Fills `model`, which may be on the meta device and is on the CPU afterwards. Every rank reads the files.
 
-    Raises ValueError for files that do not have every parameter in its shape, or have others.
+    Raises ValueError if the files lack a parameter, have it in another shape, or contain others.
     """
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     if on_meta:
         model.to_empty(device="cpu")
         if hasattr(model, "tie_weights"):
-            # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
+            # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
             model.tie_weights()
     folder = Path(base_dir) / checkpoint if isinstance(checkpoint, (str, os.PathLike)) else None
     if folder is not None and (folder / "config.json").is_file() and _is_pretrained(model):
@@ -56,7 +56,7 @@ def _is_pretrained(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def _copy_all(source: nn.Module, *, to: nn.Module) -> None:
-    """Parameters and buffers, those that no file holds included."""
+    """Copies parameters and buffers, including those that no file contains."""
     named = dict(source.named_parameters()) | dict(source.named_buffers())
     for name, tensor in (*to.named_parameters(), *to.named_buffers()):
         tensor.copy_(named[name])
@@ -68,13 +68,13 @@ def _buffers_of_no_file(model: nn.Module) -> list[str]:
 
 
 def _states(checkpoint: object, *, folder: Path | None, base_dir: str) -> Iterator[Mapping[str, Tensor | LazyTensor]]:
-    """State dicts, one file in memory at a time."""
+    """Yields state dicts, one file in memory at a time."""
     if folder is not None and (folder / "latest").is_file():
         yield get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=True)
         return
     if folder is not None and folder.suffix == ".json" and folder.is_file():
         listed = read_source(str(folder))
-        if "weight_map" in listed:  # an index of the hub
+        if "weight_map" in listed:  # an index of sharded safetensors files
             listed = {"checkpoints": sorted(set(listed["weight_map"].values()))}
         yield from map(_read, _files(listed, base=Path(base_dir) if base_dir else folder.parent))
     elif folder is not None:
@@ -86,7 +86,7 @@ def _states(checkpoint: object, *, folder: Path | None, base_dir: str) -> Iterat
 
 
 def _files(listed: Mapping[str, object], *, base: Path) -> list[Path]:
-    """Of DeepSpeed's list. Raises ValueError for weights that are cut over ranks already."""
+    """Returns the files of DeepSpeed's list. Raises ValueError for weights that are cut over ranks."""
     if unknown := sorted(set(listed) - set(_LIST)):
         raise ValueError(f"checkpoint.{unknown[0]}: there is no such key; {_FIXES}")
     names = listed.get("checkpoints")
@@ -111,7 +111,7 @@ def _read(file: Path) -> dict[str, Tensor]:
         state = load_plain(file)
     except CheckpointError as error:
         raise ValueError(f"checkpoint: {error}") from error
-    for wrapper in ("module", "model"):  # DeepSpeed's and Megatron's files hold more than weights
+    for wrapper in ("module", "model"):  # files of DeepSpeed and Megatron contain more than weights
         if isinstance(state.get(wrapper), dict):
             return state[wrapper]
     return state

@@ -1,7 +1,6 @@
-"""Python runs this when it starts, where this folder is on the path: Hugging Face's libraries ask what ztk completes in them before any of
-them imports `deepspeed`.
+"""Runs at the start of Python if this folder is on the path: adjusts Hugging Face's libraries before they import `deepspeed`.
 
-Another sitecustomize that this one stands in front of runs after it, as it would have without this folder.
+Another sitecustomize that this one hides runs afterwards.
 """
 
 import importlib.util
@@ -9,7 +8,7 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-if importlib.util.find_spec("ztk") is not None:  # not in another interpreter that inherited the path
+if importlib.util.find_spec("ztk") is not None:  # false in another interpreter that inherited the path
     from ztk.hf import watch
 
     watch()

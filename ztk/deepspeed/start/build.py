@@ -1,4 +1,4 @@
-"""From a script's model, settings and groups to an engine; again, if training begins after all."""
+"""Builds an engine from a script's model, settings and groups, and rebuilds it if training begins later."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ NO_OPTIMIZER = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Builder:
-    """What an engine is built of. trainable: the parameters that required a gradient when the script gave its model."""
+    """The inputs of an engine. trainable: the parameters that required a gradient when the script passed its model."""
 
     model: nn.Module
     settings: Settings
@@ -45,7 +45,7 @@ class Builder:
     parts: Mapping[str, Part] | None = None  # of a model that the script has cut itself
 
     def build(self, trained: TrainedGroups | None) -> tuple[Engine, ShardedOptimizer | None]:
-        """The engine and its optimizer; without groups it only runs forward, and keeps no states. A collective call."""
+        """Builds the engine and its optimizer. Without groups, the engine runs forward only, without states. A collective call."""
         give_layer_options(self.model, options=self.settings.moe_layers)
         frozen = freeze_others(
             self.model, names={name for own in trained.names for name in own} if trained else frozenset()
@@ -81,7 +81,7 @@ class Builder:
         return engine, ShardedOptimizer(trained, engine=engine, moving=moving) if trained else None
 
     def _pipeline(self) -> PipelinePolicy | None:
-        """Of a model in stages, whose layers are recomputed as it or the configuration says."""
+        """Returns the pipeline policy of a model in stages. Its recomputation follows the model or the configuration."""
         if not isinstance(self.model, PipelineModule):
             return None
         if self.settings.pipeline_recompute_interval:
@@ -89,7 +89,7 @@ class Builder:
         return self.model.policy
 
     def _arranged(self) -> Process:
-        """The process in the mesh that the configuration, and the model's stages and experts ask for."""
+        """Returns the process in the mesh that the configuration, the model's stages and its experts require."""
         asked = {
             "expert": expert_topology(self.model, at_least=self.settings.experts.size).expert,
             "tensor": self.settings.tensor.degree,
@@ -97,13 +97,13 @@ class Builder:
         }
         changes, topology = {name: degree for name, degree in asked.items() if degree > 1}, self.process.mesh.topology
         if not changes and topology != Topology():
-            return self.process  # arranged by the model itself, or as mpu says
+            return self.process  # arranged by the model itself, or according to mpu
         return arrange(self.process, replace(topology, **changes))
 
     def begin_training(self, engine: Engine) -> tuple[Engine, ShardedOptimizer]:
-        """Instead of `engine`, which only runs forward, one that trains what required a gradient at first.
+        """Replaces `engine`, which only runs forward, by one that trains the parameters that originally required a gradient.
 
-        Full parameters never exist on the way, and master weights start from their values in the model's dtype.
+        Full parameters are never materialized, and master weights start from their values in the model's dtype.
 
         Raises ValueError if experts or layers are cut over ranks already.
         """
@@ -125,7 +125,7 @@ class Builder:
         return self.build(groups_of_config(default_optimizer(self.settings), model=self.model, model_parameters=None))
 
     def end(self, engine: Engine) -> None:
-        """Closes `engine`; the model's parameters, sharded as they were, may go to another. A collective call."""
+        """Closes `engine` so that another engine can take over the model's sharded parameters. A collective call."""
         comm, device = engine.process.mesh.comm("data"), engine.process.device
         init_context = ZeroInitContext(
             comm=comm, store=DeviceStore(device=device, ledger=MemoryLedger()), on_partition=name_parameter
@@ -136,14 +136,14 @@ class Builder:
 
 
 def default_optimizer(settings: Settings) -> OptimizerPolicy:
-    """DeepSpeed's optimizer as its section has it when it holds no parameters: AdamW, rate 1e-3, betas 0.9 and 0.999, no decay."""
+    """Returns DeepSpeed's optimizer for a section without parameters: AdamW, rate 1e-3, betas 0.9 and 0.999, no decay."""
     return OptimizerPolicy(
         name="adamw", lr=1e-3, betas=(0.9, 0.999), eps=1e-8, decay_all=True, clip_grad_norm=settings.gradient_clipping
     )
 
 
 def set_averaging(engine: Engine, *, settings: Settings) -> None:
-    """From the next backward on; called again when the number of micro-batches changes."""
+    """Applies from the next backward on. Called again when the number of micro-batches changes."""
     ranks = engine.process.mesh.comm("data").size
     averaging, accumulation = settings.averaging, settings.batch.accumulation
     engine.set_averaging(prescale=averaging.factor(ranks), divisor=averaging.divisor(ranks) * accumulation)

@@ -1,4 +1,4 @@
-"""`initialize`: from a script's arguments to an engine."""
+"""`initialize`: builds an engine from a script's arguments."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -43,23 +43,24 @@ def initialize(
     mesh_param: tuple[int, int] | None = None,
     config_params: object = None,
 ) -> tuple[DeepSpeedEngine, ShardedOptimizer | None, DataLoader | None, object | None]:
-    """DeepSpeed's `initialize`: (engine, optimizer, dataloader, lr_scheduler). Every rank calls it alike.
+    """DeepSpeed's `initialize`. Returns (engine, optimizer, dataloader, lr_scheduler). A collective call.
 
-    args: may hold `deepspeed_config`, the path of the configuration.
-    optimizer: a fresh torch optimizer that is elementwise, or a callable that makes one of the parameters; None: the configuration's,
-        which a passed one outranks. Its own parameters are trained, whatever else model_parameters lists.
-        With neither, AdamW at DeepSpeed's defaults; where model_parameters and a schedule are missing too, its states are made when the
-        first forward runs with gradients on, so that a model that only evaluates takes no memory for them.
-    model_parameters: what is trained: parameters, or groups {"params": [...], "lr": ...}; None: all that require a gradient.
-    training_data, collate_fn: a dataset; the third item is then a loader of this rank's micro-batches.
-    lr_scheduler: an object with `step()`, or a callable that makes one of the optimizer; it outranks the configuration's.
-    mpu: says which ranks share a model that the script has cut itself, see `ztk.deepspeed.start.mesh`.
-    mesh_param: (data-parallel ranks, ranks per sequence), as sequence_parallel_size in the configuration: the script's own layers divide
-        sequences over neighbouring ranks, see `ztk.deepspeed.ulysses`.
+    args: may have `deepspeed_config`, the path of the configuration.
+    optimizer: a new elementwise torch optimizer, or a callable that creates one from the parameters. It takes precedence over the
+    configuration's. Its own parameters are trained, regardless of model_parameters. With neither, AdamW with DeepSpeed's defaults is
+    used; if model_parameters and a schedule are missing too, its states are created at the first forward with gradients enabled, so that
+    a model for evaluation needs no memory for them.
+    model_parameters: the parameters to train, or groups {"params": [...], "lr": ...}. Defaults to all that require a gradient.
+    training_data, collate_fn: a dataset. The third result is then a loader of this rank's micro-batches.
+    lr_scheduler: an object with `step()`, or a callable that creates one from the optimizer. It takes precedence over the
+    configuration's.
+    mpu: describes the ranks that share a model which the script has cut itself; see `ztk.deepspeed.start.mesh`.
+    mesh_param: (data-parallel ranks, ranks per sequence), like sequence_parallel_size in the configuration. The script's own layers
+    divide sequences over neighbouring ranks; see `ztk.deepspeed.ulysses`.
     config, config_params: dict, path, or base64 of JSON.
 
-    Raises DeepSpeedConfigError (a ValueError) with every fault of the configuration; ValueError for other arguments, among them a model
-    that another engine holds.
+    Raises DeepSpeedConfigError (a ValueError) with every fault of the configuration, and ValueError for other arguments, including a
+    model that belongs to another engine.
     """
     if model is None:
         raise ValueError("model is missing: initialize(model=...) takes the module to train")
@@ -68,7 +69,7 @@ def initialize(
     process = this_process(distributed_port, dist_init_required=dist_init_required)
     is_pipeline = isinstance(model, PipelineModule)
     if is_pipeline:
-        process = model.process  # which knows the stages
+        process = model.process  # the module's process, whose mesh has the stages
     elif mpu is not None:
         process = arranged(process, mpu)
     process = in_sequences(process, mesh_param=mesh_param, config=read_source(source))
@@ -79,7 +80,7 @@ def initialize(
     _check_hybrid(model, settings=settings)
     show_messages(settings.log_level)
     if model_parameters is not None:
-        # An empty list, of a script that only evaluates, is as good as none; an iterator that was used before is a mistake.
+        # An empty list from an evaluation script means no parameters; an exhausted iterator is an error.
         only_evaluates = (
             optimizer is None and lr_scheduler is None and settings.optimizer is None and settings.schedule is None
         )
@@ -120,7 +121,7 @@ def initialize(
     if training_data is not None:
         made.training_dataloader = made.deepspeed_io(training_data)
     if settings.activation_checkpointing is not None:
-        from ztk.deepspeed.recompute import checkpointing  # not imported by those who do not use it
+        from ztk.deepspeed.recompute import checkpointing  # imported only if used
 
         checkpointing.configure_from(settings.activation_checkpointing, comm=engine.process.mesh.comm("tp"))
     return made, made.optimizer, made.training_dataloader, made.lr_scheduler
@@ -133,7 +134,7 @@ def _class_of_engine(settings: Settings, *, is_pipeline: bool) -> type[DeepSpeed
 
 
 def _check_hybrid(model: nn.Module, *, settings: Settings) -> None:
-    """Refuses before the model is touched."""
+    """Raises before the model is changed."""
     if settings.hybrid is not None and not hasattr(type(model), "generate"):
         raise ValueError(
             f"hybrid_engine.enabled: {type(model).__name__} has no generate(); leave the section out for a model that does not write texts"
@@ -141,7 +142,10 @@ def _check_hybrid(model: nn.Module, *, settings: Settings) -> None:
 
 
 def _check_free(model: nn.Module) -> None:
-    """Raises ValueError for parameters in another engine's buffers. What it only reads, unsharded on every rank, may be shared."""
+    """Raises ValueError for parameters in another engine's buffers.
+
+    Parameters that it only reads, unsharded on every rank, may be shared.
+    """
     for name, parameter in model.named_parameters():
         owner = owners.owner_of(parameter)
         if owner is None:
@@ -150,7 +154,7 @@ def _check_free(model: nn.Module) -> None:
         if only_read and any(bucket.traits.trainable for bucket in owner.engine.zero.buckets):
             continue
         raise ValueError(
-            f"parameter {name} belongs to an engine already, that of an earlier initialize: call its destroy() before, which leaves the "
+            f"parameter {name} belongs to the engine of an earlier initialize already: call its destroy() before, which leaves the "
             "weights in the model; or build the model anew"
         )
 
@@ -174,7 +178,7 @@ def _source(args: object, *, config: object, config_params: object) -> object:
 def _passed_first(
     settings: Settings, *, optimizer: object, lr_scheduler: object, model_parameters: list | None
 ) -> Settings:
-    """The settings where an argument of `initialize` outranks the configuration, as in DeepSpeed, with a note on each."""
+    """Returns settings in which arguments of `initialize` override the configuration, as in DeepSpeed, with a note on each."""
     notes = []
     if optimizer is not None and settings.optimizer is not None:
         notes.append("optimizer: is passed to initialize, too; the passed one counts")
@@ -202,7 +206,7 @@ def _trained(
     model_parameters: list | None,
     trains: bool,
 ) -> TrainedGroups | None:
-    """None if there is no optimizer. trains: without one, there is one all the same."""
+    """Returns the parameter groups, or None without an optimizer. trains: uses a default optimizer instead of None."""
     if optimizer is not None:
         return groups_of_client(
             optimizer,
@@ -228,7 +232,7 @@ def _trained(
 
 
 def _check_schedule(given: object, *, settings: Settings, trained: TrainedGroups | None) -> None:
-    """Refuses before the model is touched."""
+    """Raises before the model is changed."""
     if given is None and settings.schedule is None:
         return
     if trained is None:

@@ -1,4 +1,4 @@
-"""Loaders: of the data given to `initialize`, and one that never ends."""
+"""Loaders of the data given to `initialize`, and a repeating loader."""
 
 from collections.abc import Callable, Iterator, Mapping
 from math import ceil
@@ -23,11 +23,11 @@ def loader_of(
     collate_fn: Callable | None = None,
     num_workers: int = 0,
 ) -> DataLoader:
-    """Batches of this rank's part of `data`; ranks that share a model's parts read the same.
+    """Returns batches of this rank's part of `data`. Ranks that share a model read the same part.
 
     batch_size: samples.
-    route: "train" is shuffled (`dataloader.sampler.set_epoch(n)` gives another order each epoch), "eval" and "predict" are in order.
-    Raises ValueError for data that are no dataset.
+    route: "train" shuffles (`dataloader.sampler.set_epoch(n)` changes the order); "eval" and "predict" keep the order.
+    Raises ValueError for data that are not a dataset.
     """
     if route not in ROUTES:
         raise ValueError(f"route={route!r}: must be one of {', '.join(ROUTES)}")
@@ -49,12 +49,16 @@ def loader_of(
 
 
 class DeepSpeedDataLoader:
-    """Batches of one rank's part of `dataset`, made by hand as in DeepSpeed; `engine.deepspeed_io` makes those of an engine.
+    """Batches of one rank's part of `dataset`, with DeepSpeed's constructor. `engine.deepspeed_io` creates an engine's loader.
 
-    batch_size: samples of this rank. local_rank: below 0 there are no ranks, and the order is a random one of all.
-    tput_timer: started at every batch; None: none. num_local_io_workers: processes that read; None: this one reads.
-    data_sampler: None draws by data_parallel_rank of data_parallel_world_size, `loader.data_sampler.set_epoch(n)` gives another order.
-    Raises ValueError for curriculum learning, which is not offered.
+    batch_size: samples of this rank.
+    local_rank: a negative value means no ranks, and a random order of all samples.
+    tput_timer: if given, started at every batch.
+    num_local_io_workers: number of reading processes. By default this process reads.
+    data_sampler: defaults to the part of data_parallel_rank of data_parallel_world_size; `loader.data_sampler.set_epoch(n)` changes the
+    order.
+
+    Raises ValueError for curriculum learning, which is not supported.
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class DeepSpeedDataLoader:
         return self
 
     def __next__(self) -> object:
-        """Raises RuntimeError before `iter(loader)`."""
+        """Returns the next batch. Raises RuntimeError before `iter(loader)`."""
         if self._batches is None:
             raise RuntimeError("next(loader): call iter(loader) before, or loop over it")
         if self.tput_timer is not None:
@@ -108,7 +112,7 @@ class DeepSpeedDataLoader:
 
 
 class RepeatingLoader:
-    """An iterator over `loader` that starts again where it ends."""
+    """An iterator over `loader` that restarts at the end."""
 
     def __init__(self, loader) -> None:
         self.loader = loader

@@ -1,5 +1,6 @@
-"""Which ranks share a model: those of the script's `mpu`, which cut the layers themselves as Megatron does, those of a sequence, and those
-of `tp_model_init`. ztk shards what each rank holds over the ranks that hold the same."""
+"""Determines the ranks that share a model: from the script's `mpu`, which cuts layers itself like Megatron, from sequence parallelism,
+and from `tp_model_init`. ztk shards each rank's part over the ranks with the same part.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,21 +15,22 @@ from ztk.core.runtime.part import Part
 from ztk.deepspeed.config import DeepSpeedConfigError, Settings, read_source
 from ztk.deepspeed.start.process import arrange
 
-_CUT = ("tensor_model_parallel", "model_parallel")  # Megatron's marks on a parameter that a rank holds a part of
+_CUT = ("tensor_model_parallel", "model_parallel")  # Megatron's marks on a parameter of which a rank has a part
 
 
 _SEQUENCE = "get_sequence_parallel_world_size"
 
 
 def arranged(process: Process, mpu: object) -> Process:
-    """The process in the mesh that `mpu` describes: get_model_parallel_world_size(), get_data_parallel_group() and the like, and
-    get_sequence_parallel_world_size() for neighbours that have parts of the same sequences.
+    """Returns the process in the mesh that `mpu` describes, by get_model_parallel_world_size(), get_data_parallel_group() and the like.
 
-    Raises ValueError if ranks that share a model are not neighbours, which is how Megatron and ztk lay them out.
+    get_sequence_parallel_world_size() gives the number of neighbours with parts of the same sequences.
+
+    Raises ValueError if ranks that share a model are not neighbours, which is the layout of Megatron and ztk.
     """
     sequence = int(_ask(mpu, "get_sequence_parallel_world_size")) if hasattr(mpu, _SEQUENCE) else 1
     if sequence > 1 and not hasattr(mpu, "get_data_parallel_group"):
-        # Its "model parallel" ranks are those of a sequence: `ztk.deepspeed.ulysses.state`.
+        # Its "model parallel" ranks share a sequence: `ztk.deepspeed.ulysses.state`.
         return arrange(process, replace(process.mesh.topology, sequence=sequence))
     size = int(_ask(mpu, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size"))
     if sequence > 1 and size > 1:
@@ -49,9 +51,9 @@ def arranged(process: Process, mpu: object) -> Process:
 
 
 def in_sequences(process: Process, *, mesh_param: tuple[int, int] | None, config: Mapping[str, object]) -> Process:
-    """The process in the mesh that `mesh_param` or the configuration's sequence_parallel_size and data_parallel_size ask for.
+    """Returns the process in the mesh of `mesh_param`, or of the configuration's sequence_parallel_size and data_parallel_size.
 
-    Raises ValueError for sizes that do not give the number of ranks, and where an mpu says another.
+    Raises ValueError for sizes that do not give the number of ranks, and if an mpu differs.
     """
     asked = tuple(mesh_param) if mesh_param is not None else (config.get("data_parallel_size"), None)
     data, ranks = asked[0], asked[1] if mesh_param is not None else config.get("sequence_parallel_size")
@@ -75,17 +77,15 @@ def in_sequences(process: Process, *, mesh_param: tuple[int, int] | None, config
     if ranks in (1, own.sequence):
         return process
     if own.sequence > 1:
-        raise ValueError(
-            f"{names}=({data}, {ranks}): mpu says {own.sequence} ranks per sequence; let both say the same"
-        )
+        raise ValueError(f"{names}=({data}, {ranks}): mpu has {own.sequence} ranks per sequence; make them equal")
     return arrange(process, replace(own, sequence=ranks))
 
 
 def parts_of(model: nn.Module, *, process: Process) -> dict[str, Part] | None:
-    """What this rank holds of the model's parameters; None if it holds all of them.
+    """Returns this rank's parts of the model's parameters, or None if it has all of them.
 
-    A parameter marked by Megatron (tensor_model_parallel, or model_parallel, with partition_dim) is cut along that dimension, in order of
-    ranks; the others are copies. Raises ValueError for a partition_dim that the parameter does not have.
+    A parameter with Megatron's marks (tensor_model_parallel, or model_parallel, with partition_dim) is cut along that dimension, in order
+    of ranks; the others are copies. Raises ValueError for a partition_dim that the parameter does not have.
     """
     comm = process.mesh.comm("tp")
     if comm.size == 1:
@@ -128,14 +128,14 @@ _asked: WeakIdKeyDictionary = WeakIdKeyDictionary()  # model -> _Asked
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: torch.dtype, config: object = None, tp_group: None = None
 ) -> nn.Module:
-    """Remembers for `initialize(model=model, ...)` that `tp_size` ranks share its layers, in `dtype`; returns the model as it is.
+    """Records for `initialize(model=model, ...)` that `tp_size` ranks share its layers, in `dtype`. Returns the unchanged model.
 
-    config: accepted; `initialize` is given the configuration, and both must say the same.
-    Raises ValueError for a process group: neighbouring ranks share a model.
+    config: accepted and ignored; the configuration of `initialize` must agree.
+    Raises ValueError for a process group, because neighbouring ranks share a model.
     """
     del config
     if tp_group is not None:
-        raise ValueError("tp_group: tp_size says which ranks work together; leave it out")
+        raise ValueError("tp_group: tp_size determines the groups; leave it out")
     if tp_size < 1:
         raise ValueError(f"tp_size={tp_size}: must be 1 or more")
     _asked[model] = _Asked(tp_size=tp_size, dtype=dtype)
@@ -143,9 +143,9 @@ def tp_model_init(
 
 
 def with_asked_degree(source: object, *, model: nn.Module) -> object:
-    """`initialize`'s configuration, completed by what `tp_model_init` was told of the model.
+    """Returns `initialize`'s configuration, completed by the arguments of `tp_model_init`.
 
-    Raises DeepSpeedConfigError if it says another number of ranks.
+    Raises DeepSpeedConfigError if it has another number of ranks.
     """
     asked = _asked.get(model)
     if asked is None:
@@ -156,9 +156,7 @@ def with_asked_degree(source: object, *, model: nn.Module) -> object:
     sizes = {section.get("autotp_size", 1), section.get("tp_size", 1), inner.get("tp_size", 1)} - {0, 1}
     if sizes - {asked.tp_size}:
         raise DeepSpeedConfigError(
-            [
-                f"tensor_parallel: {sorted(sizes)} ranks here, and {asked.tp_size} in tp_model_init; let both say the same"
-            ]
+            [f"tensor_parallel: {sorted(sizes)} ranks here, and {asked.tp_size} in tp_model_init; make them equal"]
         )
     if asked.tp_size > 1 and not sizes:
         given["tensor_parallel"] = section | {"autotp_size": asked.tp_size}
@@ -166,12 +164,12 @@ def with_asked_degree(source: object, *, model: nn.Module) -> object:
 
 
 def check_asked_dtype(model: nn.Module, *, settings: Settings) -> None:
-    """Raises DeepSpeedConfigError if `tp_model_init` was told of another dtype."""
+    """Raises DeepSpeedConfigError if `tp_model_init` got another dtype."""
     asked = _asked.get(model)
     if asked is not None and asked.dtype != settings.precision.dtype:
         raise DeepSpeedConfigError(
             [
-                f"the configuration trains in {settings.precision.dtype}, and tp_model_init was given dtype={asked.dtype}; let both say the "
-                "same, by the sections fp16 and bf16"
+                f"the configuration trains in {settings.precision.dtype}, and tp_model_init was given dtype={asked.dtype}; make them equal "
+                "with the sections fp16 and bf16"
             ]
         )

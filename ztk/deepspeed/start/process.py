@@ -1,4 +1,4 @@
-"""What a script does before `initialize`: command line arguments, and who this rank is, found once by the first call that needs it."""
+"""Calls before `initialize`: command line arguments, and this rank's process, which the first call that needs it creates."""
 
 import argparse
 import datetime
@@ -22,10 +22,11 @@ def this_process(
     dist_init_required: bool | None = None,
     timeout: datetime.timedelta = DEFAULT_TIMEOUT,
 ) -> Process:
-    """This rank; started by the first call, the same for all engines of a program.
+    """Returns this rank's process. The first call starts it; all engines of a program share it.
 
-    A launcher says who the rank is by its environment, `join` by its arguments, or the script has joined a process group itself.
-    timeout: of every collective, decided by the first call. Raises ValueError for dist_init_required=False before torch.distributed is
+    The rank comes from a launcher's environment, from the arguments of `join`, or from a process group that the script has joined itself.
+
+    timeout: of every collective, fixed by the first call. Raises ValueError for dist_init_required=False before torch.distributed is
     initialised.
     """
     global _process
@@ -41,8 +42,9 @@ def this_process(
 
 
 def arrange(process: Process, topology: Topology) -> Process:
-    """`process` in `topology`. A mesh is connected once in a program and serves all engines that ask for it: connections cost threads
-    and files. A collective call.
+    """Returns `process` in `topology`. A collective call.
+
+    Connections need threads and files, so a mesh is connected once per program and shared by all engines.
     """
     found = _arranged.get(topology)
     if found is None or found.comm is not process.comm:
@@ -53,11 +55,12 @@ def arrange(process: Process, topology: Topology) -> Process:
 def join(
     *, rank: int, world_size: int, init_method: str | None, timeout: datetime.timedelta, distributed_port: int
 ) -> None:
-    """Joins the process group as torch.distributed.init_process_group does, for scripts whose ranks torch.multiprocessing started.
+    """Joins the process group like torch.distributed.init_process_group, for ranks started with torch.multiprocessing.
 
-    rank, world_size: -1 for what the environment says. init_method: None is tcp on MASTER_ADDR (default: this machine) and
-    MASTER_PORT (default: distributed_port).
-    Raises ValueError if one of rank and world_size is given without the other.
+    rank, world_size: -1 reads the environment. init_method: defaults to tcp on MASTER_ADDR (default: this machine) and MASTER_PORT
+    (default: distributed_port).
+
+    Raises ValueError if only one of rank and world_size is given.
     """
     if (rank == -1) != (world_size == -1):
         raise ValueError(f"rank={rank}, world_size={world_size}: give both, or none of them under a launcher")
@@ -80,7 +83,7 @@ def join(
 
 
 def _tell_environment() -> None:
-    """A process group that the script made itself says who the rank is; where the launcher said it too, that stays."""
+    """Sets the environment variables of a rank from the script's process group. Variables of a launcher are kept."""
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ.setdefault("RANK", str(rank))
     os.environ.setdefault("WORLD_SIZE", str(world))
@@ -93,7 +96,7 @@ def _tell_environment() -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds `--deepspeed` and `--deepspeed_config`, with the old names of both, to the script's parser and returns it."""
+    """Adds `--deepspeed` and `--deepspeed_config`, and their old names, to the script's parser and returns it."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="train with DeepSpeed's configuration")
     group.add_argument("--deepspeed_config", default=None, type=str, help="path of ds_config.json")
@@ -114,13 +117,16 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Joins the other ranks; `initialize` does it too under a launcher. A second call does nothing.
+    """Joins the other ranks. Idempotent. Under a launcher, `initialize` does the same.
 
-    rank, world_size, init_method: who this rank is, for scripts that start their ranks themselves (torch.multiprocessing.spawn);
-        -1 and None are what the environment says, else tcp on this machine and distributed_port.
-    dist_backend: gloo or nccl; ztk takes NCCL where there are GPUs. timeout: of every collective, 10 minutes unless given.
-    dist_init_required: False refuses to join: the script has done it. verbose, config and auto_mpi_discovery change nothing.
-    Raises ValueError for a backend that this machine lacks, or for half of the rank's identity.
+    rank, world_size, init_method: for scripts that start their ranks themselves (torch.multiprocessing.spawn). By default they come from
+    the environment, else tcp on this machine and distributed_port.
+    dist_backend: gloo or nccl. ztk uses NCCL if there are GPUs.
+    timeout: of every collective, 10 minutes by default.
+    dist_init_required: with False, the script must have joined already.
+    verbose, config, auto_mpi_discovery: accepted and ignored.
+
+    Raises ValueError for a backend that this machine lacks, and if only one of rank and world_size is given.
     """
     del verbose, config, auto_mpi_discovery
     if dist_backend not in (None, "gloo", "nccl"):

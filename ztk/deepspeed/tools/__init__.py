@@ -1,1 +1,1 @@
-"""What scripts import besides: the device, the log, timers, small functions."""
+"""Other imports of scripts: the device, the log, timers, small functions."""

@@ -1,11 +1,11 @@
-"""Methods in one line, for DeepSpeed's classes that answer by methods where others have attributes."""
+"""One-line getter methods, for DeepSpeed's classes with methods in place of attributes."""
 
 from operator import attrgetter
 from typing import Any
 
 
 def method(path: str, doc: str) -> Any:
-    """A method that returns what its object has at a dotted path."""
+    """Returns a method that returns the value at a dotted path of its object."""
     read = attrgetter(path)
 
     def get(self: Any) -> Any:
@@ -16,7 +16,7 @@ def method(path: str, doc: str) -> Any:
 
 
 def always(value: object, doc: str) -> Any:
-    """A method with one answer."""
+    """Returns a method that always returns the same value."""
 
     def get(self: Any) -> Any:
         return value

@@ -1,6 +1,6 @@
-"""`deepspeed.runtime.config_utils.DeepSpeedConfigModel`: the pydantic class of which other projects derive configurations of their own.
+"""`deepspeed.runtime.config_utils.DeepSpeedConfigModel`: the pydantic base class for configurations of other projects.
 
-ztk's configuration does not use it; importing this module needs pydantic.
+ztk's own configuration does not use it. Importing this module needs pydantic.
 """
 
 import functools
@@ -13,10 +13,10 @@ pydantic: Any = importlib.import_module("pydantic")
 
 
 class DeepSpeedConfigModel(pydantic.BaseModel):
-    """Unknown keys and values of a wrong type raise pydantic.ValidationError. A value "auto" counts as not given, unless `strict`.
+    """Raises pydantic.ValidationError for unknown keys and values of a wrong type. A value "auto" counts as not given, unless `strict`.
 
-    A field made by `Field(default, json_schema_extra={"deprecated": True, "new_param": "other.name", "deprecated_msg": "..."})` warns when
-    it is given, and hands its value (through `new_param_fn`) to the new field, unless `set_new_param` is False.
+    A field `Field(default, json_schema_extra={"deprecated": True, "new_param": "other.name", "deprecated_msg": "..."})` warns when it is
+    given, and passes its value (through `new_param_fn`) to the new field, unless `set_new_param` is False.
     """
 
     model_config = pydantic.ConfigDict(
@@ -39,7 +39,7 @@ class DeepSpeedConfigModel(pydantic.BaseModel):
                 self._hand_on(name, extra=extra)
 
     def _hand_on(self, name: str, *, extra: dict) -> None:
-        """Raises ValueError if the field that replaces `name` is given, too."""
+        """Passes the value of a deprecated field to its replacement. Raises ValueError if that is given too."""
         new = extra.get("new_param", "")
         words = [f"{name} is deprecated", f"use {new}" if new else "", extra.get("deprecated_msg", "")]
         logger.warning("config: %s", "; ".join(filter(None, words)))

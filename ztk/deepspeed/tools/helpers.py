@@ -1,6 +1,6 @@
-"""Small functions of `deepspeed.runtime.utils` and `deepspeed.utils` that scripts import: nested data, memory that is in use, partitions.
+"""Small functions of `deepspeed.runtime.utils` and `deepspeed.utils`: nested data, memory in use, partitions.
 
-A norm has the dtype of the gradients.
+Norms have the dtype of the gradients.
 """
 
 import functools
@@ -21,19 +21,19 @@ from ztk.parallel.pipeline.partition import balanced, uniform
 
 
 def set_random_seed(seed: int) -> None:
-    """Of random, numpy and torch."""
+    """Seeds random, numpy and torch."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed % 2**63)
 
 
 def ensure_directory_exists(filename: str) -> None:
-    """The folder of a file."""
+    """Creates the folder of a file."""
     os.makedirs(os.path.dirname(filename) or ".", exist_ok=True)
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """The object at a dotted name."""
+    """Returns the object at a dotted name."""
     return functools.reduce(getattr, module_name.split("."), model)
 
 
@@ -44,7 +44,7 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 
 
 def move_to_device(item: Any, device: object, criterion_func: Callable[[object], bool] | None = None) -> Any:
-    """Tensors in lists, tuples and dicts to a device. What criterion_func is true for keeps being the same tensor object."""
+    """Moves tensors in lists, tuples and dicts to a device. Tensors for which criterion_func is true keep their identity."""
     if criterion_func is not None and criterion_func(item):
         item.data = item.to(device).data
         return item
@@ -56,7 +56,7 @@ def move_to_device(item: Any, device: object, criterion_func: Callable[[object],
 
 
 def copy_to_device(item: Any, device: object, criterion_func: Callable[[object], bool]) -> Any:
-    """Copies of what criterion_func is true for, in lists, tuples and dicts; the rest as it is."""
+    """Copies the items for which criterion_func is true, in lists, tuples and dicts. Other items are returned unchanged."""
     if criterion_func(item):
         return item.to(device)
     if isinstance(item, (list, tuple)):
@@ -69,9 +69,9 @@ def copy_to_device(item: Any, device: object, criterion_func: Callable[[object],
 def clip_grad_norm_(
     parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0, mpu: None = None
 ) -> Tensor:
-    """Clips `.grad` of a plain model and returns the norm, a scalar. An engine clips by itself, see `gradient_clipping`.
+    """Clips `.grad` of a plain model and returns the norm, a scalar. An engine clips by itself; see `gradient_clipping`.
 
-    Raises ValueError for an mpu: parts of parameters on several ranks have their norm in the engine alone.
+    Raises ValueError for an mpu, because only the engine computes norms over ranks.
     """
     if mpu is not None:
         raise ValueError(
@@ -81,13 +81,13 @@ def clip_grad_norm_(
 
 
 def call_to_str(base: str, *args: object, **kwargs: object) -> str:
-    """`base(1, key=2)`."""
+    """Returns `base(1, key=2)`."""
     words = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
     return f"{base}({', '.join(words)})"
 
 
 def get_only_unique_item(items: Iterable) -> object:
-    """Raises RuntimeError unless all items are equal."""
+    """Returns the common value of all items. Raises RuntimeError if they differ."""
     found = set(items)
     if len(found) != 1:
         raise RuntimeError(f"expected one value, found {sorted(map(str, found))}")
@@ -95,7 +95,7 @@ def get_only_unique_item(items: Iterable) -> object:
 
 
 def instrument_w_nvtx(func: Callable) -> Callable:
-    """A decorator: every call is a range that a GPU profiler shows."""
+    """A decorator that makes every call a range in a GPU profiler."""
 
     @functools.wraps(func)
     def call(*args, **kwargs):
@@ -110,7 +110,7 @@ def instrument_w_nvtx(func: Callable) -> Callable:
 
 
 class OnDevice:
-    """A context: floating-point tensors that a model makes have this dtype and lie on this device, "meta" for no memory at all."""
+    """A context in which floating-point tensors of a model get this dtype and device, with "meta" for tensors without memory."""
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
         self.dtype, self.device, self.enabled = dtype, device, enabled
@@ -135,12 +135,12 @@ GIB = 2**30
 
 
 def get_ma_status() -> int:
-    """Bytes that this process has allocated on its device; 0 on other ranks than 0."""
+    """Returns the bytes that this process has allocated on its device; 0 on ranks other than 0."""
     return 0 if dist.is_initialized() and dist.get_rank() else get_accelerator().memory_allocated()
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Logs the device's memory and what changed since the last call. print_rank: -1 for every rank."""
+    """Logs the device's memory and its changes since the last call. print_rank: -1 for every rank."""
     global _last
     rank = dist.get_rank() if dist.is_initialized() else 0
     if print_rank not in (-1, rank):
@@ -158,13 +158,13 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
 
 
 def empty_cache() -> None:
-    """Gives what the GPU's allocator holds in reserve back, and forgets its peaks."""
+    """Frees the GPU allocator's cached memory and resets its peaks."""
     get_accelerator().empty_cache()
     get_accelerator().reset_peak_memory_stats()
 
 
 def _now() -> tuple[int, int, int, int]:
-    """Bytes on the GPU, or of this process: allocated, reserved, and the most of both."""
+    """Returns bytes on the GPU, or of this process: allocated, reserved, and the peaks of both."""
     device = get_accelerator()
     most = device.max_memory_allocated(), device.max_memory_reserved()
     return device.memory_allocated(), device.memory_reserved(), *most
@@ -174,12 +174,12 @@ _last = (0, 0, 0, 0)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Rank 0 logs the GPU's and the machine's memory after `message`; nothing happens unless `force`. Resets the GPU's peaks."""
+    """Logs the GPU's and the machine's memory after `message` on rank 0, and resets the GPU's peaks. Does nothing unless `force`."""
     if not force or (dist.is_initialized() and dist.get_rank()):
         return
     show_messages(None)
     logger.info(message)
-    if not get_accelerator().is_synchronized_device():  # a GPU
+    if not get_accelerator().is_synchronized_device():  # on a GPU
         allocated, reserved, most, most_reserved = (nbytes / GIB for nbytes in _now())
         words = "MA %.2f GB, max MA %.2f GB, CA %.2f GB, max CA %.2f GB"
         logger.info(words, allocated, most, reserved, most_reserved)
@@ -195,7 +195,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """num_parts + 1 bounds: part p is items [bounds[p], bounds[p + 1]). With fewer items than parts the last parts are empty."""
+    """Returns num_parts + 1 bounds: part p is items [bounds[p], bounds[p + 1]). With fewer items than parts, the last parts are empty."""
     _check_parts(num_parts)
     if num_items <= num_parts:
         return [min(part, num_items) for part in range(num_parts + 1)]
@@ -203,7 +203,7 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Bounds like `partition_uniform`'s, of the cut whose heaviest part is lightest; of several, the most even one."""
+    """Returns bounds, as `partition_uniform`, that minimize the heaviest part. Of several solutions, returns the most even one."""
     _check_parts(num_parts)
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)

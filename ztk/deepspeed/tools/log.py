@@ -1,4 +1,4 @@
-"""One logger; it writes to standard output unless the program has set up logging itself."""
+"""The logger. It writes to standard output unless the program has configured logging itself."""
 
 import logging
 import sys
@@ -10,7 +10,7 @@ logger = logging.getLogger("ztk.deepspeed")
 
 
 def show_messages(level: str | None) -> None:
-    """Called by `initialize`. level: of `log_level` in the configuration; None: info."""
+    """Called by `initialize`. level: `log_level` in the configuration, info by default."""
     if not logger.hasHandlers():
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("[ztk] %(message)s"))
@@ -21,7 +21,7 @@ def show_messages(level: str | None) -> None:
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Logs on the `ranks`; [-1] means all, None only before the ranks are connected."""
+    """Logs on the `ranks`. [-1] means all, None only before the ranks are connected."""
     connected = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank() if connected else -1
     wanted = ranks and (ranks[0] == -1 or rank in ranks)
@@ -30,7 +30,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
-    """Prints on the `ranks`, as `log_dist` logs, whatever the level of the log."""
+    """Prints on the `ranks`, like `log_dist` but regardless of the log level."""
     connected = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank() if connected else -1
     if not connected or (ranks and (ranks[0] == -1 or rank in ranks)):

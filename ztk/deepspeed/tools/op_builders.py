@@ -1,14 +1,14 @@
-"""`deepspeed.ops.op_builder`: which of DeepSpeed's compiled extensions ztk has the work of.
+"""`deepspeed.ops.op_builder`: reports which of DeepSpeed's compiled extensions ztk replaces.
 
-ztk compiles nothing beforehand, so a script that builds an op to have it ready gets at once what there is: `load()` returns an object without
-the extension's private functions, and `is_compatible()` says whether ztk does that op's work. What it does not do cannot be loaded.
+ztk compiles nothing in advance. `load()` returns immediately, an object without the extension's private functions, and `is_compatible()`
+reports whether ztk has an equivalent of the op. Other ops cannot be loaded.
 """
 
 from types import SimpleNamespace
 
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-# Op -> what does its work here.
+# Op -> ztk's replacement.
 _DONE = {
     "async_io": "offload_optimizer and offload_param with device nvme",
     "cpu_adam": "deepspeed.ops.adam.DeepSpeedCPUAdam",
@@ -22,7 +22,7 @@ _FUNCTIONS = {"utils": {"flatten": _flatten_dense_tensors, "unflatten": _unflatt
 
 
 class OpBuilder:
-    """One op. NAME: DeepSpeed's word for it."""
+    """One op. NAME: DeepSpeed's name of it."""
 
     NAME = ""
 
@@ -30,15 +30,15 @@ class OpBuilder:
         self.name = name or self.NAME
 
     def absolute_name(self) -> str:
-        """Where DeepSpeed would have the extension."""
+        """Returns the location of DeepSpeed's extension."""
         return f"deepspeed.ops.{self.name}_op"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """ztk does this op's work, on every machine that it runs on."""
+        """Returns whether ztk replaces this op. The result is the same on every machine."""
         return self.name in _DONE
 
     def load(self, verbose: bool = False) -> "LoadedOp":
-        """Nothing is built. Raises RuntimeError for an op that is not compatible."""
+        """Returns the op without building anything. Raises RuntimeError for an op that is not compatible."""
         if not self.is_compatible():
             raise RuntimeError(
                 f"{type(self).__name__}().load(): ztk does not have the op {self.name!r}; it has {', '.join(_DONE)}. Ask "
@@ -48,7 +48,7 @@ class OpBuilder:
 
 
 class LoadedOp(SimpleNamespace):
-    """Stands for a compiled extension; has the functions of `utils` alone."""
+    """Represents a compiled extension. Only `utils` has functions."""
 
     def __init__(self, name: str) -> None:
         super().__init__(**_FUNCTIONS.get(name, {}))

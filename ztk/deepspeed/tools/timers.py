@@ -1,4 +1,4 @@
-"""`deepspeed.utils.timer`: clocks for loops that scripts write themselves. A GPU is waited for at both ends of what is measured."""
+"""`deepspeed.utils.timer`: timers for custom loops. They synchronize with a GPU at both ends of a measurement."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ GIB = 2**30
 
 
 class Timer:
-    """Adds up what passes between `start` and `stop`."""
+    """Accumulates the time between `start` and `stop`."""
 
     def __init__(self, name: str) -> None:
         self.name_ = name
@@ -21,13 +21,16 @@ class Timer:
         self._spans: list[float] = []  # seconds
 
     def start(self) -> None:
-        """Raises RuntimeError if it runs."""
+        """Starts the timer. Raises RuntimeError if it is running."""
         if self.started_:
             raise RuntimeError(f"timer {self.name_!r} runs already: call stop() before start()")
         self._since, self.started_ = _now(), True
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
-        """reset: what was measured before is forgotten. record: accepted; every span is kept. Raises RuntimeError if it does not run."""
+        """Stops the timer. Raises RuntimeError if it is not running.
+
+        reset: forgets earlier spans. record: accepted and ignored; every span is kept.
+        """
         del record
         if not self.started_:
             raise RuntimeError(f"timer {self.name_!r} does not run: call start() before stop()")
@@ -40,7 +43,7 @@ class Timer:
         self._spans.clear()
 
     def elapsed(self, reset: bool = True) -> float:
-        """Milliseconds so far. One that runs goes on, from now where `reset`."""
+        """Returns milliseconds so far. A running timer continues, with `reset` from zero."""
         runs = self.started_
         if runs:
             self.stop()
@@ -52,7 +55,7 @@ class Timer:
         return spent
 
     def mean(self) -> float:
-        """Milliseconds of a span, the tenth that is longest and the tenth that is shortest left out."""
+        """Returns the mean milliseconds of a span, without the longest and the shortest tenth."""
         return 1000 * trim_mean(self._spans, 0.1)
 
 
@@ -68,12 +71,12 @@ class SynchronizedWallClockTimer:
         return self.timers.setdefault(name, Timer(name))
 
     def get_timers(self) -> dict[str, Timer]:
-        """The timers by name."""
+        """Returns the timers by name."""
         return self.timers
 
     @staticmethod
     def memory_usage() -> str:
-        """The device's memory in GiB, now and at most, as a line ends."""
+        """Returns the device's memory in GiB, current and peak, as the end of a line."""
         device = get_accelerator()
         values = {
             "mem_allocated": device.memory_allocated(),
@@ -91,13 +94,13 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Logs milliseconds, divided by `normalizer`, of the timers that exist. ranks: None is rank 0."""
+        """Logs milliseconds of the existing timers, divided by `normalizer`. ranks: defaults to rank 0."""
         times = self._divided(names, normalizer=normalizer, of=lambda timer: timer.elapsed(reset=reset))
         words = "time (ms)" + "".join(f" | {name}: {value:.2f}" for name, value in times.items())
         log_dist(words + (self.memory_usage() if memory_breakdown else ""), ranks=list(ranks or [0]))
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """Milliseconds of a span, see `Timer.mean`, divided by `normalizer`."""
+        """Returns mean milliseconds of a span (`Timer.mean`), divided by `normalizer`."""
         found = self._divided(names, normalizer=normalizer, of=Timer.mean)
         if reset:
             for name in found:
@@ -111,7 +114,7 @@ class SynchronizedWallClockTimer:
 
 
 class ThroughputConfig(Protocol):
-    """`timers.throughput` of a configuration. synchronized: a GPU is waited for."""
+    """`timers.throughput` of a configuration. synchronized: synchronizes with a GPU."""
 
     enabled: bool
     synchronized: bool
@@ -120,8 +123,8 @@ class ThroughputConfig(Protocol):
 class ThroughputTimer:
     """Samples per second: `start` and `stop` around every micro-batch, `stop(global_step=True)` at the last one of a step.
 
-    batch_size: samples of a step. start_step: steps that are not counted. steps_per_output: a line after so many; None: none.
-    monitor_memory: with the machine's memory.
+    batch_size: samples per step. start_step: number of steps that do not count. steps_per_output: steps between printed lines, if given.
+    monitor_memory: adds the machine's memory.
     """
 
     def __init__(
@@ -143,7 +146,7 @@ class ThroughputTimer:
         self._since: float | None = None
 
     def update_epoch_count(self) -> None:
-        """Another epoch begins, with its first micro-batch."""
+        """Starts another epoch, with its first micro-batch."""
         self.epoch_count += 1
         self.micro_step_count = 0
 
@@ -154,7 +157,7 @@ class ThroughputTimer:
         self._since = self._read() if self.global_step_count >= self.start_step else None
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """Does nothing without a `start`."""
+        """Stops the timer. Does nothing without a `start`."""
         if not self.started:
             return
         self.started = False
@@ -172,7 +175,7 @@ class ThroughputTimer:
         self.step_elapsed_time = 0.0
 
     def avg_samples_per_sec(self) -> float:
-        """Over the steps that counted; minus infinity before the first."""
+        """Returns the mean over the counted steps; minus infinity before the first."""
         steps = self.global_step_count - self.start_step
         return self.batch_size * steps / self.total_elapsed_time if steps > 0 else float("-inf")
 
@@ -193,7 +196,10 @@ class ThroughputTimer:
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """The mean without the fraction `trim_percent` of the values at each end; 0 of nothing. Raises ValueError for one outside 0 to 0.5."""
+    """Returns the mean without the fraction `trim_percent` of the values at each end; 0 for no values.
+
+    Raises ValueError for a fraction outside 0 to 0.5.
+    """
     if not 0 <= trim_percent < 0.5:
         raise ValueError(f"trim_percent={trim_percent}: must lie from 0 to below 0.5")
     if not data:

@@ -1,1 +1,1 @@
-"""Sequences that a script divides over ranks: DeepSpeed's names over the all-to-alls of `ztk.parallel.sequence`."""
+"""Sequence parallelism in scripts: DeepSpeed's names on top of the all-to-alls of `ztk.parallel.sequence`."""

@@ -1,7 +1,7 @@
-"""`UlyssesSPAttentionHF`: Hugging Face's models on parts of sequences, and the loader that divides them.
+"""`UlyssesSPAttentionHF`: sequence parallelism for Hugging Face models, and the loader that divides sequences.
 
-Each rank has consecutive tokens of every sequence; around the model's own attention, heads are exchanged for tokens.
-Bekman et al. 2025, https://arxiv.org/abs/2506.13996
+Each rank has consecutive tokens of every sequence. Around the model's own attention, heads are exchanged for tokens. Bekman et al. 2025,
+https://arxiv.org/abs/2506.13996
 """
 
 import importlib
@@ -19,15 +19,15 @@ from ztk.deepspeed.ulysses import state
 from ztk.deepspeed.ulysses.layer import GroupExchange, gather_heads, scatter_heads
 from ztk.parallel.sequence.attention import key_repeats
 
-IGNORED = -100  # a label that counts in no loss
+IGNORED = -100  # label that losses ignore
 
 
 class UlyssesSPAttentionHF(nn.Module):
-    """Wraps one of `transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS`; `register_with_transformers` makes and installs it.
+    """Wraps one of `transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS`. `register_with_transformers` creates and installs it.
 
-    attn_head_count must be a multiple of the group's ranks; key heads are repeated where they are fewer. Of the numbers of heads,
-    elements and rows, heads are checked here; batch_size, attn_head_size and all others are read from the tensors.
-    disable_in_eval: in eval mode every rank works on its own sequences.
+    attn_head_count must be a multiple of the group's ranks; key heads are repeated if there are fewer. Other sizes (elements and rows),
+    such as batch_size and attn_head_size, are read from the tensors. disable_in_eval: in eval mode every rank processes its own
+    sequences.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class UlyssesSPAttentionHF(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """query [B, H, T / n, D], key and value alike -> ([B, T / n, H, D], None).
 
-        Raises ValueError without position_ids, which say where this rank's tokens are, and for a mask that is not the causal one.
+        Raises ValueError without position_ids, which give the positions of this rank's tokens, and for a non-causal mask.
         """
         if self.disable_in_eval and not module.training:
             return self.attn(module, query, key, value, attention_mask, *args, **kwargs)
@@ -88,7 +88,7 @@ class UlyssesSPAttentionHF(nn.Module):
         return scatter_heads(out, exchange=self._exchange), None
 
     def _full_positions(self, own: Tensor | None) -> Tensor:
-        """[B, T], gathered once for all layers of a forward."""
+        """Returns positions [B, T], gathered once for all layers of a forward."""
         if own is None:
             raise ValueError(
                 "position_ids are missing: pass model(..., position_ids=) with this rank's positions in the full sequence, or wrap the "
@@ -118,11 +118,13 @@ class UlyssesSPAttentionHF(nn.Module):
         disable_in_eval: bool = False,
         max_length: int | None = None,
     ) -> ModuleType | None:
-        """Puts itself before the attention `core_attn_implementation` of all models of this process; returns the mpu for `initialize`.
+        """Wraps the attention `core_attn_implementation` of all models in this process. Returns the mpu for `initialize`.
 
-        model_name_or_path: a model, or where its configuration is. sequence_parallel_size: ranks; 1 does nothing and returns None.
-        micro_batch_size: rows; accepted, and read from the tensors.
-        Raises ValueError for an attention that cannot work so, and for heads that the ranks do not divide.
+        model_name_or_path: a model, or the path of its configuration. sequence_parallel_size: ranks; returns None without any change for
+        1.
+        micro_batch_size: rows; accepted and read from the tensors.
+
+        Raises ValueError for an unsuitable attention, and for a number of heads that the ranks do not divide.
         """
         if sequence_parallel_size == 1:
             return None
@@ -142,11 +144,11 @@ class UlyssesSPAttentionHF(nn.Module):
             )
         if hasattr(model_name_or_path, "config") and own not in (None, core_attn_implementation):
             raise ValueError(
-                f"core_attn_implementation={core_attn_implementation!r}: the model has attn_implementation={own!r}; let both say the same"
+                f"core_attn_implementation={core_attn_implementation!r}: the model has attn_implementation={own!r}; make them equal"
             )
         state.initialize_sequence_parallel(sequence_parallel_size)
         text, core = config.get_text_config(), functions[core_attn_implementation]
-        core = getattr(core, "core", core)  # of an earlier registration
+        core = getattr(core, "core", core)  # from an earlier registration
         ulysses = cls(
             attn=core,
             batch_size=micro_batch_size,
@@ -163,17 +165,18 @@ class UlyssesSPAttentionHF(nn.Module):
         def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
             return ulysses(module, *args, **kwargs)
 
-        # pyrefly: ignore[missing-attribute]  # what a second registration, and a test, find the original by
+        # pyrefly: ignore[missing-attribute]  # a second registration and a test find the original here
         attention.core = core
         functions[core_attn_implementation] = attention
         return state
 
 
 class UlyssesSPDataLoaderAdapter:
-    """Batches of `dl`, divided along the sequence: n ranks with a batch each become n rounds in which all ranks share one batch.
+    """Divides the batches of `dl` along the sequence: n ranks with a batch each become n rounds in which all ranks share one batch.
 
-    Each batch is a dict with `input_ids`, `labels` and `position_ids` [B, T], and others; tensors are cut along dimension 1, on the CPU.
-    `labels` become `shift_labels`, shifted before the cut. len() is n times the loader's.
+    Each batch is a dict with `input_ids`, `labels` and `position_ids` [B, T], and other values. Tensors are cut along dimension 1, on the
+    CPU. `labels` become `shift_labels`, shifted before the cut. len() is n times the loader's.
+
     Raises ValueError for a batch without position_ids or labels, and for a length that n ranks do not divide.
     """
 
@@ -196,7 +199,7 @@ class UlyssesSPDataLoaderAdapter:
         return self.micro_batches.popleft()
 
     def refill(self) -> None:
-        """The next round. A collective call; StopIteration at the end of an epoch, after which the next one begins."""
+        """Prepares the next round. A collective call. Raises StopIteration at the end of an epoch, after which the next one begins."""
         try:
             batch = next(self.iter)
         except StopIteration:
@@ -225,7 +228,7 @@ class UlyssesSPDataLoaderAdapter:
 
 
 def _check_mask(mask: object) -> None:
-    """Hugging Face may hand over the causal mask of this rank's tokens, which says nothing; another one would be lost."""
+    """Checks that no mask is lost. The causal mask of this rank's tokens, which Hugging Face may pass, is redundant."""
     if mask is None or not isinstance(mask, Tensor) or mask.ndim == 2:
         if isinstance(mask, Tensor) and not bool(mask.all()):
             raise ValueError(_MASK)

@@ -1,7 +1,6 @@
 """`deepspeed.sequence.layer`: attention between two all-to-alls, for models that divide their sequences themselves.
 
-Jacobs et al. 2023, https://arxiv.org/abs/2309.14509
-Results have the dtype of their inputs.
+Jacobs et al. 2023, https://arxiv.org/abs/2309.14509. Results have the dtype of their inputs.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from ztk.parallel.sequence.exchange import to_heads, to_sequence
 
 @dataclass(frozen=True, slots=True)
 class GroupExchange:
-    """A process group of torch.distributed as what `ztk.parallel.sequence.exchange` asks for."""
+    """Adapts a process group of torch.distributed to the interface of `ztk.parallel.sequence.exchange`."""
 
     group: dist.ProcessGroup | None
 
@@ -31,18 +30,20 @@ class GroupExchange:
         return dist.get_rank(self.group)
 
     def all_to_all(self, source: Tensor, *, out: Tensor, label: str) -> Handle:
-        """Chunk i of `source` goes to rank i; `out` has the chunks in order of ranks."""
+        """Sends chunk i of `source` to rank i. `out` receives the chunks in order of ranks."""
         del label
         dist.all_to_all_single(out, source, group=self.group)
         return Handle()
 
 
 class DistributedAttention(nn.Module):
-    """Gives `local_attention(query, key, value, ...)` all tokens of some heads, where each rank has all heads of some tokens.
+    """Calls `local_attention(query, key, value, ...)` with all tokens of some heads, where each rank has all heads of some tokens.
 
     sequence_process_group: the ranks that share a sequence, in the order of its parts.
-    scatter_idx, gather_idx: must be 2 (heads) and the sequence's dimension, which `batch_dim_idx` says, or 0.
-    sp_stream: accepted; results are the same without overlap. num_kv_heads: accepted; read from the key.
+    scatter_idx, gather_idx: must be 2 (heads) and the sequence's dimension according to `batch_dim_idx`, or 0.
+    sp_stream: accepted and ignored; results are the same without overlap.
+    num_kv_heads: accepted and read from the key.
+
     Raises ValueError for other dimensions.
     """
 
@@ -75,12 +76,13 @@ class DistributedAttention(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """query, key, value: [B, T / n, H, D], or with batch_dim_idx=1 [T / n, B, H, D]; the result has the query's layout.
+        """query, key, value: [B, T / n, H, D], or with batch_dim_idx=1 [T / n, B, H, D]. The result has the query's layout.
 
-        With fewer key heads than the ranks need, they are repeated. Where the local attention folds heads into one dimension,
-        [.., T, H / n * D], so does the result.
-        Raises ValueError for heads that the ranks do not divide, and for rotary_pos_emb: rotate before the call, by positions in the
-        full sequence.
+        Key heads are repeated if there are fewer than the ranks need. If the local attention folds heads into one dimension, [.., T, H /
+        n * D], the result does so too.
+
+        Raises ValueError for a number of heads that the ranks do not divide, and for rotary_pos_emb: rotate before the call, by positions
+        in the full sequence.
         """
         if rotary_pos_emb is not None:
             raise ValueError("rotary_pos_emb: rotate query and key before the call, by positions in the full sequence")
@@ -97,7 +99,7 @@ class DistributedAttention(nn.Module):
 def gather_heads(
     query: Tensor, *, key: Tensor, value: Tensor, exchange: GroupExchange
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, T / n, H, D] each -> [B, T, H / n, D]; key heads are repeated as often as the ranks need."""
+    """Converts [B, T / n, H, D] each -> [B, T, H / n, D]. Key heads are repeated as often as the ranks need."""
     repeats = key_repeats(heads=query.shape[2], key_heads=key.shape[2], ranks=exchange.size)
     key, value = (x.repeat_interleave(repeats, dim=2) if repeats > 1 else x for x in (key, value))
     query, key, value = (
@@ -107,7 +109,7 @@ def gather_heads(
 
 
 def scatter_heads(out: Tensor, *, exchange: GroupExchange) -> Tensor:
-    """[B, T, H / n, D] -> [B, T / n, H, D], or [B, T, H / n * D] -> [B, T / n, H * D]."""
+    """Converts [B, T, H / n, D] -> [B, T / n, H, D], or [B, T, H / n * D] -> [B, T / n, H * D]."""
     if out.ndim == 4:
         return to_sequence(out, comm=exchange, label="attention")
     return to_sequence(out.unsqueeze(-1), comm=exchange, label="attention").squeeze(-1)

@@ -1,6 +1,6 @@
-"""`deepspeed.runtime.sequence_parallel.parallel_state_sp`: which ranks share a sequence, to be passed to `initialize(mpu=...)`.
+"""`deepspeed.runtime.sequence_parallel.parallel_state_sp`: the groups of ranks that share a sequence, for `initialize(mpu=...)`.
 
-Neighbouring ranks share one. Every rank has a data-parallel part of the gradients, whichever tokens it sees.
+Neighbouring ranks share a sequence. Gradients are sharded over all ranks.
 """
 
 import torch.distributed as dist
@@ -11,7 +11,7 @@ _size: int | None = None
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
-    """Divides all ranks into groups of sequence_parallel_size ranks; again with another size for another model.
+    """Divides all ranks into groups of sequence_parallel_size ranks. May be called again with another size for another model.
 
     Raises ValueError for a size that does not divide the ranks.
     """
@@ -25,35 +25,35 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
 
 
 def get_sequence_parallel_world_size() -> int:
-    """Raises RuntimeError before `initialize_sequence_parallel`, as all of these do."""
+    """Returns the ranks per sequence. Raises RuntimeError before `initialize_sequence_parallel`, as all of these functions."""
     if _size is None:
         raise RuntimeError("no sequence parallel ranks yet: call initialize_sequence_parallel(n) before")
     return _size
 
 
 def get_sequence_parallel_rank() -> int:
-    """This rank's place among those that share its sequences."""
+    """Returns this rank's index among the ranks that share its sequences."""
     return dist.get_rank() % get_sequence_parallel_world_size()
 
 
 def get_sequence_parallel_group() -> dist.ProcessGroup:
-    """The ranks that have parts of this rank's sequences. Its ranks must all ask at first."""
+    """Returns the ranks with parts of this rank's sequences. Its first call is a collective call of the group."""
     first = dist.get_rank() - get_sequence_parallel_rank()
     return group_of_ranks(tuple(range(first, first + get_sequence_parallel_world_size())))
 
 
 def get_sequence_data_parallel_group() -> dist.ProcessGroup | None:
-    """All ranks: over them gradients are averaged."""
+    """Returns all ranks, over which gradients are averaged."""
     return dist.group.WORLD
 
 
 def get_sequence_data_parallel_world_size() -> int:
-    """The number of ranks."""
+    """Returns the number of ranks."""
     return dist.get_world_size()
 
 
 def get_sequence_data_parallel_rank() -> int:
-    """This rank among all."""
+    """Returns this rank's global index."""
     return dist.get_rank()
 
 

@@ -1,8 +1,8 @@
-"""Computing a long sequence in tiles: what a tile needs for its backward is recomputed, so memory is that of one tile.
+"""Computes a long sequence in tiles. Each tile is recomputed in the backward, so that memory is needed for one tile only.
 
-DeepSpeed's three names over torch's activation checkpointing; gradients of weights add up over the tiles by autograd itself, so
-`compute_params`, which tells DeepSpeed when a gradient is complete, is accepted and not needed.
-Results have the dtype that the function gives them.
+DeepSpeed's three names on top of torch's activation checkpointing. Autograd accumulates the gradients of weights over the tiles, so
+`compute_params`, with which DeepSpeed detects complete gradients, is accepted and ignored. Results have the dtype of the function's
+results.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -24,9 +24,11 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: str | None = "mean",
 ) -> Tensor:
-    """fn(**tiles, **kwargs_to_pass) for each of `shards` ranges of the sequence, dimension 1 of every tensor [B, T, ..] in kwargs_to_shard.
+    """Runs fn(**tiles, **kwargs_to_pass) on each of `shards` ranges of the sequence, dimension 1 of all tensors [B, T, ..] in
+    kwargs_to_shard.
 
-    output_unshard_dimension: where results are joined; 0 stacks losses. output_reduction: "mean", "sum" or None of the joined results.
+    output_unshard_dimension: where results are joined; 0 stacks losses. output_reduction: "mean", "sum" or None, of the joined results.
+
     Raises ValueError for another reduction.
     """
     del grad_requiring_tensor_key, compute_params
@@ -73,19 +75,19 @@ class SequenceTiledCompute:
 
 
 class TiledMLP:
-    """An MLP whose forward is `TiledMLP.apply(fn, self, x, shards, compute_params)`."""
+    """An MLP with the forward `TiledMLP.apply(fn, self, x, shards, compute_params)`."""
 
     @staticmethod
     def apply(
         fn: Callable[[Any, Tensor], Tensor], self: Any, x: Tensor, shards: int, compute_params: Iterable | None = None
     ) -> Tensor:
-        """fn(self, x) over `shards` ranges of x [.., T, C]."""
+        """Runs fn(self, x) over `shards` ranges of x [.., T, C]."""
         del compute_params
         return torch.cat([checkpoint(fn, self, tile, use_reentrant=False) for tile in x.chunk(shards, dim=-2)], dim=-2)
 
 
 class TiledFusedLogitsLoss:
-    """A loss over tiles of tokens, so that all logits never exist at once."""
+    """A loss over tiles of tokens that avoids materializing all logits."""
 
     @staticmethod
     def apply(
@@ -98,7 +100,8 @@ class TiledFusedLogitsLoss:
         compute_params: Iterable | None,
         output_reduction: str,
     ) -> Tensor:
-        """The mean or sum of fn(self, x, y[, mask]) over `shards` ranges of the flattened tokens: x [B, T, ..], y [B, T, ..], mask [B, T].
+        """Returns the mean or sum of fn(self, x, y[, mask]) over `shards` ranges of the flattened tokens: x [B, T, ..], y [B, T, ..],
+        mask [B, T].
 
         Raises ValueError for other shapes and for another reduction.
         """

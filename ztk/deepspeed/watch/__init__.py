@@ -1,4 +1,4 @@
-"""What is measured, printed and written while a script trains: times, memory, FLOPs, monitors.
+"""Measurements and output during training: times, memory, FLOPs, monitors.
 
-`watcher` is what the engine calls around forward, backward and step; the others are one instrument each.
+The engine calls `watcher` around forward, backward and step; each other module is one instrument.
 """

@@ -1,4 +1,4 @@
-"""Seconds: of forward, backward and step, and samples per second."""
+"""Times of forward, backward and step, and samples per second."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -12,9 +12,9 @@ _WARM_UP = 2  # steps before samples per second are counted
 
 
 class WallClock:
-    """Milliseconds of the phases, a GPU waited for. `micro` is of the last micro-batch, `step` adds up over the step's.
+    """Milliseconds of the phases, synchronized with a GPU. `micro` is for the last micro-batch, `step` sums over the step.
 
-    Phases have DeepSpeed's names: fwd, bwd (of it bwd_inner and bwd_allreduce), step.
+    Phases have DeepSpeed's names: fwd, bwd (with its parts bwd_inner and bwd_allreduce), step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class WallClock:
 
     @contextmanager
     def phase(self, name: str, *, phases: Mapping[str, float]) -> Iterator[None]:
-        """phases: seconds on the engine's own clock, which knows how long it waited for communication."""
+        """Times a phase. phases: seconds on the engine's own clock, from which the waiting time for communication is taken."""
         if self._ended:
             self.step, self._ended = {}, False
         waited = phases.get("communication", 0.0)
@@ -40,7 +40,7 @@ class WallClock:
             self.step[part] = self.step.get(part, 0.0) + milliseconds
 
     def end_step(self) -> None:
-        """The next phase begins another step."""
+        """Marks the end of a step."""
         self._ended = True
 
     def _now(self) -> float:
@@ -50,9 +50,9 @@ class WallClock:
 
 
 class Throughput:
-    """Samples per second, from the first forward of a step to its end; the first two steps are not counted.
+    """Samples per second, from the first forward of a step to its end. The first two steps do not count.
 
-    Scripts see it as `engine.tput_timer`. global_step_count: steps that it timed. epoch_count: rises when a script says so.
+    Available as `engine.tput_timer`. global_step_count: number of timed steps. epoch_count: increased by the script.
     """
 
     def __init__(self, policy: ThroughputPolicy, *, device: torch.device) -> None:
@@ -63,20 +63,20 @@ class Throughput:
         self.epoch_count = 0
 
     def update_epoch_count(self) -> None:
-        """A script begins another epoch; only the printed line shows it."""
+        """Increases the epoch in the printed line. Called by scripts."""
         self.epoch_count += 1
 
     def avg_samples_per_sec(self) -> float:
-        """Over the steps that counted; minus infinity before the first."""
+        """Returns the mean over the counted steps; minus infinity before the first."""
         return self._samples / self._seconds if self._samples else float("-inf")
 
     def start(self) -> None:
-        """Of a micro-batch; the first of a step counts."""
+        """Called at the start of a micro-batch; only the first of a step counts."""
         if self._policy.enabled and self._started is None:
             self._started = self._now()
 
     def stop(self, *, samples: int) -> None:
-        """Of a step over `samples`."""
+        """Called at the end of a step over `samples`."""
         if self._started is None:
             return
         seconds, self._started = self._now() - self._started, None
@@ -87,7 +87,7 @@ class Throughput:
             self._last = samples / seconds
 
     def text(self, *, micro_steps: int, steps: int) -> str | None:
-        """DeepSpeed's line; None while nothing is counted."""
+        """Returns DeepSpeed's line, or None before a step counts."""
         if not self._samples:
             return None
         average = self.avg_samples_per_sec()

@@ -1,8 +1,8 @@
 """The FLOPs profiler: floating-point operations, multiply-accumulates and seconds of every module's forward.
 
 Operations are counted as torch executes them, below autograd: matrix products, convolutions and attention by the formulas of
-torch.utils.flop_counter, the usual elementwise operations and norms besides. A multiply-accumulate is two operations of the former.
-Kernels that are not torch's own are not seen.
+torch.utils.flop_counter, and the usual elementwise operations and norms. A multiply-accumulate is two operations of a product. Custom
+kernels are not counted.
 """
 
 import functools
@@ -32,7 +32,7 @@ from ztk.deepspeed.watch.flops_text import (
 from ztk.nn.linear import Linear
 
 _FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-# Operations per element of what goes in: a norm takes the mean, the variance and then scales.
+# Operations per input element. A norm computes the mean and the variance, and then scales.
 _PER_INPUT = {
     "native_layer_norm": 5,
     "native_group_norm": 5,
@@ -50,7 +50,7 @@ _PER_OUTPUT = (
 
 @dataclass(slots=True)
 class ModuleCost:
-    """Of one module's forwards: operations of its own (not of modules in it), and seconds with them."""
+    """Cost of a module's forwards: its own operations, without submodules, and the seconds including submodules."""
 
     flops: int = 0
     macs: int = 0
@@ -58,9 +58,10 @@ class ModuleCost:
 
 
 class FlopsProfiler:
-    """Profiles the forwards between `start_profile` and `stop_profile`; `end_profile` forgets them.
+    """Profiles the forwards between `start_profile` and `stop_profile`. `end_profile` clears the results.
 
-    ds_engine: a DeepSpeedEngine whose sizes and phase times are printed, too. recompute_fwd_factor: forwards that a backward repeats.
+    ds_engine: a DeepSpeedEngine whose sizes and phase times are printed too. recompute_fwd_factor: number of forwards that a backward
+    repeats.
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
@@ -71,13 +72,13 @@ class FlopsProfiler:
         self._counter: _Counter | None = None
 
     def start_profile(self, ignore_list: Sequence[type] | None = None, *, once: bool = False) -> None:
-        """ignore_list: classes of modules that get no row of their own. once: the end of the model's first forward stops it."""
+        """ignore_list: classes of modules without their own row. once: stops at the end of the model's first forward."""
         self.stop_profile()
         self.reset_profile()
         self._counter = _Counter(self.costs)
         ignored = set(ignore_list or ())
         if nn.Linear in ignored:
-            ignored.add(Linear)  # what an engine on CPU makes of them
+            ignored.add(Linear)  # an engine on the CPU replaces linear layers by these
         for module in self.model.modules():
             if type(module) not in ignored:
                 self._handles.append(module.register_forward_pre_hook(self._counter.enter))
@@ -85,13 +86,11 @@ class FlopsProfiler:
         if once:
             self._handles.append(self.model.register_forward_hook(lambda *_: self.stop_profile(), always_call=True))
         self._counter.__enter__()
-        torch.zeros(
-            1
-        ).neg()  # torch makes a mode ready at its first operation, which takes seconds: before modules are timed
+        torch.zeros(1).neg()  # run the mode's first operation now, because it takes seconds
         self.started = True
 
     def stop_profile(self) -> None:
-        """Nothing is counted any more; the costs stay."""
+        """Stops counting and keeps the costs."""
         if self._counter is None:
             return
         self._counter.__exit__(None, None, None)
@@ -105,29 +104,29 @@ class FlopsProfiler:
         self.costs.update((module, ModuleCost()) for module in self.model.modules())
 
     def end_profile(self) -> None:
-        """Stops, and forgets the costs."""
+        """Stops counting and clears the costs."""
         self.stop_profile()
         self.costs.clear()
         self.started = False
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
-        """Operations of the model's forward."""
+        """Returns the operations of the model's forward."""
         return _shown(self.of(self.model).flops, as_string and number_to_string)
 
     def get_total_macs(self, as_string: bool = False) -> int | str:
-        """Multiply-accumulates of the model's forward."""
+        """Returns the multiply-accumulates of the model's forward."""
         return _shown(self.of(self.model).macs, as_string and macs_to_string)
 
     def get_total_duration(self, as_string: bool = False) -> float | str:
-        """Seconds of the model's forward."""
+        """Returns the seconds of the model's forward."""
         return _shown(self.of(self.model).seconds, as_string and duration_to_string)
 
     def get_total_params(self, as_string: bool = False) -> int | str:
-        """Elements of the model's parameters."""
+        """Returns the number of elements of the model's parameters."""
         return _shown(parameters_of(self.model), as_string and params_to_string)
 
     def of(self, module: nn.Module) -> ModuleCost:
-        """A module's costs with those of the modules in it. One that is only a container took as long as its children."""
+        """Returns a module's costs including its submodules. The time of a pure container is the sum over its children."""
         own = [self.costs.get(part, ModuleCost()) for part in module.modules()]
         seconds = self.costs.get(module, ModuleCost()).seconds or sum(
             self.of(child).seconds for child in module.children()
@@ -142,8 +141,10 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """A summary, and a table: of every module if detailed, else of the most costly ones at every depth. output_file: None for the
-        terminal."""
+        """Prints a summary and a table: of every module if detailed, else of the most expensive ones at every depth.
+
+        output_file: defaults to the terminal.
+        """
         if not self.started:
             return
         rows = self._table(module_depth=module_depth, top_modules=top_modules, detailed=detailed)
@@ -151,7 +152,7 @@ class FlopsProfiler:
         _write(text, output_file=output_file)
 
     def stage_profile(self, *, layers: range, module_depth: int, top_modules: int, detailed: bool) -> StageProfile:
-        """What a rank of a pipeline says of its layers, for one micro-batch."""
+        """Returns a pipeline rank's profile of its layers, for one micro-batch."""
         total = self.of(self.model)
         return StageProfile(
             layers=layers,
@@ -165,11 +166,11 @@ class FlopsProfiler:
     def print_pipeline_profile(
         self, stages: Sequence[StageProfile], *, profile_step: int, output_file: str | None = None
     ) -> None:
-        """The sums of all stages, and what each says of its layers. output_file: None for the terminal."""
+        """Prints the sums over all stages, and each stage's profile. output_file: defaults to the terminal."""
         _write(pipeline_text(stages, head=self._head(profile_step)), output_file=output_file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Prints the most costly modules at every depth."""
+        """Prints the most expensive modules at every depth."""
         print("\n".join(self._table(module_depth=module_depth, top_modules=top_modules, detailed=False)), flush=True)
 
     def _table(self, *, module_depth: int, top_modules: int, detailed: bool) -> list[str]:
@@ -218,10 +219,11 @@ def get_model_profile(
     ignore_modules: Sequence[type] | None = None,
     mode: str = "forward",
 ) -> tuple:
-    """(flops, macs, params) of one forward of the model, in eval mode, as numbers or texts.
+    """Returns (flops, macs, params) of one forward of the model in eval mode, as numbers or texts.
 
-    input_shape: of one tensor in the model's dtype; else args and kwargs are what it is called with. mode: forward or generate.
-    Raises ValueError if nothing says what the model is called with.
+    input_shape: of one tensor in the model's dtype. Alternatively, args and kwargs are the model's arguments. mode: forward or generate.
+
+    Raises ValueError without any arguments for the model.
     """
     kwargs = dict(kwargs or {})
     if mode not in ("forward", "generate"):
@@ -234,11 +236,11 @@ def get_model_profile(
     call = model if mode == "forward" else model.generate
     model.eval()
     for _ in range(warm_up):
-        # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
+        # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
         call(*args, **kwargs)
     profiler = FlopsProfiler(model)
     profiler.start_profile(ignore_list=ignore_modules)
-    # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
+    # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
     call(*args, **kwargs)
     profiler.stop_profile()
     found = (
@@ -259,7 +261,7 @@ def get_model_profile(
 
 
 def parameters_of(module: nn.Module) -> int:
-    """Whole numbers of parameters, sharded or not."""
+    """Returns the number of elements of the full parameters, sharded or not."""
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
 
 
@@ -277,20 +279,22 @@ def _write(text: str, *, output_file: str | None) -> None:
 
 
 class _Counter(TorchDispatchMode):
-    """Books every operation to the module whose forward it is in; outside of all forwards, as in a backward, nothing is booked."""
+    """Attributes every operation to the module whose forward is running. Operations outside, for example in a backward, do not
+    count.
+    """
 
     def __init__(self, costs: dict[nn.Module, ModuleCost]) -> None:
         super().__init__()
         self._costs = costs
         self._open: list[tuple[nn.Module, float]] = []
-        self._own_seconds = 0.0  # spent on counting, which is no module's time
+        self._own_seconds = 0.0  # spent on counting; not part of any module's time
 
     def enter(self, module: nn.Module, inputs: tuple) -> None:
         self._open.append((module, _now() - self._own_seconds))
 
     def leave(self, module: nn.Module, inputs: tuple, output: object) -> None:
         if not self._open or self._open[-1][0] is not module:
-            return  # a forward above raised
+            return  # a forward of a parent raised
         _, start = self._open.pop()
         self._costs[module].seconds += _now() - self._own_seconds - start
 
@@ -313,7 +317,7 @@ class _Counter(TorchDispatchMode):
 
 @functools.cache
 def _is_made_of_parts(func: torch._ops.OpOverload) -> bool:
-    """In inference mode such a function comes as a whole; elsewhere its parts come by themselves."""
+    """Returns whether the function decomposes. In inference mode such a function arrives undecomposed, otherwise as its parts."""
     if _is_product(func) or _name(func) in (*_PER_INPUT, *_PER_OUTPUT):
         return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
@@ -324,12 +328,12 @@ def _is_product(func: torch._ops.OpOverload) -> bool:
 
 
 def _name(func: torch._ops.OpOverload) -> str:
-    """Without the mark of what writes in place."""
+    """Returns the name without the suffix of in-place operations."""
     return func._overloadpacket.__name__.removesuffix("_")
 
 
 def _count(func: torch._ops.OpOverload, *, args: tuple, kwargs: dict, out: object) -> int:
-    """Operations of one call."""
+    """Returns the operations of one call."""
     if func._overloadpacket is _FLASH_ON_CPU:
         return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
     if _is_product(func):

@@ -1,4 +1,4 @@
-"""How a FLOPs profile reads: a summary, and a table of modules like that of torch.utils.flop_counter."""
+"""Formats a FLOPs profile: a summary, and a table of modules as in torch.utils.flop_counter."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +11,9 @@ _SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"), (1, ""), (1e-3, "m")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileHead:
-    """What the summary says besides the model's own cost.
+    """The content of the summary, apart from the model's own cost.
 
-    milliseconds: of fwd and bwd of a micro-batch and of the step, where they are measured. accumulation: micro-batches in a step.
+    milliseconds: of fwd and bwd of a micro-batch and of the step, if measured. accumulation: micro-batches per step.
     """
 
     step: int
@@ -28,7 +28,7 @@ class ProfileHead:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageProfile:
-    """A stage of a pipeline: its layers, its costs for one micro-batch, the lines about its modules."""
+    """A pipeline stage: its layers, its costs for one micro-batch, and the lines about its modules."""
 
     layers: range
     params: int
@@ -41,7 +41,7 @@ class StageProfile:
 def profile_text(
     model: nn.Module, *, of: Callable, parameters: Callable, head: ProfileHead, rows: Sequence[str]
 ) -> str:
-    """of: module -> its costs, submodules included; parameters: module -> how many. rows: of `module_table`."""
+    """of: module -> its costs, including submodules. parameters: module -> number of parameters. rows: of `module_table`."""
     summary = _rows(_summary(of(model), params=parameters(model), head=head))
     return "\n".join([*_title(head), *summary, "", *rows, "-" * 78])
 
@@ -49,8 +49,11 @@ def profile_text(
 def module_table(
     model: nn.Module, *, of: Callable, parameters: Callable, module_depth: int, top_modules: int, detailed: bool
 ) -> list[str]:
-    """A row per module, indented as it lies in the model: all of them if detailed, else at every depth down to `module_depth` (-1: the
-    innermost) the `top_modules` with the most MACs. What a module computes outside of its submodules is in its own row alone."""
+    """Returns one row per module, indented by depth: all modules if detailed, else the `top_modules` with the most MACs at every depth
+    down to `module_depth` (-1: the innermost).
+
+    Operations outside of submodules appear only in the module's own row.
+    """
     found: list[tuple[int, str, nn.Module]] = []
 
     def walk(module: nn.Module, name: str, depth: int) -> None:
@@ -82,7 +85,7 @@ def module_table(
 
 
 def pipeline_text(stages: Sequence[StageProfile], *, head: ProfileHead) -> str:
-    """The sums over `stages`, and each of them. A tied layer's parameters count on every stage that has them."""
+    """Formats the sums over `stages`, and each stage. A tied layer's parameters count on every stage that has them."""
     flops = sum(stage.flops for stage in stages)
     rows = [
         *_sizes(head),
@@ -192,7 +195,7 @@ def _rate(flops: float, *, seconds: float) -> str:
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """`1.5 K`. units: a letter, else the one that fits."""
+    """Formats as `1.5 K`. units: a prefix; by default one that fits."""
     if units is None:
         scale, units = next((pair for pair in _SCALES if num >= pair[0]), (1, "") if num == 0 else _SCALES[-1])
     else:
@@ -201,26 +204,26 @@ def number_to_string(num: float, units: str | None = None, precision: int = 2) -
 
 
 def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
-    """Like "1.5 GMACs"."""
+    """Formats like "1.5 GMACs"."""
     return f"{number_to_string(macs, units=units, precision=precision)}MACs"
 
 
 def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    """Like "1.5 TFLOPS"."""
+    """Formats like "1.5 TFLOPS"."""
     return f"{number_to_string(flops, units=units, precision=precision)}FLOPS"
 
 
 def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
-    """Like "1.5 ms". duration: seconds."""
+    """Formats like "1.5 ms". duration: seconds."""
     return f"{number_to_string(duration, units=units, precision=precision)}s"
 
 
 def bytes_to_string(b: float, units: str | None = None, precision: int = 2) -> str:
-    """Like "1.5 GB", in steps of 1000."""
+    """Formats like "1.5 GB", in steps of 1000."""
     return f"{number_to_string(b, units=units, precision=precision)}B"
 
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
-    """Billions are B."""
+    """Formats a number of parameters. Billions are B."""
     units = units.replace("B", "G") if units else units
     return number_to_string(params_num, units=units, precision=precision).replace("G", "B").strip()

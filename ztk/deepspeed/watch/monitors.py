@@ -16,7 +16,7 @@ Event = tuple[str, float, int]
 
 
 class MonitorMaster:
-    """All monitors of a policy. On other ranks than 0 it does nothing."""
+    """All monitors of a policy. Does nothing on ranks other than 0."""
 
     def __init__(self, monitor_config: MonitorPolicy) -> None:
         self.monitor_config, self.enabled = monitor_config, monitor_config.enabled
@@ -33,7 +33,7 @@ class MonitorMaster:
                 self._monitors.append(make(policy))
 
     def write_events(self, event_list: Iterable[Event]) -> None:
-        """They are on the disk, or handed to wandb or Comet, when it returns."""
+        """Writes events. When it returns, they are on the disk, or passed to wandb or Comet."""
         events = list(event_list)
         for monitor in self._monitors:
             monitor.write_events(events)
@@ -44,7 +44,7 @@ class MonitorMaster:
 
 
 def get_monitor_config(config: dict) -> MonitorPolicy:
-    """The monitors of a configuration. Raises DeepSpeedConfigError."""
+    """Returns the monitors of a configuration. Raises DeepSpeedConfigError."""
     findings = Findings()
     watching = read_watching(config, findings=findings)
     if findings.faults:
@@ -71,7 +71,7 @@ class CsvMonitor:
                 writer.writerow([step, value])
 
     def close(self) -> None:
-        """Files are closed after every event."""
+        """Does nothing: files are closed after every event."""
 
 
 class TensorBoardMonitor:
@@ -91,10 +91,10 @@ class TensorBoardMonitor:
 
 
 class WandbMonitor:
-    """One run of wandb; offline where nobody is logged in, because a job cannot answer a prompt."""
+    """One run of wandb. Offline if nobody is logged in, because a job cannot answer a prompt."""
 
     def __init__(self, policy: WandbPolicy) -> None:
-        wandb = importlib.import_module("wandb")  # optional, and it takes a second
+        wandb = importlib.import_module("wandb")  # optional, and slow to import
         mode = os.environ.get("WANDB_MODE")
         if mode is None and not os.environ.get("WANDB_API_KEY") and not wandb.login(prompt=False):
             mode = "offline"
@@ -110,7 +110,7 @@ class WandbMonitor:
 
 
 class CometMonitor:
-    """One experiment of Comet. An event is written if as many samples have passed since its name's last as the policy says."""
+    """One experiment of Comet. An event is logged if enough samples, according to the policy, have passed since its name's last event."""
 
     def __init__(self, policy: CometPolicy) -> None:
         comet = importlib.import_module("comet_ml")  # optional

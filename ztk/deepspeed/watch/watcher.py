@@ -1,7 +1,4 @@
-"""What the engine calls around forward, backward and step, and what is printed and written then.
-
-A loss has any floating-point dtype.
-"""
+"""Called by the engine around forward, backward and step; prints and writes the measurements. Losses have any floating-point dtype."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -19,15 +16,15 @@ from ztk.deepspeed.watch.flops import FlopsProfiler
 from ztk.deepspeed.watch.monitors import Event, MonitorMaster
 from ztk.train.engine import Engine
 
-_USUAL = 10  # steps between reports if a breakdown is wanted and `steps_per_print` is not given
+_USUAL = 10  # steps between reports of a breakdown without `steps_per_print`
 _PHASES = {"forward": "fwd", "backward": "bwd", "backward_inner": "bwd_inner", "backward_allreduce": "bwd_allreduce"}
 
 
 class Watcher:
-    """Belongs to one DeepSpeedEngine. Rank 0 prints and writes; every rank times."""
+    """Belongs to one DeepSpeedEngine. Rank 0 prints and writes; every rank measures."""
 
     def __init__(self, facade) -> None:
-        """facade: the DeepSpeedEngine, whose engine may be built anew and whose batch sizes may change later."""
+        """facade: the DeepSpeedEngine. Its inner engine and its batch sizes may change later."""
         self._facade = facade
         settings, process = facade.settings, facade.engine.process
         watching = settings.watching
@@ -36,7 +33,7 @@ class Watcher:
         for group in process.mesh.comms:
             comm.watch(group)
         self.monitor = MonitorMaster(watching.monitors)
-        # The profiler shows the times of backward and step, too.
+        # The profiler also prints the times of backward and step.
         measures = settings.wall_clock_breakdown or watching.flops is not None
         self.clock = WallClock(process.device) if measures else None
         self._prints_times = settings.wall_clock_breakdown and process.rank == 0
@@ -47,7 +44,7 @@ class Watcher:
         self._every = settings.steps_per_print or (_USUAL if wanted else None)
         self._is_first, self._stages = process.rank == 0, process.mesh.comm("pp")
         self._throughput = Throughput(watching.throughput, device=process.device)
-        self._is_read = False  # by a script, from when on it counts
+        self._is_read = False  # by a script; enables counting
         self._seconds: dict[str, float] = {}
         self._losses: list[torch.Tensor] = []
         if settings.dump_state and self._is_first:
@@ -63,13 +60,13 @@ class Watcher:
 
     @property
     def throughput(self) -> Throughput:
-        """For scripts; from the first time on steps are counted even if nothing is printed."""
+        """The throughput timer for scripts. Its first use enables counting even if nothing is printed."""
         self._is_read = True
         return self._throughput
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the module's forward."""
+        """Wraps the module's forward."""
         if self._every or self._is_read:
             self._throughput.start()
         profiled = self._profiles_now()
@@ -87,21 +84,20 @@ class Watcher:
 
     @contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
-        """Around the backward of a micro-batch's `loss`, a scalar."""
+        """Wraps the backward of a micro-batch's `loss`, a scalar."""
         self.note_loss(loss)
         with self._timed("bwd"):
             yield
         self._see("after backward")
 
     def note_loss(self, loss: torch.Tensor) -> None:
-        """One of those whose mean is the step's: a scalar."""
+        """Adds a loss, a scalar, to the mean of the step."""
         if self.monitor.enabled and self._is_first:
             self._losses.append(loss.detach())
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Around a pipeline's full step, whose forwards and backwards alternate: its time is `step`'s. Of a step that is profiled every
-        stage's first forward is."""
+        """Wraps a pipeline's full step, whose time counts as `step`. If the step is profiled, every stage's first forward is."""
         if self._every or self._is_read:
             self._throughput.start()
         if self._profiles_now():
@@ -112,7 +108,7 @@ class Watcher:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around `step()` of a micro-batch; prints its times."""
+        """Wraps `step()` of a micro-batch and prints its times."""
         with self._timed("step"):
             yield
         if self._prints_times:
@@ -120,7 +116,7 @@ class Watcher:
             _log_times({f"{name}_microstep": spent for name, spent in self.clock.micro.items()})
 
     def after_step(self) -> None:
-        """The optimizer has stepped."""
+        """Called after the optimizer's step."""
         step = self._facade.global_steps
         self._throughput.stop(samples=self._settings.batch.train)
         self._see("after step")
@@ -150,7 +146,7 @@ class Watcher:
 
     def _print_profile(self, step: int) -> None:
         policy, flops = self._settings.watching.flops, self.flops
-        assert policy is not None and flops is not None, "only what is profiled is printed"
+        assert policy is not None and flops is not None, "the profiler is on"
         what = {
             "module_depth": policy.module_depth,
             "top_modules": policy.top_modules,
@@ -205,13 +201,13 @@ class Watcher:
                     logger.info("memory: %s, %s: %.1f MiB", tier.label, category, nbytes / 2**20)
 
     def _see(self, moment: str) -> None:
-        """Memory at this moment of the steps that report."""
+        """Records the memory at this point of the steps that report."""
         if self._settings.memory_breakdown and self._is_first:
             step = self._facade.global_steps + (moment != "after step")
             see_memory_usage(f"Engine {moment}", force=step % self._every == 0)
 
     def _dump(self) -> None:
-        """`dump_state`: what the configuration came to."""
+        """Logs the final settings for `dump_state`."""
         logger.info("DeepSpeedEngine:")
         for field in dataclasses.fields(self._settings):
             value = getattr(self._settings, field.name)

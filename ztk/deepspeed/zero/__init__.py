@@ -1,4 +1,4 @@
-"""What `deepspeed.zero` and `deepspeed.utils` offer about sharded parameters. `names/table.py` has the homes of its names."""
+"""Functions of `deepspeed.zero` and `deepspeed.utils` for sharded parameters. `names/table.py` lists the modules of its names."""
 
 from ztk.deepspeed.names.tree import lookup, names_of
 

@@ -1,6 +1,6 @@
-"""DeepSpeed's estimates of memory for parameters, gradients and Adam's states, by its formulas, printed as a table.
+"""DeepSpeed's estimates of memory for parameters, gradients and Adam's states, printed as a table.
 
-They are its rules of thumb for 16-bit training (18 bytes per parameter); what a run of ztk takes is in its memory report.
+They are DeepSpeed's rules of thumb for 16-bit training (18 bytes per parameter). The memory report of a run has ztk's actual values.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryNeeds:
-    """Bytes per node of main memory and per GPU, and the options they are for."""
+    """Bytes of main memory per node and of memory per GPU, and the corresponding options."""
 
     cpu_bytes: int
     gpu_bytes: int
@@ -22,7 +22,7 @@ class MemoryNeeds:
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> list[MemoryNeeds]:
-    """Prints the needs of `model` at stage 2, with and without an offloaded optimizer, and returns them."""
+    """Prints and returns the needs of `model` at stage 2, with and without an offloaded optimizer."""
     return estimate_zero2_model_states_mem_needs_all_cold(
         _total(model), num_gpus_per_node, num_nodes, additional_buffer_factor
     )
@@ -51,7 +51,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> list[MemoryNeeds]:
-    """Prints the needs of `model` at stage 3 for every way of offloading, and returns them."""
+    """Prints and returns the needs of `model` at stage 3 for every way of offloading."""
     largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
     return estimate_zero3_model_states_mem_needs_all_cold(
         _total(model), largest, num_gpus_per_node, num_nodes, additional_buffer_factor

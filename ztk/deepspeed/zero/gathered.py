@@ -1,4 +1,4 @@
-"""`GatheredParameters`: parameters unsharded for a while, and their changes written back."""
+"""`GatheredParameters`: temporarily unshards parameters, and writes changes back."""
 
 from collections.abc import ItemsView, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,18 +15,23 @@ from ztk.zero.parameters.released import forget_saved
 from ztk.zero.update.piece_states import MASTER
 
 _modifiers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> open contexts with a modifier_rank
-_accepted: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> its version when its values were last taken over
+_accepted: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # parameter -> its version when its values were last written back
 
 
 class GatheredParameters:
-    """Inside, the parameters are unsharded on every rank. Every rank enters and leaves; contexts may be nested and may overlap. What is
-    computed with an engine's parameters inside may be differentiated after it.
+    """Unshards parameters on every rank inside the context.
 
-    params: a parameter or parameters, in any order, of an engine or built under `zero.Init`; all others are unsharded anyway.
-    modifier_rank: the rank, among those that share the parameters, whose changes inside become everybody's, master weights included (in
-        16 bit a value that was not changed keeps its fp32 master). None: nothing may be changed inside, which stage 3 checks at the end: of
-        what a rank wrote it compares its own slice, and counts writes to the parameters themselves.
-    fwd_module: the module whose forward uses them; noted as `register_external_parameter` does.
+    Entering and leaving are collective calls; contexts may be nested and may overlap.
+
+    Results computed with an engine's parameters inside can be differentiated afterwards.
+
+    params: a parameter or parameters, in any order, of an engine or built under `zero.Init`. Other parameters are ignored.
+    modifier_rank: the rank, among those that share the parameters, whose changes are written back to all ranks, including master weights.
+    In 16 bit, an unchanged value keeps its fp32 master. Without it, parameters must not change inside. Stage 3 checks this at the end:
+    each rank compares its own slice, and counts writes to the parameters themselves.
+    fwd_module: the module whose forward uses them; recorded as by `register_external_parameter`.
     """
 
     def __init__(
@@ -36,7 +41,7 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        """Entries of `params` that are None (a layer without a bias) are passed over."""
+        """Entries of `params` that are None (a layer without a bias) are ignored."""
         given = [params] if isinstance(params, torch.Tensor) or params is None else list(params)
         self._params = _ordered(given) if enabled else []
         self._versions: dict[nn.Parameter, int] = {}
@@ -55,7 +60,7 @@ class GatheredParameters:
             self._saving.enter_context(hooks.saved_tensors())
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        """Raises RuntimeError for parameters that were written without modifier_rank."""
+        """Raises RuntimeError for parameters that were changed without modifier_rank."""
         self._saving.close()
         if self._modifier_rank is not None:
             _count_modifiers(self._params, by=-1)
@@ -78,7 +83,7 @@ def pin(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def unpin(parameters: Sequence[nn.Parameter], *, source: int | None) -> None:
-    """Undoes `pin`. source: the rank whose values are taken over first; None: nobody changed them. A collective call."""
+    """Undoes `pin`. A collective call. source: the rank whose values are written back first, or None if they have not changed."""
     buckets = _buckets(parameters)
     try:
         if source is not None:
@@ -92,14 +97,15 @@ def unpin(parameters: Sequence[nn.Parameter], *, source: int | None) -> None:
 
 
 def unpin_unchanged(parameters: Sequence[nn.Parameter], *, versions: Mapping[nn.Parameter, int] | None = None) -> None:
-    """Undoes `pin` of parameters that nobody changed. A collective call.
+    """Undoes `pin` of unchanged parameters. A collective call.
 
-    versions: of the parameters when they were pinned; None: unknown.
-    Raises RuntimeError, on the ranks that find it, if some were changed: their values would be lost.
+    versions: the parameters' versions when they were pinned, if known.
+
+    Raises RuntimeError on a rank that finds changes, which would be lost.
     """
     changed = [_name(parameter) for parameter in parameters if _is_changed(parameter, versions=versions or {})]
     for bucket in _buckets(parameters):
-        bucket.residency.accept_writes()  # said here, so not again by the next step
+        bucket.residency.accept_writes()  # reported here, so the next step must not report it again
     unpin(parameters, source=None)
     if changed:
         raise RuntimeError(
@@ -109,7 +115,7 @@ def unpin_unchanged(parameters: Sequence[nn.Parameter], *, versions: Mapping[nn.
 
 
 def _is_changed(parameter: nn.Parameter, *, versions: Mapping[nn.Parameter, int]) -> bool:
-    """It was written since it was pinned, and no open context is going to take the values over."""
+    """Returns whether the parameter was written since it was pinned, without an open context that writes it back."""
     if parameter in _modifiers:
         return False
     now = parameter._version
@@ -122,7 +128,7 @@ def _is_changed(parameter: nn.Parameter, *, versions: Mapping[nn.Parameter, int]
 
 
 def _is_partitioned(parameter: nn.Parameter) -> bool:
-    """Stage 3: what is written on a rank is gone when the parameter is sharded again."""
+    """Returns whether the parameter is sharded (stage 3), so that a rank's writes are lost when it is resharded."""
     owner = owner_of(parameter)
     return partitioned_of(parameter) is not None or (owner is not None and owner.bucket.traits.shards_parameters)
 
@@ -157,7 +163,9 @@ def _take_over(parameters: Sequence[nn.Parameter], *, source: int) -> None:
 
 
 def _ordered(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Those that are sharded, each once, in an order that is the same on all ranks whatever a set or a dict did to theirs."""
+    """Returns the sharded parameters without duplicates, in an order that is the same on all ranks, even if theirs differs because of a
+    set.
+    """
     found = {}
     for parameter in parameters:
         if parameter is None:
@@ -171,16 +179,18 @@ def _ordered(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> dict[Bucket, Owner]:
-    """The engines' sharded buckets in which the parameters lie."""
+    """Returns the engines' sharded buckets with these parameters."""
     owners = [owner for parameter in _ordered(parameters) if (owner := owner_of(parameter)) is not None]
     return {owner.bucket: owner for owner in owners if owner.bucket.traits.shards_parameters}
 
 
 class GatherReplacedLayerParams:
-    """Inside, `param.data` is the full tensor on every rank, where ranks hold parts of it. Every rank enters and leaves.
+    """Makes `param.data` the full tensor on every rank inside the context if ranks hold parts of it.
 
-    params: a parameter or parameters, of any shape; those that ranks hold in full stay as they are, and at stage 3 all are unsharded.
-    module: the model or layer, accepted. What is written inside is lost: load weights by `engine.load_module_state_dict`.
+    Entering and leaving are collective calls.
+
+    params: a parameter or parameters of any shape. Parameters that ranks hold in full do not change; at stage 3 all are unsharded.
+    module: the model or layer; accepted and ignored. Writes inside are lost: load weights with `engine.load_module_state_dict`.
     """
 
     def __init__(self, params: torch.Tensor | Iterable[torch.Tensor], module: nn.Module, enabled: bool = True) -> None:
@@ -206,7 +216,7 @@ class GatherReplacedLayerParams:
 
 
 def _full(param: torch.Tensor, *, owner: Owner) -> torch.Tensor | None:
-    """The full tensor; None if this rank has it."""
+    """Returns the full tensor, or None if this rank has it."""
     part = owner.engine.zero.state.part_of(owner.name, bucket=owner.bucket)
     if part.is_full:
         return None
@@ -221,8 +231,8 @@ def _full(param: torch.Tensor, *, owner: Owner) -> torch.Tensor | None:
     return full
 
 
-# DeepSpeed has to be told of parameters that a module uses though another one owns them. ztk gathers a parameter wherever it is read, so the
-# register is only kept: it is checked, and shown to those who look into it.
+# DeepSpeed needs to know parameters that a module uses although another one owns them. ztk gathers a parameter wherever it is read, so
+# the register has no effect; it is only validated and readable.
 
 _external: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = (
     WeakKeyDictionary()
@@ -230,7 +240,7 @@ _external: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = (
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Notes that `module`'s forward uses `parameter`. Raises RuntimeError for anything but a module and a parameter."""
+    """Records that `module`'s forward uses `parameter`. Raises RuntimeError for arguments of other types."""
     _check_external(module, parameter)
     _external.setdefault(module, {})[id(parameter)] = parameter
 
@@ -246,7 +256,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def external_parameters(module: nn.Module) -> ItemsView[int, nn.Parameter]:
-    """What is registered for `module`: pairs of an id and a parameter."""
+    """Returns the parameters registered for `module`: pairs of an id and a parameter."""
     return _external.get(module, {}).items()
 
 

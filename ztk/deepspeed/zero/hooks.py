@@ -1,4 +1,4 @@
-"""What libraries do around generation at stage 3: gather everything, take hooks off, put them back."""
+"""Objects that libraries use around generation at stage 3, to gather everything and to remove and restore hooks."""
 
 import functools
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ from ztk.deepspeed.zero.gathered import GatheredParameters, external_parameters
 
 
 class DeepSpeedZeRoOffload:
-    """`engine.optimizer.parameter_offload` at stage 3, as TRL uses it.
+    """`engine.optimizer.parameter_offload` at stage 3, for TRL.
 
-    There are no hooks to take off: parameters that `GatheredParameters` holds stay as they are whatever runs, without any work.
+    ztk has no hooks to remove: parameters in `GatheredParameters` stay gathered during any forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -28,7 +28,7 @@ class DeepSpeedZeRoOffload:
 
 
 class _Coordinator:
-    """The order of uses: always followed as it comes, so there is never an old one to forget."""
+    """Records the order of uses. ztk always follows the current order, so there is nothing to reset."""
 
     def is_invalid_trace(self) -> bool:
         return True
@@ -36,6 +36,6 @@ class _Coordinator:
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside, all parameters of the engine `model` are unsharded: for many forwards without training."""
+    """Unshards all parameters of the engine `model` inside the context, for many forwards without training."""
     with GatheredParameters(model.parameters()):
         yield model

@@ -1,4 +1,4 @@
-"""`zero.Init`: a model larger than any rank's memory is built sharded, and `initialize` takes it over as it is."""
+"""`zero.Init`: builds a model larger than any rank's memory in sharded form. `initialize` takes it over."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -33,30 +33,31 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, None)
 
 
 class DeepSpeedTensorOverride(Enum):
-    """What DeepSpeed's Init changes about new tensors. ztk changes neither: a model is built as it is written."""
+    """Changes of new tensors in DeepSpeed's Init. ztk makes none of them: a model is built unchanged."""
 
     dtype = 1
     device = 2
 
 
 class Init:
-    """`with zero.Init(config_dict_or_path=...): model = Model()`: every parameter is sharded as soon as its module is built.
+    """`with zero.Init(config_dict_or_path=...): model = Model()` shards every parameter as soon as its module is built.
 
-    Every rank builds the same model. Rank 0's values are everybody's; with one seed on all ranks they are those of a model built
-    without Init, bit by bit, also where a parent changes its children's parameters. The most that is unsharded at a time is one module's own
-    parameters. Buffers are not sharded. Inside another Init this one changes nothing.
+    Every rank builds the same model, and rank 0's values count. With the same seed on all ranks, the values are bitwise equal to a model
+    built without Init, even if a parent changes its children's parameters. At most one module's own parameters are unsharded at a time.
+    Buffers are not sharded. Inside another Init this one has no effect.
 
-    module: shards this module instead, which was built unsharded.
-    config_dict_or_path, config: says where shards are stored: zero_optimization.offload_param and aio; no batch size is needed, and values
-        that are still "auto" are passed over.
-    remote_device: cpu or nvme, goes before the configuration. pin_memory: accepted; shards are copied once, into the engine's memory.
-    dtype: of the shards; None: as the model makes them, so that the engine's fp32 master weights lose nothing, in 16 bit too.
+    module: a module built unsharded, to shard instead.
+    config_dict_or_path, config: the location of shards: zero_optimization.offload_param and aio. A batch size is not needed, and values
+    of "auto" are ignored.
+    remote_device: cpu or nvme; takes precedence over the configuration.
+    pin_memory: accepted and ignored; shards are copied once, into the engine's memory.
+    dtype: of the shards. By default the model's, so that the engine's fp32 master weights lose no precision, also in 16 bit.
     data_parallel_group, sequence_data_parallel_group: must span all ranks, or be None.
-    enabled: False changes nothing at all.
-    mem_efficient_linear, tensor_overrides: accepted; ztk keeps no gathered weight for a linear layer's backward, and leaves new tensors
-        alone.
+    enabled: with False, Init has no effect.
+    mem_efficient_linear, tensor_overrides: accepted and ignored; ztk keeps no gathered weight for a linear layer's backward, and does not
+    change new tensors.
 
-    Raises DeepSpeedConfigError for a configuration it cannot follow, ValueError for other arguments.
+    Raises DeepSpeedConfigError for an invalid configuration, and ValueError for other arguments.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ def _check_group(group: object, *, name: str, process: Process) -> None:
 
 
 def _placed(source: object, *, remote_device: str | None) -> OffloadPolicy:
-    """Where shards are stored."""
+    """Returns the location of the shards."""
     given = {} if source is None else read_source(source)
     section = given.get("zero_optimization", {})
     findings = Findings()
@@ -158,7 +159,7 @@ def _placed(source: object, *, remote_device: str | None) -> OffloadPolicy:
 
 
 def _filled(section: object) -> object:
-    """The section without what the Hugging Face Trainer fills in later."""
+    """Returns the section without values that the Hugging Face Trainer fills in later."""
     if not isinstance(section, dict):
         return section
     return {key: value for key, value in section.items() if value != "auto"}
@@ -169,16 +170,19 @@ def _store(policy: OffloadPolicy, *, process: Process) -> Store:
     match policy.parameters:
         case Tier.none:
             return DeviceStore(device=process.device, ledger=ledger)
-        case Tier.cpu:  # not pinned: every shard is copied once, into the engine's own memory
+        case Tier.cpu:  # not pinned: every shard is copied only once, into the engine's own memory
             return DeviceStore(device=torch.device("cpu"), ledger=ledger)
-        case Tier.nvme:  # shards stream through the threads' blocks; nothing needs the pool
+        case Tier.nvme:  # shards stream through the threads' blocks, without the pool
             small = replace(policy, buffer_count=MIN_BUFFER_COUNT, buffer_bytes=_BLOCK_BYTES)
             return NvmeStore(small, rank=process.rank, ledger=ledger, counters=IoCounters())
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable, target_fp_dtype: torch.dtype | None) -> Callable:
-    """A constructor like `fn` whose floating-point tensors have target_fp_dtype. DeepSpeed's Init replaces torch's constructors by such
-    ones, transformers replaces this function; ztk's Init leaves torch alone and does not call it."""
+    """Returns a constructor like `fn` whose floating-point tensors have target_fp_dtype.
+
+    DeepSpeed's Init replaces torch's constructors by such ones, and transformers replaces this function. ztk's Init does not change torch
+    and does not call it.
+    """
 
     def wrapped(*args, **kwargs) -> torch.Tensor:
         tensor = fn(*args, **kwargs)

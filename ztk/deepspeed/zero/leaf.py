@@ -1,6 +1,6 @@
-"""Leaf modules: a module of experts is gathered as one, because every rank sends its tokens to other experts.
+"""Leaf modules: all experts of a module are gathered together, because ranks send their tokens to different experts.
 
-Units of stage 3 are the elements of module lists (see `ztk.zero.buckets.units`), so each expert would be one, and ranks would gather
+The units of stage 3 are the elements of module lists (see `ztk.zero.buckets.units`). Each expert would be a unit, and ranks would gather
 different ones.
 """
 
@@ -16,7 +16,7 @@ from ztk.deepspeed.tools.log import logger
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Marks the modules of these classes (types, their names, or their full names) and returns them. Before `initialize`.
+    """Marks the modules of these classes (types, their names, or their full names) and returns them. Call it before `initialize`.
 
     Raises ValueError if none is found, unless raise_if_not_found is False.
     """
@@ -31,7 +31,7 @@ def unset_z3_leaf_modules(
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Marks this module itself, or takes the mark away. Raises RuntimeError for a module that an engine trains already."""
+    """Marks or unmarks this module. Raises RuntimeError for a module that an engine trains already."""
     owner = next((owner for p in model.parameters() if (owner := owner_of(p)) is not None), None)
     if owner is not None:
         raise RuntimeError(
@@ -54,7 +54,7 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Marks modules whose names end so. Returns them, and the suffixes that no name has."""
+    """Marks modules by the ends of their names. Returns them, and the suffixes that were not found."""
     modules = dict(model.named_modules())
     missing = [suffix for suffix in module_name_suffixes if not any(name.endswith(suffix) for name in modules)]
     _check_found(missing, what="with names that end in", raises=raise_if_not_found)
@@ -63,17 +63,17 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The marked modules in `model`."""
+    """Returns the marked modules in `model`."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether this module itself is marked."""
+    """Returns whether this module is marked."""
     return getattr(model, "_z3_leaf", False)
 
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
-    """Whether the parameter lies in a marked module of an engine."""
+    """Returns whether the parameter is in a marked module of an engine."""
     owner = owner_of(model)
     if owner is None:
         return False
@@ -83,7 +83,7 @@ def z3_leaf_parameter(model: nn.Parameter) -> bool:
 
 
 def settle_units(model: nn.Module, *, leaves: LeafModules) -> None:
-    """Marks what the configuration names, and tells `ztk.zero.buckets.units` which modules are gathered as one. Called by `initialize`."""
+    """Marks the configured modules, and passes the marks to `ztk.zero.buckets.units`. Called by `initialize`."""
     missing = [name for name in leaves.classes if not _mark_classes(model, [name], flag=True, raise_if_not_found=False)]
     missing += set_z3_leaf_modules_by_name(model, leaves.names, raise_if_not_found=False)[1]
     missing += set_z3_leaf_modules_by_suffix(model, leaves.name_suffixes, raise_if_not_found=False)[1]

@@ -1,8 +1,8 @@
-"""What DeepSpeed's users read off a parameter at stage 3: `ds_id`, `ds_shape`, `ds_status` and the like.
+"""DeepSpeed's attributes of a parameter at stage 3: `ds_id`, `ds_shape`, `ds_status` and the like.
 
 [Note: Shape]
-A released parameter keeps its shape and reads as NaN, where DeepSpeed's has no elements; `numel()` and `shape` are always right, and
-`ds_numel` and `ds_shape` say the same.
+A released parameter keeps its shape and reads as NaN; DeepSpeed's has no elements. `numel()` and `shape` always refer to
+the full parameter, like `ds_numel` and `ds_shape`.
 """
 
 import functools
@@ -46,12 +46,12 @@ _STATUS = {
     ParameterState.sharded: ZeroParamStatus.NOT_AVAILABLE,
 }
 
-# What ZeroNames is mixed into; at run time a base would order the bases of subclasses.
+# The base class of ZeroNames for type checkers. At run time, a base would order the bases of subclasses.
 _Parameter = nn.Parameter if TYPE_CHECKING else object
 
 
 class ZeroNames(_Parameter):
-    """Mixed into the class of every parameter that stage 3 takes."""
+    """Mixed into the class of every parameter under stage 3."""
 
     ds_param_type = ZeroParamType.PARTITIONED
     ds_id: int
@@ -63,7 +63,7 @@ class ZeroNames(_Parameter):
 
     @property
     def ds_numel(self) -> int:
-        """Elements of the full parameter."""
+        """Number of elements of the full parameter."""
         return self.numel()
 
     @property
@@ -76,12 +76,12 @@ class ZeroNames(_Parameter):
 
     @property
     def ds_persist(self) -> bool:
-        """Never sharded, because of its size."""
+        """Whether the parameter is never sharded, because of its size."""
         return (owner := owner_of(self)) is not None and not owner.bucket.traits.shards_parameters
 
     @property
     def ds_tensor(self) -> Tensor:
-        """A copy of the elements that this rank keeps, flat, in the parameter's dtype; with an engine they may be none or all of them."""
+        """A copy of this rank's elements, flat, in the parameter's dtype. An engine may store none or all of them on a rank."""
         if (partitioned := partitioned_of(self)) is not None:
             return partitioned.own
         owner = owner_of(self)
@@ -94,11 +94,11 @@ class ZeroNames(_Parameter):
 
     @property
     def ds_active_sub_modules(self) -> set:
-        """Modules that keep the parameter gathered: always empty, because ztk counts the users of a bucket, not of a parameter."""
+        """The modules that keep the parameter gathered. Always empty, because ztk counts the users of a bucket, not of a parameter."""
         return set()
 
     def ds_summary(self) -> dict:
-        """The names above, to print."""
+        """Returns the attributes above, for printing."""
         return {
             "id": self.ds_id,
             "status": self.ds_status.name,
@@ -112,11 +112,11 @@ class ZeroNames(_Parameter):
         }
 
     def all_gather(self, param_list: Iterable[nn.Parameter] | None = None) -> None:
-        """Unshards the parameters (None: this one) until `partition`. Every rank calls it alike."""
+        """Unshards the parameters until `partition`. A collective call. param_list: defaults to this parameter."""
         pin(list(param_list or [self]))
 
     def partition(self, param_list: Iterable[nn.Parameter] | None = None, has_been_updated: bool = False) -> None:
-        """Undoes `all_gather`. has_been_updated: the values were changed, on all ranks alike, and are kept."""
+        """Undoes `all_gather`. has_been_updated: keeps values that were changed in the same way on all ranks."""
         if has_been_updated:
             unpin(list(param_list or [self]), source=0)
         else:
@@ -124,16 +124,16 @@ class ZeroNames(_Parameter):
 
 
 def name_parameter(parameter: nn.Parameter) -> None:
-    """Gives the parameter the names above. Every rank does it in the same order, so `ds_id` is the same on all."""
+    """Adds these attributes to the parameter. Every rank must call it in the same order, so that `ds_id` is the same on all."""
     if not isinstance(parameter, ZeroNames):
         change_class(parameter, make=_with_names)
-    if not hasattr(parameter, "ds_id"):  # a copy of a parameter has the class and no number
+    if not hasattr(parameter, "ds_id"):  # a copy of a parameter has the class but no number
         # pyrefly: ignore[missing-attribute]  # its class has it now
         parameter.ds_id = next(_numbers)
 
 
 def is_zero_param(parameter: object) -> bool:
-    """A parameter of stage 3, or built under `zero.Init`."""
+    """Returns whether the object is a parameter of stage 3, or built under `zero.Init`."""
     return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
 
 

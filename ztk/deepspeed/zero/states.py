@@ -1,8 +1,8 @@
-"""safe_get/set: one parameter's weight, gradient or optimizer state in fp32; in full, or what this rank keeps of it.
+"""safe_get/set: one parameter's weight, gradient or optimizer state in fp32, in full or this rank's part.
 
-Shapes in full are those of the full parameter, and the calls are collective: every rank makes them alike. `..._local_...` works without the
-other ranks and at stage 3 only, as in DeepSpeed: ztk shards flat buffers of many parameters, so a rank keeps any range of a parameter's
-elements, a part, all of it or nothing, in the flat shape [n]. Values that are set have any floating-point dtype.
+Functions for full tensors have the shapes of the full parameter and are collective calls. `..._local_...` functions are local and need
+stage 3, as in DeepSpeed. ztk shards flat buffers of many parameters, so a rank may have any range of a parameter's elements, including
+none or all of them, in the flat shape [n]. Values to set may have any floating-point dtype.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,20 +16,20 @@ from ztk.optim import TorchStep
 from ztk.zero.state.named import local_range
 from ztk.zero.update.piece_states import FROZEN, GRADIENT, MASTER
 
-# In full
+# Full tensors
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The master weight; None for a parameter of no engine."""
+    """Returns the master weight, or None for a parameter without an engine."""
     owner = owner_of(param)
     return None if owner is None else _read(owner, kind=weights_of(owner))
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The gradient that the coming step will use, before clipping: averaged, without loss scale.
+    """Returns the gradient for the next step, before clipping: averaged, without loss scale.
 
-    Between the backward at a boundary and `step()`. Inside `no_sync`: this rank's own sum so far, divided by the accumulation steps alone.
-    None at other times and for a parameter of no engine.
+    Available between the backward at a boundary and `step()`. Inside `no_sync`, returns this rank's local sum so far, divided only by the
+    accumulation steps. Otherwise, and for a parameter without an engine, returns None.
     """
     owner = owner_of(param)
     if owner is None or not _trained(owner):
@@ -41,7 +41,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """State `optim_state_key` ("exp_avg", "exp_avg_sq", "momentum_buffer"); None for a parameter that is not trained.
+    """Returns state `optim_state_key` ("exp_avg", "exp_avg_sq", "momentum_buffer"), or None for a parameter that is not trained.
 
     Raises ValueError for a state that the optimizer does not have.
     """
@@ -53,13 +53,13 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Sets the master weight and with it the parameter. value: the same on all ranks."""
+    """Sets the master weight and the parameter. value: the same on all ranks."""
     owner = _owned(param, value=value)
     _write(owner, value=value, kind=weights_of(owner))
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Sets the gradient that the coming step will use, as `safe_get_full_grad` gives it; norm and clipping follow.
+    """Sets the gradient for the next step, in the scale of `safe_get_full_grad`. Affects the norm and clipping.
 
     value: the same on all ranks. Raises ValueError if no step is due.
     """
@@ -70,7 +70,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Sets one optimizer state. value: the same on all ranks.
 
-    Raises ValueError for a frozen parameter, a state that the optimizer does not have, and another shape.
+    Raises ValueError for a frozen parameter, an unknown state, and another shape.
     """
     owner = _owned(param, value=value)
     if not _trained(owner):
@@ -82,30 +82,33 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """The gradient of every trained parameter becomes `update_func(gradient, parameter)`. Every rank calls it with the same list."""
+    """Replaces the gradient of every trained parameter by `update_func(gradient, parameter)`.
+
+    A collective call with the same list on all ranks.
+    """
     for param in param_list:
         if param.requires_grad and (gradient := safe_get_full_grad(param)) is not None:
             safe_set_full_grad(param, update_func(gradient, param))
 
 
-# What this rank keeps: what a `get` returns, a `set` takes; a `get` returns None for a frozen parameter.
+# This rank's parts. `set` functions take the results of `get` functions, which return None for a frozen parameter.
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The master weights."""
+    """Returns the master weights."""
     owner = _sharded(param)
     return _read(owner, kind=MASTER, local=True) if _trained(owner) else None
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """The gradient that the coming step will use, averaged, without loss scale: between the backward at a boundary and `step()`."""
+    """Returns the gradient for the next step, averaged, without loss scale: between the backward at a boundary and `step()`."""
     owner = _sharded(param)
     gradient = _read(owner, kind=GRADIENT, local=True) if _trained(owner) else None
     return None if gradient is None else gradient / _divisor_of(owner)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """One optimizer state."""
+    """Returns one optimizer state."""
     owner = _sharded(param)
     if not _trained(owner):
         return None
@@ -114,13 +117,13 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Sets the master weights and with them the parameter; of a parameter that is never sharded all ranks must call it."""
+    """Sets the master weights and the parameter. For a parameter that is never sharded, all ranks must call it."""
     owner = _fitting(param, value=value)
     _write(owner, value=value, kind=weights_of(owner), local=True)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Sets the gradient, as `safe_get_local_grad` gives it. Raises ValueError if no step is due."""
+    """Sets the gradient in the scale of `safe_get_local_grad`. Raises ValueError if no step is due."""
     owner = _fitting(param, value=value)
     _write(owner, value=_scaled(owner, value=value), kind=GRADIENT, local=True)
 
@@ -133,7 +136,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 
 
 def weights_of(owner: Owner) -> str:
-    """The kind of state that a parameter's weights are."""
+    """Returns the kind of state that holds a parameter's weights."""
     return MASTER if _trained(owner) else FROZEN
 
 
@@ -155,13 +158,13 @@ def _trained(owner: Owner) -> bool:
 
 
 def _divisor_of(owner: Owner) -> Tensor:
-    """A reduced gradient is larger by this scalar than the averaged, unscaled one."""
+    """Returns the ratio of a reduced gradient to the averaged, unscaled one, a scalar."""
     control = owner.engine.control
     return control.loss_scale * control.gradient_divisor
 
 
 def _scaled(owner: Owner, *, value: Tensor) -> Tensor:
-    """`value` as the engine keeps a gradient. Raises ValueError unless there is a reduced one."""
+    """Returns `value` in the engine's scale of a gradient. Raises ValueError unless there is a reduced one."""
     if not owner.engine.zero.named_state.has_gradient(owner.bucket):
         raise ValueError(
             f"parameter {owner.name} has no reduced gradient now: set it between the backward at a boundary and step()"
@@ -170,7 +173,7 @@ def _scaled(owner: Owner, *, value: Tensor) -> Tensor:
 
 
 def _owned(param: nn.Parameter, *, value: Tensor) -> Owner:
-    """Whose the parameter is; raises ValueError if it is nobody's or `value` does not fit it."""
+    """Returns the parameter's owner. Raises ValueError if there is none, or if `value` does not fit."""
     owner = owner_of(param)
     if owner is None:
         raise ValueError("the parameter belongs to no engine; pass one of engine.module's, after initialize")
@@ -194,12 +197,12 @@ def _fitting(param: nn.Parameter, *, value: Tensor) -> Owner:
         raise ValueError(f"parameter {owner.name} is frozen: it has no master weights, gradient or optimizer states")
     expected = len(local_range(owner.bucket, name=owner.name))
     if not isinstance(value, Tensor) or value.numel() != expected:
-        raise ValueError(f"value for {owner.name}: must be a tensor of {expected} elements, what this rank keeps of it")
+        raise ValueError(f"value for {owner.name}: must be a tensor of {expected} elements, this rank's part")
     return owner
 
 
 def _check_state(owner: Owner, *, key: str, sets: bool = False) -> None:
-    """Raises ValueError for a state that the optimizer does not keep. sets: also for one that its first step would overwrite."""
+    """Raises ValueError for a state that the optimizer does not have. sets: also for one that its first step would overwrite."""
     optimizer = owner.engine.zero.optimizer
     if sets and isinstance(optimizer, TorchStep) and local_range(owner.bucket, name=owner.name):
         owner.engine.zero.finish_update()

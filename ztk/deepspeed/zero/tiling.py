@@ -1,4 +1,4 @@
-"""`deepspeed.zero.TiledLinear`: a linear layer as a grid of small ones, of which stage 3 gathers one at a time."""
+"""`deepspeed.zero.TiledLinear`: a linear layer as a grid of small ones, which stage 3 gathers one at a time."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ztk.deepspeed.tools.helpers import partition_uniform
 
 
 class TiledLinear(nn.Module):
-    """out_splits rows of in_splits linear layers each; the sum over a row is a part of the output.
+    """out_splits rows of in_splits linear layers each. The sum over a row is a part of the output.
 
     linears: `linears[o][i]` has the weight [rows of part o, columns of part i]; the last of a row has the bias.
     """
@@ -27,8 +27,9 @@ class TiledLinear(nn.Module):
         init_linear: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """input_is_already_split: the forward takes a list of parts. combine_out_splits: it returns one tensor, else a list of parts.
-        init_linear: the weights to begin with. kwargs: for `linear_cls`.
+        """input_is_already_split: the forward takes a list of parts. combine_out_splits: the forward returns one tensor, else a list of
+        parts.
+        init_linear: the initial weights. kwargs: for `linear_cls`.
 
         Raises ValueError for more splits than features.
         """
@@ -62,9 +63,10 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: Any) -> None:
-        """Takes over the weight [out_features, in_features] and the bias of `other`.
+        """Copies the weight [out_features, in_features] and the bias of `other`.
 
-        Sharded parameters are gathered. A collective call where they are. Raises ValueError for another shape, or a bias on one side alone.
+        Gathers sharded parameters, in which case it is a collective call. Raises ValueError for another shape, or a bias on one side
+        only.
         """
         from ztk.deepspeed.zero.gathered import GatheredParameters
 
@@ -106,7 +108,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """Of layers that return (output, bias or None), as Megatron's do."""
+    """For layers that return (output, bias or None), like Megatron's."""
 
     def _reduce_local_output(self, current: Any, new: Any) -> Any:
         if current is None:

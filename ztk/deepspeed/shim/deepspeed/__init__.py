@@ -1,7 +1,7 @@
-"""`import deepspeed` where this folder is on the path, as under `python -m ztk.deepspeed`: ztk takes the name.
+"""Makes `import deepspeed` load ztk if this folder is on the path, as under `python -m ztk.deepspeed`.
 
-The folder beside it is what `importlib.metadata` reads. Both are found by every process that inherits PYTHONPATH, so workers of a
-data loader, `accelerate launch` and scripts that start scripts see the name, too.
+`importlib.metadata` reads the folder next to it. Every process that inherits PYTHONPATH finds both, including data loader workers,
+`accelerate launch` and scripts that start scripts.
 """
 
 from ztk.deepspeed.names import install

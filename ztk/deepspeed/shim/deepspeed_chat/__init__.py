@@ -1,5 +1,6 @@
-"""`import deepspeed_chat` where this folder is on the path, as under `python -m ztk.deepspeed`: ztk takes the name, unless the script has a
-package of that name itself."""
+"""Makes `import deepspeed_chat` load ztk if this folder is on the path, as under `python -m ztk.deepspeed`, unless the script has its own
+package of that name.
+"""
 
 import sys
 

@@ -97,7 +97,7 @@ def _materialise(model: nn.Module, *, device: torch.device) -> None:
     if next(model.buffers(), None) is not None:
         if not hasattr(model, "materialise_buffers"):
             raise ValueError("the model has buffers on the meta device and no materialise_buffers(device) to fill them")
-        # pyrefly: ignore[not-callable]  # nn.Module says Tensor | Module for every name that a model has
+        # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
         model.materialise_buffers(device)
 
 
