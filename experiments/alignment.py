@@ -1,9 +1,9 @@
-"""The parts of `task=sft`, `task=reward` and `task=dpo` that are the same: steps, evaluation, checkpoints."""
+"""The parts of `task=sft`, `task=reward`, `task=dpo` and `task=distill` that are the same: steps, evaluation, checkpoints."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,15 @@ class Measured:
 
     loss: Tensor
     sums: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Steps(Protocol):
+    """This rank's steps of a run, one after another."""
+
+    def next_step(self) -> Step: ...
+
+    def state_dict(self) -> dict[str, object]:
+        """The position, the same on all ranks."""
 
 
 def open_stream(config: Config, *, process: Process) -> ExampleStream:
@@ -90,7 +99,7 @@ def train(
     config: Config,
     *,
     engine: Engine,
-    stream: ExampleStream,
+    stream: Steps,
     reporter: Reporter,
     train_step: Callable[[Step], Measured],
     evaluate: Callable[[], Mapping[str, float]],

@@ -1,4 +1,4 @@
-"""The examples of `task=sft`, `task=reward` and `task=dpo`: made on the spot, or lines of a file; and a rank's part of each step."""
+"""The examples of `task=sft`, `reward`, `dpo` and `distill`: made on the spot, or lines of a file; and a rank's part of each step."""
 
 import functools
 import hashlib
@@ -13,12 +13,12 @@ from experiments.lengths import histogram
 from experiments.prompts import PAD, STOP
 from experiments.tasks import TASKS, name_of
 from ztk.config import Config
-from ztk.core.policies.runs import is_labelled
+from ztk.core.policies.runs import ANSWER_TASKS, is_labelled
 from ztk.core.runtime import Process
 from ztk.data import Share, SubwordTokenizer
 from ztk.data.permutation import Permutation
 from ztk.report import RunFolder
-from ztk.rl.align import Example, RecordFormat, Sequences, Text, read_examples
+from ztk.rl.align import Example, RecordFormat, Sequences, Text, read_examples, without_rejected
 from ztk.rl.rollout import Layout, has_cache, lay_out
 
 HELD_OUT = 2**40  # number of the first built-in prompt to evaluate with
@@ -80,9 +80,10 @@ class Examples:
     def __init__(self, config: Config, *, process: Process) -> None:
         """Raises ValueError for a record that is none, and if machines have different files under the same names."""
         self._seed, data = config.train.seed, config.data
-        self._is_pair, self._is_labelled = config.task.name != "sft", is_labelled(config)
+        self._is_pair, self._is_labelled = config.task.name not in ANSWER_TASKS, is_labelled(config)
         self._masks = config.task.name != "sft" or bool(config.sft.mask_prompts)
         self.held_out: list[Example] = []
+        self.num_rejected = 0  # records of KTO that are left out
         self._records: list[Example] | None = None
         self._epoch, self._task_name = -1, name_of(config)  # the epoch of `_order`
         if data.path is None:
@@ -102,6 +103,9 @@ class Examples:
             fields=data.fields,
             labelled=is_labelled(config),
         )
+        if not self._is_pair:
+            kept = without_rejected(found)
+            found, self.num_rejected = kept, len(found) - len(kept)
         found = [own for example in found for own in self._shaped(example)]
         held = max(1, round(len(found) * data.validation_fraction)) if data.validation_fraction else 0
         order = self._order = Permutation(len(found), seed=(self._seed, "held out"))
@@ -260,7 +264,8 @@ def lengths_of(examples: Examples) -> str:
     known = examples.records if examples.num_records is not None else examples.held_out
     lengths = [len(text) for example in known for text in example.texts]
     made = "" if examples.num_records is not None else " held out, others are made on the spot"
-    return f"texts: {len(lengths)}{made}, {histogram(lengths)}"
+    rejected = f"\n{count:,} records with label false are left out" if (count := examples.num_rejected) else ""
+    return f"texts: {len(lengths)}{made}, {histogram(lengths)}{rejected}"
 
 
 def _mismatched(examples: Sequence[Example], *, seq_len: int) -> list[Example]:

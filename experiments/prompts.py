@@ -1,5 +1,6 @@
 """Prompts, their answers and rewards: made on the spot, or lines of a file."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ class Prompts:
         self._records = None if config.rollout.task is not None else self._read(config)
         by_template = config.data.chat_template == "tokenizer"
         end = answer_end(self._records or [], tokenizer=self.tokenizer, by_template=by_template)
-        self.stops = tuple(dict.fromkeys([end, *self._more_ends(config), *self._chosen_ends(config)]))
+        self.stops = with_other_ends([end], config=config, tokenizer=self.tokenizer)
         self._task: Task | None = None if config.rollout.task is None else TASKS[name_of(config)]
         self.is_own_reward = has_rewards(config)
         self.rewards = self._open_rewards(config)
@@ -42,25 +43,6 @@ class Prompts:
             return None
         own = Reward(name=name_of(config), function=self._task.score)
         return RewardFunctions([own], timeout_seconds=config.reward.timeout_seconds)
-
-    def _more_ends(self, config: Config) -> tuple[int, ...]:
-        """End tokens in the model's generation_config.json, where a model may have more of them than its chat template uses."""
-        if isinstance(self.tokenizer, ByteTokenizer) or config.model.path is None:
-            return ()
-        return end_tokens(generation_file(config.model.path))
-
-    def _chosen_ends(self, config: Config) -> list[int]:
-        """The tokens of `rollout.stop`. Raises ValueError for a text of several tokens."""
-        found = []
-        for text in config.rollout.stop or ():
-            tokens = self.tokenizer.read(text).tokens
-            if len(tokens) != 1:
-                raise ValueError(
-                    f"rollout.stop: {text!r} has {len(tokens)} tokens, and an answer ends with one: name a text of one token, such as a "
-                    "special one"
-                )
-            found += tokens
-        return found
 
     def _read(self, config: Config) -> list[PromptRecord]:
         data = config.data
@@ -120,6 +102,29 @@ class Prompts:
         longest = max(len(record.tokens) for record in self._records)
         cut = sum(length > longest for length in lengths)
         return f"prompts: {len(lengths)}, {histogram(lengths)}" + (f"\n{cut} cut to {longest}" if cut else "")
+
+
+def with_other_ends(
+    ends: Iterable[int], *, config: Config, tokenizer: ByteTokenizer | SubwordTokenizer
+) -> tuple[int, ...]:
+    """`ends`, those in the model's generation_config.json, where a model may have more of them than its chat template uses, and the tokens of
+    `rollout.stop`.
+
+    Raises:
+        ValueError: a text of `rollout.stop` with several tokens.
+    """
+    found = list(ends)
+    if not isinstance(tokenizer, ByteTokenizer) and config.model.path is not None:
+        found += end_tokens(generation_file(config.model.path))
+    for text in config.rollout.stop or ():
+        tokens = tokenizer.read(text).tokens
+        if len(tokens) != 1:
+            raise ValueError(
+                f"rollout.stop: {text!r} has {len(tokens)} tokens, and an answer ends with one: name a text of one token, such as a "
+                "special one"
+            )
+        found += tokens
+    return tuple(dict.fromkeys(found))
 
 
 def open_tokenizer(config: Config) -> ByteTokenizer | SubwordTokenizer:

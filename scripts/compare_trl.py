@@ -1,4 +1,4 @@
-"""Losses of task=sft, reward and dpo beside TRL's trainers: one model, the same texts in the same order, fp32, one process.
+"""Losses of task=sft, reward, dpo and distill next to TRL's trainers: one model, the same texts in the same order, fp32, one process.
 
     pip install trl
     python scripts/compare_trl.py               every case, 6 optimizer steps
@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -51,6 +52,8 @@ COMMON = (
     *("train.eval_every=0", "train.eval_batches=1", "launch.ranks=1", "launch.device=cpu", "logger=disabled"),
 )
 DPO = ("task=dpo", "warm_start.steps=0", "dpo.beta=0.3", "dpo.sft_weight=0")
+TEACHER = "{teacher}"  # in choices: a folder that `with_teacher` makes
+DISTILL = ("task=distill", "distill.fraction=0", f"distill.teacher={TEACHER}")
 # Case -> ztk's choices, TRL's.
 CASES = {
     "sft": (("task=sft",), {}),
@@ -75,6 +78,9 @@ CASES = {
     ),
     "orpo": ((*DPO[:-1], "dpo.loss=orpo", "dpo.sft_weight=1"), {}),
     "kto": ((*DPO[:-1], "dpo.loss=kto", "dpo.beta=0.5", "dpo.undesirable_weight=0.75"), {"undesirable_weight": 0.75}),
+    "distill, forward": ((*DISTILL, "distill.beta=0"), {"beta": 0.0, "lmbda": 0.0}),
+    "distill, reverse": ((*DISTILL, "distill.beta=1"), {"beta": 1.0, "lmbda": 0.0}),
+    "distill": ((*DISTILL, "distill.beta=0.3"), {"beta": 0.3, "lmbda": 0.0}),
 }
 # Of `--speed`: the sizes of `compare_trl_rollouts.py`, and texts whose lengths differ as those of chats do.
 SPEED = (
@@ -125,7 +131,11 @@ def compare_losses(process: Process, *, steps: int) -> float:
     for name, (overrides, options) in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
             config = compose(
-                *overrides, *COMMON, f"train.steps={steps}", output_dir=folder, machine=Machine(gpus=0, cores=2)
+                *with_teacher(overrides, folder=folder),
+                *COMMON,
+                f"train.steps={steps}",
+                output_dir=folder,
+                machine=Machine(gpus=0, cores=2),
             )
             ours, theirs = (found.losses for found in run_both(config, process=process, folder=folder, options=options))
         difference = max(abs(own - their) for own, their in zip(ours, theirs, strict=True))
@@ -168,6 +178,17 @@ def write_records(path: Path) -> Path:
             pair = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
             file.write(json.dumps(pair) + "\n")
     return path
+
+
+def with_teacher(words: Sequence[str], *, folder: str) -> list[str]:
+    """Choices with the folder of a teacher of transformers, which is made if they name one. It is wider and has one layer."""
+    path = Path(folder, "teacher")
+    if any(TEACHER in word for word in words):
+        torch.manual_seed(1)
+        sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+        shape = transformers.LlamaConfig(**sizes, vocab_size=256, initializer_range=0.3, pad_token_id=PAD)
+        transformers.LlamaForCausalLM(shape).save_pretrained(path)
+    return [word.replace(TEACHER, str(path)) for word in words]
 
 
 def run_both(config: Config, *, process: Process, folder: str, options: dict) -> tuple[Losses, Losses]:
@@ -252,6 +273,9 @@ def run_trl(config: Config, *, process: Process, folder: str, options: dict) -> 
     )
     has_reference = config.task.name == "dpo" and config.dpo.loss not in ("simpo", "orpo")
     extra = {"ref_model": copy.deepcopy(model)} if has_reference else {}
+    if config.task.name == "distill":
+        teacher = transformers.AutoModelForCausalLM.from_pretrained(config.distill.teacher, dtype=torch.float32)
+        extra = {"teacher_model": teacher, "data_collator": transformers.DataCollatorForSeq2Seq(byte_tokenizer())}
     if config.dpo.loss == "kto":
         arguments.train_sampling_strategy = "sequential"
     trainer = Recording(
@@ -278,6 +302,10 @@ def trainer_of(config: Config) -> tuple[type, type]:
         return ORPOTrainer, ORPOConfig
     if config.dpo.loss == "kto":
         return trl.KTOTrainer, trl.KTOConfig
+    if config.task.name == "distill":
+        from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+        return GKDTrainer, GKDConfig
     return {
         "sft": (trl.SFTTrainer, trl.SFTConfig),
         "reward": (trl.RewardTrainer, trl.RewardConfig),
@@ -294,7 +322,7 @@ def texts_of(config: Config, *, process: Process) -> datasets.Dataset:
             tokens, masks = (
                 values.split(sequences.lengths.tolist()) for values in (sequences.tokens, sequences.answer)
             )
-            if config.task.name == "sft":
+            if config.task.name in ("sft", "distill"):
                 for ids, mask in zip(tokens, masks, strict=True):
                     labels = torch.where(mask, ids, -100)
                     records.append({"input_ids": ids.tolist(), "labels": labels.tolist()})

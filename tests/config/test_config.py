@@ -56,9 +56,10 @@ def test_every_option_composes(group, tmp_path):
                 ("model", "hf"),
                 ("lora", "adapter"),
                 ("hardware", "here"),
+                ("task", "distill"),
             }
             or option == "own"
-        ):  # need an object, a folder or a file: tests/config/test_hugging_face.py, tests/planner/test_here.py
+        ):  # need an object, a folder or a file: tests/config/test_hugging_face.py, test_here.py, test_distill.py
             continue
         model = ("model=30m",) if group == "topology" else ()  # whose heads every degree divides
         if group == "topology" and re.search(r"ep\d", option):

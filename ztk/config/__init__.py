@@ -19,6 +19,7 @@ from ztk.config.errors import ConfigError
 from ztk.config.hardware import hardware_values
 from ztk.config.identity import check_resumed, differences, hash_of, job_hash
 from ztk.config.machine import Machine
+from ztk.config.other_models import config_with, is_text_model
 from ztk.config.own import call_later, callback_nodes, find, instantiate
 from ztk.config.reference import GroupReference, KeyReference, build_reference, find_reference
 from ztk.config.renamed import rename_keys
@@ -47,6 +48,7 @@ __all__ = [
     "check_resumed",
     "compose",
     "conf_dir",
+    "config_with",
     "differences",
     "evaluation_config",
     "expand_ds_config",
@@ -59,6 +61,7 @@ __all__ = [
     "hash_of",
     "instantiate",
     "is_own",
+    "is_text_model",
     "job_hash",
     "load",
     "on_fewer_ranks",

@@ -11,6 +11,7 @@ _TASKS = (
     "sft",
     "reward",
     "dpo",
+    "distill",
     "grpo",
     "ppo",
 )  # tasks that start from the weights of another run, or train them first

@@ -1,4 +1,4 @@
-"""Rules of `task=sft`, `task=reward` and `task=dpo`."""
+"""Rules of `task=sft`, `task=reward`, `task=dpo` and `task=distill`."""
 
 import math
 from collections.abc import Iterator
@@ -7,12 +7,14 @@ from ztk.config.adapters import starts_adapted
 from ztk.config.derived import derive
 from ztk.config.lengths import KEY, records_of
 from ztk.config.machine import Machine
+from ztk.config.other_models import teacher_faults
+from ztk.config.rollout import generator_faults
 from ztk.config.topology import DEGREES, replicas_of, settled_ranks
 from ztk.core.policies.align import DpoLossName, DpoReferenceName, RewardLossName
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
-from ztk.core.policies.rollout import TASK_LENGTHS, PromptTask
-from ztk.core.policies.runs import ALIGNING, RECORDS, has_tokenizer, is_hugging_face
+from ztk.core.policies.rollout import TASK_LENGTHS, PromptTask, RolloutEngineName
+from ztk.core.policies.runs import ALIGNING, ANSWER_TASKS, RECORDS, distills_draws, has_tokenizer, is_hugging_face
 from ztk.core.policies.zero import ZeroEngine
 
 _WITHOUT_REFERENCE = (DpoLossName.simpo, DpoLossName.orpo)
@@ -45,17 +47,39 @@ def alignment_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     name, data = config.task.name, config.data.name
     if name not in ALIGNING:
         if data in RECORDS:
-            yield f"data={data.value}: records are for task=sft, reward and dpo; use one of them, or another data than {data.value}"
+            yield f"data={data.value}: records are for task=sft, reward, dpo and distill; use one of them, or another data than {data.value}"
         return
-    if name == "sft" and data not in RECORDS:
-        yield f"data={data.value}: task=sft learns answers; use data=chat or data=preferences (of which the chosen answers are learnt)"
-    elif name != "sft" and data is not DataName.preferences:
+    if name in ANSWER_TASKS and data not in RECORDS:
+        yield f"data={data.value}: task={name} learns answers; use data=chat or data=preferences (of which the chosen answers are learnt)"
+    elif name not in ANSWER_TASKS and data is not DataName.preferences:
         yield f"data={data.value}: task={name} compares two answers; use data=preferences"
     else:
         yield from _record_faults(config)
     yield from _strategy_faults(config)
     yield from _loss_faults(config)
     yield from _warm_start_faults(config, machine=machine)
+    if name == "distill":
+        yield from _distill_faults(config, machine=machine)
+
+
+def _distill_faults(config: Config, *, machine: Machine) -> Iterator[str]:
+    """The teacher, and what draws need."""
+    yield from teacher_faults(config)
+    if not distills_draws(config):
+        return
+    if config.rollout.engine is RolloutEngineName.generator:
+        yield from generator_faults(config, machine=machine)
+    size, replicas = (
+        config.train.micro_batch_size,
+        replicas_of(config.topology, ranks=settled_ranks(config, machine=machine)),
+    )
+    batch = config.train.global_batch_size
+    if size > 0 and batch is not None and batch % (unit := replicas * size):
+        yield (
+            f"train.global_batch_size={batch} is no multiple of {unit} ({replicas} ranks x train.micro_batch_size={size}), and all "
+            f"micro-batches of draws have one shape: use train.global_batch_size={-(-batch // unit) * unit}, or distill.fraction=0 without "
+            "distill.seq_kd"
+        )
 
 
 def _record_faults(config: Config) -> Iterator[str]:
@@ -63,7 +87,14 @@ def _record_faults(config: Config) -> Iterator[str]:
     data = config.data
     if data.path is None:
         task = config.rollout.task or PromptTask.sorting
-        if data.seq_len < (longest := sum(TASK_LENGTHS[task])):
+        prompt, answer = TASK_LENGTHS[task]
+        drawn = config.rollout.max_tokens or 0 if distills_draws(config) else 0
+        if drawn > answer and data.seq_len < prompt + drawn:
+            yield (
+                f"data.seq_len={data.seq_len}: a prompt of {prompt} and rollout.max_tokens={drawn} do not fit: use "
+                f"data.seq_len={prompt + drawn}"
+            )
+        elif data.seq_len < (longest := prompt + answer):
             yield f"data.seq_len={data.seq_len}: texts of rollout.task={task.value} have {longest} tokens; use data.seq_len={longest}"
         return
     if not data.seq_len or not (data.stop or has_tokenizer(config)):
@@ -75,11 +106,23 @@ def _record_faults(config: Config) -> Iterator[str]:
         return
     if len(examples) < 2 and data.validation_fraction:
         yield "data.path has one record, and data.validation_fraction holds one out: use data.validation_fraction=0 and train.eval_every=0"
+    if distills_draws(config) and config.rollout.max_tokens:
+        yield from _room_faults([example.texts[0].last_answer.start for example in examples], config=config)
     is_per_token = config.task.name == "reward" and config.reward.loss is RewardLossName.per_token
     if is_per_token and (count := sum(not math.isnan(example.margin) for example in examples)):
         yield (
             f'data.path has {count} records with a "margin": reward.loss=per_token has none; use reward.loss=bradley_terry, or records '
             "without it"
+        )
+
+
+def _room_faults(prompts: list[int], *, config: Config) -> Iterator[str]:
+    """prompts: their lengths, which a drawn answer follows."""
+    longest, answer, length = max(prompts), config.rollout.max_tokens or 0, config.data.seq_len
+    if longest + answer > length:
+        yield (
+            f"data.path: the longest prompt has {longest} tokens and with rollout.max_tokens={answer} does not fit into data.seq_len={length}: "
+            f"use data.seq_len={longest + answer}, or rollout.max_tokens={max(1, length - longest)}"
         )
 
 
@@ -109,6 +152,9 @@ def _loss_faults(config: Config) -> Iterator[str]:
     dpo, reward = config.dpo, config.reward
     if config.task.name == "reward" and config.data.path is None and is_hugging_face(config.model):
         yield "model=hf: pairs of the built-in task are bytes; use data.path=PAIRS.jsonl and data.tokenizer=FOLDER"
+    if config.task.name in ("dpo", "distill") and config.model.vocab_size > 256 and config.data.path is None:
+        fix = "data.path=RECORDS.jsonl" if is_hugging_face(config.model) else "model.vocab_size=256"
+        yield f"model.vocab_size={config.model.vocab_size}: answers are bytes, and others could be drawn: use {fix}"
     if config.task.name == "dpo":
         if dpo.loss is DpoLossName.kto and dpo.reference in (DpoReferenceName.none, DpoReferenceName.precomputed):
             yield (
@@ -125,9 +171,6 @@ def _loss_faults(config: Config) -> Iterator[str]:
                 "train.global_batch_size=1: dpo.loss=kto compares an answer with those to other prompts of the step; use "
                 "train.global_batch_size=2 or more"
             )
-        if config.model.vocab_size > 256 and config.data.path is None:
-            fix = "data.path=PAIRS.jsonl" if is_hugging_face(config.model) else "model.vocab_size=256"
-            yield f"model.vocab_size={config.model.vocab_size}: answers are bytes, and others could be drawn: use {fix}"
         yield from _adapter_faults(config)
     if config.task.name == "reward" and reward.loss is RewardLossName.per_token and reward.margin:
         yield f"reward.margin={reward.margin:g}: reward.loss=per_token has none; use reward.margin=0"

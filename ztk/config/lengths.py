@@ -11,8 +11,10 @@ from ztk.core.policies.config import Config
 from ztk.core.policies.data import ChatTemplateName, DataName, field_faults
 from ztk.core.policies.runs import (
     ALIGNING,
+    ANSWER_TASKS,
     RECORDS,
     data_paths,
+    distills_draws,
     draws,
     has_tokenizer,
     is_hugging_face,
@@ -42,6 +44,8 @@ def take_lengths(config: Config, *, given: frozenset[str]) -> list[str]:
     if "warm_start.steps" not in given and config.warm_start.steps:
         reason = "its examples are of rollout.task alone, and data.path has others"
         derive(config, key="warm_start.steps", value=0, reason=reason)
+    if distills_draws(config):
+        _take_answers(config, given=given)
     try:
         if config.task.name in ALIGNING and KEY not in given:
             return _take_from_records(config)
@@ -53,7 +57,11 @@ def take_lengths(config: Config, *, given: frozenset[str]) -> list[str]:
 
 
 def records_of(config: Config, *, seq_len: int | None) -> "tuple[Example, ...]":
-    """Returns the records of `data.path`. seq_len: longest accepted text. Raises ValueError for a malformed or longer record."""
+    """Returns the records of `data.path` that the task learns from. seq_len: the longest text that is accepted, or None.
+
+    Raises:
+        ValueError: a malformed or longer record, or no answer that is to be learnt.
+    """
     from ztk.data.rows import files_of  # imported late: torch takes a second, and only files need it
 
     data, tokenizer = config.data, str(config.data.tokenizer) if has_tokenizer(config) else None
@@ -63,7 +71,7 @@ def records_of(config: Config, *, seq_len: int | None) -> "tuple[Example, ...]":
     stamps = tuple((str(file), (found := file.stat()).st_size, found.st_mtime_ns) for file in files)
     by_template = data.chat_template is ChatTemplateName.tokenizer
     stop = None if tokenizer else data.stop
-    return _read(
+    found = _read(
         paths=tuple(data_paths(config)),
         record_format=data.name.value,
         seq_len=seq_len,
@@ -74,6 +82,16 @@ def records_of(config: Config, *, seq_len: int | None) -> "tuple[Example, ...]":
         labelled=is_labelled(config),
         stamps=stamps,
     )
+    if config.task.name not in ANSWER_TASKS:
+        return found
+    from ztk.rl.align import without_rejected
+
+    if not (kept := tuple(without_rejected(found))):
+        raise ValueError(
+            f"data.path: all {len(found):,} records have label false, so there is no answer to learn; use task=dpo dpo.loss=kto "
+            "data=preferences"
+        )
+    return kept
 
 
 @functools.lru_cache(maxsize=1)
@@ -110,12 +128,15 @@ def _take_from_records(config: Config) -> list[str]:
     data = config.data
     if data.name not in RECORDS or not (data.stop or has_tokenizer(config)):
         return []  # reported by the rules
-    if config.task.name != "sft" and data.name is not DataName.preferences:
+    if config.task.name not in ANSWER_TASKS and data.name is not DataName.preferences:
         return []
-    lengths = [max(len(text) for text in example.texts) for example in records_of(config, seq_len=None)]
-    context = config.model.max_seq_len
+    examples, context = records_of(config, seq_len=None), config.model.max_seq_len
+    lengths = [max(len(text) for text in example.texts) for example in examples]
     if not (too_long := sum(length > context for length in lengths)):
-        _derive(config, longest=max(lengths), what="record")
+        drawn = config.rollout.max_tokens or 0 if distills_draws(config) else 0
+        asked = max(example.texts[0].last_answer.start for example in examples) + drawn if drawn else 0
+        what = "record" if max(lengths) >= asked else "prompt with rollout.max_tokens"
+        _derive(config, longest=max(*lengths, min(asked, context)), what=what)
         return []
     first = ""
     try:
@@ -135,8 +156,7 @@ def _take_from_prompts(config: Config, *, given: frozenset[str]) -> list[str]:
     data, context = config.data, config.model.max_seq_len
     if data.name is not DataName.prompts:
         return []  # reported by the rules
-    if is_hugging_face(config.model) and "rollout.max_tokens" not in given:
-        derive(config, key="rollout.max_tokens", value=min(ANSWER, context // 2), reason="TRL's max_completion_length")
+    _take_answers(config, given=given)
     if KEY in given:
         return []
     tokenizer = SubwordTokenizer.open(str(data.tokenizer)) if has_tokenizer(config) else ByteTokenizer()
@@ -145,6 +165,13 @@ def _take_from_prompts(config: Config, *, given: frozenset[str]) -> list[str]:
     longest = max(len(prompt.tokens) for prompt in prompts) + (config.rollout.max_tokens or 0)
     _derive(config, longest=min(longest, context), what="prompt with rollout.max_tokens")
     return []
+
+
+def _take_answers(config: Config, *, given: frozenset[str]) -> None:
+    """`rollout.max_tokens` of a pretrained model."""
+    if is_hugging_face(config.model) and "rollout.max_tokens" not in given:
+        value = min(ANSWER, config.model.max_seq_len // 2)
+        derive(config, key="rollout.max_tokens", value=value, reason="TRL's max_completion_length")
 
 
 def _derive(config: Config, *, longest: int, what: str) -> None:

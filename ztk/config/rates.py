@@ -22,6 +22,7 @@ PRETRAINED = {
     "sft": (2e-5, 2e-4, "TRL and PEFT"),
     "reward": (1e-5, 1e-4, "TRL's example"),
     "dpo": (1e-6, 1e-5, "TRL"),
+    "distill": (2e-5, 2e-4, "TRL and PEFT"),
     "grpo": (1e-6, 1e-5, "TRL"),
     "ppo": (3e-6, 3e-5, "TRL"),
 }

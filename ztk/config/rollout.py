@@ -7,6 +7,7 @@ from ztk.config.adapters import starts_adapted
 from ztk.config.derived import derive
 from ztk.config.hugging_face import dropouts_of, family_of
 from ztk.config.machine import Machine
+from ztk.config.other_models import reward_model_faults
 from ztk.config.rewards import has_rewards, reward_faults
 from ztk.config.topology import DEGREES, replicas_of, settled_ranks
 from ztk.core.policies.config import Config
@@ -18,7 +19,7 @@ from ztk.core.policies.rollout import (
     RolloutEngineName,
     RolloutIdentity,
 )
-from ztk.core.policies.runs import device_of, draws, has_tokenizer, is_hugging_face
+from ztk.core.policies.runs import device_of, distills_draws, draws, has_tokenizer, is_hugging_face
 from ztk.core.policies.zero import ZeroEngine
 
 
@@ -29,13 +30,14 @@ def choose_rollouts(config: Config, *, given: frozenset[str], machine: Machine) 
 
     given: the keys that the user set.
     """
-    if not draws(config) or device_of(config, machine=machine) != "cuda":
+    is_drawn = draws(config) or distills_draws(config)
+    if not is_drawn or device_of(config, machine=machine) != "cuda":
         return
     rollout = config.rollout
     if "rollout.engine" not in given:
         engine, reason = _engine_of_gpus(config, given=given)
         derive(config, key="rollout.engine", value=engine, reason=reason)
-    if rollout.engine is RolloutEngineName.generator and "rollout.identity" not in given:
+    if draws(config) and rollout.engine is RolloutEngineName.generator and "rollout.identity" not in given:
         reason = "on a GPU attention over the cache adds in another order than the trainer's"
         derive(config, key="rollout.identity", value=RolloutIdentity.corrected, reason=reason)
 
@@ -95,7 +97,7 @@ def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
             "rollout.identity=exact cannot be promised; use rollout.identity=corrected, or model=tiny"
         )
     if config.rollout.engine is RolloutEngineName.generator:
-        yield from _generator_faults(config, machine=machine)
+        yield from generator_faults(config, machine=machine)
     if config.rollout.identity is RolloutIdentity.exact:
         yield from _dropout_faults(config)
     if config.launch.elastic:
@@ -109,7 +111,8 @@ def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         )
 
 
-def _generator_faults(config: Config, *, machine: Machine) -> Iterator[str]:
+def generator_faults(config: Config, *, machine: Machine) -> Iterator[str]:
+    """One line per choice that does not go with rollout.engine=generator."""
     tensor = config.rollout.tensor or 1
     if (ranks := settled_ranks(config, machine=machine)) % tensor:
         fitting = max(degree for degree in range(1, tensor) if ranks % degree == 0)
@@ -195,6 +198,7 @@ def _data_faults(config: Config) -> Iterator[str]:
             "the folder of a run of task=reward"
         )
     yield from reward_faults(config)
+    yield from reward_model_faults(config)
     yield from _first_weights_faults(config)
     if rollout.task is not None and rollout.max_tokens:
         prompt, answer = TASK_LENGTHS[rollout.task]

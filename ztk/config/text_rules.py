@@ -7,6 +7,7 @@ from ztk.config.batch import AUTO
 from ztk.config.derived import derive
 from ztk.config.keys import written
 from ztk.config.machine import Machine
+from ztk.config.other_models import is_text_model
 from ztk.config.text import tokenizer_of_run
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
@@ -109,7 +110,12 @@ def text_faults(config: Config, *, machine: Machine) -> Iterator[str]:
                 shares_of(data.mixture)
             except ValueError as error:
                 yield str(error)
-    sources = {"warm_start.path": config.warm_start.path, "reward.path": config.reward.path}
+    reward = (
+        None if is_text_model(config.reward.path) else config.reward.path
+    )  # such a model has a tokenizer of its own
+    sources = {"warm_start.path": config.warm_start.path, "reward.path": reward}
+    if not is_text_model(config.distill.teacher):
+        sources["distill.teacher"] = config.distill.teacher
     for key, path in (sources | {"checkpoint.resume": config.checkpoint.resume}).items():
         other = None if path in (None, AUTO) else tokenizer_of_run(path)
         if other is not None and not has_tokenizer(config):

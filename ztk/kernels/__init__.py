@@ -20,6 +20,7 @@ from ztk.kernels.ops.geglu import geglu
 from ztk.kernels.ops.grouped_gemm import grouped_matmul, grouped_matmul_pair
 from ztk.kernels.ops.layer_norm import layer_norm
 from ztk.kernels.ops.linear_cross_entropy import bytes_kept, linear_cross_entropy
+from ztk.kernels.ops.linear_logits import linear_logit_loss, logit_loss
 from ztk.kernels.ops.linear_logprob import chosen_logprobs, linear_logprob, linear_token_loss
 from ztk.kernels.ops.linear_rows import gated_rows, linear_rows
 from ztk.kernels.ops.lion import lion
@@ -106,10 +107,12 @@ __all__ = [
     "is_cut_evenly",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_logit_loss",
     "linear_logprob",
     "linear_rows",
     "linear_token_loss",
     "lion",
+    "logit_loss",
     "make_tiles",
     "moe_combine",
     "moe_route",

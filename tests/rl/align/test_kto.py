@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.examples import Examples, ExampleStream
+from experiments.examples import Examples, ExampleStream, lengths_of
 from tests.experiments.test_alignment import config_of, losses_of, play
 from tests.rl.align.test_losses import of_pair
 from ztk.config import ConfigError, Machine, compose
@@ -140,3 +140,21 @@ def test_losses_without_a_reference_keep_none_unless_it_is_asked_for():
 
     assert reference("dpo.loss=orpo") == "none" and reference("dpo.loss=kto") == reference() == "frozen"
     assert reference("dpo.loss=simpo", "dpo.reference=frozen") == "frozen"
+
+
+def test_fine_tuning_leaves_rejected_answers_out_with_a_count(tmp_path):
+    records = [{"prompt": "a=", "completion": letter, "label": letter < "c"} for letter in "abcde"]
+    (tmp_path / "kto.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    words = ("task=sft", f"data.path={tmp_path}/kto.jsonl", "data.validation_fraction=0", "train.eval_every=0")
+    machine = Machine(gpus=0, cores=2)
+    config = compose(*words, output_dir=str(tmp_path), machine=machine)
+    process: Any = SimpleNamespace(rank=0, comm=SimpleNamespace(gather_objects=lambda value: [value]))
+    examples = Examples(config, process=process)
+    assert {bytes(example.texts[0].tokens.tolist()) for example in examples.records} == {b"a=a\n", b"a=b\n"}
+    assert lengths_of(examples).endswith("\n3 records with label false are left out")
+    (tmp_path / "kto.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records[2:]))
+    with pytest.raises(ConfigError, match="all 3 records have label false, so there is no answer to learn"):
+        compose(*words, output_dir=str(tmp_path), machine=machine)
+    (tmp_path / "kto.jsonl").write_text('{"prompt": "a=", "answer": "b", "label": 0}\n')
+    with pytest.raises(ConfigError, match='line 1: "label": 0 may be that of a record of KTO'):
+        compose(*words, output_dir=str(tmp_path), machine=machine)

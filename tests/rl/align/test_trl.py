@@ -1,4 +1,4 @@
-"""Losses without pairs or without a reference, next to TRL's trainers: one model, the same texts, fp32, one process."""
+"""Losses without pairs, without a reference, and of a teacher, next to TRL's trainers: one model, the same texts, fp32, one process."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from ztk.core.runtime import Process
 from ztk.report import plot
 
 pytest.importorskip("trl")
-CASES = ("simpo", "simpo and sft", "orpo", "kto")
+CASES = ("simpo", "simpo and sft", "orpo", "kto", "distill", "distill, forward", "distill, reverse")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -18,7 +18,7 @@ def test_losses_are_trls_at_every_step(case, tmp_path, monkeypatch):
     monkeypatch.setattr(plot, "plot_run", lambda folder: None)
     monkeypatch.setattr(answers, "PROMPTS", 1)
     overrides, options = compare_trl.CASES[case]
-    words = (*overrides, *compare_trl.COMMON, "train.steps=4")
+    words = (*compare_trl.with_teacher(overrides, folder=str(tmp_path)), *compare_trl.COMMON, "train.steps=4")
     config = compose(*words, output_dir=str(tmp_path), machine=Machine(gpus=0, cores=2))
     ours, theirs = compare_trl.run_both(
         config, process=Process.start(device="cpu"), folder=str(tmp_path), options=options

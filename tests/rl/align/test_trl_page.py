@@ -1,6 +1,7 @@
 """docs/alignment.md, "The same task in TRL and in ztk": its names exist on both sides, and its command is accepted."""
 
 import dataclasses
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -22,6 +23,21 @@ def test_names_of_the_table_exist():
     assert {name for _, name in pairs} <= run_keys().keys()
     script = SECTION[SECTION.index("GRPOConfig(\n") : SECTION.index("train_dataset=")]
     assert set(re.findall(r"^        (\w+)=", script, re.MULTILINE)) <= theirs
+
+
+def test_options_of_the_other_trainers_exist():
+    """Rows `TRAINER` | choices | `option`: `key`; ..."""
+    trl = pytest.importorskip("trl")
+    places = {"CPOTrainer": "experimental.cpo", "ORPOTrainer": "experimental.orpo", "GKDTrainer": "experimental.gkd"}
+    rows = re.findall(r"^\| `(\w+Trainer)`[^|]* \| (.*?) \| (.*?) \|$", SECTION, re.MULTILINE)
+    assert len(rows) == 6
+    for trainer, choices, options in rows:
+        module = importlib.import_module(f"trl.{places[trainer]}") if trainer in places else trl
+        theirs = {field.name for field in dataclasses.fields(getattr(module, trainer.replace("Trainer", "Config")))}
+        pairs = re.findall(r"`(\w+)`: `([\w.]+)(?:=\w+)?`", options)
+        assert pairs and {name for name, _ in pairs} - {"teacher_model"} <= theirs, trainer
+        assert {key for _, key in pairs} <= run_keys().keys(), trainer
+        assert re.match(r"`task=\w+", choices)
 
 
 def test_the_command_is_accepted(monkeypatch, tmp_path):

@@ -1,11 +1,11 @@
-"""Keys of `task=sft` and `task=dpo`. `RewardConfig` in `reward` has the keys of `task=reward`."""
+"""Keys of `task=sft`, `task=dpo` and `task=distill`. `RewardConfig` in `reward` has the keys of `task=reward`."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
 from ztk.core.policies.key import When, key, tasks
-from ztk.core.policies.ranges import NOT_NEGATIVE, POSITIVE, Range
+from ztk.core.policies.ranges import FRACTION, NOT_NEGATIVE, POSITIVE, Range
 
 
 class DpoLossName(StrEnum):
@@ -101,3 +101,27 @@ class DpoConfig:
         "lora=adapter, the policy without its adapters, no second model; precomputed: its log-probabilities of all "
         "pairs are computed before the first step, then its memory is free; none: there is none, its log-probabilities count as 0"
     )
+
+
+@dataclass(kw_only=True)
+class DistillConfig:
+    """Knowledge distillation: a student learns the next-token distributions of a teacher."""
+
+    acts: ClassVar = tasks("distill")
+
+    teacher: str | None = key(
+        "run folder, checkpoint, or folder of a model of transformers with the student's vocabulary",
+        optional=True,
+        is_path=True,
+    )
+    beta: float | None = key(
+        "0: the forward divergence KL(teacher, student); 1: the reverse one; between them the generalised Jensen-Shannon divergence",
+        range=FRACTION,
+    )
+    fraction: float | None = key(
+        "part of the steps that take the student's own draws in place of the data's answers", range=FRACTION
+    )
+    temperature: float | None = key(
+        "divides the logits of student and teacher in the loss; draws have rollout.temperature", range=POSITIVE
+    )
+    seq_kd: bool | None = key("the other steps take draws of the teacher in place of the data's answers")

@@ -6,7 +6,7 @@ After `ztk.config.to_config` a key without effect is None and a value left open 
 from dataclasses import dataclass, field
 from typing import Any
 
-from ztk.core.policies.align import DpoConfig, SftConfig
+from ztk.core.policies.align import DistillConfig, DpoConfig, SftConfig
 from ztk.core.policies.data import DataConfig
 from ztk.core.policies.ema import EmaConfig
 from ztk.core.policies.evaluation import EvalConfig
@@ -71,6 +71,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     dpo: DpoConfig = field(default_factory=DpoConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, ClassVar
 
 from ztk.core.policies.key import Changes, When, key, tasks
 from ztk.core.policies.precision import DType
 from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, FRACTION, NOT_NEGATIVE, POSITIVE, Range
-from ztk.core.policies.runs import draws
+from ztk.core.policies.runs import distills_draws, draws
 from ztk.core.policies.tier import Tier
 
 if TYPE_CHECKING:
@@ -143,23 +144,27 @@ _WARMING = When(
     "task=grpo, task=ppo or task=dpo with warm_start.steps above 0",
     lambda config, machine: _WARMS.test(config, machine) and bool(config.warm_start.steps),
 )
-_ALIGNS = tasks("sft", "reward", "dpo", "grpo", "ppo")
+_ALIGNS = tasks("sft", "reward", "dpo", "distill", "grpo", "ppo")
 _MADE = When(
-    "task=sft, reward, dpo, grpo or ppo without data.path",
+    "task=sft, reward, dpo, distill, grpo or ppo without data.path",
     lambda config, machine: _ALIGNS.test(config, machine) and config.data.path is None,
 )
+_ANSWERED = When(
+    f"{DRAWS.words}, and task=distill with distill.fraction above 0 or distill.seq_kd",
+    lambda config, machine: draws(config) or distills_draws(config),
+)
 _GATHERS = When(
-    f"{DRAWS.words} and zero=stage3, and rollout.engine=trainer",
+    f"{DRAWS.words} and zero=stage3, and rollout.engine=trainer; task=distill alike",
     lambda config, machine: (
-        draws(config)
+        _ANSWERED.test(config, machine)
         and config.zero.engine == "ztk"
         and config.zero.stage == 3
         and config.rollout.engine is RolloutEngineName.trainer
     ),
 )
 _GENERATES = When(
-    f"{DRAWS.words} and rollout.engine=generator",
-    lambda config, machine: draws(config) and config.rollout.engine is RolloutEngineName.generator,
+    f"{_ANSWERED.words}, and rollout.engine=generator",
+    lambda config, machine: _ANSWERED.test(config, machine) and config.rollout.engine is RolloutEngineName.generator,
 )
 _CORRECTS = When(
     "rollout.identity=corrected",
@@ -171,11 +176,16 @@ _CLIPS = When(
 )
 _DIVERGES = When(f"{DRAWS.words} and kl.coef above 0", lambda config, machine: draws(config) and bool(config.kl.coef))
 _REFERENCE = When(
-    "kl.reference=frozen or dpo.reference=frozen",
+    "kl.reference=frozen, dpo.reference=frozen or task=distill",
     lambda config, machine: (
-        (draws(config) and config.kl.reference == "frozen")
+        config.task.name == "distill"
+        or (draws(config) and config.kl.reference == "frozen")
         or (config.task.name == "dpo" and config.dpo.reference == "frozen")
     ),
+)
+_SAVES_COMPLETIONS = When(
+    f"{DRAWS.words} and rollout.save_completions=true",
+    lambda config, machine: draws(config) and bool(config.rollout.save_completions),
 )
 EVALUATED = When(
     f"{DRAWS.words} and rollout.eval_every above 0, or checkpoint.keep_best",
@@ -200,6 +210,14 @@ def _group_faults(config: "Config") -> Iterator[str]:
             "rollout.drop_equal_groups=true: with rollout.group_size=1 every answer would be left out; use rollout.drop_equal_groups=false, or "
             "rollout.group_size=8"
         )
+
+
+def _file_faults(config: "Config") -> Iterator[str]:
+    name = config.rollout.completions_file or ""
+    if not name.endswith(".parquet") or "/" in name:
+        yield f"rollout.completions_file={name}: must be a name that ends in .parquet; use rollout.completions_file=completions.parquet"
+    elif find_spec("pyarrow") is None:
+        yield f'rollout.completions_file={name}: needs pyarrow: pip install "ztk[data]", or leave it out'
 
 
 def _kl_faults(config: "Config") -> Iterator[str]:
@@ -231,30 +249,36 @@ class RolloutConfig:
     )
     prompts: int | None = key("prompts of a rollout, over all ranks", default=16, range=COUNT)
     group_size: int | None = key("answers per prompt", default=8, range=COUNT)
-    max_tokens: int | None = key("tokens of an answer, at most", default=8, range=COUNT)
+    max_tokens: int | None = key("tokens of an answer, at most", default=8, range=COUNT, acts=_ANSWERED)
     temperature: float | None = key(
-        "divides the logits, for drawing and for the log-probabilities", default=1.0, range=POSITIVE
+        "divides the logits, for drawing and for the log-probabilities", default=1.0, range=POSITIVE, acts=_ANSWERED
     )
-    top_k: int | None = key("draws only so many of the likeliest tokens; 0: all", default=0, range=COUNT_OR_ZERO)
+    top_k: int | None = key(
+        "draws only so many of the likeliest tokens; 0: all", default=0, range=COUNT_OR_ZERO, acts=_ANSWERED
+    )
     top_p: float | None = key(
         "draws only the likeliest tokens that together have this probability",
         default=1.0,
         range=Range(low=0, high=1, above=True),
+        acts=_ANSWERED,
     )
     min_p: float | None = key(
         "draws only tokens with at least this part of the likeliest one's probability",
         default=0.0,
         range=Range(low=0, high=1),
+        acts=_ANSWERED,
     )
     stop: list[str] | None = key(
         "texts of one token that end an answer, as in [<|end|>], next to the end of the format; they are left out of its text",
         optional=True,
+        acts=_ANSWERED,
     )
     engine: RolloutEngineName | None = key(
         "trainer: the training engine's forward, over its shards; generator: the inference engine, with a cache of keys and values "
         "for every model: on a GPU over the trainer's own weights, on a CPU over a copy in fp32 on every rank. The default is "
         "generator on a GPU, trainer on a CPU",
         default=RolloutEngineName.trainer,
+        acts=_ANSWERED,
     )
     weights: RolloutWeightsName | None = key(
         "at stage 3: whole: parameters are gathered once per rollout, as many as zero.max_live_parameters allows; streamed: for every "
@@ -312,6 +336,13 @@ class RolloutConfig:
     save_completions: bool | None = key(
         "every answer of every rollout is written to completions.jsonl, and the answers of shown steps to the logger's table",
         default=False,
+        changes=Changes.nothing,
+    )
+    completions_file: str | None = key(
+        "name of a parquet file in the run folder that gets the lines of completions.jsonl, too, when the run ends; null: none",
+        acts=_SAVES_COMPLETIONS,
+        optional=True,
+        contradicts=_file_faults,
         changes=Changes.nothing,
     )
     eval_every: int | None = key(
@@ -423,7 +454,7 @@ class StrategyConfig:
 
 @dataclass(kw_only=True)
 class ReferenceConfig(StrategyConfig):
-    """The engine of kl.reference=frozen or dpo.reference=frozen, which never steps."""
+    """The engine of kl.reference=frozen or dpo.reference=frozen, or of the teacher of task=distill, which never steps."""
 
     acts: ClassVar = _REFERENCE
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 DRAWING = ("generate", "serve")  # tasks that answer prompts and train nothing
 ANSWERING = (*DRAWING, "eval")  # DRAWING and the task that scores texts
-ALIGNING = ("sft", "reward", "dpo")
+ALIGNING = ("sft", "reward", "dpo", "distill")
+ANSWER_TASKS = ("sft", "distill")  # tasks whose examples are single answers
 TEXT = ("stdlib", "files")
 RECORDS = ("chat", "preferences")
 BYTES, TRAIN = "bytes", "train"
@@ -51,6 +52,11 @@ def trains(config: "Config") -> bool:
 def draws(config: "Config") -> bool:
     """Whether the task draws answers from the policy that it trains."""
     return config.task.name in ("grpo", "ppo")
+
+
+def distills_draws(config: "Config") -> bool:
+    """Whether some steps of task=distill take answers that are drawn in place of the data's."""
+    return config.task.name == "distill" and bool(config.distill.fraction or config.distill.seq_kd)
 
 
 def offloads(config: "Config", *, tier: Tier) -> bool:

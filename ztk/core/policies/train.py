@@ -72,11 +72,11 @@ _SAVES_BEST = When(
     lambda config, machine: config.checkpoint.every != 0 and (holds_out(config) or reads_lines(config)),
 )
 _JUDGES = When(
-    "task=sft, reward, dpo, grpo or ppo",
+    "task=sft, reward, dpo, distill, grpo or ppo",
     lambda config, machine: config.task.name in (*ALIGNING, "grpo", "ppo"),
 )
 _RANKS = When(
-    "task=sft, reward, dpo, grpo or ppo with checkpoint.keep_best or train.patience",
+    "task=sft, reward, dpo, distill, grpo or ppo with checkpoint.keep_best or train.patience",
     lambda config, machine: (
         config.task.name in (*ALIGNING, "grpo", "ppo")
         and bool(config.checkpoint.keep_best or config.train.patience is not None)

@@ -4,6 +4,7 @@ files."""
 from ztk.rl.align.advantages import equal_groups, generalised_advantages, group_advantages
 from ztk.rl.align.averages import token_weights
 from ztk.rl.align.correction import Mismatch, importance_weights, mismatch_sums
+from ztk.rl.align.distillation import DistillPolicy, distill_losses
 from ztk.rl.align.dpo import DpoLosses, DpoPolicy, PairLogprobs, dpo_loss, dpo_losses
 from ztk.rl.align.kl import divergence
 from ztk.rl.align.kto import KtoPolicy, kto_losses
@@ -11,7 +12,17 @@ from ztk.rl.align.logprobs import answer_logprobs, token_logprobs
 from ztk.rl.align.pairwise import PairwiseLosses, PairwisePolicy, last_values, pairwise_losses
 from ztk.rl.align.policy import PolicyLoss, TokenLoss, policy_loss
 from ztk.rl.align.prompt_records import PromptRecord, Truncation, answer_end, fitted, read_prompts
-from ztk.rl.align.records import ANSWER_END, Example, RecordFormat, Text, chat_prompt, read_examples, text_prompt
+from ztk.rl.align.records import (
+    ANSWER_END,
+    Example,
+    RecordFormat,
+    Text,
+    chat_prompt,
+    last_answer,
+    read_examples,
+    text_prompt,
+    without_rejected,
+)
 from ztk.rl.align.sequences import Packing, Sequences, segment_sums
 from ztk.rl.align.templates import ChatTemplate, ChatTemplateError
 from ztk.rl.align.tilt import Frontier
@@ -21,6 +32,7 @@ __all__ = [
     "ANSWER_END",
     "ChatTemplate",
     "ChatTemplateError",
+    "DistillPolicy",
     "DpoLosses",
     "DpoPolicy",
     "Example",
@@ -41,6 +53,7 @@ __all__ = [
     "answer_end",
     "answer_logprobs",
     "chat_prompt",
+    "distill_losses",
     "divergence",
     "dpo_loss",
     "dpo_losses",
@@ -50,6 +63,7 @@ __all__ = [
     "group_advantages",
     "importance_weights",
     "kto_losses",
+    "last_answer",
     "last_values",
     "mismatch_sums",
     "pairwise_losses",
@@ -61,4 +75,5 @@ __all__ = [
     "token_logprobs",
     "token_weights",
     "value_loss",
+    "without_rejected",
 ]

@@ -81,11 +81,23 @@ class Text:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def last_answer(self) -> slice:
+        """Where the last answer is, its end included. For texts with one."""
+        return last_answer(self.answer)
+
     @staticmethod
     def of(parts: Sequence[tuple[str, bool]], *, stop: int) -> "Text":
         """From (text, whether it is an answer), in order, as bytes; `stop` ends every answer."""
         named = [_Part(text=text, is_answer=is_answer, ends=is_answer) for text, is_answer in parts]
         return _text(named, encoding=_Encoding.of(stop=stop, tokenizer=None, by_template=False))
+
+
+def last_answer(counts: Tensor) -> slice:
+    """Where the last run of tokens that count is, of bool [n] with one."""
+    end = int(counts.nonzero()[-1]) + 1
+    before = (~counts[:end]).nonzero()
+    return slice(int(before[-1]) + 1 if len(before) else 0, end)
 
 
 def _text(parts: Sequence[_Part], *, encoding: _Encoding) -> Text:
@@ -130,7 +142,7 @@ def _overlaps(span: tuple[int, int], answers: Sequence[tuple[int, int]]) -> bool
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
     """texts: a chat, or the chosen and the rejected text of a pair. margin: of the pair; NaN: it has none of its own. label: whether the one
-    text of a record of KTO is desirable."""
+    text of a record of KTO is desirable. See `without_rejected`."""
 
     texts: tuple[Text, ...]
     margin: float = math.nan
@@ -160,6 +172,11 @@ def read_examples(
     encoding = _Encoding.of(stop=stop, tokenizer=tokenizer, by_template=by_template)
     options = {"record_format": record_format, "seq_len": seq_len, "encoding": encoding, "labelled": labelled}
     return read_records(paths, make=partial(_example, **options), fields=fields)
+
+
+def without_rejected(examples: Sequence[Example]) -> list[Example]:
+    """Leaves out records of KTO whose answer is rejected, where all answers would be learnt."""
+    return [example for example in examples if example.label is not False]
 
 
 def _example(
@@ -201,7 +218,14 @@ def _chat(record: Mapping[str, Any], *, encoding: _Encoding) -> Example:
         return Example(texts=(text,))
     key = "answer" if "answer" in record else "chosen"  # of a pair the better one is learnt
     answer = _answer(record, key=key, encoding=encoding)
-    return Example(texts=(_answered(record, answer=answer, encoding=encoding),))
+    label = record.get("label") if key == "answer" else None
+    if not isinstance(label, bool) and label in (0, 1):
+        raise ValueError(
+            f'"label": {label} may be that of a record of KTO, whose rejected answers are not to be learnt: write true or false, or leave the '
+            "field out"
+        )
+    label = label if isinstance(label, bool) else None
+    return Example(texts=(_answered(record, answer=answer, encoding=encoding),), label=label)
 
 
 def _labelled(record: Mapping[str, Any], *, encoding: _Encoding) -> Example:

@@ -4,15 +4,17 @@ See `ztk.kernels.linear_logprob` for what is computed. On a CPU the results have
 depend on their number, which `rollout.identity` finds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 from ztk.core.runtime.own_forward import has_own_forward
-from ztk.kernels import chosen_logprobs, linear_logprob, linear_token_loss
+from ztk.kernels import chosen_logprobs, linear_logit_loss, linear_logprob, linear_token_loss
+from ztk.kernels.ops.linear_logits import LogitLoss
 from ztk.kernels.ops.linear_logprob import TokenLoss
 from ztk.nn import Decoder
 from ztk.nn import loss as losses
@@ -24,13 +26,17 @@ from ztk.rl.rollout.layout import Layout, has_cache
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Wanted:
     """index: of positions in the flattened rows, int64 [N]. tokens: what follows there, int64 [N]; None: the logits are wanted. loss_of: None:
-    log-probabilities are wanted, else the sum of their losses. hide: tokens that log-probabilities leave out."""
+    log-probabilities are wanted, else the sum of their losses. hide: tokens that log-probabilities leave out. logit_loss: the sum of losses of
+    the logits is wanted. states: the hidden states are wanted, and the output layer's weight, a copy if `copies`."""
 
     index: Tensor
     tokens: Tensor | None = None
     temperature: float = 1.0
     loss_of: TokenLoss | None = None
     hide: Hide | None = None
+    logit_loss: LogitLoss | None = None
+    states: bool = False
+    copies: bool = False
 
 
 class AnswerHead(losses.LanguageLoss):
@@ -39,12 +45,19 @@ class AnswerHead(losses.LanguageLoss):
     def __init__(self, *, z_loss: float = 0.0) -> None:
         super().__init__(z_loss=z_loss)
         self._wanted: _Wanted | None = None
+        self.kept_weight: Tensor | None = None  # of the output layer, by a forward that returns states
 
     def of_head(self, head: nn.Module, *, x: Tensor, targets: Tensor | None = None) -> Tensor:
         wanted = self._wanted
         if wanted is None:
             return super().of_head(head, x=x, targets=targets)
         rows = x.flatten(0, 1).index_select(0, wanted.index)
+        if wanted.states:
+            weight: Any = head.weight
+            self.kept_weight = weight.detach().clone() if wanted.copies else weight.detach()
+            return rows
+        if wanted.logit_loss is not None:
+            return linear_logit_loss(rows, head.weight, loss_of=wanted.logit_loss, product=_product)
         if wanted.tokens is None:
             return head(rows)
         options: dict[str, Any] = {"temperature": wanted.temperature, "product": _product, "hide": wanted.hide}
@@ -100,6 +113,21 @@ class Answers:
         wanted = _tokens_of(layout, mask=mask, temperature=temperature, loss_of=loss_of, hide=hide)
         with self._head.wanting(wanted):
             return layout.forward(self._engine)
+
+    def logit_loss(self, layout: Layout, *, mask: Tensor, loss_of: LogitLoss) -> Tensor:
+        """The sum of losses of the logits that predict the tokens of `mask` in their order, a scalar; `loss_of` is called once per chunk."""
+        with self._head.wanting(_Wanted(index=layout.before(mask), logit_loss=loss_of)):
+            return layout.forward(self._engine)
+
+    def logits_by_part(self, layout: Layout, *, mask: Tensor) -> Callable[[slice], Tensor]:
+        """Computes the logits [n, V] that predict some of the tokens of `mask`, without a gradient, until the next optimizer step. Keeps their
+        hidden states, and at stage 3 a copy of the output layer, which is released after the forward."""
+        is_sharded = self._engine.zero.policy.stage == 3
+        with self._head.wanting(_Wanted(index=layout.before(mask), states=True, copies=is_sharded)), torch.no_grad():
+            states = layout.forward(self._engine)
+        weight, self._head.kept_weight = self._head.kept_weight, None
+        assert weight is not None, "set by the forward"
+        return lambda cut: _product(states[cut], weight)
 
 
 def large_answers(engine: Any, *, rows: int, length: int) -> Answers | None:

@@ -1,0 +1,135 @@
+"""Knowledge distillation, a student learns a teacher's next-token distributions: the program of every rank of `task=distill`."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from experiments import policies
+from experiments.alignment import (
+    Measured,
+    evaluate_pairs,
+    load_weights,
+    open_stream,
+    resume,
+    start_from,
+    train,
+    train_pairs,
+)
+from experiments.answers import Answers
+from experiments.best import Best
+from experiments.drawn_answers import DistillStream
+from experiments.examples import MicroBatch, Step, lengths_of
+from experiments.models import build
+from experiments.packing import packs_examples
+from experiments.pretrain import build_reporter
+from experiments.ranks import started
+from ztk.config import Config, config_with
+from ztk.core.runtime import Process
+from ztk.kernels import logit_loss
+from ztk.rl.align import DistillPolicy, distill_losses
+from ztk.rl.rollout import answer_logits, large_answers
+from ztk.train.engine import Engine
+
+
+def main(config: Config) -> None:
+    """One rank from start to end. Raises ValueError for a configuration that does not fit the model, the data or the ranks."""
+    with started(config) as process:
+        run(config, process=process)
+
+
+def run(config: Config, *, process: Process) -> dict[str, float]:
+    """Builds, trains and evaluates; returns what the last evaluation found."""
+    examples = open_stream(config, process=process)
+    engine = build(config, process=process, lr_table=policies.learning_rates(config))
+    start_from(config, engine=engine)
+    teacher = open_teacher(config, process=process)
+    examples.packs = packs_examples(config, policy=engine, reference=teacher)
+    stream = DistillStream(config, stream=examples, student=engine, teacher=teacher)
+    past, loaded = resume(config, engine=engine, stream=examples)
+    forward = partial(losses_of, engine, teacher=teacher, policy=policy_of(config))
+    with build_reporter(config, engine=engine, past=past) as reporter:
+        reporter.say(lengths_of(examples.examples))
+        answers = Answers(config, engine=engine, reference=teacher, packs=examples.packs)
+
+        def train_step(step: Step) -> Measured:
+            found = train_pairs(engine, step=step, forward=forward)
+            return replace(found, sums=counts_of(step, is_own=stream.is_own, device=process.device))
+
+        def evaluate() -> dict[str, float]:
+            step = examples.held_out()
+            found = {} if step is None else evaluate_pairs(engine, step=step, forward=forward)
+            return found | answers.measure()
+
+        before = evaluate()
+        train(
+            config,
+            engine=engine,
+            stream=stream,
+            reporter=reporter,
+            train_step=train_step,
+            evaluate=evaluate,
+            best=Best.of(config, loaded=loaded),
+        )
+        after = evaluate()
+        reporter.finish(**after)
+        for name, value in after.items():
+            reporter.say(f"{name.replace('_', ' ')}: {before[name]:.4f} before, {value:.4f} after")
+    engine.close()
+    teacher.close()
+    return after
+
+
+def open_teacher(config: Config, *, process: Process) -> Engine:
+    """The model of `distill.teacher`, under the run's strategy unless `reference` differs. A collective call. Raises CheckpointError."""
+    path = config.distill.teacher
+    assert path is not None, "the configuration is checked"
+    own = config_with(config, path=path, key="distill.teacher")
+    engine = build(own, process=process, is_trained=False, strategy=config.reference)
+    if own.model.path != path:  # a run: of a model of transformers the first values are the folder's
+        load_weights(own, engine=engine, path=path)
+    return engine
+
+
+def policy_of(config: Config) -> DistillPolicy:
+    """The loss that `distill` describes."""
+    return DistillPolicy(beta=config.distill.beta, temperature=config.distill.temperature)
+
+
+def losses_of(
+    engine: Engine, step: Step, index: int, *, teacher: Engine, policy: DistillPolicy
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The part of the step's loss of a micro-batch: the mean divergence over the answer tokens of the step."""
+    batch = step.micro_batches[index]
+    layout, mask = step.layout(batch, module=engine.module, device=engine.process.device), step.mask(batch)
+    teacher_logits = logits_of(teacher, step=step, batch=batch)
+
+    def loss_of(logits: Tensor, cut: slice) -> Tensor:
+        return distill_losses(logits, teacher=teacher_logits(cut), policy=policy).sum()
+
+    large = large_answers(engine, rows=len(mask), length=step.length)
+    if large is not None:
+        total = large.logit_loss(layout, mask=mask, loss_of=loss_of)
+    else:
+        total = logit_loss(answer_logits(engine, layout=layout, mask=mask), loss_of=loss_of)
+    return total / step.num_answer_tokens, {}
+
+
+def logits_of(teacher: Engine, *, step: Step, batch: MicroBatch) -> Callable[[slice], Tensor]:
+    """Computes the teacher's logits [n, V] of some of the answer tokens of a micro-batch, in the order of its mask."""
+    layout, mask = step.layout(batch, module=teacher.module, device=teacher.process.device), step.mask(batch)
+    with teacher.evaluating():
+        large = large_answers(teacher, rows=len(mask), length=step.length)
+        if large is not None:
+            return large.logits_by_part(layout, mask=mask)
+        logits = answer_logits(teacher, layout=layout, mask=mask)
+    return lambda cut: logits[cut]
+
+
+def counts_of(step: Step, *, is_own: bool, device: torch.device) -> dict[str, Tensor]:
+    """Sums over this rank's answers for the means of a row: `own`, 1 if the student drew them, and `length`, their tokens."""
+    batches = [batch.sequences for batch in step.micro_batches if not batch.is_filler]
+    counted = {"own": is_own * sum(map(len, batches)), "length": sum(int(batch.answer.sum()) for batch in batches)}
+    return {name: torch.tensor(float(value), device=device) for name, value in counted.items()}

@@ -1,0 +1,136 @@
+"""Steps of `task=distill` whose answers are drawn: by the student, or by its teacher, in place of those of the data."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+
+from experiments.examples import ROW_UNIT, Examples, ExampleStream, Step
+from experiments.prompts import PAD, STOP, open_tokenizer, with_other_ends
+from experiments.rollout_run import open_cached, open_weights
+from experiments.streams import share_of
+from ztk.config import Config
+from ztk.core.runtime import Process
+from ztk.core.runtime.seed import generator
+from ztk.inference.kept import Cut
+from ztk.rl.align import Sequences, last_answer
+from ztk.rl.rollout import Requests, RolloutPolicy, Samples, generate, states_away
+from ztk.train.engine import Engine
+
+
+class Drawing:
+    """Draws answers with one model, as `rollout` says."""
+
+    def __init__(self, config: Config, *, engine: Engine) -> None:
+        self._engine, self._cached = engine, open_cached(config, actor=engine)
+        self._weights = open_weights(config, actor=engine).weights
+
+    def answers(self, requests: Requests, *, policy: RolloutPolicy, step: int) -> Samples:
+        """A collective call."""
+        options = {"policy": replace(policy, weights=self._weights), "requests": requests, "step": step}
+        if self._cached is not None:
+            return self._cached.generate(**options)
+        return generate(self._engine, **options)
+
+    @property
+    def copies_weights(self) -> bool:
+        """Whether answers come from a copy of the weights in main memory, which may be made from master weights."""
+        return self._cached is not None and not self._cached.has_blocks
+
+
+class DistillStream:
+    """The steps of a stream, of which `distill.fraction` have the student's answers, and with `distill.seq_kd` the others the teacher's.
+
+    A step's draws depend on its number and on the places of its examples alone, so that a resumed run draws the same ones.
+    """
+
+    def __init__(self, config: Config, *, stream: ExampleStream, student: Engine, teacher: Engine) -> None:
+        """Raises ValueError for a text of `rollout.stop` with several tokens."""
+        distill, self._config = config.distill, config
+        self._stream, self._engine = stream, student
+        self._share = share_of(config, process=student.process)
+        self._student = Drawing(config, engine=student) if distill.fraction else None
+        self._teacher = Drawing(config, engine=teacher) if distill.seq_kd else None
+        self._stops = stops_of(config, examples=stream.examples) if self._student or self._teacher else ()
+        self.is_own = False  # whether the newest step has the student's answers
+
+    def next_step(self) -> Step:
+        """This rank's part of the next examples, with the answers to learn. A collective call."""
+        step, number = self._stream.next_step(), self._engine.global_steps
+        chance = torch.rand((), generator=generator(self._config.train.seed, "distill", number)).item()
+        self.is_own = self._student is not None and chance < self._config.distill.fraction
+        drawing = self._student if self.is_own else self._teacher
+        if drawing is None:
+            return step
+        with nullcontext() if drawing.copies_weights else states_away(self._engine):
+            samples = drawing.answers(self._requests(step), policy=self._policy(), step=number)
+        return answered(step, samples=samples, process=self._engine.process)
+
+    def state_dict(self) -> dict[str, object]:
+        """The position, the same on all ranks."""
+        return self._stream.state_dict()
+
+    def _requests(self, step: Step) -> Requests:
+        places = [place for index in range(len(step.micro_batches)) for place in self._share.sequences(index)]
+        prompts = [prompt for batch in step.micro_batches for prompt in prompts_of(batch.sequences)]
+        numbers = torch.tensor(places)
+        return Requests(prompts=prompts, numbers=numbers, prompt_numbers=numbers, copies=torch.zeros_like(numbers))
+
+    def _policy(self) -> RolloutPolicy:
+        config, rollout = self._config, self._config.rollout
+        return RolloutPolicy(
+            length=config.data.seq_len,
+            micro_batch=config.train.micro_batch_size,
+            max_tokens=rollout.max_tokens,
+            stops=self._stops,
+            pad=PAD,
+            temperature=rollout.temperature,
+            seed=config.train.seed,
+            packs=self._stream.packs,
+            cut=Cut(
+                top_k=rollout.top_k or 0,
+                top_p=1.0 if rollout.top_p is None else rollout.top_p,
+                min_p=rollout.min_p or 0.0,
+            ),
+        )
+
+
+def stops_of(config: Config, *, examples: Examples) -> tuple[int, ...]:
+    """The tokens that end the data's answers, and those that `rollout.stop` and the model's generation_config.json add."""
+    if examples.num_records is None:
+        ends = [STOP]
+    else:
+        texts = (example.texts[0] for example in examples.records)
+        ends = sorted({int(text.tokens[text.last_answer.stop - 1]) for text in texts})
+    return with_other_ends(ends, config=config, tokenizer=open_tokenizer(config))
+
+
+def prompts_of(sequences: Sequences) -> list[Sequence[int]]:
+    """The tokens before the last answer of each sequence."""
+    lengths = sequences.lengths.tolist()
+    parts = zip(sequences.tokens.split(lengths), sequences.answer.split(lengths), strict=True)
+    return [tokens[: last_answer(counts).start].tolist() for tokens, counts in parts]
+
+
+def answered(step: Step, *, samples: Samples, process: Process) -> Step:
+    """The step with these answers to its prompts. A collective call."""
+    batches, first = [], 0
+    for batch in step.micro_batches:
+        rows = samples[first : first + len(batch.sequences)]
+        first += len(rows)
+        is_token = torch.arange(rows.tokens.shape[1]) < rows.lengths.unsqueeze(1)
+        sequences = Sequences(tokens=rows.tokens[is_token], lengths=rows.lengths, answer=rows.answer_mask[is_token])
+        batches.append(replace(batch, sequences=sequences))
+    own = torch.stack([samples.lengths.sum(), samples.answer_lengths.sum(), samples.lengths.max()])
+    ranks = process.comm.gather_scalars(own.double().to(process.device), label="draws").cpu()
+    tokens, answer_tokens = int(ranks[:, 0].sum()), int(ranks[:, 1].sum())
+    length = min(samples.tokens.shape[1], -(-int(ranks[:, 2].max()) // ROW_UNIT) * ROW_UNIT)
+    return replace(
+        step,
+        micro_batches=batches,
+        num_tokens=tokens,
+        num_answer_tokens=answer_tokens,
+        num_text_tokens=tokens - step.num_examples,
+        length=length,
+    )

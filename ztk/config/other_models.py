@@ -1,0 +1,100 @@
+"""Models next to the one that trains, from folders of their own: the teacher of `task=distill`, and reward models of transformers."""
+
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ztk.config.batch import checkpoint_fault, run_record
+from ztk.config.hugging_face import sizes_of
+from ztk.core.policies.config import Config
+from ztk.core.policies.model import LoraConfig, ModelConfig, ModelInit
+from ztk.core.policies.runs import HUGGING_FACE
+
+
+def config_with(config: Config, *, path: str, key: str) -> Config:
+    """The configuration with the model of `path`, a run folder, a checkpoint, or a folder of a model of transformers. key: names it in errors.
+
+    Raises:
+        ValueError: neither, or a configuration that is no causal model's.
+    """
+    from ztk.config.compose import load  # here: it checks configurations by these rules
+
+    own, folder = copy.deepcopy(config), Path(path).expanduser()
+    if not (folder / "config.json").is_file():  # exported models may lie in the folder of their run
+        if (record := run_record(path)) is not None:
+            run = load(record)
+            own.model, own.lora = run.model, run.lora
+            return own
+        raise ValueError(
+            f"{key}={path}: has neither the config.yaml of a run nor a config.json (from {os.getcwd()}); name a run folder, or a folder as "
+            "save_pretrained writes it"
+        )
+    own.model = ModelConfig(
+        name=HUGGING_FACE,
+        path=str(folder.absolute()),
+        init=ModelInit.pretrained,
+        kernels=config.model.kernels or False,
+        hidden_dim=None,
+        rope_theta=None,
+        norm_eps=None,
+        tie_embeddings=None,
+        **sizes_of(folder, key=key),
+    )
+    own.lora = LoraConfig(rank=0)
+    return own
+
+
+def is_text_model(path: str | None) -> bool:
+    """Whether `reward.path` is a folder of a model of transformers, which reads texts with its own tokenizer."""
+    return path is not None and Path(path, "config.json").expanduser().is_file()
+
+
+def reward_model_faults(config: Config) -> Iterator[str]:
+    """One line per fault of a `reward.path` that is a model of transformers."""
+    path = config.reward.path
+    if path is None or not is_text_model(path):
+        return
+    from ztk.hf.scoring import has_score  # here: it takes torch and transformers
+
+    try:
+        config_with(config, path=path, key="reward.path")
+    except (ImportError, ValueError) as error:
+        yield str(error)
+        return
+    if not has_score(path):
+        yield (
+            f"reward.path={path}: its safetensors files have no score.weight, so it is no reward model; name a folder of a model for sequence "
+            "classification with one label (num_labels=1)"
+        )
+    if not any(Path(path, name).expanduser().is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        yield f"reward.path={path}: has no tokenizer; save that of the reward model there"
+
+
+def teacher_faults(config: Config) -> Iterator[str]:
+    """One line per fault of `distill.teacher`."""
+    path = config.distill.teacher
+    if path is None:
+        yield "distill.teacher=null: there is nobody to learn from; use distill.teacher=FOLDER, a run folder or a model of transformers"
+        return
+    if not os.path.isdir(os.path.expanduser(path)):
+        yield f"distill.teacher={path}: no such folder (from {os.getcwd()}); name a run folder with checkpoints, or a model of transformers"
+        return
+    if faults := list(checkpoint_fault(path, key="distill.teacher")):
+        yield from faults
+        return
+    try:
+        teacher = config_with(config, path=path, key="distill.teacher").model
+    except (ImportError, ValueError) as error:
+        yield str(error)
+        return
+    if teacher.vocab_size != config.model.vocab_size:
+        yield (
+            f"distill.teacher={path}: has a vocabulary of {teacher.vocab_size} tokens and the student has one of {config.model.vocab_size} "
+            "(model.vocab_size); their distributions are compared token by token, so use a teacher and a student with one vocabulary"
+        )
+    if teacher.max_seq_len < config.data.seq_len:
+        yield (
+            f"distill.teacher={path}: reads {teacher.max_seq_len} tokens at most, and data.seq_len={config.data.seq_len}; use "
+            f"data.seq_len={teacher.max_seq_len}, or another teacher"
+        )

@@ -1,0 +1,52 @@
+"""Generalised knowledge distillation: a loss between the next-token distributions of a student and a teacher (Agarwal et al. 2023,
+arXiv 2306.13649).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistillPolicy:
+    """beta: 0 is the forward divergence KL(teacher, student), 1 the reverse one; between them the generalised Jensen-Shannon divergence.
+    temperature: divides the logits of both.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    beta: float = 0.5
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta <= 1:
+            raise ValueError(f"distill.beta={self.beta}: must be 0 to 1")
+        if not self.temperature > 0:
+            raise ValueError(f"distill.temperature={self.temperature}: must be above 0")
+
+
+def distill_losses(student: Tensor, *, teacher: Tensor, policy: DistillPolicy) -> Tensor:
+    """The divergence of every token in nats, from logits [N, V] of both: [N] in float32, float64 for float64.
+
+    With m = (1 - beta) student + beta teacher it is beta KL(teacher, m) + (1 - beta) KL(student, m).
+    """
+    own, theirs = (_logprobs(logits, temperature=policy.temperature) for logits in (student, teacher))
+    if policy.beta == 0:
+        return _divergence(theirs, own)
+    if policy.beta == 1:
+        return _divergence(own, theirs)
+    mixed = torch.logaddexp(own + math.log1p(-policy.beta), theirs + math.log(policy.beta))
+    return policy.beta * _divergence(theirs, mixed) + (1 - policy.beta) * _divergence(own, mixed)
+
+
+def _logprobs(logits: Tensor, *, temperature: float) -> Tensor:
+    precise = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.log_softmax(precise if temperature == 1.0 else precise / temperature, dim=-1)
+
+
+def _divergence(first: Tensor, second: Tensor) -> Tensor:
+    """KL(first, second) of log-probabilities [N, V]: [N]."""
+    return (first.exp() * (first - second)).sum(-1)
