@@ -4,6 +4,7 @@ import gzip
 import importlib
 import json
 import math
+from functools import partial
 
 import pytest
 
@@ -12,7 +13,9 @@ from tests.rl.align.test_records import text_of
 from ztk.config import ConfigError, Machine, compose, from_yaml, to_yaml
 from ztk.data import ByteTokenizer, SubwordTokenizer
 from ztk.rl.align import RecordFormat, read_examples, read_prompts
-from ztk.rl.align.formats import unified
+from ztk.rl.align.formats import CHAT as CHAT_RECORDS
+from ztk.rl.align.formats import PREFERENCES, PROMPTS, unified
+from ztk.rl.align.lines import read_records
 
 ASKED = [{"role": "user", "content": "2+2?"}]
 CHAT = [{"role": "system", "content": "brief"}, *ASKED, {"role": "assistant", "content": "4"}]
@@ -256,12 +259,18 @@ RECORDS = [
 ]
 
 
-def saved(folder, kind):
-    """The path of `RECORDS` as a file or folder of a kind."""
+def saved(folder, kind, records=RECORDS):
+    """The path of `records` as a file or folder of a kind."""
     folder.mkdir()
-    lines = "".join(f"{json.dumps(record)}\n" for record in RECORDS)
+    lines = "".join(f"{json.dumps(record)}\n" for record in records)
+    if kind == "jsonl":
+        (folder / "a.jsonl").write_text(lines)
+        return folder
+    if kind == "json.gz":
+        (folder / "a.json.gz").write_bytes(gzip.compress(json.dumps(records).encode()))
+        return folder
     if kind in ("json", "json of lines", "json with a key"):
-        value = RECORDS if kind == "json" else {"data": RECORDS}
+        value = records if kind == "json" else {"data": records}
         (folder / "a.json").write_text(lines if kind == "json of lines" else json.dumps(value, indent=1))
         return folder / "a.json"
     if kind == "jsonl.gz":
@@ -273,14 +282,14 @@ def saved(folder, kind):
             file.write(lines.encode())
         return folder / "a.jsonl.zst"
     if kind == "parquet":
-        importlib.import_module("pyarrow.parquet").write_table(arrow.Table.from_pylist(RECORDS), folder / "a.parquet")
+        importlib.import_module("pyarrow.parquet").write_table(arrow.Table.from_pylist(records), folder / "a.parquet")
         return folder
     datasets = pytest.importorskip("datasets")
-    found = datasets.Dataset.from_list(RECORDS)
+    found = datasets.Dataset.from_list(records)
     if kind == "splits":
         datasets.DatasetDict({"train": found}).save_to_disk(str(folder / "all"))
     else:
-        found.save_to_disk(str(folder / "all"), num_shards=2)
+        found.save_to_disk(str(folder / "all"), num_shards=min(2, len(records)))
     return folder / "all"
 
 
@@ -290,6 +299,41 @@ def saved(folder, kind):
 def test_kinds_of_files(kind, tmp_path):
     found = examples(str(saved(tmp_path / "data", kind)), kind="chat")
     assert [text_of(example.texts[0])[0] for example in found] == list(TEXTS)
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+CALLED = [
+    *ASKED,
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "add", "content": "4"},
+]
+# By the tasks that read them: sft and distill, dpo, kto, grpo and ppo. Each with a call of a tool.
+BY_TASK = {
+    "sft": (CHAT_RECORDS, [{"messages": [*CALLED, *CHAT[-1:]], "tools": [TOOL]}, {"messages": CHAT}]),
+    "dpo": (PREFERENCES, [{"prompt": CALLED, "chosen": CHAT[-1:], "rejected": BAD[-1:], "tools": [TOOL]}]),
+    "kto": (PREFERENCES, [{"prompt": CALLED, "completion": CHAT[-1:], "label": label} for label in (True, False)]),
+    "grpo": (PROMPTS, [{"prompt": CALLED, "tools": [TOOL]}, {"prompt": ASKED}]),
+}
+
+
+@pytest.mark.parametrize("task", BY_TASK)
+@pytest.mark.parametrize("kind", ["json", "json.gz", "jsonl.gz", "jsonl.zst", "parquet", "save_to_disk"])
+def test_every_task_reads_every_kind_of_file(task, kind, tmp_path):
+    """With the values that lines of JSON have."""
+    purpose, records = BY_TASK[task]
+
+    def read(name: str):
+        path = saved(tmp_path / name, name, records=records)
+        return read_records([str(path)], make=partial(unified, purpose=purpose))
+
+    found = read(kind)
+    assert found == read("jsonl") and len(found) == len(records)
+    assert CALL in [call for message in conversation_of(found[0]) for call in message.get("tool_calls", [])]
+
+
+def conversation_of(record):
+    return record.get("messages", record.get("prompt"))
 
 
 def test_splits_and_broken_files_are_named(tmp_path):
