@@ -1,5 +1,7 @@
-"""`completions.jsonl` of the run folder: every answer of every rollout of all ranks, as text, with its rewards, length and divergence."""
+"""`completions.jsonl` of the run folder, and a parquet file of its lines: every answer of every rollout of all ranks, as text, with its
+rewards, length and divergence."""
 
+import importlib
 import json
 import math
 from pathlib import Path
@@ -59,8 +61,16 @@ class Completions:
         """Drops the rows that a run resumed at `first_step` writes again."""
         self._path = Path(run.config.output_dir) / "completions.jsonl"
         self._writes = run.process.rank == 0
+        name = run.config.rollout.completions_file
+        self._table = None if name is None else Path(run.config.output_dir, name)
         if self._writes:
             drop_later(self._path, step=first_step)
+
+    def close(self) -> None:
+        """Writes the lines as parquet, if the run has such a file. Columns are those of all lines, null where a line lacks one."""
+        if self._writes and self._table is not None and self._path.exists():
+            lines = importlib.import_module("pyarrow.json").read_json(self._path)
+            importlib.import_module("pyarrow.parquet").write_table(lines, self._table)
 
     def write(self, run: Run, *, step: int, samples: Samples, kl: Tensor | None) -> list[dict[str, Any]]:
         """Writes the answers of all ranks, and returns them. A collective call."""

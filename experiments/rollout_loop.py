@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> 
     config, engine = run.config, run.actor
     texts = Texts(run, first_step=engine.global_steps)
     prompts = open_evaluation_prompts(config, prompts=run.prompts) if has_evaluations(config) else None
-    with open_interrupts(config, process=run.process) as interrupts, Savers(run) as savers:
+    with open_interrupts(config, process=run.process) as interrupts, Savers(run) as savers, closing(texts):
         for step in range(engine.global_steps + 1, config.train.steps + 1):
             if run.buffer.is_used_up:
                 roll_out(run, reporter=reporter, texts=texts, savers=savers, fill=fill)
@@ -175,6 +175,11 @@ class Texts:
         if self._writes:
             drop_later(self._path, step=first_step)
         self._completions = Completions(run, first_step=first_step) if run.config.rollout.save_completions else None
+
+    def close(self) -> None:
+        """Ends the files."""
+        if self._completions is not None:
+            self._completions.close()
 
     def write_all(self, run: Run, *, step: int, samples: Samples, kl: Tensor | None) -> list[dict[str, Any]]:
         """Writes every answer of all ranks to `completions.jsonl`, if the run keeps them, and returns them. A collective call."""

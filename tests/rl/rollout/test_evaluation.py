@@ -259,10 +259,12 @@ def none(completions, **kwargs):
 
 
 def test_all_answers_are_written_in_full(ranks, tmp_path):
-    """Of all ranks in the order of their numbers, with each function's reward; a resumed run writes none twice."""
+    """Of all ranks in the order of their numbers, with each function's reward, as lines and as a table; a resumed run writes none twice."""
+    parquet = pytest.importorskip("pyarrow.parquet")
     (tmp_path / "mine.py").write_text(LOGS)
     words = (
         "rollout.save_completions=true",
+        "rollout.completions_file=answers.parquet",
         "checkpoint.every=2",
         f"reward.functions=[{tmp_path}/mine.py:letters,{tmp_path}/mine.py:none]",
     )
@@ -281,3 +283,11 @@ def test_all_answers_are_written_in_full(ranks, tmp_path):
         assert row["upper"] == row["answer"].upper()
     groups = [row["prompt"] for row in rows[:16]]
     assert groups == [prompt for prompt in dict.fromkeys(groups) for _ in range(4)]
+    assert parquet.read_table(tmp_path / "run" / "answers.parquet").to_pylist() == rows
+
+
+@pytest.mark.parametrize("name", ["answers.csv", "in/answers.parquet"])
+def test_another_file_of_answers_is_refused(name):
+    words = ("task=grpo", "rollout.save_completions=true", f"rollout.completions_file={name}")
+    with pytest.raises(ConfigError, match="must be a name that ends in .parquet"):
+        compose(*words, output_dir="/run", machine=Machine(gpus=0, cores=2))
