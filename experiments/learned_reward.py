@@ -28,17 +28,25 @@ def learned_rewards(engine: Engine, *, samples: Samples, micro_batch: int) -> Te
 
     Raises FloatingPointError for a value that is not finite.
     """
-    parts, packs = [], can_pack(engine.module)
-    with engine.evaluating():
-        for first in range(0, len(samples), micro_batch):
-            batch = samples[first : first + micro_batch]
-            layout = lay_out(batch.tokens, lengths=batch.lengths, packs=packs, device=engine.process.device)
-            values = layout.forward(engine).flatten()
-            parts.append(values.index_select(0, layout.at(batch.lengths - 1)).cpu())
-    found = torch.cat(parts).double()
+    found = end_values(engine, tokens=samples.tokens, lengths=samples.lengths, micro_batch=micro_batch)
     if not found.isfinite().all():
         row = int((~found.isfinite()).nonzero()[0])
         raise FloatingPointError(
             f"sample {int(samples.numbers[row])}: the value of the model of reward.path is not finite"
         )
     return found
+
+
+def end_values(engine: Engine, *, tokens: Tensor, lengths: Tensor, micro_batch: int) -> Tensor:
+    """The value at the last token of texts, float64 [S] on the CPU; tokens: int64 [S, T], of which the first `lengths`, int64 [S], are texts.
+    A collective call."""
+    parts, packs = [], can_pack(engine.module)
+    with engine.evaluating():
+        for first in range(0, len(tokens), micro_batch):
+            own = lengths[first : first + micro_batch]
+            layout = lay_out(
+                tokens[first : first + micro_batch], lengths=own, packs=packs, device=engine.process.device
+            )
+            values = layout.forward(engine).flatten()
+            parts.append(values.index_select(0, layout.at(own - 1)).cpu())
+    return torch.cat(parts).double()

@@ -8,6 +8,7 @@ from torch import Tensor
 from experiments.learned_reward import learned_rewards
 from experiments.prompts import Prompt
 from experiments.rollout_run import Run
+from experiments.text_reward import TextReward
 from ztk.rl.rollout import Samples
 from ztk.rl.rollout.rewards import Answered, TrainingState
 
@@ -15,10 +16,15 @@ from ztk.rl.rollout.rewards import Answered, TrainingState
 def reward(run: Run, *, samples: Samples, prompts: list[Prompt]) -> None:
     """Writes the rewards into `samples` and the rewards of each function into `run.rewarded`. Raises RewardError."""
     config, functions = run.config, run.prompts.rewards
-    run.rewarded = None if functions is None else functions.score(answered(run, samples=samples, prompts=prompts))
+    given = answered(run, samples=samples, prompts=prompts)
+    run.rewarded = None if functions is None else functions.score(given)
     total = None if run.rewarded is None else run.rewarded.total
     if run.reward_model is not None:
-        learned = learned_rewards(run.reward_model, samples=samples, micro_batch=config.train.micro_batch_size)
+        size = config.train.micro_batch_size
+        if isinstance(run.reward_model, TextReward):
+            learned = run.reward_model.score(given, micro_batch=size)
+        else:
+            learned = learned_rewards(run.reward_model, samples=samples, micro_batch=size)
         weight = config.reward.path_weight
         total = learned if weight is None or total is None else total.nan_to_num() + weight * learned
     assert total is not None, "the configuration is checked"

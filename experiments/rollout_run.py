@@ -13,7 +13,8 @@ from experiments.models import Values, build
 from experiments.packing import pack_exactly_on_all_ranks
 from experiments.prompts import Prompts
 from experiments.reference import BaseModel
-from ztk.config import Config
+from experiments.text_reward import TextReward
+from ztk.config import Config, is_text_model
 from ztk.config.adapters import reference_has_adapters
 from ztk.core.runtime import Process
 from ztk.core.runtime.comm import connect_groups
@@ -52,7 +53,7 @@ class Run:
     best: Best
     weights: SettledWeights
     packs: bool
-    reward_model: Engine | None = None
+    reward_model: Engine | TextReward | None = None
     cached: CachedRollouts | None = None
     rewarded: Rewarded | None = None
     rollouts: int = 0
@@ -61,7 +62,8 @@ class Run:
 
     def close(self) -> None:
         """Ends all engines."""
-        for engine in (self.actor, self.reference, self.critic, self.reward_model):
+        reward_model = self.reward_model.engine if isinstance(self.reward_model, TextReward) else self.reward_model
+        for engine in (self.actor, self.reference, self.critic, reward_model):
             if isinstance(engine, Engine):
                 engine.close()
 
@@ -114,7 +116,9 @@ def open_run(
         actor=actor,
         reference=reference,
         critic=critic,
-        reward_model=open_reward_model(config, process=process),
+        reward_model=TextReward(config, process=process)
+        if is_text_model(config.reward.path)
+        else open_reward_model(config, process=process),
         prompts=prompts,
         buffer=Buffer(updates=samples // config.train.global_batch_size),
         best=Best(config),

@@ -3,8 +3,10 @@
 import functools
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from torch import Tensor, nn
 
@@ -58,6 +60,15 @@ def open_scoring(
     model.full_parameter_count = sum(parameter.numel() for parameter in model.parameters())
     model.forward = ScoringForward(model)
     return model.train(), values
+
+
+def has_score(path: str) -> bool:
+    """Whether the folder's files have the output layer of values, as those of reward models do."""
+    for file in sorted(Path(path).expanduser().glob("*.safetensors")):
+        with safetensors.safe_open(file, framework="pt") as entries:
+            if _WEIGHT in entries.keys():  # noqa: SIM118 - no mapping
+                return True
+    return False
 
 
 def _build(transformers: Any, config: Any, *, path: str) -> Any:

@@ -54,7 +54,8 @@ class RewardConfig(StrategyConfig):
         optional=True,
     )
     path: str | None = key(
-        "run folder or checkpoint of task=reward, of the policy's shape, whose value at the last token is the reward; null: functions give it",
+        "run folder or checkpoint of task=reward, of the policy's shape, or folder of a model of transformers for sequence classification with "
+        "one label, which reads texts with its own tokenizer; its value at the last token is the reward; null: functions give it",
         acts=DRAWS,
         optional=True,
         is_path=True,
