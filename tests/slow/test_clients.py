@@ -115,11 +115,14 @@ def test_langchain(url, method):
 def test_langchain_by_responses(url):
     """A stream of typed events, a schema, and a second turn by the id of the first."""
     library = pytest.importorskip("langchain_openai")
-    model = library.ChatOpenAI(model="tiny", base_url=url, api_key="none", max_tokens=300, use_responses_api=True)
-    assert isinstance(model.with_structured_output(City).invoke("hi"), City)
-    assert len(list(model.stream("hi"))) > 100
-    first = model.invoke("hi", max_tokens=5)
-    again = model.invoke("more", previous_response_id=first.response_metadata["id"], max_tokens=5)
+    long, short = (
+        library.ChatOpenAI(model="tiny", base_url=url, api_key="none", max_tokens=count, use_responses_api=True)
+        for count in (300, 5)
+    )
+    assert isinstance(long.with_structured_output(City).invoke("hi"), City)
+    assert len(list(long.stream("hi"))) > 100
+    first = short.invoke("hi")
+    again = short.invoke("more", previous_response_id=first.response_metadata["id"])
     assert again.usage_metadata["input_tokens"] > first.usage_metadata["input_tokens"]
 
 
