@@ -180,6 +180,22 @@ def test_tokens_are_named_by_their_ids_if_asked(running):
     assert token["token"] == f"token_id:{token['bytes'][0]}" and token["top_logprobs"][0]["token"][:9] == "token_id:"
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_every_event_counts_tokens_if_asked(running, path):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"max_tokens": 4, "stream": True, "stream_options": options}
+    body |= {"messages": USER} if "chat" in path else {"prompt": "abc"}
+    text = post(running, body, path=path).text
+    *chunks, last = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 4
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts[-4:] == [1, 2, 3, 4] and {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {
+        last["usage"]["prompt_tokens"]
+    }
+    plain = post(running, body | {"stream_options": {"continuous_usage_stats": True}}, path=path).text
+    assert "usage" not in plain
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_beginning_of_an_answer_is_repeated_in_a_chat(running, stream):
     messages = [*USER, {"role": "assistant", "content": "so "}]

@@ -26,7 +26,7 @@ class Shape:
         kind = "chat.completion" if self.chat else "text_completion"
         body = self._head(kind) | {
             "choices": [answer.choice() | {"index": index} for index, answer in enumerate(kept)],
-            "usage": self._usage(answers, prompt_tokens=prompt_tokens),
+            "usage": self.usage(answers, prompt_tokens=prompt_tokens),
         }
         return body | (kept[0].of_prompt() if self.chat else {})
 
@@ -37,12 +37,13 @@ class Shape:
     def usage_chunk(self, answers: list["Answer"], *, prompt_tokens: int) -> dict:
         """The last event, if `stream_options.include_usage` asks for it."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return self._head(kind) | {"choices": [], "usage": self._usage(answers, prompt_tokens=prompt_tokens)}
+        return self._head(kind) | {"choices": [], "usage": self.usage(answers, prompt_tokens=prompt_tokens)}
 
     def _head(self, kind: str) -> dict:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _usage(self, answers: list["Answer"], *, prompt_tokens: int) -> dict:
+    def usage(self, answers: list["Answer"], *, prompt_tokens: int) -> dict:
+        """Counts of tokens."""
         drawn = sum(len(answer.tokens) for answer in answers)
         return {"prompt_tokens": prompt_tokens, "completion_tokens": drawn, "total_tokens": prompt_tokens + drawn}
 
@@ -91,7 +92,7 @@ class Answer:
         if self._shape.chat:
             delta = {"role": "assistant", "content": ""}
             choice = {"index": self._index, "delta": delta, "finish_reason": None, "logprobs": None}
-            first = self._shape.chunk(choice) | self.of_prompt()
+            first = self._chunk(choice) | self.of_prompt()
             return [first, self._piece(self._echoed, drawn=[])] if self._echoed else [first]
         if self._asked.echo and not self._asked.with_logprobs:
             return [self._piece(self._echoed, drawn=[])]
@@ -212,12 +213,19 @@ class Answer:
         choice: dict = {"index": self._index, "finish_reason": self.finish_reason, "logprobs": written}
         choice |= {"token_ids": [output.token for output, _ in drawn]} if self._asked.with_ids else {}
         if not self._shape.chat:
-            return self._shape.chunk(choice | {"text": text} | (self.of_prompt() if len(self._drawn) == 1 else {}))
+            return self._chunk(choice | {"text": text} | (self.of_prompt() if len(self._drawn) == 1 else {}))
         delta: dict = {"content": text}
         if calls:
             first = len(self._calls) - len(calls)
             delta["tool_calls"] = [{"index": first + place} | call.written() for place, call in enumerate(calls)]
-        return self._shape.chunk(choice | {"delta": delta})
+        return self._chunk(choice | {"delta": delta})
+
+    def _chunk(self, choice: dict) -> dict:
+        """One event of a stream, with the counts of tokens so far if they are asked for."""
+        chunk = self._shape.chunk(choice)
+        if not self._asked.with_running_usage:
+            return chunk
+        return chunk | {"usage": self._shape.usage([self], prompt_tokens=len(self._prompt))}
 
     def _written(self, drawn: list[tuple[Output, int]], *, with_prompt: bool) -> dict:
         """Chat: a list of objects per token. Completions: lists; those of an echoed prompt begin with a null.

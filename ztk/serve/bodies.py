@@ -47,7 +47,7 @@ class Asked:
     shows_special: special tokens are part of the text; shows_stop: what has ended an answer is. keeps: answers that are returned, the likeliest
     of `sampling.n`. names_ids: log-probabilities name tokens by their ids. most_prompt: tokens that a longer prompt is cut to, its last ones,
     or its first ones with `cuts_end`; -1: as many as leave room for the answer. chat: how messages are written. structure: of answers.
-    ignored: fields without an effect.
+    ignored: fields without an effect. with_usage: the last event counts tokens; with_running_usage: each does.
     """
 
     sampling: SamplingParams
@@ -60,6 +60,7 @@ class Asked:
     stops: tuple[str, ...] = ()
     stream: bool = False
     with_usage: bool = False
+    with_running_usage: bool = False
     echo: bool = False
     ignores_ends: bool = False
     stop_token_ids: tuple[int, ...] = ()
@@ -105,6 +106,8 @@ def read_body(
     likely = max(tops or 0, prompt_tops or 0)
     sampling = _sampling(body, usual=usual, limit=limit, likely=likely, with_prompt=with_prompt)
     prompts = () if chat else read_prompts(body, name="prompt")
+    options = thing(body, name="stream_options")
+    with_usage = flag(options, name="include_usage")
     keeps = sampling.n
     sampling = _best_of(body, sampling=sampling, stream=stream) if not chat else sampling
     if (answers := max(1, len(prompts)) * sampling.n) > limits.answers:
@@ -127,7 +130,8 @@ def read_body(
         structure=structure,
         stops=text_list(body, name="stop", most=limits.stops) if "stop" in body else stops,
         stream=stream,
-        with_usage=flag(thing(body, name="stream_options"), name="include_usage"),
+        with_usage=with_usage,
+        with_running_usage=with_usage and flag(options, name="continuous_usage_stats"),
         echo=echo,
         ignores_ends=flag(body, name="ignore_eos"),
         stop_token_ids=token_list(body, name="stop_token_ids"),
