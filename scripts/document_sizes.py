@@ -1,4 +1,4 @@
-"""Writes docs/document_sizes.md: what the documents say about sizes and speed, row by row, beside plans.
+"""Writes docs/document_sizes.md: the documents' statements about sizes and speed, row by row, next to plans.
 
 python scripts/document_sizes.py                   plans every row (about three minutes) and writes the page
 python scripts/document_sizes.py memory offload    plans these parts of it again; the others stay: sizes, speeds, stages
@@ -338,13 +338,13 @@ def table_rows(plans: Plans) -> Iterator[Row]:
 
 INTRO = f"""# The documents' sizes and speeds
 
-What the four documents that ztk was written for say about memory and speed, row by row, beside plans (see [planning.md](planning.md)).
-`python scripts/document_sizes.py` writes this page; every number on the right is from `ztk.plan_run`, in bytes, per rank unless it says
-otherwise.
+Statements of [four documents](examples.md) about memory and speed, row by row, next to [plans](planning.md).
+`python scripts/document_sizes.py` writes this page. Every number on the right is from `ztk.plan_run`, in bytes, per rank unless another
+count is named.
 
-Planned are decoders in fp16 with AdamW, one sequence of {SEQUENCE:,} tokens per rank and step, full recomputation, on the A100 80 GB of
-`conf/hardware/a100_80.yaml`. A number is *confirmed* within {NEAR:.0%}, for the documents give about two digits. Seconds are those
-of rates that training reaches ([published runs](published_runs.md) tell how well). No run on eight A100s was made.
+The plans are for decoders in fp16 with AdamW, one sequence of {SEQUENCE:,} tokens per rank and step, full recomputation, on the A100 80 GB of
+`conf/hardware/a100_80.yaml`. A number is *confirmed* within {NEAR:.0%}, for the documents give about two digits. Seconds follow
+from rates that training reaches ([published runs](published_runs.md) compares them). No run on eight A100s was made.
 
 7B is the shipped model of that name. The others:
 

@@ -28,7 +28,7 @@ HOT_PATHS = {
     "attention_varlen": "attention over documents of different lengths in one row",
     "cross_entropy": "loss over logits",
     "sharded_cross_entropy": "loss over logits whose columns are divided over tensor-parallel ranks",
-    "linear_cross_entropy": "loss over the head's weight, where the logits would be larger than what it keeps",
+    "linear_cross_entropy": "loss over the head's weight, where the logits would be larger than its saved values",
     "linear_logprob": "log-probabilities of answers over the head's weight, where the logits would be large",
     "segment_scan": "advantages of answers, from rewards and a critic's values",
     "moe_route": "experts: choice and order of tokens",
@@ -45,7 +45,7 @@ HOT_PATHS = {
     "select_rows": "inference over blocks: top-k, top-p, min-p and draw over logits",
     "quantize": "quantised exchange: before it is sent",
     "dequantize": "quantised gather of parameters: after it has come",
-    "dequantize_reduce": "quantised reduction of gradients: sum of what has come",
+    "dequantize_reduce": "quantised reduction of gradients: sum of the received parts",
 }
 
 

@@ -92,17 +92,16 @@ Tokens are per second and GPU; MFU is in percent, peaks are in GiB. A positive e
 
 | runs | n | median error of seconds | within 25 % | largest | median error of the peak |
 | --- | --- | --- | --- | --- | --- |"""
-NOTES = """
-The first three lines count all planned runs, those below them the runs of a project, of a GPU and of a family. A
-third of the runs is held out: rates in `conf/hardware/` and `ztk/core/policies/peers.py` were chosen with the others. Of the first 69 runs the
-third was picked by hand, six of them after the errors of other held-out runs were known, and two were planned a second time, with the sequence
-parallelism that they had; their errors grew from 22 to 31 %. Of the runs after them a hash of what a run is, without its numbers, picks the
-third (`held_out` in the script), before any of them was planned.
+NOTES = """ The first three lines count all planned runs, those below them the runs of a project, of a GPU and of a family. A third of the
+runs is held out: rates in `conf/hardware/` and `ztk/core/policies/peers.py` were chosen with the others. Of the first 69 runs the third was
+picked by hand, six of them after the errors of other held-out runs were known, and two were planned a second time, with the sequence
+parallelism that they had; their errors grew from 22 to 31 %. A hash of the description of a later run, without its numbers, decides whether
+it is held out (`held_out` in the script), before any of them is planned.
 
 Models without a gated MLP (MPT, GPT-3, Nemotron, BLOOM) are planned as Llama decoders with as many parameters. The planned MFU is of
 the rate in bf16, also where linear layers multiply in fp8; llm-foundry's and Megatron-LM's are of the rate in fp8 there. Peaks
-are compared as they were published: torchtitan's and nanotron's are those of PyTorch's allocator, KempnerForge's are bytes that
-it handed out, DeepSpeed's are those that nvidia-smi shows, with CUDA's context and NCCL's buffers. All but ztk keep logits in
+are compared as they were published: torchtitan's and nanotron's come from PyTorch's allocator, KempnerForge's are bytes that
+it handed out, DeepSpeed's come from nvidia-smi, with CUDA's context and NCCL's buffers. All but ztk keep logits in
 fp32, and nanotron adds gradients up in fp32; torchtitan's selective recomputation keeps every second product, where ztk's
 keeps all of them.
 

@@ -48,7 +48,7 @@ CASES = {
             "bf16 to fp32",
             inputs={"out_dtype": torch.float32, "scaled": True},
             vector_load_bytes=8,
-            vector_reason="four 16-bit values beside 16 bytes of float32; eight would change layout through shared memory",
+            vector_reason="four 16-bit values next to 16 bytes of float32; eight would change layout through shared memory",
         ),
     ),
     "copy_blocks": (AotCase(kernel="_copy_blocks", shape=(64, 65536, 8), min_programs=12, max_barriers=0),),

@@ -63,7 +63,7 @@ CASES = {
             dtype=torch.float32,
             variant="fp32 grad",
             vector_store_bytes=8,
-            vector_reason="four 16-bit values beside 16 bytes of float32 gradient",
+            vector_reason="four 16-bit values next to 16 bytes of float32 gradient",
         ),
     ),
     # The scales of a group go through shared memory: two maxima over 32 elements of four threads.

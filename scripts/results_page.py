@@ -1,0 +1,185 @@
+"""Writes docs/results.md from experiments/results: the tables of the benchmarks and the notes of single measurements.
+
+`python scripts/results_page.py`. Every section names its command, date, commit and machine. A note is a file of experiments/results/cpu/notes:
+a head of `key: value` lines, an empty line, and Markdown.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.engine_chart import DTYPES, STRATEGIES, latest
+from scripts.results import RESULTS
+
+Row = dict[str, Any]
+CPU = RESULTS / "cpu"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "results.md"
+HEAD = ("title", "command", "date", "commit", "machine")
+# Heading: the notes below it, after the tables of the benchmarks.
+NOTES = {
+    "Training": ("muon", "states", "ring", "kernel_times", "notebooks", "sweeps"),
+    "Checkpoints and data": ("checkpoints", "kills", "tokenizers", "loaders", "hf_loading"),
+    "Alignment": ("alignment_trl", "rollouts_trl", "rollouts_packing", "frontier"),
+    "Inference": (
+        "exact_answers", "inference_weights", "inference_streaming", "inference_first_token", "server_ends", "harness",
+    ),
+    "Planning": ("plan_bytes", "plan_times"),
+    "Other libraries": ("hf_families", "deepspeed_chat", "openrlhf", "hybrid_engine"),
+    "Kernels and tests": ("kernel_launches", "kernel_counts", "coverage"),
+}  # fmt: skip
+WORKS = {
+    "batch 1": "one sequence",
+    "8 rows": "8 sequences",
+    "32 ragged": "32 ragged requests",
+    "prefix": "16 prompts, common prefix",
+    "prompt": "prompt of 512",
+}
+
+
+def main() -> None:
+    """Writes the page."""
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+def page() -> str:
+    """The text of docs/results.md."""
+    benchmarks = [engines(), deepspeed(), inference(), inference_engines()]
+    parts = [
+        "# Results",
+        "`python scripts/results_page.py` writes this page from `experiments/results/`. Every section names its command, date, commit and "
+        "machine. The\ncommit is the measured one, or the one that recorded the numbers. **No number on this page is from a GPU:** ztk has "
+        "not been measured on one.",
+        "[Claims](claims.md) lists the commands that check ztk's claims, [published runs](published_runs.md) compares plans with runs of other "
+        "projects,\nand [the documents' sizes](document_sizes.md) compares plans with four documents.",
+        "## Benchmarks",
+        *benchmarks,
+    ]
+    for heading, names in NOTES.items():
+        parts += [f"## {heading}", *(note(name) for name in names)]
+    return "\n\n".join(parts) + "\n"
+
+
+def engines() -> str:
+    """Training speed of ztk and its peers."""
+    rows = [
+        row
+        for row in read("engine")
+        if (row["model"], row.get("modules"), row["ranks"]) == ("30m", "ztk", 2) and row["rounds"] == 3
+    ]
+    speeds = {dtype: latest(rows, dtype=dtype) for dtype in DTYPES}
+    lines = [
+        [strategy, engine, *(f"{speeds[dtype][candidate]:.2f}" for dtype in DTYPES)]
+        for strategy, names in STRATEGIES.items()
+        for engine, candidate in names.items()
+    ]
+    return section(
+        "Training speed of ztk, DDP, FSDP2 and DeepSpeed",
+        command="python scripts/bench_engine.py --deepspeed-python PATH",
+        rows=rows,
+        text="A 30M decoder of the same layers on two CPU ranks. Tokens per second, divided by those of forward, backward and AdamW without\n"
+        "any communication; medians of interleaved rounds.\n\n" + table(["strategy", "engine", *DTYPES], lines),
+    )
+
+
+def deepspeed() -> str:
+    """Losses and speed of one script under DeepSpeed and ztk."""
+    newest = {row["stage"]: row for row in read("compare_deepspeed")}
+    lines = [
+        [
+            str(stage),
+            f"{row['largest_difference']:.1e}",
+            f"{row['deepspeed_wall_seconds'] / row['ztk_wall_seconds']:.2f}",
+        ]
+        for stage, row in sorted(newest.items())
+    ]
+    return section(
+        "One script under DeepSpeed and ztk",
+        command="python scripts/compare_deepspeed.py --deepspeed-python PATH",
+        rows=list(newest.values()),
+        text="DeepSpeed 0.19.8, two CPU ranks, 10 steps.\n\n"
+        + table(["stage", "largest difference of a loss", "DeepSpeed's seconds / ztk's"], lines),
+    )
+
+
+def inference() -> str:
+    """Tokens per CPU second compared with transformers."""
+    newest = by(read("inference"), lambda row: (row["parameters"], row["weights"], row["work"]))
+    sizes = sorted({(parameters, weights) for parameters, weights, _ in newest}, key=lambda pair: (-pair[0], pair[1]))
+    ratios = [
+        [f"{parameters / 1e6:.0f}M, {weights}", *(pair(newest[parameters, weights, work]) for work in WORKS)]
+        for parameters, weights in sizes
+    ]
+    return section(
+        "Inference compared with transformers",
+        command="python scripts/bench_inference.py",
+        rows=list(newest.values()),
+        text="Tokens per CPU second on one thread, greedy, divided by transformers' `generate`; in brackets by its continuous batching.\n"
+        "transformers computes in fp32 in all rows.\n\n" + table(["parameters, weights", *WORKS.values()], ratios),
+    )
+
+
+def pair(row: Row) -> str:
+    """The two ratios of a row."""
+    return f"{row['ratio']:.2f} ({row['ratio_to_continuous_batching']:.2f})"
+
+
+def inference_engines() -> str:
+    """Tokens per CPU second compared with other engines."""
+    newest = by(read("engines"), lambda row: (row["size"], row["weights"], row["peer"], row["sequences"]))
+    columns = [(peer, count) for peer in ("ctranslate2", "llama_cpp") for count in (1, 8)]
+    kinds = [(size, weights) for size in ("100m", "30m", "4m") for weights in ("fp32", "int8")]
+    lines = [
+        [f"{size}, {weights}", *(f"{newest[size, weights, *column]['ratio']:.2f}" for column in columns)]
+        for size, weights in kinds
+    ]
+    header = [f"{peer.replace('_cpp', '.cpp')}, {count} sequence{'s' * (count > 1)}" for peer, count in columns]
+    return section(
+        "Inference compared with CTranslate2 and llama.cpp",
+        command="python scripts/compare_engines.py --peer ctranslate2=PYTHON --peer llama_cpp=PYTHON",
+        rows=list(newest.values()),
+        text="Tokens per CPU second on one thread, divided by the other engine's (CTranslate2 4.8, llama-cpp-python 0.3.36). The rate of the "
+        "memory changes\nbetween hours on this machine.\n\n" + table(["model, weights", *header], lines),
+    )
+
+
+def read(name: str) -> list[Row]:
+    """The rows of a benchmark's file, in the order of their measurement."""
+    return [json.loads(line) for line in (CPU / f"{name}.jsonl").read_text().splitlines()]
+
+
+def by(rows: list[Row], key: Callable[[Row], tuple]) -> dict[tuple, Row]:
+    """Key -> its newest row."""
+    return {key(row): row for row in rows}
+
+
+def section(title: str, *, command: str, rows: list[Row], text: str) -> str:
+    """A benchmark with the dates and commits of its rows."""
+    dates = sorted({row["date"][:10] for row in rows})
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    head = f"`{command}` · {' to '.join(dict.fromkeys([dates[0], dates[-1]]))} · {commits} · {rows[-1]['machine']}"
+    return f"### {title}\n\n{head}\n\n{text}"
+
+
+def note(name: str) -> str:
+    """A note as a section."""
+    head, _, text = (CPU / "notes" / f"{name}.md").read_text(encoding="utf-8").partition("\n\n")
+    values = dict(line.split(": ", 1) for line in head.splitlines())
+    if tuple(values) != HEAD:
+        raise ValueError(f"{name}.md begins with {', '.join(values)}; write {', '.join(HEAD)}, one per line")
+    commands = ", ".join(f"`{command.strip()}`" for command in values["command"].split(";"))
+    head = f"{commands} · {values['date']} · {values['commit']} · {values['machine']}"
+    return f"### {values['title']}\n\n{head}\n\n{text.strip()}"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    main()
