@@ -1,7 +1,7 @@
-"""The pages of the documentation site that are not written by hand: the front page, the configuration and the library.
+"""The generated pages of the documentation site: the configuration and the library.
 
-mkdocs calls these functions (`hooks` in mkdocs.yml). The front page is README.md, the configuration's page has the source of
-`run.py --help GROUP`, and every package of ztk has a page of its docstrings.
+mkdocs calls these functions (`hooks` in mkdocs.yml). The configuration's page has the source of `run.py --help GROUP`, and every package of
+ztk has a page of its docstrings.
 """
 
 import ast
@@ -30,7 +30,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the generated pages."""
-    pages = {"index.md": front_page(), CONFIGURATION: configuration_page(), LIBRARY: library_page()}
+    pages = {CONFIGURATION: configuration_page(), LIBRARY: library_page()}
     pages |= {PACKAGES.format(package): package_page(package) for package in packages()}
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
@@ -51,19 +51,13 @@ def package_of(home: str) -> str:
     return next(name for name in names if name in packages())
 
 
-def front_page() -> str:
-    """README.md with its links as seen from docs/."""
-    return (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")
-
-
 def configuration_page() -> str:
     """Every group with its options and keys."""
     reference = build_reference([conf_dir()])
     intro = (
-        "# Configuration\n\nA run is one option of every group (`zero=stage3`) and any number of values (`train.steps=50`). What follows "
-        "is printed by `python run.py --help GROUP`, too. A default is that of the usual option, then that of options which differ; "
-        "`null` is none: what happens then stands in the meaning. A key has an effect only with what its last column names, and is "
-        "refused without it.\n"
+        "# Configuration\n\nA run is one option of every group (`zero=stage3`) and any number of values (`train.steps=50`). "
+        "`python run.py --help GROUP` prints the same tables. The column of defaults has the usual option's value first, then those of options "
+        "that differ; the meaning explains `null`. A key is refused without the choice that its last column names.\n"
     )
     return "\n".join([intro, *(_group_section(group) for group in reference.values())])
 
