@@ -2,6 +2,21 @@
 
 All reads of tensor values by the host go through this module. Tensors are compared by their storage, because every address is 0 on the
 meta device.
+
+[Note: Host reads]
+A step of a dense model whose states are on the device reads nothing on the host: loss scale, norm, clipping, rate and the decision to skip
+stay on the device, so the step can be recorded into a CUDA graph (`torch.cuda.graph(graph, capture_error_mode="thread_local")`, because the
+watchdog asks for events from its own thread). A graph repeats decisions that the host makes by counting: record all micro-batches of a
+step, and none at which `ema.every` above 1 or an evaluation is due. The reads of other steps:
+
+- `overflow status of the step before`: every step on a GPU that is not being recorded. It ends a run whose gradients stay infinite; it is a
+  step old, so the host does not wait. In a graph `read_metrics` shows it.
+- `decision to step: states are updated on the host`: `offload=cpu` and `nvme`.
+- `decision to step: the optimizer does not read it`: offloaded states or parameters, Muon, LAMB, torch's optimizers. Buffers are written to
+  a store, matrices are sent, or torch's step runs only if the step is not skipped.
+- `rows per rank of the experts`: `topology.expert` above 1. An all-to-all needs its sizes on the host; they arrive while tokens are sorted.
+- `numbers of ranks: ...`, `objects of ranks`, `an object of another rank`: the first backward, `skip_unused`, the first micro-batch of a
+  pipeline. Ranks agree on an order, on names, on shapes.
 """
 
 import weakref
