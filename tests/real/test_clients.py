@@ -1,7 +1,6 @@
 """Clients of a server of SmolLM2-135M-Instruct: lm-evaluation-harness next to its own class for transformers, and schemas on its tokenizer."""
 
 import json
-import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -38,7 +37,6 @@ def test_the_harness_has_the_numbers_of_transformers(served, folder, tmp_path):
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
     import ztk.serve.harness  # noqa: F401  # registers the model
 
-    os.environ["HF_HUB_OFFLINE"] = "1"
     tasks = write_tasks(tmp_path, documents=DOCUMENTS, stop="\\n")
     names = [CHOICE, ROLLING, ANSWER]
     completions = {"model": served.opened.name, "base_url": f"{served.url}/v1/completions", "tokenizer": str(folder)}

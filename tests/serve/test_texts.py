@@ -42,6 +42,25 @@ def test_texts_become_tokens_and_back(running):
     assert "version" in httpx.get(f"{running.url}/version").json()
 
 
+class Developers(Chatting):
+    """Its template has the role."""
+
+    template = "{{ developer }}"
+
+
+@pytest.mark.parametrize(("tokenizer", "role"), [(Chatting(), "system"), (Developers(), "developer")])
+def test_developers_are_the_system_where_the_template_has_no_such_role(tokenizer, role):
+    server = start(tokenizer=tokenizer)
+    messages = [{"role": "developer", "content": "be short"}, {"role": "user", "content": "x"}]
+    try:
+        found = post(server, "tokenize", {"messages": messages}).json()["tokens"]
+        assert bytes(found).decode() == f"<{role}>be short<user>x<assistant>"
+        response = post(server, "v1/responses", {"input": messages, "max_output_tokens": 1}).json()
+        assert response["usage"]["input_tokens"] == len(found)
+    finally:
+        server.stop()
+
+
 def test_the_beginning_of_a_text_is_left_out_if_asked(tmp_path):
     save_letters(tmp_path)
     own = _Pretrained(transformers.AutoTokenizer.from_pretrained(tmp_path))

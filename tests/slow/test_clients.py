@@ -3,7 +3,6 @@ client. `pip install "ztk[clients]"` has the first three."""
 
 import argparse
 import json
-import os
 from typing import Literal
 
 import pydantic
@@ -71,7 +70,6 @@ def served(folder):
 def expected(folder, tasks):
     """By the harness's own class for transformers."""
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
-    os.environ["HF_HUB_OFFLINE"] = "1"
     arguments = {"pretrained": str(folder), "dtype": "float32", "max_length": 40}
     return evaluated("hf", arguments=arguments, tasks=[CHOICE, ROLLING, ANSWER], folder=tasks)
 

@@ -92,9 +92,13 @@ class Reader:
         self._grammars.close()
 
     def chat_tokens(self, messages: Sequence[dict[str, Any]], *, options: ChatOptions) -> list[int]:
-        """The tokens of messages. A template that does not know tools is shown them as text."""
+        """The tokens of messages. A template that does not know tools is shown them as text, and one that does not know the role developer
+        has it as system."""
         tokenizer, messages = self._opened.tokenizer, list(messages)
-        if "tools" not in (tokenizer.template or ""):
+        template = tokenizer.template or ""
+        if "developer" not in template:
+            messages = [one | ({"role": "system"} if one["role"] == "developer" else {}) for one in messages]
+        if "tools" not in template:
             messages = told(messages, tools=options.tools)
             options = replace(options, tools=())
         return tokenizer.chat(messages, options=options)

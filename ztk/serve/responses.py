@@ -121,11 +121,7 @@ def _messages(found: object) -> list[dict[str, Any]]:
 
 
 def _message(item: dict[str, Any], *, name: str) -> dict[str, Any]:
-    role = _word(item, "role", name=name)
-    return {
-        "role": "system" if role == "developer" else role,
-        "content": _text(item.get("content"), name=f"{name}.content"),
-    }
+    return {"role": _word(item, "role", name=name), "content": _text(item.get("content"), name=f"{name}.content")}
 
 
 def _call(item: dict[str, Any], *, name: str) -> dict[str, Any]:
