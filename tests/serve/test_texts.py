@@ -123,7 +123,7 @@ def test_embeddings_in_parts_are_those_at_once(running):
 def test_embeddings_leave_threads_and_steps_to_others(running, monkeypatch):
     """Two that wait hold no thread that reads requests; each part takes the engine's lock anew."""
     is_free, embed = threading.Event(), running.generator.embed
-    monkeypatch.setattr(running.generator, "embed", lambda prompt: is_free.wait(60) and embed(prompt))
+    monkeypatch.setattr(running.generator, "embed", lambda prompt, **named: is_free.wait(60) and embed(prompt, **named))
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(post, running, "v1/embeddings", {"input": text}) for text in ("one", "two", "three")]
         try:
