@@ -23,7 +23,7 @@ _Compute = Callable[..., Tensor]  # (x, weights=, residual=): an MLP
 
 
 class Merged(Mapping[str, Tensor]):
-    """The parameters of `module` with an adapter merged, each computed when it is read. state: those of the base, of any shape.
+    """The parameters of `module` with an adapter merged, each computed when it is read. state: parameters of the base, of any shape.
 
     Raises:
         ValueError: a layer of the adapter is none of the module's linear layers, or, when its weight is read, has other sizes.
@@ -86,7 +86,7 @@ def adapted_layers(base: Weights, *, reader: WeightReader, changed: frozenset[st
 
 
 def _adapted(base: Layer, *, reader: WeightReader, number: int, own: set[str]) -> Layer:
-    """own: the parts that differ from those of `base`: qkv, out, gate, up, down."""
+    """own: the parts that differ from `base`: qkv, out, gate, up, down."""
     layer = base
     if "qkv" in own:
         layer = replace(layer, qkv=reader.qkv(number))

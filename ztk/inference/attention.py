@@ -114,8 +114,7 @@ class Tiles:
     """Q tiles of `tile` consecutive positions, the first of which is a multiple of `tile`.
 
     rows: int64 [Q, tile], the step's row at each place, or any row if there is none; or int64 [Q], or a slice of Q consecutive rows, each
-    at
-    all places of its own tile. slots, blocks: per tile, the cache's slot and the number of blocks of keys that it reads. firsts: int64
+    at all places of its own tile. slots, blocks: per tile, the cache's slot and the number of blocks of keys that it reads. firsts: int64
     [Q], absolute position of the first place. lines: int64 [Q], the only place that counts, or None if all do. targets, sources: int64,
     rows of the step, and the places in Q * tile (in Q, with lines) whose results they take. If sources is None, the targets are all Q rows,
     in order.
@@ -314,8 +313,7 @@ def attend(
     """softmax(scale query key^T) value over each query's past: query [M, H, D] -> fp32 [targets of the tiles, H, D].
 
     keys and values: fp32 [slots, blocks, K, BLOCK, D], including all rows of the step. window: number of keys that a query attends to,
-    including
-    itself. softcap: scores become c tanh(score / c). slopes [H]: ALiBi, slope times the key's position is added.
+    including itself. softcap: scores become c tanh(score / c). slopes [H]: ALiBi, slope times the key's position is added.
     """
     (_, H, D), K = query.shape, keys.shape[2]
     G, N = H // K, max(tiles.blocks)

@@ -1,15 +1,15 @@
-"""Which block of a cache belongs to whom: tables, shared prefixes, copies on write. Arithmetic only; no tensor is touched.
+"""Ownership of a cache's blocks: tables, shared prefixes, copies on write. Arithmetic only; no tensor is touched.
 
 A block of a finished sequence whose 64 positions are all computed keeps its content until the block is needed, and is found again by the
 chain of tokens that leads to it: key = (the block before it in the chain, its 64 tokens), compared in full, so no hash can collide. A block
-that several sequences have is copied by the one that writes into it first. The chains of each adapter begin at a node of its own.
+that several sequences have is copied before one of them writes into it. The chains of each adapter begin at a separate node.
 """
 
 from collections import OrderedDict, deque
 
 from ztk.inference.attention import BLOCK
 
-_ROOT = 0  # the node before a chain's first block; that of adapter n is _ROOT - n
+_ROOT = 0  # the node before a chain's first block; _ROOT - n for adapter n
 
 Key = tuple[int, tuple[int, ...]]
 
@@ -22,7 +22,7 @@ class BlockPool:
         self._free = deque(range(blocks))
         self._kept: OrderedDict[int, None] = (
             OrderedDict()
-        )  # nobody's, but with a content that may be found; the oldest first
+        )  # unused blocks whose content can be reused, the oldest first
         self._counts = [0] * blocks
         self._nodes: dict[Key, tuple[int, int]] = {}  # -> (node, block)
         self._keys: dict[int, Key] = {}  # of registered blocks
@@ -31,11 +31,11 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that nobody has."""
+        """Number of blocks without an owner."""
         return len(self._free) + len(self._kept)
 
     def is_kept(self, block: int) -> bool:
-        """Nobody has the block, and its content may be found."""
+        """Whether the block has no owner and its content can be reused."""
         return block in self._kept
 
     def match(self, tokens: list[int], *, adapter: int = 0) -> list[int]:
@@ -50,7 +50,7 @@ class BlockPool:
         return found
 
     def share(self, slot: int, *, blocks: list[int]) -> None:
-        """The slot's table begins with these blocks, which it shares with whoever has them."""
+        """Begins the slot's table with these blocks, shared with their other owners."""
         assert not self.tables[slot], "a slot is filled once"
         for block in blocks:
             self._kept.pop(block, None)
@@ -58,8 +58,8 @@ class BlockPool:
         self.tables[slot] = list(blocks)
 
     def extend(self, slot: int, *, start: int, stop: int) -> list[tuple[int, int]] | None:
-        """Blocks for the slot's positions up to `stop`, those from `start` on its own; (source, target) of what must be copied before
-        the positions are written. None: not enough blocks, and nothing has changed."""
+        """Allocates blocks for the slot's positions up to `stop`, unshared from `start` on. Returns (source, target) of blocks to copy
+        before the positions are written, or None, without any change, if there are not enough blocks."""
         table = self.tables[slot]
         shared = [
             place
@@ -71,7 +71,7 @@ class BlockPool:
             return None
         for block in table[start // BLOCK : -(-stop // BLOCK)]:
             if self._counts[block] == 1:
-                self._forget(block)  # it was another's, and its content changes now
+                self._forget(block)  # it had another owner, and its content changes now
         pairs = []
         for place in shared:
             block = self._take()
@@ -83,7 +83,7 @@ class BlockPool:
         return [pair for place, pair in zip(shared, pairs, strict=True) if place * BLOCK < start]
 
     def register(self, slot: int, *, tokens: list[int], computed: int, adapter: int = 0) -> None:
-        """The first `computed` tokens of the slot's sequence are in its blocks, by the adapter: full ones can be found from now on."""
+        """Records that the adapter has computed the first `computed` tokens of the slot's sequence, so that full blocks can be found."""
         chain, table = self._chains[slot], self.tables[slot]
         for place in range(len(chain), computed // BLOCK):
             key = (chain[-1] if chain else _ROOT - adapter, tuple(tokens[place * BLOCK : (place + 1) * BLOCK]))
@@ -94,10 +94,10 @@ class BlockPool:
             chain.append(self._nodes[key][0])
 
     def release(self, slot: int, *, keep: bool = True) -> None:
-        """The slot has no sequence any more. keep: what its full blocks have may be found."""
+        """Ends the slot's sequence. keep: the content of its full blocks can be reused."""
         for block in reversed(
             self.tables[slot]
-        ):  # the end of a chain is of no use without its beginning, and goes first
+        ):  # the end of a chain is useless without its beginning, so it is evicted first
             self._counts[block] -= 1
             if not keep:
                 self._forget(block)
@@ -109,7 +109,7 @@ class BlockPool:
         self.tables[slot], self._chains[slot] = [], []
 
     def forget(self) -> None:
-        """No content is found any more: the weights are others now."""
+        """Drops all content, because the weights have changed."""
         self._nodes.clear()
         self._keys.clear()
         self._free.extend(self._kept)

@@ -25,7 +25,7 @@ class BlockSlots(Slots):
         return 1 - self.pool.available / self._cache.blocks
 
     def check(self, *, prompt: int, limit: int) -> None:
-        """There is room for the model's longest sequence."""
+        """Accepts every request: there is room for the model's longest sequence."""
 
     def longest(self, positions: int) -> int:
         return positions
@@ -92,7 +92,7 @@ class BlockSlots(Slots):
             self._draft_model.reserve(sequence.longest)
 
     def _drafts_fit(self, positions: int) -> bool:
-        """Sequences that the draft model has no room for go on without drafts."""
+        """Whether the draft model has room. Sequences without it continue without drafts."""
         return self._draft_room is not None and self._draft_room.most(positions) == self._draft_room.slots
 
     def _release(self, sequence: Sequence, *, keep: bool) -> None:
@@ -103,7 +103,7 @@ class BlockSlots(Slots):
         sequence.slot = -1
 
     def _resume(self, sequence: Sequence) -> int | None:
-        """Full blocks that are still there are shared; the others are copied back, if there is room for them and one more."""
+        """Shares full blocks that still exist and copies the others back, if there is room for them and one more."""
         copies, computed = self._saved[sequence], sequence.computed
         blocks = self.pool.match(sequence.tokens[:computed], adapter=sequence.adapter)
         if self._members and len(copies) - len(blocks) >= self._room_beside(blocks):

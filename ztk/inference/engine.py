@@ -35,14 +35,14 @@ class Generator:
     """Generates with the native decoder or a causal language model of transformers, on the CPU, in fp32 or with weights of 8 or 4 bits.
 
     draft: a smaller model with the same tokens, whose guesses save steps and change no token: see ztk/inference/draft.py.
-    adapters: LoRA adapters by name, which requests may name: see [Note: Exact adapters] in ztk/inference/adapters.py.
-    comm: of the ranks that share the model, each of which makes a generator; None or one rank: none. The first one answers, the others call
+    adapters: LoRA adapters by name, for requests that name one: see [Note: Exact adapters] in ztk/inference/adapters.py.
+    comm: of the ranks that share the model, each of which makes a generator. Defaults to one rank. The first one answers, the others call
     `follow`: see [Note: One broadcast per step] in ztk/inference/parallel.py.
-    plan: with `policy.offload`, what is done with the memory. model: a module, a training engine, whose weights are gathered (every rank
+    plan: with `policy.offload`, the use of the memory. model: a module, a training engine, whose weights are gathered (every rank
     calls it), a folder of packed weights, or one whose parameters are read one by one. On a CPU linear layers are
-    copied in the processor's own layout, and embeddings and norms in fp32 are shared with the module. Over blocks on the module's device all
-    weights are shared that need no other layout. Call `load` after the weights have changed. A sequence's tokens and log-probabilities depend
-    on the sequence, the weights and the seed alone.
+    copied in the processor's own layout, and embeddings and norms in fp32 are shared with the module. Over blocks on the module's device
+    all weights that need no other layout are shared. Call `load` after you change the weights. A sequence's tokens and log-probabilities
+    depend only on the sequence, the weights and the seed.
 
     All calls may be made from several threads and in turns: a step computes the sequences of all callers, and each caller gets its own.
 
@@ -103,8 +103,8 @@ class Generator:
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._is_stepping = False
-        self._inboxes: dict[int, deque[Output] | None] = {}  # by request; None: its sequences are enough
-        self._unclaimed: list[Output] = []  # of requests without an inbox, for the next call of `step`
+        self._inboxes: dict[int, deque[Output] | None] = {}  # by request; None if only its sequences are read
+        self._unclaimed: list[Output] = []  # of requests without an inbox, returned by the next `step`
         self._cancelled: deque[int] = deque()  # requests that end before the next step
         self._closed = False
         self.opening_seconds = time.perf_counter() - started  # copies of layers, checks, a plan
@@ -188,7 +188,7 @@ class Generator:
     def stream(
         self, prompt: list[int], *, sampling: SamplingParams | None = None, adapter: str | None = None
     ) -> Iterator[Output]:
-        """The tokens of one request as they are drawn. A caller who stops listening cancels the request."""
+        """The tokens of one request as they are drawn. Closing the iterator cancels the request."""
         chosen, inbox, own = (
             sampling or SamplingParams(),
             deque[Output](),
@@ -226,45 +226,45 @@ class Generator:
         return Request(id=first.request_id, prompt=list(prompt), sampling=sampling, adapter=adapter)
 
     def check(self, prompt: list[int], *, sampling: SamplingParams) -> None:
-        """Raises ValueError for a request that `submit` refuses. From any thread."""
+        """Raises ValueError for a request that `submit` refuses. May be called from any thread."""
         self._check(prompt, limit=sampling.max_tokens, biased=sampling.named_tokens)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that there is memory for, prompt and answer."""
+        """Tokens of the longest sequence that fits into memory, prompt and answer."""
         return min(self.max_len, self._scheduler.slots.longest(self.max_len))
 
     @property
     def has_work(self) -> bool:
-        """A request is not answered yet, or an output was not returned yet."""
+        """Whether a request is unanswered, or an output has not been returned."""
         return bool(self._unclaimed or self._scheduler.running or self._scheduler.waiting)
 
     def is_open(self, request_id: int) -> bool:
-        """The request has answers that have not ended."""
+        """Whether the request has unfinished answers."""
         return request_id in self._stepper.sequences
 
     def is_begun(self, request_id: int) -> bool:
-        """An answer to the request has had room, or the request has ended."""
+        """Whether an answer to the request has had room, or the request has ended."""
         return all(sequence.slot >= 0 for sequence in self._stepper.sequences.get(request_id, [])[:1])
 
     @property
     def cache_usage(self) -> float:
-        """The part of the memory for keys and values that sequences have, from 0 to 1."""
+        """The used fraction of the memory for keys and values."""
         return self._scheduler.slots.usage
 
     @property
     def is_lost(self) -> bool:
-        """A step has failed so that no other can be computed: a rank or the device is gone."""
+        """Whether no further step can be computed, because a rank or the device is gone."""
         return self._stepper.lost
 
     @property
     def preempted(self) -> int:
-        """Times so far that a sequence's blocks were copied elsewhere, because others needed the room."""
+        """Number of preemptions so far, in which a sequence's blocks were copied out to make room."""
         return self._scheduler.slots.preempted
 
     @property
     def reused_tokens(self) -> int:
-        """Tokens of prompts so far whose keys and values were another sequence's."""
+        """Number of prompt tokens so far whose keys and values were reused from another sequence."""
         return self._scheduler.reused_tokens
 
     def step(self) -> list[Output]:
@@ -284,7 +284,7 @@ class Generator:
         self._end_cancelled()
 
     def reset(self) -> None:
-        """Ends all requests, and forgets the keys and values of earlier ones. After an error of `step`, the next one can be computed."""
+        """Ends all requests, and drops the keys and values of earlier ones. After an error of `step`, the next one can be computed."""
         with self._lock:
             self._stepper.reset()
             self._unclaimed.clear()
@@ -308,12 +308,12 @@ class Generator:
             self._scheduler.forget()
 
     def compare_with(self, module: nn.Module) -> None:
-        """Raises ValueError where `module`, the causal language model of transformers that the weights are of, computes other logits."""
+        """Raises ValueError if `module`, the causal language model of transformers with these weights, computes other logits."""
         check_module(self._model, module=module)
 
     @property
     def own_model(self) -> InferenceModel | None:
-        """What computes a step, where this process has all of it in memory and over slabs; None elsewhere."""
+        """The model that computes a step, if this process has all of it in memory and over slabs, else None."""
         model = self._model
         is_own = isinstance(model, InferenceModel) and model.ranks is None and not model.placement.has_blocks
         return model if is_own and self._streamed is None else None
@@ -326,21 +326,21 @@ class Generator:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the linear layers and the head, scales included; of a packed folder those of its layers and the head."""
+        """Bytes of the linear layers and the head, including scales; for a packed folder, of its layers and the head."""
         if self._packed_bytes is not None:
             return self._packed_bytes
         return sum(product.nbytes for product in self._model.products())
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of layers that were read so far, those that were read ahead included."""
+        """Bytes of layers that were read so far, including prefetched ones."""
         if self._streamed is None:
             return 0
         self._streamed.settle()
         return self._streamed.counters.read_bytes
 
     def close(self) -> None:
-        """Ends the threads that move layers or blocks, and `follow` on the other ranks. Nothing is computed afterwards. Idempotent."""
+        """Ends the threads that move layers or blocks, and `follow` on the other ranks. No further step can be computed. Idempotent."""
         if self._streamed is not None:
             self._streamed.close()
         self._cache.close()
@@ -352,12 +352,12 @@ class Generator:
 
     @property
     def leads(self) -> bool:
-        """Other ranks follow this one."""
+        """Whether other ranks follow this one."""
         return isinstance(self._computing, Leading)
 
     @property
     def follows(self) -> bool:
-        """This rank computes what another one asks for: it calls `follow` and nothing else."""
+        """Whether this rank only computes parts of another rank's steps, by `follow`."""
         return self._ranks is not None and not self.leads
 
     @torch.inference_mode()
@@ -377,20 +377,20 @@ class Generator:
         self._computing.dismiss()
 
     def beat(self) -> None:
-        """On the first rank, where nothing is computed for a while: says so to the others. Else nothing. Raises PeerLost if one is gone."""
+        """Notifies the other ranks that the first rank is idle. Does nothing on other ranks. Raises PeerLost if a rank is gone."""
         if isinstance(self._computing, Leading):
             with self._lock:
                 self._computing.beat()
 
     def forget_prefixes(self) -> None:
-        """Later prompts are computed from their first token."""
+        """Drops all reusable prefixes: later prompts are computed from their first token."""
         with self._lock:
             self._scheduler.forget()
 
     # Parts
 
     def _check_idle(self) -> None:
-        """Raises RuntimeError as `load`."""
+        """Raises RuntimeError under the conditions of `load`."""
         if self._streamed is not None:
             raise RuntimeError("load: the weights are read from a packed folder; make a Generator without offload")
         if self.has_work:
@@ -448,7 +448,7 @@ class Generator:
 
     @torch.inference_mode()
     def _advance(self) -> None:
-        """One step, whose outputs go to those who asked for them. The caller has the lock."""
+        """Runs one step and distributes its outputs to the callers. The caller holds the lock."""
         if self._is_stepping:
             raise RuntimeError("a step has begun in this thread: sampling.token_mask must not call the generator")
         self._end_cancelled()
@@ -463,7 +463,7 @@ class Generator:
                 inbox.append(output)
 
     def _end_cancelled(self) -> None:
-        """Ends the requests of `_cancelled`, unless a step is being computed: whoever computes it calls this afterwards."""
+        """Ends the requests of `_cancelled`. While another thread computes a step, does nothing: that thread calls it afterwards."""
         while self._cancelled and self._lock.acquire(blocking=False):
             try:
                 if self._is_stepping:

@@ -1,10 +1,10 @@
 """Decoding on a GPU as one CUDA graph per number of rows, captured when it is needed first.
 
-A decode step launches about ten kernels per layer, which the host takes longer to launch than the GPU to run. A graph has them all, from the
-embedding to the drawn tokens: what changes from step to step (tokens, positions, places, tables, tiles, temperatures, keys) is copied into
-its buffers first, and the host reads nothing until it is over. Rows are padded to a power of two: padding has no place in the cache, a tile
-without positions, which is zero, and no result. Tables are as wide as a power of two blocks, so that a longer sequence needs another
-graph a few times only.
+A decode step launches about ten kernels per layer, which the host takes longer to launch than the GPU to run. A graph has them all, from
+the embedding to the drawn tokens. Inputs that change from step to step (tokens, positions, places, tables, tiles, temperatures, keys) are
+copied into its buffers first, and the host reads nothing until the graph has run. Rows are padded to a power of two: padding has no place
+in the cache, a tile without positions, which is zero, and no result. Tables are as wide as a power of two blocks, so that longer sequences
+rarely need another graph.
 """
 
 from collections.abc import Callable
@@ -26,15 +26,15 @@ from ztk.kernels import TILE_COLUMNS, make_tiles
 
 
 class Graph(Protocol):
-    """What `torch.cuda.CUDAGraph` is used for."""
+    """The interface of `torch.cuda.CUDAGraph` that is used here."""
 
     def replay(self) -> None:
-        """Runs what was captured."""
+        """Runs the captured kernels."""
         ...
 
 
 class Capture(Protocol):
-    """Makes a graph of what a function launches; a test puts another in the place of `CudaCapture`."""
+    """Captures the launches of a function in a graph. Tests replace `CudaCapture`."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
         """The graph, and the tensor of any shape that `compute` returned, into which the graph writes."""
@@ -51,7 +51,7 @@ class CudaCapture:
         """As `Capture`, any shape. The first run is outside of the graph: kernels are compiled in it."""
         compute()
         graph = torch.cuda.CUDAGraph()
-        # By default a call of any thread that is unsafe in a capture ends this one. Threads that capture nothing ask events and copy
+        # By default, a call that is unsafe in a capture ends it, from any thread. Other threads query events and copy
         # meanwhile: the watchdogs of collectives, ours and NCCL's, and stores in main memory.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             results = compute()
@@ -133,7 +133,7 @@ class DecodeGraphs:
 
 
 def _fill(buffer: Tensor, values: list) -> None:
-    """From page-locked memory, so that the host does not wait. The buffer has been read: the step before has ended."""
+    """Copies from page-locked memory, so that the host does not wait. The buffer is unused: the previous step has ended."""
     source = torch.tensor(values, dtype=buffer.dtype, pin_memory=buffer.device.type == "cuda")
     buffer.copy_(source, non_blocking=True)
 
@@ -143,8 +143,8 @@ def _power_of_two(number: int) -> int:
 
 
 def graphs_of(model: InferenceModel | ModuleModel, *, cache: Cache) -> DecodeGraphs | None:
-    """Graphs of decoding, where one rank computes the model over blocks on a GPU. Ranks that share a model begin each step with a broadcast,
-    which a graph cannot have."""
+    """Graphs of decoding, if one rank computes the model over blocks on a GPU. Ranks that share a model begin each step with a broadcast,
+    which cannot be captured."""
     if not isinstance(model, InferenceModel) or not model.can_draw or model.placement.device.type != "cuda":
         return None
     assert isinstance(cache, BlockCache), "the model computes over blocks"

@@ -12,8 +12,7 @@ from ztk.kernels.shared.weight_formats import BLOCK, GROUP
 
 class RowsProduct(Product):
     """x [M, K] -> [M, N]. weight [N, K], or [E, N, K] of experts, in `form`, a format of `ztk.kernels`, with its scales, and bias [N]. Rows
-    of
-    int4 begin with `front` columns of another rank. wide: the result is fp32, for any dtype of x."""
+    of int4 begin with `front` columns of another rank. wide: the result is fp32, for any dtype of x."""
 
     def __init__(self, affine: Affine, *, form: str, placement: Placement, wide: bool = False) -> None:
         if form == "plain":

@@ -1,4 +1,4 @@
-"""What the rows of a step are drawn from: logits, or over blocks the tokens themselves, drawn by a kernel that writes no logits."""
+"""Results of a step from which tokens are drawn: logits, or over blocks the tokens themselves, drawn by a kernel that writes no logits."""
 
 import math
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ from ztk.inference.schedule import Sequence, Work
 from ztk.inference.steps import Span
 
 _PLAIN, _SELECTED, _KEPT, _WRITTEN = "plain", "selected", "kept", "written"
-Lines = Tensor | list[Drawn | NothingDrawn]  # of one work: logits fp32 [rows, V] on the CPU, or what was drawn
+Lines = Tensor | list[Drawn | NothingDrawn]  # of one work: logits fp32 [rows, V] on the CPU, or drawn tokens
 
 
 def lines_of(
@@ -129,8 +129,8 @@ def _split(items: Iterable, *, counts: list[int]) -> list[list]:
 
 
 def _drawn_together(logits: Tensor, *, works: list[Work], counts: list[int]) -> list[Lines]:
-    """Of logits fp32 [R, V], `counts` rows of each work: what `draw` draws from a single row, for all at once; the logits, where a sequence
-    draws several rows, by other steps, or not at all, or where they are not finite."""
+    """Draws from logits fp32 [R, V], `counts` rows of each work, for all single rows at once, with the results of `draw`. Keeps the logits
+    if a sequence draws several rows, uses other steps, or draws nothing, or if they are not finite."""
     found: list[Lines] = list(logits.split(counts))
     for number, (work, count, own) in enumerate(zip(works, counts, logits.split(counts), strict=True)):
         if _kind(work, count=count) == _KEPT:
@@ -161,7 +161,7 @@ def _keeping(logits: Tensor, *, draws: list[tuple[Work, int]]) -> list[Drawn]:
 
 
 def _mask(sequence: Sequence, *, vocabulary: int) -> Tensor | NothingDrawn | None:
-    """Of the next draw, or why there is none."""
+    """The mask of the next draw, or the reason why there is none."""
     try:
         return packed_mask(sequence.sampling, state=sequence.state, answer=sequence.answer, size=vocabulary)
     except NothingDrawn as error:
@@ -176,15 +176,15 @@ def _heat(draws: list[tuple[Work, int]]) -> dict[str, list]:
 
 
 def is_finite(lines: Lines) -> bool:
-    """No logit of fp32 [rows, V], or no log-probability of what was drawn, is NaN or infinite."""
+    """Whether all logits fp32 [rows, V], or all log-probabilities of drawn tokens, are finite."""
     if isinstance(lines, Tensor):
         return bool(lines.isfinite().all())
     return all(isinstance(line, NothingDrawn) or math.isfinite(line.logprob) for line in lines)
 
 
 def _kind(work: Work, *, count: int) -> str:
-    """How so many rows of the work become tokens, which the sequence alone decides: every row draws one by nothing but the temperature, or by
-    steps that a kernel makes, or from tokens that are returned, or the host needs the logits."""
+    """How this number of rows of the work becomes tokens, decided only by the sequence: every row draws one by the temperature alone, or by
+    steps in a kernel, or from tokens that are returned, or the host needs the logits."""
     sampling = work.sequence.sampling
     if not count or _scores(work):
         return _WRITTEN
@@ -196,5 +196,5 @@ def _kind(work: Work, *, count: int) -> str:
 
 
 def _scores(work: Work) -> bool:
-    """The prompt's own tokens are scored."""
+    """Whether the prompt's own tokens are scored."""
     return work.sequence.limit == 0 or work.sequence.sampling.prompt_logprobs

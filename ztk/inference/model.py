@@ -1,7 +1,7 @@
 """The forward of every family: rows of several sequences at once, over slabs or over blocks.
 
-A layer is norm, projection of queries, keys and values, attention over the cache (`Step.attend`), output projection with the residual, norm,
-MLP or experts with the residual. The cache decides where keys and values lie; the placement decides which products and operations compute.
+A layer is norm, projection of queries, keys and values, attention over the cache (`Step.attend`), output projection with the residual,
+norm, MLP or experts with the residual. The cache places keys and values; the placement chooses the products and operations.
 """
 
 import torch
@@ -52,11 +52,11 @@ class InferenceModel:
 
     @property
     def can_draw(self) -> bool:
-        """`draw` draws tokens without their logits."""
+        """Whether `draw` can draw tokens without their logits."""
         return self.placement.has_blocks and self.ranks is None
 
     def products(self) -> list[Product]:
-        """Those in memory, the head last."""
+        """All products in memory, the head last."""
         return [*(self.adapters.products() if self.adapters else ()), *self.weights.products()]
 
     def scratch(self, positions: int) -> Cache:
@@ -71,8 +71,8 @@ class InferenceModel:
         return self.logits(x if rows == list(range(len(x))) else x[rows])
 
     def own_broken(self, tokens: list[int], *, span: Span, cache: Cache) -> int | None:
-        """The first layer whose output is not finite, of rows of one sequence alone; None: all are. Every rank that shares the model makes the
-        call."""
+        """The first layer whose output is not finite, for rows of one sequence alone, or None. A collective call of the ranks that share
+        the model."""
         found: list[int] = []
         self.forward(torch.tensor(tokens), spans=[span], cache=cache, broken=found)
         return found[0] if found else None
@@ -89,7 +89,7 @@ class InferenceModel:
     def compute(
         self, tokens: Tensor, *, step: Step, broken: list[int] | None = None, by_adapter: StepRows | None = None
     ) -> Tensor:
-        """As `forward`, of tokens int64 [M] on the device. The host reads nothing of it. by_adapter: None: all rows are the base's."""
+        """As `forward`, of tokens int64 [M] on the device. The host reads nothing of it. by_adapter: if omitted, all rows use the base."""
         x = self.embed(tokens, step=step)
         for number, base in enumerate(self.weights.layers):
             layer = base if by_adapter is None else by_adapter.layer(number)
@@ -153,7 +153,7 @@ class InferenceModel:
         return x + norm(self._feed_forward(normed, layer=layer), by=layer.after_mlp)
 
     def _attended(self, x: Tensor, *, layer: Layer, number: int, step: Step) -> Tensor:
-        """x [M, C] -> what every head has read [M, H D]."""
+        """x [M, C] -> the heads' outputs [M, H D]."""
         of, rows, norms = self.description, layer.qkv(x), None
         if of.qk_norm == "all":
             query, key, value = rows.split([of.heads * of.head_dim, *[of.kv_heads * of.head_dim] * 2], dim=1)
@@ -164,7 +164,7 @@ class InferenceModel:
         return step.attend(rows, by=self._attention[number], norms=norms)
 
     def _normed_together(self, query: Tensor, *, key: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
-        """Norms over all heads, those of other ranks included."""
+        """Norms over all heads, including other ranks' heads."""
         assert layer.query_norm is not None and layer.key_norm is not None, "the family has these norms"
         norm = self.ops.norm
         if self.ranks is None:
@@ -197,7 +197,7 @@ class InferenceModel:
         return _plus(out, residual=residual)
 
     def _mlp(self, x: Tensor, *, weights: Mlp, residual: Tensor | None = None) -> Tensor:
-        """The MLP, each row by that of its adapter, plus `residual`."""
+        """The MLP, with each row's adapter, plus `residual`."""
         if isinstance(weights, MixedMlp):
             return weights.compute(self.ops.mlp, x=x, residual=residual)
         return self.ops.mlp(x, weights=weights, residual=residual)

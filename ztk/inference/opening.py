@@ -47,7 +47,7 @@ from ztk.nn.low_rank import Adapter
 
 
 class TrainingEngine(Protocol):
-    """What the generator reads of a training engine: `ztk.Engine` has it."""
+    """The part of a training engine that the generator reads, implemented by `ztk.Engine`."""
 
     @property
     def module(self) -> nn.Module:
@@ -72,7 +72,7 @@ class FullParameters(Protocol):
 class UnreadModel:
     """A model whose parameters are read one by one. module: without memory. state: by name, in their full shapes and any dtype.
 
-    Who makes it has compared the engine with transformers' own forward.
+    The caller has compared the engine with transformers' own forward.
     """
 
     module: nn.Module
@@ -123,7 +123,7 @@ def from_module(
     by name.
 
     Raises:
-        ValueError: a model that the engine does not compute, or does not compute so, or an adapter that is not of this model.
+        ValueError: a model that the engine does not support, or not with these options, or an adapter of another model.
     """
     if isinstance(model, nn.Module):
         module, state = model, dict(model.named_parameters())
@@ -248,7 +248,7 @@ def _built(
 
 
 def _cut(subject: Subject, *, ranks: Ranks | None) -> Cut | None:
-    """Raises ValueError for what cannot be divided."""
+    """The cut for these ranks. Raises ValueError for a model that cannot be divided."""
     if ranks is None:
         return None
     ranks.cut.own(subject.description)
@@ -315,7 +315,7 @@ def _from_state(
 
 
 def settled(policy: InferencePolicy, *, plan: StreamPlan | None) -> InferencePolicy:
-    """The policy with numbers for what the caller left to the plan."""
+    """The policy with the plan's numbers for options that the caller did not set."""
     return replace(
         policy,
         max_sequences=policy.max_sequences or (USUAL_SEQUENCES if plan is None else plan.sequences),
@@ -331,7 +331,7 @@ def _streamed(
     ranks: Ranks | None,
     drafting: Drafting | None,
 ) -> Opened:
-    """Ranks that share the model make the same plan: of the largest part, the least memory and the slowest rank."""
+    """Plans for all ranks that share the model: with the largest part, the least memory and the slowest rank."""
     weights, subject = packed.read_rest()
 
     def measured(layers: StreamedLayers[Layer], positions: int) -> Rates:
@@ -365,12 +365,12 @@ def _planned(
     drafting: Drafting | None,
     measured: Callable[[StreamedLayers[Built], int], Rates],
 ) -> tuple[StreamedLayers[Built], StreamPlan]:
-    """The file's layers as the plan has them. of: this rank's heads. fixed: bytes that stay in memory beside layers and threads. measured: the
-    rates of a model over layers, for so many positions."""
+    """The file's layers as planned. of: this rank's heads. fixed: bytes that stay in memory in addition to layers and threads. measured:
+    returns the rates of a model over layers, for a number of positions."""
     positions = min(policy.max_model_len or of.max_len, of.max_len)
     fixed += offload.threads * offload.block_bytes
     if drafting is not None and policy.memory_bytes is None:
-        drafting = replace(drafting, nbytes=0)  # what is free is counted beside it
+        drafting = replace(drafting, nbytes=0)  # its memory is already excluded from the free memory
     sizes = sizes_of(of, items=file.items, layer_bytes=file.nbytes, fixed=fixed, positions=positions, drafting=drafting)
     budget = policy.memory_bytes or free_memory()
     if ranks is not None:
@@ -388,7 +388,7 @@ def _planned(
         rates = measured(layers, positions)
         plan = plan_stream(sizes, rates=rates if ranks is None else slowest(ranks.gather(rates)), **chosen)
         layers.keep(plan.resident, buffers=plan.buffers)
-        return_freed_memory()  # what was measured with, and what layers of zeros were built from
+        return_freed_memory()  # memory of the measurement and of layers of zeros
     except BaseException:
         layers.close()
         raise

@@ -61,8 +61,7 @@ class RestPart:
 @dataclass(frozen=True, kw_only=True)
 class Packed:
     """An opened folder of packed weights. weights: the format. items: of each layer. layer_bytes: of one layer in the file. key: the source
-    of
-    the weights. extra: notes of the caller of `pack`."""
+    of the weights. extra: notes of the caller of `pack`."""
 
     path: Path
     weights: str

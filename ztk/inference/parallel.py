@@ -1,10 +1,10 @@
 """Tensor parallelism in the engine: one rank leads, the others compute their parts of its steps.
 
 [Note: One broadcast per step]
-The leader schedules and draws; a broadcast at the beginning of a step has its tokens, their places, what happened to the cache since the step
-before, and the rows whose logits are needed. Every rank computes its heads, inner columns and part of the vocabulary. Partial sums are
-gathered and added in the order of the ranks, on each rank, so a row has the same bits everywhere and whatever is computed beside it; logits are
-joined. Followers draw nothing, so ranks cannot disagree about a token.
+The leader schedules and draws. A broadcast at the beginning of a step has its tokens, their places, changes of the cache since the last
+step, and the rows whose logits are needed. Every rank computes its heads, inner columns and part of the vocabulary. Partial sums are
+gathered and added in the order of the ranks, on each rank, so a row has the same bits everywhere and in any step; logits are joined.
+Followers draw nothing, so ranks cannot disagree about a token.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from ztk.inference.module_model import ModuleModel
 from ztk.inference.ranks import Ranks, computing
 from ztk.inference.steps import Span
 
-BEAT_SECONDS = 2.0  # an idle leader says so this often: followers wait for it, and it hears of a follower that is gone
+BEAT_SECONDS = 2.0  # interval of an idle leader's beats: followers wait for them, and they detect lost followers
 _INLINE = 4096  # numbers of the broadcast of a step; a longer message has a second one
 _STEP, _LOCATE, _BEAT, _END = range(4)
 
@@ -35,8 +35,8 @@ class Computing:
         return self.model.own_logits(torch.tensor(tokens), spans=spans, cache=self.cache, rows=rows)
 
     def first_broken(self, tokens: list[int], *, slot: int, rows: int, adapter: int) -> int | None:
-        """The first layer whose output is not finite, of the sequence in `slot`, which is computed once more, alone, in its own memory; None:
-        all are. rows: of a step at most. adapter: the sequence's."""
+        """The first layer whose output is not finite, for the sequence in `slot`, which is computed again, alone, in its own memory. None if
+        all are finite. rows: of a step at most. adapter: the sequence's."""
         computed, found = self.cache.recompute(slot, tokens=tokens), []
         for start in range(0, len(computed), rows):
             part = computed[start : start + rows]
@@ -64,16 +64,16 @@ class Leading(Computing):
             return super().first_broken(tokens, slot=slot, rows=rows, adapter=adapter)
 
     def beat(self) -> None:
-        """Says that it is idle."""
+        """Notifies the followers that the leader is idle."""
         self._channel.send(_BEAT)
 
     def dismiss(self) -> None:
-        """Ends `follow` on the others."""
+        """Ends `follow` on the other ranks."""
         self._channel.send(_END)
 
 
 def follow(own: Computing, *, ranks: Ranks) -> None:
-    """Computes this rank's part of what the leader is asked, until it dismisses the others.
+    """Computes this rank's part of the leader's steps, until the leader dismisses the others.
 
     Raises:
         PeerLost: the leader is gone.
@@ -112,7 +112,7 @@ class Channel:
             self._broadcast(torch.tensor(message))
 
     def receive(self) -> tuple:
-        """On the others: (kind, list, ...)."""
+        """Receives (kind, list, ...) on the other ranks."""
         first = self._broadcast(torch.zeros(_INLINE, dtype=torch.int64)).tolist()
         message = first[1 : 1 + first[0]]
         if first[0] >= _INLINE:

@@ -124,8 +124,7 @@ class SamplingParams:
         distribution are over all of them. Defaults to all. A token_mask would have the same effect, more slowly.
     token_mask: called with the answer so far, returns a bool tensor [V] of the tokens that are allowed.
     min_tokens: none of `stop_token_ids` is drawn before this many tokens. allowed_token_ids: only these are drawn; empty for all.
-    bad_words: token
-    sequences that no answer contains. grammar: constrains answers; an answer that is complete in it ends with "stop".
+    bad_words: token sequences that no answer contains. grammar: constrains answers; an answer that is complete in it ends with "stop".
     fp32_logprobs: `processed_logprobs` are log_softmax(logits / temperature) in fp32, with a trainer's bits, instead of double
     precision rounded once. Requires that no steps are used except the temperature and top-k, top-p and min-p, over whose tokens the softmax
     is.
@@ -223,9 +222,8 @@ class Output:
 
     finish_reason: stop, length, error or cancelled, or None while the answer continues. logprob: raw, of the model's own logits.
     processed_logprob: of the distribution that the token was drawn from, as in `Completion`. top_logprobs: the likeliest tokens with their
-    raw log-probabilities, if
-    requested. prompt_logprobs: with an answer's first token, of the prompt's tokens from the second on, if requested. is_by_request: the
-    fields of the request have caused the error, such as masks that allow no token.
+    raw log-probabilities, if requested. prompt_logprobs: with an answer's first token, of the prompt's tokens from the second on, if
+    requested. is_by_request: the fields of the request have caused the error, such as masks that allow no token.
     """
 
     request_id: int

@@ -8,7 +8,7 @@ from ztk.inference.policy import SamplingParams
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A submitted prompt. `id` is in every `Output` of its answers. adapter: its name; None: the base."""
+    """A submitted prompt. `id` is in every `Output` of its answers. adapter: its name, or None for the base."""
 
     id: int
     prompt: list[int]
@@ -35,7 +35,7 @@ def check_tokens(prompt: list[int], *, limit: int, biased: Iterable[int] = (), v
 
 
 def adapter_number(name: str | None, *, among: Iterable[str]) -> int:
-    """The number of an adapter in spans, 0 of the base. Raises ValueError for a name that is not `among` those of a generator."""
+    """The number of an adapter in spans, 0 of the base. Raises ValueError for a name that is not in `among`, a generator's adapters."""
     names = [None, *among]
     if name not in names:
         has = f"has {', '.join(map(str, names[1:]))}" if names[1:] else "has none"

@@ -1,4 +1,4 @@
-"""Which tokens of which sequences a step computes. `Slots` decide where their keys and values lie."""
+"""Chooses the tokens and sequences of a step. `Slots` place their keys and values."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -46,7 +46,7 @@ class Sequence:
 
     @property
     def longest(self) -> int:
-        """Tokens that it may have in the end."""
+        """Maximum number of tokens at the end."""
         return self.prompt_length + self.limit
 
     @property
@@ -55,13 +55,13 @@ class Sequence:
         return self.tokens[self.prompt_length :]
 
     def draw_steps(self, drafts: list[int], *, vocabulary: int) -> DrawSteps:
-        """Of the draw after these guesses. Raises NothingDrawn as `packed_mask`."""
+        """The steps of the draw after these guesses. Raises NothingDrawn as `packed_mask`."""
         answer = [*self.answer, *drafts]
         mask = packed_mask(self.sampling, state=self.state, answer=answer, size=vocabulary)
         return DrawSteps(sampling=self.sampling, prompt=self.tokens[: self.prompt_length], answer=answer, mask=mask)
 
     def completion(self) -> Completion:
-        """What `generate` returns of it."""
+        """The result of `generate` for this sequence."""
         asked = self.sampling
         return Completion(
             tokens=self.answer,
@@ -102,7 +102,7 @@ class Slots(ABC):
         self._begin()
 
     def _begin(self) -> None:
-        """Nobody has a slot."""
+        """Marks all slots as free."""
         self._members: list[Sequence] = []
         self._contents: list[list[int]] = [[] for _ in range(self._count)]
         self._adapters = [0] * self._count  # that computed the contents
@@ -110,12 +110,12 @@ class Slots(ABC):
 
     @property
     def usage(self) -> float:
-        """The part of the memory that sequences have, from 0 to 1."""
+        """The used fraction of the memory."""
         return len(self._members) / self._count
 
     @property
     def are_full(self) -> bool:
-        """All slots that there may be have a sequence."""
+        """Whether every possible slot has a sequence."""
         return len(self._members) == self._count
 
     @abstractmethod
@@ -128,8 +128,8 @@ class Slots(ABC):
 
     @abstractmethod
     def reusable(self, sequence: Sequence) -> int:
-        """Tokens of a waiting sequence that need not be computed: at most all but the last, whose logits are drawn from, and none if the
-        request wants the prompt's log-probabilities."""
+        """Tokens of a waiting sequence that need not be computed: at most all but the last, whose logits are drawn from, and 0 if the
+        request includes the prompt's log-probabilities."""
 
     @abstractmethod
     def enter(self, sequence: Sequence) -> int | None:
@@ -145,7 +145,7 @@ class Slots(ABC):
 
     @abstractmethod
     def is_saved(self, sequence: Sequence) -> bool:
-        """The sequence lost its slot by `save`."""
+        """Whether the sequence lost its slot by `save`."""
 
     @abstractmethod
     def leave(self, sequence: Sequence, *, keep: bool) -> None:
@@ -153,11 +153,11 @@ class Slots(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """No prefix is reused: the weights have changed."""
+        """Drops all reusable prefixes, because the weights have changed."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Without any sequence, and with the memory of none."""
+        """Removes all sequences and their memory."""
 
     def _in_common(self, slot: int, *, sequence: Sequence) -> int:
         """Tokens in the slot that a waiting sequence begins with and need not compute, all but its last at most."""
@@ -166,17 +166,17 @@ class Slots(ABC):
         return common_length(self._contents[slot], other=sequence.tokens[:-1])
 
     def advance(self, sequence: Sequence, *, computed: int) -> None:
-        """The first `computed` tokens are in the sequence's slot, which had those that were computed before."""
+        """Records that the first `computed` tokens are in the sequence's slot."""
         held = self._contents[sequence.slot]
         held += sequence.tokens[len(held) : computed]
         sequence.computed = computed
 
 
 class Scheduler:
-    """Continuous batching: sequences join and leave between steps (Yu et al. 2022, Orca), admitted in the order in which they came.
+    """Continuous batching: sequences join and leave between steps (Yu et al. 2022, Orca), admitted in the order of their arrival.
 
-    A sequence without room for its next rows preempts the one that arrived last (Kwon et al. 2023, swapping), which then waits in front of all
-    new ones and goes on where it was.
+    A sequence without room for its next rows preempts the one that arrived last (Kwon et al. 2023, swapping), which then waits before all
+    new ones and continues where it stopped.
     """
 
     def __init__(self, policy: InferencePolicy, *, slots: Slots, drafts: DraftModel | None = None) -> None:
@@ -199,27 +199,27 @@ class Scheduler:
         return [work for work in works if work.sequence not in preempted]
 
     def measured(self, works: list[Work], *, seconds: float) -> None:
-        """A step of `works` took so long."""
+        """Records the duration of a step of `works`."""
         tokens = sum(len(work.tokens) for work in works)
         if tokens - len(works) >= _MEASURED:
             self._seconds_per_token = seconds / tokens
 
     def advance(self, sequence: Sequence, *, computed: int) -> None:
-        """The first `computed` tokens of `sequence` have keys and values."""
+        """Records that the first `computed` tokens of `sequence` have keys and values."""
         self.slots.advance(sequence, computed=computed)
 
     def finish(self, sequence: Sequence, *, reason: str, error: str | None = None) -> None:
-        """Frees the slot; what it has stays for sequences that begin alike, unless the sequence ended with an error."""
+        """Frees the slot. Its content can be reused by sequences that begin alike, unless the sequence ended with an error."""
         sequence.finish_reason, sequence.error = reason, error
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.slots.leave(sequence, keep=reason != "error")
 
     def forget(self) -> None:
-        """No prefix is reused: the weights have changed."""
+        """Drops all reusable prefixes, because the weights have changed."""
         self.slots.forget()
 
     def reset(self) -> None:
-        """Without any sequence, and with the memory of none."""
+        """Removes all sequences and their memory."""
         self.waiting.clear()
         self.running.clear()
         self.slots.reset()
@@ -253,7 +253,7 @@ class Scheduler:
                 continue
             computed = self.slots.enter(sequence)
             if computed is None:
-                return  # who came later does not pass it
+                return  # later sequences do not overtake it
             self.waiting.remove(sequence)
             self.running.append(sequence)
             if not is_saved:
@@ -265,7 +265,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _should_wait(self, sequence: Sequence) -> bool:
-        """A running sequence is about to compute much of this one's prompt."""
+        """Whether a running sequence is about to compute much of this one's prompt."""
         if sequence.sampling.prompt_logprobs:
             return False
         alike = [other for other in self.running if other.adapter == sequence.adapter]
@@ -293,11 +293,11 @@ class Scheduler:
         return found
 
     def _most(self, sequence: Sequence, *, wanted: int, room: int) -> int:
-        """The last token of an answer is drawn, not guessed."""
+        """Maximum number of guesses. The last token of an answer is drawn, not guessed."""
         return min(wanted, sequence.limit - len(sequence.answer) - 1, room)
 
     def _looked_up(self, sequence: Sequence, *, count: int) -> list[int]:
-        """What followed the last two tokens where they stood before."""
+        """The tokens that followed an earlier occurrence of the last two tokens."""
         tokens = sequence.tokens
         if count <= 0 or len(tokens) < 3:
             return []

@@ -68,7 +68,7 @@ class SlabSlots(Slots):
         self._begin()
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """A free slot that is long enough, for which the slabs are laid out anew where they have to be; whether there is one."""
+        """Finds a free slot that is long enough, and lays out the slabs anew if needed. Returns whether there is one."""
         if self._free and self._cache.positions >= sequence.longest:
             return True
         positions = rounded(max(one.longest for one in (*self._members, sequence)))
@@ -79,7 +79,7 @@ class SlabSlots(Slots):
         return True
 
     def _lay_out(self, *, slots: int, positions: int) -> None:
-        """Running sequences keep what they have, in other slots if theirs are gone; of free ones those that remain do."""
+        """Running sequences keep their data, in other slots if theirs are removed. Remaining free slots keep theirs."""
         free = deque(slot for slot in self._free if slot < slots)
         for sequence in self._members:
             if sequence.slot >= slots:

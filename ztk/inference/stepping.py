@@ -1,10 +1,10 @@
 """One step of all sequences: planned, computed, drawn. An error ends the sequence that it belongs to.
 
 [Note: Whose error it is]
-Nothing of a step counts before its logits are there: keys and values that a failed step has written lie at the places where the next attempt
-writes them again. So after an error in the products or draws of several sequences, each is computed once more, alone, and those that fail
-alone end with the error. Exactness makes the others' tokens the same. An error while one sequence takes its token is its own.
-Nothing can be computed any more after an error of a device, or where another rank waits for a product that this one has not made: those
+Nothing of a step counts before its logits are computed: keys and values that a failed step has written are at the places where the next
+attempt writes again. So after an error in the products or draws of several sequences, each is computed once more, alone, and sequences that
+fail alone end with the error. Exactness makes the others' tokens the same. An error while one sequence takes its token is its own.
+Nothing can be computed any more after an error of a device, or if another rank waits for a product that this one has not made: those
 errors are raised, and `lost` is true. An error in `Scheduler.plan` belongs to no sequence: it is raised, and `reset` ends all of them.
 """
 
@@ -30,7 +30,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Stepper:
-    """Computes the sequences of `scheduler`. sequences: of each open request. graphs: `Generator.load` replaces them.
+    """Computes the sequences of `scheduler`. sequences: of each open request. graphs: replaced by `Generator.load`.
 
     rows: tokens of a step at most.
     """
@@ -95,14 +95,14 @@ class Stepper:
         return lines_of(tokens, works=works, needed=needed, **step)
 
     def _raise_if_lost(self, error: Exception) -> None:
-        """Raises `error` where nothing can be computed after it."""
+        """Raises `error` if no further step can be computed after it."""
         hung_up = self._ranks is not None and self._ranks.hung_up
         if hung_up or isinstance(error, PeerLost | CommMismatch | torch.AcceleratorError):
             self.lost = True
             raise error
 
     def _one_by_one(self, works: list[Work], *, needed: list[list[int]], error: Exception) -> list[Output]:
-        """The step again, each sequence alone: see [Note: Whose error it is]."""
+        """Repeats the step with each sequence alone: see [Note: Whose error it is]."""
         if len(works) == 1:
             return [self._ended_by(error, sequence=works[0].sequence)]
         outputs: list[Output] = []
@@ -136,7 +136,7 @@ class Stepper:
         return [len(work.tokens) - 1] if stop == len(sequence.tokens) else []
 
     def _take(self, work: Work, *, rows: list[int], lines: Lines) -> Iterator[Output]:
-        """Draws from the rows of one work: each draft counts while it is the token that is drawn."""
+        """Draws from the rows of one work. Drafts are accepted while they equal the drawn tokens."""
         sequence = work.sequence
         if not is_finite(lines):
             yield self._broken(sequence)
@@ -183,7 +183,7 @@ class Stepper:
             )
             if reason is not None or row + 1 >= len(work.tokens) or work.tokens[row + 1] != drawn.token:
                 break
-            self._scheduler.advance(sequence, computed=position + 2)  # the draft's keys are those of this token
+            self._scheduler.advance(sequence, computed=position + 2)  # the draft's keys belong to this token
         if sequence.finish_reason is not None:
             self._forget_if_done(sequence.request_id)
 
@@ -213,13 +213,13 @@ class Stepper:
         return self._failed(sequence, error=text)
 
     def _ended_by(self, error: Exception, *, sequence: Sequence) -> Output:
-        """Ends a sequence by an error that nobody has foreseen."""
+        """Ends a sequence by an unexpected error."""
         _LOGGER.error("request %d ends by an error in its step", sequence.request_id, exc_info=error)
         sequence.cause = error
         return self._failed(sequence, error=f"its step failed: {type(error).__name__}: {error}")
 
     def _failed(self, sequence: Sequence, *, error: str, is_by_request: bool = False) -> Output:
-        """Ends a sequence alone."""
+        """Ends only this sequence."""
         self._scheduler.finish(sequence, reason="error", error=error)
         self._forget_if_done(sequence.request_id)
         return Output(
@@ -234,6 +234,6 @@ class Stepper:
         )
 
     def _forget_if_done(self, number: int) -> None:
-        """Requests are dropped when all answers have ended; who waits for them has their sequences."""
+        """Drops a request when all its answers have ended; callers that wait for it hold its sequences."""
         if all(sequence.finish_reason is not None for sequence in self.sequences.get(number, [])):
             self.sequences.pop(number, None)

@@ -1,4 +1,4 @@
-"""Where the rows of a step are, and how they attend: computed once, used by every layer."""
+"""Places and attention of a step's rows: computed once, used by every layer."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ztk.inference.attention import BLOCK, Scratch, Tiles, attend, lone_tile_of,
 from ztk.inference.rows import rms_norm, rope, turns
 
 QUERIES = 2 * BLOCK  # queries of a sequence whose scores exist at one time
-_SCORES = 8 * BLOCK  # places times blocks of keys: of short sequences more are computed at once
+_SCORES = 8 * BLOCK  # places times blocks of keys: short sequences are batched up to it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,8 +27,9 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
-    """How layer `layer` attends. window: keys that a query sees, itself included, or None for all before it. softcap: scores become
-    c tanh(score / c). slopes [H]: ALiBi's. table: rotary, (cosine, sine) [positions, R / 2] each. eps: of norms over each head."""
+    """Attention of layer `layer`. window: number of keys that a query attends to, including itself, or None for all before it. softcap:
+    scores become c tanh(score / c). slopes [H]: ALiBi's. table: rotary, (cosine, sine) [positions, R / 2] each. eps: of norms over each
+    head."""
 
     layer: int
     heads: int
@@ -51,7 +52,7 @@ class Step(Protocol):
         ...
 
     def attend(self, rows: Tensor, *, by: Attention, norms: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Norms and turns queries and keys, writes keys and values into the cache, and attends over each row's past.
+        """Normalises and rotates queries and keys, writes keys and values into the cache, and attends over each row's past.
 
         rows: queries, keys and values [M, (H + 2 K) D]; norms: weights [D] over each head of queries and of keys. Returns [M, H D].
         """
@@ -115,7 +116,7 @@ class SlabStep(RowStep):
 
 
 class Places:
-    """Where a step's M rows are in slabs. positions: int64 [M]. group: query heads per key head, of which there are `kv_heads`. head_dim:
+    """Places of a step's M rows in slabs. positions: int64 [M]. group: query heads per key head, of which there are `kv_heads`. head_dim:
     elements of a head. scratch: memory for attention."""
 
     def __init__(
@@ -153,7 +154,7 @@ class Places:
         return out
 
     def _lines(self, blocks: int, *, kv_heads: int) -> Tensor:
-        """int64 [M K]: which row of a slab [slots, blocks, K, BLOCK, D] each head of each row is."""
+        """int64 [M K]: the row of a slab [slots, blocks, K, BLOCK, D] for each head of each row."""
         found = self._places.get((blocks, kv_heads))
         if found is None:
             first = [(slot * blocks + place // BLOCK) * kv_heads * BLOCK + place % BLOCK for slot, place in self._at]
@@ -163,7 +164,7 @@ class Places:
 
 
 def _neighbours(spans: list[Span], *, most: int) -> list[list[Span]]:
-    """Spans in the order of their slots, in parts that reach over `most` slots or fewer."""
+    """Spans ordered by slot, in groups that span at most `most` slots."""
     found: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: span.slot):
         if not found or span.slot - found[-1][0].slot >= most:
@@ -177,7 +178,7 @@ def _single(spans: list[Span], *, tile: int, any_place: bool) -> Tiles:
     have its bits, too."""
     blocks = [_blocks(span.start + 1) for span in spans]
     first, stop = spans[0].slot, spans[-1].slot + 1
-    # Blocks that no sequence needs are computed, too: no more of them than of the needed ones.
+    # Also computes blocks that no sequence needs, but no more than there are needed ones.
     if any_place and (stop - first) * max(blocks) <= 2 * sum(blocks) and max(blocks) < len(spans):
         return _side_by_side(spans, tile=tile, blocks=max(blocks))
     rows = [span.row for span in spans]
@@ -198,7 +199,7 @@ def _single(spans: list[Span], *, tile: int, any_place: bool) -> Tiles:
 
 
 def _side_by_side(spans: list[Span], *, tile: int, blocks: int) -> Tiles:
-    """One row of each sequence, and of slots between them copies of the first one's, which nobody reads."""
+    """One row of each sequence; slots between them get unused copies of the first row."""
     first, rows = spans[0].slot, [span.row for span in spans]
     count = spans[-1].slot + 1 - first
     starts, sources = [0] * count, [span.slot - first for span in spans]
@@ -228,7 +229,7 @@ def _are_consecutive(rows: list[int]) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Piece:
-    """Places of one sequence, from `first` on, whose tiles are computed at once. stop: where the sequence's rows end."""
+    """Places of one sequence, from `first` on, whose tiles are computed together. stop: end of the sequence's rows."""
 
     span: Span
     first: int
@@ -240,9 +241,9 @@ class _Piece:
 
 
 def _many(spans: list[Span], *, tile: int, joins: bool) -> list[Tiles]:
-    """Sequences with several rows each, up to `QUERIES` places of one at a time, and of several as many as `_SCORES` has room for.
+    """Sequences with several rows each, up to `QUERIES` places of one at a time. Batches sequences until `_SCORES` is full.
 
-    joins: the tiles of a sequence may share products with a block of keys, and do where that makes fewer of them.
+    joins: whether the tiles of a sequence may share products with a block of keys; they do if that reduces the number of products.
     """
     size, found = max(tile, QUERIES // tile * tile), []
     together: list[_Piece] = []

@@ -30,12 +30,14 @@ _KERNEL_FORMATS = {
     "fp8": ("fp8", "fp8"),
 }
 
-Products = tuple[Callable[[Affine], Product], ...]  # for linear layers, the head, and routers with what weights experts
+Products = tuple[
+    Callable[[Affine], Product], ...
+]  # for linear layers, the head, and routers with the weights of experts
 
 
 @dataclass(kw_only=True, slots=True)
 class Mlp:
-    """gate (None: not gated) and up [F, C], down [C, F]."""
+    """gate (None if not gated) and up [F, C], down [C, F]."""
 
     up: Product
     down: Product
@@ -65,7 +67,7 @@ class Layer:
 
 
 class Layers(Protocol):
-    """The layers of a model, one after the other. held: those in memory now, one at least; those that are streamed are built alike."""
+    """The layers of a model, one after the other. held: layers in memory now, at least one; streamed ones are built alike."""
 
     @property
     def held(self) -> list[Layer]: ...
@@ -93,7 +95,7 @@ class Weights:
     embedding_norm: Affine | None = None
 
     def products(self) -> list[Product]:
-        """Those in memory, the head last."""
+        """All products in memory, the head last."""
         return [*(product for layer in self.layers.held for product in products_in(layer)), self.head]
 
 
@@ -286,15 +288,14 @@ def _stacked(experts: list[Mlp]) -> Mlp:
 
 
 def _joined(parts: list[Affine]) -> Affine:
-    """The outputs of all, one after the other; all have a bias, or none."""
+    """All outputs, one after the other. Either all have a bias, or none."""
     biases = [part.bias for part in parts if part.bias is not None]
     bias = torch.cat(biases) if biases else None
     return Affine(weight=torch.cat([part.weight for part in parts]), bias=bias)
 
 
 class WeightReader:
-    """Builds the parts of the weights one at a time, and asks `state`, parameters of any shape, only for those of
-    that part.
+    """Builds the parts of the weights one at a time, and reads only the parameters of that part from `state`, which have any shape.
 
     Raises:
         ValueError: as `collect`.
@@ -444,7 +445,7 @@ class WeightReader:
         )
 
     def _norm(self, name: str) -> Affine:
-        """In fp32, which norms compute in."""
+        """A norm in fp32, in which norms compute."""
         norm = self._affine(name)
         weight, bias = norm.weight.float(), None if norm.bias is None else norm.bias.float()
         return Affine(weight=weight + self._of.norm_offset if self._of.norm_offset else weight, bias=bias)

@@ -1,4 +1,4 @@
-"""What a run needs and moves, before it starts: the real engine over tensors without values."""
+"""Plans a run before it starts: memory, traffic and time, from the real engine over tensors without values."""
 
 from ztk.core.policies.peers import Peer, Way
 from ztk.planner.fitting import Fix, fixes

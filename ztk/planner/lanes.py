@@ -135,8 +135,7 @@ class Lanes:
         shape: tuple[int, ...] = (),
     ) -> None:
         """Adds one operation. kind: see `ztk.planner.kinds`. copies: whether it only copies. An operation on host memory runs on the host,
-        or is a
-        copy between host and device. to_host: direction of the copy. operand: dtype of the first operand of a product, whose sums
+        or is a copy between host and device. to_host: direction of the copy. operand: dtype of the first operand of a product, whose sums
         may be kept in another. shape: rows, columns and inner size of a product; length and head size of attention."""
         hardware = self._hardware
         if hardware.curves is not None:
