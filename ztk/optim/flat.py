@@ -20,8 +20,7 @@ class FlatOptimizer:
     store keeps the states.
 
     format: layout of the states, and the dtype of the master weights. is_stochastic: the kernel rounds with bits drawn by the position of
-    an
-    element. writes_out: the kernel casts the master weights itself. is_wide: the kernel updates copies in float32, which are rounded to
+    an element. writes_out: the kernel casts the master weights itself. is_wide: the kernel updates copies in float32, which are rounded to
     the dtypes of the rows.
     muon: the update of matrices (rows with a `muon_scale`), whose momentum is the first state. None if there are none.
     lamb: the update that replaces `kernel` if the norms of a parameter span several shards.

@@ -50,9 +50,8 @@ class Kept:
     """The states of an optimizer.
 
     rows: name -> dtype of the states with an element per element of the parameter. scalars: names of the other states, which all ranges of
-    one
-    parameter share. on_device: names in `scalars` whose values are tensors on the parameter's device. group_values: per parameter group,
-    the names of its values that a step changes.
+    one parameter share. on_device: names in `scalars` whose values are tensors on the parameter's device. group_values: per parameter
+    group, the names of its values that a step changes.
     """
 
     rows: dict[str, torch.dtype]

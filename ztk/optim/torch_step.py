@@ -47,8 +47,8 @@ class TorchStep:
         lr_table: Tensor | None = None,
     ) -> None:
         """parameters: the trained parameters, by name. device: where the step runs. The optimizer's groups are read at every step, its
-        states
-        are emptied. lr_table: fp32 [steps], multiplies every group's `lr`, one value per update; after the last one it stays constant.
+        states are emptied. lr_table: fp32 [steps], multiplies every group's `lr`, one value per update; after the last one it stays
+        constant.
 
         Raises ValueError for an optimizer that cannot run over shards (see `probe`), lacks a parameter or has made steps, and for one that
         changes `lr` itself or has none, if there is an lr_table.

@@ -210,7 +210,7 @@ def read_measured(file: str | os.PathLike | None = None) -> dict[str, Any]:
     """Keywords of `Hardware`. file: see `measured_path`.
 
     Raises:
-            ValueError: the file does not exist, or was not written by `python -m ztk.calibrate`.
+        ValueError: the file does not exist, or was not written by `python -m ztk.calibrate`.
     """
     path = measured_path(file)
     command = COMMAND if file is None else f"{COMMAND} --to {file}"

@@ -138,8 +138,7 @@ class Bound:
         self._axes = *grid, *_REST[len(grid)]
         self._describe = [(place, layout.describe_aligned) for place, layout in layouts.items()]
         # Device and dtypes of aligned tensors, the function that starts the program, and its arguments before and after the tensors.
-        # Usually one
-        # or two entries: comparing a key takes 0.05 us, a lookup by its hash 0.15.
+        # Usually one or two entries: comparing a key takes 0.05 us, a lookup by its hash 0.15.
         self._programs: list[tuple[list, Callable, tuple, tuple]] = []
 
     def launch(self, *tensors: Tensor | None, count: int | None = None) -> None:

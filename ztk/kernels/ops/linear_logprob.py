@@ -11,8 +11,7 @@ Losses of a sequence's summed log-probabilities (DPO, GSPO) use `linear_logprob`
 
 Between the products a chunk is read by the kernels of `cross_entropy` on a GPU, and by torch's log_softmax on a CPU. The products round
 like a model's linear layers. So if a product's rows do not depend on their number, as on a CPU, log-probabilities have the bits of a
-forward
-that holds all logits. Memory: the chunk, in float32 too, its gradient, d_x and d_weight in float32.
+forward that holds all logits. Memory: the chunk, in float32 too, its gradient, d_x and d_weight in float32.
 """
 
 from collections.abc import Callable, Iterator

@@ -6,8 +6,7 @@ lines below. Then sends and receives are inserted, in the same way for all.
 [Note: One order of all events]
 The schedule is simulated once, with equal costs (`ztk.parallel.pipeline.simulate`). Each transfer is placed, on both ranks, at the time
 when its sender has computed the data. So the lists of all ranks are parts of one total order of events. The first event that has not
-happened
-can always happen: ranks cannot wait for each other in a cycle, even if every send waits for its receiver, and messages between two
+happened can always happen: ranks cannot wait for each other in a cycle, even if every send waits for its receiver, and messages between two
 ranks arrive in the expected order.
 """
 

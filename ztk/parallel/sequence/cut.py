@@ -24,9 +24,8 @@ class Divisible:
     """The interface of a model for `cut_sequences`.
 
     layers: names and attention layers, which call their `core` with parts of sequences, and whose `positions` are set to the positions of
-    their
-    tokens. last_position: the largest position of the model. If omitted, there is no limit. check_length: raises ValueError for tokens [B,
-    T] that are too long. If omitted, any length is valid.
+    their tokens. last_position: the largest position of the model. If omitted, there is no limit. check_length: raises ValueError for
+    tokens [B, T] that are too long. If omitted, any length is valid.
     """
 
     layers: list[tuple[str, Any]]
@@ -40,11 +39,9 @@ def cut_sequences(model: Any, *, mesh: Mesh, tokens_cut_along_tp: bool = False) 
     rank's part [B, T / n].
 
     n is the number of ranks of the mesh's context axis (attention goes around a ring) times its sequence axis (Ulysses). With a context
-    axis,
-    a sequence may have any length: its end is padded. tokens_cut_along_tp: between layers, tensor-parallel ranks cut this rank's part
-    again.
-    The model returns this rank's share of the loss: the mean of the shares over these ranks is the mean over all counted targets. Without
-    targets every rank works on the full sequences.
+    axis, a sequence may have any length: its end is padded. tokens_cut_along_tp: between layers, tensor-parallel ranks cut this rank's part
+    again. The model returns this rank's share of the loss: the mean of the shares over these ranks is the mean over all counted targets.
+    Without targets every rank works on the full sequences.
 
     Raises:
         ValueError: for a model that is not the native decoder and has no method `divisible()` that returns a `Divisible`, and for heads

@@ -15,8 +15,7 @@ from ztk.zero.offload.slot import SlotSpec, check_fits
 
 # [Note: Streams and host memory]
 # Copies between host and device run on streams of their own (`ztk.core.runtime.streams`), so they overlap with computation. `last_copy` is
-# the
-# newest copy of a slot: the CPU may read or change the slot's memory only after it, and the next copy of the slot starts after it.
+# the newest copy of a slot: the CPU may read or change the slot's memory only after it, and the next copy of the slot starts after it.
 # Without it an update on the CPU could overwrite values that are still being copied to the device.
 
 

@@ -89,8 +89,7 @@ class PieceStates:
     @contextmanager
     def average(self, piece: Piece, *, changes: bool = False, aside: bool = False) -> Iterator[dict[str, Tensor]]:
         """The average of a trained piece if it is stored on a tier of its own, fp32 [n] under `AVERAGE`, on the device or in main memory;
-        else an
-        empty dict. changes: writes it back at the end. aside: as in `reading`."""
+        else an empty dict. changes: writes it back at the end. aside: as in `reading`."""
         store = self._stores.average
         if store is None or piece.average is None:
             yield {}
