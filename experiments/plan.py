@@ -18,7 +18,7 @@ from experiments.work import model_flops, planned_batch, tokens_of_step, without
 from ztk import kernels
 from ztk.config import Config, ConfigError, compose
 from ztk.core.policies.hardware import Hardware
-from ztk.planner import Fix, Peer, Plan, Price, Way, fixes, plan
+from ztk.planner import Fix, Plan, Price, fixes, plan
 from ztk.planner.result import size as written
 from ztk.report import RunFolder
 from ztk.report.folder import write_json
@@ -80,7 +80,7 @@ def make_plan(config: Config, *, hardware: Hardware | None = None) -> Plan:
         ema=policies.ema_policy(config),
         accumulation_steps=config.train.accumulation_steps,
         hardware=hardware or policies.hardware(config),
-        peer=Peer(way=config.plan.way or Way.ztk, fp8=bool(config.plan.fp8), again=config.plan.again or 0.0),
+        peer=policies.peer(config),
     )
     dtype = str(policies.precision_policy(config).dtype).removeprefix("torch.")
     return replace(made, tokens=tokens_of_step(config), model_flops=model_flops(config, build=_model), dtype=dtype)

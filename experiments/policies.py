@@ -17,6 +17,7 @@ from ztk.config import Config, is_own
 from ztk.core.policies.ema import EmaPolicy
 from ztk.core.policies.hardware import Hardware
 from ztk.core.policies.offload import OffloadConfig, ParameterTier
+from ztk.core.policies.peers import Peer
 from ztk.core.policies.precision import LossScaleConfig, PrecisionConfig
 from ztk.core.policies.profile import ProfilePolicy
 from ztk.core.policies.rollout import StrategyConfig
@@ -195,6 +196,12 @@ def hardware(config: Config) -> Hardware | None:
     """The hardware that a plan is made for. None without a choice, and for a run, whose record keeps the rates of its floors and MFU alone."""
     is_planned = config.task.name == "plan" and config.hardware.name is not None
     return Hardware(**_given(config.hardware, without=("file",))) if is_planned else None
+
+
+def peer(config: Config) -> Peer:
+    """The way in which another library would run the step; ztk's own where the command line names none."""
+    given = {field.name: getattr(config.plan, field.name) for field in fields(Peer)}
+    return Peer(**{name: value for name, value in given.items() if value is not None})
 
 
 def _given(section: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -92,18 +92,20 @@ Tokens are per second and GPU; MFU is in percent, peaks are in GiB. A positive e
 
 | runs | n | median error of seconds | within 25 % | largest | median error of the peak |
 | --- | --- | --- | --- | --- | --- |"""
-NOTES = """ The first three lines count all planned runs, those below them the runs of a project, of a GPU and of a family. A third of the
-runs is held out: rates in `conf/hardware/` and `ztk/core/policies/peers.py` were chosen with the others. Of the first 69 runs the third was
-picked by hand, six of them after the errors of other held-out runs were known, and two were planned a second time, with the sequence
-parallelism that they had; their errors grew from 22 to 31 %. A hash of the description of a later run, without its numbers, decides whether
-it is held out (`held_out` in the script), before any of them is planned.
+NOTES = """
+The first three lines count all planned runs, those below them the runs of a project, of a GPU and of a family. A third of the runs is held
+out: rates in `conf/hardware/` and `ztk/core/policies/peers.py` were chosen with the others. Of the first 69 runs the third was picked by
+hand, six of them after the errors of other held-out runs were known, and two were planned a second time, with the sequence parallelism that
+they had; their errors grew from 22 to 31 %. A hash of the description of a later run, without its numbers, decides whether it is held out
+(`held_out` in the script), before any of them is planned. Two descriptions were corrected after the errors of held-out runs were known:
+nanotron balances products over stages, not parameters, and KempnerForge keeps states in bf16.
 
 Models without a gated MLP (MPT, GPT-3, Nemotron, BLOOM) are planned as Llama decoders with as many parameters. The planned MFU is of
 the rate in bf16, also where linear layers multiply in fp8; llm-foundry's and Megatron-LM's are of the rate in fp8 there. Peaks
-are compared as they were published: torchtitan's and nanotron's come from PyTorch's allocator, KempnerForge's are bytes that
-it handed out, DeepSpeed's come from nvidia-smi, with CUDA's context and NCCL's buffers. All but ztk keep logits in
-fp32, and nanotron adds gradients up in fp32; torchtitan's selective recomputation keeps every second product, where ztk's
-keeps all of them.
+are compared as they were published: torchtitan's are bytes that PyTorch's allocator has reserved, nanotron's and KempnerForge's are bytes
+that it handed out, DeepSpeed's come from nvidia-smi, so `hardware.reserve_bytes` is added to their plans. The copies of logits
+(`plan.logits`), the kept products (`plan.kept`) and the gradients (`plan.gradients`) of a library are traced as in its source;
+`ztk/core/policies/peers.py` names the files.
 
 | run | GPUs | hardware | tokens | batch | layout | planned | published | error | MFU planned | published | peak planned | published |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
@@ -154,9 +156,15 @@ def planned(row: dict[str, str]) -> dict[str, str]:
     numbers = (
         f"{plan.tokens_per_second_per_gpu:.4g}",
         "" if plan.mfu is None else f"{plan.mfu:.1%}".rstrip("%"),
-        f"{plan.peak_bytes['device'] / GIB:.1f}",
+        f"{(plan.peak_bytes['device'] + beside(row, plan=plan)) / GIB:.1f}",
     )
     return dict(zip(PLANNED, numbers, strict=True))
+
+
+def beside(row: dict[str, str], *, plan: ztk.Plan) -> float:
+    """Bytes that a published peak counts beside tensors: nvidia-smi's has CUDA's context and NCCL's buffers, the hardware's reserve."""
+    assert plan.hardware is not None
+    return plan.hardware.reserve_bytes if row["peak_kind"] == "device" else 0
 
 
 def error(row: dict[str, str]) -> float:

@@ -213,7 +213,10 @@ def test_whole_numbers_may_be_written_as_powers_of_ten():
             ("topology=pp2", "topology.schedule=interleaved", "train.global_batch_size=24"),
             "use train.micro_batch_size=6",
         ),
-        (("topology=pp2", "topology.partition=layers"), "must be uniform, parameters, type:PATTERN or profile"),
+        (
+            ("topology=pp2", "topology.partition=layers"),
+            "must be uniform, parameters, products, type:PATTERN or profile",
+        ),
         (("topology=pp2", "topology.partition=type:*"), "not a regular expression"),
         (("topology=pp2", "topology.virtual_stages=2", "train.accumulation_steps=2"), "topology.schedule=interleaved"),
         (("topology.schedule=gpipe",), "topology.pipeline above 1"),

@@ -57,7 +57,7 @@ def test_what_was_written_is_what_a_plan_reads(cache, tmp_path):
     write_measured({"hardware": content()["hardware"] | curves}, file=tmp_path / "cpu.json")
     config = plan_here(tmp_path, f"hardware.file={tmp_path / 'cpu.json'}", "launch.ranks=8")
     assert policies.hardware(from_yaml(to_yaml(config))) == replace(WITHOUT_NETWORK, **curves)
-    for words in ("plan.way=eager", "plan.fp8=true", "plan.again=0.5"):
+    for words in ("plan.way=eager", "plan.fp8=true", "plan.again=0.5", "plan.logits=eager"):
         with pytest.raises(ConfigError, match=f"{words}: has no effect with hardware.curves"):
             plan_here(tmp_path, f"hardware.file={tmp_path / 'cpu.json'}", words)
     config = plan_here(tmp_path, "hardware.capacity_bytes=5000000", "launch.ranks=8")

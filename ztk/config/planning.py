@@ -1,6 +1,7 @@
 """Rules of `task=plan`: command lines of pretraining runs that can be traced."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 from omegaconf import DictConfig
 
@@ -8,6 +9,7 @@ from ztk.config.machine import Machine
 from ztk.config.topology import settled_ranks
 from ztk.core.policies.config import Config
 from ztk.core.policies.hardware import CEILINGS, COMMAND, HERE, REQUIRED, read_measured
+from ztk.core.policies.peers import Peer
 from ztk.core.policies.plan import rank_faults, untraced
 from ztk.core.policies.zero import ZeroEngine
 
@@ -39,7 +41,7 @@ def planning_faults(config: Config, *, machine: Machine) -> Iterator[str]:
 
 def _peer_faults(config: Config) -> Iterator[str]:
     """Yields faults of another library's rates, which are fractions of GPU rates: hardware.curves are measured CPU times."""
-    for name in ("way", "fp8", "again"):
+    for name in (field.name for field in fields(Peer)):
         value = getattr(config.plan, name)
         if value is not None:
             word = str(value).lower()

@@ -15,7 +15,7 @@ from ztk.hf.documents import arguments_of, known_documents
 from ztk.hf.losses import causal_loss
 from ztk.hf.sequences import own_places
 from ztk.nn.staged import argument
-from ztk.parallel.pipeline.layers import Carry, Layer, MicroBatch, count_parameters, drop_modules
+from ztk.parallel.pipeline.layers import Carry, Layer, MicroBatch, count_multiplied, count_parameters, drop_modules
 
 # The decoder's children other than its list of layers, by purpose. Models with other children are refused.
 _TOKENS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
@@ -106,7 +106,12 @@ class CausalLayers:
         found = [self.module.get_submodule(path) for path in modules]
         run = self._runner(name)
         return Layer(
-            name=name, kind=type(found[0]).__name__, modules=modules, num_parameters=count_parameters(*found), run=run
+            name=name,
+            kind=type(found[0]).__name__,
+            modules=modules,
+            num_parameters=count_parameters(*found),
+            num_multiplied=count_multiplied(*found),
+            run=run,
         )
 
     def _runner(self, name: str) -> Callable[[Carry, MicroBatch], Carry]:

@@ -28,7 +28,7 @@ def device_seconds(
     kind: str, *, flops: int, nbytes: int, dtype: str, shape: tuple[int, ...], hardware: Hardware, peer: Peer
 ) -> float:
     """Seconds of one operation in the memory of the device."""
-    moved = nbytes * peer.passes(kind) / (hardware.memory_bandwidth * hardware.memory_share)
+    moved = nbytes / (hardware.memory_bandwidth * hardware.memory_share)
     computed = 0.0
     if kind in (ATTENTION, TORCH_ATTENTION) and shape:
         length, head = shape

@@ -22,6 +22,7 @@ from ztk.parallel.pipeline import make_schedule
 from ztk.planner.attention import fused_attention
 from ztk.planner.host_work import watched_host
 from ztk.planner.lanes import Lanes, StepTime
+from ztk.planner.peer import as_peer
 from ztk.planner.pipeline import StageTimes
 from ztk.planner.process import PlannedProcess
 from ztk.planner.repeating import Counted, Repeater, middle_actions, seconds_of_actions, traced_micro_batches
@@ -89,7 +90,7 @@ def trace_rank(
     )
     tracker = StepTracker(device=PLANNED.type, computed=None if lanes is None else lanes.compute)
     traced = traced_micro_batches(accumulation_steps, stages=topology.pipeline, policy=policies["pipeline"])
-    with tracker, fused_attention(), watched_host(lanes), values_are_refused():
+    with tracker, fused_attention(), watched_host(lanes), as_peer(peer or Peer()), values_are_refused():
         engine = parallelize(
             model,
             process=process,

@@ -75,7 +75,9 @@ class StepTracker(TorchDispatchMode):
     def watch(self, model: nn.Module) -> None:
         """Names the modules of `model` in `peak.where`, until `unwatch`."""
         self._names = {module: name or "model" for name, module in model.named_modules()}
-        for handle in (register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)):
+        entered = register_module_forward_pre_hook(self._enter)
+        left = register_module_forward_hook(self._leave, always_call=True)  # a repeated block ends by an exception
+        for handle in (entered, left):
             self._hooks.callback(handle.remove)
 
     def unwatch(self) -> None:

@@ -1,6 +1,7 @@
 """Which layers make a stage, and what a rank keeps of a model."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -56,6 +57,20 @@ def test_by_type_counts_what_matches():
         by_type(kinds, pattern="embedding", num_stages=2)
 
 
+def test_products_leave_lookups_out_and_count_a_head_as_its_matrix():
+    """An embedding of 64 x 8 costs nothing, the head as much as four blocks."""
+    config = replace(DECODER, vocab_size=64, dim=8, heads=2, kv_heads=2, hidden_dim=8, layers=4, tie_embeddings=True)
+    with torch.device("meta"):
+        model = layered(Decoder(config))
+    costs = [layer.num_multiplied for layer in model.layers]
+    block = 4 * 8 * 8 + 3 * 8 * 8
+    assert costs == [0, block, block, block, block, 64 * 8]
+    assert sizes(plan(model, method="products", num_stages=2)) == [4, 2]
+    assert sizes(plan(model, method="parameters", num_stages=2)) == [3, 3]
+    modules = pipeline_module()
+    assert all(layer.num_multiplied <= layer.num_parameters for layer in modules.layers)
+
+
 def test_too_many_stages_and_unknown_methods_are_refused():
     with pytest.raises(ValueError, match="3 layers cannot make 4 pipeline stages"):
         uniform(3, num_stages=4)
@@ -67,8 +82,6 @@ def test_too_many_stages_and_unknown_methods_are_refused():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_names_and_first_values_do_not_depend_on_the_layout(tied):
-    from dataclasses import replace
-
     config = replace(DECODER, tie_embeddings=tied)
     full, _ = decoder(config)
     expected = {

@@ -1,8 +1,7 @@
 """Models of how other libraries run the same step, to compare a plan with their published runs.
 
-A plan traces ztk's own operations. Eager PyTorch computes some of them as several operations, each of which reads and writes memory;
-torch.compile fuses those again. The factors are counted from the operations of torch 2.5 per number of the input, in bytes: an RMSNorm in bf16
-reads and writes 4 fused, and 34 eager (to fp32, square, mean, rsqrt, product, to bf16, product).
+A plan traces ztk's own operations. For a peer it traces the operations that the peer runs in their place (`ztk.planner.peer`): what they
+keep and what they read and write follows from the trace.
 """
 
 from dataclasses import dataclass
@@ -14,22 +13,37 @@ class Way(StrEnum):
 
     ztk = "ztk"  # by ztk's kernels
     eager = "eager"  # by PyTorch's operations, one after the other
+    flash = "flash"  # as eager, with the norms, rotary positions and attention of the flash-attn package
     compiled = "compiled"  # by kernels that torch.compile generates
     tuned = "tuned"  # by the vendor's library, with its attention, and with a layer's collectives overlapped with its products
 
 
-# Bytes that eager PyTorch moves, relative to ztk's kernel.
-_EAGER = {
-    "rms_norm": 34 / 4,
-    "rms_norm_backward": 46 / 6,
-    "layer_norm": 1.0,  # one kernel in PyTorch, too
-    "layer_norm_backward": 1.5,
-    "rope": 20 / 4,
-    "swiglu": 10 / 6,
-    "swiglu_backward": 18 / 10,
-    "geglu": 10 / 6,
-    "geglu_backward": 18 / 10,
-}
+class Logits(StrEnum):
+    """How the loss reads the logits, and which copies of them exist."""
+
+    ztk = "ztk"  # 16 bits; the gradient is written over them, or they exist in chunks
+    eager = "eager"  # copied to fp32, then torch's cross entropy (torchtitan, train.py at 9dec370: `pred.flatten(0, 1).float()`)
+    compiled = (
+        "compiled"  # the same in one pass of torch.compile over 16 bits (torchtitan, components/loss.py at e7c0cae)
+    )
+    softmax = "softmax"  # copied to fp32, the softmax is kept (nanotron, parallel/tensor_parallel/functional.py; Megatron-LM likewise)
+    held = "held"  # torch's cross entropy in 16 bits of all columns, and the script holds the logits (KempnerForge, scripts/train.py)
+
+
+class Kept(StrEnum):
+    """What recompute=selective keeps."""
+
+    products = "products"  # the results of all products and of attention
+    half = "half"  # those of every second product (torchtitan, parallelisms/parallelize_llama.py at 9dec370: `mm_count % 2`)
+
+
+class Gradients(StrEnum):
+    """Where gradients are until they are reduced, at stages 0 and 1."""
+
+    ztk = "ztk"  # in the buffers that are reduced
+    ddp = "ddp"  # besides in .grad until the backward has ended and in the buckets of torch's DistributedDataParallel (nanotron, trainer.py)
+
+
 # Transformer Engine and cuDNN, relative to the rates of PyTorch's operations in conf/hardware/. Fitted to the runs of Megatron-LM and NeMo in
 # docs/published_runs.md that are not held out. FlashAttention-3 (arXiv 2407.08608, figures 5 and 6) reaches 1.5 to 2.0 times
 # FlashAttention-2's rate on H100.
@@ -41,15 +55,14 @@ _TUNED_HIDDEN = 0.8  # of a layer's collectives inside a node, which are cut int
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peer:
     """way: how operations are computed. fp8: linear layers multiply in fp8; attention and the head do not. again: the share of a forward's
-    products that a backward computes again in addition to the plan's own recomputation: 0.5 for torchtitan's selective recomputation."""
+    products that a backward computes again in addition to the plan's own recomputation. logits, kept, gradients: what is held in memory."""
 
     way: Way = Way.ztk
     fp8: bool = False
     again: float = 0.0
-
-    def passes(self, kind: str) -> float:
-        """The bytes that an operation moves, relative to ztk's kernel."""
-        return _EAGER.get(kind, 1.0) if self.way is Way.eager else 1.0
+    logits: Logits = Logits.ztk
+    kept: Kept = Kept.products
+    gradients: Gradients = Gradients.ztk
 
     @property
     def product_gain(self) -> float:

@@ -9,7 +9,7 @@ from ztk.core.policies.ranges import range_faults, refuse
 from ztk.core.policies.topology import ScheduleName, TopologyConfig
 
 RANGES = ranges_of(TopologyConfig)
-PARTITION_METHODS = "uniform, parameters, type:PATTERN or profile"
+PARTITION_METHODS = "uniform, parameters, products, type:PATTERN or profile"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +17,8 @@ class PipelinePolicy:
     """How a model is split into stages and in which order they run.
 
     schedule: gpipe, 1f1b, interleaved or zero_bubble. virtual_stages: stages per rank, for interleaved.
-    partition: uniform, parameters, type:PATTERN (a regular expression for class names) or profile (measured seconds per layer).
+    partition: uniform, parameters, products (elements of matrices, without embeddings), type:PATTERN (a regular expression for class
+        names) or profile (measured seconds per layer).
     max_local_gradients: ZeRO stages 2 and 3. Up to this many elements, a rank sums its gradients over the micro-batches and reduces
         them once. With more elements it reduces after every micro-batch: less memory, more bytes on the wire.
     dynamic_shapes: activations may change their shapes although the micro-batches do not.
@@ -81,7 +82,7 @@ def interleaved_faults(*, num_ranks: int, num_micro_batches: int | None, virtual
 
 def partition_faults(partition: str | None) -> Iterator[str]:
     """Checks that `topology.partition` is one of PARTITION_METHODS and its pattern a regular expression."""
-    if partition is None or partition in ("uniform", "parameters", "profile"):
+    if partition is None or partition in ("uniform", "parameters", "products", "profile"):
         return
     if not partition.startswith("type:"):
         yield f"topology.partition={partition}: must be {PARTITION_METHODS}"

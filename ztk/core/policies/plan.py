@@ -6,13 +6,26 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ztk.core.policies.key import When, key, tasks
-from ztk.core.policies.peers import Way
+from ztk.core.policies.peers import Gradients, Kept, Logits, Way
 from ztk.core.policies.ranges import POSITIVE, Range
+from ztk.core.policies.runs import is_hugging_face
 
 _PLAN = tasks("plan")
 _PLANNED = When(
     "task=plan and hardware=NAME",
     lambda config, machine: config.task.name == "plan" and config.hardware.name is not None,
+)
+_OWN_LOSS = When(
+    "task=plan and hardware=NAME with a model of ztk",
+    lambda config, machine: _PLANNED.test(config, machine) and not is_hugging_face(config.model),
+)
+_SELECTIVE = When(
+    "task=plan, hardware=NAME and recompute=selective",
+    lambda config, machine: _PLANNED.test(config, machine) and config.recompute.mode == "selective",
+)
+_RESIDENT = When(
+    "task=plan, hardware=NAME and zero=stage0 or zero=stage1",
+    lambda config, machine: _PLANNED.test(config, machine) and config.zero.stage < 2,
 )
 _SEARCHES = When(
     "task=plan and plan.search=true",
@@ -32,13 +45,28 @@ class PlanConfig:
         acts=_PLAN,
     )
     way: Way | None = key(
-        "how operations are computed: ztk, eager (PyTorch's), compiled (torch.compile) or tuned (Transformer Engine's, with a layer's "
-        "collectives overlapped with its products), to plan another library's run; null: ztk"
+        "how operations are computed: ztk, eager (PyTorch's), flash (eager, with flash-attn's norms and rotary positions), compiled "
+        "(torch.compile) or tuned (Transformer Engine's, with a layer's collectives overlapped with its products), to plan another "
+        "library's run; null: ztk"
     )
     fp8: bool | None = key("linear layers multiply in fp8, as torchao's do; null: false")
     again: float | None = key(
         "share of a forward's products that another library computes again in a backward; null: 0",
         range=Range(low=0, high=1),
+    )
+    logits: Logits | None = key(
+        "how another library's loss reads the logits: eager (an fp32 copy, torch's cross entropy), compiled (one pass), softmax (an fp32 "
+        "copy, the softmax is kept) or held (in 16 bits, all columns, until the next micro-batch); null: ztk",
+        acts=_OWN_LOSS,
+    )
+    kept: Kept | None = key(
+        "what recompute=selective keeps: products (of all products) or half (of every second one); null: products",
+        acts=_SELECTIVE,
+    )
+    gradients: Gradients | None = key(
+        "where another library's gradients wait at stages 0 and 1: ztk, or ddp (in .grad and in DistributedDataParallel's buckets, too); "
+        "null: ztk",
+        acts=_RESIDENT,
     )
     traced: int | None = key(
         "layouts that plan.search=true plans of each number of ranks; null: 20",

@@ -71,8 +71,8 @@ class TopologyConfig:
         ),
     )
     partition: str | None = key(
-        "how layers are balanced over stages: uniform (number of layers), parameters, type:PATTERN (layers of these classes) or profile "
-        "(measured time)",
+        "how layers are balanced over stages: uniform (number of layers), parameters, products (elements of matrices, without embeddings), "
+        "type:PATTERN (layers of these classes) or profile (measured time)",
         default="parameters",
         acts=_PIPELINE,
     )

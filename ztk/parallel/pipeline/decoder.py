@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ztk.nn import Decoder
 from ztk.nn.staged import argument
-from ztk.parallel.pipeline.layers import Carry, Layer, MicroBatch, count_parameters, drop_modules
+from ztk.parallel.pipeline.layers import Carry, Layer, MicroBatch, count_multiplied, count_parameters, drop_modules
 
 
 class DecoderLayers:
@@ -33,7 +33,14 @@ class DecoderLayers:
     def _layer(self, name: str, *, modules: tuple[str, ...], run) -> Layer:
         found = [self.module.get_submodule(path) for path in modules]
         kind = type(found[-1] if name != "head" else found[1]).__name__
-        return Layer(name=name, kind=kind, modules=modules, num_parameters=count_parameters(*found), run=run)
+        return Layer(
+            name=name,
+            kind=kind,
+            modules=modules,
+            num_parameters=count_parameters(*found),
+            num_multiplied=count_multiplied(*found),
+            run=run,
+        )
 
     def _block(self, name: str, *, block: nn.Module) -> Layer:
         def run(x: Tensor, batch: MicroBatch) -> Tensor:

@@ -56,12 +56,14 @@ class Layer:
     """A part of a model that is not split further. `run(carry, micro_batch)` takes the output of the previous layer (None for the first).
 
     modules: paths of the modules whose parameters it uses. kind: the text that partitioning by type matches, usually a class name.
+    num_multiplied: elements of the matrices that it multiplies by; an embedding only looks rows up.
     """
 
     name: str
     kind: str
     modules: tuple[str, ...]
     num_parameters: int
+    num_multiplied: int
     run: Callable[[Carry, MicroBatch], Carry]
 
 
@@ -93,3 +95,10 @@ def count_parameters(*modules: nn.Module) -> int:
     """Trained elements, each parameter once."""
     parameters: dict[Tensor, None] = {p: None for module in modules for p in module.parameters() if p.requires_grad}
     return sum(parameter.numel() for parameter in parameters)
+
+
+def count_multiplied(*modules: nn.Module) -> int:
+    """Elements of the matrices in all modules but embeddings, each parameter once."""
+    owners = (owner for module in modules for owner in module.modules() if not isinstance(owner, nn.Embedding))
+    matrices = {p: None for owner in owners for p in owner.parameters(recurse=False) if p.dim() > 1}
+    return sum(matrix.numel() for matrix in matrices)

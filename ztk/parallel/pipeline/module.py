@@ -192,6 +192,9 @@ class PipelineModule(nn.Module):
             kind=_kind(spec),
             modules=self._paths(index),
             num_parameters=sum(p.numel() for p in _parameters(spec).values() if p.requires_grad),
+            num_multiplied=sum(
+                p.numel() for p in _parameters(spec).values() if p.dim() > 1 and _kind(spec) != nn.Embedding.__name__
+            ),
             run=lambda carry, batch: self._run(index, carry=carry, batch=batch),
         )
 

@@ -79,6 +79,8 @@ def plan(model: LayeredModel, *, method: str, num_stages: int, costs: list[float
         return uniform(len(layers), num_stages=num_stages)
     if method == "parameters":
         return balanced([layer.num_parameters for layer in layers], num_stages=num_stages)
+    if method == "products":
+        return balanced([layer.num_multiplied for layer in layers], num_stages=num_stages)
     if method.startswith("type:"):
         kinds = [layer.kind for layer in layers]
         return by_type(kinds, pattern=method.removeprefix("type:"), num_stages=num_stages)
