@@ -8,6 +8,7 @@ import torch
 from tests.inference.models import VOCABULARY, build_decoder
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.inference.masks import masked, pack, packed_mask
+from ztk.inference.sample import DrawSteps, draw, draw_plain
 
 PROMPT = [3, 1, 4, 1, 5]
 CACHES = pytest.mark.parametrize("cache", ["slabs", "blocks"])
@@ -55,6 +56,28 @@ def test_packed_masks_name_their_tokens():
     scores = masked(torch.zeros(3, 99), masks=[pack(allowed), None, pack(~allowed)])
     assert torch.equal(scores[0].isfinite(), allowed) and torch.equal(scores[2].isfinite(), ~allowed)
     assert scores[1].isfinite().all()
+
+
+def test_masked_draws_have_the_bits_of_single_ones_and_the_allowed_tokens_probabilities():
+    """Also where the allowed tokens together are less likely than a double can say next to the others."""
+    chance = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 400, generator=chance) * 4
+    allowed = torch.rand(6, 400, generator=chance) < 0.3
+    logits[1] -= 900.0 * allowed[1]
+    masks = [pack(row) for row in allowed]
+    masks[3] = None
+    sampling = [SamplingParams(temperature=heat, seed=row) for row, heat in enumerate((0.8, 0.9, 0.0, 0.7, 1.0, 1.3))]
+    found = draw_plain(logits, draws=[(one, 0, 7) for one in sampling], masks=masks)
+    for row, (one, own) in enumerate(zip(sampling, found, strict=True)):
+        steps = DrawSteps(sampling=one, prompt=[0] * 7, answer=[], mask=masks[row])
+        assert draw(logits[row], steps=steps, sample=0) == own
+        scores = logits[row].double().masked_fill(~allowed[row], -torch.inf) if row != 3 else logits[row].double()
+        if one.temperature:
+            wanted = float(torch.log_softmax(scores / one.temperature, dim=-1)[own.token])
+            assert own.processed_logprob == pytest.approx(wanted, rel=1e-9)
+        else:
+            assert own.token == int(scores.argmax()) and own.processed_logprob == 0
+        assert own.logprob == float(torch.log_softmax(logits[row].double(), dim=-1)[own.token])
 
 
 @CACHES

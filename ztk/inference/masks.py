@@ -55,15 +55,17 @@ def packed_mask(sampling: SamplingParams, *, state: GrammarState | None, answer:
 
 def masked(scores: Tensor, *, masks: list[Tensor | None]) -> Tensor:
     """Scores [R, V] with the tokens that the mask of their row leaves out at -inf; the same tensor where no row has a mask."""
-    rows = [row for row, mask in enumerate(masks) if mask is not None]
-    if not rows:
+    if all(mask is None for mask in masks):
         return scores
-    packed = torch.stack([mask for mask in masks if mask is not None]).to(scores.device)
-    refused = _refused(packed, size=scores.shape[1])
-    if len(rows) == len(masks):
-        return torch.where(refused, float("-inf"), scores)
-    at = torch.tensor(rows).to(scores.device)
-    return scores.index_copy(0, at, scores[at].masked_fill_(refused, float("-inf")))
+    refused = refused_by(masks, size=scores.shape[1], device=scores.device)
+    return scores.masked_fill(refused, float("-inf"))
+
+
+def refused_by(masks: list[Tensor | None], *, size: int, device: torch.device | None = None) -> Tensor:
+    """bool [R, size] on the device, by default the CPU: the tokens that the mask of each row leaves out, none where there is no mask."""
+    every = torch.full((_words(size),), -1, dtype=torch.int32)
+    packed = torch.stack([every if mask is None else mask[: len(every)] for mask in masks])
+    return _refused(packed if device is None else packed.to(device), size=size)
 
 
 def pack(allowed: Tensor) -> Tensor:

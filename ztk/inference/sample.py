@@ -3,17 +3,18 @@
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ztk.inference.masks import NothingDrawn, masked, masks_tokens
+from ztk.inference.masks import NothingDrawn, masked, masks_tokens, refused_by
 from ztk.inference.policy import SamplingParams
 from ztk.kernels import select_rows
 
 _FIRST, _MARGIN = 1024, 1e-9  # tokens that top-p looks at first; see `_likeliest_mass`
+_LEAST_MASS = 1e-200  # of allowed tokens: with less, their probabilities are computed without those of the others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +117,9 @@ def draw(logits: Tensor, *, steps: DrawSteps, sample: int) -> Drawn:
     Raises:
         NothingDrawn: the token mask allows nothing, or fails.
     """
-    sampling = steps.sampling
+    sampling, position = steps.sampling, len(steps.prompt) + len(steps.answer)
+    if draws_together(sampling):
+        return draw_plain(logits.unsqueeze(0), draws=[(sampling, sample, position)], masks=[steps.mask])[0]
     raw = torch.log_softmax(logits.double(), dim=-1)
     scores = masked(penalised(logits.double(), steps=steps).unsqueeze(0), masks=[steps.mask])[0]
     scores = scores[: sampling.vocabulary]
@@ -126,7 +129,7 @@ def draw(logits: Tensor, *, steps: DrawSteps, sample: int) -> Drawn:
     else:
         kept = _cut(torch.log_softmax(scores / sampling.temperature, dim=-1), sampling=sampling)
         sums = kept.exp().cumsum(-1)
-        place = _place(sampling, sample, len(steps.prompt) + len(steps.answer)) * float(sums[-1])
+        place = _place(sampling, sample, position) * float(sums[-1])
         token = int(torch.searchsorted(sums, place, right=True).clamp(max=len(sums) - 1))
         processed = float(kept[token] - math.log(float(sums[-1])))
     if sampling.fp32_logprobs:
@@ -146,45 +149,81 @@ def draw_plain(
         return _drawn_by_vocabulary(logits, draws=draws, masks=masks)
     scores = logits.double()
     raw = torch.log_softmax(scores, dim=-1)
-    scores = masked(scores, masks=masks)[:, : vocabularies.pop()]
-    is_whole = scores.shape == raw.shape and not any(mask is not None for mask in masks)
+    scores = scores[:, : vocabularies.pop()]
+    refused = None if all(mask is None for mask in masks) else refused_by(masks, size=scores.shape[1])
+    tokens, processed = torch.empty(len(draws), dtype=torch.int64), [0.0] * len(draws)
+    cold = [row for row, (sampling, _, _) in enumerate(draws) if sampling.temperature == 0]
+    if cold:
+        own = scores if refused is None else scores[cold].masked_fill_(refused[cold], -math.inf)
+        tokens[cold] = own.argmax(-1) if len(own) == len(cold) else own.argmax(-1)[cold]
     hot = [row for row, (sampling, _, _) in enumerate(draws) if sampling.temperature != 0]
-    if len(hot) < len(draws):
-        tokens = scores.argmax(-1)
-        processed = [0.0] * len(draws)
-    else:
-        tokens, processed = torch.empty(len(draws), dtype=torch.int64), [0.0] * len(draws)
     if hot:
-        heat = [draws[row][0].temperature for row in hot]
-        if is_whole and len(hot) == len(draws) and all(temperature == 1 for temperature in heat):
-            kept = raw
-        else:
-            own = scores if len(hot) == len(draws) else scores[hot]
-            kept = torch.log_softmax(own / torch.tensor(heat, dtype=torch.float64).unsqueeze(1), dim=-1)
-        sums = kept.exp().cumsum(-1)
-        totals = sums[:, -1].tolist()
-        places = [_place(*draws[row]) * total for row, total in zip(hot, totals, strict=True)]
-        wanted = torch.tensor(places, dtype=torch.float64).unsqueeze(1)
-        drawn = torch.searchsorted(sums, wanted, right=True).clamp(max=sums.shape[1] - 1)
-        tokens[hot] = drawn.squeeze(1)
-        for row, logprob, total in zip(hot, kept.gather(1, drawn).squeeze(1).tolist(), totals, strict=True):
-            processed[row] = logprob - math.log(total)
-    as_trainer: dict[float, list[int]] = {}
-    for row, (sampling, _, _) in enumerate(draws):
-        if sampling.fp32_logprobs:
-            as_trainer.setdefault(sampling.temperature, []).append(row)
-    for temperature, rows in as_trainer.items():
-        own, at = (logits, tokens) if len(rows) == len(draws) else (logits[rows], tokens[rows])
-        found = fp32_logprobs(own, temperature=temperature).gather(1, at.unsqueeze(1))
-        for row, logprob in zip(rows, found.squeeze(1).tolist(), strict=True):
-            processed[row] = logprob
+        tokens[hot], found = _drawn_hot(scores, raw=raw, refused=refused, draws=draws, hot=hot)
+        for row, value in zip(hot, found, strict=True):
+            processed[row] = value
+    at = tokens.unsqueeze(1)
+    for row, value in _as_trainer(logits, at=at, draws=draws):
+        processed[row] = value
     # A row with an infinite logit has NaN among its log-probabilities, or their sum is.
     sums = logits.sum(-1).tolist()
-    logprobs = raw.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
+    logprobs = raw.gather(1, at).squeeze(1).tolist()
     return [
         Drawn(token=token, logprob=logprob if math.isfinite(total) else math.nan, processed_logprob=after, top=None)
         for token, logprob, total, after in zip(tokens.tolist(), logprobs, sums, processed, strict=True)
     ]
+
+
+def _drawn_hot(
+    scores: Tensor,
+    *,
+    raw: Tensor,
+    refused: Tensor | None,
+    draws: list[tuple[SamplingParams, int, int]],
+    hot: list[int],
+) -> tuple[Tensor, list[float]]:
+    """Of the rows `hot`, which have a temperature, the tokens int64 [rows] and the log-probabilities that they were drawn with. scores, raw:
+    fp64 [R, V] before and after the softmax. refused: bool [R, V], the tokens that no draw takes.
+
+    Probabilities of refused tokens become zero after the softmax: the exponential of -inf takes five times as long as that of a number.
+    """
+    heat = torch.tensor([draws[row][0].temperature for row in hot], dtype=torch.float64).unsqueeze(1)
+    is_every = len(hot) == len(draws)
+    if is_every and scores.shape == raw.shape and bool((heat == 1).all()):
+        kept = raw
+    else:
+        kept = torch.log_softmax((scores if is_every else scores[hot]) / heat, dim=-1)
+    sums = kept.exp()
+    if refused is not None:
+        sums.masked_fill_(refused if is_every else refused[hot], 0.0)
+    sums = sums.cumsum(-1)
+    totals = sums[:, -1].tolist()
+    if refused is not None and min(totals) < _LEAST_MASS:
+        kept = kept.clone()
+        for place in [place for place, total in enumerate(totals) if total < _LEAST_MASS]:
+            own = scores[hot[place]].masked_fill(refused[hot[place]], -math.inf)
+            kept[place] = torch.log_softmax(own / heat[place], dim=-1)
+            sums[place] = kept[place].exp().cumsum(-1)
+            totals[place] = float(sums[place, -1])
+    places = [_place(*draws[row]) * total for row, total in zip(hot, totals, strict=True)]
+    wanted = torch.tensor(places, dtype=torch.float64).unsqueeze(1)
+    drawn = torch.searchsorted(sums, wanted, right=True).clamp(max=sums.shape[1] - 1)
+    values = kept.gather(1, drawn).squeeze(1).tolist()
+    processed = [value - math.log(total) for value, total in zip(values, totals, strict=True)]
+    return drawn.squeeze(1), processed
+
+
+def _as_trainer(
+    logits: Tensor, *, at: Tensor, draws: list[tuple[SamplingParams, int, int]]
+) -> Iterator[tuple[int, float]]:
+    """Rows whose log-probability is a trainer's, with it. at: tokens int64 [R, 1]."""
+    by_heat: dict[float, list[int]] = {}
+    for row, (sampling, _, _) in enumerate(draws):
+        if sampling.fp32_logprobs:
+            by_heat.setdefault(sampling.temperature, []).append(row)
+    for temperature, rows in by_heat.items():
+        own, tokens = (logits, at) if len(rows) == len(draws) else (logits[rows], at[rows])
+        found = fp32_logprobs(own, temperature=temperature).gather(1, tokens)
+        yield from zip(rows, found.squeeze(1).tolist(), strict=True)
 
 
 def _drawn_by_vocabulary(
