@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from experiments.episodes import of_episode
 from experiments.rollout_run import Run
 from ztk.rl.rollout import Samples
 
@@ -31,7 +32,7 @@ def answer_records(run: Run, *, step: int, samples: Samples, kl: Tensor | None, 
     """Some of this rank's answers, with the rewards of every function of `reward.functions` and the columns that functions have logged."""
     found, functions = run.rewarded, run.prompts.rewards
     names = functions.names if functions is not None and run.config.reward.functions else ()
-    records = []
+    records, lengths = [], samples.answer_mask.sum(1)
     for row in rows:
         logged: dict[str, Any] = {}
         if found is not None:
@@ -46,10 +47,12 @@ def answer_records(run: Run, *, step: int, samples: Samples, kl: Tensor | None, 
             "prompt": run.prompts[int(samples.prompts[row])].text,
             "answer": run.prompts.drawn(samples, row=row),
             "reward": float(samples.rewards[row]) if samples.included[row] else None,
-            "length": int(samples.answer_lengths[row]),
+            "length": int(lengths[row]),
             "kl": None if kl is None else float(kl[row]),
             "finished": bool(samples.finished[row]),
         }
+        if run.episodes:
+            own |= {"prompt": run.prompts.prompt_of(samples, row=row)} | of_episode(run.episodes[row])
         records.append(own | logged | own)  # own values stay, whatever the columns of `log_extra` are called
     return records
 

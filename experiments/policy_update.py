@@ -94,7 +94,7 @@ def update_policy(run: Run) -> Update:
         loss = found.loss * scale
         engine.backward(loss)
         counts = torch.stack([found.entropy, found.clipped.double()]).cpu()
-        answered, computed = int(batch.answer_lengths.sum()), int(batch.lengths.sum())
+        answered, computed = int(batch.answer_mask.sum()), int(batch.lengths.sum())
         sums += torch.tensor([counts[0], answered, counts[1], differing, computed], dtype=torch.float64)
         engine.step()
         losses.append(loss.detach())

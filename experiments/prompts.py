@@ -19,8 +19,8 @@ STOP, PAD = ANSWER_END, 0  # bytes of text are never 0
 
 
 class Prompts:
-    """The prompts of a run by number, as tokens of the model. rewards: the functions that reward answers. is_own_reward: they are the user's.
-    stops: tokens that end an answer."""
+    """The prompts of a run by number, as tokens of the model. rewards: the functions that reward answers. is_own_reward: they, or an
+    environment, are the user's. stops: tokens that end an answer."""
 
     def __init__(self, config: Config) -> None:
         """Raises ValueError for a file without prompts, a line that is none, a reward function that cannot be loaded, and a
@@ -32,14 +32,15 @@ class Prompts:
         end = answer_end(self._records or [], tokenizer=self.tokenizer, by_template=by_template)
         self.stops = with_other_ends([end], config=config, tokenizer=self.tokenizer)
         self._task: Task | None = None if config.rollout.task is None else TASKS[name_of(config)]
-        self.is_own_reward = has_rewards(config)
+        self.is_own_reward = has_rewards(config) or config.rollout.environment is not None
         self.rewards = self._open_rewards(config)
 
     def _open_rewards(self, config: Config) -> RewardFunctions | None:
-        """The user's functions, or the task's own. None if only the model of `reward.path` gives rewards."""
-        if self.is_own_reward:
+        """The user's functions, or the task's own. None if only an environment or the model of `reward.path` gives
+        rewards."""
+        if has_rewards(config):
             return open_rewards(config)
-        if self._task is None:
+        if self._task is None or self.is_own_reward:
             return None
         own = Reward(name=name_of(config), function=self._task.score)
         return RewardFunctions([own], timeout_seconds=config.reward.timeout_seconds)
@@ -85,6 +86,13 @@ class Prompts:
         first = int(samples.prompt_lengths[row])
         last = first + int(samples.answer_lengths[row]) - int(samples.finished[row])
         return self.tokenizer.decode(samples.tokens[row, first:last])
+
+    def prompt_of(self, samples: Samples, *, row: int) -> str:
+        """The text of a prompt, with its special tokens."""
+        tokens = samples.tokens[row, : int(samples.prompt_lengths[row])]
+        if isinstance(self.tokenizer, ByteTokenizer):
+            return self.tokenizer.decode(tokens)
+        return self.tokenizer.decode(tokens, shows_special=True)
 
     def drawn(self, samples: Samples, *, row: int) -> str:
         """The text of an answer as it was drawn: with its end and special tokens; of bytes without the end."""

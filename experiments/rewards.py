@@ -19,6 +19,8 @@ def reward(run: Run, *, samples: Samples, prompts: list[Prompt]) -> None:
     given = answered(run, samples=samples, prompts=prompts)
     run.rewarded = None if functions is None else functions.score(given)
     total = None if run.rewarded is None else run.rewarded.total
+    if run.environments is not None:
+        total = with_steps(run, total=total)
     if run.reward_model is not None:
         size = config.train.micro_batch_size
         if isinstance(run.reward_model, TextReward):
@@ -31,15 +33,34 @@ def reward(run: Run, *, samples: Samples, prompts: list[Prompt]) -> None:
     samples.rewards, samples.included = total.nan_to_num(), ~total.isnan()
 
 
+def with_steps(run: Run, *, total: Tensor | None) -> Tensor:
+    """The sums of the environments' rewards, and of the functions' where there are any; NaN for an answer without either."""
+    steps = torch.tensor([episode.reward for episode in run.episodes], dtype=torch.float64)
+    if total is None:
+        return steps
+    return torch.where(steps.isnan() & total.isnan(), math.nan, steps.nan_to_num() + total.nan_to_num())
+
+
 def answered(run: Run, *, samples: Samples, prompts: list[Prompt]) -> Answered:
     """The answers as reward functions get them."""
+    texts, records = [prompt.text for prompt in prompts], [prompt.record for prompt in prompts]
+    is_chat, conversations = [prompt.is_chat for prompt in prompts], None
+    if run.environments is not None:
+        texts = [run.prompts.prompt_of(samples, row=row) for row in range(len(prompts))]
+        records = [
+            {**prompt.record, "prompt": episode.asked} for prompt, episode in zip(prompts, run.episodes, strict=True)
+        ]
+        is_chat = [not isinstance(episode.said, str) for episode in run.episodes]
+        conversations = [episode.answered for episode in run.episodes]
+    spans = zip(samples.tokens, samples.prompt_lengths, samples.answer_lengths, strict=True)
     return Answered(
-        texts=[prompt.text for prompt in prompts],
+        texts=texts,
         answers=[run.prompts.answer_of(samples, row=row) for row in range(len(prompts))],
-        token_ids=[tokens[mask].tolist() for tokens, mask in zip(samples.tokens, samples.answer_mask, strict=True)],
-        records=[prompt.record for prompt in prompts],
-        is_chat=[prompt.is_chat for prompt in prompts],
+        token_ids=[tokens[first : first + count].tolist() for tokens, first, count in spans],
+        records=records,
+        is_chat=is_chat,
         state=TrainingState(global_step=run.actor.global_steps, max_steps=run.config.train.steps),
+        conversations=conversations,
     )
 
 
@@ -56,10 +77,10 @@ def reward_metrics(run: Run) -> dict[str, float]:
         names = (f"rewards.{name}" for name in run.prompts.rewards.names)
         means |= dict(zip(names, found.values.unbind(1), strict=True))
     means |= {name: torch.tensor(values, dtype=torch.float64) for name, values in found.logged.items()}
-    return _means(run, means=means) if run.prompts.is_own_reward else {}
+    return means_of_ranks(run, means=means) if run.prompts.is_own_reward else {}
 
 
-def _means(run: Run, *, means: dict[str, Tensor]) -> dict[str, float]:
+def means_of_ranks(run: Run, *, means: dict[str, Tensor]) -> dict[str, float]:
     """Over all ranks, which may have logged other names. Values that are not finite are left out: no checkpoint can hold them."""
     own = {name: (float(values.nansum()), int((~values.isnan()).sum())) for name, values in means.items()}
     ranks = run.process.comm.gather_objects(own)

@@ -18,7 +18,7 @@ from experiments.prompt_evaluation import evaluate_prompts, has_evaluations, ope
 from experiments.prompts import Prompts
 from experiments.ranks import seed_dropout, started
 from experiments.rollout_run import Run, open_run
-from experiments.rollouts import Evaluated, Scored, draw, drawing, evaluate, measure, score_samples
+from experiments.rollouts import Evaluated, Scored, draw_ahead, drawing, evaluate, measure, next_samples, score_samples
 from ztk import checkpoint
 from ztk.config import Config
 from ztk.core.runtime import Process
@@ -57,6 +57,12 @@ def run_task(config: Config, *, process: Process, fill: Fill, update: UpdateMode
         reporter.say(run.prompts.describe())
         if config.rollout.weights is not None:
             reporter.say(f"rollout.weights={run.weights.weights}: {run.weights.reason}")
+        if run.ahead is not None:
+            rollout = config.rollout
+            correction = (
+                "" if rollout.correction is None else f", corrected by rollout.correction={rollout.correction.value}"
+            )
+            reporter.say(f"rollout.ahead=1: answers are drawn one rollout ahead{correction}")
         if run.reward_before is None:
             run.reward_before = evaluate(run).reward
         train(run, reporter=reporter, fill=fill, update=update)
@@ -109,6 +115,8 @@ def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> 
                 roll_out(run, reporter=reporter, texts=texts, savers=savers, fill=fill)
             seed_dropout(config, process=run.process, step=step)
             updated = update(run)
+            if run.ahead is not None:
+                run.ahead.check()
             run.buffer.position += 1
             run.metrics |= {"entropy": updated.entropy}
             interrupted = interrupts.are_pending()
@@ -144,7 +152,7 @@ def roll_out(run: Run, *, reporter: Reporter, texts: "Texts", savers: "Savers", 
     """Draws, scores, measures and shows samples, and fills the buffer with them. Raises RolloutStopped, after a checkpoint, for a guard."""
     config, step = run.config, run.actor.global_steps + 1
     with drawing(run):
-        scored = score_samples(run, samples=draw(run))
+        scored = score_samples(run, samples=next_samples(run))
     entropy = {"entropy": run.metrics["entropy"]} if "entropy" in run.metrics else {}  # of the last update
     run.metrics = entropy | measure(run, scored=scored)
     completions = texts.write_all(run, step=step, samples=scored.samples, kl=scored.kl)
@@ -158,6 +166,7 @@ def roll_out(run: Run, *, reporter: Reporter, texts: "Texts", savers: "Savers", 
         raise RolloutStopped(f"{fault}. A checkpoint is in {savers.folder}")
     fill(run, scored)
     run.rollouts += 1
+    draw_ahead(run)
 
 
 def _is_shown(step: int, *, updates: int, every: int) -> bool:

@@ -1,6 +1,6 @@
 """What a run of `task=grpo` and `task=ppo` goes on with: models, buffer, guards, and how they are opened."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,13 +14,16 @@ from experiments.packing import pack_exactly_on_all_ranks
 from experiments.prompts import Prompts
 from experiments.reference import BaseModel
 from experiments.text_reward import TextReward
-from ztk.config import Config, is_text_model
+from ztk.config import Config, is_text_model, open_environments
 from ztk.config.adapters import reference_has_adapters
 from ztk.core.runtime import Process
 from ztk.core.runtime.comm import connect_groups
 from ztk.rl.rollout import (
+    Ahead,
     Buffer,
     CachedRollouts,
+    Environments,
+    Episode,
     GuardPolicy,
     Guards,
     RolloutWeights,
@@ -39,7 +42,8 @@ class Run:
 
     best: of the evaluations so far. weights: how a rollout sees parameters. packs: policy and reference take texts without padding.
     reward_model: of reward.path. cached: draws for rollout.engine=generator. rollouts: those made. metrics: of the newest one. reward_before:
-    the mean reward before the first step. rewarded: what functions give this rank's newest samples.
+    the mean reward before the first step. rewarded: what functions give this rank's newest samples. environments: of rollout.environment.
+    episodes: of this rank's newest samples. ahead: draws the next rollout for rollout.ahead=1.
     """
 
     config: Config
@@ -56,6 +60,9 @@ class Run:
     reward_model: Engine | TextReward | None = None
     cached: CachedRollouts | None = None
     rewarded: Rewarded | None = None
+    environments: Environments | None = None
+    episodes: Sequence[Episode] = ()
+    ahead: Ahead | None = None
     rollouts: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     reward_before: float | None = None
@@ -76,6 +83,9 @@ class Run:
             "guards": self.guards.state_dict(),
             "best": self.best.state_dict(),
             "buffer": self.buffer.state_dict(gather=self.process.comm.gather_objects),
+            "ahead": None
+            if self.ahead is None
+            else self.ahead.state_dict(gather=self.process.comm.gather_objects, updates=self.buffer.updates),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -85,12 +95,14 @@ class Run:
         self.guards.load_state_dict(state["guards"])
         if "best" in state:  # older checkpoints have none
             self.best.load_state_dict(state["best"])
-        self.buffer.load_state_dict(
-            state["buffer"],
-            per_update=self.config.train.global_batch_size,
-            rank=self.process.rank,
-            world_size=self.process.world_size,
-        )
+        layout = {
+            "per_update": self.config.train.global_batch_size,
+            "rank": self.process.rank,
+            "world_size": self.process.world_size,
+        }
+        self.buffer.load_state_dict(state["buffer"], **layout)
+        if self.ahead is not None:
+            self.ahead.load_state_dict(state.get("ahead"), updates=self.buffer.updates, **layout)
 
 
 def open_run(
@@ -122,6 +134,8 @@ def open_run(
         prompts=prompts,
         buffer=Buffer(updates=samples // config.train.global_batch_size),
         best=Best(config),
+        environments=open_environments(config),
+        ahead=Ahead() if config.rollout.ahead else None,
         cached=open_cached(config, actor=actor),
         weights=open_weights(config, actor=actor),
         packs=open_packs(config, actor=actor, reference=reference),

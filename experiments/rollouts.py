@@ -1,12 +1,14 @@
 """Rollouts of `task=grpo` and `task=ppo`: drawing, rewards, the comparison with the reference, metrics."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from experiments.episodes import episode_metrics, playing
 from experiments.prompts import PAD
 from experiments.reference import BaseModel
 from experiments.rewards import reward, reward_metrics
@@ -15,6 +17,7 @@ from ztk.inference.kept import Cut
 from ztk.inference.sample import fp32_logprobs
 from ztk.rl.align import Packing, divergence, equal_groups
 from ztk.rl.rollout import (
+    Drawn,
     Layout,
     Requests,
     RolloutPolicy,
@@ -36,8 +39,10 @@ COLUMNS = ("number", "prompt", "reward", "included", "kl", "penalty", "length", 
 
 
 def drawing(run: Run) -> AbstractContextManager[None]:
-    """Inside, what only updates read is off the device. The inference engine's copy of the weights in main memory may be made from master
-    weights."""
+    """Inside, what only updates read is off the device, and nothing is drawn ahead. The inference engine's copy of the weights in main memory
+    may be made from master weights."""
+    if run.ahead is not None:
+        run.ahead.wait()
     copies = run.cached is not None and not run.cached.has_blocks
     return nullcontext() if copies else states_away(run.actor, *([run.critic] if run.critic else []))
 
@@ -45,8 +50,13 @@ def drawing(run: Run) -> AbstractContextManager[None]:
 def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
     """This rank's samples of a rollout, with rewards. first_prompt: the number of its first prompt; None: the next one of the run.
 
-    Raises RewardError.
+    Raises RewardError, also for an environment that fails.
     """
+    return accepted(run, drawn=drawing_of(run, first_prompt=first_prompt)())
+
+
+def drawing_of(run: Run, *, first_prompt: int | None = None) -> Callable[[], Drawn]:
+    """Draws a rollout when it is called. Weights of `rollout.engine=generator` on a CPU are copied before it returns. A collective call."""
     config, rollout = run.config, run.config.rollout
     numbers = share_of_rank(
         updates=run.buffer.updates,
@@ -78,9 +88,31 @@ def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
         ),
     )
     options = {"policy": policy, "requests": requests, "step": run.rollouts}
-    samples = generate(run.actor, **options) if run.cached is None else run.cached.generate(**options)
-    reward(run, samples=samples, prompts=prompts)
-    return samples
+    if run.environments is not None:
+        return playing(run, prompts=prompts, **options)
+    generates = partial(generate, run.actor, **options) if run.cached is None else run.cached.begun(**options)
+    return lambda: Drawn(samples=generates())
+
+
+def next_samples(run: Run) -> Samples:
+    """This rank's samples of the next rollout, with rewards: those drawn ahead, or new ones. Raises as `draw`."""
+    drawn = None if run.ahead is None else run.ahead.wait()
+    return draw(run) if drawn is None else accepted(run, drawn=drawn)
+
+
+def draw_ahead(run: Run) -> None:
+    """Begins the rollout after the one that fills the buffer, with the weights of now, unless the run ends before it. A collective call."""
+    if run.ahead is not None:
+        is_last = run.actor.global_steps + run.buffer.updates >= run.config.train.steps
+        run.ahead.start(None if is_last else drawing_of(run))
+
+
+def accepted(run: Run, *, drawn: Drawn) -> Samples:
+    """The samples, with rewards; `run.episodes` become theirs. Raises RewardError."""
+    run.episodes = drawn.episodes
+    prompts = [run.prompts[int(number)] for number in drawn.samples.prompts]
+    reward(run, samples=drawn.samples, prompts=prompts)
+    return drawn.samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,7 +234,7 @@ def table_of(
             samples.included.double(),
             nothing if kl is None else kl.double(),
             nothing if penalty is None else penalty.double(),
-            samples.answer_lengths.double(),
+            samples.answer_mask.sum(1).double(),
             samples.finished.double(),
         ],
         dim=1,
@@ -225,6 +257,7 @@ def measure(run: Run, *, scored: Scored) -> dict[str, float]:
     return {
         "reward": table["reward"][included].mean().item() if included.any() else 0.0,
         **reward_metrics(run),
+        **episode_metrics(run),
         **kl,
         "length": lengths.mean().item(),
         "truncated": 1 - table["finished"].mean().item(),

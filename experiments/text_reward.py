@@ -63,6 +63,6 @@ class TextReward:
                 f"reward.path={self._path}: has no chat template, and prompts are messages: put chat_template into its tokenizer_config.json"
             )
         record = answered.records[row]
-        messages = [*record.get("prompt", record.get("messages")), {"role": "assistant", "content": answer}]
+        messages = [*record.get("prompt", record.get("messages")), *answered.messages(row)]
         text = self._tokenizer.apply_chat_template(messages, tools=record.get("tools") or None, tokenize=False)
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -268,7 +268,7 @@ def let_answers_end(decoder: Decoder, *, length: int, probability: float) -> Non
 def run_ztk(config: Config, *, process: Process) -> tuple[Record, list[Samples]]:
     """The run that `config` describes, and the samples of its rollouts."""
     record, recorded = Record(), []
-    draw, reward, rewarding = rollouts.draw, rollouts.reward, [0.0]
+    draw, reward, rewarding = rollouts.next_samples, rollouts.reward, [0.0]
 
     def timed_draw(run: Run) -> Samples:
         started = time.perf_counter()
@@ -294,11 +294,11 @@ def run_ztk(config: Config, *, process: Process) -> tuple[Record, list[Samples]]
         record.training.append(time.perf_counter() - started)
         return updated
 
-    rollout_loop.draw, rollouts.reward = timed_draw, timed_reward
+    rollout_loop.next_samples, rollouts.reward = timed_draw, timed_reward
     try:
         rollout_loop.run_task(config, process=process, fill=fill, update=update)
     finally:
-        rollout_loop.draw, rollouts.reward = draw, reward
+        rollout_loop.next_samples, rollouts.reward = draw, reward
     written = [json.loads(line) for line in Path(config.output_dir, "metrics.jsonl").read_text().splitlines()]
     record.losses, record.norms = [row["loss"] for row in written], [row["grad_norm"] for row in written]
     return record, recorded

@@ -5,7 +5,7 @@ import pytest
 from experiments.lengths import histogram
 from experiments.tasks import TASKS
 from ztk.config import Machine, compose
-from ztk.core.policies.rollout import TASK_LENGTHS, PromptTask
+from ztk.core.policies.prompt_tasks import TASK_LENGTHS, PromptTask
 
 EXAMPLES = {
     "sorting": ("dbace>", "abcde"),

@@ -151,11 +151,12 @@ class Session:
         return math.nan if loss is None else loss
 
     def _prepare(self, config: Config) -> None:
-        """Rejects bad text and failing reward functions before ranks start."""
+        """Rejects bad text, and reward functions and environments that fail, before ranks start."""
         try:
             with shown_progress(say=self._say) as show:
                 configuration.prepare_text(config, show=show)
             configuration.prepare_rewards(config)
+            configuration.prepare_environment(config)
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
 

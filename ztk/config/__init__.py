@@ -15,6 +15,7 @@ from ztk.config.compose import (
     to_yaml,
 )
 from ztk.config.ds_config import expand_ds_config
+from ztk.config.environments import open_environments, prepare_environment
 from ztk.config.errors import ConfigError
 from ztk.config.hardware import hardware_values
 from ztk.config.identity import check_resumed, differences, hash_of, job_hash
@@ -66,8 +67,10 @@ __all__ = [
     "load",
     "on_fewer_ranks",
     "only_resume",
+    "open_environments",
     "open_rewards",
     "parse_arguments",
+    "prepare_environment",
     "prepare_rewards",
     "prepare_text",
     "reads_documents",

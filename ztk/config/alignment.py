@@ -13,7 +13,8 @@ from ztk.config.topology import DEGREES, replicas_of, settled_ranks
 from ztk.core.policies.align import DpoLossName, DpoReferenceName, RewardLossName
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
-from ztk.core.policies.rollout import TASK_LENGTHS, PromptTask, RolloutEngineName
+from ztk.core.policies.prompt_tasks import TASK_LENGTHS, PromptTask
+from ztk.core.policies.rollout import RolloutEngineName
 from ztk.core.policies.runs import ALIGNING, ANSWER_TASKS, RECORDS, distills_draws, has_tokenizer, is_hugging_face
 from ztk.core.policies.zero import ZeroEngine
 

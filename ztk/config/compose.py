@@ -21,6 +21,7 @@ from ztk.config.batch import AUTO, forwards_of, record_of, round_faults, run_rec
 from ztk.config.derived import explained
 from ztk.config.ds_config import expand_ds_config
 from ztk.config.effects import null_inactive_keys, null_unused_defaults, settle_parameter_tier
+from ztk.config.environments import settle_environment
 from ztk.config.errors import ConfigError
 from ztk.config.evaluating import choose_engine, take_evaluated
 from ztk.config.generation import take_generation
@@ -422,6 +423,7 @@ def _settle_paths(config: Config) -> None:
     if config.data.tokenizer not in (None, BYTES, TRAIN):
         config.data.tokenizer = _absolute(config.data.tokenizer)
     settle_rewards(config)
+    settle_environment(config)
     if config.checkpoint.resume not in (None, AUTO):
         config.checkpoint.resume = _absolute(config.checkpoint.resume)
 

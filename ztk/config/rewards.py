@@ -42,7 +42,7 @@ def reward_faults(config: Config) -> Iterator[str]:
         key = "reward.function" if config.reward.function is not None else "reward.functions"
         yield f"{key}={config.reward.function or config.reward.functions}: reward._target_ names a reward, too; leave one of them out"
     if config.reward.function is not None:
-        yield from _name_faults(config.reward.function, key="reward.function")
+        yield from name_faults(config.reward.function, key="reward.function")
     for key in ("functions", "eval_functions"):
         yield from _entry_faults(getattr(config.reward, key), key=f"reward.{key}")
 
@@ -50,14 +50,14 @@ def reward_faults(config: Config) -> Iterator[str]:
 def _entry_faults(value: Any, *, key: str) -> Iterator[str]:
     for entry in _entries(value):
         if isinstance(entry, str):
-            yield from _name_faults(entry, key=key)
+            yield from name_faults(entry, key=key)
         elif not isinstance(entry, Mapping) or not isinstance(entry.get("function"), str) or set(entry) - set(_KEYS):
             yield (
                 f"{key}: {entry!r} must be FILE.py:FUNCTION or {{function: FILE.py:FUNCTION, weight: 0.2}}; use "
                 f"{key}=[a.py:f,{{function: b.py:g, weight: 0.2}}]"
             )
         else:
-            yield from _name_faults(entry["function"], key=key)
+            yield from name_faults(entry["function"], key=key)
             weight = entry.get("weight", 1.0)
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
                 yield f"{key}: weight: {weight!r} of {entry['function']} must be a finite number; use weight: 0.2"
@@ -117,7 +117,7 @@ def _call_once(config: Config) -> None:
     from ztk.rl.rollout.rewards import Answered, RewardError, TrainingState  # imported late: torch takes a second
 
     functions = open_rewards(config)
-    text, record, is_chat = _first_prompt(config)
+    text, record, is_chat = first_prompt(config)
     state = TrainingState(global_step=0, max_steps=config.train.steps)
     common = {"texts": [text], "records": [record], "is_chat": [is_chat], "state": state}
     try:
@@ -154,7 +154,7 @@ def open_rewards(config: Config) -> "RewardFunctions":
     return RewardFunctions(rewards, timeout_seconds=config.reward.timeout_seconds)
 
 
-def _first_prompt(config: Config) -> tuple[str, Mapping[str, Any], bool]:
+def first_prompt(config: Config) -> tuple[str, Mapping[str, Any], bool]:
     """Returns text, record, and whether the prompt is a conversation."""
     if config.data.path is None:
         return _PROMPT, {"number": 0}, False
@@ -178,9 +178,10 @@ def _entries(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list) else [value]
 
 
-def _name_faults(name: str, *, key: str) -> Iterator[str]:
+def name_faults(name: str, *, key: str, kind: str = "FUNCTION", example: str = "mine.py:score") -> Iterator[str]:
+    """A line if `name` is no `FILE.py:FUNCTION` or `MODULE:FUNCTION`, or there is no such file. kind: what the key names."""
     source = name.rpartition(":")[0]
     if not is_function_name(name):
-        yield f"{key}={name}: must be FILE.py:FUNCTION or MODULE:FUNCTION; use {key}=mine.py:score"
+        yield f"{key}={name}: must be FILE.py:{kind} or MODULE:{kind}; use {key}={example}"
     elif source.endswith(".py") and not os.path.isfile(os.path.expanduser(source)):
         yield f"{key}={name}: there is no file {source} (from {os.getcwd()}); give its path"

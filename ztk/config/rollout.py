@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from ztk.config.adapters import starts_adapted
 from ztk.config.derived import derive
+from ztk.config.environments import environment_faults
 from ztk.config.hugging_face import dropouts_of, family_of
 from ztk.config.machine import Machine
 from ztk.config.other_models import reward_model_faults
@@ -12,8 +13,8 @@ from ztk.config.rewards import has_rewards, reward_faults
 from ztk.config.topology import DEGREES, replicas_of, settled_ranks
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
+from ztk.core.policies.prompt_tasks import TASK_LENGTHS
 from ztk.core.policies.rollout import (
-    TASK_LENGTHS,
     BaselineName,
     ReferenceName,
     RolloutEngineName,
@@ -24,21 +25,33 @@ from ztk.core.policies.zero import ZeroEngine
 
 
 def choose_rollouts(config: Config, *, given: frozenset[str], machine: Machine) -> None:
-    """Sets `rollout.engine` and `rollout.identity` of a run on GPUs, unless the user set them.
+    """Sets `rollout.engine` and `rollout.identity` of a run on GPUs or with `rollout.ahead`, unless the user set them.
 
-    The inference engine generates if it implements the model.
+    On GPUs the inference engine generates if it implements the model.
 
     given: the keys that the user set.
     """
-    is_drawn = draws(config) or distills_draws(config)
-    if not is_drawn or device_of(config, machine=machine) != "cuda":
+    if not (draws(config) or distills_draws(config)):
         return
     rollout = config.rollout
+    if rollout.ahead:
+        _choose_ahead(config, given=given)
+    if device_of(config, machine=machine) != "cuda":
+        return
     if "rollout.engine" not in given:
         engine, reason = _engine_of_gpus(config, given=given)
         derive(config, key="rollout.engine", value=engine, reason=reason)
     if draws(config) and rollout.engine is RolloutEngineName.generator and "rollout.identity" not in given:
         reason = "on a GPU attention over the cache adds in another order than the trainer's"
+        derive(config, key="rollout.identity", value=RolloutIdentity.corrected, reason=reason)
+
+
+def _choose_ahead(config: Config, *, given: frozenset[str]) -> None:
+    if "rollout.engine" not in given:
+        reason = "rollout.ahead=1 draws with a copy of the weights"
+        derive(config, key="rollout.engine", value=RolloutEngineName.generator, reason=reason)
+    if "rollout.identity" not in given:
+        reason = "rollout.ahead=1 draws with weights of one rollout before"
         derive(config, key="rollout.identity", value=RolloutIdentity.corrected, reason=reason)
 
 
@@ -96,6 +109,8 @@ def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
             f"model.experts={config.model.experts}: how many rows an expert multiplies depends on tokens that are drawn later, so "
             "rollout.identity=exact cannot be promised; use rollout.identity=corrected, or model=tiny"
         )
+    if config.rollout.ahead:
+        yield from _ahead_faults(config, machine=machine)
     if config.rollout.engine is RolloutEngineName.generator:
         yield from generator_faults(config, machine=machine)
     if config.rollout.identity is RolloutIdentity.exact:
@@ -109,6 +124,23 @@ def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
             f"checkpoint.asynchronous=true: task={name} saves a critic or a reference together with the policy; use "
             "checkpoint.asynchronous=false"
         )
+
+
+def _ahead_faults(config: Config, *, machine: Machine) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.identity is RolloutIdentity.exact:
+        yield (
+            "rollout.ahead=1: answers are drawn with weights of one rollout before, so rollout.identity=exact cannot hold; use "
+            "rollout.identity=corrected, or rollout.ahead=0"
+        )
+    if rollout.engine is RolloutEngineName.trainer or device_of(config, machine=machine) != "cpu":
+        where = "on a GPU" if device_of(config, machine=machine) != "cpu" else "with rollout.engine=trainer"
+        yield (
+            f"rollout.ahead=1: {where} answers are drawn with the weights that are updated; use rollout.engine=generator and "
+            "launch.device=cpu, which draws with a copy, or rollout.ahead=0"
+        )
+    if (rollout.tensor or 1) > 1:
+        yield f"rollout.ahead=1: ranks that share a copy draw together; use rollout.tensor=1, or rollout.ahead=0, instead of {rollout.tensor}"
 
 
 def generator_faults(config: Config, *, machine: Machine) -> Iterator[str]:
@@ -192,13 +224,15 @@ def _data_faults(config: Config) -> Iterator[str]:
         yield f"model.vocab_size={config.model.vocab_size}: prompts and answers are bytes, and others could be drawn: use {fix}"
     if rollout.task is None and data.path is None:
         yield "rollout.task=null: there are no prompts; use rollout.task=sorting, or data.path=FILE.jsonl with reward.function"
-    if rollout.task is None and not has_rewards(config) and config.reward.path is None:
+    rewards = has_rewards(config) or config.reward.path is not None or rollout.environment is not None
+    if rollout.task is None and not rewards:
         yield (
             "reward.function=null: prompts of data.path have no reward of their own; use reward.function=mine.py:score, or reward.path=RUN, "
             "the folder of a run of task=reward"
         )
     yield from reward_faults(config)
     yield from reward_model_faults(config)
+    yield from environment_faults(config)
     yield from _first_weights_faults(config)
     if rollout.task is not None and rollout.max_tokens:
         prompt, answer = TASK_LENGTHS[rollout.task]

@@ -19,7 +19,7 @@ def test_names_of_the_table_exist():
     trl = pytest.importorskip("trl")
     pairs = re.findall(r"^\| `(\w+)` \| `([\w.]+)` \|$", SECTION, re.MULTILINE)
     theirs = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
-    assert len(pairs) == 20 and {name for name, _ in pairs} <= theirs
+    assert len(pairs) == 21 and {name for name, _ in pairs} <= theirs
     assert {name for _, name in pairs} <= run_keys().keys()
     script = SECTION[SECTION.index("GRPOConfig(\n") : SECTION.index("train_dataset=")]
     assert set(re.findall(r"^        (\w+)=", script, re.MULTILINE)) <= theirs

@@ -423,7 +423,9 @@ def test_a_reward_model_trains_alone_or_in_a_sum_with_functions(weight, rewards,
         tokens=torch.zeros(2, 3, dtype=torch.int64), prompt_lengths=[1, 1], answer_lengths=[2, 2]
     )
     samples.finished, samples.answer_mask = [False, False], torch.tensor([[False, True, True]] * 2)
-    run: Any = SimpleNamespace(config=config, prompts=prompts, reward_model=1, actor=SimpleNamespace(global_steps=0))
+    run: Any = SimpleNamespace(
+        config=config, prompts=prompts, reward_model=1, environments=None, actor=SimpleNamespace(global_steps=0)
+    )
     reward(run, samples=samples, prompts=[prompts[0], prompts[1]])
     assert samples.rewards.tolist() == rewards and samples.included.all()
     assert run.rewarded.total[0] == 2 and run.rewarded.total[1].isnan()

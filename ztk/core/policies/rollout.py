@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ztk.core.policies.key import Changes, When, key, tasks
 from ztk.core.policies.precision import DType
+from ztk.core.policies.prompt_tasks import PromptTask
 from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, FRACTION, NOT_NEGATIVE, POSITIVE, Range
 from ztk.core.policies.runs import distills_draws, draws
 from ztk.core.policies.tier import Tier
@@ -110,24 +111,6 @@ class ReferenceName(StrEnum):
     none = "none"
 
 
-class PromptTask(StrEnum):
-    """rollout.task: generated prompts."""
-
-    sorting = "sorting"
-    arithmetic = "arithmetic"
-    copying = "copying"
-    lexicon = "lexicon"
-
-
-# Most bytes of a prompt and of an answer, its end included.
-TASK_LENGTHS = {
-    PromptTask.sorting: (6, 6),
-    PromptTask.arithmetic: (6, 3),
-    PromptTask.copying: (6, 6),
-    PromptTask.lexicon: (7, 7),
-}
-
-
 class StageName(StrEnum):
     """The states that a second model shards."""
 
@@ -193,6 +176,12 @@ EVALUATED = When(
 )
 
 
+_PLAYS = When(
+    f"{DRAWS.words} and rollout.environment",
+    lambda config, machine: draws(config) and config.rollout.environment is not None,
+)
+
+
 def _baseline_faults(config: "Config") -> Iterator[str]:
     advantage, name = config.advantage, config.task.name
     critic = advantage.baseline is BaselineName.critic
@@ -249,7 +238,12 @@ class RolloutConfig:
     )
     prompts: int | None = key("prompts of a rollout, over all ranks", default=16, range=COUNT)
     group_size: int | None = key("answers per prompt", default=8, range=COUNT)
-    max_tokens: int | None = key("tokens of an answer, at most", default=8, range=COUNT, acts=_ANSWERED)
+    max_tokens: int | None = key(
+        "tokens of an answer, at most; with rollout.environment, of all turns and observations together",
+        default=8,
+        range=COUNT,
+        acts=_ANSWERED,
+    )
     temperature: float | None = key(
         "divides the logits, for drawing and for the log-probabilities", default=1.0, range=POSITIVE, acts=_ANSWERED
     )
@@ -292,6 +286,12 @@ class RolloutConfig:
         range=COUNT,
         acts=_GENERATES,
     )
+    ahead: int | None = key(
+        "1: while the policy is updated on a rollout, the next one is drawn on a thread, with a copy of the weights from before these updates; "
+        "needs rollout.engine=generator on a CPU, and rollout.identity=corrected or off",
+        default=0,
+        range=Range(low=0, high=1),
+    )
     identity: RolloutIdentity | None = key(
         "exact: the trainer's log-probabilities of a rollout must equal the stored ones bit for bit, or the run stops; corrected: their "
         "ratio weighs the loss (truncated importance sampling); off: neither",
@@ -306,6 +306,12 @@ class RolloutConfig:
     correction_max: float | None = key(
         "largest weight of rollout.identity=corrected", default=2.0, range=Range(low=1, float32=True), acts=_CORRECTS
     )
+    environment: str | None = key(
+        "class whose instances answer the policy, for several turns and tools: FILE.py:CLASS or MODULE:CLASS with reset(prompt) and "
+        "step(answer) -> observation, reward, done, either of them also async. Rewards of steps add up; null: an answer is one turn",
+        optional=True,
+    )
+    max_turns: int | None = key("turns of the policy in an answer, at most", default=8, range=COUNT, acts=_PLAYS)
     drop_equal_groups: bool | None = key(
         "answers of a group with equal rewards do not count in the loss", contradicts=_group_faults
     )

@@ -109,6 +109,24 @@ class ChatTemplate:
         """A conversation and the beginning of the next answer. tools: offered to the model. Raises ValueError for messages that are refused."""
         return self._text(messages, asks=True, tools=tools)
 
+    def between(
+        self, messages: Sequence[Message], *, observed: Sequence[Message], tools: Sequence[Any] | None = None
+    ) -> str:
+        """The text between the end of an answer to `messages` and the beginning of the next answer, which follows `observed`.
+
+        Raises ValueError for messages that are refused, and for a template that leaves out the end of an answer that others follow.
+        """
+        asked = [*messages, {"role": "assistant", "content": _PROBE}, *observed]
+        rest = self._text(asked, asks=True, tools=tools).rpartition(_PROBE)[2]
+        end = self.required_end()
+        before, found, after = rest.partition(end)
+        if not found or before.strip():
+            raise ValueError(
+                f"the chat template of {self.folder} writes no {end!r} behind an answer that other messages follow, so turns cannot be joined: "
+                "write it there"
+            )
+        return after
+
     def learnt(
         self, messages: Sequence[Message], *, last_only: bool = False, tools: Sequence[Any] | None = None
     ) -> Rendered:

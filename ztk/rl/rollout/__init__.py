@@ -1,13 +1,16 @@
 """Rollouts: samples drawn from the engine that trains, their rewards, and the trainer's bits in their log-probabilities."""
 
+from ztk.rl.rollout.ahead import Ahead, Drawn
 from ztk.rl.rollout.attention import CachedAttention, TextCache, use_cached_attention
 from ztk.rl.rollout.buffer import Buffer, Samples, share_of_rank
 from ztk.rl.rollout.cached import CachedRollouts
 from ztk.rl.rollout.draws import sample_keys, uniforms
+from ztk.rl.rollout.environments import EnvironmentFault, Environments, Episode
+from ztk.rl.rollout.episodes import EpisodePolicy, play
 from ztk.rl.rollout.equality import Difference, RolloutMismatch, compare, first_layer, token_logprobs
 from ztk.rl.rollout.guards import GuardPolicy, Guards, RolloutStopped
 from ztk.rl.rollout.head import Answers, answer_logits, large_answers
-from ztk.rl.rollout.hybrid import Requests, RolloutPolicy, generate
+from ztk.rl.rollout.hybrid import Requests, RolloutPolicy, drawn_turns, generate
 from ztk.rl.rollout.kept import Kept, hide_of
 from ztk.rl.rollout.layout import Layout, can_pack, has_cache, lay_out, pack_exactly
 from ztk.rl.rollout.rewards import (
@@ -23,12 +26,18 @@ from ztk.rl.rollout.states import states_away
 from ztk.rl.rollout.weights import RolloutWeights, SettledWeights, rollout_weights, settle_weights
 
 __all__ = [
+    "Ahead",
     "Answered",
     "Answers",
     "Buffer",
     "CachedAttention",
     "CachedRollouts",
     "Difference",
+    "Drawn",
+    "EnvironmentFault",
+    "Environments",
+    "Episode",
+    "EpisodePolicy",
     "GuardPolicy",
     "Guards",
     "Kept",
@@ -49,6 +58,7 @@ __all__ = [
     "answer_logits",
     "can_pack",
     "compare",
+    "drawn_turns",
     "first_layer",
     "generate",
     "has_cache",
@@ -57,6 +67,7 @@ __all__ = [
     "lay_out",
     "load_function",
     "pack_exactly",
+    "play",
     "rollout_weights",
     "sample_keys",
     "settle_weights",

@@ -16,12 +16,14 @@ GatherObjects = Callable[[Any], list[Any]]
 
 @dataclass(kw_only=True, slots=True)
 class Samples:
-    """This rank's samples: S rows of T tokens, prompt, answer, padding.
+    """This rank's samples: S rows of T tokens, prompt, answer, padding. The answer of an environment is all that follows the prompt: turns of
+    the policy, and what the environment wrote between them.
 
     tokens: int64 [S, T]. numbers: the sample's number in the step over all ranks, int64 [S]. prompts: its prompt's number in the run,
     int64 [S]. prompt_lengths, answer_lengths: int64 [S]. finished: the answer ended by itself, bool [S]. logprobs: of the tokens of the
     answer when they were drawn, float32 [S, T], 0 elsewhere. rewards: float64 [S]; included: whether the sample has one, bool [S]. kept: the
-    tokens that top-k, top-p and min-p kept, or None if nothing was cut.
+    tokens that top-k, top-p and min-p kept, or None if nothing was cut. observed: tokens of answers that an environment wrote, bool [S, T], or
+    None without one.
     """
 
     tokens: Tensor
@@ -34,6 +36,7 @@ class Samples:
     rewards: Tensor
     included: Tensor
     kept: Kept | None = None
+    observed: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -48,15 +51,16 @@ class Samples:
 
     @property
     def answer_mask(self) -> Tensor:
-        """bool [S, T]: the token belongs to the answer."""
+        """bool [S, T]: the policy wrote the token."""
         positions = torch.arange(self.tokens.shape[1]).unsqueeze(0)
         first = self.prompt_lengths.unsqueeze(1)
-        return (positions >= first) & (positions < first + self.answer_lengths.unsqueeze(1))
+        answers = (positions >= first) & (positions < first + self.answer_lengths.unsqueeze(1))
+        return answers if self.observed is None else answers & ~self.observed
 
     @classmethod
     def joined(cls, parts: Sequence["Samples"]) -> Self:
         """The rows of all `parts`, in order."""
-        names = [f.name for f in fields(cls) if f.name != "kept"]
+        names = [f.name for f in fields(cls) if f.name != "kept" and getattr(parts[0], f.name) is not None]
         kept = [part.kept for part in parts if part.kept is not None]
         joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
         return cls(**joined, kept=Kept.joined(kept) if kept else None)

@@ -10,9 +10,10 @@ what the rollout's texts need at most, less where the device has less, and all o
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from ztk.inference.sample import uniform
 from ztk.nn.lora import merged_parameters
 from ztk.rl.rollout.answering import MOST, answers_at_once, can_answer
 from ztk.rl.rollout.buffer import Samples
-from ztk.rl.rollout.hybrid import Part, Requests, RolloutPolicy, answer_by, first_tokens, samples_of
+from ztk.rl.rollout.hybrid import Part, Requests, RolloutPolicy, TurnDraws, answer_by, first_tokens, samples_of
 from ztk.rl.rollout.kept import Kept
 from ztk.train.engine import Engine
 
@@ -68,15 +69,27 @@ class CachedRollouts:
             ValueError: a prompt that leaves no room for the answer, or a model that the inference engine does not compute.
             FloatingPointError: logits that are not finite.
         """
-        tokens, lengths = first_tokens(policy, requests=requests)
+        return self.begun(policy=policy, requests=requests, step=step)()
+
+    def begun(self, *, policy: RolloutPolicy, requests: Requests, step: int) -> Callable[[], Samples]:
+        """As `generate`, in two parts. The call copies the weights, over slabs; a collective call. Its result draws with this copy. Over slabs
+        without `comm` it may be called on another thread, while the engine steps."""
         if self.has_blocks:
-            sampling = _sampling(policy, requests=requests, step=step, as_trainer=False)
-            with _opened(self._source.engine, length=policy.length, sequences=len(sampling)) as generator:
-                drawn = _answers(generator, prompts=_prompts(requests), sampling=sampling)
-            parts = [_part(drawn, tokens=tokens, lengths=lengths)]
-            return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
+            return partial(self._over_blocks, policy=policy, requests=requests, step=step)
         ranks = 1 if self._comm is None else self._comm.size
         generator = self._loaded(policy, sequences=len(requests.prompts) * ranks)
+        return partial(self._over_slabs, generator, policy=policy, requests=requests, step=step)
+
+    def _over_blocks(self, *, policy: RolloutPolicy, requests: Requests, step: int) -> Samples:
+        tokens, lengths = first_tokens(policy, requests=requests)
+        sampling = _sampling(policy, requests=requests, step=step, as_trainer=False)
+        with _opened(self._source.engine, length=policy.length, sequences=len(sampling)) as generator:
+            drawn = _answers(generator, prompts=_prompts(requests), sampling=sampling)
+        parts = [_part(drawn, tokens=tokens, lengths=lengths)]
+        return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
+
+    def _over_slabs(self, generator: Generator, *, policy: RolloutPolicy, requests: Requests, step: int) -> Samples:
+        tokens, lengths = first_tokens(policy, requests=requests)
         model = generator.own_model
         if model is not None and can_answer(model):
             if (longest := int(lengths.max())) + policy.max_tokens > generator.max_len:
@@ -96,6 +109,35 @@ class CachedRollouts:
         drawn = self._drawn(generator, prompts=_prompts(requests), sampling=sampling)
         parts = [_part(drawn, tokens=tokens, lengths=lengths)]
         return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
+
+    @contextmanager
+    def turns(self, *, policy: RolloutPolicy, requests: Requests, step: int) -> Iterator[TurnDraws]:
+        """As `ztk.rl.rollout.drawn_turns`. Weights are copied on entering. One generator draws all turns and keeps keys and values of as many
+        texts as it has slots. Over slabs without `comm` draws may be made on another thread, while the engine steps."""
+        if self.has_blocks:
+            every = _sampling(policy, requests=requests, step=step, as_trainer=False)
+            with _opened(self._source.engine, length=policy.length, sequences=len(every)) as generator:
+                yield self._turns(generator, every=every)
+            return
+        ranks = 1 if self._comm is None else self._comm.size
+        every = _sampling(policy, requests=requests, step=step, as_trainer=True)
+        yield self._turns(self._loaded(policy, sequences=len(every) * ranks), every=every)
+
+    def _turns(self, generator: Generator, *, every: list[SamplingParams]) -> TurnDraws:
+        """every: of each row."""
+
+        def draw(tokens: Tensor, lengths: Tensor, limits: Tensor) -> Part:
+            rows = limits.nonzero().squeeze(1).tolist()
+            prompts = [tokens[row, : int(lengths[row])].tolist() for row in rows]
+            sampling = [replace(every[row], max_tokens=int(limits[row])) for row in rows]
+            answers = [Drawn(tokens=[], logprobs=[], reason="", kept=None)] * len(tokens)
+            found = self._drawn(generator, prompts=prompts, sampling=sampling)
+            for row, answer in zip(rows, found, strict=True):
+                answers[row] = answer
+            return _part(answers, tokens=tokens, lengths=lengths)
+
+        comm = self._comm
+        return TurnDraws(draw=draw, go_on=bool if comm is None else lambda flag: any(comm.gather_objects(flag)))
 
     def _drawn(self, generator: Generator, *, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Drawn]:
         """This rank's answers. Of ranks that share a copy the first draws for all of them, in their order, and the others compute with it."""

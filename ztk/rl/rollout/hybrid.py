@@ -1,6 +1,7 @@
 """Samples from the engine that trains, at any stage and tier: no second model, no copy of the weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,16 +79,9 @@ def generate(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step:
         FloatingPointError: logits that are not finite.
     """
     tokens, lengths = first_tokens(policy, requests=requests)
-    if len(lengths) % policy.micro_batch:
-        raise ValueError(
-            f"{len(lengths)} samples of a rank are no multiple of train.micro_batch_size={policy.micro_batch}: the rollout's forwards "
-            "have the trainer's shape"
-        )
+    size, parts = _together(engine, policy=policy, count=len(lengths)), []
     keys = sample_keys(seed=policy.seed, step=step, prompts=requests.prompt_numbers, samples=requests.copies)
-    draws = uniforms(keys.unsqueeze(1), positions=lengths.unsqueeze(1) + torch.arange(policy.max_tokens))
-    parts, size = [], policy.micro_batch
-    if policy.packs and has_cache(engine.module):  # one token per text and forward
-        size = max(size, MOST)
+    draws = _draws(policy, keys=keys, lengths=lengths)
     with rollout_weights(engine, weights=policy.weights):
         packed = pack_weights(engine) if policy.packs else None
         if packed is not None:
@@ -96,11 +90,64 @@ def generate(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step:
             rows = slice(first, first + size)
             given = {"tokens": tokens[rows], "lengths": lengths[rows], "draws": draws[rows]}
             if packed is None:
-                parts.append(_answer(engine, policy=policy, **given))
+                forwards = _Forwards(engine, policy=policy, texts=len(tokens[rows]))
+                limits = torch.full_like(lengths[rows], policy.max_tokens)
+                parts.append(_answer(engine, policy=policy, forwards=forwards, limits=limits, **given))
             else:
                 large = large_answers(engine, rows=len(tokens[rows]), length=tokens.shape[1])
                 parts.append(answer_by(packed, policy=policy, large=large, **given))
     return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnDraws:
+    """Draws answers turn after turn. draw: writes the next turn of all rows into tokens int64 [S, T], behind texts of lengths int64 [S]; limits
+    int64 [S]: most tokens of this turn, 0 for a row that has ended. go_on: whether any rank has rows left, given whether this one has. Ranks
+    whose forwards depend on each other call both together."""
+
+    draw: Callable[[Tensor, Tensor, Tensor], "Part"]
+    go_on: Callable[[bool], bool]
+
+
+@contextmanager
+def drawn_turns(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step: int) -> Iterator[TurnDraws]:
+    """Draws turn after turn by the trainer's forward, which keeps keys and values between turns where `generate` keeps them at all.
+
+    Raises ValueError and FloatingPointError as `generate` does. Every rank must enter and call it as often."""
+    count = len(requests.prompts)
+    size = _together(engine, policy=policy, count=count)
+    keys = sample_keys(seed=policy.seed, step=step, prompts=requests.prompt_numbers, samples=requests.copies)
+    groups = [slice(first, min(first + size, count)) for first in range(0, count, size)]
+    forwards = [_Forwards(engine, policy=policy, texts=rows.stop - rows.start) for rows in groups]
+
+    def draw(tokens: Tensor, lengths: Tensor, limits: Tensor) -> Part:
+        draws, parts = _draws(policy, keys=keys, lengths=lengths), []
+        for rows, own in zip(groups, forwards, strict=True):
+            if any_rank(engine, flag=bool(limits[rows].any())):
+                given = {"tokens": tokens[rows], "lengths": lengths[rows], "limits": limits[rows], "draws": draws[rows]}
+                parts.append(_answer(engine, policy=policy, forwards=own, **given))
+            else:
+                parts.append(_no_answers(tokens[rows]))
+        return joined(parts)
+
+    with rollout_weights(engine, weights=policy.weights):
+        yield TurnDraws(draw=draw, go_on=lambda flag: any_rank(engine, flag=flag))
+
+
+def _together(engine: Engine, *, policy: RolloutPolicy, count: int) -> int:
+    """How many texts a forward takes. Raises ValueError for a number of texts that the trainer's forwards cannot have."""
+    if count % policy.micro_batch:
+        raise ValueError(
+            f"{count} samples of a rank are no multiple of train.micro_batch_size={policy.micro_batch}: the rollout's forwards "
+            "have the trainer's shape"
+        )
+    # One token per text and forward:
+    return max(policy.micro_batch, MOST) if policy.packs and has_cache(engine.module) else policy.micro_batch
+
+
+def _draws(policy: RolloutPolicy, *, keys: Tensor, lengths: Tensor) -> Tensor:
+    """Of the tokens that follow texts of `lengths`, int64 [S]: float64 [S, max_tokens]."""
+    return uniforms(keys.unsqueeze(1), positions=lengths.unsqueeze(1) + torch.arange(policy.max_tokens))
 
 
 class Part(NamedTuple):
@@ -113,17 +160,29 @@ class Part(NamedTuple):
     kept: Kept | None
 
 
+def joined(parts: Sequence[Part]) -> Part:
+    """The rows of all parts, in order."""
+    counts, logprobs, finished = (torch.cat([part[column] for part in parts]) for column in range(3))
+    if all(part.kept is None for part in parts):
+        return Part(counts, logprobs, finished, None)
+    kept = [Kept.nothing(part.logprobs.shape) if part.kept is None else part.kept for part in parts]
+    return Part(counts, logprobs, finished, Kept.joined(kept))
+
+
+def _no_answers(tokens: Tensor) -> Part:
+    """Of rows that have ended, tokens [S, T]."""
+    counts = torch.zeros(len(tokens), dtype=torch.int64)
+    return Part(counts, torch.zeros(tokens.shape), counts.bool(), None)
+
+
 def samples_of(parts: Sequence[Part], *, tokens: Tensor, lengths: Tensor, requests: Requests) -> Samples:
     """Of tokens int64 [S, T] with answers behind prompts of `lengths`; parts: of some rows each, in order, what `answer_by` returns.
 
     Raises:
         FloatingPointError: a log-probability that is not finite.
     """
-    counts, logprobs, finished = (torch.cat([part[column] for part in parts]) for column in range(3))
-    kept = [part.kept for part in parts if part.kept is not None]
-    if not logprobs.isfinite().all():
-        row = int((~logprobs.isfinite()).any(1).nonzero()[0])
-        raise FloatingPointError(f"sample {int(requests.numbers[row])}: the policy's logits are not finite")
+    counts, logprobs, finished, kept = joined(parts)
+    check_finite(logprobs, requests=requests)
     return Samples(
         tokens=tokens,
         numbers=requests.numbers,
@@ -134,8 +193,15 @@ def samples_of(parts: Sequence[Part], *, tokens: Tensor, lengths: Tensor, reques
         logprobs=logprobs,
         rewards=torch.zeros(len(lengths), dtype=torch.float64),
         included=torch.ones(len(lengths), dtype=torch.bool),
-        kept=Kept.joined(kept) if kept else None,
+        kept=kept,
     )
+
+
+def check_finite(logprobs: Tensor, *, requests: Requests) -> None:
+    """Raises FloatingPointError for a log-probability [S, T] that is not finite."""
+    if not logprobs.isfinite().all():
+        row = int((~logprobs.isfinite()).any(1).nonzero()[0])
+        raise FloatingPointError(f"sample {int(requests.numbers[row])}: the policy's logits are not finite")
 
 
 def first_tokens(policy: RolloutPolicy, *, requests: Requests) -> tuple[Tensor, Tensor]:
@@ -196,16 +262,25 @@ def answer_by(
     return Part(found.counts, logprobs, found.finished, kept)
 
 
-def _answer(engine: Engine, *, policy: RolloutPolicy, tokens: Tensor, lengths: Tensor, draws: Tensor) -> Part:
-    """As `answer_by`, by the engine's module."""
-    forwards = _Forwards(engine, policy=policy, texts=len(tokens))
+def _answer(
+    engine: Engine,
+    *,
+    policy: RolloutPolicy,
+    forwards: "_Forwards",
+    tokens: Tensor,
+    lengths: Tensor,
+    limits: Tensor,
+    draws: Tensor,
+) -> Part:
+    """As `answer_by`, by the engine's module. forwards: of these texts. limits: the most tokens of each answer, int64 [S]."""
     logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
-    counts, active = torch.zeros_like(lengths), torch.ones(len(tokens), dtype=torch.bool)
+    counts, active = torch.zeros_like(lengths), limits > 0
+    finished = torch.zeros_like(active)
     large = large_answers(engine, rows=len(tokens), length=tokens.shape[1])
     stops, entries = torch.tensor(policy.stops), []
     for index in range(policy.max_tokens):
         rows = _computed(active) if policy.packs else torch.arange(len(tokens))
-        positions = lengths[rows] + index  # of the tokens that are drawn now
+        positions = (lengths + counts)[rows]  # of the tokens that are drawn now
         logits, goes_on = forwards.logits(tokens, rows=rows, lengths=positions, large=large), active[rows]
         if not policy.cut.keeps_all:
             logits, kept = policy.cut.hide(logits, temperature=policy.temperature)
@@ -220,11 +295,12 @@ def _answer(engine: Engine, *, policy: RolloutPolicy, tokens: Tensor, lengths: T
         where = rows[goes_on], positions[goes_on]
         tokens[where], logprobs[where] = drawn[goes_on], chosen[goes_on]
         counts += active
-        active[rows] &= ~torch.isin(drawn, stops)
-        if not _any(engine, flag=bool(active.any())):
+        finished[rows] |= goes_on & torch.isin(drawn, stops)
+        active &= ~finished & (counts < limits)
+        if not any_rank(engine, flag=bool(active.any())):
             break
     kept = Kept.of(entries, shape=(len(tokens), tokens.shape[1])) if entries else None
-    return Part(counts, logprobs, ~active, kept)
+    return Part(counts, logprobs, finished, kept)
 
 
 class _Forwards:
@@ -288,7 +364,7 @@ def _computed(active: Tensor) -> Tensor:
     return rows if len(rows) else torch.zeros(1, dtype=torch.int64)
 
 
-def _any(engine: Engine, *, flag: bool) -> bool:
+def any_rank(engine: Engine, *, flag: bool) -> bool:
     """Whether any rank has this flag: ranks run equally many forwards, because a forward may gather parameters."""
     if engine.comm.size == 1:
         return flag

@@ -34,6 +34,11 @@ class Kept:
         counts = torch.bincount(places, minlength=shape[0] * shape[1]).view(shape)
         return cls(tokens=tokens[places.argsort(stable=True)].to(torch.int32), counts=counts)
 
+    @classmethod
+    def nothing(cls, shape: Sequence[int]) -> Self:
+        """Of rows without answers. shape: S, T."""
+        return cls(tokens=torch.zeros(0, dtype=torch.int32), counts=torch.zeros(*shape, dtype=torch.int64))
+
     def __getitem__(self, rows: slice | Tensor) -> "Kept":
         parts = self.tokens.split(self.counts.sum(1).tolist())
         chosen = torch.arange(len(self.counts))[rows].tolist()
@@ -44,6 +49,18 @@ class Kept:
     def joined(cls, parts: Sequence["Kept"]) -> Self:
         """The rows of all `parts`, in order."""
         return cls(tokens=torch.cat([part.tokens for part in parts]), counts=torch.cat([part.counts for part in parts]))
+
+    @classmethod
+    def merged(cls, parts: Sequence["Kept"]) -> Self:
+        """Of the same rows; no place is in two parts."""
+        entries = []
+        for part in parts:
+            rows, positions = part.counts.nonzero().unbind(1)
+            counts = part.counts[rows, positions]
+            places = (rows.repeat_interleave(counts), positions.repeat_interleave(counts))
+            entries.append((*places, part.tokens.long()))
+        S, T = parts[0].counts.shape
+        return cls.of(entries, shape=(S, T))
 
 
 def hide_of(kept: Kept | None, *, mask: Tensor, device: torch.device) -> Hide | None:

@@ -6,14 +6,10 @@ None per answer. One with a parameter `answer` is called per answer instead: f(p
 """
 
 import asyncio
-import functools
 import importlib
 import importlib.util
-import inspect
 import math
-import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +18,20 @@ import torch
 from torch import Tensor
 
 from ztk.core.policies.reward import is_function_name
+from ztk.rl.rollout.calls import (
+    CallFailed,
+    asked,
+    await_in_time,
+    call_in_time,
+    is_async,
+    parameters_of,
+    result_in_time,
+    submit,
+)
 
 RewardFunction = Callable[..., Any]
-_GRACE_SECONDS = 1.0  # for the loop to report a coroutine that is late; without a report something blocks it
 # Fields of a record that are the conversation itself.
-_OWN_FIELDS = ("prompt", "completion", "completion_ids", "messages")
+OWN_FIELDS = ("prompt", "completion", "completion_ids", "messages")
 
 
 class RewardError(RuntimeError):
@@ -45,7 +50,7 @@ class TrainingState:
 class Answered:
     """Answers to reward. texts: the prompts as the policy sees them. token_ids: of the answers, the end included. records: lines of the data.
 
-    is_chat: prompts are messages.
+    is_chat: prompts are messages. conversations: messages behind each prompt of messages, if they are more than the answer alone.
     """
 
     texts: Sequence[str]
@@ -54,6 +59,7 @@ class Answered:
     records: Sequence[Mapping[str, Any]]
     is_chat: Sequence[bool]
     state: TrainingState
+    conversations: Sequence[Sequence[Mapping[str, Any]]] | None = None
 
     def __len__(self) -> int:
         return len(self.answers)
@@ -64,16 +70,22 @@ class Answered:
 
     def columns(self) -> dict[str, list[Any]]:
         """The arguments of a function that takes batches."""
-        names = dict.fromkeys(name for record in self.records for name in record if name not in _OWN_FIELDS)
+        names = dict.fromkeys(name for record in self.records for name in record if name not in OWN_FIELDS)
         rows = list(zip(self.texts, self.answers, self.records, self.is_chat, strict=True))
         fields = {name: [record.get(name) for record in self.records] for name in names}
         return fields | {  # UltraFeedback's records have a field "completions" of their own
             "prompts": [
                 record.get("prompt", record.get("messages")) if chat else text for text, _, record, chat in rows
             ],
-            "completions": [[{"role": "assistant", "content": text}] if chat else text for _, text, _, chat in rows],
+            "completions": [self.messages(row) if chat else text for row, (_, text, _, chat) in enumerate(rows)],
             "completion_ids": [list(ids) for ids in self.token_ids],
         }
+
+    def messages(self, row: int) -> list[Mapping[str, Any]]:
+        """The messages behind a prompt of messages."""
+        if self.conversations is not None:
+            return list(self.conversations[row])
+        return [{"role": "assistant", "content": self.answers[row]}]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,15 +99,12 @@ class Reward:
     @property
     def per_answer(self) -> bool:
         """Whether it is called once per answer."""
-        return "answer" in _parameters(self.function)
+        return "answer" in parameters_of(self.function)
 
     @property
     def is_async(self) -> bool:
         """Whether a call returns a coroutine."""
-        function = self.function
-        while isinstance(function, functools.partial):
-            function = function.func
-        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        return is_async(self.function)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +147,7 @@ class RewardFunctions:
         }
         # Coroutines run on their loop while plain functions compute here.
         awaited = {
-            number: _loop().submit(self._awaited(reward, answered=answered, given=given))
+            number: submit(self._awaited(reward, answered=answered, given=given))
             for number, reward in enumerate(self.rewards)
             if reward.is_async
         }
@@ -157,35 +166,22 @@ class RewardFunctions:
     def _called(self, reward: Reward, *, answered: Answered, given: Mapping[str, Any]) -> Any:
         """The values of a plain function, called on threads of its own: whatever it waits for, this call ends in time."""
         if not reward.per_answer:
-            return self._in_time(reward, arguments=_asked(reward.function, given=given), where=_batch(answered))
+            return self._in_time(reward, arguments=asked(reward.function, given=given), where=_batch(answered))
         return [
             self._in_time(reward, arguments=_of_answer(answered, row=row), where=answered.where(row))
             for row in range(len(answered))
         ]
 
     def _in_time(self, reward: Reward, *, arguments: Mapping[str, Any], where: str) -> Any:
-        outcome: list[Any] = []
-
-        def run() -> None:
-            try:
-                outcome.append((reward.function(**arguments), None))
-            except BaseException as error:  # noqa: BLE001 - reported with the record below
-                outcome.append((None, error))
-
-        thread = threading.Thread(target=run, name="ztk-reward", daemon=True)
-        thread.start()
-        thread.join(self._seconds)
-        if not outcome:
-            raise self._late(reward, where=where)
-        value, error = outcome[0]
-        if error is not None:
-            raise _raised(reward, error=error, where=where) from error
-        return value
+        try:
+            return call_in_time(reward.function, arguments=arguments, seconds=self._seconds)
+        except CallFailed as failed:
+            raise self._fault(reward, failed=failed, where=where) from failed.error
 
     async def _awaited(self, reward: Reward, *, answered: Answered, given: Mapping[str, Any]) -> Any:
         """The values of a coroutine function; one per answer is awaited for all answers together."""
         if not reward.per_answer:
-            return await self._await(reward, arguments=_asked(reward.function, given=given), where=_batch(answered))
+            return await self._await(reward, arguments=asked(reward.function, given=given), where=_batch(answered))
         return await asyncio.gather(
             *(
                 self._await(reward, arguments=_of_answer(answered, row=row), where=answered.where(row))
@@ -194,34 +190,30 @@ class RewardFunctions:
         )
 
     async def _await(self, reward: Reward, *, arguments: Mapping[str, Any], where: str) -> Any:
-        async def run() -> Any:
-            return await reward.function(**arguments)  # here, so that a call with missing arguments is the task's error
-
-        task = asyncio.ensure_future(run())
-        done, _ = await asyncio.wait({task}, timeout=self._seconds)
-        if not done:
-            task.cancel()
-            raise self._late(reward, where=where)
         try:
-            return task.result()
-        except (Exception, asyncio.CancelledError) as error:  # whatever the user's function raises
-            raise _raised(reward, error=error, where=where) from error
+            return await await_in_time(reward.function, arguments=arguments, seconds=self._seconds)
+        except CallFailed as failed:
+            raise self._fault(reward, failed=failed, where=where) from failed.error
 
     def _result(self, future: Any, *, reward: Reward, answered: Answered) -> Any:
         try:
-            return future.result(self._seconds + _GRACE_SECONDS)
-        except FutureTimeout:
-            raise self._late(reward, where=_batch(answered)) from None
+            return result_in_time(future, seconds=self._seconds)
+        except CallFailed as failed:
+            raise self._fault(reward, failed=failed, where=_batch(answered)) from None
 
-    def _late(self, reward: Reward, *, where: str) -> RewardError:
+    def _fault(self, reward: Reward, *, failed: CallFailed, where: str) -> RewardError:
+        if failed.error is not None:
+            return RewardError(
+                f"the reward function {reward.name} raised {type(failed.error).__name__}: {failed.error}, {where}"
+            )
         return RewardError(
             f"the reward function {reward.name} did not return within reward.timeout_seconds={self._seconds:g} {where}: make it faster, or "
             "raise reward.timeout_seconds"
         )
 
 
-def load_function(name: str, *, key: str) -> RewardFunction:
-    """The function that `name`, `FILE.py:FUNCTION` or `MODULE:FUNCTION`, names. key: of the configuration, for errors.
+def load_function(name: str, *, key: str, kind: str = "function") -> RewardFunction:
+    """The function that `name`, `FILE.py:FUNCTION` or `MODULE:FUNCTION`, names. key: of the configuration, kind: what it names, for errors.
 
     Raises:
         ValueError: another form, no such file or module, one that cannot be imported, or no such function in it.
@@ -237,7 +229,7 @@ def load_function(name: str, *, key: str) -> RewardFunction:
         raise ValueError(f"{key}={name}: {type(error).__name__} while {source} was imported: {error}") from error
     found = getattr(module, function, None)
     if not callable(found):
-        raise ValueError(f"{key}={name}: {source} has no function {function!r}; name one that it has")
+        raise ValueError(f"{key}={name}: {source} has no {kind} {function!r}; name one that it has")
     return found
 
 
@@ -252,48 +244,12 @@ def _module_of_file(source: str) -> Any:
     return module
 
 
-class _Loop:
-    """An event loop on a thread of its own, of this process."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="ztk-reward-loop", daemon=True).start()
-
-    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Starts a coroutine; returns its future."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-
-@functools.cache
-def _loop() -> _Loop:
-    return _Loop()
-
-
-def _parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # of C
-        return {}
-
-
-def _asked(function: RewardFunction, *, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a function takes: all of them with `**kwargs`, otherwise those that it names."""
-    parameters = _parameters(function)
-    if not parameters or any(entry.kind is entry.VAR_KEYWORD for entry in parameters.values()):
-        return dict(given)
-    return {name: value for name, value in given.items() if name in parameters}
-
-
 def _of_answer(answered: Answered, *, row: int) -> dict[str, Any]:
     return {"prompt": answered.texts[row], "answer": answered.answers[row], "record": dict(answered.records[row])}
 
 
 def _batch(answered: Answered) -> str:
     return f"for {len(answered)} answers, the first {answered.where(0)}"
-
-
-def _raised(reward: Reward, *, error: BaseException, where: str) -> RewardError:
-    return RewardError(f"the reward function {reward.name} raised {type(error).__name__}: {error}, {where}")
 
 
 def _columns(extra: Mapping[str, Any], *, answered: Answered) -> dict[str, list[Any]]:

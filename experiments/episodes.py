@@ -1,0 +1,84 @@
+"""Rollouts with `rollout.environment`: episodes of this rank, their metrics, and what is written about them."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.rewards import means_of_ranks
+from experiments.rollout_run import Run
+from experiments.tasks import Prompt
+from ztk.rl.align.turns import Turns, tools_of
+from ztk.rl.rollout import Drawn, Environments, Episode, EpisodePolicy, Requests, RolloutPolicy, drawn_turns, play
+from ztk.rl.rollout.environments import columns_of, prompt_of
+from ztk.rl.rollout.episodes import DONE, MAX_TURNS
+
+
+def playing(
+    run: Run, *, prompts: Sequence[Prompt], policy: RolloutPolicy, requests: Requests, step: int
+) -> Callable[[], Drawn]:
+    """Plays this rank's episodes when it is called. Weights of `rollout.engine=generator` on a CPU are copied before it returns. A collective
+    call. The result raises EnvironmentFault."""
+    config, environments = run.config, run.environments
+    assert environments is not None and config.rollout.max_turns is not None, "the configuration is checked"
+    turns = Turns(
+        tokenizer=run.prompts.tokenizer, by_template=config.data.chat_template == "tokenizer", ends=run.prompts.stops
+    )
+    own = EpisodePolicy(rollout=policy, turns=turns, max_turns=config.rollout.max_turns)
+    options, copies = {"policy": policy, "requests": requests, "step": step}, ExitStack()
+    copied = None
+    if run.cached is not None and not run.cached.has_blocks:
+        copied = copies.enter_context(run.cached.turns(**options))
+
+    def play_all() -> Drawn:
+        episodes, tokens = _begun(environments, prompts=prompts, turns=turns, numbers=requests.numbers.tolist())
+        with copies as stack:
+            draws = copied
+            if draws is None:
+                context = drawn_turns(run.actor, **options) if run.cached is None else run.cached.turns(**options)
+                draws = stack.enter_context(context)
+            given = {"requests": replace(requests, prompts=tokens), "environments": environments, "episodes": episodes}
+            return Drawn(samples=play(draws, policy=own, **given), episodes=episodes)
+
+    return play_all
+
+
+def _begun(
+    environments: Environments, *, prompts: Sequence[Prompt], turns: Turns, numbers: Sequence[int]
+) -> tuple[list[Episode], list[list[int]]]:
+    """Episodes with their environments, and the tokens of their prompts. Raises EnvironmentFault. numbers: of the samples."""
+    episodes = [
+        Episode(
+            number=number,
+            record=prompt.record,
+            said=prompt_of(prompt.text, record=prompt.record, is_chat=prompt.is_chat),
+            tools=tools_of(prompt.record) if prompt.is_chat else None,
+        )
+        for number, prompt in zip(numbers, prompts, strict=True)
+    ]
+    before = [episode.said for episode in episodes]
+    environments.reset(episodes, columns=[columns_of(prompt.record) for prompt in prompts])
+    tokens = [
+        prompt.tokens if episode.said == said else turns.begin(episode.said, tools=episode.tools).tokens
+        for episode, said, prompt in zip(episodes, before, prompts, strict=True)
+    ]
+    return episodes, tokens
+
+
+def episode_metrics(run: Run) -> dict[str, float]:
+    """The mean number of turns, and the shares of episodes that ended by `done` and at `rollout.max_turns`; the others were cut at
+    `rollout.max_tokens`. A collective call with environments, nothing without."""
+    if run.environments is None:
+        return {}
+    means: dict[str, Tensor] = {"turns": torch.tensor([episode.turns for episode in run.episodes]).double()}
+    for name, outcome in (("ended_done", DONE), ("ended_max_turns", MAX_TURNS)):
+        means[name] = torch.tensor([episode.outcome == outcome for episode in run.episodes]).double()
+    return means_of_ranks(run, means=means)
+
+
+def of_episode(episode: Episode) -> dict[str, Any]:
+    """The columns of an answer in the table of completions."""
+    return {"turns": episode.turns, "ended": episode.outcome, "turn_rewards": list(episode.rewards)}

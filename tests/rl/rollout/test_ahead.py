@@ -1,0 +1,199 @@
+"""`rollout.ahead=1`: a rollout is drawn with the weights from before the updates that run meanwhile, and the loss is corrected for it."""
+
+import importlib
+import threading
+import time
+
+import pytest
+import torch
+
+from experiments import policies, rollout_loop, rollouts
+from experiments.models import full_values
+from experiments.policy_update import update_policy
+from experiments.prompts import Prompts
+from experiments.rollout_run import open_run
+from experiments.rollouts import drawing_of
+from tests.rl.rollout.runs import config_of, play, rows_of, shortened
+from tests.rl.rollout.test_environments import LONG
+from ztk.config import ConfigError, Machine, compose
+from ztk.core.policies.rollout import CorrectionName, RolloutEngineName, RolloutIdentity
+from ztk.core.runtime import Process
+from ztk.report import plot
+from ztk.rl.rollout import Ahead, CachedRollouts, EnvironmentFault
+
+PLAYED = ("rollout.environment=tests.rl.rollout.played:Twice", *LONG)
+
+
+def config_ahead(*overrides: str, folder, lr: float = 3e-3, **options):
+    config = config_of("grpo", "rollout.ahead=1", *overrides, folder=folder, **options)
+    config.optimizer.lr, config.rollout.stop_truncated_above = lr, None
+    if overrides:
+        config.reward.function = None
+    return config
+
+
+def play_late(process: Process, *, config) -> list[tuple[bool, bool]]:
+    """A run in which each rollout is drawn ahead after the first of the updates before it; whether its tokens are those of the weights from
+    before these updates, and of the weights from after them."""
+    task = importlib.import_module(config.task.module)
+    rollout_loop.warm_start, rollouts.EVALUATED = shortened, 1
+    plot.plot_run = lambda folder: None
+    begun, updated, snapshots, drawn = CachedRollouts.begun, threading.Event(), [], []
+
+    def late(self, **options):
+        draw = begun(self, **options)
+
+        def after_an_update():
+            if threading.current_thread().name == "ztk-ahead":
+                assert updated.wait(60), "the run did not update while the next rollout was drawn"
+            return draw()
+
+        return after_an_update
+
+    def fill(run, scored):
+        task.fill(run, scored)
+        updated.clear()
+        snapshots.append(full_values(run.actor))
+        drawn.append(run.buffer.samples)
+
+    def update(run):
+        found = update_policy(run)
+        updated.set()
+        return found
+
+    CachedRollouts.begun = late
+    try:
+        rollout_loop.run_task(config, process=process.arrange(policies.topology(config)), fill=fill, update=update)
+    finally:
+        CachedRollouts.begun = begun
+    found = []
+    for number, samples in enumerate(drawn):
+        equal = []
+        for values in (snapshots[max(0, number - 1)], snapshots[number]):
+            run = open_run(
+                config,
+                process=process,
+                prompts=Prompts(config),
+                first_values=values,
+                lr_table=policies.learning_rates(config),
+            )
+            run.rollouts = number
+            equal.append(torch.equal(drawing_of(run)().samples.tokens, samples.tokens))
+            run.close()
+        found.append(tuple(equal))
+    return found
+
+
+def test_answers_are_drawn_during_updates_with_the_weights_from_before_them(ranks, tmp_path):
+    [found] = ranks(1).run(play_late, config=config_ahead(folder=tmp_path, train__steps=6))
+    assert found == [(True, True), (True, False), (True, False)]
+    rows = rows_of(tmp_path)
+    assert (
+        abs(rows[0]["rollout_k3"]) < 1e-9 and rows[2]["rollout_k3"] > 1e-6
+    )  # the second rollout is drawn before any update
+    assert rows[4]["rollout_k3"] > 1e-6 and rows[4]["rollout_outside"] > 0
+
+
+def play_waiting(process: Process, *, config) -> dict:
+    """A run that waits for each rollout that is drawn ahead."""
+    start = Ahead.start
+
+    def and_wait(self, draw):
+        start(self, draw)
+        self.wait()
+
+    Ahead.start = and_wait
+    try:
+        return play(process, config=config)
+    finally:
+        Ahead.start = start
+
+
+@pytest.mark.parametrize(("overrides", "world_size"), [((), 1), (PLAYED, 2)], ids=["answers", "environment"])
+def test_a_resumed_run_and_one_that_waits_equal_the_one_that_overlaps(overrides, world_size, ranks, tmp_path):
+    options = {"ranks": world_size, "train__steps": 6, "checkpoint__every": 3}
+    straight = ranks(world_size).run(play, config=config_ahead(*overrides, folder=tmp_path / "a", **options))
+    waiting = ranks(world_size).run(play_waiting, config=config_ahead(*overrides, folder=tmp_path / "b", **options))
+    saved = str(tmp_path / "a" / "checkpoints" / "step-000003")
+    config = config_ahead(*overrides, folder=tmp_path / "c", checkpoint__resume=saved, **options)
+    resumed = ranks(world_size).run(play, config=config)
+    rows = rows_of(tmp_path / "a")
+    assert rows_of(tmp_path / "b") == rows and rows_of(tmp_path / "c") == rows[3:]
+    digests = {result[0]["summary"]["loss_digest"] for result in (straight, waiting, resumed)}
+    assert len(digests) == 1 and rows[-1]["loss"] != rows[0]["loss"]
+
+
+def play_failing(process: Process, *, config) -> tuple[str, float]:
+    """The second rollout that is drawn ahead fails; the error, and the seconds from there to the end of the run."""
+    begun, failed, calls = CachedRollouts.begun, [], []
+
+    def failing(self, **options):
+        draw = begun(self, **options)
+
+        def drawn():
+            if threading.current_thread().name == "ztk-ahead":
+                calls.append(1)
+                if len(calls) == 2:
+                    failed.append(time.monotonic())
+                    raise FloatingPointError("the policy's logits are not finite")
+            return draw()
+
+        return drawn
+
+    CachedRollouts.begun = failing
+    try:
+        found = play(process, config=config, fails=True)
+    finally:
+        CachedRollouts.begun = begun
+    return found["error"], time.monotonic() - failed[0]
+
+
+def test_an_exception_of_the_thread_ends_the_run_with_its_cause(ranks, tmp_path):
+    config = config_ahead(folder=tmp_path, train__steps=40)
+    [(error, seconds)] = ranks(1).run(play_failing, config=config)
+    assert error == "FloatingPointError: the policy's logits are not finite"
+    assert seconds < 5 and len(rows_of(tmp_path)) <= 4  # the fault is raised after the step during which it happened
+
+
+def test_a_rollout_stays_until_the_next_one_begins():
+    held, gate = Ahead(), threading.Event()
+    assert held.wait() is None and held.state_dict(gather=lambda value: [value], updates=1) is None
+    drawn = object()
+    held.start(lambda: (gate.wait(10), drawn)[1])
+    held.check()  # returns while it is under way
+    gate.set()
+    assert held.wait() is drawn and held.wait() is drawn
+    held.start(None)
+    assert held.wait() is None
+
+    def fails():
+        raise EnvironmentFault("mine")
+
+    held.start(fails)
+    with pytest.raises(EnvironmentFault, match="mine"):
+        held.wait()
+
+
+def composed(*words: str):
+    return compose("task=grpo", *words, output_dir="/run", machine=Machine(gpus=0, cores=2))
+
+
+def test_engine_identity_and_correction_follow_from_it():
+    rollout = composed("rollout.ahead=1").rollout
+    assert (rollout.engine, rollout.identity) == (RolloutEngineName.generator, RolloutIdentity.corrected)
+    assert rollout.correction is CorrectionName.token_truncate and rollout.correction_max == 2.0
+    rollout = composed().rollout
+    assert (rollout.ahead, rollout.engine, rollout.identity) == (0, RolloutEngineName.trainer, RolloutIdentity.exact)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("rollout.identity=exact", "rollout.ahead=1: answers are .* so rollout.identity=exact cannot hold; use"),
+        ("rollout.engine=trainer", "rollout.ahead=1: with rollout.engine=trainer answers are drawn with the weights that are updated"),
+        ("rollout.tensor=2 launch.ranks=2", "use rollout.tensor=1, or rollout.ahead=0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_draw_ahead_is_refused(words, said):
+    with pytest.raises(ConfigError, match=said):
+        composed("rollout.ahead=1", *words.split())

@@ -1,0 +1,90 @@
+"""`rollout.environment`: its forms, its path, and a first step before ranks start."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ztk.config.rewards import absolute_name, evaluation_config, first_prompt, name_faults
+from ztk.core.policies.config import Config
+from ztk.core.policies.data import ChatTemplateName
+from ztk.core.policies.runs import draws, has_tokenizer
+
+if TYPE_CHECKING:
+    from ztk.rl.rollout.environments import Environments
+
+KEY = "rollout.environment"
+_ANSWER = "42"  # of the first step
+
+
+def settle_environment(config: Config) -> None:
+    """Makes the path of a file absolute, and writes `mine.Env` as `mine:Env`."""
+    if config.rollout.environment is not None:
+        config.rollout.environment = absolute_name(_with_colon(config.rollout.environment))
+
+
+def environment_faults(config: Config) -> Iterator[str]:
+    """A line if the name is of another form, or there is no such file."""
+    if config.rollout.environment is not None:
+        name = _with_colon(config.rollout.environment)
+        yield from name_faults(name, key=KEY, kind="CLASS", example="mine.py:Env")
+
+
+def _with_colon(name: str) -> str:
+    """`MODULE.CLASS` as `MODULE:CLASS`; other names as they are."""
+    module, _, last = name.rpartition(".")
+    return f"{module}:{last}" if module and ":" not in name and "/" not in name else name
+
+
+def open_environments(config: Config) -> "Environments | None":
+    """The user's environments, or None for a run without them.
+
+    Raises:
+        ValueError: the class cannot be imported.
+    """
+    from ztk.rl.rollout.environments import Environments  # here: torch takes a second
+    from ztk.rl.rollout.rewards import load_function
+
+    name = config.rollout.environment
+    if name is None:
+        return None
+    assert config.reward.timeout_seconds is not None, "the configuration is checked"
+    make = load_function(name, key=KEY, kind="class")
+    return Environments(make, name=f"{KEY}={name}", timeout_seconds=config.reward.timeout_seconds)
+
+
+def prepare_environment(config: Config) -> None:
+    """Imports the environment and plays one step of one sample, with the first prompt of the data and the answer "42".
+
+    Raises:
+        ValueError: a class that cannot be imported, a call that raises, is late or returns something else than it should, or an observation
+            that the chat template refuses.
+    """
+    if not draws(config) or config.rollout.environment is None:
+        return
+    own = evaluation_config(config)
+    _play_once(config)
+    if own is not None and own.data.path != config.data.path:
+        _play_once(own)
+
+
+def _play_once(config: Config) -> None:
+    from ztk.data import ByteTokenizer, SubwordTokenizer
+    from ztk.rl.align.turns import Turns, tools_of
+    from ztk.rl.rollout.environments import EnvironmentFault, Episode, columns_of, prompt_of
+
+    environments = open_environments(config)
+    assert environments is not None, "the configuration names one"
+    text, record, is_chat = first_prompt(config)
+    tools = tools_of(record) if is_chat else None
+    episode = Episode(number=0, record=record, said=prompt_of(text, record=record, is_chat=is_chat), tools=tools)
+    try:
+        environments.reset([episode], columns=[columns_of(record)])
+        [step] = environments.step([episode], answers=[_ANSWER])
+    except EnvironmentFault as error:
+        raise ValueError(f"called once before the run starts: {error}") from None
+    tokenizer = SubwordTokenizer.open(str(config.data.tokenizer)) if has_tokenizer(config) else ByteTokenizer()
+    turns = Turns(
+        tokenizer=tokenizer, by_template=config.data.chat_template is ChatTemplateName.tokenizer, ends=[tokenizer.end]
+    )
+    turns.begin(episode.said, tools=tools)
+    if step.observation is not None:
+        turns.between(episode.said, observed=step.observation, tools=tools)

@@ -1,0 +1,85 @@
+"""The next rollout, drawn on a thread while the run updates on the one before."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ztk.rl.rollout.buffer import Buffer, GatherObjects, Samples
+from ztk.rl.rollout.environments import Episode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """Samples of a rollout, without rewards. episodes: of each, with an environment."""
+
+    samples: Samples
+    episodes: Sequence[Episode] = ()
+
+
+class Ahead:
+    """Holds one rollout that is being drawn, or was drawn and is not replaced yet.
+
+    The thread makes no collective calls and reads a copy of the weights, so that its answers do not depend on what the run does meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._drawn: Drawn | None = None
+        self._error: BaseException | None = None
+
+    def start(self, draw: Callable[[], Drawn] | None) -> None:
+        """Begins the next rollout in place of the one that is held, or leaves the place empty."""
+        self.wait()
+        self._drawn = None
+        if draw is None:
+            return
+
+        def run() -> None:
+            try:
+                self._drawn = draw()
+            except BaseException as error:  # noqa: BLE001 - raised again by `check`
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="ztk-ahead", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> Drawn | None:
+        """The rollout that is held, when it is complete, or None. Raises the exception of its thread."""
+        if self._thread is not None:
+            self._thread.join()
+        self.check()
+        return self._drawn
+
+    def check(self) -> None:
+        """Raises the exception of the thread, if there is one yet."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def state_dict(self, *, gather: GatherObjects, updates: int) -> dict[str, Any] | None:
+        """The complete rollout as a JSON value, the same on all ranks, or None. updates: optimizer steps of a rollout. A collective call."""
+        drawn = self.wait()
+        if drawn is None:
+            return None
+        held = Buffer(updates=updates)
+        held.fill(drawn.samples)
+        return {
+            "samples": held.state_dict(gather=gather),
+            "episodes": gather([episode.to_json() for episode in drawn.episodes]),
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any] | None, *, updates: int, per_update: int, rank: int, world_size: int
+    ) -> None:
+        """Holds the rollout of a checkpoint, on any number of ranks. Raises ValueError as `Buffer.load_state_dict` does."""
+        self._drawn = None
+        if state is None:
+            return
+        held = Buffer(updates=updates)
+        held.load_state_dict(state["samples"], per_update=per_update, rank=rank, world_size=world_size)
+        assert held.samples is not None, "it is not used up"
+        episodes = {one["number"]: Episode.from_json(one) for part in state["episodes"] for one in part}
+        numbers = held.samples.numbers.tolist() if episodes else []
+        self._drawn = Drawn(samples=held.samples, episodes=[episodes[number] for number in numbers])

@@ -1,0 +1,234 @@
+"""Environments of users, which answer a policy's turns: an instance per sample, called under guard.
+
+class Environment:
+    def reset(self, prompt, **columns): ...  # the first prompt, a text or messages; None: the prompt of the data
+    def step(self, answer): ...  # -> observation, reward, done
+
+Either may be `async def`: the calls of all samples are awaited together. Others are called one after another.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self
+
+from ztk.rl.align.turns import Said
+from ztk.rl.rollout.calls import CallFailed, asked, await_in_time, call_in_time, is_async, result_in_time, submit
+from ztk.rl.rollout.rewards import OWN_FIELDS, RewardError
+
+_RETURNS = "return observation, reward, done"
+
+
+class EnvironmentFault(RewardError):
+    """An environment failed. The text names the sample, the turn and the user's exception."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """observation: a text or messages, or None at the end of an episode. reward: None if the turn has none."""
+
+    observation: Said | None
+    reward: float | None
+    done: bool
+
+
+@dataclass(kw_only=True, slots=True)
+class Episode:
+    """The conversation of one sample with its environment.
+
+    number: of the sample. record: the line of the data. tools: offered by the chat template. said: the conversation so far, a text or messages.
+    prompt: how much of `said` is the prompt, in characters or messages. outcome: done, max_turns or max_tokens; "" until the end.
+    """
+
+    number: int
+    record: Mapping[str, Any]
+    said: Said
+    tools: Sequence[Any] | None = None
+    environment: Any = None
+    prompt: int = 0
+    rewards: list[float | None] = field(default_factory=list)
+    outcome: str = ""
+
+    @property
+    def turns(self) -> int:
+        """Steps so far."""
+        return len(self.rewards)
+
+    @property
+    def reward(self) -> float:
+        """The sum of the steps' rewards; NaN if no step had one."""
+        found = [reward for reward in self.rewards if reward is not None]
+        return math.fsum(found) if found else math.nan
+
+    @property
+    def asked(self) -> Said:
+        """The prompt."""
+        return self.said[: self.prompt]
+
+    @property
+    def answered(self) -> Said:
+        """All that follows the prompt."""
+        return self.said[self.prompt :]
+
+    def to_json(self) -> dict[str, Any]:
+        """The conversation, its rewards and its end, without environment and record."""
+        return {name: getattr(self, name) for name in ("number", "said", "prompt", "rewards", "outcome")}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """What `to_json` gave."""
+        return cls(record={}, **values)
+
+    def extend(self, answer: str, *, observed: Said | None = None) -> None:
+        """Adds a turn of the policy, and what followed it."""
+        if isinstance(self.said, str):
+            self.said += answer + (observed or "")
+        else:
+            self.said = [*self.said, {"role": "assistant", "content": answer}, *(observed or [])]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    """A call without arguments. answer: of a step, in errors."""
+
+    episode: Episode
+    method: str
+    function: Callable[[], Any]
+    answer: str | None = None
+
+
+class Environments:
+    """Makes environments and calls them for many samples at once. make: a class without required arguments. name: in errors."""
+
+    def __init__(self, make: Callable[[], Any], *, name: str, timeout_seconds: float) -> None:
+        """timeout_seconds: the longest time of one call."""
+        self._make, self._name, self._seconds = make, name, timeout_seconds
+
+    def reset(self, episodes: Sequence[Episode], *, columns: Sequence[Mapping[str, Any]]) -> None:
+        """Makes an environment per episode, and replaces `said` by what its `reset` returns. columns: fields of each record.
+
+        Raises:
+            EnvironmentFault: an environment raised, was late, or returned something else than a text, messages or None.
+        """
+        for episode in episodes:
+            episode.environment = self._made(episode)
+        calls = []
+        for episode, own in zip(episodes, columns, strict=True):
+            function = episode.environment.reset
+            given = asked(function, given={**own, "prompt": deepcopy(episode.said)})
+            calls.append(_Call(episode=episode, method="reset", function=partial(function, **given)))
+        found = self._called(calls)
+        for episode, value in zip(episodes, found, strict=True):
+            if value is not None:
+                episode.said = self._said(value, episode=episode, method="reset", as_prompt=True)
+            episode.prompt = len(episode.said)
+
+    def step(self, episodes: Sequence[Episode], *, answers: Sequence[str]) -> list[Step]:
+        """The result of each environment for its answer, whose reward is added to its episode.
+
+        Raises:
+            EnvironmentFault: as `reset`, or a step returned something else than an observation, a finite reward or None, and a bool.
+        """
+        calls = [
+            _Call(episode=episode, method="step", function=partial(episode.environment.step, answer), answer=answer)
+            for episode, answer in zip(episodes, answers, strict=True)
+        ]
+        found = self._called(calls)
+        steps = [self._checked(value, episode=episode) for value, episode in zip(found, episodes, strict=True)]
+        for episode, step in zip(episodes, steps, strict=True):
+            episode.rewards.append(step.reward)
+        return steps
+
+    def _made(self, episode: Episode) -> Any:
+        made = self._in_time(_Call(episode=episode, method="its class", function=self._make))
+        for method in ("reset", "step"):
+            if not callable(getattr(made, method, None)):
+                raise EnvironmentFault(f"{self._name} has no method {method}: write reset(prompt) and step(answer)")
+        return made
+
+    def _called(self, calls: Sequence[_Call]) -> list[Any]:
+        """The values of coroutines, which are awaited together, or of plain methods, one after another."""
+        if not calls or not is_async(calls[0].function):
+            return [self._in_time(call) for call in calls]
+        try:
+            return result_in_time(submit(self._together(calls)), seconds=self._seconds)
+        except CallFailed as failed:
+            raise self._fault(calls[0], failed=failed) from None
+
+    def _in_time(self, call: _Call) -> Any:
+        try:
+            return call_in_time(call.function, arguments={}, seconds=self._seconds)
+        except CallFailed as failed:
+            raise self._fault(call, failed=failed) from failed.error
+
+    async def _together(self, calls: Sequence[_Call]) -> list[Any]:
+        async def one(call: _Call) -> Any:
+            try:
+                return await await_in_time(call.function, arguments={}, seconds=self._seconds)
+            except CallFailed as failed:
+                raise self._fault(call, failed=failed) from failed.error
+
+        return await asyncio.gather(*map(one, calls))
+
+    def _fault(self, call: _Call, *, failed: CallFailed) -> EnvironmentFault:
+        where = _where(call.episode) if call.answer is None else f"{_where(call.episode)}, answer {call.answer!r}"
+        if failed.error is not None:
+            kind = type(failed.error).__name__
+            return EnvironmentFault(f"{self._name}: {call.method} raised {kind}: {failed.error}, {where}")
+        return EnvironmentFault(
+            f"{self._name}: {call.method} did not return within reward.timeout_seconds={self._seconds:g}, {where}: make it faster, or raise "
+            "reward.timeout_seconds"
+        )
+
+    def _checked(self, value: Any, *, episode: Episode) -> Step:
+        said = f"{self._name}: step returned {value!r}, {_where(episode)}"
+        if not isinstance(value, tuple | list) or len(value) != 3:
+            raise EnvironmentFault(f"{said}: {_RETURNS}")
+        observation, reward, done = value
+        try:
+            number = None if reward is None else float(reward)
+        except (TypeError, ValueError):
+            raise EnvironmentFault(f"{said}: the reward must be a number or None") from None
+        if number is not None and not math.isfinite(number):
+            raise EnvironmentFault(f"{said}: the reward must be finite, or None")
+        if done:
+            return Step(observation=None, reward=number, done=True)
+        return Step(observation=self._said(observation, episode=episode, method="step"), reward=number, done=False)
+
+    def _said(self, value: Any, *, episode: Episode, method: str, as_prompt: bool = False) -> Said:
+        """A text or messages, as the conversation is. A text is the message of a user in a conversation of messages."""
+        said = f"{self._name}: {method} returned {value!r}, {_where(episode)}"
+        is_text = isinstance(episode.said, str)
+        if isinstance(value, str) and value:
+            return value if is_text else [{"role": "user", "content": value}]
+        if not isinstance(value, list) or not value or not all(_is_message(entry) for entry in value):
+            fix = (
+                "the prompt as text or messages, or None"
+                if as_prompt
+                else "an observation as text or messages, or done=True"
+            )
+            raise EnvironmentFault(f"{said}: return {fix}")
+        if is_text and not as_prompt:
+            raise EnvironmentFault(f"{said}: the prompt is a text, so return a text, or write prompts as messages")
+        return value
+
+
+def prompt_of(text: str, *, record: Mapping[str, Any], is_chat: bool) -> Said:
+    """The prompt as `reset` gets it: the text that the policy sees, or the messages of the record."""
+    return record["prompt"] if is_chat else text  # which `read_prompts` writes into every record of messages
+
+
+def columns_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a record that are not the conversation itself."""
+    return {name: value for name, value in record.items() if name not in OWN_FIELDS}
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str)
+
+
+def _where(episode: Episode) -> str:
+    return f"sample {episode.number}, turn {episode.turns + 1}, record {dict(episode.record)!r}"
