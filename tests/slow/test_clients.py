@@ -9,6 +9,7 @@ import pydantic
 import pytest
 
 from tests.hf.small import save_model
+from tests.serve.test_field_table import FIELDS, IGNORED, VLLM
 from tests.serve.test_server import Chatting, start
 from tests.slow.harness import ANSWER, CHOICE, ROLLING, evaluated, write_tasks
 from ztk.serve.models import open_model
@@ -23,6 +24,8 @@ DOCUMENTS = [
 ]
 # Two fp32 computations of log p of 7 tokens at most, by transformers and by ztk; see PER_TOKEN in tests/inference/test_scoring.py.
 ABSOLUTE = 1e-4
+# Fields that vLLM declares and ignores: `user`, and those of its routes that render prompts alone.
+UNUSED = ("user", "mm_payload", "return_mm_kwargs", "return_token_offsets")
 
 
 class Knowing(Chatting):
@@ -147,6 +150,23 @@ def test_the_harness_has_the_engine_itself(folder, tasks, expected):
 
     arguments = {"model": str(folder), "max_length": 40}
     same(evaluated("ztk", arguments=arguments, tasks=[CHOICE, ROLLING, ANSWER], folder=tasks), expected)
+
+
+def test_the_field_table_has_the_fields_of_vllm():
+    """Of its classes of that version: all that they declare, and no others act."""
+    vllm = pytest.importorskip("vllm", reason="vLLM is not installed, nor its files on the path")
+    if vllm.__version__ != VLLM:
+        pytest.skip(f"vLLM is {vllm.__version__}, and the table is of {VLLM}")
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    chat, plain = (kind.model_fields for kind in (ChatCompletionRequest, CompletionRequest))
+    listed = {name.split()[0] for name, *_ in FIELDS}
+    assert {*chat, *plain} - listed == {"model", "messages", "prompt"}
+    for name, _, column, _ in FIELDS:
+        field, *route = name.split()
+        is_declared = field in (plain if route else chat)
+        assert is_declared == (column != IGNORED) or (is_declared and field in UNUSED), name
 
 
 @pytest.mark.parametrize(
