@@ -12,6 +12,7 @@ from tests.inference.models import save_letters
 from tests.serve.test_server import Chatting, start
 from ztk.inference import SamplingParams
 from ztk.serve.bodies import read_body
+from ztk.serve.call_pieces import with_pieces
 from ztk.serve.messages import ChatOptions, read_options
 from ztk.serve.models import _Pretrained
 from ztk.serve.tools import CallStream, Format, call_structure, format_of, read_tools, told
@@ -39,15 +40,17 @@ def running():
     found.stop()
 
 
-def found_in(text, *, format, asked=ASKED, seed=0):
+def found_in(text, *, format, asked=ASKED, seed=0, in_pieces=False):
     """Content and calls, from pieces of random lengths."""
-    stream, chance, content, calls = CallStream(format, tools=asked), random.Random(seed), "", []
+    stream, chance = CallStream(format, tools=asked, in_pieces=in_pieces), random.Random(seed)
+    content, pieces = "", []
     while text:
         size = chance.randint(1, 6)
         own, more = stream.push(text[:size])
-        content, calls, text = content + own, calls + more, text[size:]
+        content, pieces, text = content + own, pieces + more, text[size:]
     own, more = stream.finish()
-    return content + own, [(call.name, json.loads(call.arguments)) for call in calls + more]
+    calls = with_pieces([], pieces=pieces + more)
+    return content + own, [(call.name, json.loads(call.arguments)) for call in calls]
 
 
 ROME, OSLO = ("weather", {"city": "Rome"}), ("weather", {"city": "Oslo"})
@@ -75,13 +78,52 @@ TWO = '{"name": "weather", "arguments": {"city": "Oslo"}}'
     ],
 )
 def test_calls_are_found_in_pieces(format, text, content, calls, seed):
-    assert found_in(text, format=Format(format), seed=seed) == (content, calls)
+    for in_pieces in (False, True):
+        assert found_in(text, format=Format(format), seed=seed, in_pieces=in_pieces) == (content, calls)
 
 
-def test_one_call_alone_is_kept_where_several_are_not_wanted():
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_one_call_alone_is_kept_where_several_are_not_wanted(in_pieces):
     asked = read_tools({"tools": TOOLS, "parallel_tool_calls": False})
+    options = {"asked": asked, "in_pieces": in_pieces}
     text = f"<tool_call>{ONE}</tool_call><tool_call>{TWO}</tool_call>"
-    assert found_in(text, format=Format.hermes, asked=asked) == ("", [ROME])
+    assert found_in(text, format=Format.hermes, **options) == ("", [ROME])
+    assert found_in(f"[TOOL_CALLS] [{ONE}, {TWO}]", format=Format.mistral, **options) == ("", [ROME])
+
+
+HARD = '{"city": "a \\"}{\\\\", "more": [{"x": "]"}, "\\u007d"]}'
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("hermes", f'<tool_call>\n{{"name": "weather", "arguments": {HARD}}}\n</tool_call>'),
+        ("llama3", f'{{"name": "weather", "parameters": {HARD}}}'),
+        ("llama3", f'<|python_tag|>{{"name": "weather", "parameters": {HARD}, "x": {{}}}}'),
+        ("mistral", f'[TOOL_CALLS] [{{"name": "weather", "arguments": {HARD}}}]'),
+        ("mistral", f"[TOOL_CALLS]weather[ARGS]{HARD}"),
+    ],
+)
+def test_a_stream_has_the_name_first_and_then_the_arguments_as_they_are_written(format, text):
+    stream, found = CallStream(Format(format), tools=ASKED, in_pieces=True), []
+    for place, letter in enumerate(text):
+        content, pieces = stream.push(letter)
+        assert not content.strip()
+        found += [(place, piece) for piece in pieces]
+    assert stream.finish() == ("", [])
+    (at, first), *others = found
+    assert (first.name, first.arguments) == ("weather", "") and first.id.startswith("call_")
+    assert text.startswith(HARD, at) and len(others) == len(HARD)  # a piece for each letter
+    assert "".join(piece.arguments for _, piece in others) == HARD and json.loads(HARD)
+    assert all(piece.name is None and piece.id is None for _, piece in others)
+
+
+def test_a_call_that_is_cut_off_keeps_what_was_streamed():
+    stream = CallStream(Format.hermes, tools=ASKED, in_pieces=True)
+    content, pieces = stream.push('Hm <tool_call>{"name": "weather", "arguments": {"city": "Ro')
+    assert content == "Hm " and stream.finish() == ("", [])
+    [call] = with_pieces([], pieces=pieces)
+    assert (call.name, call.arguments) == ("weather", '{"city": "Ro')
 
 
 def test_a_template_names_its_format():
@@ -135,8 +177,11 @@ def test_a_call_that_must_be_made_is_made(running, choice, stream):
     asked |= {"parallel_tool_calls": False, "temperature": 0.7}
     if stream:
         chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
-        calls = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
-        assert [call.index for call in calls] == [0]
+        pieces = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+        assert {piece.index for piece in pieces} == {0} and pieces[0].function.arguments == ""
+        assert len(pieces) > 3 and [piece.id for piece in pieces[1:]] == [None] * (len(pieces) - 1)
+        pieces[0].function.arguments = "".join(piece.function.arguments for piece in pieces)
+        calls = pieces[:1]
         reason, content = chunks[-1].finish_reason, "".join(chunk.delta.content or "" for chunk in chunks)
     else:
         found = client.chat.completions.create(**asked).choices[0]

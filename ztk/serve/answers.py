@@ -1,15 +1,17 @@
 """Answers in OpenAI's shapes: complete, and as chunks of a stream."""
 
 import functools
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ztk.inference import Output, PromptLogprob
 from ztk.serve.bodies import Asked
+from ztk.serve.call_pieces import Call, CallPiece, with_pieces
 from ztk.serve.models import Tokenizer
 from ztk.serve.pieces import token_name
 from ztk.serve.text import TextStream
-from ztk.serve.tools import MARKS, Call, CallStream, Format
+from ztk.serve.tools import MARKS, CallStream, Format
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +76,8 @@ class Answer:
             shows_stop=asked.shows_stop,
             first_stop=asked.sampling.min_tokens,
         )
-        self._found = None if asked.tools is None else CallStream(format, tools=asked.tools)
+        tools, in_pieces = asked.tools, asked.stream
+        self._found = None if tools is None else CallStream(format, tools=tools, in_pieces=in_pieces)
         self._calls: list[Call] = []
         self._pieces: list[str] = []
         self._drawn: list[tuple[Output, int]] = []  # with the place in the text where the token begins
@@ -118,18 +121,19 @@ class Answer:
             piece += self._text.finish()
         self.finish_reason = "stop" if self._text.stopped else output.finish_reason
         piece, calls = self._split(piece)
+        first = len(self._calls)
         self._pieces.append(piece)
-        self._calls += calls
+        self._calls = with_pieces(self._calls, pieces=calls)
         if self.finish_reason == "stop" and self._calls and not self._is_named:
             self.finish_reason = "tool_calls"
         self._drawn.append((output, place))
         needs_tokens = self._asked.with_logprobs or self._asked.with_ids
         if not piece and not calls and not self.ended and not needs_tokens:
             return before
-        return [*before, self._piece(piece, drawn=self._drawn[-1:], calls=calls)]
+        return [*before, self._piece(piece, drawn=self._drawn[-1:], calls=calls, first=first)]
 
-    def _split(self, piece: str) -> tuple[str, list[Call]]:
-        """Text and calls of one more piece."""
+    def _split(self, piece: str) -> tuple[str, list[CallPiece]]:
+        """Text and pieces of calls of one more piece."""
         if self._found is None:
             return piece, []
         text, calls = self._found.push(piece)
@@ -206,8 +210,15 @@ class Answer:
         return last["content"] if last["role"] == "assistant" else ""
 
     def _piece(
-        self, text: str, *, drawn: list[tuple[Output, int]], with_prompt: bool = False, calls: Sequence[Call] = ()
+        self,
+        text: str,
+        *,
+        drawn: list[tuple[Output, int]],
+        with_prompt: bool = False,
+        calls: Sequence[CallPiece] = (),
+        first: int = 0,
     ) -> dict:
+        """A chunk of a stream. first: number of the call that begins next."""
         is_written = self._asked.with_logprobs and (drawn or with_prompt)
         written = self._written(drawn, with_prompt=with_prompt) if is_written else None
         choice: dict = {"index": self._index, "finish_reason": self.finish_reason, "logprobs": written}
@@ -216,8 +227,8 @@ class Answer:
             return self._chunk(choice | {"text": text} | (self.of_prompt() if len(self._drawn) == 1 else {}))
         delta: dict = {"content": text}
         if calls:
-            first = len(self._calls) - len(calls)
-            delta["tool_calls"] = [{"index": first + place} | call.written() for place, call in enumerate(calls)]
+            begins = itertools.accumulate((call.id is not None for call in calls), initial=first - 1)
+            delta["tool_calls"] = [call.written(index=at) for call, at in zip(calls, [*begins][1:], strict=True)]
         return self._chunk(choice | {"delta": delta})
 
     def _chunk(self, choice: dict) -> dict:

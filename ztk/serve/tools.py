@@ -4,17 +4,18 @@ A format is how a family of models writes calls: hermes (also Qwen's), llama3 or
 """
 
 import json
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ztk.core.policies.inference import ToolFormat as Format
+from ztk.serve.call_pieces import CallPiece, Scan, begun
 from ztk.serve.structured import JSON_OPTIONS, Structure, check_size
 from ztk.serve.values import BadRequest, flag, shown
 
 _TOOLS, _NAME = 128, 64  # of a request; characters of a name
 _CALLS = 16  # of one answer that a grammar writes
+_MANY = 1 << 16  # calls of an answer, more than it has tokens for
 
 
 MARKS = {Format.hermes: "<tool_call>", Format.llama3: "<|python_tag|>", Format.mistral: "[TOOL_CALLS]"}
@@ -32,19 +33,6 @@ class Tools:
     named: str | None = None
     required: bool = False
     several: bool = True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """One call in an answer. arguments: a JSON object as text."""
-
-    id: str
-    name: str
-    arguments: str
-
-    def written(self) -> dict[str, Any]:
-        """In OpenAI's form."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 def read_tools(body: dict) -> Tools | None:
@@ -183,16 +171,20 @@ def _lark(text: str) -> Structure:
 
 
 class CallStream:
-    """Finds calls in a text that comes piece by piece. Text that may be the beginning of a call waits until that is decided; a call comes
-    when it is complete."""
+    """Finds calls in a text that comes piece by piece. Text that may be the beginning of a call waits until that is decided.
 
-    def __init__(self, format: Format, *, tools: Tools) -> None:
-        self._format, self._tools, self._mark = format, tools, MARKS[format]
+    in_pieces: a call begins when its name is there, and its arguments follow as they are written; otherwise it comes when it is complete.
+    """
+
+    def __init__(self, format: Format, *, tools: Tools, in_pieces: bool = False) -> None:
+        self._format, self._mark, self._in_pieces = format, MARKS[format], in_pieces
+        self._most = _MANY if tools.several else 1
         self._waiting, self._is_call, self._has_text, self._is_after = "", False, False, False
+        self._scan = self._new_scan()
         self.count = 0
 
-    def push(self, piece: str) -> tuple[str, list[Call]]:
-        """Text and calls that are certain after one more piece."""
+    def push(self, piece: str) -> tuple[str, list[CallPiece]]:
+        """Text and pieces of calls that are certain after one more piece of text."""
         self._waiting += piece
         text, calls = "", []
         while self._waiting:
@@ -204,19 +196,38 @@ class CallStream:
                 self._is_call = True
             inside, end, rest = self._waiting.partition(_END)
             if self._format != Format.hermes or not end:
+                calls += self._followed(self._waiting)
                 break
-            own = self._calls(inside)
-            text += "" if own else inside + end
+            own, has_calls = self._completed(inside)
+            text += "" if has_calls else inside + end
             calls += own
-            self._waiting, self._is_call, self._is_after = rest, False, bool(own)
+            self._waiting, self._is_call, self._is_after = rest, False, has_calls
         self._has_text |= bool(text.strip())
-        return text, self._counted(calls)
+        return text, calls
 
-    def finish(self) -> tuple[str, list[Call]]:
+    def finish(self) -> tuple[str, list[CallPiece]]:
         """The pending text, at the end of the answer."""
         rest, self._waiting = self._waiting, ""
-        calls = self._counted(self._calls(rest)) if self._is_call else []
-        return "" if calls else rest, calls
+        pieces, has_calls = self._completed(rest) if self._is_call else ([], False)
+        return "" if has_calls else rest, pieces
+
+    def _followed(self, region: str) -> list[CallPiece]:
+        """New pieces of a text that begins with a mark or an object and goes on."""
+        if not self._in_pieces:
+            return []
+        return self._scan.push(region, most=self._most - self.count)
+
+    def _completed(self, region: str) -> tuple[list[CallPiece], bool]:
+        """The last pieces of such a text, and whether it has calls. Calls that did not come in pieces come in one."""
+        pieces = self._followed(region)
+        followed, self._scan = self._scan.count, self._new_scan()
+        found = self._calls(region)
+        left = max(0, self._most - self.count - followed)
+        self.count += max(followed, len(found))
+        return [*pieces, *found[followed:][:left]], bool(found or followed)
+
+    def _new_scan(self) -> Scan:
+        return Scan(mark=self._mark, has_names=self._format == Format.mistral)
 
     def _begun(self) -> tuple[str, bool]:
         """Text before a call, and whether one begins; `_waiting` is then from there on, its mark included."""
@@ -242,13 +253,7 @@ class CallStream:
         before, self._waiting = self._waiting[:cut], self._waiting[cut:]
         return before, False
 
-    def _counted(self, calls: list[Call]) -> list[Call]:
-        if not self._tools.several:
-            calls = calls[: max(0, 1 - self.count)]
-        self.count += len(calls)
-        return calls
-
-    def _calls(self, region: str) -> list[Call]:
+    def _calls(self, region: str) -> list[CallPiece]:
         """The calls in a text that begins with a mark or an object; none where it has another form."""
         text = region.replace(self._mark, "", 1).strip() if region.startswith(self._mark) else region.strip()
         key, found, reader = _ARGUMENTS[self._format], [], json.JSONDecoder()
@@ -267,10 +272,10 @@ class CallStream:
         return found
 
 
-def _call(value: dict[str, Any], *, key: str) -> Call:
+def _call(value: dict[str, Any], *, key: str) -> CallPiece:
     """Raises KeyError or TypeError for another object."""
     name, arguments = value["name"], value.get(key, value.get("arguments", value.get("parameters", {})))
     if not isinstance(name, str) or not name:
         raise TypeError(name)
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return Call(id=f"call_{uuid.uuid4().hex[:24]}", name=name, arguments=text)
+    return begun(name, arguments=text)
