@@ -164,11 +164,11 @@ def test_an_interrupted_rollout_run_is_saved_without_an_evaluation(monkeypatch):
     interrupts = SimpleNamespace(are_pending=lambda: True, stop=stop)
     monkeypatch.setattr(loop, "open_interrupts", lambda config, process: nullcontext(interrupts))
     monkeypatch.setattr(loop, "Savers", lambda run: nullcontext(savers))
-    monkeypatch.setattr(loop, "Texts", lambda run, first_step: None)
+    monkeypatch.setattr(loop, "Texts", lambda run, first_step: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(loop, "seed_dropout", lambda config, **given: None)
     monkeypatch.setattr(loop, "open_evaluation_prompts", lambda config, prompts: prompts)
     monkeypatch.setattr(loop, "evaluate_prompts", no_evaluation)
-    run: Any = SimpleNamespace(config=config, prompts=1, process=None, metrics={}, best=Best(config))
+    run: Any = SimpleNamespace(config=config, prompts=1, process=None, metrics={}, best=Best(config), ahead=None)
     run.actor, run.buffer = SimpleNamespace(global_steps=0), SimpleNamespace(is_used_up=False, position=0)
     run.actor.read_metrics = dict
     reporter: Any = SimpleNamespace(aside=nullcontext, step=lambda **given: None, past=dict)
