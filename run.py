@@ -1,4 +1,4 @@
-"""Compose a run from the groups in `conf/` and go, as in `python run.py zero=stage3 offload=nvme`; see `--help`."""
+"""Composes a run from the groups in `conf/` and starts it, as in `python run.py zero=stage3 offload=nvme`; see `--help`."""
 
 import sys
 

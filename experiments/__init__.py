@@ -2,5 +2,5 @@
 
 import pkgutil
 
-# With an installed ztk, programs of your own may lie in an `experiments/` folder, too.
+# With an installed ztk, your own programs may also be in a folder `experiments/`.
 __path__ = pkgutil.extend_path(__path__, __name__)

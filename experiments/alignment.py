@@ -1,4 +1,4 @@
-"""The parts of `task=sft`, `task=reward`, `task=dpo` and `task=distill` that are the same: steps, evaluation, checkpoints."""
+"""The common parts of `task=sft`, `task=reward`, `task=dpo` and `task=distill`: steps, evaluation, checkpoints."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,14 +20,15 @@ from ztk.nn.lora import is_adapter
 from ztk.report import Reporter
 from ztk.train.engine import Engine
 
-BODY = ("embedding.*", "blocks.*", "norm.*")  # of ztk's decoder: all but the output layer
+BODY = ("embedding.*", "blocks.*", "norm.*")  # all parameters of ztk's decoder except the output layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What a step's forwards found on this rank. loss: the mean over its micro-batches, of which the mean over ranks is the step's loss.
+    """The results of a step's forwards on this rank.
 
-    sums: over its examples, scalars, of what is shown as the mean over all examples.
+    loss: mean over its micro-batches; the mean over ranks is the step's loss. sums: scalars summed over its examples, shown as means over
+    all examples.
     """
 
     loss: Tensor
@@ -35,22 +36,22 @@ class Measured:
 
 
 class Steps(Protocol):
-    """This rank's steps of a run, one after another."""
+    """This rank's steps of a run, in order."""
 
     def next_step(self) -> Step: ...
 
     def state_dict(self) -> dict[str, object]:
-        """The position, the same on all ranks."""
+        """Returns the position, the same on all ranks."""
 
 
 def open_stream(config: Config, *, process: Process) -> ExampleStream:
-    """Raises ValueError for a record that is none."""
+    """Opens the example stream. Raises ValueError for an invalid record."""
     share = share_of(config, process=process)
     return ExampleStream(Examples(config, process=process), config=config, share=share)
 
 
 def start_from(config: Config, *, engine: Engine, body_only: bool = False) -> None:
-    """Sets the parameters from `warm_start.path`, if there is one. body_only: the output layer stays. A collective call.
+    """Loads the parameters of `warm_start.path`, if set. A collective call. body_only: keeps the output layer.
 
     Raises CheckpointError.
     """
@@ -60,8 +61,9 @@ def start_from(config: Config, *, engine: Engine, body_only: bool = False) -> No
 
 
 def load_weights(config: Config, *, engine: Engine, path: str, only: Sequence[str] | None = None) -> None:
-    """Sets the parameters from the run in `path`, which may be without adapters where this one has new ones. only: shell patterns of their
-    names. A collective call.
+    """Loads parameters from the run in `path`, which may lack adapters that are new in this run. A collective call.
+
+    only: shell patterns of the parameters' names.
 
     Raises CheckpointError.
     """
@@ -77,7 +79,7 @@ def load_weights(config: Config, *, engine: Engine, path: str, only: Sequence[st
 
 
 def _body_of(module: nn.Module) -> tuple[str, ...]:
-    """Patterns of the names of all parameters but the output layer's, which models of transformers have under one name."""
+    """Returns patterns for all parameters except the output layer's, which has the same name in all transformers models."""
     prefix = getattr(module, "base_model_prefix", None)
     return BODY if prefix is None else (f"{prefix}.*",)
 
@@ -85,7 +87,7 @@ def _body_of(module: nn.Module) -> tuple[str, ...]:
 def resume(
     config: Config, *, engine: Engine, stream: ExampleStream
 ) -> tuple[dict[str, Any], checkpoint.LoadReport | None]:
-    """Restores engine and stream from `checkpoint.resume`; returns what the reporter needs to continue its record, and what was loaded."""
+    """Restores engine and stream from `checkpoint.resume`. Returns the reporter's state and the load report."""
     loaded = load_past(config, engine=engine)
     if loaded is None:
         return {}, None
@@ -106,10 +108,10 @@ def train(
     best: Best,
     state: Callable[[], Mapping[str, Any]] = dict,
 ) -> None:
-    """Optimizer steps up to `train.steps`, with evaluations and checkpoints between them, or until `train.patience` ends the run.
+    """Runs optimizer steps up to `train.steps`, with evaluations and checkpoints, or until `train.patience` ends the run.
 
-    state: what a checkpoint holds beside the position of the stream. Raises Interrupted after the step in which a signal arrived; that step
-    is saved, unless the run saves nothing.
+    state: returns the content of a checkpoint in addition to the position of the stream. Raises Interrupted after the step in which a
+    signal arrived; that step is saved, unless the run saves nothing.
     """
     settings = config.train
     with open_interrupts(config, process=engine.process) as interrupts, open_saver(config, engine=engine) as saver:
@@ -147,7 +149,7 @@ def train(
 
 
 def means(sums: Mapping[str, Tensor], *, step: Step, engine: Engine) -> dict[str, float]:
-    """The means over all ranks' examples. A collective call."""
+    """Returns the means over all ranks' examples. A collective call."""
     if not sums:
         return {}
     own = torch.stack([value.detach().double() for value in sums.values()])
@@ -158,11 +160,11 @@ def means(sums: Mapping[str, Tensor], *, step: Step, engine: Engine) -> dict[str
 def train_pairs(
     engine: Engine, *, step: Step, forward: Callable[[Step, int], tuple[Tensor, dict[str, Tensor]]]
 ) -> Measured:
-    """One optimizer step. forward(step, micro-batch) -> this micro-batch's part of the step's loss, and sums over its pairs."""
+    """Runs one optimizer step. forward(step, micro-batch) -> this micro-batch's part of the step's loss, and sums over its pairs."""
     losses, sums = [], []
     for index, batch in enumerate(step.micro_batches):
         loss, found = forward(step, index)
-        loss = loss * (0 if batch.is_filler else step.parts)  # the engine divides by as much
+        loss = loss * (0 if batch.is_filler else step.parts)  # compensates for the engine's division
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())
@@ -173,7 +175,7 @@ def train_pairs(
 def evaluate_pairs(
     engine: Engine, *, step: Step, forward: Callable[[Step, int], tuple[Tensor, dict[str, Tensor]]]
 ) -> dict[str, float]:
-    """The loss over pairs that are not trained on, as `validation_loss`, and the means of what `forward` sums. A collective call."""
+    """Returns the loss over held-out pairs as `validation_loss`, and the means of the sums of `forward`. A collective call."""
     sums = []
     with engine.evaluating():
         for index, batch in enumerate(step.micro_batches):

@@ -1,4 +1,4 @@
-"""The policy's loss of a micro-batch of answers: over their logits, or over chunks of them where all would be large."""
+"""The policy's loss of a micro-batch of answers, computed from all logits or in chunks if they would be large."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,9 @@ from ztk.train.engine import Engine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerLosses:
-    """loss: the weighted sum over tokens, a scalar. logprobs: of the answers, float32 [S, T] without a gradient. clipped: tokens whose ratio
-    lies outside of the clipping range; entropy: the sum over the answers' tokens, float64; scalars."""
+    """loss: weighted sum over tokens, a scalar. logprobs: of the answers, float32 [S, T] without a gradient. clipped: number of tokens
+    whose ratio is outside the clipping range. entropy: sum over the answers' tokens. The last two are float64 scalars.
+    """
 
     loss: Tensor
     logprobs: Tensor
@@ -32,14 +33,17 @@ def losses_of(
     temperature: float,
     **given: Tensor | None,
 ) -> AnswerLosses:
-    """One forward of the policy over the texts of `batch` in `layout`. given: as `policy_loss` takes, but rows [S, T]; None: there is none."""
+    """Runs one forward of the policy over the texts of `batch` in `layout`.
+
+    given: optional arguments of `policy_loss`, but as rows [S, T].
+    """
     device, length = layout.tokens.device, batch.tokens.shape[1]
     mask = batch.answer_mask
     packing = Packing.of(mask, device=device)
     packed = {name: None if value is None else packing.pack(value) for name, value in given.items()}
     hide = hide_of(batch.kept, mask=mask, device=device)
     large = large_answers(engine, rows=len(batch), length=length)
-    if large is not None and policy.ratio == "token":  # a ratio of sequences is no function of one token
+    if large is not None and policy.ratio == "token":  # a sequence's ratio depends on all of its tokens
         options = {"packing": packing, "length": length, "policy": policy, "temperature": temperature, "hide": hide}
         return _in_chunks(large, layout=layout, mask=mask, **options, **packed)
     logits = answer_logits(engine, layout=layout, mask=mask)
@@ -70,7 +74,10 @@ def _in_chunks(
     hide: Hide | None,
     **packed: Tensor | None,
 ) -> AnswerLosses:
-    """Each token's loss is a function of its own log-probability, so its gradient is known as soon as its chunk's logits are."""
+    """Computes the loss in chunks.
+
+    A token's loss depends only on its own log-probability, so its gradient can be computed with its chunk.
+    """
     places, device = packing.places, packing.places.device
     logprobs = torch.zeros(len(places), device=device)
     clipped, entropy = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
@@ -90,5 +97,5 @@ def _in_chunks(
 
 @torch.no_grad()
 def _entropies(logprobs: Tensor) -> Tensor:
-    """Of log-probabilities, float32 [..., V], in nats: [...]."""
+    """Returns the entropies of log-probabilities, float32 [..., V], in nats: [...]."""
     return -(logprobs.exp() * logprobs).sum(-1)

@@ -1,4 +1,4 @@
-"""What `task=generate`, `task=serve` and `task=eval` share: the engine and the usual sampling of a configuration."""
+"""The common parts of `task=generate`, `task=serve` and `task=eval`: the engine and the default sampling of a configuration."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ from ztk.serve.packing import open_streamed, opened_unread
 from ztk.zero.offload import OffloadPolicy
 
 _HELD_OUT_TOKENS = 2048
-_USUAL_WINDOW = 2048  # tokens that task=eval gives a model at most, where eval.seq_len says nothing
+_USUAL_WINDOW = 2048  # most tokens per sequence in task=eval if eval.seq_len is not set
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +40,9 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answering:
-    """A model that answers. stored: perplexity of `inference.held_out` with the weights as stored, where it was measured before the model was
-    opened, because layers stream."""
+    """An opened model. stored: perplexity of `inference.held_out` with the weights as stored, if layers stream: it must then be measured
+    before the model is opened.
+    """
 
     opened: Opened
     generator: Generator
@@ -50,9 +51,11 @@ class Answering:
 
 @contextmanager
 def answering(config: Config) -> Iterator[Answering | None]:
-    """`open_answering` on the rank that answers. On the others None, when it has answered: ranks that share the model compute until then.
+    """Yields `open_answering` on the rank that answers.
 
-    After an error nobody waits for the others: the launcher ends all ranks.
+    On other ranks that share the model, yields None after the answering rank has finished.
+
+    After an error no rank waits for the others, because the launcher stops all ranks.
 
     Raises:
         ValueError: as `open_answering`.
@@ -71,13 +74,13 @@ def answering(config: Config) -> Iterator[Answering | None]:
         generator = Generator(opened.module, policy=_policy(config), comm=comm, **options)
         if streams_layers(config):
             if config.offload.nvme_path is None:
-                with suppress(OSError):  # another rank's part is still there
+                with suppress(OSError):  # another rank's part still exists
                     os.rmdir(_packed_folder(config))
             if generator.leads:
                 print(generator.plan, flush=True)
         if generator.follows:
             release_module(opened)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rank that answers says when it is done
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the answering rank determines the end
             generator.follow()
             yield None
             return
@@ -86,10 +89,10 @@ def answering(config: Config) -> Iterator[Answering | None]:
 
 
 def open_answering(config: Config) -> tuple[Opened, Generator]:
-    """The model of `inference.model`, and the engine over it, on one rank.
+    """Opens the model of `inference.model` and its engine, on one rank.
 
-    With offload=nvme its packed weights, which are written first where there are none; prints the plan. Without a folder of the user's they
-    have no name afterwards: they end with the process.
+    With offload=nvme it opens packed weights, which it writes first if necessary, and prints the plan. Unless the user names a folder,
+    the files are unlinked and freed with the process.
 
     Raises:
         ValueError: as `open_model`, `pack_model` and `Generator`.
@@ -141,8 +144,10 @@ def _packed_folder(config: Config) -> str:
 
 
 def _streamed_perplexity(config: Config) -> float | None:
-    """Of `inference.held_out` with the layers as stored, read from files in the same memory, which is free again when the model is opened in
-    its own format. None: nothing is to be measured so."""
+    """Returns the perplexity of `inference.held_out` with streamed layers as stored, or None if it is not needed.
+
+    Its memory is freed before the model is opened in its own format.
+    """
     path = config.inference.model
     if config.inference.held_out is None or not streams_layers(config):
         return None
@@ -161,7 +166,7 @@ def _streamed_perplexity(config: Config) -> float | None:
 
 
 def _shared_perplexity(config: Config, *, opened: Opened, comm: Comm) -> float | None:
-    """As `_streamed_perplexity`, of a model that ranks share: all make the call."""
+    """Like `_streamed_perplexity`, for a model that ranks share. A collective call."""
     if config.inference.held_out is None or not streams_layers(config):
         return None
     generator = Generator(opened.module, policy=_as_stored(config, to=_packed_folder(config)), comm=comm)
@@ -181,7 +186,7 @@ def _as_stored(config: Config, *, to: str) -> InferencePolicy:
 
 
 def _held_out(config: Config, *, opened: Opened) -> list[int]:
-    """The tokens of the text. Raises ValueError for fewer than two."""
+    """Returns the tokens of the text. Raises ValueError for fewer than two."""
     name = config.inference.held_out
     text = Path(name).read_text(encoding="utf-8", errors="replace")
     tokens = opened.tokenizer.encode(text)[:_HELD_OUT_TOKENS]
@@ -197,10 +202,10 @@ def _only_packed(config: Config, *, path: object) -> ValueError:
 
 
 def cost_of_weights(config: Config, *, answering: Answering) -> Cost | None:
-    """What `inference.weights` changes on `inference.held_out`, printed; None without such a text.
+    """Returns and prints the effect of `inference.weights` on `inference.held_out`. None without such a text.
 
     Raises:
-        ValueError: the text has fewer than two tokens, or the model is a packed one.
+        ValueError: the text has fewer than two tokens, or the model is packed.
     """
     chosen, opened, stored = config.inference, answering.opened, answering.stored
     if chosen.held_out is None:
@@ -220,7 +225,7 @@ def cost_of_weights(config: Config, *, answering: Answering) -> Cost | None:
 
 
 def release_module(opened: Opened) -> None:
-    """Frees the module's own weights: the engine has copies of the layers, and keeps embeddings and norms."""
+    """Frees the module's own weights. The engine has copies of the layers, and keeps embeddings and norms."""
     if isinstance(opened.module, nn.Module):
         opened.module.to("meta")
 
@@ -238,7 +243,7 @@ def _policy(config: Config) -> InferencePolicy:
         max_step_tokens=chosen.max_step_tokens,
         step_seconds=chosen.step_seconds,
         max_model_len=config.eval.seq_len or _USUAL_WINDOW if config.task.name == "eval" else chosen.max_model_len,
-        lookup_tokens=chosen.lookup_tokens or 0,  # null with task=eval, which draws nothing
+        lookup_tokens=chosen.lookup_tokens or 0,  # null with task=eval, which does not sample
         draft_tokens=chosen.draft_tokens or 0,  # null without a draft model
         weights=_format(config),
         offload=_offload(config),
@@ -268,6 +273,6 @@ def _offload(config: Config) -> OffloadPolicy | None:
 
 
 def usual_sampling(config: Config) -> SamplingParams:
-    """The sampling of `sampling.*`, without stop texts: those are the text's, not the engine's."""
+    """Returns the sampling of `sampling.*`, without stop texts, which are handled outside the engine."""
     given = {name: value for name, value in vars(config.sampling).items() if name != "stop" and value is not None}
     return SamplingParams(**given)

@@ -1,4 +1,4 @@
-"""What a policy answers to prompts that training does not see: the reward of sampled and of greedy answers, and the KL divergence."""
+"""Evaluates a policy on held-out prompts: the reward of sampled and of greedy answers, and the KL divergence."""
 
 import torch
 from torch import Tensor
@@ -18,20 +18,20 @@ LONGEST = 8  # tokens of an answer
 
 
 class Answers:
-    """Of the built-in task, whose rewards are exact. With records of a file there is nothing to measure."""
+    """Answers to the built-in task, whose rewards are exact. There are no measurements for records of a file."""
 
     def __init__(
         self, config: Config, *, engine: Engine, reference: Engine | BaseModel | None, packs: bool = False
     ) -> None:
-        """reference: the engine that the divergence is measured to; None: it is not measured. packs: see `experiments.packing`."""
+        """reference: the engine for the divergence, which is not measured without one. packs: see `experiments.packing`."""
         self._config, self._engine, self._reference, self._packs = config, engine, reference, packs
         process, size = engine.process, config.train.micro_batch_size
-        # In full micro-batches; what is over counts nowhere.
+        # In full micro-batches; a remainder is ignored.
         per_rank = -(-PROMPTS // (process.world_size * size)) * size
         self._numbers = torch.arange(per_rank) * process.world_size + process.rank
 
     def measure(self) -> dict[str, float]:
-        """`reward` of sampled and `greedy_reward` of greedy answers, `kl` in nats per sampled answer. A collective call."""
+        """Returns `reward` of sampled and `greedy_reward` of greedy answers, and `kl` in nats per sampled answer. A collective call."""
         if self._config.data.path is not None:
             return {}
         sampled, greedy = self._drawn(temperature=1.0), self._drawn(temperature=GREEDY)
@@ -71,7 +71,7 @@ class Answers:
         return samples
 
     def _divergence(self, samples: Samples) -> Tensor:
-        """log policy - log reference of every answer, float64 [S]: its mean estimates the KL divergence."""
+        """Returns log policy - log reference of every answer, float64 [S]. Its mean estimates the KL divergence."""
         assert self._reference is not None
         size, device, parts = self._config.train.micro_batch_size, self._engine.process.device, []
         with self._reference.evaluating():
@@ -82,7 +82,7 @@ class Answers:
 
 
 def _text(samples: Samples, *, row: int) -> str:
-    """The text of an answer, without its end."""
+    """Returns the text of an answer, without its end token."""
     first = int(samples.prompt_lengths[row])
     last = first + int(samples.answer_lengths[row]) - int(samples.finished[row])
     return ByteTokenizer().decode(samples.tokens[row, first:last])

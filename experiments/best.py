@@ -1,4 +1,4 @@
-"""The best value of a metric so far: which checkpoint is kept for it, and when a run ends because nothing improves."""
+"""Tracks the best value of a metric, for keeping checkpoints and for stopping early."""
 
 import math
 from collections.abc import Mapping
@@ -9,27 +9,27 @@ from ztk.config import Config
 
 
 class Best:
-    """`checkpoint.metric`, `checkpoint.higher_is_better` and `train.patience`, seen alike by all ranks."""
+    """`checkpoint.metric`, `checkpoint.higher_is_better` and `train.patience`, with the same state on all ranks."""
 
     def __init__(self, config: Config) -> None:
         self._name, self._patience = config.checkpoint.metric, config.train.patience
         self._sign = -1.0 if config.checkpoint.higher_is_better else 1.0
         self._best, self._misses = math.inf, 0  # smaller is better
-        self._is_known = False  # a row had the metric
+        self._is_known = False  # whether a row had the metric
 
     @classmethod
     def of(cls, config: Config, *, loaded: checkpoint.LoadReport | None) -> "Best":
-        """Goes on where the checkpoint of a resumed run was saved."""
+        """Continues from the checkpoint of a resumed run."""
         found, state = cls(config), (loaded.data_state or {}).get("best") if loaded is not None else None
         if state is not None:
             found.load_state_dict(state)
         return found
 
     def metric(self, values: Mapping[str, Any]) -> float | None:
-        """The value that ranks a checkpoint, smaller is better; None without `checkpoint.metric`, and where the value is not finite, or is
-        missing after an earlier row had it: reward functions may leave one out.
+        """Returns the value that ranks a checkpoint; smaller is better. values: the row of the step.
 
-        values: the row of the step.
+        Returns None without `checkpoint.metric`, if the value is not finite, or if it is missing after an earlier row had it: reward
+        functions may omit it.
 
         Raises:
             ValueError: no row had such a value yet.
@@ -46,7 +46,7 @@ class Best:
         return value if math.isfinite(value) else None
 
     def reason_to_end(self, values: Mapping[str, Any]) -> str | None:
-        """After an evaluation: why the run ends, or None. values: the row of the step. Raises ValueError as `metric`."""
+        """Returns the reason to end the run after an evaluation, or None. values: the row of the step. Raises ValueError as `metric`."""
         if self._patience is None or self._name is None:
             return None
         found = self.metric(values)
@@ -60,7 +60,7 @@ class Best:
         return f"train.patience={self._patience}: {self._name} was best at {self._sign * self._best:.6g}, {self._misses} evaluations ago"
 
     def state_dict(self) -> dict[str, Any]:
-        """A JSON value, the same on all ranks."""
+        """Returns a JSON value, the same on all ranks."""
         return {
             "best": None if math.isinf(self._best) else self._best,
             "misses": self._misses,
@@ -68,7 +68,7 @@ class Best:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state_dict` was taken."""
+        """Restores the result of `state_dict`."""
         self._best = math.inf if state["best"] is None else state["best"]
         self._misses = state["misses"]
         self._is_known = state.get("is_known", False)  # older checkpoints have none

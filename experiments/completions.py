@@ -1,5 +1,6 @@
-"""`completions.jsonl` of the run folder, and a parquet file of its lines: every answer of every rollout of all ranks, as text, with its
-rewards, length and divergence."""
+"""`completions.jsonl` of the run folder, and a parquet file of its lines: all answers of all rollouts, as text, with rewards, length and
+divergence.
+"""
 
 import importlib
 import json
@@ -15,7 +16,7 @@ from ztk.rl.rollout import Samples
 
 
 def drop_later(path: Path, *, step: int) -> None:
-    """Drops the lines of a file with steps above `step`, which a resumed run writes again, and a line that a killed run left unfinished."""
+    """Drops the lines of a file with steps above `step`, which a resumed run will write again, and an incomplete last line."""
     if path.exists():
         kept = [line for line in path.read_bytes().split(b"\n") if line and _step_of(line) <= step]
         path.write_bytes(b"".join(line + b"\n" for line in kept))
@@ -29,7 +30,9 @@ def _step_of(line: bytes) -> float:
 
 
 def answer_records(run: Run, *, step: int, samples: Samples, kl: Tensor | None, rows: range) -> list[dict[str, Any]]:
-    """Some of this rank's answers, with the rewards of every function of `reward.functions` and the columns that functions have logged."""
+    """Returns records of some of this rank's answers, with the rewards of every function of `reward.functions` and the columns that
+    functions log.
+    """
     found, functions = run.rewarded, run.prompts.rewards
     names = functions.names if functions is not None and run.config.reward.functions else ()
     records, lengths = [], samples.answer_mask.sum(1)
@@ -53,15 +56,15 @@ def answer_records(run: Run, *, step: int, samples: Samples, kl: Tensor | None, 
         }
         if run.episodes:
             own |= {"prompt": run.prompts.prompt_of(samples, row=row)} | of_episode(run.episodes[row])
-        records.append(own | logged | own)  # own values stay, whatever the columns of `log_extra` are called
+        records.append(own | logged | own)  # own values take precedence over columns of `log_extra`
     return records
 
 
 class Completions:
-    """Rank 0 writes."""
+    """Writes the file, on rank 0."""
 
     def __init__(self, run: Run, *, first_step: int) -> None:
-        """Drops the rows that a run resumed at `first_step` writes again."""
+        """Drops the rows that a run resumed at `first_step` will write again."""
         self._path = Path(run.config.output_dir) / "completions.jsonl"
         self._writes = run.process.rank == 0
         name = run.config.rollout.completions_file
@@ -70,7 +73,7 @@ class Completions:
             drop_later(self._path, step=first_step)
 
     def close(self) -> None:
-        """Writes the lines as parquet, if the run has such a file. Columns are those of all lines, null where a line lacks one."""
+        """Writes the lines as parquet, if `rollout.completions_file` names a file. Columns that a line lacks are null in it."""
         if self._writes and self._table is not None and self._path.exists():
             lines = importlib.import_module("pyarrow.json").read_json(self._path)
             importlib.import_module("pyarrow.parquet").write_table(lines, self._table)

@@ -1,4 +1,4 @@
-"""Knowledge distillation, a student learns a teacher's next-token distributions: the program of every rank of `task=distill`."""
+"""Knowledge distillation: a student learns a teacher's next-token distributions. The program of every rank of `task=distill`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,13 +35,13 @@ from ztk.train.engine import Engine
 
 
 def main(config: Config) -> None:
-    """One rank from start to end. Raises ValueError for a configuration that does not fit the model, the data or the ranks."""
+    """Runs one rank from start to end. Raises ValueError for a configuration that does not fit the model, the data or the ranks."""
     with started(config) as process:
         run(config, process=process)
 
 
 def run(config: Config, *, process: Process) -> dict[str, float]:
-    """Builds, trains and evaluates; returns what the last evaluation found."""
+    """Builds, trains and evaluates. Returns the results of the last evaluation."""
     examples = open_stream(config, process=process)
     engine = build(config, process=process, lr_table=policies.learning_rates(config))
     start_from(config, engine=engine)
@@ -83,25 +83,30 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
 
 
 def open_teacher(config: Config, *, process: Process) -> Engine:
-    """The model of `distill.teacher`, under the run's strategy unless `reference` differs. A collective call. Raises CheckpointError."""
+    """Opens the model of `distill.teacher`, under the run's strategy unless `reference` differs. A collective call.
+
+    Raises CheckpointError.
+    """
     path = config.distill.teacher
     assert path is not None, "the configuration is checked"
     own = config_with(config, path=path, key="distill.teacher")
     engine = build(own, process=process, is_trained=False, strategy=config.reference)
-    if own.model.path != path:  # a run: of a model of transformers the first values are the folder's
+    if (
+        own.model.path != path
+    ):  # differs from the step of a run: a transformers model starts from the values in its folder
         load_weights(own, engine=engine, path=path)
     return engine
 
 
 def policy_of(config: Config) -> DistillPolicy:
-    """The loss that `distill` describes."""
+    """Returns the loss that `distill` describes."""
     return DistillPolicy(beta=config.distill.beta, temperature=config.distill.temperature)
 
 
 def losses_of(
     engine: Engine, step: Step, index: int, *, teacher: Engine, policy: DistillPolicy
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The part of the step's loss of a micro-batch: the mean divergence over the answer tokens of the step."""
+    """Returns a micro-batch's part of the step's loss, which is the mean divergence over the answer tokens of the step."""
     batch = step.micro_batches[index]
     layout, mask = step.layout(batch, module=engine.module, device=engine.process.device), step.mask(batch)
     teacher_logits = logits_of(teacher, step=step, batch=batch)
@@ -118,7 +123,9 @@ def losses_of(
 
 
 def logits_of(teacher: Engine, *, step: Step, batch: MicroBatch) -> Callable[[slice], Tensor]:
-    """Computes the teacher's logits [n, V] of some of the answer tokens of a micro-batch, in the order of its mask."""
+    """Returns a function that computes the teacher's logits [n, V] of a slice of a micro-batch's answer tokens, in the order of its
+    mask.
+    """
     layout, mask = step.layout(batch, module=teacher.module, device=teacher.process.device), step.mask(batch)
     with teacher.evaluating():
         large = large_answers(teacher, rows=len(mask), length=step.length)
@@ -129,7 +136,7 @@ def logits_of(teacher: Engine, *, step: Step, batch: MicroBatch) -> Callable[[sl
 
 
 def counts_of(step: Step, *, is_own: bool, device: torch.device) -> dict[str, Tensor]:
-    """Sums over this rank's answers for the means of a row: `own`, 1 if the student drew them, and `length`, their tokens."""
+    """Returns sums over this rank's answers for the means of a row: `own`, 1 if the student sampled them, and `length`, their tokens."""
     batches = [batch.sequences for batch in step.micro_batches if not batch.is_filler]
     counted = {"own": is_own * sum(map(len, batches)), "length": sum(int(batch.answer.sum()) for batch in batches)}
     return {name: torch.tensor(float(value), device=device) for name, value in counted.items()}

@@ -1,4 +1,4 @@
-"""Direct preference optimisation, a policy learns from pairs of answers: the program of every rank of `task=dpo`."""
+"""Direct preference optimisation: trains a policy on pairs of answers. The program of every rank of `task=dpo`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -31,13 +31,13 @@ from ztk.train.engine import Engine
 
 
 def main(config: Config) -> None:
-    """One rank from start to end. Raises ValueError for a configuration that does not fit the model, the data or the ranks."""
+    """Runs one rank from start to end. Raises ValueError for a configuration that does not fit the model, the data or the ranks."""
     with started(config) as process:
         run(config, process=process)
 
 
 def run(config: Config, *, process: Process) -> dict[str, float]:
-    """Builds, trains and evaluates; returns what the last evaluation found."""
+    """Builds, trains and evaluates. Returns the result of the last evaluation."""
     stream = open_stream(config, process=process)
     continues = config.checkpoint.resume not in (None, "auto")
     first_values = None if continues else warm_start(config, process=process)
@@ -84,7 +84,7 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
 
 
 def open_reference(config: Config, *, engine: Engine, stream: ExampleStream, first_values: Values | None) -> Reference:
-    """What `dpo.reference` names. engine: the policy, before its first step."""
+    """Opens the reference of `dpo.reference`. engine: the policy, before its first step."""
     if config.dpo.reference == "frozen":
         return FrozenReference(config, process=engine.process, first_values=first_values)
     if config.dpo.reference == "lora_off":
@@ -97,7 +97,7 @@ def open_reference(config: Config, *, engine: Engine, stream: ExampleStream, fir
 def forward_of(
     config: Config, *, engine: Engine, reference: Reference
 ) -> Callable[[Step, int], tuple[Tensor, dict[str, Tensor]]]:
-    """The forward of a micro-batch with the loss of `dpo.loss`."""
+    """Returns the forward of a micro-batch with the loss of `dpo.loss`."""
     if config.dpo.loss == "kto":
         assert reference.engine is not None, "the configuration is checked"
         return KtoForward(config, engine=engine, reference=reference.engine)
@@ -105,7 +105,7 @@ def forward_of(
 
 
 def policy_of(config: Config) -> DpoPolicy:
-    """The loss that `dpo` describes."""
+    """Returns the loss policy of `dpo`."""
     dpo = config.dpo
     return DpoPolicy(
         loss=str(dpo.loss),
@@ -120,7 +120,7 @@ def policy_of(config: Config) -> DpoPolicy:
 def losses_of(
     engine: Engine, step: Step, index: int, *, policy: DpoPolicy, reference: Reference
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The part of the step's loss of a micro-batch, and sums over its pairs."""
+    """Returns a micro-batch's part of the step's loss, and sums over its pairs."""
     frozen = None if policy.loss in WITHOUT_REFERENCE else reference.of(step, index=index)
     learns_texts = policy.loss == "orpo" and policy.sft_weight > 0
     pairs = pair_logprobs(engine, step=step, index=index, whole_texts=learns_texts)

@@ -1,4 +1,4 @@
-"""Steps of `task=distill` whose answers are drawn: by the student, or by its teacher, in place of those of the data."""
+"""Steps of `task=distill` whose answers are sampled by the student or its teacher, and replace the answers in the data."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,14 +20,14 @@ from ztk.train.engine import Engine
 
 
 class Drawing:
-    """Draws answers with one model, as `rollout` says."""
+    """Samples answers with one model, with the settings of `rollout`."""
 
     def __init__(self, config: Config, *, engine: Engine) -> None:
         self._engine, self._cached = engine, open_cached(config, actor=engine)
         self._weights = open_weights(config, actor=engine).weights
 
     def answers(self, requests: Requests, *, policy: RolloutPolicy, step: int) -> Samples:
-        """A collective call."""
+        """Samples the answers. A collective call."""
         options = {"policy": replace(policy, weights=self._weights), "requests": requests, "step": step}
         if self._cached is not None:
             return self._cached.generate(**options)
@@ -42,7 +42,7 @@ class Drawing:
 class DistillStream:
     """The steps of a stream, of which `distill.fraction` have the student's answers, and with `distill.seq_kd` the others the teacher's.
 
-    A step's draws depend on its number and on the places of its examples alone, so that a resumed run draws the same ones.
+    Sampling in a step depends only on its number and the places of its examples, so a resumed run samples the same answers.
     """
 
     def __init__(self, config: Config, *, stream: ExampleStream, student: Engine, teacher: Engine) -> None:
@@ -53,10 +53,10 @@ class DistillStream:
         self._student = Drawing(config, engine=student) if distill.fraction else None
         self._teacher = Drawing(config, engine=teacher) if distill.seq_kd else None
         self._stops = stops_of(config, examples=stream.examples) if self._student or self._teacher else ()
-        self.is_own = False  # whether the newest step has the student's answers
+        self.is_own = False  # whether the latest step has the student's answers
 
     def next_step(self) -> Step:
-        """This rank's part of the next examples, with the answers to learn. A collective call."""
+        """Returns this rank's part of the next examples, with the answers to learn. A collective call."""
         step, number = self._stream.next_step(), self._engine.global_steps
         chance = torch.rand((), generator=generator(self._config.train.seed, "distill", number)).item()
         self.is_own = self._student is not None and chance < self._config.distill.fraction
@@ -68,7 +68,7 @@ class DistillStream:
         return answered(step, samples=samples, process=self._engine.process)
 
     def state_dict(self) -> dict[str, object]:
-        """The position, the same on all ranks."""
+        """Returns the position, the same on all ranks."""
         return self._stream.state_dict()
 
     def _requests(self, step: Step) -> Requests:
@@ -97,7 +97,7 @@ class DistillStream:
 
 
 def stops_of(config: Config, *, examples: Examples) -> tuple[int, ...]:
-    """The tokens that end the data's answers, and those that `rollout.stop` and the model's generation_config.json add."""
+    """Returns the tokens that end the data's answers, and those that `rollout.stop` and the model's generation_config.json add."""
     if examples.num_records is None:
         ends = [STOP]
     else:
@@ -107,14 +107,14 @@ def stops_of(config: Config, *, examples: Examples) -> tuple[int, ...]:
 
 
 def prompts_of(sequences: Sequences) -> list[Sequence[int]]:
-    """The tokens before the last answer of each sequence."""
+    """Returns the tokens before the last answer of each sequence."""
     lengths = sequences.lengths.tolist()
     parts = zip(sequences.tokens.split(lengths), sequences.answer.split(lengths), strict=True)
     return [tokens[: last_answer(counts).start].tolist() for tokens, counts in parts]
 
 
 def answered(step: Step, *, samples: Samples, process: Process) -> Step:
-    """The step with these answers to its prompts. A collective call."""
+    """Returns the step with these answers to its prompts. A collective call."""
     batches, first = [], 0
     for batch in step.micro_batches:
         rows = samples[first : first + len(batch.sequences)]

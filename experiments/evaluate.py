@@ -1,6 +1,6 @@
-"""How well a model predicts held-out text and answers questions: the program of `python run.py task=eval`.
+"""Measures how well a model predicts held-out text and answers questions: the program of `python run.py task=eval`.
 
-`eval.json` in the run folder has the numbers of the table, and with eval.record `examples.jsonl` a line per document and question.
+`eval.json` in the run folder has the numbers of the table. With eval.record, `examples.jsonl` has one line per document and question.
 """
 
 import json
@@ -22,12 +22,12 @@ from ztk.report.folder import write_json
 from ztk.serve.models import Opened
 
 _QUESTIONS_AT_ONCE = 16
-_SECONDS_BETWEEN = 10.0  # lines of progress
+_SECONDS_BETWEEN = 10.0  # seconds between lines of progress
 
 
 @dataclass(kw_only=True)
 class Subject:
-    """What is judged. seq_len: tokens that it is given at most. speaks: whether this rank prints."""
+    """The evaluated model. seq_len: most tokens per sequence. speaks: whether this rank prints."""
 
     opened: Opened
     scorer: Scorer
@@ -39,8 +39,8 @@ def main(config: Config) -> None:
     """Scores all files, prints the table and writes it.
 
     Raises:
-        ValueError: a line that is no document or question, by file and line; or a model that cannot be computed.
-        FloatingPointError: logits that are not finite.
+        ValueError: an invalid document or question, by file and line, or a model that cannot be run.
+        FloatingPointError: logits are not finite.
     """
     chosen = config.eval
     texts = {path: read_texts(path, field=chosen.field or "text") for path in chosen.path or []}
@@ -65,7 +65,7 @@ def evaluate(
     scorer: Scorer,
     speaks: bool = True,
 ) -> None:
-    """Scores all files, which have been read, prints the table and writes it, if this rank `speaks`. Raises as `main`."""
+    """Scores all files, which have been read. Prints and writes the table if this rank `speaks`. Raises as `main`."""
     chosen = config.eval
     seq_len = settled_seq_len(chosen.seq_len, scorer=scorer)
     subject = Subject(opened=opened, scorer=scorer, seq_len=seq_len, speaks=speaks)
@@ -91,7 +91,7 @@ def evaluate(
 
 
 def settled_seq_len(given: int | None, *, scorer: Scorer) -> int:
-    """Tokens of a window: all that the scorer was opened for. Raises ValueError for more than the model takes."""
+    """Returns the tokens of a window, by default the scorer's maximum. Raises ValueError for more than the model takes."""
     if given is not None and given > scorer.max_len:
         raise ValueError(
             f"eval.seq_len={given}: the model takes {scorer.max_len} tokens; use eval.seq_len={scorer.max_len}"
@@ -100,7 +100,7 @@ def settled_seq_len(given: int | None, *, scorer: Scorer) -> int:
 
 
 def settled_stride(given: int | None, *, seq_len: int) -> int:
-    """Tokens by which windows move. Raises ValueError for windows that do not overlap."""
+    """Returns the tokens by which windows move. Raises ValueError for windows that do not overlap."""
     if given is not None and given >= seq_len:
         raise ValueError(
             f"eval.stride={given}: must be below the {seq_len} tokens of a window; use eval.stride={seq_len // 2}"
@@ -111,11 +111,11 @@ def settled_stride(given: int | None, *, seq_len: int) -> int:
 def score_texts(
     subject: Subject, *, path: str, texts: list[str], stride: int, lines: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Bits per byte of a file's documents. lines: gets one per document.
+    """Scores a file's documents in bits per byte. lines: receives one line per document.
 
     Raises:
-        ValueError: no token is before a text.
-        FloatingPointError: logits that are not finite.
+        ValueError: there is no token to put before a text.
+        FloatingPointError: logits are not finite.
     """
     opened = subject.opened
     before = list(opened.begin) or [opened.first]
@@ -155,11 +155,11 @@ def score_texts(
 def score_questions(
     subject: Subject, *, path: str, questions: list[Question], lines: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Accuracies of a file's questions. lines: gets one per question.
+    """Computes the accuracies of a file's questions. lines: receives one line per question.
 
     Raises:
-        ValueError: a choice that the model does not take, by file and line.
-        FloatingPointError: logits that are not finite.
+        ValueError: a choice that the model cannot process, by file and line.
+        FloatingPointError: logits are not finite.
     """
     pairs = [(question, encode_question(question, subject=subject, path=path)) for question in questions]
     progress = Progress(total=len(questions), what=f"questions of {path}", speaks=subject.speaks)
@@ -197,7 +197,10 @@ def score_questions(
 
 
 def encode_question(question: Question, *, subject: Subject, path: str) -> EncodedChoices:
-    """The tokens of a question, its beginning cut where it is too long. Raises ValueError with file and line if a choice is."""
+    """Returns the tokens of a question, truncated at the beginning if it is too long.
+
+    Raises ValueError with file and line for a choice that is.
+    """
     opened = subject.opened
     try:
         return encode_choices(
@@ -212,7 +215,7 @@ def encode_question(question: Question, *, subject: Subject, path: str) -> Encod
 
 
 def totals(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all files of a kind give together, each byte and each question with the same weight."""
+    """Combines all files of a kind, with equal weight for each byte and each question."""
     texts = [one for one in found if one["kind"] == "text"]
     choices = [one for one in found if one["kind"] == "choices"]
     values: dict[str, Any] = {}
@@ -228,7 +231,7 @@ def totals(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(found: list[dict[str, Any]]) -> Iterator[str]:
-    """The lines of the table on the terminal."""
+    """Yields the lines of the table on the terminal."""
     if texts := [one for one in found if one["kind"] == "text"]:
         yield f"{'bits per byte':>13} {'bytes':>12} {'tokens':>11} {'documents':>9}  held-out text"
         for one in texts:
@@ -245,14 +248,14 @@ def table(found: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _rate(name: str, *, right: int, count: int) -> dict[str, float]:
-    """A rate with its binomial standard error, sqrt(p (1 - p) / n)."""
+    """Returns a rate with its binomial standard error, sqrt(p (1 - p) / n)."""
     rate = right / count
     return {name: rate, f"{name}_stderr": math.sqrt(rate * (1 - rate) / count)}
 
 
 @dataclass(kw_only=True)
 class Progress:
-    """Lines on standard error, at most one in ten seconds."""
+    """Prints lines on standard error, at most one in ten seconds."""
 
     total: int
     what: str
@@ -261,7 +264,7 @@ class Progress:
     shown: float = field(default_factory=time.monotonic)
 
     def add(self, count: int) -> None:
-        """`count` more are done."""
+        """Adds `count` to the finished items."""
         self.done += count
         if self.speaks and time.monotonic() - self.shown >= _SECONDS_BETWEEN:
             self.shown = time.monotonic()

@@ -1,6 +1,6 @@
-"""The model of `task=eval` under the strategy of a run that trains: its layout, ZeRO stage and tier. It never trains.
+"""Runs the model of `task=eval` with the training engine, in any layout, ZeRO stage and tier. It never trains.
 
-Every rank reads the ranges of the weights that it keeps. All parameters are frozen, so there are neither gradients nor optimizer states.
+Every rank reads only its own ranges of the weights. All parameters are frozen, so there are neither gradients nor optimizer states.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ from ztk.train.engine.scoring import EngineScorer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """The model with its tokenizer, and what scores texts by it. is_first: this is the rank that writes."""
+    """The model with its tokenizer and its scorer. is_first: whether this rank writes."""
 
     opened: Opened
     scorer: EngineScorer
@@ -41,7 +41,7 @@ class Scored:
 
 @contextmanager
 def scoring(config: Config) -> Iterator[Scored]:
-    """`open_scored` on a rank that is started for it, for the time inside. Raises as `open_scored`."""
+    """Yields `open_scored` on a rank started for the purpose. Raises as `open_scored`."""
     with started(config) as process:
         scored, engine = open_scored(config, process=process)
         yield scored
@@ -49,7 +49,9 @@ def scoring(config: Config) -> Iterator[Scored]:
 
 
 def open_scored(config: Config, *, process: Process) -> tuple[Scored, Engine]:
-    """The model of `inference.model` on this rank, and the engine that the caller closes. Every rank must make the same calls.
+    """Opens the model of `inference.model` on this rank, and the engine, which the caller must close.
+
+    Every rank must make the same calls.
 
     Raises:
         ValueError: the folder has no such model, or it does not fit the layout.
@@ -84,12 +86,14 @@ def open_scored(config: Config, *, process: Process) -> tuple[Scored, Engine]:
 
 
 def open_frozen(path: str, *, ema: bool) -> tuple[nn.Module, InitialValues]:
-    """The model of a run folder, a checkpoint or a folder of transformers, parameters on the meta device, and its weights by name and range.
+    """Opens the model of a run folder, a checkpoint or a transformers folder.
 
-    A run's adapters stay beside their base: W x + alpha / rank B A x. ema: the moving average of the weights.
+    Returns it, with parameters on the meta device, and its weights by name and range.
+
+    A run's adapters are not merged: W x + alpha / rank B A x. ema: uses the moving average of the weights.
 
     Raises:
-        ValueError: a folder without such a model, or one of rewards.
+        ValueError: a folder without such a model, or a reward model.
         CheckpointError: a damaged checkpoint, or no average.
     """
     folder = Path(path)
@@ -107,5 +111,5 @@ def open_frozen(path: str, *, ema: bool) -> tuple[nn.Module, InitialValues]:
         values.fill_buffers(model)
     own: Any = getattr(model, "config", None)
     if getattr(own, "output_router_logits", False):
-        own.output_router_logits = False  # the router's loss is part of training alone
+        own.output_router_logits = False  # the router's loss is for training only
     return model.requires_grad_(False), values

@@ -1,4 +1,6 @@
-"""What `task=eval` reads: held-out documents, and questions with choices. A bad line ends it before a model is loaded."""
+"""Reads the files of `task=eval`: held-out documents, and multiple-choice questions. Invalid lines are reported before a model is
+loaded.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +15,9 @@ _DATA_KEYS = {"data.path=": "eval.path=", "data.field=": "eval.field=", ", or us
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """line: of the file. prompt and choices: what is scored, one behind the other. sizes: UTF-8 bytes of the choices as the file has them.
-    answer: the number of the right choice."""
+    """line: in the file. prompt and choices: texts to score, each choice after the prompt. sizes: UTF-8 bytes of the choices in the file.
+    answer: index of the right choice.
+    """
 
     line: int
     prompt: str
@@ -24,10 +27,10 @@ class Question:
 
 
 def read_texts(path: str, *, field: str) -> list[str]:
-    """The documents of a file: a text file is one, a line of jsonl and a row of parquet are one each.
+    """Reads the documents of a file: the whole of a text file, a line of jsonl, or a row of parquet.
 
     Raises:
-        ValueError: a line that has no text in `field`, with file and line; or a file that cannot be read.
+        ValueError: a line without text in `field`, with file and line; or a file that cannot be read.
     """
     found: list[list[str]] = []
     for item in read_documents(Path(path), field=field):
@@ -40,10 +43,10 @@ def read_texts(path: str, *, field: str) -> list[str]:
 
 
 def read_questions(path: str) -> list[Question]:
-    """The questions of a jsonl file.
+    """Reads the questions of a jsonl file.
 
     Raises:
-        ValueError: a line that is no question, with file and line; or a file without one.
+        ValueError: an invalid question, with file and line; or a file without one.
     """
     found = []
     for number, line in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
@@ -79,7 +82,7 @@ def _question(given: Any, *, number: int) -> Question:
 
 
 def _in_own_keys(fault: str) -> str:
-    """A fault of documents with the keys of `task=eval`."""
+    """Returns an error about documents with the keys of `task=eval`."""
     for theirs, own in _DATA_KEYS.items():
         fault = fault.replace(theirs, own)
     return fault

@@ -1,4 +1,4 @@
-"""The examples of `task=sft`, `reward`, `dpo` and `distill`: made on the spot, or lines of a file; and a rank's part of each step."""
+"""The examples of `task=sft`, `reward`, `dpo` and `distill`, generated or read from a file, and a rank's part of each step."""
 
 import functools
 import hashlib
@@ -21,16 +21,18 @@ from ztk.report import RunFolder
 from ztk.rl.align import Example, RecordFormat, Sequences, Text, read_examples, without_rejected
 from ztk.rl.rollout import Layout, has_cache, lay_out
 
-HELD_OUT = 2**40  # number of the first built-in prompt to evaluate with
-ANOTHER = 2**50  # added to the number of a prompt that has no wrong answer
-ROW_UNIT = 8  # rows are as long as the longest text of a step, up to the next multiple
+HELD_OUT = 2**40  # number of the first built-in prompt for evaluations
+ANOTHER = 2**50  # added to the number of a prompt without a wrong answer
+ROW_UNIT = 8  # rows are padded to the longest text of a step, rounded up to a multiple of this
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """One forward of this rank. sequences: one per chat or labelled answer; of P pairs 2P, all chosen ones first. margins: of the pairs,
-    float32 [P]. numbers: of the examples in the run, [P]. labels: of single answers, bool [P]. is_filler: it has another rank's example,
-    because every rank runs equally many forwards, and counts 0."""
+    """One forward of this rank. sequences: one per chat or labelled answer; 2P for P pairs, all chosen ones first. margins: of the pairs,
+    float32 [P].
+    numbers: of the examples in the run, [P]. labels: of single answers, bool [P]. is_filler: whether it repeats another rank's example
+    with weight 0, because every rank runs the same number of forwards.
+    """
 
     sequences: Sequences
     margins: Tensor
@@ -41,10 +43,12 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """This rank's micro-batches of a step, and over all ranks: its examples, its tokens, and the answer tokens of chats or chosen texts.
+    """This rank's micro-batches of a step, and totals over all ranks: its examples, its tokens, and the answer tokens of chats or chosen
+    texts.
 
     num_text_tokens: tokens of chats or chosen texts, without their first. length: of every row. parts: micro-batches of all ranks. packs:
-    forwards take the texts without padding. mismatched: of answers with labels, the same prompts with the answers to those before them.
+    forwards take the texts without padding. mismatched: for answers with labels, the same prompts with the answers to the previous
+    prompts.
     """
 
     micro_batches: list[MicroBatch]
@@ -58,27 +62,29 @@ class Step:
     mismatched: "Step | None" = None
 
     def layout(self, batch: MicroBatch, *, module: nn.Module, device: torch.device, shares: bool = False) -> Layout:
-        """The texts of a micro-batch for a forward of `module`. shares: a prompt of several texts is computed once, where the module can."""
+        """Returns the layout of a micro-batch for a forward of `module`. shares: computes a common prompt of several texts once, if the
+        module can.
+        """
         sequences = batch.sequences
         options: dict[str, Any] = {"lengths": sequences.lengths, "packs": self.packs, "device": device}
         if has_cache(module):
-            options["module"] = module  # whose bits a pack keeps
+            options["module"] = module  # packing must not change its results
             options["prompt_lengths"] = self.mask(batch).int().argmax(1) if shares else None
         return lay_out(sequences.rows(length=self.length, pad=PAD), **options)
 
     def mask(self, batch: MicroBatch) -> Tensor:
-        """Whether a token counts: bool [S, length]."""
+        """Returns whether a token counts: bool [S, length]."""
         return batch.sequences.mask(length=self.length)
 
 
 class Examples:
-    """The training examples by position, endless, in a new order in every pass over a file; and those held out.
+    """The training examples by position, endless and reshuffled in every pass over a file, and the held-out examples.
 
-    An example's number is its place among the held-out ones, or behind them its place among the others.
+    An example's number is its index among the held-out ones, followed by the others.
     """
 
     def __init__(self, config: Config, *, process: Process) -> None:
-        """Raises ValueError for a record that is none, and if machines have different files under the same names."""
+        """Raises ValueError for an invalid record, and if machines have different files with the same names."""
         self._seed, data = config.train.seed, config.data
         self._is_pair, self._is_labelled = config.task.name not in ANSWER_TASKS, is_labelled(config)
         self._masks = config.task.name != "sft" or bool(config.sft.mask_prompts)
@@ -119,22 +125,24 @@ class Examples:
 
     @property
     def numbering(self) -> list[int]:
-        """What an example's number depends on beside the records: how many are held out, and the seed of those made on the spot."""
+        """Values that determine an example's number in addition to the records: the number of held-out ones, and the seed of generated
+        ones.
+        """
         return [len(self.held_out), self._seed]
 
     @property
     def num_records(self) -> int | None:
-        """Those to train on; None: there is no end to them."""
+        """The number of records to train on, or None if examples are generated."""
         return None if self._records is None else len(self._records)
 
     @property
     def records(self) -> list[Example]:
-        """All that were read, the held-out ones first."""
+        """All records that were read, held-out ones first."""
         return [*self.held_out, *(self._records or [])]
 
     @functools.cached_property
     def digest(self) -> str:
-        """Names the records, for checkpoints."""
+        """Identifies the records, for checkpoints."""
         if self._records is None:
             return self._task_name
         digest = hashlib.blake2b(digest_size=16)
@@ -146,7 +154,7 @@ class Examples:
         return digest.hexdigest()
 
     def number(self, position: int) -> int:
-        """The number of the example at a position of the training order."""
+        """Returns the number of the example at a position of the training order."""
         if self._records is None:
             return len(self.held_out) + position
         epoch, index = divmod(position, len(self._records))
@@ -161,7 +169,7 @@ class Examples:
         return self._made(index) if self._records is None else self._records[index]
 
     def _made(self, number: int) -> Example:
-        """A prompt of the task, the right answer, and of a pair a wrong one."""
+        """Generates a prompt of the task, the right answer, and for a pair a wrong one."""
         task, side = TASKS[self._task_name], 0
         if self._is_labelled:
             number, side = divmod(number, 2)
@@ -177,7 +185,9 @@ class Examples:
         return self._shaped(Example(texts=texts))[side]
 
     def _shaped(self, example: Example) -> list[Example]:
-        """One text for supervised fine-tuning, where prompts may count, too; of a pair two answers with labels, where those are learnt."""
+        """Returns the texts to learn: one for supervised fine-tuning, where prompts may count too; two answers with labels if a pair is
+        learnt so.
+        """
         if self._is_labelled and example.label is None:
             return [Example(texts=(text,), label=not side) for side, text in enumerate(example.texts)]
         if self._is_pair:
@@ -188,10 +198,10 @@ class Examples:
 
 
 class ExampleStream:
-    """Steps of a run; see [Note: Global order] in `ztk.data.stream`. packs: of the steps from now on."""
+    """Steps of a run; see [Note: Global order] in `ztk.data.stream`. packs: packs the texts of the following steps."""
 
     def __init__(self, examples: Examples, *, config: Config, share: Share) -> None:
-        """Rows have one length where the model's layers are divided, so that every part knows its shapes."""
+        """If the model's layers are cut, all rows have the same length, so that every part has fixed shapes."""
         self.examples, self.position, self.packs = examples, 0, False
         self._share, self._seq_len = share, config.data.seq_len
         self._most_held_out = (config.train.eval_batches or 0) * share.global_batch
@@ -199,12 +209,12 @@ class ExampleStream:
         self._fixed = max(degrees.pipeline, degrees.tensor, degrees.sequence) > 1
 
     def next_step(self) -> Step:
-        """This rank's part of the next `train.global_batch_size` examples."""
+        """Returns this rank's part of the next `train.global_batch_size` examples."""
         first, self.position = self.position, self.position + self._share.global_batch
         return self.step_of([self.examples.number(position) for position in range(first, self.position)])
 
     def step_of(self, numbers: Sequence[int]) -> Step:
-        """This rank's part of the examples of these numbers, in micro-batches."""
+        """Returns this rank's part of the examples with these numbers, in micro-batches."""
         share = Share.of_total(
             len(numbers),
             micro_batch=self._share.micro_batch,
@@ -236,19 +246,19 @@ class ExampleStream:
         )
 
     def held_out(self) -> Step | None:
-        """This rank's part of what is held out, up to `train.eval_batches` global batches; None if nothing is."""
+        """Returns this rank's part of the held-out examples, up to `train.eval_batches` global batches, or None if there are none."""
         count = min(len(self.examples.held_out), self._most_held_out)
         return self.step_of(range(count)) if count else None
 
     def state_dict(self) -> dict[str, object]:
-        """The position, the same on all ranks."""
+        """Returns the position, the same on all ranks."""
         examples = self.examples
         return {"position": self.position, "digest": examples.digest, "held_out": len(examples.held_out)}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Continues where `state` was saved, on any number of ranks. Raises ValueError if the records differ, or which are held out."""
+        """Continues at the position of `state`, on any number of ranks. Raises ValueError if the records or the held-out part differ."""
         held = len(self.examples.held_out)
-        # Older checkpoints do not say. What is made on the spot is held out apart from what is trained on.
+        # Older checkpoints lack this. Generated examples are held out separately from those trained on.
         is_moved = self.examples.num_records is not None and state.get("held_out", held) != held
         if is_moved or state["digest"] != self.examples.digest:
             raise ValueError(
@@ -260,16 +270,16 @@ class ExampleStream:
 
 
 def lengths_of(examples: Examples) -> str:
-    """How many texts there are, and their lengths in tokens, for the screen."""
+    """Describes the number of texts and their lengths in tokens, for the screen."""
     known = examples.records if examples.num_records is not None else examples.held_out
     lengths = [len(text) for example in known for text in example.texts]
-    made = "" if examples.num_records is not None else " held out, others are made on the spot"
+    made = "" if examples.num_records is not None else " held out, others are generated"
     rejected = f"\n{count:,} records with label false are left out" if (count := examples.num_rejected) else ""
     return f"texts: {len(lengths)}{made}, {histogram(lengths)}{rejected}"
 
 
 def _mismatched(examples: Sequence[Example], *, seq_len: int) -> list[Example]:
-    """Every prompt with the answer of the example before it, cut at `seq_len` tokens."""
+    """Returns every prompt with the answer of the previous example, truncated to `seq_len` tokens."""
     found = []
     for number, example in enumerate(examples):
         (own,), (other,) = example.texts, examples[number - 1].texts

@@ -1,6 +1,6 @@
-"""Answer the prompts of a file: the program of `python run.py task=generate`.
+"""Answers the prompts of a file: the program of `python run.py task=generate`.
 
-`completions.jsonl` in the run folder has a line per prompt, in the file's order.
+`completions.jsonl` in the run folder has one line per prompt, in the file's order.
 """
 
 import json
@@ -22,11 +22,11 @@ from ztk.serve.models import Opened, checkpoint_of
 from ztk.serve.text import TextStream
 
 _PROMPT = {"prompt": "\n"}  # without a file
-# Keys of a line that say how its answers are drawn; `stop` is that of the text.
+# Keys of a line that affect sampling. `stop` has stop texts.
 _KEYS = {field.name for field in fields(SamplingConfig)} | {"logit_bias", "stop_token_ids"}
 _ADAPTER = "adapter"  # the key of a line that names one of inference.adapters
 _TEXTS = ("prompt", "messages", "tokens")
-# Keys of other programs, which would change nothing here.
+# Keys of other programs, which have no effect here.
 _OTHERS = (
     *(
         "max_completion_tokens",
@@ -43,7 +43,9 @@ _OTHERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """A prompt of the file. line: its number. given: its object. stops: texts that end its answers. adapter: its name; None: the base."""
+    """A prompt of the file. line: its number. given: its object. stops: texts that end its answers. adapter: its name, or None for the
+    base model.
+    """
 
     line: int
     given: dict[str, Any]
@@ -55,7 +57,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadLine:
-    """A line that gets no answer. given: its object; of a line that is none its text, as `line`."""
+    """An invalid line, which gets no answer. given: its object, or its text as `line` if it is not an object."""
 
     line: int
     given: dict[str, Any]
@@ -63,10 +65,10 @@ class BadLine:
 
 
 def main(config: Config) -> None:
-    """Every rank answers all prompts, and the first one writes them with the totals.
+    """Answers all prompts. All ranks take part, and the first one writes the answers with the totals.
 
     Raises:
-        ValueError: a model that cannot be computed, or a file of which no line has an answer.
+        ValueError: a model that cannot be run, or a file in which no line has an answer.
     """
     with answering(config) as leading:
         if leading is not None:
@@ -131,7 +133,7 @@ def answer(config: Config, *, answering: Answering) -> None:
 
 
 def _plan_of(generator: Generator) -> dict[str, float]:
-    """What the plan of streamed layers said, and what was read."""
+    """Returns the plan of streamed layers, and the bytes that were read."""
     plan = generator.plan
     if plan is None:
         return {}
@@ -145,7 +147,7 @@ def _plan_of(generator: Generator) -> dict[str, float]:
 
 
 def read_prompts(path: str | None, *, opened: Opened, config: Config, generator: Generator) -> list[Prompt | BadLine]:
-    """The file's lines that are not empty; without a file one prompt. Tokens without a text are never drawn.
+    """Reads the file's non-empty lines; one prompt without a file. Tokens without a text are never sampled.
 
     Raises:
         ValueError: a file without a line, or one that cannot be read.
@@ -176,7 +178,7 @@ def _read(
     try:
         given = _object(line)
         tokens, stops = _tokens(given, opened=opened), _stops(given.get("stop") or config.sampling.stop or ())
-        # A stop text that is a special token ends the answer when it is drawn.
+        # A stop text that is a special token ends the answer when it is sampled.
         ends = (*opened.ends, *(token for token, text in opened.tokenizer.special.items() if text in stops))
         own = _own(given, ends=ends)
         if "max_tokens" not in own:
@@ -226,9 +228,9 @@ def _stops(given: Any) -> tuple[str, ...]:
 
 
 def _own(given: dict[str, Any], *, ends: tuple[int, ...]) -> dict[str, Any]:
-    """The line's own sampling. ends: tokens that end every answer."""
+    """Returns the line's own sampling. ends: tokens that end every answer."""
     own = {name: value for name, value in given.items() if name in _KEYS - {"stop"} and value is not None}
-    if "logit_bias" in own:  # the keys of JSON are texts
+    if "logit_bias" in own:  # JSON keys are strings
         if not isinstance(own["logit_bias"], dict):
             raise ValueError('logit_bias must map token ids to numbers, as in {"50256": -100}')
         own["logit_bias"] = {int(token): float(value) for token, value in own["logit_bias"].items()}
@@ -236,8 +238,7 @@ def _own(given: dict[str, Any], *, ends: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _rest_of_context(tokens: list[int], *, most: int | None, generator: Generator) -> int:
-    """The longest answer to a prompt that the context and the memory have room for, of at most so many tokens. Raises ValueError if there is
-    none."""
+    """Returns the longest answer for which context and memory have room, at most `most` tokens. Raises ValueError if there is none."""
 
     def check(limit: int) -> None:
         generator.check(tokens, sampling=SamplingParams(max_tokens=limit))
@@ -257,7 +258,7 @@ def _rest_of_context(tokens: list[int], *, most: int | None, generator: Generato
 
 
 def record(prompt: Prompt, *, answers: list[Completion], opened: Opened) -> dict[str, Any]:
-    """The line as it was, with its answers, or with the error of one."""
+    """Returns the original line with its answers, or with its error."""
     if errors := [answer.error for answer in answers if answer.error is not None]:
         return prompt.given | {"error": errors[0]}
     written = []

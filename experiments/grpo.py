@@ -1,4 +1,4 @@
-"""Train a policy by comparing answers to one prompt with each other (GRPO and its kin): the program of every rank of `task=grpo`."""
+"""Trains a policy by comparing answers to the same prompt (GRPO and variants): the program of every rank of `task=grpo`."""
 
 from experiments.policy_update import counted, fill_buffer, update_policy
 from experiments.rollout_loop import run_rank
@@ -9,12 +9,14 @@ from ztk.rl.align import group_advantages
 
 
 def main(config: Config) -> None:
-    """Runs one rank from start to end; `rollout_loop.run_task` says what it raises."""
+    """Runs one rank from start to end. Raises as `rollout_loop.run_task`."""
     run_rank(config, fill=fill, update=update_policy)
 
 
 def fill(run: Run, scored: Scored) -> None:
-    """The advantage of an answer is its reward against those of the others to the same prompt, the same for all its tokens."""
+    """Computes the advantage of an answer, the same for all its tokens, by comparing its reward with the other answers to the same
+    prompt.
+    """
     config, samples = run.config, scored.samples
     advantages = group_advantages(
         scored.table["reward"] - scored.table["penalty"],

@@ -1,4 +1,6 @@
-"""Forwards of `task=dpo dpo.loss=kto`: single answers with labels, against the divergence of answers to other prompts of the step."""
+"""Forwards of `task=dpo dpo.loss=kto`: single answers with labels, compared with the divergence of answers to other prompts of the
+step.
+"""
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from ztk.train.engine import Engine
 
 
 class KtoForward:
-    """Called as forward(step, micro-batch). A step's divergence is measured once, over all its micro-batches, before the first of them."""
+    """Called as forward(step, micro-batch). A step's divergence is measured once over all its micro-batches, before the first of them."""
 
     def __init__(self, config: Config, *, engine: Engine, reference: Engine | BaseModel) -> None:
         dpo = config.dpo
@@ -22,7 +24,7 @@ class KtoForward:
         self._kl = torch.zeros(())
 
     def __call__(self, step: Step, index: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The part of the step's loss of a micro-batch, and sums over its answers."""
+        """Returns a micro-batch's part of the step's loss, and sums over its answers."""
         if index == 0:
             assert step.mismatched is not None, "the examples have labels"
             self._kl = self._divergence(step.mismatched)
@@ -42,7 +44,7 @@ class KtoForward:
         return losses.sum() / step.num_examples, sums
 
     def _divergence(self, step: Step) -> Tensor:
-        """The mean log ratio over all ranks' mismatched answers. A collective call."""
+        """Returns the mean log ratio over all ranks' mismatched answers. A collective call."""
         total = torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(step.micro_batches):
             with self._engine.evaluating():
@@ -57,6 +59,6 @@ class KtoForward:
             return self._sums(self._reference, step=step, index=index)
 
     def _sums(self, engine: Engine | BaseModel, *, step: Step, index: int) -> Tensor:
-        """The log-probabilities of the answers of a micro-batch, [P]."""
+        """Returns the log-probabilities of the answers of a micro-batch, [P]."""
         lengths = step.micro_batches[index].sequences.lengths.to(engine.process.device)
         return segment_sums(text_logprobs(engine, step=step, index=index), lengths=lengths)

@@ -1,4 +1,7 @@
-"""`task=plan plan.search=true`: the layouts of a run, ranked. `search.json` and `search.csv` in the run folder have the table's numbers."""
+"""`task=plan plan.search=true`: ranks the layouts of a run.
+
+`search.json` and `search.csv` in the run folder have the numbers of the table.
+"""
 
 import csv
 import functools
@@ -24,10 +27,10 @@ _REPLACED = ("zero", "offload", "recompute", "topology", "train.accumulation_ste
 
 
 def find_layouts(config: Config, *, given: Mapping[str, str], make_plan: Callable[[Config], Plan]) -> Search:
-    """Ranks the layouts of the run `config`, whose command line is `given`, prints them and writes them into its folder.
+    """Ranks the layouts of the run `config` with the command line `given`, prints them and writes them into its folder.
 
-    The search replaces the options of zero, offload, recompute and topology and the degrees, on each number of ranks in `plan.ranks`. Other
-    keys of the command line stay.
+    The search replaces the options of zero, offload, recompute and topology, and the degrees, for each number of ranks in `plan.ranks`.
+    Other keys of the command line are kept.
     """
     counts = [config.launch.ranks] if config.plan.ranks is None else rank_counts(config.plan.ranks)
     work = workload(config)
@@ -48,7 +51,7 @@ def find_layouts(config: Config, *, given: Mapping[str, str], make_plan: Callabl
 
 
 def _search(config: Config, *, given: Mapping[str, str], make_plan: Callable[[Config], Plan], work: Workload) -> Search:
-    """The layouts on `work.ranks`."""
+    """Searches the layouts for `work.ranks`."""
     given = {**given, "launch.ranks": str(work.ranks)}
 
     def replan(overrides: tuple[str, ...]) -> Plan | str:
@@ -57,7 +60,7 @@ def _search(config: Config, *, given: Mapping[str, str], make_plan: Callable[[Co
             return make_plan(compose(*words, output_dir=config.output_dir))
         except ConfigError as error:
             return error.faults[0]
-        except ValueError as error:  # a module that cannot be cut, which a trace finds
+        except ValueError as error:  # the trace found a module that cannot be cut
             return str(error)
 
     count = TRACED if config.plan.traced is None else config.plan.traced
@@ -65,7 +68,7 @@ def _search(config: Config, *, given: Mapping[str, str], make_plan: Callable[[Co
 
 
 def searched(config: Config, *, given: Mapping[str, str], overrides: tuple[str, ...]) -> list[str]:
-    """The command line of a layout: `given` with `overrides` in place of its own layout, and the same global batch."""
+    """Returns the command line of a layout: `given` with `overrides` in place of its own layout, and the same global batch."""
     chosen = dict(override.split("=", maxsplit=1) for override in overrides)
     degrees = {f"topology.{name}" for name in ("data", "pipeline", "tensor", "sequence", "context", "expert")}
     kept = {key: value for key, value in given.items() if key not in degrees and key not in _REPLACED}
@@ -79,7 +82,7 @@ def searched(config: Config, *, given: Mapping[str, str], overrides: tuple[str, 
 
 
 def workload(config: Config) -> Workload:
-    """What the arithmetic needs to know."""
+    """Returns the inputs of the arithmetic model."""
     model, counts = config.model, _counted(config)
     hardware = policies.hardware(config)
     assert hardware is not None, "ztk.config refuses a search without hardware"
@@ -110,7 +113,7 @@ def workload(config: Config) -> Workload:
 
 
 def _counted(config: Config) -> ModelCounts:
-    """Of ztk's own decoder by its formulas, of a model of transformers by its modules."""
+    """Counts ztk's own decoder by its formulas, and a transformers model by its modules."""
     if is_hugging_face(config.model):
         plain = replace(config.model, init=ModelInit.random, kernels=False)
         model, _ = build_model(replace(config, model=plain))

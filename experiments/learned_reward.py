@@ -1,4 +1,4 @@
-"""The reward of `reward.path`: the values of a model that `task=reward` has trained, an engine of its own that never steps."""
+"""The reward model of `reward.path`, trained by `task=reward`: a separate engine that never steps."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from ztk.train.engine import Engine
 
 
 def open_reward_model(config: Config, *, process: Process) -> Engine | None:
-    """The model of `reward.path` under the run's strategy; None: rewards are a function's. A collective call.
+    """Opens the model of `reward.path` under the run's strategy. A collective call. Returns None if there is no reward model.
 
     Raises CheckpointError for a checkpoint of another model, such as one without an output layer of one value.
     """
@@ -24,7 +24,7 @@ def open_reward_model(config: Config, *, process: Process) -> Engine | None:
 
 
 def learned_rewards(engine: Engine, *, samples: Samples, micro_batch: int) -> Tensor:
-    """The value at the last token of every answer, as in Bradley-Terry's loss: float64 [S]. A collective call.
+    """Returns the value at the last token of every answer, as in Bradley-Terry's loss: float64 [S]. A collective call.
 
     Raises FloatingPointError for a value that is not finite.
     """
@@ -38,8 +38,10 @@ def learned_rewards(engine: Engine, *, samples: Samples, micro_batch: int) -> Te
 
 
 def end_values(engine: Engine, *, tokens: Tensor, lengths: Tensor, micro_batch: int) -> Tensor:
-    """The value at the last token of texts, float64 [S] on the CPU; tokens: int64 [S, T], of which the first `lengths`, int64 [S], are texts.
-    A collective call."""
+    """Returns the value at the last token of texts, float64 [S] on the CPU. tokens: int64 [S, T]. lengths: of the texts, int64 [S].
+
+    A collective call.
+    """
     parts, packs = [], can_pack(engine.module)
     with engine.evaluating():
         for first in range(0, len(tokens), micro_batch):

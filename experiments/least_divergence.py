@@ -1,4 +1,4 @@
-"""How much divergence from its reference a policy needs at least for its reward, on a task whose right answers are known."""
+"""The least divergence from its reference that a policy needs for its reward, for a task with known answers."""
 
 import torch
 from torch import Tensor
@@ -12,17 +12,19 @@ from ztk.rl.align import Frontier
 from ztk.rl.rollout import token_logprobs
 from ztk.train.engine import Engine
 
-PROMPTS = 256  # that the closed form is a mean over
+PROMPTS = 256  # number of prompts over which the closed form averages
 
 
 def frontier_of(engine: Engine | BaseModel, *, config: Config) -> Frontier:
-    """Of the run's task, with `engine` as the first policy. A collective call."""
+    """Computes the frontier of the run's task with `engine` as the first policy. A collective call."""
     return Frontier(right_probabilities(engine, config=config).clamp(1e-300, 1 - 1e-12))
 
 
 def right_probabilities(engine: Engine | BaseModel, *, config: Config) -> Tensor:
-    """The probability of the right answer, its end included, to each of `PROMPTS` prompts that training does not see, at the temperature of
-    rollouts: float64 [P]. A collective call.
+    """Returns the probability of the right answer with its end to each of `PROMPTS` held-out prompts, at the temperature of rollouts:
+    float64 [P].
+
+    A collective call.
     """
     tokens, answers = _right_answers(config)
     temperature = config.rollout.temperature or 1.0
@@ -36,7 +38,7 @@ def right_probabilities(engine: Engine | BaseModel, *, config: Config) -> Tensor
 
 
 def _right_answers(config: Config) -> tuple[Tensor, Tensor]:
-    """Rows of prompt and right answer, int64 [P, T], and which tokens are the answer's, bool [P, T]."""
+    """Returns rows of prompt and right answer, int64 [P, T], and the mask of the answers' tokens, bool [P, T]."""
     task, seed = TASKS[name_of(config)], config.train.seed
     tokens = torch.full((PROMPTS, config.data.seq_len), PAD)
     answers = torch.zeros_like(tokens, dtype=torch.bool)

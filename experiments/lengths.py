@@ -1,4 +1,4 @@
-"""How long texts are, for the screen, before the first step."""
+"""Prints the lengths of texts before the first step."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,9 @@ BINS, BAR = 8, 32  # rows of a histogram, letters of its longest bar
 
 
 def histogram(lengths: Sequence[int]) -> str:
-    """Lengths in tokens, of one text or more: the median, and a bar per range of lengths, most texts the longest.
+    """Describes lengths in tokens of at least one text: the median, and a bar per range of lengths.
 
-    A range without a text has no bar; one with a text has a letter or more.
+    The range with the most texts has the longest bar. Every range with a text has at least one letter.
     """
     ordered = sorted(lengths)
     first, last = ordered[0], ordered[-1]

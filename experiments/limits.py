@@ -1,4 +1,4 @@
-"""Ends of a run before `train.steps`: a time limit and a held-out loss, seen alike by all ranks."""
+"""Ends a run before `train.steps`: a time limit and a held-out loss, with the same result on all ranks."""
 
 import time
 
@@ -11,9 +11,9 @@ from ztk.train.loop import Loop
 
 
 class Limits:
-    """`train.max_seconds` and `train.until_loss`. All ranks call the methods alike and get the same answers.
+    """`train.max_seconds` and `train.until_loss`. Methods are collective calls with the same result on all ranks.
 
-    The time runs from here on; rank 0's clock counts.
+    The time starts now and is measured by rank 0's clock.
     """
 
     def __init__(self, train: TrainConfig, *, engine: Engine) -> None:
@@ -30,7 +30,9 @@ class Limits:
             loop.ended_by = self.reason(over=False, reached=True)
 
     def is_over(self) -> bool:
-        """Whether `train.max_seconds` have passed; waits for the step's end on a GPU. Without the key nothing is sent."""
+        """Returns whether `train.max_seconds` have passed. Waits for the step's end on a GPU. Without the key there is no
+        communication.
+        """
         limit = self._train.max_seconds
         if limit is None:
             return False
@@ -40,11 +42,11 @@ class Limits:
         return self._engine.comm.gather_scalars(elapsed, label="time limit")[0, 0].item() >= limit
 
     def is_reached(self, loss: float | None) -> bool:
-        """Whether a held-out loss, the same number on every rank, is at most `train.until_loss`; None: nothing was evaluated."""
+        """Returns whether a held-out loss, the same on every rank, is at most `train.until_loss`. loss: None without an evaluation."""
         limit = self._train.until_loss
         return limit is not None and loss is not None and loss <= limit
 
     def reason(self, *, over: bool, reached: bool) -> str:
-        """What ended the run, as a key and its value."""
+        """Returns the reason for the end of the run, as a key and its value."""
         key = "until_loss" if reached else "max_seconds" if over else "steps"
         return f"train.{key}={getattr(self._train, key):g}" if key != "steps" else f"train.steps={self._train.steps}"

@@ -1,4 +1,4 @@
-"""The models of `task=grpo`, `task=ppo`, `task=reward` and `task=dpo`: each an engine of its own, with the run's strategy."""
+"""The models of `task=grpo`, `task=ppo`, `task=reward` and `task=dpo`: separate engines with the run's strategy."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +24,7 @@ from ztk.parallel.apply import parallelize
 from ztk.rl.rollout import Samples, can_pack, lay_out
 from ztk.train.engine import Engine
 
-Values = dict[str, Tensor]  # name -> the full parameter, float32 on the CPU
+Values = dict[str, Tensor]  # name -> full parameter, float32 on the CPU
 
 
 def build(
@@ -40,10 +40,13 @@ def build(
     accumulation_steps: int | None = None,
     strategy: StrategyConfig | None = None,
 ) -> Engine:
-    """The run's model under its strategy. values: its first ones, where they differ from those of `train.seed` or `model.path`.
+    """Builds the run's model under its strategy.
 
-    lr: None: optimizer.lr. is_critic: the output layer gives one number per token, a value. has_adapters: False: without those of `lora`.
-    strategy: of a model beside the policy, where it differs.
+    values: initial values that replace those from `train.seed` or `model.path`.
+    lr: defaults to optimizer.lr.
+    is_critic: the output layer has one number per token, a value.
+    has_adapters: with False, omits the adapters of `lora`.
+    strategy: changes to the strategy for a model other than the policy.
     """
     if strategy is not None:
         config = policies.of_model(config, given=strategy)
@@ -67,7 +70,7 @@ def build(
 
 
 def open_critic(config: Config) -> tuple[nn.Module, InitialValues]:
-    """A model of values, and its first ones by name and range; parameters on the meta device."""
+    """Returns a value model, with parameters on the meta device, and its initial values by name and range."""
     given, lora = config.model, policies.lora_policy(config)
     if given.path is not None and given.init is not None:
         options = {"lora": lora, "kernels": bool(given.kernels)}
@@ -78,12 +81,12 @@ def open_critic(config: Config) -> tuple[nn.Module, InitialValues]:
         model.head = Linear(shape.dim, 1)
     seed = config.train.seed
     found = adapted(model, lora=lora, values=partial(initial_values, model, seed=seed), seed=seed)
-    model.head.requires_grad_(True)  # beside adapters, too
+    model.head.requires_grad_(True)  # it trains together with adapters
     return found
 
 
 def replaced(first_values: InitialValues, *, values: Values, model: nn.Module) -> InitialValues:
-    """`values` where they are those of `model`: the output layer of a critic is no policy's, though it may have its name."""
+    """Returns `values` for the parameters that match `model`. A critic's output layer may have a policy's name, but another shape."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
     def value(*, name: str, start: int, stop: int) -> Tensor:
@@ -95,7 +98,7 @@ def replaced(first_values: InitialValues, *, values: Values, model: nn.Module) -
 
 
 def full_values(engine: Engine) -> Values:
-    """All parameters, a copy on every rank. A collective call; takes 4 bytes of main memory per parameter."""
+    """Returns copies of all parameters on every rank. A collective call; needs 4 bytes of main memory per parameter."""
     return {
         name: parameter.detach().to("cpu", torch.float32, copy=True)
         for name, parameter in engine.zero.full_parameters()
@@ -103,10 +106,9 @@ def full_values(engine: Engine) -> Values:
 
 
 def warm_start(config: Config, *, process: Process) -> Values | None:
-    """The parameters after `warm_start.steps` supervised steps on answers of which `warm_start.correct` are right; None without steps.
-    Adapters begin after them.
+    """Returns the parameters after `warm_start.steps` supervised steps on answers of which a fraction `warm_start.correct` is right.
 
-    Raises ValueError if the ranks cannot divide `warm_start.batch_size`.
+    None without steps. Adapters start afterwards. Raises ValueError if the ranks cannot divide `warm_start.batch_size`.
     """
     if not config.warm_start.steps:
         return None
@@ -121,7 +123,7 @@ def warm_start(config: Config, *, process: Process) -> Values | None:
 
 
 def _examples(config: Config, *, process: Process) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and targets [batch, T] of every step; targets are the answer alone."""
+    """Yields tokens and targets [batch, T] of every step. Targets cover only the answer."""
     warm, seed, length = config.warm_start, config.train.seed, config.data.seq_len
     assert warm.batch_size is not None, "the configuration is checked"
     share, rest = divmod(warm.batch_size, process.world_size)
@@ -135,7 +137,7 @@ def _examples(config: Config, *, process: Process) -> Iterator[tuple[Tensor, Ten
         rows = torch.full((share, length + 1), PAD)
         counted = torch.zeros_like(rows, dtype=torch.bool)
         for row, mask, index in zip(rows, counted, range(share), strict=True):
-            number = -1 - (step * warm.batch_size + process.rank * share + index)  # others than those of rollouts
+            number = -1 - (step * warm.batch_size + process.rank * share + index)  # differ from the numbers of rollouts
             prompt = task.prompt(seed=seed, number=number)
             right = torch.rand((), generator=generator(seed, "right", number)).item() < warm.correct
             answer = prompt.answer if right else task.wrong(prompt.text, seed=seed, number=number)
@@ -146,7 +148,7 @@ def _examples(config: Config, *, process: Process) -> Iterator[tuple[Tensor, Ten
 
 
 def values_of_states(critic: Engine, *, samples: Samples) -> Tensor:
-    """The critic's value before each token of the answers, from the position before it: float32 [N], one answer after another."""
+    """Returns the critic's value before each token of the answers, from the position before it: float32 [N], one answer after another."""
     packs, device = can_pack(critic.module), critic.process.device
     layout = lay_out(samples.tokens, lengths=samples.lengths, packs=packs, device=device)
     values = layout.forward(critic).flatten().float()

@@ -1,4 +1,4 @@
-"""After an out-of-memory error: the plan of the run beside what the rank held. `python -m ztk.cli.out_of_memory` calls it."""
+"""After an out-of-memory error: compares the plan of the run with the rank's memory. `python -m ztk.cli.out_of_memory` calls it."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,9 +9,9 @@ from ztk.planner.result import size
 
 
 def lines(config: Config, *, rank: int, measured: Mapping[str, Any]) -> Iterator[str]:
-    """The table. measured: a `MemoryState` as a dictionary."""
+    """Yields the lines of the table. measured: a `MemoryState` as a dictionary."""
     booked, device = measured["booked"].get("device", {}), measured["device"]
-    yield f"out of memory on rank {rank}: the plan of the run beside what the rank held when it failed"
+    yield f"out of memory on rank {rank}: the plan of the run compared with the rank's memory when it failed"
     made = try_plan(config)
     plan, reason = (None, made) if isinstance(made, str) else (made, "")
     columns = {} if plan is None else plan.fullest.peak.booked
@@ -27,11 +27,11 @@ def lines(config: Config, *, rank: int, measured: Mapping[str, Any]) -> Iterator
             yield _row(name.replace("_", " "), planned=None, held=nbytes)
     if "total" in device:
         outside = device["total"] - device["free"] - device["reserved"]
-        yield _row("beside torch's allocator", planned=None, held=outside)
+        yield _row("outside torch's allocator", planned=None, held=outside)
     if plan is None:
         yield f"  there is no plan of this run: {reason}"
         return
-    yield f"  the plan has its peak in {plan.fullest.peak.where}; task=plan hardware=NAME before the command line looks for what fits"
+    yield f"  the plan has its peak in {plan.fullest.peak.where}; add task=plan hardware=NAME to the command line to find a run that fits"
 
 
 def _row(name: str, *, planned: int | None, held: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Whether the texts of a forward are packed, one after another without padding, in all tasks that align a model."""
+"""Decides whether the texts of a forward are packed without padding, in all alignment tasks."""
 
 import torch
 
@@ -9,15 +9,18 @@ from ztk.train.engine import Engine
 
 
 def pack_exactly_on_all_ranks(*engines: Engine) -> bool:
-    """As `pack_exactly` of their modules, where it is possible on every rank, whose processors may differ. A collective call."""
+    """Like `pack_exactly` of their modules, if every rank supports it; their processors may differ. A collective call."""
     process = engines[0].process
     own = torch.tensor([float(pack_exactly(*(one.module for one in engines), device=process.device))])
     return bool(process.comm.gather_scalars(own.to(process.device), label="packs").all())
 
 
 def packs_examples(config: Config, *, policy: Engine, reference: Engine | BaseModel | None = None) -> bool:
-    """Whether `task=sft`, `reward` and `dpo` pack their texts: on a CPU where that changes no bit of a text, elsewhere wherever the model
-    can. A divided model needs rows of one length. A collective call."""
+    """Returns whether `task=sft`, `reward` and `dpo` pack their texts. A collective call.
+
+    On a CPU, packing must not change any bit of a result; elsewhere the model must support it. A model whose layers are cut needs rows of
+    one length.
+    """
     degrees = config.topology
     if max(degrees.pipeline, degrees.tensor, degrees.sequence) > 1:
         return False

@@ -1,4 +1,4 @@
-"""What a run would need and move: the program of `python run.py task=plan`, on one process, whatever `launch.ranks` says.
+"""Estimates the memory and the traffic of a run: the program of `python run.py task=plan`, on one process for any `launch.ranks`.
 
 `plan.json` in the run folder has the numbers of the table.
 """
@@ -23,7 +23,7 @@ from ztk.planner.result import size as written
 from ztk.report import RunFolder
 from ztk.report.folder import write_json
 
-SHOWN = 5  # fixes
+SHOWN = 5  # number of fixes
 PLANNED_TASKS = ("pretrain", "plan")
 
 
@@ -51,7 +51,7 @@ def main(config: Config) -> None:
 
 
 def try_plan(config: Config, *, hardware: Hardware | None = None) -> Plan | str:
-    """As `make_plan` for any run; why there is no plan, where it cannot be planned."""
+    """Plans any run like `make_plan`. Returns the reason if it cannot be planned."""
     if config.task.name not in PLANNED_TASKS:
         return f"task={config.task.name} is not planned"
     if config.zero.engine.value != "ztk":
@@ -64,7 +64,7 @@ def try_plan(config: Config, *, hardware: Hardware | None = None) -> Plan | str:
 
 
 def make_plan(config: Config, *, hardware: Hardware | None = None) -> Plan:
-    """The plan of the run that `config` describes. hardware: None: that of `config`. Raises ValueError as `ztk.plan` does."""
+    """Plans the run of `config`. hardware: defaults to the configuration's. Raises ValueError as `ztk.plan`."""
     made = plan(
         lambda: without_values(config, build=_model),
         batch=planned_batch(config),
@@ -91,7 +91,7 @@ def _model(config: Config) -> nn.Module:
 
 
 def find_fixes(config: Config) -> list[Fix]:
-    """The smallest sets of overrides with which the command line of this run fits, each planned."""
+    """Finds the smallest sets of overrides with which this run fits, by planning each."""
     given = given_overrides(config)
     print("  looking for the smallest change that fits, by planning each")
 
@@ -107,13 +107,13 @@ def find_fixes(config: Config) -> list[Fix]:
 
 
 def given_overrides(config: Config) -> dict[str, str]:
-    """The command line of the run, without what Hydra takes."""
+    """Returns the command line of the run, without Hydra's own words."""
     recorded = json.loads(Path(config.output_dir, "overrides.json").read_text(encoding="utf-8"))
     return {key: value for key, value in recorded.items() if not key.startswith("hydra.")}
 
 
 def levers(config: Config, *, given: Mapping[str, str]) -> Iterator[list[tuple[str, ...]]]:
-    """The changes that may make the run fit, the one that saves the most memory last in each list."""
+    """Yields the changes that may make the run fit. In each list, the change that saves the most memory is last."""
     if config.zero.stage < 3:
         yield [(f"zero=stage{stage}",) for stage in range(config.zero.stage + 1, 4)]
     if config.recompute.mode == "none":
@@ -125,7 +125,7 @@ def levers(config: Config, *, given: Mapping[str, str]) -> Iterator[list[tuple[s
 
 
 def _smaller_batches(config: Config, *, given: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    """Micro-batches of half the size and less, more of them: the global batch stays."""
+    """Yields smaller and more micro-batches with the same global batch."""
     size, forwards = config.train.micro_batch_size, config.train.accumulation_steps
     part = 2
     while size % part == 0:
@@ -135,7 +135,7 @@ def _smaller_batches(config: Config, *, given: Mapping[str, str]) -> Iterator[tu
 
 
 def print_fixes(found: list[Fix]) -> None:
-    """The fastest first."""
+    """Prints the fixes, fastest first."""
     if not found:
         print(
             "  no three of zero, recompute, offload=cpu and a smaller micro-batch make it fit: use more ranks or a smaller model"

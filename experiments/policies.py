@@ -1,4 +1,4 @@
-"""From the checked configuration to the small policies that the library takes."""
+"""Converts the checked configuration to the library's policies."""
 
 import copy
 import json
@@ -43,15 +43,17 @@ def decoder_config(config: Config) -> DecoderConfig:
 
 
 def trained_only(config: Config) -> bool:
-    """Of checkpoints: the base below adapters stays at `model.path`. It is saved with them where it is not there: ztk's decoder, and weights
-    that `warm_start.path` has trained."""
+    """Returns whether checkpoints contain only trained parameters. The base below adapters stays at `model.path`.
+
+    It is saved too if it is not there: ztk's decoder, and weights trained by `warm_start.path`.
+    """
     if config.lora.rank == 0 or not is_hugging_face(config.model):
         return False
     return config.warm_start.path is None or checkpoint.leaves_out_base(config.warm_start.path)
 
 
 def lora_policy(config: Config) -> LoraPolicy | None:
-    """None if the model itself trains."""
+    """Returns None if the model itself trains."""
     if config.lora.rank == 0:
         return None
     values = _given(config.lora)
@@ -67,7 +69,7 @@ def optimizer_policy(config: Config) -> OptimizerPolicy:
 
 
 def optimizer_of(config: Config, *, model: nn.Module) -> dict[str, Any]:
-    """The arguments of `parallelize` that say how `model` is updated."""
+    """Returns the arguments of `parallelize` for the update of `model`."""
     if is_own(config, section="optimizer"):
         policy, optimizer = own_optimizer(config, model=model)
         return {"optimizer": policy, "torch_optimizer": optimizer}
@@ -75,19 +77,19 @@ def optimizer_of(config: Config, *, model: nn.Module) -> dict[str, Any]:
 
 
 def planned_policy(config: Config) -> OptimizerPolicy:
-    """The optimizer that a plan counts."""
+    """Returns the optimizer for a plan."""
     return planned_optimizer(config) if is_own(config, section="optimizer") else optimizer_policy(config)
 
 
 def learning_rates(config: Config) -> Tensor:
-    """Float32 [train.steps] of multipliers."""
+    """Returns float32 [train.steps] multipliers."""
     if is_own(config, section="scheduler"):
         return own_learning_rates(config)
     return lr_table(SchedulePolicy(**_given(config.scheduler)), steps=config.train.steps)
 
 
 def ema_policy(config: Config) -> EmaPolicy | None:
-    """None if no average of the weights is kept."""
+    """Returns None if there is no average of the weights."""
     return EmaPolicy(**_given(config.ema)) if config.ema.decay else None
 
 
@@ -111,7 +113,7 @@ def offload_policy(config: Config) -> OffloadPolicy:
 
 
 def of_model(config: Config, *, given: StrategyConfig) -> Config:
-    """The configuration as it is for a model beside the policy: where `given` says nothing, the policy's."""
+    """Returns the configuration for a model other than the policy. Values missing in `given` are the policy's."""
     own = copy.deepcopy(config)
     stage, tier = own.zero.stage, own.offload.optimizer
     if given.zero is not None and (chosen := int(given.zero.value.removeprefix("stage"))) != stage:
@@ -146,9 +148,9 @@ def recompute_policy(config: Config) -> RecomputePolicy:
 
 
 def report_policy(config: Config, *, total_steps: int | None = None) -> ReportPolicy:
-    """wandb's group is the folder that a sweep's jobs share, its name what the command line says of the run.
+    """Returns the report policy. wandb's group is the folder that a sweep's jobs share, and its name is the run's command line.
 
-    total_steps: where the run ends; None: `train.steps`.
+    total_steps: number of the last step, `train.steps` by default.
     """
     logger, folder = config.logger, Path(config.output_dir)
     tracker = TrackerPolicy(
@@ -172,7 +174,7 @@ def report_policy(config: Config, *, total_steps: int | None = None) -> ReportPo
 
 
 def ceilings(config: Config) -> Ceilings | None:
-    """Of the device that the run computes on; None: nobody has said which it is."""
+    """Returns the peak rates of the run's device, or None if the hardware is not configured."""
     given = config.hardware
     if given.memory_bandwidth is None:
         return None
@@ -183,7 +185,7 @@ def ceilings(config: Config) -> Ceilings | None:
 
 
 def run_name(folder: Path) -> str:
-    """The overrides of the command line, without groups of keys in front; the folder's name if there are none."""
+    """Returns the overrides of the command line without group prefixes, or the folder's name if there are none."""
     try:
         overrides = json.loads((folder / "overrides.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -193,7 +195,7 @@ def run_name(folder: Path) -> str:
 
 
 def hardware(config: Config) -> Hardware | None:
-    """The hardware that a plan is made for. None without a choice, and for a run, whose record keeps the rates of its floors and MFU alone."""
+    """Returns the hardware of a plan. None without a choice, and for a run, which records only the rates for its floors and MFU."""
     is_planned = config.task.name == "plan" and config.hardware.name is not None
     return Hardware(**_given(config.hardware, without=("file",))) if is_planned else None
 
@@ -205,13 +207,13 @@ def peer(config: Config) -> Peer:
 
 
 def _given(section: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The fields that have an effect in this run: the others are None in a checked configuration."""
+    """Returns the fields with an effect in this run; others are None in a checked configuration."""
     values = {field.name: getattr(section, field.name) for field in fields(section) if field.name not in without}
     return {name: _plain(value) for name, value in values.items() if value is not None}
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as dictionaries, enumeration members as their words."""
+    """Converts dataclasses to dictionaries, and enumeration members to their values."""
     if isinstance(value, Enum):
         return value.value
     if hasattr(value, "__dataclass_fields__"):

@@ -15,7 +15,7 @@ from ztk.rl.rollout import RolloutMismatch, Samples, compare, first_layer
 
 
 def counted(run: Run, *, scored: Scored) -> Tensor:
-    """Which of this rank's samples count in the loss, bool [S]."""
+    """Returns which of this rank's samples count in the loss, bool [S]."""
     samples = scored.samples
     counts = samples.included.clone()
     if run.config.rollout.drop_equal_groups:
@@ -26,7 +26,9 @@ def counted(run: Run, *, scored: Scored) -> Tensor:
 
 
 def fill_buffer(run: Run, *, scored: Scored, counts: Tensor, advantages: Tensor, **extra: Tensor) -> None:
-    """Starts the updates with a rollout. counts: whether a sample does, bool [S]. advantages: per token, float32 [S, T]. extra: [S, T] each."""
+    """Starts the updates with a rollout. counts: whether a sample counts, bool [S]. advantages: per token, float32 [S, T]. extra: [S, T]
+    each.
+    """
     config, samples = run.config, scored.samples
     values = {
         "old": samples.logprobs,
@@ -44,9 +46,11 @@ def fill_buffer(run: Run, *, scored: Scored, counts: Tensor, advantages: Tensor,
 
 
 def corrected(run: Run, *, samples: Samples, trainer: Tensor) -> Tensor:
-    """The weights of rollout.identity=corrected, float32 [S, T]. A collective call.
+    """Returns the weights of rollout.identity=corrected, float32 [S, T]. A collective call.
 
-    trainer: the trainer's log-probabilities, [S, T]. Adds the mismatch between them and the drawn ones to the run's metrics."""
+    Adds the mismatch between the trainer's and the sampler's log-probabilities to the run's metrics. trainer: the trainer's
+    log-probabilities, [S, T].
+    """
     rollout, given = run.config.rollout, {"drawn": samples.logprobs, "mask": samples.answer_mask}
     assert rollout.correction is not None and rollout.correction_max is not None, "the configuration is checked"
     sums = mismatch_sums(trainer, **given).to(run.process.device)
@@ -57,10 +61,10 @@ def corrected(run: Run, *, samples: Samples, trainer: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """loss: this rank's mean over its micro-batches, of which the mean over ranks is the step's loss. entropy: nats per token, over all ranks.
+    """loss: this rank's mean over its micro-batches; the mean over ranks is the step's loss. entropy: nats per token, over all ranks.
 
-    tokens: of prompts and answers, over all ranks. metrics: further values of the step's row, such as `clipped`, the fraction of tokens outside
-    of the clipping range.
+    tokens: of prompts and answers, over all ranks. metrics: further values of the step's row, such as `clipped`, the fraction of tokens
+    outside the clipping range.
     """
 
     loss: Tensor
@@ -70,21 +74,21 @@ class Update:
 
 
 def update_rows(run: Run) -> slice:
-    """The rows of this rank's samples that the next optimizer step uses."""
+    """Returns the rows of this rank's samples for the next optimizer step."""
     share = run.config.train.global_batch_size // run.process.world_size
     return slice(run.buffer.position * share, (run.buffer.position + 1) * share)
 
 
 def update_policy(run: Run) -> Update:
-    """One optimizer step of the policy. Raises RolloutMismatch where rollout.identity=exact does not hold."""
+    """Runs one optimizer step of the policy. Raises RolloutMismatch if rollout.identity=exact is violated."""
     config, engine, device = run.config, run.actor, run.process.device
     assert run.buffer.samples is not None
     rows = update_rows(run)
     samples, extra = run.buffer.samples[rows], {name: value[rows] for name, value in run.buffer.extra.items()}
     policy = loss_of(config)
-    scale = run.process.world_size * config.train.accumulation_steps  # the engine divides by as much
+    scale = run.process.world_size * config.train.accumulation_steps  # compensates for the engine's division
     losses, sums = [], torch.zeros(5, dtype=torch.float64)
-    compares = run.buffer.position == 0  # on policy: the weights are those that drew
+    compares = run.buffer.position == 0  # on policy: the weights have not changed since the rollout
     for part in micro_batches(run, samples=samples):
         batch, own = samples[part], {name: value[part].to(device) for name, value in extra.items()}
         given = {name: own.get(name) for name in ("old", "advantages", "weights", "correction", "reference")}
@@ -111,8 +115,12 @@ def update_policy(run: Run) -> Update:
 
 
 def compared(run: Run, *, samples: Samples, logprobs: Tensor) -> int:
-    """How many log-probabilities of a micro-batch are not those that were stored. A collective call with rollout.identity=exact, where it
-    raises RolloutMismatch on the ranks that have one."""
+    """Returns the number of log-probabilities of a micro-batch that differ from the stored ones.
+
+    A collective call with rollout.identity=exact.
+
+    It then raises RolloutMismatch on the ranks with a difference.
+    """
     difference = compare(samples, logprobs=logprobs)
     if run.config.rollout.identity != "exact":
         return difference.count
@@ -122,14 +130,14 @@ def compared(run: Run, *, samples: Samples, logprobs: Tensor) -> int:
         layer = first_layer(run.actor, samples=samples, packs=run.packs, **where)
         if difference.count:
             raise RolloutMismatch(
-                f"step {run.actor.global_steps + 1}: {difference.count} log-probabilities of a micro-batch are not those of its rollout; the "
+                f"step {run.actor.global_steps + 1}: {difference.count} log-probabilities of a micro-batch differ from its rollout; the "
                 f"first: {difference.first}; {layer}. Use rollout.identity=corrected, and report this"
             )
     return difference.count
 
 
 def loss_of(config: Config) -> PolicyLoss:
-    """The loss that `policy` and `kl` describe."""
+    """Returns the loss of `policy` and `kl`."""
     policy, kl = config.policy, config.kl
     return PolicyLoss(
         ratio=policy.ratio,
@@ -144,7 +152,7 @@ def loss_of(config: Config) -> PolicyLoss:
 
 
 def weights_of(run: Run, *, samples: Samples, counts: Tensor) -> Tensor:
-    """The weight of each token in the loss of its update, float32 [S, T]. counts: whether the sample counts, bool [S]."""
+    """Returns the weight of each token in the loss of its update, float32 [S, T]. counts: whether the sample counts, bool [S]."""
     packing, length = Packing.of(samples.answer_mask), samples.tokens.shape[1]
     share = run.config.train.global_batch_size // run.process.world_size
     tokens = (packing.lengths * counts).view(-1, share).sum(1)

@@ -1,4 +1,4 @@
-"""Train a policy with a critic (PPO): the program of every rank of `task=ppo`."""
+"""Trains a policy with a critic (PPO): the program of every rank of `task=ppo`."""
 
 from dataclasses import replace
 
@@ -16,12 +16,12 @@ from ztk.rl.rollout import Samples
 
 
 def main(config: Config) -> None:
-    """Runs one rank from start to end; `rollout_loop.run_task` says what it raises."""
+    """Runs one rank from start to end. Raises as `rollout_loop.run_task`."""
     run_rank(config, fill=fill, update=update)
 
 
 def fill(run: Run, scored: Scored) -> None:
-    """The advantage of a token is by how much what follows exceeds the critic's expectation (GAE)."""
+    """Computes the advantage of a token: the excess of its future reward over the critic's expectation (GAE)."""
     config, samples = run.config, scored.samples
     counts = counted(run, scored=scored)
     values = values_of(run, samples=samples)
@@ -41,14 +41,14 @@ def fill(run: Run, scored: Scored) -> None:
 
 
 def update(run: Run) -> Update:
-    """One optimizer step of the critic and one of the policy, on the same samples."""
+    """Runs one optimizer step of the critic and one of the policy, on the same samples."""
     critic_loss = update_critic(run)
     updated = update_policy(run)
     return replace(updated, metrics={"critic_loss": critic_loss, **updated.metrics})
 
 
 def token_rewards(scored: Scored) -> Tensor:
-    """The reward of an answer at its last token, less the penalty at every token, float32 [S, T]."""
+    """Returns the reward of an answer at its last token, less the penalty at every token, float32 [S, T]."""
     samples = scored.samples
     rewards = torch.zeros_like(samples.logprobs) if scored.penalty is None else -scored.penalty
     last = samples.prompt_lengths + samples.answer_lengths - 1
@@ -57,7 +57,7 @@ def token_rewards(scored: Scored) -> Tensor:
 
 
 def values_of(run: Run, *, samples: Samples) -> Tensor:
-    """The critic's value before each token, float32 [S, T], without gradients; 0 outside of answers."""
+    """Returns the critic's value before each token, float32 [S, T], without gradients; 0 outside answers."""
     assert run.critic is not None
     with run.critic.evaluating():
         parts = [
@@ -67,7 +67,7 @@ def values_of(run: Run, *, samples: Samples) -> Tensor:
 
 
 def whitened(run: Run, *, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Advantages less their mean, over their deviation, both over all counted tokens of all ranks."""
+    """Normalizes advantages by mean and deviation over all counted tokens of all ranks."""
     kept = advantages[mask].double()
     own = torch.stack([torch.tensor(float(len(kept)), dtype=torch.float64), kept.sum(), kept.square().sum()])
     count, total, squares = (
@@ -79,12 +79,12 @@ def whitened(run: Run, *, advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 def update_critic(run: Run) -> float:
-    """One optimizer step of the critic on the samples of the policy's next one; the mean loss over all ranks."""
+    """Runs one optimizer step of the critic on the samples of the policy's next step. Returns the mean loss over all ranks."""
     config, engine, device = run.config, run.critic, run.process.device
     assert engine is not None and run.buffer.samples is not None
     rows = update_rows(run)
     samples, extra = run.buffer.samples[rows], {name: value[rows] for name, value in run.buffer.extra.items()}
-    scale = run.process.world_size * config.train.accumulation_steps  # the engine divides by as much
+    scale = run.process.world_size * config.train.accumulation_steps  # compensates for the engine's division
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for part in micro_batches(run, samples=samples):
         batch = samples[part]

@@ -1,7 +1,6 @@
-"""Train a decoder on text, on bytes or a tokenizer's tokens: the program of every rank of `python run.py`.
+"""Trains a decoder on text, as bytes or a tokenizer's tokens: the program of every rank of `python run.py`.
 
-Nothing here knows where parameters, gradients and optimizer states are stored: `parallelize` does, from `zero=` and
-`offload=`.
+This program does not depend on where parameters, gradients and optimizer states are stored. `parallelize` handles `zero=` and `offload=`.
 """
 
 import math
@@ -59,7 +58,7 @@ def run(config: Config, *, process: Process) -> None:
     if past and held_out and config.train.until_loss is not None:
         with evaluated_weights(config, engine=engine):
             first_loss = evaluate(engine, batches=held_out)
-    is_done = limits.is_reached(first_loss)  # by the run that is continued
+    is_done = limits.is_reached(first_loss)  # already reached by the continued run
     steps = engine.global_steps if is_done else config.train.steps
     work = step_work(config, process=process, build=lambda config: build_model(config)[0])
     with build_reporter(config, engine=engine, past=past, total_steps=steps, work=work) as reporter:
@@ -89,7 +88,7 @@ def run(config: Config, *, process: Process) -> None:
 
 
 def build_engine(config: Config, *, process: Process) -> Engine:
-    """The model is built on the meta device; every rank then fills only the part that it keeps."""
+    """Builds the model on the meta device and the engine. Every rank fills only its own part."""
     model, first_values = build_model(config)
     common = {
         "process": process,
@@ -101,7 +100,7 @@ def build_engine(config: Config, *, process: Process) -> Engine:
         "initial_values": first_values,
     }
     if config.zero.engine != "ztk":
-        from ztk.train.engine.peers import parallelize_peer  # here: FSDP2's imports take a second
+        from ztk.train.engine.peers import parallelize_peer  # imported late: FSDP2's imports take a second
 
         return parallelize_peer(model, kind=config.zero.engine, **common)
     return parallelize(
@@ -117,10 +116,9 @@ def build_engine(config: Config, *, process: Process) -> Engine:
 
 
 def build_model(config: Config, *, has_adapters: bool = True) -> tuple[nn.Module, InitialValues | None]:
-    """ztk's decoder or a model of transformers, without memory, and the values that its parameters start with; or the user's model, whose
-    parameters have their first values (None).
+    """Returns ztk's decoder or a transformers model without memory, with its initial values by name and range.
 
-    has_adapters: False: without those of `lora`.
+    A model of the user's has its values already, so None is returned for them. has_adapters: with False, omits the adapters of `lora`.
     """
     if is_own(config, section="model"):
         model, values = own_model(config), None
@@ -148,7 +146,7 @@ def _named_model(config: Config, *, has_adapters: bool) -> tuple[nn.Module, Init
 def adapted(
     model: nn.Module, *, lora: LoraPolicy | None, values: InitialValues, seed: int
 ) -> tuple[nn.Module, InitialValues]:
-    """`model`, frozen below new adapters if `lora` has some, and its first values."""
+    """Returns `model`, frozen and with new adapters if `lora` is set, and its initial values."""
     if lora is None:
         return model, values
     add_adapters(model, policy=lora, base="")
@@ -156,13 +154,13 @@ def adapted(
 
 
 def sample_batch(config: Config, *, device: torch.device) -> MicroBatch:
-    """A micro-batch of the run's shape, for layers to be measured with."""
+    """Returns a micro-batch of the run's shape, for measuring layers."""
     tokens = torch.zeros(config.train.micro_batch_size, config.data.seq_len, dtype=torch.int64, device=device)
     return MicroBatch(args=(tokens, tokens))
 
 
 def resume(config: Config, *, engine: Engine, stream: Stream) -> dict[str, Any]:
-    """Restores engine and stream from `checkpoint.resume`; returns what the reporter needs to continue its record."""
+    """Restores engine and stream from `checkpoint.resume`. Returns the reporter's state."""
     loaded = load_past(config, engine=engine)
     if loaded is None:
         return {}
@@ -175,9 +173,9 @@ def resume(config: Config, *, engine: Engine, stream: Stream) -> dict[str, Any]:
 
 
 def load_past(config: Config, *, engine: Engine) -> checkpoint.LoadReport | None:
-    """Loads what the run continues from; None if it starts from the beginning.
+    """Loads the checkpoint from which the run continues. Returns None if it starts from the beginning.
 
-    An elastic run continues from its own newest complete checkpoint as soon as it has one.
+    An elastic run continues from its own newest complete checkpoint as soon as there is one.
     """
     given = None if config.checkpoint.resume == "auto" else config.checkpoint.resume
     if config.checkpoint.resume == "auto" or config.launch.elastic:
@@ -188,31 +186,31 @@ def load_past(config: Config, *, engine: Engine) -> checkpoint.LoadReport | None
 
 
 def train_step(config: Config, step: int, *, engine: Engine, stream: Stream) -> Tensor:
-    """Optimizer step number `step`; returns this replica's mean loss over its micro-batches, on the device."""
+    """Runs optimizer step `step`. Returns this replica's mean loss over its micro-batches, on the device."""
     seed_dropout(config, process=engine.process, step=step)
     batches = (stream.next_batch() for _ in range(engine.accumulation_steps))
     return engine.train_batch(micro_batch(batch, engine=engine) for batch in batches)
 
 
 def evaluate(engine: Engine, *, batches: Sequence[Batch]) -> float:
-    """The mean loss over all replicas' batches, the same number on every rank."""
+    """Returns the mean loss over all replicas' batches, the same number on every rank."""
     loss = engine.eval_batch(micro_batch(batch, engine=engine) for batch in batches)
     return engine.comm.gather_scalars(loss.double().view(1), label="validation loss").mean().item()
 
 
 def evaluate_weights(config: Config, *, engine: Engine, batches: Sequence[Batch]) -> float:
-    """`evaluate` with the weights that `train.evaluate` names."""
+    """Runs `evaluate` with the weights of `train.evaluate`."""
     with evaluated_weights(config, engine=engine):
         return evaluate(engine, batches=batches)
 
 
 def evaluated_weights(config: Config, *, engine: Engine) -> AbstractContextManager[None]:
-    """Inside, the weights are those that `train.evaluate` names. Every rank must enter it."""
+    """Switches to the weights of `train.evaluate` inside the context. A collective call."""
     return engine.averaged() if config.train.evaluate is Evaluated.ema else nullcontext()
 
 
 def micro_batch(batch: Any, *, engine: Engine) -> MicroBatch:
-    """The call of the engine's model for a batch of the stream."""
+    """Returns the arguments of the engine's model for a batch of the stream."""
     return model_call(batch, takes_batches=getattr(engine.module, "takes_batches", False), device=engine.process.device)
 
 
@@ -225,8 +223,10 @@ def finish(
     reporter: Reporter,
     ended_by: str,
 ) -> None:
-    """A text sample and the summary, with the loss of the last validation. Synthetic tokens have neither a text nor anything to learn, and
-    `train.quick` asks for neither."""
+    """Writes the summary with the last validation loss, and prints a text sample.
+
+    Synthetic tokens have neither a text nor anything to learn, and `train.quick` skips both.
+    """
     if config.train.quick or (corpus is None and loss is None):
         reporter.finish(ended_by=ended_by)
         return
@@ -266,7 +266,7 @@ def finish_tokens(
     reporter: Reporter,
     ended_by: str,
 ) -> None:
-    """As `finish`, for documents: bits per byte instead of the bytes' entropy, because the loss is per token."""
+    """Like `finish`, for documents: bits per byte instead of the bytes' entropy, because the loss is per token."""
     measured: dict[str, float] = {"skipped_records": corpus.skipped}
     if loss is not None:
         size = corpus.bytes_per_token(seq_len=config.data.seq_len, num_sequences=held_out_sequences(config))
@@ -284,7 +284,7 @@ def finish_tokens(
 
 
 def draw_text(config: Config, *, engine: Engine, prompt: Tensor, num_tokens: int, tokenizer: Any) -> str | None:
-    """A text that the model continues; None: of an own model that gives no logits. prompt: tokens [T]. A collective call."""
+    """Returns a text that the model continues, or None if a user's model has no logits. prompt: tokens [T]. A collective call."""
     logits_of = engine if not is_own(config, section="model") else own_logits(engine, vocab_size=tokenizer.vocab_size)
     if logits_of is None:
         return None
@@ -302,23 +302,23 @@ def draw_text(config: Config, *, engine: Engine, prompt: Tensor, num_tokens: int
 
 
 def printable(text: str) -> str:
-    """Control characters would move a terminal's cursor."""
+    """Removes control characters, which would move a terminal's cursor."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
 def is_saved(config: Config, step: int, ends: bool = False) -> bool:
-    """Whether the configuration asks for a checkpoint of `step`. ends: something other than `train.steps` ends the run after it."""
+    """Returns whether to save `step`. ends: the run ends after it for another reason than `train.steps`."""
     every, last = config.checkpoint.every, config.checkpoint.last
     return bool((every and (ends or step % every == 0)) or (last and (ends or step == config.train.steps)))
 
 
 def open_interrupts(config: Config, *, process: Process) -> Interrupts:
-    """Where the run saves nothing, a signal ends it at once."""
+    """Returns the signal handling. If the run saves nothing, a signal ends it immediately."""
     return Interrupts(process, is_active=config.checkpoint.saves)
 
 
 def open_saver(config: Config, *, engine: Engine) -> AbstractContextManager[checkpoint.Saver | None]:
-    """Writes below the run folder the steps that `is_saved` names; its end waits for a background save."""
+    """Returns a saver for the steps of `is_saved`, below the run folder. Leaving it waits for a background save."""
     if not config.checkpoint.saves:
         return nullcontext()
     return checkpoint.Saver(
@@ -335,7 +335,7 @@ def open_saver(config: Config, *, engine: Engine) -> AbstractContextManager[chec
 
 
 def parameter_count(model: Any) -> int | None:
-    """Parameters of the full model; None: it has no `full_parameter_count`."""
+    """Returns the number of parameters of the full model, or None if it has no `full_parameter_count`."""
     if isinstance(model, Decoder):
         return model.config.parameter_count()
     counted = getattr(model, "full_parameter_count", None)
@@ -351,7 +351,9 @@ def build_reporter(
     total_steps: int | None = None,
     work: Work | None = None,
 ) -> Reporter:
-    """parameters: those of the full model; None: of the engine's module. total_steps: None: `train.steps`. work: see `Reporter`."""
+    """Builds the reporter. parameters: number of the full model's, by default of the engine's module. total_steps: defaults to
+    `train.steps`. work: see `Reporter`.
+    """
     process, given = engine.process, getattr(engine, "script_optimizer", None)  # the peers' engines have none
     return Reporter(
         policies.report_policy(config, total_steps=total_steps),

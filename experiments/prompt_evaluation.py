@@ -1,4 +1,4 @@
-"""Evaluation of `task=grpo` and `task=ppo` between steps: answers to prompts of their own, with rewards of their own."""
+"""Evaluation of `task=grpo` and `task=ppo` between steps, on separate prompts with separate rewards."""
 
 from dataclasses import replace
 
@@ -9,12 +9,12 @@ from ztk.config import Config, evaluation_config
 
 
 def has_evaluations(config: Config) -> bool:
-    """Whether the run evaluates prompts between steps."""
+    """Returns whether the run evaluates prompts between steps."""
     return bool(config.rollout.eval_every or config.checkpoint.keep_best)
 
 
 def open_evaluation_prompts(config: Config, *, prompts: Prompts) -> Prompts:
-    """The prompts of `data.eval_path` with the functions of `reward.eval_functions`. Where a key is not set, training's are used.
+    """Opens the prompts of `data.eval_path` with the functions of `reward.eval_functions`. Both default to training's.
 
     Raises:
         ValueError: as `Prompts`.
@@ -24,7 +24,7 @@ def open_evaluation_prompts(config: Config, *, prompts: Prompts) -> Prompts:
 
 
 def evaluate_prompts(run: Run, *, prompts: Prompts) -> dict[str, float]:
-    """The metrics of `rollout.eval_rollouts` rollouts as `eval_NAME`, over all ranks. Raises RewardError."""
+    """Returns the metrics of `rollout.eval_rollouts` rollouts as `eval_NAME`, over all ranks. Raises RewardError."""
     config = run.config
     own = replace(
         run,

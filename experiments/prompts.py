@@ -1,4 +1,4 @@
-"""Prompts, their answers and rewards: made on the spot, or lines of a file."""
+"""Prompts with their answers and rewards, generated or read from a file."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,12 +19,14 @@ STOP, PAD = ANSWER_END, 0  # bytes of text are never 0
 
 
 class Prompts:
-    """The prompts of a run by number, as tokens of the model. rewards: the functions that reward answers. is_own_reward: they, or an
-    environment, are the user's. stops: tokens that end an answer."""
+    """The prompts of a run by number, as tokens. rewards: the reward functions. is_own_reward: whether they, or an environment, are the
+    user's. stops: tokens that end an answer.
+    """
 
     def __init__(self, config: Config) -> None:
-        """Raises ValueError for a file without prompts, a line that is none, a reward function that cannot be loaded, and a
-        text of rollout.stop that no token writes."""
+        """Raises ValueError for a file without prompts, an invalid line, a reward function that cannot be loaded, and a text of
+        rollout.stop that is not a token.
+        """
         self._seed, self._orders = config.train.seed, dict[int, torch.Tensor]()
         self.tokenizer = open_tokenizer(config)
         self._records = None if config.rollout.task is not None else self._read(config)
@@ -36,8 +38,7 @@ class Prompts:
         self.rewards = self._open_rewards(config)
 
     def _open_rewards(self, config: Config) -> RewardFunctions | None:
-        """The user's functions, or the task's own. None if only an environment or the model of `reward.path` gives
-        rewards."""
+        """Returns the user's functions, or the task's own. None if only an environment or the model of `reward.path` gives rewards."""
         if has_rewards(config):
             return open_rewards(config)
         if self._task is None or self.is_own_reward:
@@ -50,12 +51,12 @@ class Prompts:
         options = {"by_template": data.chat_template == "tokenizer", "fields": data.fields}
         found = read_prompts(data.path, tokenizer=self.tokenizer, **options)
         cut = None if data.truncate_prompts is None else Truncation(data.truncate_prompts.value)
-        self.lengths = sorted(len(record.tokens) for record in found)  # before any is cut
+        self.lengths = sorted(len(record.tokens) for record in found)  # before truncation
         assert config.rollout.max_tokens is not None, "the configuration is checked"
         return fitted(found, most=data.seq_len - config.rollout.max_tokens, seq_len=data.seq_len, cut=cut)
 
     def __getitem__(self, number: int) -> Prompt:
-        """Lines of a file come in another order in every pass over it."""
+        """Returns a prompt. Lines of a file are reshuffled in every pass over it."""
         if self._records is None:
             assert self._task is not None, "the configuration is checked"
             return self._task.prompt(seed=self._seed, number=number)
@@ -64,7 +65,7 @@ class Prompts:
         return Prompt(text=found.text, tokens=found.tokens, record=found.record, is_chat=found.is_chat)
 
     def _order(self, epoch: int) -> torch.Tensor:
-        """The order of the lines in a pass. The newest two are kept: one for training, one for evaluations or the next pass."""
+        """Returns the order of the lines in a pass. The last two are cached: one for training, one for evaluations or the next pass."""
         assert self._records is not None
         if epoch not in self._orders:
             order = torch.randperm(len(self._records), generator=generator(self._seed, "prompts", epoch))
@@ -73,16 +74,16 @@ class Prompts:
 
     @property
     def count(self) -> int | None:
-        """Prompts of the files. None if prompts are generated, without end."""
+        """Returns the number of prompts in the files, or None if prompts are generated."""
         return None if self._records is None else len(self._records)
 
     def save_tokenizer(self, folder: Path) -> None:
-        """For those who take the trained model elsewhere; bytes need none."""
+        """Saves the tokenizer for later use with the trained model. Bytes need none."""
         if isinstance(self.tokenizer, SubwordTokenizer):
             self.tokenizer.save(folder)
 
     def answer_of(self, samples: Samples, *, row: int) -> str:
-        """The text of an answer, without its end and special tokens."""
+        """Returns the text of an answer, without its end and special tokens."""
         first = int(samples.prompt_lengths[row])
         last = first + int(samples.answer_lengths[row]) - int(samples.finished[row])
         return self.tokenizer.decode(samples.tokens[row, first:last])
@@ -95,7 +96,7 @@ class Prompts:
         return self.tokenizer.decode(tokens, shows_special=True)
 
     def drawn(self, samples: Samples, *, row: int) -> str:
-        """The text of an answer as it was drawn: with its end and special tokens; of bytes without the end."""
+        """Returns the text of an answer as sampled, with its end and special tokens; for bytes without the end."""
         if isinstance(self.tokenizer, ByteTokenizer):
             return self.answer_of(samples, row=row)
         first = int(samples.prompt_lengths[row])
@@ -103,9 +104,9 @@ class Prompts:
         return self.tokenizer.decode(tokens, shows_special=True)
 
     def describe(self) -> str:
-        """How many prompts there are, their lengths in tokens, and how many are cut."""
+        """Describes the number of prompts, their lengths in tokens, and the number of truncated ones."""
         if self._records is None:
-            return "prompts: made on the spot"
+            return "prompts: generated"
         lengths = self.lengths
         longest = max(len(record.tokens) for record in self._records)
         cut = sum(length > longest for length in lengths)
@@ -115,8 +116,9 @@ class Prompts:
 def with_other_ends(
     ends: Iterable[int], *, config: Config, tokenizer: ByteTokenizer | SubwordTokenizer
 ) -> tuple[int, ...]:
-    """`ends`, those in the model's generation_config.json, where a model may have more of them than its chat template uses, and the tokens of
-    `rollout.stop`.
+    """Returns `ends`, the end tokens in the model's generation_config.json, and the tokens of `rollout.stop`.
+
+    A model may have more end tokens than its chat template uses.
 
     Raises:
         ValueError: a text of `rollout.stop` with several tokens.
@@ -136,7 +138,7 @@ def with_other_ends(
 
 
 def open_tokenizer(config: Config) -> ByteTokenizer | SubwordTokenizer:
-    """That of `data.tokenizer`; built-in prompts are bytes."""
+    """Opens the tokenizer of `data.tokenizer`. Built-in prompts are bytes."""
     if config.data.path is None or config.data.tokenizer in (None, "bytes"):
         return ByteTokenizer()
     return SubwordTokenizer.open(config.data.tokenizer)

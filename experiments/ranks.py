@@ -14,7 +14,9 @@ from ztk.core.runtime.seed import derive_seed
 
 @contextmanager
 def started(config: Config) -> Iterator[Process]:
-    """This rank, arranged as `topology=` says; stopped at the end, but not after an error, when the launcher ends all ranks.
+    """Yields this rank's process, arranged according to `topology=`.
+
+    Stops it at the end, except after an error, when the launcher stops all ranks.
 
     Raises ValueError for a topology that does not fit the number of ranks.
     """
@@ -25,7 +27,10 @@ def started(config: Config) -> Iterator[Process]:
 
 
 def seed_dropout(config: Config, *, process: Process, step: int) -> None:
-    """What dropout draws in optimizer step `step` depends on train.seed, the replica and the pipeline stage, not on when the run started: a
-    resumed run draws what the uninterrupted one would. Tensor-parallel ranks draw alike, because they drop the same values of full tensors."""
+    """Seeds dropout for optimizer step `step` from train.seed, the replica and the pipeline stage.
+
+    A resumed run thus has the same dropout as an uninterrupted one. Tensor-parallel ranks use the same seed, because they drop the same
+    values of full tensors.
+    """
     mesh = process.mesh
     torch.manual_seed(derive_seed(config.train.seed, "dropout", mesh.replica, mesh.comm("pp").rank, step))

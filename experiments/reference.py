@@ -1,4 +1,4 @@
-"""The reference of `task=dpo`: the policy before its first step, as an engine of its own, as numbers computed in advance, or not at all."""
+"""The reference of `task=dpo`: the policy before its first step, as a separate engine, as precomputed numbers, or none."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,56 +22,58 @@ from ztk.rl.align import PairLogprobs, Sequences, answer_logprobs, segment_sums
 from ztk.rl.rollout import answer_logits, large_answers
 from ztk.train.engine import Engine
 
-FOLDER = "reference"  # of a run: the checkpoint of its frozen reference
+FOLDER = "reference"  # folder of a run with the checkpoint of its frozen reference
 
 
 class BaseModel:
-    """The frozen model below an engine's adapters: as an engine that is evaluated, with the same memory."""
+    """The frozen model below an engine's adapters, with the interface of an engine in evaluation and the same memory."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.process = engine, engine.process
 
     @property
     def module(self) -> nn.Module:
-        """The engine's, whose adapters are on."""
+        """The engine's module, whose adapters are on."""
         return self._engine.module
 
     def __call__(self, tokens: Tensor, **given: Any) -> Tensor:
-        """tokens int64 [B, T], with what else a forward takes -> logits [B, T, V], without gradients. A collective call."""
+        """Runs tokens int64 [B, T], with other arguments of the forward -> logits [B, T, V], without gradients. A collective call."""
         with adapters_off(self._engine.module):
             return self._engine(tokens, **given)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """As the engine's."""
+        """Enters the engine's evaluation mode."""
         with self._engine.evaluating():
             yield
 
 
 class Reference(Protocol):
-    """`of` gives a micro-batch's log-probabilities. engine: what computes them for any text; None: nothing does."""
+    """Provides reference log-probabilities. engine: computes them for any text; None if nothing does."""
 
     @property
     def engine(self) -> Engine | BaseModel | None: ...
 
     def begin(self) -> None:
-        """A new run: the policy has made no step. A collective call."""
+        """Starts a new run, before the policy's first step. A collective call."""
 
     def resume(self, loaded: checkpoint.LoadReport) -> None:
-        """The run goes on from a checkpoint. A collective call; raises ValueError if that has no such reference."""
+        """Continues from a checkpoint. A collective call. Raises ValueError if it has no such reference."""
 
     def of(self, step: Step, *, index: int) -> PairLogprobs | None:
-        """Of micro-batch number `index`, without gradients; None: there is no reference."""
+        """Returns the log-probabilities of micro-batch `index`, without gradients, or None without a reference."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint of the policy holds."""
+        """Returns the reference's part of a policy's checkpoint."""
 
     def close(self) -> None:
-        """Ends what still runs."""
+        """Closes engines."""
 
 
 def pair_logprobs(engine: Engine | BaseModel, *, step: Step, index: int, whole_texts: bool = False) -> PairLogprobs:
-    """The log-probabilities that `engine` gives the answers of micro-batch number `index`. whole_texts: and the prompts of chosen ones."""
+    """Returns the log-probabilities of `engine` for the answers of micro-batch `index`. whole_texts: also for the prompts of chosen
+    ones.
+    """
     sequences = step.micro_batches[index].sequences
     if not whole_texts:
         return PairLogprobs.of(
@@ -88,7 +90,9 @@ def pair_logprobs(engine: Engine | BaseModel, *, step: Step, index: int, whole_t
 
 
 def text_logprobs(engine: Engine | BaseModel, *, step: Step, index: int, counted: Sequences | None = None) -> Tensor:
-    """Of the tokens of micro-batch number `index`, [T], 0 where they do not count. counted: the same texts with other tokens that count."""
+    """Returns the log-probabilities of the tokens of micro-batch `index`, [T], 0 if they do not count. counted: the same texts with
+    another mask.
+    """
     batch, device = step.micro_batches[index], engine.process.device
     layout = step.layout(batch, module=engine.module, device=device, shares=True)
     sequences = counted or batch.sequences
@@ -122,8 +126,8 @@ class NoReference:
 class FrozenReference:
     """dpo.reference=frozen: a second engine under the run's strategy, which never steps. Its checkpoint is written once.
 
-    New adapters add nothing, so the reference is the base alone, which has no checkpoint beside `model.path`; adapters of `warm_start.path` are
-    part of it.
+    New adapters have no effect, so the reference is the base alone, whose weights are in `model.path` and need no checkpoint. Adapters of
+    `warm_start.path` belong to the reference.
     """
 
     def __init__(self, config: Config, *, process: Process, first_values: Values | None) -> None:
@@ -147,7 +151,7 @@ class FrozenReference:
                 saver.save()
 
     def resume(self, loaded: checkpoint.LoadReport) -> None:
-        """From the folder beside the policy's checkpoints."""
+        """Loads the checkpoint from the folder next to the policy's checkpoints."""
         if self._is_saved_elsewhere:
             return
         source = loaded.path.parent.parent / FOLDER
@@ -187,7 +191,9 @@ class LoraOffReference:
 
 
 class PrecomputedReference:
-    """dpo.reference=precomputed: the log-probabilities of all examples of the run, float32 [examples, 2], computed with the policy itself."""
+    """dpo.reference=precomputed: the log-probabilities of all examples of the run, float32 [examples, 2], computed with the policy
+    itself.
+    """
 
     engine = None
 
@@ -199,7 +205,7 @@ class PrecomputedReference:
         self._table = torch.zeros(0, 2)
 
     def begin(self) -> None:
-        """Computes them, in the micro-batches of training where examples do not repeat."""
+        """Computes them in the micro-batches of training, without repetitions."""
         held = len(self._stream.examples.held_out)
         starts = [*range(0, held, self._batch), *range(held, self._count, self._batch)]
         ends = [min(start + self._batch, held if start < held else self._count) for start in starts]
@@ -208,7 +214,7 @@ class PrecomputedReference:
         self._table = torch.cat(parts)
 
     def _computed(self, numbers: range) -> Tensor:
-        """float32 [numbers, 2] on every rank."""
+        """Returns float32 [numbers, 2] on every rank."""
         step, device = self._stream.step_of(numbers), self._policy.process.device
         own = torch.zeros(len(numbers), 2, dtype=torch.float64, device=device)
         for index, batch in enumerate(step.micro_batches):
@@ -220,7 +226,7 @@ class PrecomputedReference:
         return gathered.sum(0).view(-1, 2).float().cpu()
 
     def resume(self, loaded: checkpoint.LoadReport) -> None:
-        """From the policy's checkpoint: the policy has moved on since."""
+        """Restores them from the policy's checkpoint, because the policy has changed since."""
         table = (loaded.data_state or {}).get("reference")
         if table is None:
             raise ValueError(
@@ -233,7 +239,7 @@ class PrecomputedReference:
                 "train.steps of the run that saved it"
             )
         numbering = self._stream.examples.numbering
-        saved = loaded.data_state.get("reference_numbering", numbering)  # older checkpoints do not say
+        saved = loaded.data_state.get("reference_numbering", numbering)  # older checkpoints lack this
         if saved != numbering:
             raise ValueError(
                 f"{loaded.path} has reference log-probabilities of other examples: {saved[0]} were held out and train.seed was {saved[1]}, "

@@ -1,4 +1,4 @@
-"""Train a reward model, a decoder with one number per token, on pairs of answers: the program of every rank of `task=reward`."""
+"""Trains a reward model, a decoder with one number per token, on pairs of answers: the program of every rank of `task=reward`."""
 
 from functools import partial
 
@@ -19,13 +19,13 @@ from ztk.train.engine import Engine
 
 
 def main(config: Config) -> None:
-    """One rank from start to end. Raises ValueError for a configuration that does not fit the model, the data or the ranks."""
+    """Runs one rank from start to end. Raises ValueError for a configuration that does not fit the model, the data or the ranks."""
     with started(config) as process:
         run(config, process=process)
 
 
 def run(config: Config, *, process: Process) -> dict[str, float]:
-    """Builds, trains and evaluates; returns what the last evaluation found."""
+    """Builds, trains and evaluates. Returns the result of the last evaluation."""
     stream = open_stream(config, process=process)
     engine = build(config, process=process, lr_table=policies.learning_rates(config), is_critic=True)
     start_from(config, engine=engine, body_only=True)
@@ -61,13 +61,13 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
 
 
 def policy_of(config: Config) -> PairwisePolicy:
-    """The loss that `reward` describes."""
+    """Returns the loss policy of `reward`."""
     reward = config.reward
     return PairwisePolicy(loss=str(reward.loss), margin=reward.margin, centring=reward.centring)
 
 
 def losses_of(engine: Engine, step: Step, index: int, *, policy: PairwisePolicy) -> tuple[Tensor, dict[str, Tensor]]:
-    """The part of the step's loss of a micro-batch, and sums over its pairs."""
+    """Returns a micro-batch's part of the step's loss, and sums over its pairs."""
     batch, device = step.micro_batches[index], engine.process.device
     layout, sequences = step.layout(batch, module=engine.module, device=device, shares=True), batch.sequences
     places = layout.places(sequences.is_token(length=step.length))
@@ -82,6 +82,6 @@ def losses_of(engine: Engine, step: Step, index: int, *, policy: PairwisePolicy)
 
 
 def evaluated(engine: Engine, *, stream: ExampleStream, policy: PairwisePolicy) -> dict[str, float]:
-    """Loss, accuracy, margin and value over the held-out pairs; empty if there are none. A collective call."""
+    """Returns loss, accuracy, margin and value over the held-out pairs; empty if there are none. A collective call."""
     step = stream.held_out()
     return {} if step is None else evaluate_pairs(engine, step=step, forward=partial(losses_of, engine, policy=policy))

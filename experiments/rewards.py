@@ -1,4 +1,4 @@
-"""Rewards of a rollout: by functions, by the model of `reward.path`, or by both; and their means for a step's row."""
+"""Rewards of a rollout, by functions, by the model of `reward.path`, or by both, and their means for a step's row."""
 
 import math
 
@@ -42,7 +42,7 @@ def with_steps(run: Run, *, total: Tensor | None) -> Tensor:
 
 
 def answered(run: Run, *, samples: Samples, prompts: list[Prompt]) -> Answered:
-    """The answers as reward functions get them."""
+    """Returns the answers in the form for reward functions."""
     texts, records = [prompt.text for prompt in prompts], [prompt.record for prompt in prompts]
     is_chat, conversations = [prompt.is_chat for prompt in prompts], None
     if run.environments is not None:
@@ -65,8 +65,10 @@ def answered(run: Run, *, samples: Samples, prompts: list[Prompt]) -> Answered:
 
 
 def reward_metrics(run: Run) -> dict[str, float]:
-    """Means over the newest samples of all ranks: of every entry of `reward.functions`, of what functions have logged, and of the functions'
-    sum beside a model that trains alone. A collective call."""
+    """Returns means over the newest samples of all ranks: of every entry of `reward.functions`, and of the values that functions log.
+
+    If only the reward model trains, includes the sum of the functions too. A collective call.
+    """
     found, config = run.rewarded, run.config
     if found is None:
         return {}
@@ -81,7 +83,7 @@ def reward_metrics(run: Run) -> dict[str, float]:
 
 
 def means_of_ranks(run: Run, *, means: dict[str, Tensor]) -> dict[str, float]:
-    """Over all ranks, which may have logged other names. Values that are not finite are left out: no checkpoint can hold them."""
+    """Averages over all ranks, which may have logged different names. Drops non-finite values, which a checkpoint cannot contain."""
     own = {name: (float(values.nansum()), int((~values.isnan()).sum())) for name, values in means.items()}
     ranks = run.process.comm.gather_objects(own)
     merged = {}

@@ -1,4 +1,4 @@
-"""The life of a run of `task=grpo` or `task=ppo`: rollout, update, report, checkpoint; what is shown and what is saved."""
+"""A run of `task=grpo` or `task=ppo`: rollout, update, report, checkpoint."""
 
 import json
 from collections.abc import Callable
@@ -26,9 +26,9 @@ from ztk.report import Reporter, RunFolder
 from ztk.rl.rollout import RolloutStopped, Samples
 from ztk.train.engine import Engine
 
-NUM_SHOWN = 4  # texts of a step
+NUM_SHOWN = 4  # texts per step
 
-# What differs between the tasks: from scored samples to a full buffer; one optimizer step of every model that learns.
+# The parts that differ between tasks: filling the buffer from scored samples, and one optimizer step of every trained model.
 Fill = Callable[[Run, Scored], None]
 UpdateModels = Callable[[Run], Update]
 
@@ -40,12 +40,12 @@ def run_rank(config: Config, *, fill: Fill, update: UpdateModels) -> None:
 
 
 def run_task(config: Config, *, process: Process, fill: Fill, update: UpdateModels) -> dict[str, Any]:
-    """From the first model to the last row; returns the summary.
+    """Runs the task from the first model to the last row. Returns the summary.
 
-    Raises ValueError for a configuration that does not fit the prompts, RewardError for a reward function that fails, RolloutStopped when a
-    guard ends the run, RolloutMismatch where rollout.identity=exact does not hold.
+    Raises ValueError for a configuration that does not fit the prompts, RewardError for a failing reward function, RolloutStopped when a
+    guard ends the run, and RolloutMismatch if rollout.identity=exact is violated.
     """
-    prompts = Prompts(config)  # first: a fault in the user's files is said at once
+    prompts = Prompts(config)  # first, so that errors in the user's files are reported immediately
     if process.rank == 0:
         prompts.save_tokenizer(RunFolder(config.output_dir).tokenizer)
     continues = config.checkpoint.resume not in (None, "auto")
@@ -71,26 +71,27 @@ def run_task(config: Config, *, process: Process, fill: Fill, update: UpdateMode
         ends = {"reward_before": run.reward_before, "reward_after": after.reward}
         summary = reporter.finish(**run.metrics, **ends, **divergence)
         reporter.say(described(ends, divergence=divergence))
-    run.close()  # not after an error: ranks that have lost a member may wait for each other
+    run.close()  # not after an error: ranks that have lost a member could wait forever
     return summary
 
 
 def divergence_of(run: Run, *, reached: Evaluated) -> dict[str, float]:
-    """`kl_after`, in nats per answer; `kl_least`, the least that any policy needs for this reward, where right answers are known. A collective
-    call."""
+    """Returns `kl_after`, in nats per answer, and `kl_least`, the minimum for this reward, if right answers are known. A collective
+    call.
+    """
     if reached.kl is None or run.reference is None:
         return {}
     found, config = {"kl_after": reached.kl}, run.config
     is_cut = (
         config.rollout.top_k or config.rollout.top_p != 1 or config.rollout.min_p
-    )  # the closed form is of full distributions
+    )  # the closed form needs full distributions
     if not is_cut and config.rollout.task is not None and not run.prompts.is_own_reward and config.reward.path is None:
         found["kl_least"] = frontier_of(run.reference, config=config).least(reached.reward)
     return found
 
 
 def described(ends: dict[str, float], *, divergence: dict[str, float]) -> str:
-    """What was reached and at what divergence, for the screen."""
+    """Describes the final reward and its divergence, for the screen."""
     text = f"mean reward of sampled answers: {ends['reward_before']:.3f} before, {ends['reward_after']:.3f} after"
     if "kl_after" not in divergence:
         return text
@@ -102,7 +103,7 @@ def described(ends: dict[str, float], *, divergence: dict[str, float]) -> str:
 
 
 def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> None:
-    """Optimizer steps up to `train.steps`, or until `train.patience` ends the run; a rollout whenever the buffer is used up.
+    """Runs optimizer steps up to `train.steps`, or until `train.patience` ends the run, with a rollout whenever the buffer is used up.
 
     Raises Interrupted after the step in which a signal arrived; that step is saved, unless the run saves nothing.
     """
@@ -124,7 +125,7 @@ def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> 
             is_regular = bool(config.rollout.eval_every) and step % (config.rollout.eval_every or 1) == 0
             evaluated: dict[str, float] = {}
             is_due = is_regular or (saves and config.checkpoint.keep_best)
-            if prompts is not None and is_due and not interrupted:  # a run that is to end is saved at once
+            if prompts is not None and is_due and not interrupted:  # an interrupted run is saved immediately
                 with reporter.aside():
                     evaluated = evaluate_prompts(run, prompts=prompts)
             values = run.metrics | dict(updated.metrics) | evaluated
@@ -149,7 +150,7 @@ def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> 
 
 
 def roll_out(run: Run, *, reporter: Reporter, texts: "Texts", savers: "Savers", fill: Fill) -> None:
-    """Draws, scores, measures and shows samples, and fills the buffer with them. Raises RolloutStopped, after a checkpoint, for a guard."""
+    """Samples, scores and shows texts, and fills the buffer. Raises RolloutStopped after a checkpoint if a guard ends the run."""
     config, step = run.config, run.actor.global_steps + 1
     with drawing(run):
         scored = score_samples(run, samples=next_samples(run))
@@ -162,7 +163,7 @@ def roll_out(run: Run, *, reporter: Reporter, texts: "Texts", savers: "Savers", 
         reporter.texts(completions or records, step=step)
     fault = run.guards.fault(run.metrics, step=step, max_tokens=config.rollout.max_tokens)
     if fault is not None:
-        savers.save(extra=reporter.past())  # from before this rollout: a resumed run draws it again
+        savers.save(extra=reporter.past())  # state from before this rollout; a resumed run repeats it
         raise RolloutStopped(f"{fault}. A checkpoint is in {savers.folder}")
     fill(run, scored)
     run.rollouts += 1
@@ -170,7 +171,7 @@ def roll_out(run: Run, *, reporter: Reporter, texts: "Texts", savers: "Savers", 
 
 
 def _is_shown(step: int, *, updates: int, every: int) -> bool:
-    """Whether texts of a rollout for `updates` steps, of which `step` is the first, are shown: one of them is a multiple of `every`, or 1."""
+    """Returns whether to show texts of a rollout for `updates` steps from `step` on: if one of them is a multiple of `every`, or 1."""
     return bool(every) and (step == 1 or (step + updates - 1) // every > (step - 1) // every)
 
 
@@ -178,7 +179,7 @@ class Texts:
     """`samples.jsonl` of the run folder: texts with reward, length and KL. Rank 0 writes."""
 
     def __init__(self, run: Run, *, first_step: int) -> None:
-        """Drops the rows that a run resumed at `first_step` writes again."""
+        """Drops the rows that a run resumed at `first_step` will write again."""
         self._path = Path(run.config.output_dir) / "samples.jsonl"
         self._writes = run.process.rank == 0
         if self._writes:
@@ -186,7 +187,7 @@ class Texts:
         self._completions = Completions(run, first_step=first_step) if run.config.rollout.save_completions else None
 
     def close(self) -> None:
-        """Ends the files."""
+        """Closes the files."""
         if self._completions is not None:
             self._completions.close()
 
@@ -197,7 +198,7 @@ class Texts:
         return self._completions.write(run, step=step, samples=samples, kl=kl)
 
     def write(self, run: Run, *, step: int, samples: Samples, kl: Tensor | None) -> list[dict[str, Any]]:
-        """Writes one text of each of the rollout's first prompts, and returns them."""
+        """Writes one text for each of the rollout's first prompts, and returns them."""
         rows = range(0, len(samples), run.config.rollout.group_size)[:NUM_SHOWN]
         records = answer_records(run, step=step, samples=samples, kl=kl, rows=rows)
         if self._writes:
@@ -207,7 +208,7 @@ class Texts:
 
 
 def shown(records: list[dict[str, Any]], *, step: int) -> str:
-    """The texts for the screen."""
+    """Formats the texts for the screen."""
     lines = [f"step {step}: texts"]
     for record in records:
         near = "" if record["kl"] is None else f"  kl {record['kl']:.3f}"
@@ -218,7 +219,10 @@ def shown(records: list[dict[str, Any]], *, step: int) -> str:
 
 
 class Savers:
-    """Checkpoints of all models that a run needs to continue: the policy's last, so that it exists only beside the others."""
+    """Checkpoints of all models that a run needs to continue.
+
+    The policy's is saved last, so that it exists only together with the others.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run, self._stack = run, ExitStack()
@@ -238,7 +242,7 @@ class Savers:
             trained_only = policies.trained_only(config)
             keep, keep_every = config.checkpoint.keep or 2, config.checkpoint.keep_every or 0
             best = bool(config.checkpoint.keep_best)
-            # One more of the others: a save that ends between theirs and the policy's leaves the policy's last one complete.
+            # The others keep one more: if a save stops before the policy's part, the policy's previous checkpoint stays complete.
             spare = checkpoint.Retention(keep=keep + 1, keep_every=keep_every, keep_best=best)
             self._others = [
                 self._stack.enter_context(
@@ -255,9 +259,11 @@ class Savers:
         return self._policy
 
     def save(self, *, extra: dict[str, Any], metric: float | None = None) -> None:
-        """Saves all models after the same optimizer step. metric: smaller is better, for `checkpoint.keep_best`. A collective call."""
+        """Saves all models after the same optimizer step. metric: for `checkpoint.keep_best`; smaller is better. A collective call."""
         policy = self._open()
-        for engine in others_of(self._run).values():  # a reference makes no steps: its checkpoints are named alike
+        for engine in others_of(
+            self._run
+        ).values():  # a reference makes no steps, so its checkpoints would have the same name
             engine.global_steps = self._run.actor.global_steps
         for saver in self._others:
             saver.save(metric=metric)
@@ -265,14 +271,14 @@ class Savers:
 
 
 def others_of(run: Run) -> dict[str, Engine]:
-    """The models beside the policy that a checkpoint has to have. Below new adapters the reference is `model.path`."""
+    """Returns the models other than the policy that a checkpoint needs. With new adapters, the reference is `model.path`."""
     is_base = policies.trained_only(run.config) and run.config.warm_start.path is None
     others = {"critic": run.critic, "reference": None if is_base else run.reference}
     return {name: engine for name, engine in others.items() if isinstance(engine, Engine)}
 
 
 def resume(run: Run) -> dict[str, Any]:
-    """Restores all models and the run from `checkpoint.resume`; returns what the reporter needs to continue its record."""
+    """Restores all models and the run from `checkpoint.resume`. Returns the reporter's state."""
     config = run.config
     given = config.checkpoint.resume
     if given is None:

@@ -1,4 +1,4 @@
-"""What a run of `task=grpo` and `task=ppo` goes on with: models, buffer, guards, and how they are opened."""
+"""The state of a run of `task=grpo` and `task=ppo`: models, buffer, guards, and functions that open them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,12 +38,12 @@ from ztk.train.engine import Engine
 
 @dataclass(kw_only=True)
 class Run:
-    """What a run goes on with.
+    """The state of a run.
 
-    best: of the evaluations so far. weights: how a rollout sees parameters. packs: policy and reference take texts without padding.
-    reward_model: of reward.path. cached: draws for rollout.engine=generator. rollouts: those made. metrics: of the newest one. reward_before:
-    the mean reward before the first step. rewarded: what functions give this rank's newest samples. environments: of rollout.environment.
-    episodes: of this rank's newest samples. ahead: draws the next rollout for rollout.ahead=1.
+    best: of the evaluations so far. weights: how a rollout reads parameters. packs: whether policy and reference take texts without
+    padding. reward_model: of reward.path. cached: samples for rollout.engine=generator. rollouts: number so far. metrics: of the latest one.
+    reward_before: mean reward before the first step. rewarded: the functions' rewards of this rank's latest samples. environments: of
+    rollout.environment. episodes: of this rank's latest samples. ahead: samples the next rollout for rollout.ahead=1.
     """
 
     config: Config
@@ -68,14 +68,14 @@ class Run:
     reward_before: float | None = None
 
     def close(self) -> None:
-        """Ends all engines."""
+        """Closes all engines."""
         reward_model = self.reward_model.engine if isinstance(self.reward_model, TextReward) else self.reward_model
         for engine in (self.actor, self.reference, self.critic, reward_model):
             if isinstance(engine, Engine):
                 engine.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """A JSON value, the same on all ranks. A collective call."""
+        """Returns a JSON value, the same on all ranks. A collective call."""
         return {
             "rollouts": self.rollouts,
             "metrics": self.metrics,
@@ -89,7 +89,7 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state_dict` was taken. Raises ValueError if it is in the middle of a rollout that is not this run's."""
+        """Restores the result of `state_dict`. Raises ValueError if it is from the middle of a different rollout."""
         self.rollouts, self.metrics = state["rollouts"], dict(state["metrics"])
         self.reward_before = state["reward_before"]
         self.guards.load_state_dict(state["guards"])
@@ -108,7 +108,9 @@ class Run:
 def open_run(
     config: Config, *, process: Process, prompts: Prompts, first_values: Values | None, lr_table: Tensor
 ) -> Run:
-    """The models, with the same first weights, and an empty buffer. Raises CheckpointError for warm_start.path and reward.path."""
+    """Opens the models, with the same initial weights, and an empty buffer. Raises CheckpointError for warm_start.path and
+    reward.path.
+    """
     common = {"process": process, "values": first_values}
     has_critic = config.advantage.baseline == "critic"
     samples = config.rollout.prompts * config.rollout.group_size
@@ -151,8 +153,10 @@ def open_run(
 
 
 def open_packs(config: Config, *, actor: Engine, reference: Engine | BaseModel | None) -> bool:
-    """Whether texts are packed: where that changes no bit on any rank, and without rollout.identity=exact of all models that take it. A
-    collective call."""
+    """Returns whether texts are packed. A collective call.
+
+    They are packed if this changes no bit on any rank, or, without rollout.identity=exact, if all models support it.
+    """
     engines = [engine for engine in (actor, reference) if isinstance(engine, Engine)]
     modules = [engine.module for engine in engines]
     is_exact, packs = config.rollout.identity == "exact", pack_exactly_on_all_ranks(*engines)
@@ -163,7 +167,7 @@ def open_packs(config: Config, *, actor: Engine, reference: Engine | BaseModel |
 
 
 def open_cached(config: Config, *, actor: Engine) -> CachedRollouts | None:
-    """What draws for rollout.engine=generator: a copy of the weights per `rollout.tensor` neighbours. A collective call."""
+    """Opens the sampler of rollout.engine=generator: one copy of the weights per `rollout.tensor` neighbours. A collective call."""
     if config.rollout.engine != "generator":
         return None
     size, process = config.rollout.tensor or 1, actor.process
@@ -175,7 +179,7 @@ def open_cached(config: Config, *, actor: Engine) -> CachedRollouts | None:
 
 
 def open_weights(config: Config, *, actor: Engine) -> SettledWeights:
-    """What `rollout.weights` asks for, `auto` decided. A collective call."""
+    """Returns the setting of `rollout.weights`, with `auto` decided. A collective call."""
     name = config.rollout.weights
     if name is not None and name.value == "auto":
         return settle_weights(actor)
@@ -183,11 +187,14 @@ def open_weights(config: Config, *, actor: Engine) -> SettledWeights:
         return SettledWeights(
             weights=RolloutWeights.whole, reason="parameters are not sharded, or not read by forwards"
         )
-    return SettledWeights(weights=RolloutWeights(name.value), reason="it was given")
+    return SettledWeights(weights=RolloutWeights(name.value), reason="set by the user")
 
 
 def open_reference(config: Config, *, actor: Engine, first_values: Values | None) -> Engine | BaseModel | None:
-    """What `kl.reference` names. New adapters add nothing, so the reference is the base alone; those of `warm_start.path` are part of it."""
+    """Opens the reference of `kl.reference`.
+
+    New adapters have no effect, so it is the base alone; adapters of `warm_start.path` belong to it.
+    """
     if config.kl.reference == "frozen":
         options = {
             "is_trained": False,

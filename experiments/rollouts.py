@@ -1,4 +1,4 @@
-"""Rollouts of `task=grpo` and `task=ppo`: drawing, rewards, the comparison with the reference, metrics."""
+"""Rollouts of `task=grpo` and `task=ppo`: sampling, rewards, the comparison with the reference, metrics."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -33,14 +33,16 @@ from ztk.rl.rollout import (
 from ztk.train.engine import Engine
 
 EVALUATED = 4  # rollouts, before the first step and after the last
-UNTRAINED = 2**40  # the number of the first prompt to evaluate with
-# What the ranks tell each other of every sample, float64 each.
+UNTRAINED = 2**40  # number of the first prompt for evaluations
+# Values of every sample that the ranks exchange, float64 each.
 COLUMNS = ("number", "prompt", "reward", "included", "kl", "penalty", "length", "finished")
 
 
 def drawing(run: Run) -> AbstractContextManager[None]:
-    """Inside, what only updates read is off the device, and nothing is drawn ahead. The inference engine's copy of the weights in main memory
-    may be made from master weights."""
+    """Moves tensors that only updates read off the device inside the context, and samples nothing ahead.
+
+    They stay if the inference engine copies the weights to main memory, because it may copy them from master weights.
+    """
     if run.ahead is not None:
         run.ahead.wait()
     copies = run.cached is not None and not run.cached.has_blocks
@@ -48,7 +50,7 @@ def drawing(run: Run) -> AbstractContextManager[None]:
 
 
 def draw(run: Run, *, first_prompt: int | None = None) -> Samples:
-    """This rank's samples of a rollout, with rewards. first_prompt: the number of its first prompt; None: the next one of the run.
+    """Samples this rank's part of a rollout, with rewards. first_prompt: number of its first prompt, by default the run's next one.
 
     Raises RewardError, also for an environment that fails.
     """
@@ -124,7 +126,7 @@ class Evaluated:
 
 
 def evaluate(run: Run) -> Evaluated:
-    """Of `EVALUATED` rollouts with draws of their own, over all ranks."""
+    """Evaluates `EVALUATED` rollouts with separate samples, over all ranks."""
     rewards, kl = [], []
     with drawing(run):
         for number in range(EVALUATED):
@@ -140,8 +142,10 @@ def evaluate(run: Run) -> Evaluated:
 
 
 def logprobs_of(engine: Engine | BaseModel | None, *, run: Run, samples: Samples) -> Tensor | None:
-    """Log-probabilities of the tokens of `samples` by `engine`, over the kept tokens, float32 [S, T], without gradients.
-    None without an engine."""
+    """Returns log-probabilities of the tokens of `samples` by `engine`, over the kept tokens, float32 [S, T], without gradients.
+
+    None without an engine.
+    """
     if engine is None:
         return None
     parts, length, temperature = [], samples.tokens.shape[1], run.config.rollout.temperature
@@ -163,25 +167,25 @@ def logprobs_of(engine: Engine | BaseModel | None, *, run: Run, samples: Samples
 
 
 def layout_of(run: Run, *, samples: Samples) -> Layout:
-    """A micro-batch for a forward of policy or reference."""
+    """Returns a micro-batch's layout for a forward of policy or reference."""
     module = run.actor.module if run.packs else None
     lengths = {"lengths": samples.lengths, "prompt_lengths": samples.prompt_lengths}
     return lay_out(samples.tokens, packs=run.packs, device=run.process.device, module=module, **lengths)
 
 
 def micro_batches(run: Run, *, samples: Samples) -> Iterator[slice]:
-    """The rows of each forward: the same for rollout, scoring and training."""
+    """Yields the rows of each forward, the same for rollout, scoring and training."""
     size = run.config.train.micro_batch_size
     yield from (slice(first, first + size) for first in range(0, len(samples), size))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """This rank's samples of a rollout, and what is known of those of all ranks.
+    """This rank's samples of a rollout, and values of all ranks' samples.
 
-    reference: log-probabilities of the reference, float32 [S, T]. kl: nats per answer, [S]. penalty: what kl.place=reward takes from the reward
-    of every token, [S, T]. None without a reference, the last one also for kl.place=loss. table: `COLUMNS` of all ranks' samples in the order
-    of their numbers, float64 [samples of the rollout].
+    reference: log-probabilities of the reference, float32 [S, T]. kl: nats per answer, [S]. penalty: the amount that kl.place=reward
+    subtracts from the reward of every token, [S, T]. They are None without a reference; penalty also with kl.place=loss. table: `COLUMNS`
+    of all ranks' samples in the order of their numbers, float64 [samples of the rollout].
     """
 
     samples: Samples
@@ -207,7 +211,7 @@ class Scored:
 
 
 def score_samples(run: Run, *, samples: Samples) -> Scored:
-    """Compares the policy with the reference, and gathers what the ranks tell each other. A collective call."""
+    """Compares the policy with the reference, and gathers the values of all ranks. A collective call."""
     kl, reference = run.config.kl, logprobs_of(run.reference, run=run, samples=samples)
     nats = penalty = None
     if reference is not None:
@@ -224,7 +228,7 @@ def score_samples(run: Run, *, samples: Samples) -> Scored:
 def table_of(
     run: Run, *, samples: Samples, kl: Tensor | None = None, penalty: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """See `Scored`. kl, penalty: per answer, [S]; None: zeros."""
+    """Returns the table; see `Scored`. kl, penalty: per answer, [S]; zeros by default."""
     nothing = torch.zeros(len(samples), dtype=torch.float64)
     own = torch.stack(
         [
@@ -246,11 +250,11 @@ def table_of(
 
 
 def measure(run: Run, *, scored: Scored) -> dict[str, float]:
-    """The metrics of a rollout over all ranks. truncated, empty, excluded, equal_groups: fractions of the samples."""
+    """Returns the metrics of a rollout over all ranks. truncated, empty, excluded, equal_groups: fractions of the samples."""
     table, included = scored.table, scored.included
-    lengths = table["length"] - table["finished"]  # the end is no text
+    lengths = table["length"] - table["finished"]  # the end token is not text
     kl = {} if scored.kl is None else {"kl": table["kl"].mean().item()}
-    # A critic compares answers to all prompts, which may have one each: of its samples those of the rollout are a group.
+    # A critic compares answers to all prompts, each of which may have a single answer. Its group is the whole rollout.
     has_critic = run.config.advantage.baseline == "critic"
     groups = torch.zeros_like(scored.groups) if has_critic else scored.groups
     equal = equal_groups(table["reward"], groups=groups, included=included)

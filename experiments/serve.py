@@ -1,4 +1,4 @@
-"""Answer requests over HTTP: the program of `python run.py task=serve`."""
+"""Answers requests over HTTP: the program of `python run.py task=serve`."""
 
 import os
 import signal
@@ -16,17 +16,17 @@ from ztk.core.policies.inference import ServeConfig
 from ztk.serve.app import ServePolicy, Server, calm_process
 from ztk.serve.bodies import Limits
 
-_TERMINATED = 128 + signal.SIGTERM  # of a process that SIGTERM ends before it serves
+_TERMINATED = 128 + signal.SIGTERM  # exit code of a process that SIGTERM ends before it serves
 
 
 def main(config: Config) -> None:
-    """Serves until SIGTERM or SIGINT; running answers then have `serve.drain_seconds` to end.
+    """Serves until SIGTERM or SIGINT. Running answers then have `serve.drain_seconds` to finish.
 
     Raises:
-        PeerLost: a rank that shares the model is gone.
-        ValueError: the model cannot be opened or computed, the port is taken, or the key's variable is not set.
+        PeerLost: a rank that shares the model has ended.
+        ValueError: the model cannot be opened or run, the port is taken, or the key's variable is not set.
     """
-    # Before the model is opened, which can take minutes. Rank 0 answers.
+    # Before the model is opened, which can take minutes. Rank 0 serves.
     key = _key(config.serve.api_key_variable)
     _check_tls(config.serve)
     listening = bind(config.serve.host, port=config.serve.port) if os.environ.get("RANK", "0") == "0" else None
@@ -39,7 +39,7 @@ def main(config: Config) -> None:
 def serve(config: Config, *, answering: Answering, listening: socket.socket, api_key: str | None = None) -> None:
     """Serves until a signal, or until the engine fails: running answers then end with its error, which is raised. Raises as `main`.
 
-    listening: as `bind` returns it. api_key: requests must have it.
+    listening: a socket of `bind`. api_key: required in requests.
     """
     chosen, opened, generator = config.serve, answering.opened, answering.generator
     cost_of_weights(config, answering=answering)
@@ -78,7 +78,7 @@ def serve(config: Config, *, answering: Answering, listening: socket.socket, api
     server.on_failure(lambda: setattr(http, "should_exit", True))
     before = signal.signal(signal.SIGTERM, lambda *_: None if http.started else sys.exit(_TERMINATED))
     try:
-        http.run(sockets=[listening])  # raises the signal that ended it once more, when it is done
+        http.run(sockets=[listening])  # raises the signal that ended it again on return
     finally:
         signal.signal(signal.SIGTERM, before)
         server.stop(drain_seconds=0)
@@ -111,7 +111,7 @@ def _check_tls(chosen: ServeConfig) -> None:
 
 
 def _key(variable: str | None) -> str | None:
-    """The key, which is in no file of the run."""
+    """Returns the key, which is not in any file of the run."""
     if variable is None:
         return None
     if not os.environ.get(variable):
@@ -122,7 +122,10 @@ def _key(variable: str | None) -> str | None:
 
 
 def bind(host: str, *, port: int) -> socket.socket:
-    """A socket that has the address and does not listen yet: until the model is open, clients are refused. Raises ValueError if it is taken."""
+    """Returns a socket that has the address and does not listen yet: clients are refused until the model is open.
+
+    Raises ValueError if it is taken.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -133,7 +136,7 @@ def bind(host: str, *, port: int) -> socket.socket:
 def _claim(host: str, *, port: int, by: Callable[[], None]) -> None:
     try:
         by()
-    except OSError as error:  # while the model was opened, another process may have begun to listen
+    except OSError as error:  # another process may have begun to listen while the model was opened
         raise ValueError(
             f"serve.port={port} of serve.host={host}: {error.strerror}; choose another, or serve.port=0"
         ) from error

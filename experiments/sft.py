@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, the answers of records with prompts masked: the program of every rank of `task=sft`."""
+"""Supervised fine-tuning on the answers of records, with prompts masked: the program of every rank of `task=sft`."""
 
 from torch import Tensor
 
@@ -15,13 +15,13 @@ from ztk.train.engine import Engine
 
 
 def main(config: Config) -> None:
-    """One rank from start to end. Raises ValueError for a configuration that does not fit the model, the data or the ranks."""
+    """Runs one rank from start to end. Raises ValueError for a configuration that does not fit the model, the data or the ranks."""
     with started(config) as process:
         run(config, process=process)
 
 
 def run(config: Config, *, process: Process) -> dict[str, float]:
-    """Builds, trains and evaluates; returns what the last evaluation found."""
+    """Builds, trains and evaluates. Returns the result of the last evaluation."""
     stream = open_stream(config, process=process)
     engine = build_engine(config, process=process)
     start_from(config, engine=engine)
@@ -54,7 +54,7 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
 
 
 def evaluate(engine: Engine, *, stream: ExampleStream) -> dict[str, float]:
-    """The masked loss over all held-out texts, the same number on every rank; empty if there are none."""
+    """Returns the masked loss over all held-out texts, the same number on every rank; empty if there are none."""
     step = stream.held_out()
     if step is None:
         return {}
@@ -63,7 +63,7 @@ def evaluate(engine: Engine, *, stream: ExampleStream) -> dict[str, float]:
 
 
 def micro_batches(step: Step, *, engine: Engine) -> list[MicroBatch]:
-    """Tokens, targets, and the weight with which the mean over micro-batches and ranks is the mean over the step's answer tokens."""
+    """Returns tokens, targets and weights with which the mean over micro-batches and ranks is the mean over the step's answer tokens."""
     batches = []
     for batch in step.micro_batches:
         counted = 0 if batch.is_filler else int(batch.sequences.answer.sum())

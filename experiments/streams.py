@@ -1,4 +1,4 @@
-"""From the checked configuration to a rank's batches."""
+"""Opens a rank's batches from the checked configuration."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,9 +31,9 @@ Corpus = ByteCorpus | TokenCorpus
 
 
 def open_corpus(config: Config, *, process: Process) -> Corpus | None:
-    """The text, its tokenizer saved in the run folder; None for synthetic tokens.
+    """Opens the text and saves its tokenizer in the run folder. Returns None for synthetic tokens.
 
-    Raises ValueError if machines have different texts under the same names.
+    Raises ValueError if machines have different texts with the same names.
     """
     if is_own(config, section="data") or config.data.name == "synthetic":
         return None
@@ -56,7 +56,7 @@ def _opened(config: Config) -> Corpus:
 
 
 def open_data(config: Config, *, corpus: Corpus | None, process: Process) -> tuple[Any, list[Any]]:
-    """The stream of training batches, and this rank's part of `train.eval_batches` global batches to validate on."""
+    """Returns the stream of training batches, and this rank's part of `train.eval_batches` global batches for validation."""
     if not is_own(config, section="data"):
         return open_stream(config, corpus=corpus, process=process), open_held_out(
             config, corpus=corpus, process=process
@@ -79,7 +79,7 @@ def open_stream(config: Config, *, corpus: Corpus | None, process: Process) -> S
 
 
 def open_held_out(config: Config, *, corpus: Corpus | None, process: Process) -> list[Batch]:
-    """This rank's part of `train.eval_batches` global batches to validate on; none for synthetic tokens."""
+    """Returns this rank's part of `train.eval_batches` global batches for validation; none for synthetic tokens."""
     if corpus is None or not config.train.eval_batches:
         return []
     share, seq_len, wanted = share_of(config, process=process), config.data.seq_len, held_out_sequences(config)
@@ -91,7 +91,7 @@ def open_held_out(config: Config, *, corpus: Corpus | None, process: Process) ->
 
 
 def held_out_sequences(config: Config) -> int:
-    """How many sequences one evaluation reads, over all ranks, if there are as many."""
+    """Returns the largest number of sequences per evaluation, over all ranks."""
     return config.train.eval_batches * config.train.global_batch_size
 
 
@@ -106,8 +106,10 @@ def share_of(config: Config, *, process: Process) -> Share:
 
 
 def model_call(batch: Any, *, takes_batches: bool, device: torch.device) -> MicroBatch:
-    """The call of a model for a batch of the stream. takes_batches: an own model takes the batch as its only argument; ztk's and
-    transformers' models take tokens, targets and documents."""
+    """Returns a model's arguments for a batch of the stream.
+
+    takes_batches: a user's model takes the batch as its only argument. ztk's and transformers' models take tokens, targets and documents.
+    """
     if isinstance(batch, Batch):
         placed = on_device(batch, device=device)
         documents = () if batch.positions is None else (Documents.at(batch.positions).to(device),)
@@ -120,7 +122,7 @@ def model_call(batch: Any, *, takes_batches: bool, device: torch.device) -> Micr
 
 
 def tree_on_device(items: Any, *, device: torch.device) -> Any:
-    """Tensors anywhere in nested containers, copied as `on_device` copies."""
+    """Copies tensors in nested containers as `on_device` does."""
     if device.type == "cpu":
         return items
 
@@ -131,7 +133,7 @@ def tree_on_device(items: Any, *, device: torch.device) -> Any:
 
 
 def on_device(batch: Batch, *, device: torch.device) -> Batch:
-    """Copies beside the host's work: from pinned memory a copy to a GPU waits for nothing."""
+    """Copies asynchronously: a copy from pinned memory to a GPU does not block the host."""
     if device.type == "cpu":
         return batch
     return replace(

@@ -1,4 +1,4 @@
-"""Rewards by a model of transformers for sequence classification with one label, which reads texts with its own tokenizer and chat template."""
+"""Rewards by a transformers model for sequence classification with one label, which has its own tokenizer and chat template."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ from ztk.train.engine import Engine
 
 
 class TextReward:
-    """The model of `reward.path`, an engine of its own under the run's strategy unless `reward` differs."""
+    """The model of `reward.path`, in an engine under the run's strategy unless `reward` differs."""
 
     def __init__(self, config: Config, *, process: Process) -> None:
-        """A collective call. Raises ValueError for a folder that is no such model."""
+        """A collective call. Raises ValueError for a folder without such a model."""
         path = config.reward.path
         assert path is not None, "the configuration is checked"
         own = config_with(config, path=path, key="reward.path")
@@ -31,10 +31,10 @@ class TextReward:
         )
 
     def score(self, answered: Answered, *, micro_batch: int) -> Tensor:
-        """The value of every prompt with its answer, float64 [S]. A collective call: every rank has as many answers.
+        """Returns the value of every prompt with its answer, float64 [S]. A collective call: every rank has the same number of answers.
 
         Raises:
-            ValueError: a text that is too long for the model, or messages and no chat template to write them by.
+            ValueError: a text that is too long for the model, or prompts of messages and no chat template.
             FloatingPointError: a value that is not finite.
         """
         texts = [self._tokens(answered, row=row) for row in range(len(answered))]
@@ -54,7 +54,7 @@ class TextReward:
         return found
 
     def _tokens(self, answered: Answered, *, row: int) -> list[int]:
-        """As transformers tokenises the text: a chat template writes the special tokens itself."""
+        """Returns the tokens that transformers makes of the text. A chat template contains the special tokens."""
         answer = answered.answers[row]
         if not answered.is_chat[row]:
             return self._tokenizer(answered.texts[row] + answer)["input_ids"]

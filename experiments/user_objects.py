@@ -1,4 +1,4 @@
-"""Objects of the user's in a run: nodes with a `_target_`, made for one rank. docs/extending.md has their protocols."""
+"""The user's objects in a run: creates nodes with a `_target_` on one rank. docs/extending.md has their protocols."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -20,9 +20,9 @@ from ztk.train.engine import Engine
 
 
 def own_model(config: Config) -> nn.Module:
-    """The model of `model._target_`, with its values: every rank draws the same ones from `train.seed`, and rank 0's count.
+    """Returns the model of `model._target_` with its values. Every rank draws the same ones from `train.seed`, and rank 0's count.
 
-    Raises ValueError for an object that is no module.
+    Raises ValueError for an object that is not a module.
     """
     torch.manual_seed(config.train.seed)
     model = instantiate(config.own["model"])
@@ -41,7 +41,7 @@ def own_model(config: Config) -> nn.Module:
 
 
 def own_logits(engine: Engine, *, vocab_size: int) -> Callable[[Tensor], Tensor] | None:
-    """tokens int64 [1, T] -> logits [1, T, V]; None for a model without such outputs. A collective call."""
+    """Returns tokens int64 [1, T] -> logits [1, T, V], or None for a model without such outputs. A collective call."""
     if not isinstance(engine.module.forward, OwnForward):
         return None
 
@@ -54,10 +54,10 @@ def own_logits(engine: Engine, *, vocab_size: int) -> Callable[[Tensor], Tensor]
 
 
 def add_loss(config: Config, *, model: nn.Module) -> None:
-    """Makes `model` return the loss of `loss._target_`; without one it returns its own.
+    """Makes `model` return the loss of `loss._target_`. Without it the model returns its own loss.
 
-    An own model is then called as model(inputs), and the loss as loss(outputs, targets), where the batch is a pair (inputs, targets); of
-    another batch both get the batch.
+    If the batch is a pair (inputs, targets), a user's model is called as model(inputs), and the loss as loss(outputs, targets). Otherwise
+    both get the batch.
     """
     if "loss" not in config.own:
         return
@@ -70,7 +70,7 @@ def add_loss(config: Config, *, model: nn.Module) -> None:
             "loss._target_: this model computes its own loss; use an own model, or ztk's decoder, such as model=tiny"
         )
     if isinstance(loss, nn.Module):
-        model.add_module("own_loss", loss)  # which may have parameters and buffers
+        model.add_module("own_loss", loss)  # it may have parameters and buffers
     outputs_of = model.forward.before if isinstance(model.forward, OwnForward) else model.forward
 
     def forward(batch: Any, *, outputs: bool = False) -> Any:
@@ -92,7 +92,7 @@ class _LossModule(nn.Module):
 
 
 def own_optimizer(config: Config, *, model: nn.Module) -> tuple[OptimizerPolicy, torch.optim.Optimizer]:
-    """The optimizer of `optimizer._target_` over the parameters that train, and the policy that goes with it."""
+    """Returns the optimizer of `optimizer._target_` over the trained parameters, and its policy."""
     made = instantiate(config.own["optimizer"], [p for p in model.parameters() if p.requires_grad])
     policy = OptimizerPolicy(
         name="torch",
@@ -105,7 +105,7 @@ def own_optimizer(config: Config, *, model: nn.Module) -> tuple[OptimizerPolicy,
 
 
 def planned_optimizer(config: Config) -> OptimizerPolicy:
-    """One of ztk's optimizers that keeps as many states as `optimizer._target_`. Raises ValueError if there is none."""
+    """Returns one of ztk's optimizers with the same number of states as `optimizer._target_`. Raises ValueError if there is none."""
     parameter = nn.Parameter(torch.zeros(4))
     step = TorchStep(instantiate(config.own["optimizer"], [parameter]), parameters={"parameter": parameter})
     names = ("sgd", "lion", "adamw")
@@ -118,9 +118,9 @@ def planned_optimizer(config: Config) -> OptimizerPolicy:
 
 
 def own_learning_rates(config: Config) -> Tensor:
-    """Float32 [train.steps] of multipliers: of a torch scheduler, or of a function or object that is called with the step, from 0 on.
+    """Returns float32 [train.steps] multipliers of a torch scheduler, or of a function or object called with the step, starting at 0.
 
-    Raises ValueError for multipliers that are no finite numbers.
+    Raises ValueError for non-finite multipliers.
     """
     node, steps = config.own["scheduler"], config.train.steps
     target = find(node["_target_"])
@@ -138,7 +138,7 @@ def own_learning_rates(config: Config) -> Tensor:
 
 
 def _followed(node: Mapping[str, Any], *, steps: int) -> list[float]:
-    """The rates that a torch scheduler gives to an optimizer of rate 1."""
+    """Returns the rates of a torch scheduler for an optimizer of rate 1."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = instantiate(node, optimizer)
     values = []
@@ -150,7 +150,7 @@ def _followed(node: Mapping[str, Any], *, steps: int) -> list[float]:
 
 
 def own_data(config: Config, *, share: Share) -> tuple[Any, Any]:
-    """The stream of `data._target_`, and its dataset of held-out items; None: it has none.
+    """Returns the stream of `data._target_`, and its dataset of held-out items, or None.
 
     Raises ValueError for an object that is neither a dataset nor a stream.
     """
@@ -169,5 +169,5 @@ def own_data(config: Config, *, share: Share) -> tuple[Any, Any]:
 
 
 def own_callbacks(config: Config) -> list[Any]:
-    """The objects of `callbacks`, in their order."""
+    """Returns the objects of `callbacks`, in order."""
     return [instantiate(node) for node in callback_nodes(config.own.get("callbacks", {})).values()]

@@ -20,11 +20,14 @@ from ztk.core.runtime import Process
 from ztk.data import Batch, Share
 from ztk.parallel.recompute import RecomputeMode
 
-Build = Callable[[Config], nn.Module]  # the model of a run, on the meta device where it has no values of its own
+Build = Callable[[Config], nn.Module]  # builds the model of a run, on the meta device unless it has its own values
 
 
 def step_work(config: Config, *, process: Process, build: Build) -> Work | None:
-    """The work of a step on rank 0, which reports it. None on the other ranks, and where the device's peak or the operations are unknown."""
+    """Returns the work of a step on rank 0, which reports it.
+
+    None on other ranks, and if the device's peak or the operations are unknown.
+    """
     if process.rank != 0 or is_own(config, section="data"):
         return None
     rate, source = _peak(config, process=process)
@@ -37,9 +40,9 @@ def step_work(config: Config, *, process: Process, build: Build) -> Work | None:
 
 
 def step_flops(config: Config, *, build: Build) -> tuple[int, int | None]:
-    """Operations of a step over all devices, as MFU and as HFU count them; 0 and None for a model that cannot be traced.
+    """Returns the operations of a step over all devices for MFU and for HFU; 0 and None for a model that cannot be traced.
 
-    The formulas cover ztk's decoder and models of transformers. Own models and recomputed blocks are traced.
+    Formulas cover ztk's decoder and transformers models. User models and recomputed blocks are traced.
     """
     if is_own(config, section="model"):
         return _traced(config, build=build)
@@ -51,11 +54,11 @@ def step_flops(config: Config, *, build: Build) -> tuple[int, int | None]:
 
 
 def model_flops(config: Config, *, build: Build) -> int:
-    """Operations of the model in a step over all devices, as MFU counts them; 0 where they cannot be counted."""
+    """Returns the model's operations in a step over all devices for MFU; 0 if they cannot be counted."""
     if is_own(config, section="model"):
         return _traced(config, build=build)[0]
     if is_hugging_face(config.model):
-        from ztk.hf.counts import count_model  # here: imports transformers
+        from ztk.hf.counts import count_model  # imported late: imports transformers
 
         model = without_values(config, build=build)
         per_token = count_model(model, seq_len=config.data.seq_len, experts=config.model.experts or 0).flops
@@ -65,14 +68,14 @@ def model_flops(config: Config, *, build: Build) -> int:
 
 
 def tokens_of_step(config: Config) -> int:
-    """Tokens of a step over all devices; 0 with own data, whose items have no known number of tokens."""
+    """Returns the tokens of a step over all devices; 0 with the user's data, whose items have no known number of tokens."""
     assert config.train.global_batch_size is not None, "settled"
     return 0 if is_own(config, section="data") else config.train.global_batch_size * config.data.seq_len
 
 
 def _traced(config: Config, *, build: Build) -> tuple[int, int | None]:
-    """See `step_flops`. The trace leaves torch's generators alone, from which the constructor of an own model may draw."""
-    from ztk.planner import count_operations  # here: most runs count by formulas
+    """See `step_flops`. The trace does not change torch's generators, which the constructor of a user's model may use."""
+    from ztk.planner import count_operations  # imported late: most runs count by formulas
 
     try:
         with torch.random.fork_rng():
@@ -93,8 +96,11 @@ def _traced(config: Config, *, build: Build) -> tuple[int, int | None]:
 
 
 def _peak(config: Config, *, process: Process) -> tuple[float | None, str]:
-    """Operations per second of one device in the computing dtype, and where the number is from: `hardware`, else the data sheet of the GPU;
-    on a CPU, whose ranks share it, the rate that `python -m ztk.calibrate` measured."""
+    """Returns the operations per second of one device in the compute dtype, and the source of the number.
+
+    The source is `hardware`, else the data sheet of the GPU. On a CPU, which ranks share, it is the measurement of `python -m
+    ztk.calibrate`.
+    """
     given, dtype = config.hardware, str(policies.precision_policy(config).dtype).removeprefix("torch.")
     key = {"bfloat16": "bf16_rate", "float16": "fp16_rate"}.get(dtype, "fp32_rate")
     if process.device.type == "cuda":
@@ -111,7 +117,7 @@ def _peak(config: Config, *, process: Process) -> tuple[float | None, str]:
 
 
 def planned_batch(config: Config) -> tuple:
-    """The model's arguments for one micro-batch."""
+    """Returns the model's arguments for one micro-batch."""
     if is_own(config, section="data"):
         share = Share(micro_batch=config.train.micro_batch_size)
         batch = own_data(config, share=share)[0].next_batch()
@@ -122,10 +128,10 @@ def planned_batch(config: Config) -> tuple:
 
 
 def without_values(config: Config, *, build: Build) -> nn.Module:
-    """The run's model on the meta device. A model of transformers is built without reading its folder's weights."""
+    """Returns the run's model on the meta device. A transformers model is built without reading its folder's weights."""
     if config.model.path is None:
         return build(config)
-    with torch.device("cpu"):  # `model.kernels` tries its replacements on samples, which need the values of buffers
+    with torch.device("cpu"):  # `model.kernels` compares its replacements on samples, which need the values of buffers
         model = build(replace(config, model=replace(config.model, init=ModelInit.random)))
     for module in model.modules():
         module._buffers.update({name: b if b is None else b.to("meta") for name, b in module._buffers.items()})

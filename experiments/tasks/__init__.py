@@ -1,4 +1,4 @@
-"""Tasks whose prompts, answers and exact rewards are made on the spot, by the names of `rollout.task`."""
+"""Tasks with generated prompts, answers and exact rewards, by the names of `rollout.task`."""
 
 from experiments.tasks.arithmetic import Arithmetic
 from experiments.tasks.copying import Copying
@@ -18,5 +18,5 @@ __all__ = ["TASKS", "Prompt", "Task", "name_of"]
 
 
 def name_of(config: Config) -> str:
-    """The task of a run without files."""
+    """Returns the task of a run without files."""
     return "sorting" if config.rollout.task is None else config.rollout.task.value

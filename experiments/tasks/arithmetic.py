@@ -5,11 +5,11 @@ import torch
 from experiments.tasks.task import Task
 from ztk.core.runtime.seed import generator
 
-SIZE = 20  # summands are below
+SIZE = 20  # upper bound of the summands
 
 
 class Arithmetic(Task):
-    """400 sums, which are learnt by heart."""
+    """400 sums, to be memorized."""
 
     def text(self, *, seed: int, number: int) -> str:
         """Two summands below 20."""

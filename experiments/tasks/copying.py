@@ -1,4 +1,4 @@
-"""Letters to be copied: `dbace>` -> `dbace`."""
+"""Copying letters: `dbace>` -> `dbace`."""
 
 import torch
 
@@ -10,7 +10,7 @@ LETTERS, COUNT = "abcdefghijklmnop", 5
 
 
 class Copying(Task):
-    """What an attention head learns first."""
+    """The first skill that an attention head learns."""
 
     def text(self, *, seed: int, number: int) -> str:
         """Five of sixteen letters, which may repeat, and `>`."""

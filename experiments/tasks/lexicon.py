@@ -1,4 +1,4 @@
-"""Words to be translated: `chat>` -> `cat`."""
+"""Translating words: `chat>` -> `cat`."""
 
 import torch
 
@@ -16,7 +16,7 @@ LEXICON = {words[0]: words[1] for words in map(str.split, PAIRS.split(", "))}
 
 
 class Lexicon(Task):
-    """Forty words, which are learnt by heart."""
+    """Forty words, to be memorized."""
 
     def text(self, *, seed: int, number: int) -> str:
         """A French word and `>`."""

@@ -1,4 +1,4 @@
-"""Letters to be sorted: `dbace>` -> `abcde`."""
+"""Sorting letters: `dbace>` -> `abcde`."""
 
 import torch
 
@@ -26,7 +26,7 @@ class Sorting(Task):
 
 
 def reordered(right: str, *, seed: int, number: int) -> str:
-    """The letters of `right` in an order of chance that is not theirs, if there is another."""
+    """Returns the letters of `right` in another random order, if there is one."""
     letters = list(right)
     answer = right
     for attempt in range(8):

@@ -1,4 +1,4 @@
-"""What a task that is made on the spot consists of."""
+"""The interface of a task with generated prompts."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -10,8 +10,10 @@ from ztk.data import ByteTokenizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """text, tokens: the prompt as the policy gets it. answer: the right one, if it is known. record: further columns, which reward
-    functions get as keywords. is_chat: the record has a conversation."""
+    """text, tokens: the prompt for the policy. answer: the right one, if it is known. record: further columns, passed to reward functions
+    as keywords.
+    is_chat: whether the record has a conversation.
+    """
 
     text: str
     tokens: list[int]
@@ -21,26 +23,26 @@ class Prompt:
 
 
 class Task(ABC):
-    """Prompts by number, without end for every seed, whose right answers are known."""
+    """An endless sequence of prompts for every seed, with known answers."""
 
     @abstractmethod
     def text(self, *, seed: int, number: int) -> str:
-        """Prompt `number` of the endless sequence for `seed`."""
+        """Returns prompt `number` of the sequence for `seed`."""
 
     @abstractmethod
     def answer(self, text: str) -> str:
-        """The right answer to a prompt."""
+        """Returns the right answer to a prompt."""
 
     @abstractmethod
     def wrong(self, text: str, *, seed: int, number: int) -> str:
-        """An answer of the right form, drawn by chance, that is not the right one if there is another."""
+        """Returns a random answer of the right form that is wrong, if there is one."""
 
     def prompt(self, *, seed: int, number: int) -> Prompt:
-        """Prompt `number` with all that is known of it."""
+        """Returns prompt `number` with its answer."""
         text = self.text(seed=seed, number=number)
         tokens = ByteTokenizer().encode(text).tolist()
         return Prompt(text=text, tokens=tokens, answer=self.answer(text), record={"number": number})
 
     def score(self, *, prompt: str, answer: str, record: Mapping[str, Any]) -> float:
-        """1 for the right answer to `prompt`, else 0."""
+        """Returns 1 for the right answer to `prompt`, else 0."""
         return float(answer == self.answer(prompt))

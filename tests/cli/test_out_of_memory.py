@@ -45,7 +45,7 @@ def test_what_was_held_stands_beside_the_plan(failed, capsys):
     capsys.readouterr()
     print_plan(folder, rank=0)
     shown = capsys.readouterr().err
-    assert "out of memory on rank 0: the plan of the run beside what the rank held" in shown
+    assert "out of memory on rank 0: the plan of the run compared with the rank's memory" in shown
     rows = {line.split("  ")[1].strip(): line.split() for line in shown.splitlines() if line.startswith("ztk:   ")}
     assert rows["only here"][-2:] == ["123", "MB"] and "parameters" in rows and "max resident" in rows
     assert "the plan has its peak in" in shown and (folder / "out_of_memory.txt").is_file()
