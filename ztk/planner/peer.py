@@ -1,7 +1,8 @@
-"""The operations of another library in the place of ztk's, while a plan traces them.
+"""Replaces ztk's operations by another library's while a plan traces them.
 
-A peer differs in the operations of a block, in how its loss reads the logits, in what recompute=selective keeps, and in where gradients wait.
-Each difference is a function of torch's operations that replaces one of ztk's, so the tracker sees what the peer allocates.
+A peer differs in the operations of a block, in how its loss reads the logits, in the results that recompute=selective keeps, and in the
+memory of gradients. Each difference is a function of torch's operations that replaces one of ztk's, so the tracker counts the peer's
+allocations.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 @contextmanager
 def as_peer(peer: Peer) -> Iterator[None]:
-    """Inside, planned tensors take the operations of `peer`."""
+    """Context in which planned tensors use the operations of `peer`."""
     with ExitStack() as stack:
         for name, function in _block(peer.way).items():
             stack.enter_context(mock.patch(f"ztk.nn.{name}", function))
@@ -47,7 +48,7 @@ def as_peer(peer: Peer) -> Iterator[None]:
 
 
 def _block(way: Way) -> dict[str, Callable]:
-    """The names of functions in the modules of `ztk.nn`, and what stands there in the peer."""
+    """Names of functions in the modules of `ztk.nn` -> the peer's functions."""
     gated: dict[str, Callable] = {"mlp.swiglu": _swiglu, "moe.swiglu": _swiglu}
     repeated: dict[str, Callable] = {"attention.attention": _repeated_attention}
     if way is Way.eager:
@@ -56,7 +57,7 @@ def _block(way: Way) -> dict[str, Callable]:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, *, eps: float, residual: Tensor | None = None):
-    """As torchtitan's and KempnerForge's RMSNorm; x [..., N], weight [N]. Returns what `ztk.kernels.rms_norm` does."""
+    """As torchtitan's and KempnerForge's RMSNorm; x [..., N], weight [N]. Returns the same as `ztk.kernels.rms_norm`."""
     total = x if residual is None else x + residual
     wide = total.float()
     y = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).type_as(x) * weight
@@ -88,7 +89,7 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @contextmanager
 def _losses(kind: Logits) -> Iterator[None]:
-    """Inside, losses read their logits in the way `kind`."""
+    """Context in which losses read their logits as in `kind`."""
     held: list[Tensor] = []  # by the script, until the next micro-batch has logits
 
     def of_head(module: LanguageLoss, head: nn.Module, *, x: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -107,7 +108,7 @@ def _losses(kind: Logits) -> Iterator[None]:
             return _Compiled.apply(rows)
         if kind is Logits.softmax:
             rows = rows.float()
-            del logits  # nobody else has them
+            del logits  # frees them
             return _KeptSoftmax.apply(rows)
         return F.cross_entropy(rows.float() if kind is Logits.eager else rows, targets.flatten(), ignore_index=IGNORED)
 
@@ -171,7 +172,7 @@ class _OfColumns(torch.autograd.Function):
         return wide.to(ctx.dtype)
 
 
-# What is kept, and gradients
+# Kept results, and gradients
 
 
 def half_contexts():
@@ -190,7 +191,7 @@ def half_contexts():
 
 @contextmanager
 def _ddp_gradients() -> Iterator[None]:
-    """Inside, gradients stay until their backward ends, and each rank has buckets for all of them."""
+    """Context in which gradients stay until their backward ends, and each rank has buckets for all of them."""
     held: list[Tensor | None] = []
     buckets: list[Tensor] = []
     allocate, accept, finish = (getattr(GradientReduction, name) for name in ("_allocate_resident", "accept", "finish"))

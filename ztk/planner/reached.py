@@ -1,8 +1,8 @@
 """Seconds of an operation on a device, at the rates that operations reach.
 
 A product is cut into tiles, and each wave of tiles occupies all multiprocessors: a product whose tiles do not fill the last wave takes as
-long as one that does. A short inner size wastes the time in which multiprocessors fill and empty. Attention is causal, so half of the counted
-operations are computed; it reaches less with short sequences and small heads.
+long as one that does. A short inner size wastes the time in which multiprocessors fill and empty. Attention is causal, so half of the
+counted operations are computed; it reaches a lower rate with short sequences and small heads.
 """
 
 from ztk.core.policies.hardware import Hardware
@@ -16,7 +16,7 @@ _TILES = (
     (64, 64, 0.6),
 )  # rows, columns, share of the largest ones' rate
 _VOCABULARY = 30_000
-_INNER = 128  # as many inner steps are lost to filling and emptying
+_INNER = 128  # inner steps lost to filling and emptying
 _HEADS = {
     128: 1.0,
     64: 0.9,
@@ -46,12 +46,12 @@ def device_seconds(
 
 
 def _is_linear(shape: tuple[int, ...]) -> bool:
-    """A layer's product: the head, whose vocabulary is larger than any layer, stays in 16 bits."""
+    """Whether it is a layer's product. The head, whose vocabulary is larger than any layer, stays in 16 bits."""
     return len(shape) == 3 and sorted(shape)[1] < _VOCABULARY
 
 
 def _tiling(kind: str, *, shape: tuple[int, ...], hardware: Hardware) -> float:
-    """The share of the rate of large products that a product of this shape reaches."""
+    """The share of large products' rate that a product of this shape reaches."""
     if not hardware.multiprocessors or kind == GROUPED_PRODUCT or len(shape) != 3:
         return 1.0
     rows, columns, inner = shape

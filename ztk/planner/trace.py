@@ -35,14 +35,14 @@ STEPS = 2  # the first records the order in which stage 3 gathers, the second pr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTrace:
-    """What one rank holds and moves. Bytes.
+    """Memory and traffic of one rank, in bytes.
 
     state: by tier and category, between two steps. reserved: the largest sum booked at one time, by tier. peak: of the device, with
-    activations. saved: what the first micro-batch's forward leaves on the device for its backward; of a pipeline, whose schedule mixes
-    forwards and backwards, 0. wire: by axis and kind, in one step.
+    activations. saved: bytes that the first micro-batch's forward leaves on the device for its backward; 0 for a pipeline, whose schedule
+    mixes forwards and backwards. wire: by axis and kind, in one step.
     disk_read, disk_write: in one step. flops: of one step. time: of one step; None without hardware.
-    stages: what a rank of a pipeline does when, in its own time.
-    The wire, the disk, the operations and the time are those of the last step.
+    stages: times of a pipeline rank's actions, in its own time.
+    The wire, the disk, the operations and the time are from the last step.
     """
 
     rank: int
@@ -74,8 +74,8 @@ def trace_rank(
 ) -> RankTrace:
     """Traces one rank. build: makes the model, called with the meta device as default. batch: a micro-batch of planned tensors.
 
-    policies: keywords of `parallelize`. letters: what the pipeline ranks before this one have sent.
-    Raises ValueError for what the policies refuse, and for a model that needs its tensors' values or returns no loss.
+    policies: keywords of `parallelize`. letters: messages of earlier pipeline ranks.
+    Raises ValueError for values that the policies refuse, and for a model that needs its tensors' values or returns no loss.
     """
     lanes = None if hardware is None else Lanes(hardware, peer=peer)
     with torch.device(PLANNED):
@@ -216,7 +216,7 @@ def _forward(engine: Engine, *, batch: Any) -> Tensor:
 
 
 def wire_by_axis(mesh: Mesh) -> dict[str, dict[str, int]]:
-    """Counted bytes by axis and kind, zeros left out. Ranks that are connected once for several axes stand under the first."""
+    """Counted bytes by axis and kind, without zeros. A connection that several axes share is counted under the first."""
     named = {}
     for axis in AXES:
         named.setdefault(mesh.comm(axis), axis)

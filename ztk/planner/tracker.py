@@ -1,7 +1,7 @@
-"""What a step allocates and computes, seen operation by operation.
+"""Tracks the memory and the operations of a step, operation by operation.
 
-The mode counts the storages that operations return: every byte of a device that a tensor keeps alive. What the ledger has booked is a part
-of them, the rest are activations, gradients on their way through autograd and workspaces that an operation returns. It works alike on
+The mode counts the storages that operations return: every byte of a device that a tensor keeps alive. Some of these bytes are booked in the
+ledger; the rest are activations, gradients on their way through autograd and workspaces that an operation returns. It works alike on
 planned tensors and on real ones, so a plan's count is checked against a real run's (`scripts/check_plan.py`).
 """
 
@@ -39,7 +39,7 @@ _INDEXED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """The moment of the most bytes. booked: by category of the ledger. where: the module, and whether in its backward."""
+    """The moment with the most bytes. booked: by category of the ledger. where: the module, and whether in its backward."""
 
     nbytes: int = 0
     booked: dict[str, int] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Peak:
 class StepTracker(TorchDispatchMode):
     """Counts inside its context. alive: bytes now. flops: of matrix products and attention, as torch's registry has them, in `count_flops`."""
 
-    sees_everything = True  # also what ZeRO hides from modes, see `ztk.core.runtime.dispatch_modes`
+    sees_everything = True  # also operations that ZeRO hides from modes, see `ztk.core.runtime.dispatch_modes`
 
     def __init__(self, *, device: str, computed: Computed | None = None) -> None:
         """device: the type whose bytes count, "meta" or "cpu". computed: called for every operation."""
@@ -81,18 +81,18 @@ class StepTracker(TorchDispatchMode):
             self._hooks.callback(handle.remove)
 
     def unwatch(self) -> None:
-        """Takes the hooks off, and lets the model go: finalizers of its storages keep this object."""
+        """Removes the hooks and the references to the model: finalizers of its storages keep this object alive."""
         self._hooks.close()
         self._names = {}
 
     def leave_out(self, tensor: Tensor) -> None:
-        """The storage of `tensor`, of any shape, is not the device's: its bytes do not count."""
+        """Excludes the storage of `tensor` (any shape), because it is not on the device."""
         storage = tensor.untyped_storage()
         self.alive -= self._sizes.get(storage._cdata, 0)
         self._sizes[storage._cdata] = 0
 
     def restart(self) -> None:
-        """Forgets peak and operations; what is alive stays counted."""
+        """Resets peak and operations; live bytes stay counted."""
         self.flops, self.peak = 0, Peak()
         self._starts, self._ran = [], []
         self._note()
@@ -111,7 +111,7 @@ class StepTracker(TorchDispatchMode):
         return out
 
     def _report(self, func: torch._ops.OpOverload, *, flops: int, tensors: list[Tensor]) -> None:
-        """Tells `computed` what an operation reads and writes."""
+        """Calls `computed` with the bytes that an operation reads and writes."""
         moved = {True: 0, False: 0}  # in memory of the host: bytes
         used = [tensor for tensor in tensors if tensor.device.type == self._device]
         for tensor in used:
@@ -187,7 +187,8 @@ def flops_of(func: torch._ops.OpOverload, *, args: tuple, kwargs: dict, out: obj
 
 
 def _shape(func: torch._ops.OpOverload, *, flops: int, tensors: list[Tensor]) -> tuple[int, ...]:
-    """Rows, columns and inner size of a product; length and head size of attention, whose backward has five products to two of its forward."""
+    """Rows, columns and inner size of a product; length and head size of attention, whose backward has five products per two of its
+    forward."""
     if not flops:
         return ()
     if func in FLOPS or "attention" in func.name():
@@ -200,7 +201,7 @@ def _shape(func: torch._ops.OpOverload, *, flops: int, tensors: list[Tensor]) ->
 
 
 def _kind(func: torch._ops.OpOverload, *, flops: int) -> str:
-    """Of `ztk.planner.lanes`, or the name of an operation of ztk."""
+    """The kind, see `ztk.planner.kinds`, or the name of an operation of ztk."""
     if func in FLOPS:
         return ATTENTION
     if flops:
@@ -213,7 +214,7 @@ def _kind(func: torch._ops.OpOverload, *, flops: int) -> str:
 
 
 def tensors_in(*values: object) -> list[Tensor]:
-    """The tensors, of any shapes, among an operation's arguments or results and in their lists: an operation has no deeper ones."""
+    """The tensors (any shapes) among an operation's arguments or results and in their lists. Operations have no deeper nesting."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -225,12 +226,12 @@ def tensors_in(*values: object) -> list[Tensor]:
 
 @functools.cache
 def is_work(func: torch._ops.OpOverload) -> bool:
-    """The operation reads and writes memory: it makes no view and no tensor without values."""
+    """Whether the operation reads and writes memory, rather than making a view or a tensor without values."""
     return not func.is_view and func._overloadpacket not in _WITHOUT_WORK
 
 
 def written(func: torch._ops.OpOverload, *, args: tuple) -> list[Tensor]:
-    """The tensors, of any shapes, that an operation without results writes: it reads them, too."""
+    """The tensors (any shapes) that an operation without results writes, and also reads."""
     return [args[place] for place in _places_written(func) if place < len(args) and isinstance(args[place], Tensor)]
 
 

@@ -1,7 +1,7 @@
 """Models of how other libraries run the same step, to compare a plan with their published runs.
 
-A plan traces ztk's own operations. For a peer it traces the operations that the peer runs in their place (`ztk.planner.peer`): what they
-keep and what they read and write follows from the trace.
+A plan traces ztk's own operations. For a peer it traces the operations that the peer runs instead (`ztk.planner.peer`): the memory that they
+keep and their traffic follow from the trace.
 """
 
 from dataclasses import dataclass
@@ -31,10 +31,12 @@ class Logits(StrEnum):
 
 
 class Kept(StrEnum):
-    """What recompute=selective keeps."""
+    """The results that recompute=selective keeps."""
 
     products = "products"  # the results of all products and of attention
-    half = "half"  # those of every second product (torchtitan, parallelisms/parallelize_llama.py at 9dec370: `mm_count % 2`)
+    half = (
+        "half"  # only every second product's (torchtitan, parallelisms/parallelize_llama.py at 9dec370: `mm_count % 2`)
+    )
 
 
 class Gradients(StrEnum):
@@ -55,7 +57,7 @@ _TUNED_HIDDEN = 0.8  # of a layer's collectives inside a node, which are cut int
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peer:
     """way: how operations are computed. fp8: linear layers multiply in fp8; attention and the head do not. again: the share of a forward's
-    products that a backward computes again in addition to the plan's own recomputation. logits, kept, gradients: what is held in memory."""
+    products that a backward computes again in addition to the plan's own recomputation. logits, kept, gradients: tensors held in memory."""
 
     way: Way = Way.ztk
     fp8: bool = False

@@ -35,7 +35,7 @@ _SEARCHES = When(
 
 @dataclass(kw_only=True)
 class PlanConfig:
-    """What `task=plan` does in addition to planning the command line. `plan` has no options, only keys."""
+    """Options of `task=plan`. `plan` is a group without named options, only keys."""
 
     acts: ClassVar = _PLANNED
     optional: ClassVar = True
@@ -60,7 +60,7 @@ class PlanConfig:
         acts=_OWN_LOSS,
     )
     kept: Kept | None = key(
-        "what recompute=selective keeps: products (of all products) or half (of every second one); null: products",
+        "results that recompute=selective keeps: products (of all products) or half (of every second one); null: products",
         acts=_SELECTIVE,
     )
     gradients: Gradients | None = key(
