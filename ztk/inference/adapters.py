@@ -111,11 +111,11 @@ class Adapters:
         }
 
     def products(self) -> list[Product]:
-        """Those that are not the base's."""
+        """The products that are not the base's."""
         return [product for number in self._numbers.values() for product in self._own(number)]
 
     def rows(self, spans: list[Span], *, device: torch.device) -> "StepRows | None":
-        """The rows of a step by adapter; None where all are the base's."""
+        """The rows of a step by adapter, or None if all use the base."""
         found: dict[int, list[int]] = {}
         for span in spans:
             found.setdefault(span.adapter, []).extend(range(span.row, span.row + span.length))

@@ -1,6 +1,6 @@
-"""Which tokens a draw may take: the sets of a request and the grammar of its answer, as packed bits.
+"""Masks of the tokens that a draw may take, from the sets of a request and the grammar of its answer, as packed bits.
 
-A mask is int32 [ceil(V / 32)] on the CPU: bit t % 32 of word t // 32 allows token t. The host makes it from tokens that it has, so a
+A mask is int32 [ceil(V / 32)] on the CPU: bit t % 32 of word t // 32 allows token t. The host makes it from its own data, so a
 device receives bits and returns nothing.
 """
 
@@ -15,11 +15,11 @@ _WORD = 32
 
 
 class NothingDrawn(ValueError):
-    """The request leaves no token to draw, or its own code fails: the request ends, others go on."""
+    """The request allows no token, or its own code fails. Only this request ends."""
 
 
 def masks_tokens(sampling: SamplingParams) -> bool:
-    """Draws take a mask of `packed_mask`."""
+    """Whether draws use a mask of `packed_mask`."""
     has_sets = bool(sampling.allowed_token_ids or sampling.bad_words or sampling.min_tokens)
     return has_sets or sampling.grammar is not None
 
@@ -118,7 +118,7 @@ def _eights(device: torch.device) -> Tensor:
 
 @functools.cache
 def _bits(device: torch.device) -> Tensor:
-    """1, 2, 4, ..., of which the last one is the sign: int32 [32]."""
+    """1, 2, 4, ..., the last one is the sign bit: int32 [32]."""
     with torch.inference_mode(False):
         return torch.tensor([1 << bit for bit in range(_WORD - 1)] + [-(1 << (_WORD - 1))], dtype=torch.int32).to(
             device

@@ -1,4 +1,4 @@
-"""From a row of logits to a token: the sampling steps, and draws that depend on their place alone."""
+"""Draws a token from a row of logits: the sampling steps, and random numbers that depend only on their position."""
 
 import hashlib
 import math
@@ -13,13 +13,13 @@ from ztk.inference.masks import NothingDrawn, masked, masks_tokens, refused_by
 from ztk.inference.policy import SamplingParams
 from ztk.kernels import select_rows
 
-_FIRST, _MARGIN = 1024, 1e-9  # tokens that top-p looks at first; see `_likeliest_mass`
-_LEAST_MASS = 1e-200  # of allowed tokens: with less, their probabilities are computed without those of the others
+_FIRST, _MARGIN = 1024, 1e-9  # tokens that top-p sums first; see `_likeliest_mass`
+_LEAST_MASS = 1e-200  # of allowed tokens: below it, their probabilities are computed without the other tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """A token, its raw and processed log-probability, and the likeliest tokens if asked for. kept: as of `Completion`, int32 [kept]."""
+    """A token, its raw and processed log-probability, and the likeliest tokens if requested. kept: as in `Completion`, int32 [kept]."""
 
     token: int
     logprob: float
@@ -75,31 +75,31 @@ def uniform(*parts: object) -> float:
 
 
 def draws_plainly(sampling: SamplingParams) -> bool:
-    """No step but the temperature, and no log-probabilities but those of the token: what `ztk.kernels.draw_rows` draws."""
+    """Whether only the temperature is used, and only the token's log-probabilities are requested, as in `ztk.kernels.draw_rows`."""
     is_cut = sampling.fp32_logprobs or sampling.vocabulary is not None or masks_tokens(sampling)
     return draws_together(sampling) and not is_cut
 
 
 def draws_together(sampling: SamplingParams) -> bool:
-    """No step but the temperature and a packed mask, and no log-probabilities but those of the token, a trainer's included: what `draw_plain`
-    draws."""
+    """Whether only the temperature and a packed mask are used, and only the token's log-probabilities are requested, including a trainer's,
+    as in `draw_plain`."""
     cuts = sampling.top_k or sampling.top_p < 1 or sampling.min_p
     return sampling.token_mask is None and not (sampling.logprobs or cuts or penalises(sampling))
 
 
 def penalises(sampling: SamplingParams) -> bool:
-    """Scores of tokens are changed before the temperature."""
+    """Whether scores of tokens are changed before the temperature."""
     counted = sampling.presence_penalty or sampling.frequency_penalty
     return bool(sampling.repetition_penalty != 1 or counted or sampling.logit_bias)
 
 
 def changes_scores(sampling: SamplingParams) -> bool:
-    """`penalised` gives other scores."""
+    """Whether `penalised` changes scores."""
     return penalises(sampling) or sampling.vocabulary is not None
 
 
 def selects(sampling: SamplingParams) -> bool:
-    """No step that the host makes alone: a mask of tokens, the likeliest tokens' log-probabilities, or a trainer's."""
+    """Whether no step needs the host: a mask of tokens, the likeliest tokens' log-probabilities, or a trainer's."""
     return sampling.token_mask is None and not sampling.logprobs and not sampling.fp32_logprobs
 
 
@@ -184,7 +184,7 @@ def _drawn_hot(
     """Of the rows `hot`, which have a temperature, the tokens int64 [rows] and the log-probabilities that they were drawn with. scores, raw:
     fp64 [R, V] before and after the softmax. refused: bool [R, V], the tokens that no draw takes.
 
-    Probabilities of refused tokens become zero after the softmax: the exponential of -inf takes five times as long as that of a number.
+    Probabilities of refused tokens become zero after the softmax: the exponential of -inf takes five times as long as a number's.
     """
     heat = torch.tensor([draws[row][0].temperature for row in hot], dtype=torch.float64).unsqueeze(1)
     is_every = len(hot) == len(draws)
@@ -239,7 +239,7 @@ def _drawn_by_vocabulary(
 
 
 def _place(sampling: SamplingParams, sample: int, position: int) -> float:
-    """Of a draw, in [0, 1)."""
+    """The random number of a draw, in [0, 1)."""
     return uniform(sampling.seed, sampling.draw_key, sample, position)
 
 
@@ -289,7 +289,7 @@ def penalised(scores: Tensor, *, steps: DrawSteps) -> Tensor:
 
 
 def _allowed(mask: Callable[[list[int]], Tensor], *, answer: list[int], count: int) -> Tensor:
-    """bool [count]. The mask is the caller's code: whatever happens in it concerns one request."""
+    """bool [count]. The mask is the caller's code: its errors end only this request."""
     try:
         allowed = mask(answer)
     except Exception as error:  # noqa: BLE001

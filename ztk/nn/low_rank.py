@@ -15,7 +15,7 @@ class LowRank:
     scale: float
 
     def delta(self) -> Tensor:
-        """What a merge adds to the weight: fp32 [out, in] on the CPU."""
+        """The difference that a merge adds to the weight: fp32 [out, in] on the CPU."""
         up, down = (part.detach().to("cpu").float() for part in (self.up, self.down))
         return up @ down * self.scale
 
