@@ -2,6 +2,7 @@
 
 import copy
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -210,6 +211,20 @@ def test_graphs_compute_steps_of_the_base():
     assert graphs.captured == 1
     plain = Generator(merged(model, adapter=adapters["one"]), policy=InferencePolicy(**BLOCKS))
     assert plain.generate([[1, 2]], sampling=sampling)[0][0].tokens == own.tokens
+
+
+def test_adapters_are_merged_again_into_loaded_weights():
+    model, other = build_decoder(), build_decoder()
+    with torch.no_grad():
+        other.blocks[0].mlp.up.weight.mul_(1.5)
+    adapters = {"one": adapter_of(model, seed=0)}
+    generator = Generator(model, adapters=adapters)
+    greedy = SamplingParams(max_tokens=4, temperature=0)
+    [[before]] = generator.generate([[1, 2]], sampling=greedy, adapters="one")
+    generator.load(SimpleNamespace(module=other, zero=SimpleNamespace(full_parameters=other.named_parameters)))
+    [[after]] = generator.generate([[1, 2]], sampling=greedy, adapters="one")
+    [[wanted]] = Generator(merged(other, adapter=adapters["one"])).generate([[1, 2]], sampling=greedy)
+    assert torch.equal(after.logprobs, wanted.logprobs) and not torch.equal(after.logprobs, before.logprobs)
 
 
 def test_a_broken_adapter_ends_its_own_requests():
