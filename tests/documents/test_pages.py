@@ -11,7 +11,7 @@ CHECKOUT = Path(__file__).parents[2]
 DOCS = CHECKOUT / "docs"
 PAGES = [CHECKOUT / "README.md", *sorted(DOCS.rglob("*.md"))]
 CODE_COLUMNS = 88
-WIDE = ("alignment.md", "rollouts.md", "serving.md")
+WIDE = ("serving.md",)
 REFERENCE = "reference/"  # scripts/site_pages.py makes these pages
 
 
