@@ -80,8 +80,8 @@ def engines() -> str:
         "Training speed of ztk, DDP, FSDP2 and DeepSpeed",
         command="python scripts/bench_engine.py --deepspeed-python PATH",
         rows=rows,
-        text="A 30M decoder of the same layers on two CPU ranks. Tokens per second, divided by the rate of forward, backward and AdamW without\n"
-        "any communication; medians of interleaved rounds.\n\n" + table(["strategy", "engine", *DTYPES], lines),
+        text="A 30M decoder of the same layers on two CPU ranks. Tokens per second, divided by the rate of forward, backward and AdamW\n"
+        "without any communication; medians of interleaved rounds.\n\n" + table(["strategy", "engine", *DTYPES], lines),
     )
 
 

@@ -17,8 +17,8 @@ YES, IGNORED, REFUSED, FLAG = "acts", "ignored", "refused", "with a flag"
 # The versions that the columns of the other servers were read from, and the files.
 VLLM, LLAMA = "0.33.0", "0c1e57098"
 SOURCES = f"""\
-The column of vLLM is what `ChatCompletionRequest` and `CompletionRequest` of version {VLLM} declare, check and pass on; a field "{FLAG}" acts
-where a flag of `vllm serve` switches it on. That of llama.cpp is `tools/server` at commit {LLAMA}: its README, `server-schema.cpp` and
+The column of vLLM follows `ChatCompletionRequest` and `CompletionRequest` of version {VLLM}; a field "{FLAG}" acts where a flag of
+`vllm serve` switches it on. The column of llama.cpp follows `tools/server` at commit {LLAMA}: its README, `server-schema.cpp` and
 `server-common.cpp`.
 """
 # The field, a value, and what vLLM and llama.cpp's server do with it. Chats, unless "/completions" is given.
