@@ -16,7 +16,7 @@ from ztk.serve.answers import Shape
 from ztk.serve.app import ServePolicy
 from ztk.serve.bodies import read_body
 from ztk.serve.messages import PLAIN
-from ztk.serve.response_reply import ResponseReply
+from ztk.serve.response_reply import ResponseReply, _Events
 from ztk.serve.responses import read_turn
 from ztk.serve.stored import Stored
 from ztk.serve.values import BadRequest
@@ -260,6 +260,22 @@ def test_items_of_a_stream_are_those_of_the_complete_response(text, kinds):
     done = [event for event in events if event.type == "response.output_item.done"]
     assert [event.output_index for event in added] == [event.output_index for event in done] == list(range(len(kinds)))
     assert [event.item.id for event in added] == [item.id for item in events[-1].response.output]
+
+
+def test_a_call_may_come_in_pieces():
+    """As chunks of chats may have it: its name first, then parts of its arguments."""
+    events = _Events()
+    first = {"index": 0, "id": "c1", "type": "function", "function": {"name": "City", "arguments": ""}}
+    raw = [*events.of_text(" "), *events.of_call(first)]
+    for part in ('{"city"', ': "Rome"}'):
+        raw += events.of_call({"index": 0, "function": {"arguments": part}})
+    raw += [*events.of_call(first | {"index": 1, "id": "c2"}), *events.closed(status="incomplete")]
+    found = [EVENT.validate_python(json.loads(one.split(b"data: ", 1)[1])) for one in raw]
+    assert [event.delta for event in found if event.type.endswith("arguments.delta")] == ['{"city"', ': "Rome"}']
+    assert [(item["call_id"], item["arguments"], item["status"]) for item in events.output] == [
+        ("c1", '{"city": "Rome"}', "completed"),
+        ("c2", "", "incomplete"),
+    ]
 
 
 def test_a_stream_that_fails_ends_with_its_event(running):

@@ -105,6 +105,15 @@ def test_litellm(url):
     City.model_validate(json.loads(call.function.arguments))
 
 
+def test_litellm_by_responses(url):
+    litellm = pytest.importorskip("litellm")
+    asked = {"model": "openai/tiny", "api_base": url, "api_key": "none", "input": "hi", "max_output_tokens": 5}
+    asked |= {"extra_body": {"seed": 1}}
+    whole = litellm.responses(**asked).output_text
+    deltas = [event.delta for event in litellm.responses(**asked, stream=True) if "text.delta" in event.type]
+    assert "".join(deltas) == whole and whole
+
+
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_langchain(url, method):
     library = pytest.importorskip("langchain_openai")
