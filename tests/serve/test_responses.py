@@ -213,7 +213,7 @@ def test_conversations_are_stored_up_to_a_number_and_a_size():
             stored.conversation(name)
 
 
-def written(text):
+def written(text, *, finish="stop", stored=None):
     """Events of an answer whose characters come one by one, and the complete response."""
     turn = read_turn({"input": "x", "tools": [TOOL]}, stored=Stored())
     replies = []
@@ -221,11 +221,12 @@ def written(text):
         asked = read_body(turn.body | {"stream": stream}, chat=True, usual=SamplingParams())
         job = SimpleNamespace(prompt=[1], sampling=SamplingParams())
         shape = Shape(id="resp_1", model="m", chat=True, created=0)
-        reply = ResponseReply([job], asked=asked, shape=shape, tokenizer=Chatting(), turn=turn, stored=Stored())
+        kept = stored if stream and stored is not None else Stored()
+        reply = ResponseReply([job], asked=asked, shape=shape, tokenizer=Chatting(), turn=turn, stored=kept)
         tokens = text.encode()
         outputs = [
             Output(request_id=0, sample=0, token=token, logprob=0.0, processed_logprob=0.0, finish_reason=last)
-            for token, last in zip(tokens, [None] * (len(tokens) - 1) + ["stop"], strict=True)
+            for token, last in zip(tokens, [None] * (len(tokens) - 1) + [finish], strict=True)
         ]
         raw = reply.opening()
         for output in outputs:
@@ -260,6 +261,16 @@ def test_items_of_a_stream_are_those_of_the_complete_response(text, kinds):
     done = [event for event in events if event.type == "response.output_item.done"]
     assert [event.output_index for event in added] == [event.output_index for event in done] == list(range(len(kinds)))
     assert [event.item.id for event in added] == [item.id for item in events[-1].response.output]
+
+
+@pytest.mark.parametrize("length", [40, 50, 55, len(CALL) - 1])
+def test_a_call_that_is_cut_off_does_not_end_its_conversation(length):
+    stored = Stored()
+    events, whole = written(CALL[:length], finish="length", stored=stored)
+    assert events[-1].type == "response.incomplete" and whole.status == "incomplete"
+    turn = read_turn({"input": "go on", "previous_response_id": "resp_1"}, stored=stored)
+    asked = read_body(turn.body, chat=True, usual=SamplingParams())
+    assert [message["role"] for message in asked.messages] == ["user", "assistant", "user"]
 
 
 def test_a_call_may_come_in_pieces():

@@ -9,7 +9,7 @@ from ztk.serve.bodies import Asked
 from ztk.serve.loop import Job
 from ztk.serve.models import Tokenizer
 from ztk.serve.replies import Reply
-from ztk.serve.responses import Turn
+from ztk.serve.responses import Turn, are_arguments
 from ztk.serve.stored import Stored
 from ztk.serve.tools import Format
 
@@ -75,7 +75,7 @@ class ResponseReply(Reply):
     def _whole(self, chat: dict[str, Any], *, output: list[_Item]) -> dict[str, Any]:
         """The response with its output and the counts of tokens, whose conversation is stored."""
         if self._turn.stores:
-            self._stored.keep(self.shape.id, messages=(*self._turn.conversation, chat["choices"][0]["message"]))
+            self._stored.keep(self.shape.id, messages=(*self._turn.conversation, _kept(chat["choices"][0]["message"])))
         usage, status = chat["usage"], _status(chat)
         return self._response(status=status) | {
             "output": output,
@@ -197,6 +197,13 @@ class _Events:
 def _status(chat: dict[str, Any]) -> str:
     """Of the response to a chat."""
     return "incomplete" if chat["choices"][0]["finish_reason"] == "length" else "completed"
+
+
+def _kept(message: dict[str, Any]) -> dict[str, Any]:
+    """An answer as a part of its conversation: without a call that was cut off."""
+    calls = [call for call in message.get("tool_calls", ()) if are_arguments(call["function"]["arguments"])]
+    found = {"role": "assistant", "content": message["content"] or ""}
+    return found | ({"tool_calls": calls} if calls else {})
 
 
 def _message() -> _Item:

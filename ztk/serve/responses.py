@@ -126,14 +126,18 @@ def _message(item: dict[str, Any], *, name: str) -> dict[str, Any]:
 
 def _call(item: dict[str, Any], *, name: str) -> dict[str, Any]:
     arguments = _word(item, "arguments", name=name)
-    try:
-        is_object = isinstance(json.loads(arguments or "{}"), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
+    if not are_arguments(arguments):
         raise BadRequest(f"{name}.arguments must be the text of a JSON object", param="input")
     function = {"name": _word(item, "name", name=name), "arguments": arguments}
     return {"id": _word(item, "call_id", name=name), "type": "function", "function": function}
+
+
+def are_arguments(text: str) -> bool:
+    """Of a call: a JSON object, or nothing."""
+    try:
+        return isinstance(json.loads(text or "{}"), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _word(item: dict[str, Any], field: str, *, name: str) -> str:
