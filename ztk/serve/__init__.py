@@ -1,1 +1,1 @@
-"""Answers over HTTP, in OpenAI's interface, and what answers need beside the engine: models from folders, tokenizers, text streams."""
+"""An HTTP server with OpenAI's interface, and its parts outside the engine: models from folders, tokenizers, text streams."""

@@ -9,7 +9,7 @@ from ztk.serve.packing import pack_model
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code: 2 if the model cannot be packed."""
+    """Runs the command. Returns the exit code: 2 if the model cannot be packed."""
     parser = argparse.ArgumentParser(prog="python -m ztk.serve")
     packing = parser.add_subparsers(required=True).add_parser(
         "pack", help="pack a model's weights, one layer at a time"
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     layers = packed.description.layers
     print(
-        f"{packed.path}: {layers} layers of {packed.layer_bytes} bytes, {packed.rest_bytes} bytes beside them; use weights={packed.weights}"
+        f"{packed.path}: {layers} layers of {packed.layer_bytes} bytes, {packed.rest_bytes} bytes of others; use weights={packed.weights}"
     )
     return 0
 

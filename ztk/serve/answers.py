@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes: complete, and as chunks of a stream."""
+"""Answers in OpenAI's format: complete, and as chunks of a stream."""
 
 import functools
 import itertools
@@ -16,7 +16,7 @@ from ztk.serve.tools import MARKS, CallStream, Format
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What all parts of one response share."""
+    """The common fields of all parts of a response."""
 
     id: str
     model: str
@@ -24,7 +24,7 @@ class Shape:
     created: int
 
     def complete(self, answers: list["Answer"], *, kept: list["Answer"], prompt_tokens: int) -> dict:
-        """The body of a response that is no stream. kept: the answers that are returned."""
+        """Returns the body of a response without streaming. kept: the answers to return."""
         kind = "chat.completion" if self.chat else "text_completion"
         body = self._head(kind) | {
             "choices": [answer.choice() | {"index": index} for index, answer in enumerate(kept)],
@@ -33,11 +33,11 @@ class Shape:
         return body | (kept[0].of_prompt() if self.chat else {})
 
     def chunk(self, choice: dict) -> dict:
-        """One event of a stream."""
+        """Returns one event of a stream."""
         return self._head("chat.completion.chunk" if self.chat else "text_completion") | {"choices": [choice]}
 
     def usage_chunk(self, answers: list["Answer"], *, prompt_tokens: int) -> dict:
-        """The last event, if `stream_options.include_usage` asks for it."""
+        """Returns the last event, for `stream_options.include_usage`."""
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         return self._head(kind) | {"choices": [], "usage": self.usage(answers, prompt_tokens=prompt_tokens)}
 
@@ -64,7 +64,7 @@ class Answer:
         ends: Collection[int] = (),
         format: Format = Format.hermes,
     ) -> None:
-        """ends: tokens that end it. format: of tool calls."""
+        """ends: tokens that end the answer. format: of tool calls."""
         self._shape, self._index, self._prompt, self._asked, self._tokenizer = shape, index, prompt, asked, tokenizer
         self._ends = ends
         self._text = TextStream(
@@ -80,18 +80,18 @@ class Answer:
         self._found = None if tools is None else CallStream(format, tools=tools, in_pieces=in_pieces)
         self._calls: list[Call] = []
         self._pieces: list[str] = []
-        self._drawn: list[tuple[Output, int]] = []  # with the place in the text where the token begins
+        self._drawn: list[tuple[Output, int]] = []  # with the offset of the token in the text
         self._prompt_logprobs: list[PromptLogprob] = []
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
 
     @property
     def ended(self) -> bool:
-        """Nothing more comes."""
+        """Whether the answer is complete."""
         return self.finish_reason is not None
 
     def opening(self) -> list[dict]:
-        """Chunks before the first token: the role of a chat, or the prompt that is repeated."""
+        """Returns the chunks before the first token: the role of a chat, or the echoed prompt."""
         if self._shape.chat:
             delta = {"role": "assistant", "content": ""}
             choice = {"index": self._index, "delta": delta, "finish_reason": None, "logprobs": None}
@@ -99,10 +99,10 @@ class Answer:
             return [first, self._piece(self._echoed, drawn=[])] if self._echoed else [first]
         if self._asked.echo and not self._asked.with_logprobs:
             return [self._piece(self._echoed, drawn=[])]
-        return []  # a prompt whose log-probabilities are asked for comes with the first token
+        return []  # a prompt with log-probabilities comes with the first token
 
     def push(self, output: Output) -> list[dict]:
-        """Takes one token; returns chunks of a stream."""
+        """Adds one token. Returns chunks of a stream."""
         if self.ended:
             return []
         before = []
@@ -110,7 +110,7 @@ class Answer:
             self._prompt_logprobs = output.prompt_logprobs
             before = [self._piece(self._echoed, drawn=[], with_prompt=True)]
         assert output.token is not None, "an output without a token is an error, which the server has handled"
-        if self._asked.max_tokens == 0:  # the prompt's log-probabilities alone
+        if self._asked.max_tokens == 0:  # only the prompt's log-probabilities were requested
             self.finish_reason = "length"
             return [*before, self._piece("", drawn=[])]
         is_end = output.finish_reason == "stop" and output.token in self._ends and not self._asked.shows_stop
@@ -133,7 +133,7 @@ class Answer:
         return [*before, self._piece(piece, drawn=self._drawn[-1:], calls=calls, first=first)]
 
     def _split(self, piece: str) -> tuple[str, list[CallPiece]]:
-        """Text and pieces of calls of one more piece."""
+        """Splits another piece of text into text and pieces of calls."""
         if self._found is None:
             return piece, []
         text, calls = self._found.push(piece)
@@ -153,16 +153,16 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """So far, without calls."""
+        """The text so far, without calls."""
         return "".join(self._pieces)
 
     @property
     def calls(self) -> list[Call]:
-        """Of tools, so far."""
+        """The tool calls so far."""
         return self._calls
 
     def choice(self) -> dict:
-        """The complete choice."""
+        """Returns the complete choice."""
         logprobs = self._written(self._drawn, with_prompt=self._asked.echo) if self._asked.with_logprobs else None
         choice = {"index": self._index, "finish_reason": self.finish_reason, "logprobs": logprobs}
         choice |= {"token_ids": self.tokens} if self._asked.with_ids else {}
@@ -175,7 +175,7 @@ class Answer:
         return choice | {"message": message}
 
     def of_prompt(self) -> dict:
-        """vLLM's fields of the prompt, where they are asked for."""
+        """Returns vLLM's fields of the prompt, if requested."""
         found: dict = {"prompt_token_ids": self._prompt} if self._asked.with_ids else {}
         if self._asked.prompt_tops is not None:
             pairs = zip(self._prompt[1:], self._prompt_logprobs, strict=False)
@@ -183,7 +183,7 @@ class Answer:
         return found
 
     def _of_prompt_token(self, token: int, *, own: PromptLogprob) -> dict[str, dict]:
-        """By token. A token that is not among the likely ones has no rank."""
+        """Returns values by token. A token that is not among the likely ones has no rank."""
         assert self._asked.prompt_tops is not None, "as the caller has checked"
         ranked = list(own.top.items())[: self._asked.prompt_tops]
         found: dict[int, tuple[float, int | None]] = {
@@ -201,7 +201,7 @@ class Answer:
 
     @functools.cached_property
     def _echoed(self) -> str:
-        """The text before the answer's: the prompt, or the last message of a chat, if it is an answer's beginning."""
+        """Returns the text before the answer's own: the prompt, or a chat's last message if the answer continues it."""
         if not self._asked.echo:
             return ""
         if not self._shape.chat:
@@ -218,7 +218,7 @@ class Answer:
         calls: Sequence[CallPiece] = (),
         first: int = 0,
     ) -> dict:
-        """A chunk of a stream. first: number of the call that begins next."""
+        """A chunk of a stream. first: number of the next call that begins."""
         is_written = self._asked.with_logprobs and (drawn or with_prompt)
         written = self._written(drawn, with_prompt=with_prompt) if is_written else None
         choice: dict = {"index": self._index, "finish_reason": self.finish_reason, "logprobs": written}
@@ -232,18 +232,19 @@ class Answer:
         return self._chunk(choice | {"delta": delta})
 
     def _chunk(self, choice: dict) -> dict:
-        """One event of a stream, with the counts of tokens so far if they are asked for."""
+        """Returns one event of a stream, with the token counts so far if requested."""
         chunk = self._shape.chunk(choice)
         if not self._asked.with_running_usage:
             return chunk
         return chunk | {"usage": self._shape.usage([self], prompt_tokens=len(self._prompt))}
 
     def _written(self, drawn: list[tuple[Output, int]], *, with_prompt: bool) -> dict:
-        """Chat: a list of objects per token. Completions: lists; those of an echoed prompt begin with a null.
+        """Returns log-probabilities: a list of objects per token for chats, lists for completions, in which an echoed prompt starts with
+        a null.
 
-        OpenAI's names have the model's own log-probabilities; `processed` ones are of the distribution that a token was drawn from, after
-        temperature, penalties and cuts, and null for a prompt's tokens. text_offset: where each token begins in the choice's text; tokens of
-        one character have the place of the character.
+        OpenAI's fields have the model's own log-probabilities. `processed` values belong to the sampled distribution, after temperature,
+        penalties and truncation, and are null for a prompt's tokens. text_offset: start of each token in the choice's text; several
+        tokens of one character have the offset of the character.
         """
         if self._shape.chat:
             return {"content": [self._chat_token(output) for output, _ in drawn]}
@@ -275,7 +276,7 @@ class Answer:
         return offsets
 
     def _named(self, top: dict[int, float]) -> dict[str, float]:
-        """By text; of tokens with one text, all but the likeliest are token_id:5."""
+        """Returns log-probabilities by text. Of tokens with the same text, all but the likeliest are named token_id:5."""
         named: dict[str, float] = {}
         for token, value in list(top.items())[: self._asked.tops]:
             name = self._name(token)

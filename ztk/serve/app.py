@@ -1,4 +1,4 @@
-"""OpenAI's HTTP interface over a `Generator`."""
+"""OpenAI's HTTP interface for a `Generator`."""
 
 import asyncio
 import gc
@@ -40,17 +40,21 @@ from ztk.serve.values import BadRequest, parsed, shown
 
 _LOGGER = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_THREADS = 2  # for requests and complete answers; as many for pieces of streams; embeddings have one
+_THREADS = 2  # for requests and complete answers; the same number for pieces of streams; one for embeddings
 _TOLD = 64  # ignored fields that the log names
 RETRY_SECONDS = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServePolicy:
-    """api_key: what clients must send as bearer token; None: nothing. max_waiting: prompts that wait for a place, at most. limits: of one
-    request. stops, max_tokens: of requests that have none; the answer ends where the context does in any case, and with None only there.
-    tool_format: how calls are written, by default as the chat template does. hosts: names of this server that are answered without a key,
-    next to localhost and this machine's. origins: web pages that may send requests."""
+    """api_key: bearer token that clients must send, if set.
+    max_waiting: most prompts that wait for the engine.
+    limits: per request.
+    stops, max_tokens: defaults for requests. Without max_tokens, answers end at the end of the context.
+    tool_format: of calls, by default derived from the chat template.
+    hosts: names of this server that need no key, in addition to localhost and this machine's names.
+    origins: web pages that may send requests.
+    """
 
     api_key: str | None = None
     max_waiting: int = 256
@@ -63,9 +67,9 @@ class ServePolicy:
 
 
 class Server:
-    """The routes over one model. `app` is an ASGI application; `stop` ends the engine's thread after running answers.
+    """The routes for one model. `app` is an ASGI application. `stop` ends the engine's thread after running answers.
 
-    The event loop receives and sends. Bodies are read, texts become tokens and tokens texts in threads, so that no request holds it.
+    The event loop only receives and sends. Threads parse bodies and convert between texts and tokens, so that no request blocks the loop.
     """
 
     def __init__(self, generator: Generator, *, opened: Opened, policy: ServePolicy, sampling: SamplingParams) -> None:
@@ -115,11 +119,11 @@ class Server:
 
     @property
     def error(self) -> Exception | None:
-        """Why the engine has ended, if it has failed: it answers nothing any more."""
+        """The error that stopped the engine, which no longer answers, or None."""
         return self._loop.error
 
     def on_failure(self, call: Callable[[], None]) -> None:
-        """`call` runs on the engine's thread when the engine has failed and those who wait for it have heard of it."""
+        """Calls `call` on the engine's thread after the engine has failed and waiting requests were notified."""
         self._loop.on_failure = call
         if self._loop.error is not None:
             call()
@@ -135,20 +139,20 @@ class Server:
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        """Prometheus' text format."""
+        """Returns metrics in Prometheus' text format."""
         return PlainTextResponse(self._loop.metrics.text())
 
     async def _version(self, request: Request) -> Response:
         try:
             found = importlib.metadata.version("ztk")
-        except importlib.metadata.PackageNotFoundError:  # a checkout on the path
+        except importlib.metadata.PackageNotFoundError:  # a checkout on the path, without package metadata
             found = "unknown"
         return JSONResponse({"version": found})
 
     def _text_route(
         self, answer: Callable[[bytes], bytes], *, pool: ThreadPoolExecutor | None = None
     ) -> Callable[[Request], Awaitable[Response]]:
-        """A route whose body is answered in a thread; pool: of those that compute, which hold no thread of the others."""
+        """Returns a route whose body is processed in a thread. pool: separate threads for expensive routes."""
 
         async def route(request: Request) -> Response:
             try:
@@ -189,7 +193,7 @@ class Server:
     # One request
 
     async def _answer(self, request: Request, *, chat: bool, is_response: bool = False) -> Response:
-        """Reads, queues, and answers at once or as a stream. is_response: in the shape of Responses."""
+        """Parses and queues a request, and answers at once or as a stream. is_response: in the format of Responses."""
         outbox = Outbox()
         try:
             self._authorise(request)
@@ -216,14 +220,14 @@ class Server:
         return Response(body, media_type="application/json", headers=headers)
 
     def _tell(self, names: tuple[str, ...]) -> None:
-        """Names fields without an effect in the log, each once."""
+        """Logs ignored fields, each once."""
         for name in names:
             if name not in self._told and len(self._told) < _TOLD:
                 self._told.add(name)
                 _LOGGER.warning("requests have the field %s, which has no effect on this server", shown(name))
 
     def _read(self, raw: bytes, *, chat: bool, outbox: Outbox, is_response: bool) -> Reply:
-        """In a thread. Requests that name no seed have one of their own. Raises ValueError as `Reader.jobs`."""
+        """Parses a request, in a thread. Requests without a seed get a random one. Raises ValueError as `Reader.jobs`."""
         usual = replace(self._usual, seed=secrets.randbits(62))
         body, policy = parsed(raw), self._policy
         turn = read_turn(body, stored=self._stored) if is_response else None
@@ -241,7 +245,7 @@ class Server:
         )
 
     def _submit(self, jobs: list[Job]) -> None:
-        """Queues all or none. Raises BadRequest for none."""
+        """Queues all jobs or none. Raises BadRequest if there are too many."""
         try:
             for job in jobs:
                 self._loop.submit(job)
@@ -254,15 +258,15 @@ class Server:
             raise BadRequest(str(error), status=503) from None
 
     async def _collect(self, reply: Reply, *, outbox: Outbox) -> None:
-        """Until all answers have ended, or the client has left. Raises Failed."""
+        """Collects outputs until all answers have ended, or the client has disconnected. Raises Failed."""
         while not reply.is_complete and (items := await outbox.take()):
             reply.keep(items)
-            if reply.asked.stops:  # each of which may end an answer before the engine does
+            if reply.asked.stops:  # a stop text may end an answer before the engine does
                 await self._in_thread(reply.take_kept, pool=self._pieces)
                 self._cancel(reply.take_ended())
 
     async def _events(self, reply: Reply, *, outbox: Outbox) -> AsyncIterator[bytes]:
-        """Server-sent events."""
+        """Yields server-sent events."""
         try:
             if opening := await self._in_thread(reply.opening):
                 yield opening
@@ -300,15 +304,18 @@ class Server:
 
 
 def calm_process() -> None:
-    """For a process that serves. The event loop waits for a thread of Python 1 ms at most, instead of 5; objects that exist now are left out of
-    garbage collections, which hold all threads."""
+    """Tunes a serving process.
+
+    The event loop then waits at most 1 ms for a Python thread, instead of 5, and existing objects are excluded from garbage collections,
+    which block all threads.
+    """
     sys.setswitchinterval(0.001)
     gc.collect()
     gc.freeze()
 
 
 def _guarded(app: ASGIApp, *, policy: ServePolicy) -> ASGIApp:
-    """With what web pages may send."""
+    """Returns the application with restrictions on requests from web pages."""
     if policy.api_key is None:
         app = Guard(app, hosts=policy.hosts, origins=policy.origins)
     if policy.origins:

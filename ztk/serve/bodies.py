@@ -1,4 +1,4 @@
-"""OpenAI's request bodies: every field that has an effect is checked with its type, and refused with its name."""
+"""Parses OpenAI's request bodies. The type of every supported field is checked, and errors name the field."""
 
 import re
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from ztk.serve.tools import Tools, read_tools
 from ztk.serve.values import MANY, BadRequest, flag, number, shown, text_list, thing, token_list
 
 _BAD_WORDS = 128
-_ALLOWED = 1 << 18  # allowed tokens, as many as a vocabulary has
+_ALLOWED = 1 << 18  # allowed tokens, up to the size of a vocabulary
 _NUMBERS = {
     "temperature": float,
     "top_p": float,
@@ -28,7 +28,7 @@ _NUMBERS |= dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Of one request. body_bytes: of its body. answers: prompts times n. logprobs: of one position. stops: texts that end an answer."""
+    """Limits of one request. body_bytes: of its body. answers: prompts times n. logprobs: per position. stops: number of stop texts."""
 
     body_bytes: int = 4 << 20
     answers: int = 128
@@ -38,16 +38,21 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """A request, read. prompts: texts or token ids, of /completions; messages: of /chat/completions. echo: the prompt comes first, or
-    an answer's beginning that is the last message.
+    """A parsed request.
 
-    max_tokens: 0 with echo asks for the prompt's log-probabilities alone; None: the request has none, and `sampling` has 1. model: its name;
-    None: whichever is served. with_logprobs: of drawn tokens, and of an echoed prompt's, `tops` likely ones next to each. prompt_tops: likely
-    tokens next to each prompt token, in vLLM's form, if asked for. stop_token_ids: tokens that end an answer, with the model's ends.
-    shows_special: special tokens are part of the text; shows_stop: what has ended an answer is. keeps: answers that are returned, the likeliest
-    of `sampling.n`. names_ids: log-probabilities name tokens by their ids. most_prompt: tokens that a longer prompt is cut to, its last ones,
-    or its first ones with `cuts_end`; -1: as many as leave room for the answer. chat: how messages are written. structure: of answers.
-    ignored: fields without an effect. with_usage: the last event counts tokens; with_running_usage: each does.
+    prompts: texts or token ids, for /completions. messages: for /chat/completions. echo: the answer starts with the prompt, or with the
+    chat's last message if the answer continues it.
+    max_tokens: 0 with echo requests only the prompt's log-probabilities. None if the request has none; `sampling` then has 1.
+    model: its name, or None for any.
+    with_logprobs: for sampled tokens, and for an echoed prompt, with `tops` likely tokens each.
+    prompt_tops: likely tokens per prompt token in vLLM's format, if requested.
+    stop_token_ids: tokens that end an answer, in addition to the model's.
+    shows_special: includes special tokens in the text. shows_stop: includes the stop text or token.
+    keeps: number of answers to return, the likeliest of `sampling.n`. names_ids: log-probabilities identify tokens by id.
+    most_prompt: tokens to which a longer prompt is truncated, its last ones, or its first ones with `cuts_end`; -1 leaves room for the
+    answer.
+    chat: how messages are formatted. structure: grammar of the answers. ignored: fields without an effect.
+    with_usage: the last event has token counts. with_running_usage: every event has them.
     """
 
     sampling: SamplingParams
@@ -88,10 +93,10 @@ def read_body(
     stops: tuple[str, ...] = (),
     limits: Limits | None = None,
 ) -> Asked:
-    """Reads one body, as `parsed` returns it. usual, stops: defaults; `usual.max_tokens` does not count.
+    """Parses one body, as returned by `parsed`. usual, stops: defaults; `usual.max_tokens` is ignored.
 
     Raises:
-        BadRequest: a value of the wrong type, out of range or beyond `limits`, or a field that would change the answer and is not there.
+        BadRequest: a value of the wrong type, out of range or beyond `limits`, or an unsupported field that would change the answer.
     """
     limits = limits or Limits()
     unused = ignored(body, chat=chat)
@@ -153,7 +158,7 @@ def read_body(
 
 
 def _limit(body: dict, *, echo: bool) -> int | None:
-    """Tokens of an answer, or None where the body sets none."""
+    """Returns the tokens of an answer, or None if the body has no limit."""
     limit = number(
         body, name="max_completion_tokens", kind=int, usual=number(body, name="max_tokens", kind=int, usual=None)
     )
@@ -182,7 +187,7 @@ def _sampling(
     values: dict[str, Any] = {field.name: getattr(usual, field.name) for field in fields(SamplingParams)}
     for name, kind in _NUMBERS.items():
         values[name] = number(body, name=name, kind=kind, usual=values[name])
-    if values["top_k"] == -1:  # vLLM's word for all
+    if values["top_k"] == -1:  # vLLM's value for all
         values["top_k"] = 0
     if "allowed_token_ids" in body and not body["allowed_token_ids"]:
         raise BadRequest("allowed_token_ids is empty: name tokens, or leave it out", param="allowed_token_ids")
@@ -196,7 +201,7 @@ def _sampling(
 
 
 def _best_of(body: dict, *, sampling: SamplingParams, stream: bool) -> SamplingParams:
-    """With as many answers as are drawn."""
+    """Returns sampling with the number of answers to generate."""
     drawn = number(body, name="best_of", kind=int, usual=sampling.n)
     if drawn == sampling.n:
         return sampling
@@ -207,8 +212,10 @@ def _best_of(body: dict, *, sampling: SamplingParams, stream: bool) -> SamplingP
 
 
 def _tops(body: dict, *, chat: bool, usual: int | None, most: int) -> tuple[int | None, int | None]:
-    """Likely tokens to return next to each token and next to each prompt token, or None without log-probabilities. Chat has a
-    flag and a number, completions with a number, of which 0 asks for the tokens themselves. usual: where the body has neither."""
+    """Returns the numbers of likely tokens per token and per prompt token, or None without log-probabilities.
+
+    A chat has a flag and a number. Completions have a number, where 0 means only the tokens themselves. usual: the default.
+    """
     tops = usual
     if "logprobs" in body and not chat:
         tops = number(body, name="logprobs", kind=int, usual=0)
@@ -239,7 +246,7 @@ def _bias(body: dict) -> Mapping[int, float]:
 
 
 def read_prompts(body: dict, *, name: str) -> tuple[str | list[int], ...]:
-    """One text, one list of tokens, or a list of either. Raises BadRequest for something else."""
+    """Returns one text, one list of tokens, or a list of either. Raises BadRequest for something else."""
     found = body.get(name, "")
     if isinstance(found, str):
         return (found,)

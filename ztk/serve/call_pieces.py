@@ -1,4 +1,4 @@
-"""Calls of tools in pieces, as a stream has them: the name first, then the text of the arguments while the model writes it."""
+"""Streams tool calls in pieces: the name first, then the text of the arguments while the model generates it."""
 
 import re
 import uuid
@@ -19,32 +19,32 @@ class Call:
     arguments: str
 
     def written(self) -> dict[str, Any]:
-        """In OpenAI's form."""
+        """Returns the call in OpenAI's format."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallPiece:
-    """The beginning of a call, with its name, or more text of the last one's arguments."""
+    """The beginning of a call, with its name, or more text of the last call's arguments."""
 
     arguments: str = ""
     name: str | None = None
     id: str | None = None
 
     def written(self, *, index: int) -> dict[str, Any]:
-        """In OpenAI's form for streams. index: the call's."""
+        """Returns the piece in OpenAI's streaming format. index: number of the call."""
         function = {} if self.name is None else {"name": self.name}
         head = {"index": index} if self.id is None else {"index": index, "id": self.id, "type": "function"}
         return head | {"function": function | {"arguments": self.arguments}}
 
 
 def begun(name: str, *, arguments: str = "") -> CallPiece:
-    """The first piece of a new call."""
+    """Returns the first piece of a new call."""
     return CallPiece(name=name, arguments=arguments, id=f"call_{uuid.uuid4().hex[:24]}")
 
 
 def with_pieces(calls: list[Call], *, pieces: list[CallPiece]) -> list[Call]:
-    """The calls after more pieces."""
+    """Returns the calls after more pieces."""
     found = list(calls)
     for piece in pieces:
         if piece.id is not None and piece.name is not None:
@@ -55,23 +55,25 @@ def with_pieces(calls: list[Call], *, pieces: list[CallPiece]) -> list[Call]:
 
 
 class Scan:
-    """Follows calls in a text that grows, from a mark or an opening bracket on. A call is certain when its name and the first bracket of its
-    arguments are there; one that is written otherwise, with the arguments first for example, is left to whoever reads the complete text.
+    """Finds calls in a growing text, from a mark or an opening bracket on.
 
-    mark: of the format. has_names: calls may be NAME{...}. count: calls so far.
+    A call is certain when its name and the first bracket of its arguments are complete. Calls in another form, for example with the
+    arguments first, are left to a parser of the complete text.
+
+    mark: of the format. has_names: calls may be NAME{...}. count: number of calls so far.
     """
 
     def __init__(self, *, mark: str, has_names: bool) -> None:
         self._mark, self._has_names, self.count = mark, has_names, 0
-        self._at = 0  # what is before it in the text was read
+        self._at = 0  # the text before this index was read
         self._is_open = self._is_text = self._is_escaped = (
-            False  # within a call; within a text of its JSON; after a backslash
+            False  # within a call; within a JSON string; after a backslash
         )
         self._depth, self._outer = 0, 0  # open brackets of the call, and those around its arguments
-        self._is_read = False  # the arguments have ended
+        self._is_read = False  # the arguments are complete
 
     def push(self, text: str, *, most: int) -> list[CallPiece]:
-        """The pieces that are new in the text so far. most: calls that are returned."""
+        """Returns the new pieces of the text so far. most: maximum number of calls."""
         found: list[CallPiece] = []
         while self._at < len(text):
             if self._is_open:
@@ -88,7 +90,7 @@ class Scan:
         return found
 
     def _name(self, text: str) -> str | None:
-        """The name of the call that begins next; `_at` is then at its arguments. None: none begins for certain."""
+        """Returns the name of the next call and moves `_at` to its arguments. None if no call is certain."""
         at = self._at
         while at < len(text):
             if text.startswith(self._mark, at):
@@ -106,7 +108,7 @@ class Scan:
         return match[1]
 
     def _arguments(self, text: str) -> str:
-        """The arguments' part of the text from `_at` on, which is read to the end of the call."""
+        """Returns the arguments' part of the text from `_at` on, which is read to the end of the call."""
         found = []
         while self._is_open and self._at < len(text):
             letter, before = text[self._at], self._depth

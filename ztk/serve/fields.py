@@ -1,6 +1,6 @@
-"""The fields of a request: those that are read, and those that must have a value that changes nothing.
+"""The fields of a request: supported ones, and unsupported ones that must have a neutral value.
 
-Any other field is accepted without an effect, and the response names it in the header x-ztk-ignored-fields.
+Other fields are accepted and ignored. The response lists them in the header x-ztk-ignored-fields.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ CHAT = _SHARED | {
 
 _LEAVE, _SEND_TOOLS, _SEND_LIMIT = "leave it out", "send tools", "send max_tokens"
 _SEND_SYSTEM = "send it as the first of messages, with the role system"
-# Fields that would change an answer and are not supported: the values that change nothing, and the advice.
+# Unsupported fields that would change an answer: their neutral values, and the advice.
 _UNDONE: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), _LEAVE),
     "modalities": ((["text"],), "ask for text"),
@@ -93,11 +93,11 @@ _ONE_ROUTE = {
     "tools": (COMPLETIONS, ([],), "they are of /chat/completions: send messages there"),
     "top_logprobs": (COMPLETIONS, (), "it is of /chat/completions: send logprobs with the number"),
 }
-_NAMES = 16  # of ignored fields in a header
+_NAMES = 16  # ignored fields in a header
 
 
 def ignored(body: dict, *, chat: bool) -> tuple[str, ...]:
-    """The fields that have no effect. Raises BadRequest for one that would change the answer and is not there."""
+    """Returns the ignored fields. Raises BadRequest for an unsupported field that would change the answer."""
     known = CHAT if chat else COMPLETIONS
     for name, value in body.items():
         if name in _UNDONE and not _is_neutral(value, neutral=_UNDONE[name][0]):
@@ -108,7 +108,7 @@ def ignored(body: dict, *, chat: bool) -> tuple[str, ...]:
 
 
 def header(names: tuple[str, ...]) -> dict[str, str]:
-    """The response's header with the fields that had no effect."""
+    """Returns the response's header with the ignored fields."""
     if not names:
         return {}
     safe = (shown(name).encode("ascii", "backslashreplace").decode() for name in names[:_NAMES])
@@ -117,5 +117,5 @@ def header(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _is_neutral(value: object, *, neutral: tuple[Any, ...]) -> bool:
-    """A number is no flag here: true is not 1."""
+    """Returns whether a value is neutral. Numbers are not flags: true is not 1."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)

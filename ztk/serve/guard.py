@@ -1,7 +1,7 @@
-"""Requests that a web page makes for its reader without being asked: refused where no key protects the server.
+"""Rejects requests from foreign web pages if no key protects the server.
 
-A page of another site can send requests to a server on its reader's machine. Its own name is then in Origin, or, after it has made its name
-stand for that machine, in Host.
+A page of another site can send requests to a server on its reader's machine. Its name is then in Origin or, if it resolves its own name
+to that machine (DNS rebinding), in Host.
 """
 
 import ipaddress
@@ -16,8 +16,11 @@ from ztk.serve.http import failure
 
 
 class Guard:
-    """An ASGI application that answers 403 for foreign names in Host and Origin. hosts: further names of this server. origins: web pages that
-    may send requests; "*": all. Browsers send Host in any case; clients without it are answered."""
+    """An ASGI application that answers 403 for foreign names in Host and Origin.
+
+    hosts: further names of this server. origins: web pages that may send requests; "*" allows all. Browsers always send Host; clients
+    without it are allowed.
+    """
 
     def __init__(self, app: ASGIApp, *, hosts: Collection[str], origins: Collection[str]) -> None:
         self._app, self._origins = app, frozenset(origins)
@@ -42,7 +45,7 @@ class Guard:
         return f"Origin: {origin[:80]} may not send requests: start the server with serve.cors_origins=[ORIGIN]"
 
     def _is_own(self, name: str) -> bool:
-        """An address is no name that a page could have made its own."""
+        """Returns whether a name belongs to this server. IP addresses do, because a page cannot rebind them."""
         try:
             ipaddress.ip_address(name)
         except ValueError:
@@ -51,7 +54,7 @@ class Guard:
 
 
 def _place(origin: str) -> str:
-    """Name and port of a web page's origin."""
+    """Returns name and port of a web page's origin."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:
@@ -59,7 +62,7 @@ def _place(origin: str) -> str:
 
 
 def _name(address: str) -> str:
-    """Without the port."""
+    """Returns the address without its port."""
     try:
         return urlsplit(address).hostname or ""
     except ValueError:

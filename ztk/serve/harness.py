@@ -1,11 +1,11 @@
-"""EleutherAI's lm-evaluation-harness over `ztk.Generator`: `--model ztk`. It needs `pip install "ztk[harness]"`, and nothing else imports it.
+"""A model for EleutherAI's lm-evaluation-harness: `--model ztk`. It needs `pip install "ztk[harness]"`.
 
     python -m ztk.serve.harness run --model ztk --model_args model=RUN --tasks TASK
     python -m ztk.serve.harness run --model ztk --model_args model=FOLDER,weights=int8 --tasks TASK --include_path MY_TASKS
 
 From Python: import this module, then `lm_eval.simple_evaluate(model="ztk", model_args={"model": "RUN"}, tasks=[...])`.
 
-Texts become tokens, and tokens windows, as the harness's own class for transformers (`--model hf`) makes them, so that numbers can be compared.
+Texts are tokenised and split into windows as in the harness's own class for transformers (`--model hf`), so that results are comparable.
 """
 
 import sys
@@ -22,19 +22,19 @@ from ztk.inference import Generator, InferencePolicy, Request, SamplingParams, w
 from ztk.serve.models import open_model
 from ztk.serve.text import TextStream
 
-_AT_ONCE = 64  # sequences whose log-probabilities are in memory together
+_AT_ONCE = 64  # sequences whose log-probabilities are in memory at the same time
 _MAX_NEW = (
     "max_gen_toks",
     "max_new_tokens",
     "max_tokens",
     "max_completion_tokens",
-)  # names of one number, the first given counts
+)  # names of the same number; the first one given counts
 _SAMPLING = ("top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
 @register_model("ztk")
 class HarnessModel(LM):
-    """A model of ztk for the harness. It computes on the CPU, in one process."""
+    """A ztk model for the harness. It runs on the CPU, in one process."""
 
     def __init__(
         self,
@@ -47,15 +47,17 @@ class HarnessModel(LM):
         max_sequences: int | None = None,
         **ignored: object,
     ) -> None:
-        """model: a run folder, a checkpoint, or a folder that transformers reads. weights: stored (fp32), int8 or int4.
-
-        ema: the moving average of the run's weights. max_length: tokens that the model reads at once; None: one below what it takes, as the
-        token that is predicted from the last one is computed, too. max_gen_toks: of an answer whose task does not say. max_sequences: that
-        are computed in one step. ignored: `batch_size`, `max_batch_size` and `device`, which the harness passes; no number depends on them.
+        """model: a run folder, a checkpoint, or a transformers folder.
+        weights: stored (fp32), int8 or int4.
+        ema: uses the moving average of the run's weights.
+        max_length: tokens per window. Defaults to one less than the model's maximum, because the predicted last token counts too.
+        max_gen_toks: answer length for tasks that do not set one.
+        max_sequences: sequences per step.
+        ignored: `batch_size`, `max_batch_size` and `device`, which the harness passes. They do not affect results.
 
         Raises:
-            ValueError: arguments of other names, a `max_length` that the model does not take, a device other than the CPU, or a tokenizer
-                that names no token to begin a text with.
+            ValueError: unknown arguments, a `max_length` beyond the model's maximum, a device other than the CPU, or a tokenizer without
+                a token to begin a text.
         """
         super().__init__()
         self._check_ignored(ignored)
@@ -78,13 +80,13 @@ class HarnessModel(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's cache of requests."""
+        """The tokenizer's name for the harness's cache of requests."""
         return self._opened.name
 
     def loglikelihood(self, requests: list) -> list[tuple[float, bool]]:
-        """For each (context, continuation) the log-likelihood of the continuation, natural, and whether greedy decoding would give it.
+        """Returns for each (context, continuation) the natural log-likelihood of the continuation, and whether it is the greedy one.
 
-        Of a context that does not fit, the beginning is left out.
+        A context that does not fit is truncated at the beginning.
 
         Raises:
             ValueError: a continuation that does not fit.
@@ -100,8 +102,10 @@ class HarnessModel(LM):
         )
 
     def loglikelihood_rolling(self, requests: list) -> list[float]:
-        """The log-likelihood of each text, natural: in windows of `max_length` tokens, each token once. The first token
-        follows the prefix token."""
+        """Returns the natural log-likelihood of each text in windows of `max_length` tokens, counting each token once.
+
+        The first token follows the prefix token.
+        """
         pieces, counts = [], []
         for request in requests:
             tokens = [self._first, *self._opened.tokenizer.encode(request.args[0])]
@@ -112,11 +116,11 @@ class HarnessModel(LM):
         return [sum(islice(values, count), 0.0) for count in counts]
 
     def generate_until(self, requests: list) -> list[str]:
-        """The answer to each (context, options), up to the first of the texts `until` or the token that ends an answer.
+        """Returns the answer to each (context, options), up to the first of the texts `until` or the token that ends an answer.
 
         Raises:
-            ValueError: an option that the engine does not have, or an answer as long as the model.
-            FloatingPointError: logits that are not finite.
+            ValueError: an unsupported option, or an answer as long as the model's context.
+            FloatingPointError: logits are not finite.
         """
         submitted = [self._submit(*request.args) for request in requests]
         streams = {request.id: stream for request, stream in submitted}
@@ -133,8 +137,9 @@ class HarnessModel(LM):
         return [texts[request.id] + ("" if stream.stopped else stream.finish()) for request, stream in submitted]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Their tokens. As the harness splits them: spaces at the end of the context go to the continuation, and the continuation is what
-        both together have beyond the context's own tokens."""
+        """Tokenises a pair like the harness: spaces at the end of the context belong to the continuation, whose tokens are the rest of
+        the joint tokens after the context's own.
+        """
         tokenizer = self._opened.tokenizer
         if not context:
             ending = tokenizer.encode_text(continuation)
@@ -144,7 +149,7 @@ class HarnessModel(LM):
         return before or [self._first], joined[len(before) :]
 
     def _scored(self, pieces: list[tuple[list[int], int]]) -> Iterator[tuple[float, bool]]:
-        """pieces: tokens, and how many at their end count."""
+        """Scores pieces: tokens, and the number of scored tokens at their end."""
         for start in range(0, len(pieces), _AT_ONCE):
             several = pieces[start : start + _AT_ONCE]
             found = self.generator.score_tokens([tokens for tokens, _ in several])
@@ -194,7 +199,7 @@ class HarnessModel(LM):
 
 
 def main() -> None:
-    """The harness's own command, which knows this model."""
+    """Runs the harness's own command with this model registered."""
     from lm_eval.__main__ import cli_evaluate
 
     sys.exit(cli_evaluate())

@@ -1,4 +1,4 @@
-"""Bodies of requests and responses: received up to a limit, and sent in OpenAI's shapes."""
+"""Request and response bodies: received up to a limit, and sent in OpenAI's format."""
 
 import json
 from collections.abc import AsyncIterator, Callable
@@ -11,11 +11,11 @@ from starlette.types import Receive, Scope, Send
 from ztk.serve.loop import Outbox
 from ztk.serve.values import BadRequest
 
-_DISCARDED = 16  # times the limit of a body that is read and dropped, so that its sender reads the refusal
+_DISCARDED = 16  # a body up to this multiple of the limit is read and dropped, so that its sender receives the error
 
 
 async def received(request: Request, *, most: int) -> bytes:
-    """The body. Raises BadRequest for a longer one, whose rest is received and dropped, and ClientDisconnect."""
+    """Returns the body. Raises BadRequest for a longer one, after dropping its rest, and ClientDisconnect."""
     size, parts = 0, []
     async for part in request.stream():
         size += len(part)
@@ -32,21 +32,22 @@ async def received(request: Request, *, most: int) -> bytes:
 
 
 async def watch(request: Request, *, outbox: Outbox) -> None:
-    """Waits until the client leaves, then marks its outbox."""
+    """Waits until the client disconnects, then marks its outbox."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     outbox.leave()
 
 
 def refused(error: ValueError) -> JSONResponse:
-    """400, or the status of a `BadRequest`."""
+    """Returns a response with status 400, or the status of a `BadRequest`."""
     known = error if isinstance(error, BadRequest) else BadRequest(str(error))
     return failure(known.status, message=str(known), param=known.param, code=known.code, headers=known.headers)
 
 
 class Stream(StreamingResponse):
-    """Server-sent events. on_end: is called in any case, also where the client has left before the first event was asked for: a generator
-    that has not begun has no end of its own."""
+    """Server-sent events. on_end: always called, even if the client disconnects before the first event: a generator that has not started
+    runs no cleanup.
+    """
 
     def __init__(self, events: AsyncIterator[bytes], *, on_end: Callable[[], None], headers: dict[str, str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"} | headers)
@@ -67,14 +68,14 @@ def failure(
     code: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> JSONResponse:
-    """OpenAI's error body."""
+    """Returns OpenAI's error body."""
     kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
     body = {"message": message, "type": kind, "param": param, "code": code}
     return _Json({"error": body}, status_code=status, headers=headers)
 
 
 class _Json(JSONResponse):
-    """In ASCII: a message may have characters of a request that UTF-8 does not have."""
+    """ASCII only, because a message may contain characters of a request that UTF-8 cannot represent."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content).encode()

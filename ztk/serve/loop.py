@@ -1,4 +1,4 @@
-"""The thread that computes: requests come from any thread, outputs go back to the event loop that asked."""
+"""The engine's thread: any thread may submit requests, and outputs return to the event loop that submitted them."""
 
 import asyncio
 import collections
@@ -18,14 +18,14 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Busy(Exception):
-    """Too many requests wait already."""
+    """Too many requests are waiting."""
 
 
-Item = tuple[int, Output | Exception]  # the number of a job of a request, and one of its outputs or the engine's error
+Item = tuple[int, Output | Exception]  # the number of a request's job, and one of its outputs or the engine's error
 
 
 class Outbox:
-    """What the engine has drawn for one HTTP request. Filled by the engine's thread, emptied on the event loop that makes it."""
+    """The engine's outputs for one HTTP request. Filled by the engine's thread, emptied on the event loop that created it."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -33,21 +33,21 @@ class Outbox:
         self._ready, self.is_left = asyncio.Event(), False
 
     def put(self, items: Iterable[Item]) -> None:
-        """From any thread; `wake` comes afterwards."""
+        """Adds items, from any thread. Call `wake` afterwards."""
         self._items.extend(items)
 
     def wake(self) -> None:
-        """On the event loop: there is something to take."""
+        """Signals new items, on the event loop."""
         self._ready.set()
 
     def leave(self) -> None:
-        """On the event loop: the client is gone, and `take` returns nothing any more."""
+        """Marks the client as disconnected, on the event loop; `take` then returns nothing."""
         self.is_left = True
         self._ready.set()
 
     async def take(self) -> list[Item]:
-        """All items since the last call, one at least; none if the client is gone."""
-        while not self._items and not self.is_left:  # a wake may come for items that were taken before it
+        """Waits for items and returns all of them; none if the client has disconnected."""
+        while not self._items and not self.is_left:  # a wake may come for items that were taken already
             await self._ready.wait()
             self._ready.clear()
         return [] if self.is_left else [self._items.popleft() for _ in range(len(self._items))]
@@ -55,7 +55,7 @@ class Outbox:
 
 @dataclass(kw_only=True)
 class Job:
-    """One prompt of one HTTP request. number: in `outbox`, the request's. adapter: its name; None: the base."""
+    """One prompt of one HTTP request. number: index in the request's `outbox`. adapter: its name, or None for the base model."""
 
     prompt: list[int]
     sampling: SamplingParams
@@ -74,7 +74,7 @@ def deliver(items: list[tuple[Job, Output | Exception]]) -> None:
     for loop, boxes in found.items():
         for box, own in boxes.items():
             box.put(own)
-        with suppress(RuntimeError):  # a loop that has ended: nobody waits in it, and others must get theirs
+        with suppress(RuntimeError):  # an event loop that has ended must not affect the others
             loop.call_soon_threadsafe(_wake, list(boxes))
 
 
@@ -84,16 +84,16 @@ def _wake(boxes: list[Outbox]) -> None:
 
 
 class EngineLoop:
-    """Owns a `Generator`: only its thread computes.
+    """Owns a `Generator`, which only this thread uses.
 
-    An error of one sequence is an output of its job. An error that belongs to none ends all jobs, and the loop goes on. After an error of a
-    rank or a device nothing can be computed: the thread ends, and `error` is set.
+    An error of one sequence is an output of its job. An error without a sequence ends all jobs, and the loop continues. After an error of
+    a rank or a device the engine is unusable: the thread ends, and `error` is set.
 
-    max_waiting: prompts that have no output yet, at most; `submit` raises `Busy` beyond.
+    max_waiting: most prompts without an output; beyond, `submit` raises `Busy`.
     """
 
     def __init__(self, generator: Generator, *, max_waiting: int, name: str = "model") -> None:
-        """name: of the model, in metrics."""
+        """name: the model's name in metrics."""
         self.generator, self._max_waiting = generator, max_waiting
         self.metrics = Metrics(
             name, running=lambda: self.running, waiting=lambda: self.waiting, usage=lambda: generator.cache_usage
@@ -106,7 +106,7 @@ class EngineLoop:
         self._stopping = False
         self._first_asked: float | None = None
         self.first_token_seconds: float | None = (
-            None  # from the loaded model: the engine's opening, and the first request until its token
+            None  # times from the loaded model: of the engine's opening, and of the first request until its token
         )
         self.error: Exception | None = None
         self.on_failure: Callable[[], None] = lambda: None
@@ -115,19 +115,19 @@ class EngineLoop:
 
     @property
     def running(self) -> int:
-        """Requests that are computed or wait."""
+        """Number of requests that run or wait."""
         return len(self._jobs) + len(self._commands)
 
     @property
     def waiting(self) -> int:
-        """Prompts without an output yet."""
+        """Number of prompts without an output."""
         return len(self._waiting)
 
     def submit(self, job: Job) -> None:
         """Queues a job.
 
         Raises:
-            Busy: too many wait.
+            Busy: too many are waiting.
             RuntimeError: the engine has stopped.
         """
         with self._wake:
@@ -143,13 +143,13 @@ class EngineLoop:
             self._wake.notify()
 
     def cancel(self, job: Job) -> None:
-        """Frees what a job has, within one step of the engine."""
+        """Frees a job's resources within one step of the engine."""
         with self._wake:
             self._commands.append(lambda: self._end(job))
             self._wake.notify()
 
     def stop(self, *, drain_seconds: float) -> None:
-        """Takes no new jobs, waits for those that run, and ends the thread."""
+        """Rejects new jobs, waits for running ones, and ends the thread."""
         deadline = time.monotonic() + drain_seconds
         with self._wake:
             self._stopping = True
@@ -161,7 +161,7 @@ class EngineLoop:
             self._wake.notify()
         self._thread.join()
 
-    # On the thread
+    # Engine thread
 
     def _run(self) -> None:
         try:
@@ -177,18 +177,18 @@ class EngineLoop:
                     self._fail_all(error)
                     self.generator.reset()
         except Exception as error:  # noqa: BLE001
-            with self._wake:  # `submit` refuses from here on; a job that came during the step is in `_waiting` alone
+            with self._wake:  # `submit` rejects from now on; a job submitted during the step is only in `_waiting`
                 self.error = error
         self._fail_all(self.error or RuntimeError("the server shuts down"))
         if self.error is not None:
             self.on_failure()
 
     def _turn(self) -> None:
-        """Commands that have come, and one step."""
+        """Runs queued commands and one step."""
         with self._wake:
             if not self._commands and not self.generator.has_work:
                 self._wake.wait(timeout=BEAT_SECONDS if self.generator.leads else None)
-        while self._commands:  # one at a time: after an error the others are still there
+        while self._commands:  # one at a time, so that the others remain after an error
             self._commands.popleft()()
         if not self.generator.has_work:
             self.generator.beat()
@@ -200,12 +200,12 @@ class EngineLoop:
         self.metrics.count("seconds", by=time.perf_counter() - started)
 
     def _fail_all(self, error: Exception) -> None:
-        """Every job that runs or waits ends by `error`."""
+        """Ends every running or waiting job with `error`."""
         with self._wake:
             jobs = list(({id(job): job for job in self._jobs.values()} | self._waiting).values())
             self._jobs.clear()
             self._waiting.clear()
-            # Commands that begin those jobs, or end them, have nothing to do any more; one that ends this thread has.
+            # Commands that begin or end those jobs are obsolete. The command that ends this thread is not.
             self._commands = collections.deque(one for one in self._commands if one == self._raise_stop)
         self.metrics.count("failed", by=len(jobs))
         self._queued.clear()
@@ -213,7 +213,7 @@ class EngineLoop:
 
     def _begin(self, job: Job) -> None:
         if id(job) not in self._waiting:
-            return  # it was ended before
+            return  # it has ended already
         try:
             job.request_id = self.generator.submit(job.prompt, sampling=job.sampling, adapter=job.adapter).id
         except Exception as error:  # noqa: BLE001
@@ -231,7 +231,7 @@ class EngineLoop:
             self.metrics.count("cancelled")
 
     def _hand_out(self, outputs: list[Output]) -> None:
-        """Delivers one step's outputs, of which several may be of one job; then drops the jobs that have ended."""
+        """Delivers one step's outputs, several of which may belong to one job, and drops the jobs that have ended."""
         if self.first_token_seconds is None and any(output.token is not None for output in outputs):
             self._record_first_token()
         delivered: list[tuple[Job, Output | Exception]] = []
@@ -250,7 +250,7 @@ class EngineLoop:
                 self.metrics.end(job.timed)
 
     def _record_begun(self, *, at: float) -> None:
-        """Which requests the engine has taken in the step that began then."""
+        """Records which requests the engine took in the step that began at `at`."""
         for number in [one for one in self._queued if self.generator.is_begun(one)]:
             self._queued.discard(number)
             if (job := self._jobs.get(number)) is not None and job.timed is not None:

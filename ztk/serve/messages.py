@@ -1,4 +1,4 @@
-"""The messages of a chat, and how a template writes them."""
+"""The messages of a chat, and the template that formats them."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from ztk.serve.values import BadRequest, flag, shown, thing
 
-# Arguments of transformers' apply_chat_template that are no variables of a template.
+# Arguments of transformers' apply_chat_template that are not template variables.
 _RESERVED = frozenset(
     (
         *("conversation", "messages", "tools", "chat_template", "add_generation_prompt"),
@@ -16,7 +16,7 @@ _RESERVED = frozenset(
     )
 )
 
-_WORDS = ("name", "tool_call_id", "reasoning_content")  # texts of a message that templates read
+_WORDS = ("name", "tool_call_id", "reasoning_content")  # texts of a message that templates use
 # Fields of a message that would change the answer and are not supported, with the advice.
 _UNDONE = {
     "audio": "send its text as content",
@@ -27,8 +27,10 @@ _UNDONE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatOptions:
-    """Inputs of a template next to the messages. tools: as the request has them. variables: the template's own. begins: the beginning of an
-    answer follows the messages. continues: the last message is the beginning of the answer."""
+    """Inputs of a template other than the messages. tools: as in the request. variables: the template's own. begins: adds the beginning
+    of an answer.
+    continues: the last message is the beginning of the answer.
+    """
 
     tools: tuple[dict[str, Any], ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
@@ -37,7 +39,7 @@ class ChatOptions:
 
     @property
     def needs_template(self) -> bool:
-        """Only a chat template can do it."""
+        """Whether the options need a chat template."""
         return bool(self.variables) or self.continues or not self.begins
 
 
@@ -45,7 +47,7 @@ PLAIN = ChatOptions()
 
 
 def read_options(body: dict, *, tools: tuple[dict[str, Any], ...]) -> ChatOptions:
-    """Raises BadRequest for values that exclude each other or that no template has."""
+    """Parses the options. Raises BadRequest for values that exclude each other or that no template supports."""
     variables = thing(body, name="chat_template_kwargs")
     if reserved := sorted(_RESERVED & variables.keys()):
         raise BadRequest(
@@ -63,7 +65,7 @@ def read_options(body: dict, *, tools: tuple[dict[str, Any], ...]) -> ChatOption
 
 
 def read_messages(body: dict) -> tuple[dict[str, Any], ...]:
-    """Role and content of each message, and the fields of tool calls. Raises BadRequest for others."""
+    """Returns role and content of each message, and the fields of tool calls. Raises BadRequest for others."""
     found = body.get("messages")
     if not isinstance(found, list) or not found:
         raise BadRequest("messages must be a list of at least one message", param="messages")
@@ -95,7 +97,7 @@ def _message(message: object, *, number: int) -> dict[str, Any]:
 
 
 def _calls(calls: object, *, number: int) -> list[dict[str, Any]]:
-    """Arguments as objects, which templates write as JSON."""
+    """Returns calls with arguments as objects, which templates format as JSON."""
     try:
         return [
             {
@@ -129,7 +131,7 @@ def _object(value: object) -> dict[str, Any]:
 
 
 def _joined(parts: list, *, number: int) -> str:
-    """The text of a message in parts. Raises BadRequest for a part that is no text."""
+    """Returns the text of a message in parts. Raises BadRequest for a part that is not text."""
     found = []
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None

@@ -1,4 +1,4 @@
-"""The metrics of /metrics, by prometheus_client: vLLM's names, so that its dashboards work, and a few of ztk's own."""
+"""The metrics of /metrics, with prometheus_client: vLLM's names, so that its dashboards work, and a few of ztk's own."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _SECOND_HISTOGRAMS = {
 
 
 class Timed:
-    """The moments of one prompt."""
+    """The timestamps of one prompt."""
 
     def __init__(self) -> None:
         self.asked = time.perf_counter()
@@ -29,7 +29,10 @@ class Timed:
 
 
 class Metrics:
-    """Counts and times of one server. running, waiting, usage: of the engine, read when somebody looks. All methods from one thread each."""
+    """Counters and times of one server. running, waiting, usage: of the engine, read on demand.
+
+    Each method must be called from a single thread.
+    """
 
     def __init__(
         self, name: str, *, running: Callable[[], int], waiting: Callable[[], int], usage: Callable[[], float]
@@ -69,30 +72,30 @@ class Metrics:
             self._gauge(f"vllm:{one}", text=text).set_function(read)
 
     def text(self) -> bytes:
-        """In Prometheus' format."""
+        """Returns metrics in Prometheus' format."""
         return generate_latest(self._registry)
 
     def show_opening(self, seconds: float) -> None:
-        """From the loaded model to its first token."""
+        """Records the time from the loaded model to its first token."""
         self._gauge("ztk_first_token_seconds", text="Seconds from the loaded model to its first token.").set(seconds)
 
     def count(self, name: str, *, by: float = 1) -> None:
-        """One of ztk's own counters."""
+        """Increases one of ztk's own counters."""
         self._own[name].inc(by)
 
     def ask(self, prompt_tokens: int) -> Timed:
-        """A prompt was queued."""
+        """Records a queued prompt."""
         self.count("requests")
         self._prompt_tokens.inc(prompt_tokens)
         self._lengths["prompt"].observe(prompt_tokens)
         return Timed()
 
     def begin(self, timed: Timed, *, at: float) -> None:
-        """The engine has taken a prompt in the step that began then."""
+        """Records that the engine took a prompt in the step that began at `at`."""
         self._times["request_queue_time_seconds"].observe(max(0.0, at - timed.asked))
 
     def draw(self, timed: Timed, *, output: Output) -> None:
-        """A token of an answer, or the answer's error."""
+        """Records a token of an answer, or the answer's error."""
         if output.finish_reason == "error":
             self.count("failed")
         if output.token is not None:
@@ -101,7 +104,7 @@ class Metrics:
             self._end(timed, output=output)
 
     def end(self, timed: Timed) -> None:
-        """All answers to a prompt have ended."""
+        """Records the end of all answers to a prompt."""
         self._times["e2e_request_latency_seconds"].observe(time.perf_counter() - timed.asked)
 
     def _draw(self, timed: Timed, *, sample: int) -> None:

@@ -1,4 +1,4 @@
-"""Models from folders: runs of ztk, its checkpoints, and what transformers reads; each with its tokenizer."""
+"""Opens models from folders, with their tokenizers: runs of ztk, checkpoints, and transformers folders."""
 
 import importlib
 from collections.abc import Mapping
@@ -25,50 +25,52 @@ from ztk.serve.messages import PLAIN, ChatOptions
 from ztk.serve.pieces import Pieces
 from ztk.serve.trained import trained_model
 
-_NAMED = 5  # of the weights that are missing
+_NAMED = 5  # missing weights named in an error
 CHATS = (DataName.chat, DataName.preferences)  # data whose answers end with the byte `data.stop`
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back."""
+    """Converts text to tokens and back."""
 
     @property
     def special(self) -> Mapping[int, str]:
-        """The texts of special tokens, which `decode` leaves out."""
+        """The texts of special tokens, which `decode` omits."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of `text` after those that the tokenizer puts before a text. Those that it puts after one are left out: the answer comes
-        there."""
+        """Returns the tokens of `text` with the tokens that the tokenizer prepends to a text.
+
+        Appended ones are omitted, because the answer follows.
+        """
         ...
 
     def encode_text(self, text: str) -> list[int]:
-        """The tokens of `text` alone."""
+        """Returns the tokens of `text` alone."""
         ...
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of `tokens`. Invalid UTF-8 becomes U+FFFD."""
         ...
 
     def token_bytes(self, token: int) -> bytes | None:
-        """The bytes that `token` adds to a text, those of a special token included; None: it has none."""
+        """Returns the bytes of `token` in a text, also for special tokens, or None if it has none."""
         ...
 
     @property
     def longest(self) -> int:
-        """Characters of the longest token."""
+        """Number of characters of the longest token."""
         ...
 
     @property
     def template(self) -> str | None:
-        """The source of the chat template, or None without one."""
+        """The source of the chat template, or None."""
         ...
 
     def chat(self, messages: list[dict[str, Any]], *, options: ChatOptions = PLAIN) -> list[int]:
-        """The tokens of a conversation and of the beginning of the next answer.
+        """Returns the tokens of a conversation and of the beginning of the next answer.
 
         Raises:
-            ValueError: the model has no chat template, or it refuses the messages.
+            ValueError: the model has no chat template, or it rejects the messages.
         """
         ...
 
@@ -77,10 +79,12 @@ class Tokenizer(Protocol):
 class Opened:
     """A model with its tokenizer.
 
-    module: the model, a folder of its packed weights, or a model that is read as it is needed. ends: tokens that end an answer.
-    vocabulary: tokens that may be drawn; the others have no text. begin: tokens that the tokenizer puts before a text. first: the token
-    before a text that has nothing else before it; None: the tokenizer has none. unknown: the token of what the tokenizer cannot write; None:
-    it writes everything.
+    module: the model, a folder of its packed weights, or a model that is read on demand.
+    ends: tokens that end an answer.
+    vocabulary: number of tokens with a text; others are never sampled.
+    begin: tokens that the tokenizer prepends to a text.
+    first: the token before a text without a prefix, or None if the tokenizer has none.
+    unknown: the token for text that the tokenizer cannot represent, or None if there is no such text.
     """
 
     name: str
@@ -94,13 +98,13 @@ class Opened:
 
 
 def open_model(path: str, *, ema: bool = False) -> Opened:
-    """The model in `path`, fp32 on the CPU: a run folder, a checkpoint of ztk, a folder with a config.json, or one of packed weights, which
-    are not read here. Nothing is downloaded.
+    """Opens the model in `path`, fp32 on the CPU: a run folder, a ztk checkpoint, a folder with a config.json, or one of packed weights,
+    which are not read here. Nothing is downloaded.
 
-    ema: with the moving average of the weights that the run has kept.
+    ema: uses the moving average of the run's weights.
 
     Raises:
-        ValueError: the folder has neither, it has no average, or transformers is needed and not installed.
+        ValueError: the folder has none of these or no average, or transformers is needed and not installed.
     """
     folder = Path(model_folder(path))
     if ema and any((folder / name).is_file() for name in ("config.json", MANIFEST)):
@@ -115,10 +119,10 @@ def open_model(path: str, *, ema: bool = False) -> Opened:
 
 
 def with_tokenizer(folder: Path, *, module: nn.Module | UnreadModel) -> Opened:
-    """A model that was opened from a run folder, a checkpoint or a folder with a config.json, with the tokenizer that is there.
+    """Adds the tokenizer to a model from a run folder, a checkpoint or a folder with a config.json.
 
     Raises:
-        ValueError: the folder is neither a run, nor a checkpoint, nor one of transformers; or transformers is needed and not installed.
+        ValueError: the folder is none of these, or transformers is needed and not installed.
     """
     if (folder / "config.json").is_file():
         return _of_transformers(folder, name=folder.name, module=module)
@@ -127,7 +131,7 @@ def with_tokenizer(folder: Path, *, module: nn.Module | UnreadModel) -> Opened:
 
 
 def open_packed_model(packed: Packed) -> Opened:
-    """A folder of packed weights with the tokenizer that was packed with it."""
+    """Opens a folder of packed weights with its tokenizer."""
     name = packed.extra["name"]
     if (packed.path / "config.yaml").is_file():
         return _of_run(packed.path, name=name, config=load_config(packed.path / "config.yaml"), module=packed)
@@ -135,7 +139,7 @@ def open_packed_model(packed: Packed) -> Opened:
 
 
 def checkpoint_of(path: str) -> Path | None:
-    """The checkpoint whose weights answer for `path`; None for a folder with a config.json or with packed weights."""
+    """Returns the checkpoint with the weights for `path`, or None for a folder with a config.json or with packed weights."""
     folder = Path(path)
     if any((folder / name).is_file() for name in ("config.json", MANIFEST)):
         return None
@@ -143,10 +147,10 @@ def checkpoint_of(path: str) -> Path | None:
 
 
 def recorded_run(folder: Path) -> tuple[Path, Path]:
-    """The step folder of a checkpoint, and the folder with the config.yaml of its run.
+    """Returns the step folder of a checkpoint, and the folder with the config.yaml of its run.
 
     Raises:
-        ValueError: no such file.
+        ValueError: there is no such file.
         CheckpointError: there is no checkpoint.
     """
     step = checkpoint.resolve(folder)
@@ -183,7 +187,7 @@ def _of_run(recorded: Path, *, name: str, config: Config, module: nn.Module | Pa
 
 
 def _first_of(config: Config) -> int:
-    """What was before a text when a model of bytes learnt it: the end of another document or answer, or of a line."""
+    """Returns the byte before a text in a byte model's training data: the end of another document or answer, or of a line."""
     if config.data.name in CHATS:
         return config.data.stop
     return ByteTokenizer.end if reads_documents(config) else ord("\n")
@@ -195,14 +199,14 @@ def _unknown_of(tokenizer: SubwordTokenizer) -> int | None:
 
 
 def _stop_of(config: Config) -> int | None:
-    """The byte that ends an answer, where the run learnt answers; None: it learnt text, which has no end."""
+    """Returns the byte that ends an answer, if the run learnt answers. None if it learnt plain text."""
     if config.task.name in ("grpo", "ppo"):
         return ANSWER_END
     return config.data.stop if config.data.name in CHATS else None
 
 
 def _tokenizer_of(run: Path, *, name: str | None) -> SubwordTokenizer | None:
-    """The tokenizer in the run folder; None: the model reads bytes. name: data.tokenizer of the run."""
+    """Returns the tokenizer in the run folder, or None if the model reads bytes. name: data.tokenizer of the run."""
     if name in (None, "bytes"):
         return None
     folder = run / "tokenizer"
@@ -214,7 +218,10 @@ def _tokenizer_of(run: Path, *, name: str | None) -> SubwordTokenizer | None:
 
 
 def folder_module(folder: Path) -> nn.Module:
-    """The model of transformers in `folder`, fp32 on the CPU. Raises ValueError where transformers is not installed, or weights are missing."""
+    """Loads the transformers model in `folder`, fp32 on the CPU.
+
+    Raises ValueError if transformers is not installed, or weights are missing.
+    """
     transformers = _transformers(folder)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
@@ -263,19 +270,19 @@ def _of_transformers(folder: Path, *, name: str, module: nn.Module | Packed | Un
 
 
 def _begin_of(tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that a tokenizer of transformers puts before a text."""
+    """Returns the tokens that a transformers tokenizer prepends to a text."""
     plain, full = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     count = next(place for place in range(len(full) + 1) if full[place : place + len(plain)] == plain)
     return tuple(full[:count])
 
 
 class _Bytes:
-    """UTF-8 bytes as tokens. A model may have more tokens: they are never drawn, and their text is U+FFFD."""
+    """UTF-8 bytes as tokens. Further tokens of a model are never sampled, and their text is U+FFFD."""
 
     special: Mapping[int, str] = MappingProxyType({})
 
     def __init__(self, *, chat_stop: int | None = None) -> None:
-        """chat_stop: the byte that ends answers of chats, as `task=sft` learns them; None: the model has learnt none."""
+        """chat_stop: the byte that ends answers of chats, as `task=sft` learns them; None if the model has not learnt chats."""
         self._bytes, self._chat_stop = ByteTokenizer(), chat_stop
 
     def encode(self, text: str) -> list[int]:
@@ -304,10 +311,10 @@ class _Bytes:
 
 
 class _Subword:
-    """The tokenizer that a run of ztk was trained with."""
+    """The tokenizer with which a ztk run was trained."""
 
     def __init__(self, tokenizer: SubwordTokenizer, *, has_chats: bool, by_template: bool) -> None:
-        """has_chats: it has learnt chats, as `task=sft` writes them. by_template: by the tokenizer's chat template."""
+        """has_chats: whether the model has learnt chats in the format of `task=sft`. by_template: uses the tokenizer's chat template."""
         self._tokenizer, self._has_chats = tokenizer, has_chats
         self.special = tokenizer.special
         self._pieces = Pieces(tokenizer.inner)
@@ -340,7 +347,7 @@ class _Subword:
 
 
 class _Pretrained:
-    """A tokenizer of transformers."""
+    """A transformers tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._begin = tokenizer, _begin_of(tokenizer)
@@ -354,7 +361,7 @@ class _Pretrained:
     def token_bytes(self, token: int) -> bytes | None:
         if self._pieces is not None:
             return self._pieces.token_bytes(token)
-        text = self._tokenizer.decode([token])  # a tokenizer in Python
+        text = self._tokenizer.decode([token])  # a slow tokenizer
         return None if "\ufffd" in text else text.encode()
 
     def encode(self, text: str) -> list[int]:
@@ -377,7 +384,7 @@ class _Pretrained:
 
 
 def _templated(inner: Any, *, messages: list[dict[str, Any]], options: ChatOptions) -> str:
-    """By the chat template of a tokenizer of transformers."""
+    """Formats messages with the chat template of a transformers tokenizer."""
     try:
         return inner.apply_chat_template(
             messages,
@@ -392,7 +399,7 @@ def _templated(inner: Any, *, messages: list[dict[str, Any]], options: ChatOptio
 
 
 def _source(inner: Any) -> str | None:
-    """Of the template that is used where no name is given."""
+    """Returns the source of the default template."""
     found = inner.chat_template or None
     return "\n".join(map(str, found.values())) if isinstance(found, dict) else found
 

@@ -1,4 +1,4 @@
-"""Packs the weights of a run, a checkpoint or a model of transformers, one layer at a time: the model is never in memory."""
+"""Packs the weights of a run, a checkpoint or a transformers model one layer at a time. The model is never in memory as a whole."""
 
 import hashlib
 import json
@@ -29,8 +29,8 @@ from ztk.inference.weights import collect
 from ztk.serve.models import Opened, open_model, open_packed_model, recorded_run, with_tokenizer
 from ztk.serve.trained import empty_decoder, trained_model
 
-_TEXT_FILES = (".json", ".txt", ".model", ".jinja")  # configuration and tokenizer, beside the weights
-_CHECKED_LAYERS = 2  # at least: of the model that is compared with transformers' own forward
+_TEXT_FILES = (".json", ".txt", ".model", ".jinja")  # configuration and tokenizer files, stored next to the weights
+_CHECKED_LAYERS = 2  # minimum for the comparison with transformers' own forward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class _Source:
 
 
 class Parameters(Mapping):
-    """Parameters by name, of any shape, each read when it is asked for."""
+    """Parameters by name, of any shape, each read on access."""
 
     def __init__(self, names: list[str], *, read: Callable[[str], Tensor]) -> None:
         self._names, self._read = dict.fromkeys(names), read
@@ -66,9 +66,11 @@ class Parameters(Mapping):
 
 
 def pack_model(path: str, *, to: str, weights: str, ema: bool = False) -> Packed:
-    """Packs the model in `path` into the new folder `to`, with its tokenizer. Besides embedding and head, one layer is in memory.
+    """Packs the model in `path` into the new folder `to`, with its tokenizer.
 
-    A model of transformers is checked as by `Generator`, by its first layers. Adapters are merged first, with the model in memory.
+    Keeps one layer in memory, in addition to embedding and head.
+
+    The first layers of a transformers model are checked as by `Generator`. Adapters are merged first, with the model in memory.
 
     Raises:
         ValueError: as `open_model` and `pack`.
@@ -92,9 +94,11 @@ def pack_model(path: str, *, to: str, weights: str, ema: bool = False) -> Packed
 def open_streamed(
     path: str, *, weights: str, to: str, ema: bool = False, on_packed: Callable[[Packed], None] | None = None
 ) -> Opened:
-    """The model in `path` as packed weights: itself if it is packed, what was packed of it below the folder `to` before, or packed there now.
-    Models that run their own modules are packed by the generator: a folder is read one parameter at a time, and a run in full.
-    on_packed: is called with what was packed now.
+    """Opens the model in `path` with packed weights: itself if it is packed, an earlier pack below the folder `to`, or a new one.
+
+    The generator packs models that run their own modules: it reads a folder one parameter at a time, and a run in full.
+
+    on_packed: called after new weights were packed.
 
     Raises:
         ValueError: as `pack_model`.
@@ -113,7 +117,7 @@ def open_streamed(
         try:
             packed = pack_model(path, to=str(target), weights=weights, ema=ema)
         except FolderTaken:
-            pass  # another process has packed the same meanwhile
+            pass  # another process has packed the same model meanwhile
         else:
             if on_packed is not None:
                 on_packed(packed)
@@ -122,9 +126,10 @@ def open_streamed(
 
 @contextmanager
 def opened_unread(path: str, *, ema: bool = False) -> Iterator[Opened]:
-    """As `open_model`, but each parameter is read when it is asked for, while the context lasts: a rank that takes a part of every layer
-    never has the full model in memory. Adapters are merged first, with the model in memory. Packed weights are as `open_model` gives them, and
-    models that cannot be read so are read in full.
+    """Opens a model like `open_model`, but reads each parameter on access while the context is open.
+
+    A rank that needs a part of every layer thus never has the full model in memory. Adapters are merged first, with the model in memory.
+    Packed weights, and models that cannot be read in this way, are opened as by `open_model`.
 
     Raises:
         ValueError: as `pack_model`.
@@ -143,7 +148,7 @@ def opened_unread(path: str, *, ema: bool = False) -> Iterator[Opened]:
 
 
 def _is_own_family(folder: Path) -> bool:
-    """Of a run too: whether the engine has its own forward for the model."""
+    """Returns whether the engine implements the model's forward, also for a run."""
     if not (folder / "config.json").is_file():
         base = load_config(recorded_run(folder)[1] / "config.yaml").model.path
         return base is None or read_config(base).model_type in FAMILIES
@@ -153,7 +158,7 @@ def _is_own_family(folder: Path) -> bool:
 def _source(folder: Path, *, ema: bool) -> _Source:
     if (folder / "config.json").is_file():
         if ema:
-            open_model(str(folder), ema=True)  # says why not
+            open_model(str(folder), ema=True)  # raises the reason
         return _of_transformers(folder)
     step, recorded = recorded_run(folder)
     config = load_config(recorded / "config.yaml")
@@ -190,7 +195,7 @@ def _folder_state(module: nn.Module, *, values: FolderValues) -> Parameters:
 
 
 def _check(folder: Path, *, state: Parameters) -> None:
-    """Compares the engine with transformers' forward by the first layers of the model, of every kind that it has."""
+    """Compares the engine with transformers' forward on the first layers of the model, one of every kind."""
     config = read_config(str(folder))
     kinds = getattr(config, "layer_types", None)
     count = _CHECKED_LAYERS if kinds is None else max(_CHECKED_LAYERS, *(kinds.index(kind) + 1 for kind in set(kinds)))
@@ -207,7 +212,7 @@ def _check(folder: Path, *, state: Parameters) -> None:
 
 
 def _cut(config: Any, *, state: Parameters) -> nn.Module:
-    """transformers' model of a configuration with fewer layers, with the first layers' weights."""
+    """Returns transformers' model of a configuration with fewer layers, with the first layers' weights."""
     module: Any = build_causal(config)
     for name in [name for name, _ in module.named_parameters()]:
         owner, _, leaf = name.rpartition(".")
@@ -218,7 +223,7 @@ def _cut(config: Any, *, state: Parameters) -> nn.Module:
 
 def _of_checkpoint(config: Config, *, step: Path, ema: bool, name: str, text: list[tuple[Path, str]]) -> _Source:
     if config.task.name == "reward":
-        trained_model(config, step=step)  # says why not
+        trained_model(config, step=step)  # raises the reason
     module = empty_decoder(config) if config.model.path is None else empty_causal(config.model.path)
     manifest = checkpoint.read_manifest(step)
     weights = Weights(manifest, dtype=torch.float32, ema=ema)
@@ -233,7 +238,7 @@ def _of_checkpoint(config: Config, *, step: Path, ema: bool, name: str, text: li
 
 
 def _key(folder: Path, *, weights: str, ema: bool) -> str:
-    """Of the files that the model consists of, by name, size and time of change, and of the options."""
+    """Returns a hash of the model's files (name, size and modification time) and the options."""
     if (folder / "config.json").is_file():
         files = _files_of_transformers(folder)
     else:

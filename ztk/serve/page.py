@@ -1,4 +1,4 @@
-"""The page on `/`: try a prompt, see how sure the model was of each token."""
+"""The page on `/`: try a prompt and inspect the probability of each token."""
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">

@@ -1,14 +1,17 @@
-"""The bytes of single tokens. Text cannot give them: a token may be a part of a character, a space that decoders drop, or a special token."""
+"""The bytes of single tokens.
+
+Decoded text cannot give them: a token may be part of a character, a space that decoders drop, or a special token.
+"""
 
 import json
 import re
 from typing import Any
 
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's tokens of bytes
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's byte tokens
 
 
 def _byte_of_letter() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable ones of latin-1 are themselves, others follow from 256 on."""
+    """Returns GPT-2's letters for bytes: printable latin-1 characters are themselves, others start at 256."""
     same = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in same]
     return {chr(byte): byte for byte in same} | {chr(256 + place): byte for place, byte in enumerate(others)}
@@ -18,7 +21,7 @@ _LETTERS = _byte_of_letter()
 
 
 class Pieces:
-    """Bytes of each token of `inner`, a tokenizer of the tokenizers library, by the rules of its decoder."""
+    """The bytes of each token of `inner`, a tokenizer of the tokenizers library, by the rules of its decoder."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -27,7 +30,7 @@ class Pieces:
         self._rules = [] if inner.decoder is None else _rules(json.loads(inner.decoder.__getstate__()))
 
     def token_bytes(self, token: int) -> bytes | None:
-        """The bytes that `token` adds to a text; None: the vocabulary does not have it."""
+        """Returns the bytes of `token` in a text, or None if it is not in the vocabulary."""
         if token in self._added:
             return self._added[token].encode()
         piece = self._inner.id_to_token(token)
@@ -51,14 +54,17 @@ class Pieces:
 
 
 def _rules(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    """The decoders of a sequence, in their order."""
+    """Returns the decoders of a sequence, in order."""
     if decoder["type"] != "Sequence":
         return [decoder]
     return [rule for part in decoder["decoders"] for rule in _rules(part)]
 
 
 def token_name(token: int, *, own: bytes | None) -> str:
-    """A token in a response: its text, or OpenAI's form for a part of a character, its bytes in digits. own: its bytes; None: token_id:5."""
+    """Returns a token's name in a response: its text, or for a part of a character OpenAI's form, its bytes in hexadecimal.
+
+    own: its bytes; without any, the name is token_id:5.
+    """
     if own is None:
         return f"token_id:{token}"
     try:

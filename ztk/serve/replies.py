@@ -1,4 +1,4 @@
-"""From a request to jobs of the engine, and from the engine's outputs to the response: everything that runs in threads."""
+"""Converts a request to jobs of the engine, and the engine's outputs to the response. This code runs in threads."""
 
 import json
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from ztk.serve.tools import Format, call_structure, format_of, told
 from ztk.serve.values import BadRequest
 
 _MOST_VALUES = 1 << 21  # log-probabilities of one response, about 200 MB of objects
-_LARGE = 256  # log-probabilities of a prompt that are not written among the pieces of other streams
+_LARGE = 256  # log-probabilities of a prompt; more are not written together with pieces of other streams
 
 
 class Failed(Exception):
-    """The engine has ended an answer by an error. is_by_request: the fields of the request have caused it."""
+    """The engine has ended an answer with an error. is_by_request: whether fields of the request caused it."""
 
     def __init__(self, message: str, *, is_by_request: bool = False) -> None:
         super().__init__(message)
@@ -28,9 +28,9 @@ class Failed(Exception):
 
 
 class Reader:
-    """Makes jobs of requests for one model.
+    """Creates the jobs of requests for one model.
 
-    max_tokens: of requests that have none. format: of tool calls, by default as the chat template does.
+    max_tokens: default for requests. format: of tool calls, by default derived from the chat template.
 
     Raises:
         ValueError: an adapter has the model's name.
@@ -61,7 +61,7 @@ class Reader:
         self._check = generator.check
 
     def jobs(self, asked: Asked, *, chat: bool, outbox: Outbox) -> list[Job]:
-        """One per prompt.
+        """Returns one job per prompt.
 
         Raises:
             BadRequest: an unknown model, no chat template, more prompts than may wait, or a prompt that does not fit the model.
@@ -92,8 +92,10 @@ class Reader:
         self._grammars.close()
 
     def chat_tokens(self, messages: Sequence[dict[str, Any]], *, options: ChatOptions) -> list[int]:
-        """The tokens of messages. A template that does not know tools is shown them as text, and one that does not know the role developer
-        has it as system."""
+        """Returns the tokens of messages.
+
+        Tools are added as text if the template does not support them, and the role developer becomes system.
+        """
         tokenizer, messages = self._opened.tokenizer, list(messages)
         template = tokenizer.template or ""
         if "developer" not in template:
@@ -104,7 +106,7 @@ class Reader:
         return tokenizer.chat(messages, options=options)
 
     def _constrained(self, asked: Asked) -> SamplingParams:
-        """With the grammar and the words that the request names."""
+        """Returns sampling with the grammar and the bad words of the request."""
         structure, tools = asked.structure, asked.tools
         if tools is not None and (tools.required or tools.named is not None):
             structure = call_structure(tools, format=self.format, special=self._opened.tokenizer.special)
@@ -115,7 +117,7 @@ class Reader:
         )
 
     def _bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Tokens of each word, and of the word after a space where only its first token differs, as vLLM takes them."""
+        """Returns the tokens of each word, and of the word after a space if only its first token differs, as in vLLM."""
         encode, found = self._opened.tokenizer.encode_text, []
         for word in words:
             plain, spaced = encode(word.lstrip()), encode(" " + word.lstrip())
@@ -125,7 +127,7 @@ class Reader:
         return tuple(word for word in found if word)
 
     def adapter(self, model: str | None) -> str | None:
-        """The adapter that a request names as its model; None: it names the base, or nothing. Raises BadRequest for another model."""
+        """Returns the adapter that a request names as its model, or None for the base. Raises BadRequest for another model."""
         if model in (None, self._opened.name):
             return None
         if model in self._adapters:
@@ -135,8 +137,10 @@ class Reader:
         raise BadRequest(text, param="model", status=404, code="model_not_found")
 
     def tokens(self, prompt: str | list[int], *, has_beginning: bool, is_cut: bool = False) -> list[int]:
-        """Of a prompt. has_beginning: with the tokens that the tokenizer puts before a text. is_cut: some of them are dropped. Raises
-        BadRequest for a text that is too long."""
+        """Returns the tokens of a prompt. Raises BadRequest for a text that is too long.
+
+        has_beginning: with the tokens that the tokenizer prepends to a text. is_cut: whether the prompt will be truncated.
+        """
         if not isinstance(prompt, str):
             return prompt
         most = self._max_len * self._opened.tokenizer.longest
@@ -149,7 +153,7 @@ class Reader:
         return tokenizer.encode(prompt) if has_beginning else tokenizer.encode_text(prompt)
 
     def _cut(self, prompt: list[int], *, asked: Asked) -> list[int]:
-        """The tokens of a prompt that the request keeps."""
+        """Truncates a prompt as the request asks."""
         if asked.most_prompt is None:
             return prompt
         most = asked.most_prompt
@@ -191,7 +195,7 @@ class Reader:
         return Job(prompt=prompt, sampling=sampling, outbox=outbox, number=number)
 
     def _limit(self, length: int, *, asked: Asked) -> int:
-        """Tokens of an answer to a prompt of so many tokens."""
+        """Returns the limit of an answer's tokens for a prompt of `length` tokens."""
         if asked.max_tokens is None and length < self._longest:
             rest = self._longest - length
             return rest if self._max_tokens is None else min(rest, self._max_tokens)
@@ -208,7 +212,9 @@ class Reader:
 
 
 class Reply:
-    """The answers to one request while they are drawn. `keep` and properties are for the event loop, the others for one thread at a time."""
+    """The answers to one request during generation. `keep` and properties are for the event loop; other methods for one thread at a
+    time.
+    """
 
     def __init__(
         self, jobs: list[Job], *, asked: Asked, shape: Shape, tokenizer: Tokenizer, format: Format = Format.hermes
@@ -233,7 +239,7 @@ class Reply:
         self._ended: list[Job] = []
 
     def keep(self, items: list[Item]) -> None:
-        """Outputs that `take_kept` or `body` reads. Raises Failed for one that is an error."""
+        """Stores outputs for `take_kept` or `body`. Raises Failed for an error."""
         for number, item in items:
             if isinstance(item, Exception):
                 raise Failed(str(item))
@@ -245,25 +251,27 @@ class Reply:
 
     @property
     def is_complete(self) -> bool:
-        """No answer goes on."""
+        """Whether all answers have ended."""
         return not self._open
 
     @property
     def is_large(self) -> bool:
-        """The kept outputs have the log-probabilities of long prompts."""
+        """Whether the stored outputs have log-probabilities of long prompts."""
         return any(isinstance(item, Output) and len(item.prompt_logprobs or ()) > _LARGE for _, item in self._kept)
 
     def take_ended(self) -> list[Job]:
-        """Jobs whose answers have all ended since the last call: a stop text ends them here, the engine would go on."""
+        """Returns jobs whose answers have all ended since the last call. A stop text ends answers here, while the engine would
+        continue.
+        """
         ended, self._ended = self._ended, []
         return ended
 
     def opening(self) -> bytes:
-        """Events before the first token."""
+        """Returns the events before the first token."""
         return self.written([chunk for answer in self._answers for chunk in answer.opening()])
 
     def take_kept(self) -> bytes:
-        """The kept outputs as events."""
+        """Returns the stored outputs as events."""
         chunks, each, items = [], self.asked.sampling.n, self._kept
         self._kept = []
         for number, item in items:
@@ -279,31 +287,31 @@ class Reply:
         return self.written(chunks) if self.asked.stream else b""
 
     def written(self, chunks: list[dict]) -> bytes:
-        """Chunks as events."""
+        """Returns chunks as events."""
         return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks).encode()
 
     def closing(self) -> bytes:
-        """The last events."""
+        """Returns the last events."""
         usage = [self.shape.usage_chunk(self._answers, prompt_tokens=self._prompt_tokens)]
         return self.written(usage if self.asked.with_usage else []) + b"data: [DONE]\n\n"
 
     def failing(self, message: str, *, is_by_request: bool = False) -> bytes:
-        """The last event of answers that cannot be completed. is_by_request: the fields of the request have caused it."""
+        """Returns the last event of failed answers. is_by_request: whether fields of the request caused the error."""
         kind = "invalid_request_error" if is_by_request else "server_error"
         error = {"message": message, "type": kind, "param": None, "code": None}
         return f"data: {json.dumps({'error': error})}\n\n".encode()
 
     def body(self) -> bytes:
-        """The complete response."""
+        """Returns the complete response."""
         self.take_kept()
         return json.dumps(self.complete()).encode()
 
     def complete(self) -> dict:
-        """All answers in one object."""
+        """Returns all answers in one object."""
         return self.shape.complete(self._answers, kept=self._best(), prompt_tokens=self._prompt_tokens)
 
     def _best(self) -> list[Answer]:
-        """The answers that are returned: the likeliest of each prompt, where more were drawn."""
+        """Returns the answers to send: the likeliest of each prompt, if more were generated."""
         each, keeps = self.asked.sampling.n, self.asked.keeps
         if keeps == each:
             return self._answers

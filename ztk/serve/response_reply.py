@@ -1,4 +1,4 @@
-"""Answers in the shape of OpenAI's Responses interface: complete, and as its typed events."""
+"""Answers in the format of OpenAI's Responses interface: complete, and as typed events."""
 
 import json
 import uuid
@@ -17,7 +17,7 @@ _Item = dict[str, Any]
 
 
 class ResponseReply(Reply):
-    """A `Reply` whose output is a list of items: a message with one text, and calls of functions."""
+    """A `Reply` whose output is a list of items: a message with one text, and function calls."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ResponseReply(Reply):
         return b"".join(self._events.written(kind, response=response) for kind in ("created", "in_progress"))
 
     def written(self, chunks: list[dict]) -> bytes:
-        """Chunks of a chat as events."""
+        """Returns chunks of a chat as events."""
         events = []
         for chunk in chunks:
             for choice in chunk["choices"]:
@@ -73,7 +73,7 @@ class ResponseReply(Reply):
         return json.dumps(self._whole(chat, output=ended)).encode()
 
     def _whole(self, chat: dict[str, Any], *, output: list[_Item]) -> dict[str, Any]:
-        """The response with its output and the counts of tokens, whose conversation is stored."""
+        """Returns the response with its output and token counts, and stores its conversation."""
         if self._turn.stores:
             self._stored.keep(self.shape.id, messages=(*self._turn.conversation, _kept(chat["choices"][0]["message"])))
         usage, status = chat["usage"], _status(chat)
@@ -108,32 +108,34 @@ class ResponseReply(Reply):
 
 
 class _Events:
-    """Events of one stream, from the pieces of a chat. An item begins with its first piece, and ends where another begins. White space
-    before a call is no message."""
+    """Converts the pieces of a chat to the events of one stream.
+
+    An item begins with its first piece and ends when another begins. White space before a call is dropped.
+    """
 
     def __init__(self) -> None:
-        self.output: list[_Item] = []  # items that have ended
+        self.output: list[_Item] = []  # completed items
         self._number = 0
         self._item: _Item | None = None
         self._pieces: list[str] = []  # of the item
         self._space = ""  # before the next item
-        self._call: int | None = None  # the item's place among calls
+        self._call: int | None = None  # the item's index among calls
 
     def written(self, kind: str, **fields: Any) -> bytes:
-        """One event."""
+        """Returns one event."""
         event = {"type": f"response.{kind}", "sequence_number": self._number} | fields
         self._number += 1
         return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode()
 
     def of_text(self, text: str) -> list[bytes]:
-        """White space waits for what comes next, unless it is within a message."""
+        """Returns events of a piece of text. White space outside a message is held back until the next piece."""
         self._space += text
         if not self._space or (not self._is_message and self._space.isspace()):
             return []
         return self._said()
 
     def of_call(self, call: dict[str, Any]) -> list[bytes]:
-        """One piece of a call: the first has its name."""
+        """Returns events of one piece of a call; the first piece has the name."""
         function, events = call.get("function", {}), []
         if self._item is None or call["index"] != self._call:
             events = self._begun(_function_call(call["id"], name=function["name"], arguments=""))
@@ -144,7 +146,7 @@ class _Events:
         return events
 
     def closed(self, *, status: str) -> list[bytes]:
-        """The end of the last item, which is an empty message where there was nothing. status: of the item."""
+        """Ends the last item, or an empty message if there is none. status: of the item."""
         events = [] if self.output or self._item else self._said()
         return [*events, *self._ended(status=status)]
 
@@ -153,7 +155,7 @@ class _Events:
         return self._item is not None and self._item["type"] == "message"
 
     def _said(self) -> list[bytes]:
-        """The text that waits, as a piece of a message."""
+        """Returns the text held back, as a piece of a message."""
         events = [] if self._is_message else self._begun(_message())
         text, self._space = self._space, ""
         if text:
@@ -162,7 +164,7 @@ class _Events:
         return events
 
     def _begun(self, item: _Item) -> list[bytes]:
-        """Ends the item, and begins another."""
+        """Ends the item and begins another."""
         events = self._ended(status="completed")
         self._item, self._pieces, self._call = item, [], None
         events.append(self.written("output_item.added", output_index=len(self.output), item=item))
@@ -195,7 +197,7 @@ class _Events:
 
 
 def _status(chat: dict[str, Any]) -> str:
-    """Of the response to a chat."""
+    """Returns the status of the response to a chat."""
     return "incomplete" if chat["choices"][0]["finish_reason"] == "length" else "completed"
 
 

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's Responses interface, read as bodies of chats."""
+"""Converts requests of OpenAI's Responses interface to bodies of chats."""
 
 import json
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from ztk.serve.values import BadRequest, flag, number, shown, thing
 
 _CHAT = "use /v1/chat/completions"
 _LEAVE = "leave it out"
-# Fields that would change an answer and are not supported, with the advice. Values that are false, zero or empty change nothing.
+# Fields that would change an answer and are not supported, with the advice. Values that are false, zero or empty have no effect.
 _UNDONE = {
     "conversation": "send previous_response_id, or the whole conversation as input",
     "prompt": "send its text as input",
@@ -27,8 +27,11 @@ _FUNCTION = ("name", "description", "parameters", "strict")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """One request. body: of the chat with the same answer. conversation: its messages without instructions, which later requests may
-    continue. echoed: fields that the response repeats. stores: whether the conversation is stored."""
+    """One request.
+
+    body: of the chat with the same answer. conversation: its messages without instructions, which later requests may continue. echoed:
+    fields that the response repeats. stores: whether to store the conversation.
+    """
 
     body: dict[str, Any]
     conversation: tuple[dict[str, Any], ...]
@@ -37,11 +40,11 @@ class Turn:
 
 
 def read_turn(body: dict[str, Any], *, stored: Stored) -> Turn:
-    """Reads one body, as `parsed` returns it. stored: conversations that it may continue.
+    """Parses one body, as returned by `parsed`. stored: conversations that it may continue.
 
     Raises:
-        BadRequest: an input that is no text, message, call or result of a call, an unknown previous response, or a field that would change
-            the answer and is not there.
+        BadRequest: an input that is not a text, message, call or result of a call, an unknown previous response, or an unsupported field
+            that would change the answer.
     """
     _check(body)
     earlier = stored.conversation(body["previous_response_id"]) if "previous_response_id" in body else ()
@@ -74,7 +77,7 @@ def read_turn(body: dict[str, Any], *, stored: Stored) -> Turn:
 
 
 def _check(body: dict[str, Any]) -> None:
-    """Raises BadRequest for a field that would change the answer and is not there."""
+    """Raises BadRequest for an unsupported field that would change the answer."""
     for name, advice in _UNDONE.items():
         if body.get(name) not in (None, False, [], {}):
             raise BadRequest(f"{name} is not supported: {advice}", param=name)
@@ -95,7 +98,7 @@ def _instructions(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _messages(found: object) -> list[dict[str, Any]]:
-    """Calls that follow an answer, or each other, are of one message."""
+    """Merges calls that follow an answer, or each other, into one message."""
     if isinstance(found, str):
         return [{"role": "user", "content": found}]
     if not isinstance(found, list) or not found:
@@ -148,7 +151,7 @@ def _word(item: dict[str, Any], field: str, *, name: str) -> str:
 
 
 def _text(content: object, *, name: str) -> str:
-    """Of a content: a text, or parts of text."""
+    """Returns the text of a content, which is a text or a list of text parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -165,7 +168,7 @@ def _text(content: object, *, name: str) -> str:
 
 
 def _tools(found: object) -> list[dict[str, Any]]:
-    """In the form of chats, where a function lies one level deeper."""
+    """Returns tools in the form of chats, in which the function is one level deeper."""
     if not isinstance(found, list):
         raise BadRequest("tools must be a list of functions", param="tools")
     for place, tool in enumerate(found):
@@ -184,7 +187,7 @@ def _tools(found: object) -> list[dict[str, Any]]:
 
 
 def _format(chosen: object) -> dict[str, Any]:
-    """`response_format` of a chat, whose schema lies one level deeper."""
+    """Returns `response_format` of a chat, whose schema is one level deeper."""
     if not isinstance(chosen, dict):
         raise BadRequest("text.format must be an object", param="text")
     if chosen.get("type") != "json_schema":

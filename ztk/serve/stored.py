@@ -11,10 +11,10 @@ _CONVERSATIONS, _CHARACTERS = 1024, 1 << 26
 
 
 class Stored:
-    """The latest conversations, by the ids of their responses. Those that were used least recently are dropped first."""
+    """The latest conversations, by the ids of their responses. The least recently used are dropped first."""
 
     def __init__(self, *, conversations: int = _CONVERSATIONS, characters: int = _CHARACTERS) -> None:
-        """conversations, characters: that are stored at most; characters of their messages as JSON."""
+        """conversations, characters: limits of the store. Characters are counted in the messages' JSON."""
         self._most, self._characters = conversations, characters
         self._found: OrderedDict[str, str] = OrderedDict()
         self._size = 0
@@ -30,7 +30,7 @@ class Stored:
                 self._size -= len(self._found.popitem(last=False)[1])
 
     def conversation(self, response: object) -> tuple[dict[str, Any], ...]:
-        """Its messages. Raises BadRequest for a response that is not stored."""
+        """Returns the messages of a conversation. Raises BadRequest for a response that is not stored."""
         with self._lock:
             text = self._found.get(response) if isinstance(response, str) else None
             if text is not None:

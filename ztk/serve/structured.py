@@ -1,7 +1,7 @@
 """Grammars of answers, by the library llguidance: JSON, schemas, regular expressions, choices, and grammars of Lark or GBNF.
 
-A request's grammar is compiled once. Each of its answers has a copy of the matcher, whose next mask is computed in a thread while the model
-computes the next logits.
+A request's grammar is compiled once. Each answer has its own copy of the matcher, which computes the next mask in a thread while the
+model computes the next logits.
 """
 
 import functools
@@ -18,17 +18,18 @@ from torch import Tensor
 
 from ztk.serve.values import BadRequest, flag, shown, thing
 
-_THREADS, _KEPT = 2, 64  # of masks; compiled grammars
+_THREADS, _KEPT = 2, 64  # for masks; compiled grammars
 _CHARACTERS, _DEPTH = 1 << 16, 100  # of a grammar, and nested brackets in it
 _CHOICES = 1024
-_WHITE = r"( |\n{1,2}[ \t]{0,20})?"  # between the tokens of JSON, so that an answer cannot go on with spaces alone
+_WHITE = r"( |\n{1,2}[ \t]{0,20})?"  # between the tokens of JSON; limited, so that an answer cannot consist of endless spaces
 _WORD = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Structure:
     """The language of answers. kind: json (text: a schema), regex, choice (text: a JSON list), lark, or grammar, which is Lark or GBNF.
-    param: the request's field."""
+    param: the request's field.
+    """
 
     kind: str
     text: str
@@ -36,10 +37,10 @@ class Structure:
 
 
 def read_structure(body: dict) -> Structure | None:
-    """The structure that a body asks for in vLLM's, OpenAI's or llama.cpp's words, or None for any text.
+    """Returns the structure requested with vLLM's, OpenAI's or llama.cpp's fields, or None for any text.
 
     Raises:
-        BadRequest: no such format, a value of the wrong type or too large, or two of them.
+        BadRequest: an unknown format, a value of the wrong type or too large, or two structures.
     """
     found = [one for one in (_of_format(body), *_of_guided(body), *_of_outputs(body)) if one is not None]
     if len(found) > 1:
@@ -51,7 +52,7 @@ def read_structure(body: dict) -> Structure | None:
 
 
 def check_size(text: str, *, param: str) -> None:
-    """Raises BadRequest for a grammar, or what becomes one, that is too long or nested too deeply."""
+    """Raises BadRequest for a grammar, or its source, that is too long or nested too deeply."""
     if len(text) > _CHARACTERS or _depth(text) > _DEPTH:
         raise BadRequest(f"{param} may have {_CHARACTERS} characters and {_DEPTH} nested brackets at most", param=param)
 
@@ -75,14 +76,14 @@ def _of_format(body: dict) -> Structure | None:
 
 
 def _of_guided(body: dict) -> list[Structure | None]:
-    """Fields of their own."""
+    """Parses separate fields."""
     names = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
     names |= {"json_schema": "json", "grammar": "grammar"}
     return [_one(kind, value=body[name], param=name) for name, kind in names.items() if name in body]
 
 
 def _of_outputs(body: dict) -> list[Structure | None]:
-    """vLLM's structured_outputs."""
+    """Parses vLLM's structured_outputs."""
     chosen = {name: value for name, value in thing(body, name="structured_outputs").items() if value is not None}
     found: list[Structure | None] = []
     for name, value in chosen.items():
@@ -118,7 +119,7 @@ def _one(kind: str, *, value: object, param: str) -> Structure:
 
 
 def _schema(value: object, *, param: str) -> str:
-    """As text."""
+    """Returns the schema as text."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
         text = json.dumps(found, ensure_ascii=False)
@@ -130,7 +131,7 @@ def _schema(value: object, *, param: str) -> str:
 
 
 def _depth(text: str) -> int:
-    """Opening brackets without their closing ones, at most; those in texts count, too."""
+    """Returns the largest depth of open brackets, including brackets in texts."""
     depth = most = 0
     for letter in text:
         depth += (letter in "([{") - (letter in ")]}")
@@ -139,7 +140,7 @@ def _depth(text: str) -> int:
 
 
 class Words(Protocol):
-    """The part of a tokenizer that a grammar needs."""
+    """The tokenizer's interface for grammars."""
 
     @property
     def special(self) -> Any:
@@ -147,16 +148,18 @@ class Words(Protocol):
         ...
 
     def encode_text(self, text: str) -> list[int]:
-        """The tokens of a text alone."""
+        """Returns the tokens of a text alone."""
         ...
 
     def token_bytes(self, token: int) -> bytes | None:
-        """The bytes of a token."""
+        """Returns the bytes of a token."""
         ...
 
 
 class Grammars:
-    """Compiles the grammars of requests for one tokenizer. vocabulary: tokens that may be drawn. ends: tokens that end an answer."""
+    """Compiles the grammars of requests for one tokenizer. vocabulary: number of tokens that may be sampled. ends: tokens that end an
+    answer.
+    """
 
     def __init__(self, tokenizer: Words, *, vocabulary: int, ends: Sequence[int]) -> None:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, tuple(ends)
@@ -170,7 +173,7 @@ class Grammars:
 
     @functools.cached_property
     def _words(self) -> Any:
-        """llguidance's view of the tokenizer. A vocabulary without an end has one more token, which is never drawn."""
+        """llguidance's tokenizer. A vocabulary without an end token gets an additional one, which is never sampled."""
         ends = [end for end in self._ends if end < self._vocabulary] or [self._vocabulary]
         named = [self._tokenizer.token_bytes(token) or b"" for token in range(self._vocabulary)]
         words = _Tokens(
@@ -183,7 +186,7 @@ class Grammars:
         return _library().LLTokenizer(wrapper, n_vocab=len(words.tokens), eos_token=ends)
 
     def _compiled(self, structure: Structure) -> "Compiled":
-        """Raises BadRequest for a grammar that is none, or that the library has no way to follow."""
+        """Compiles a grammar. Raises BadRequest for an invalid grammar, or one that the library does not support."""
         library = _library()
         with self._lock:
             words = self._words
@@ -207,7 +210,7 @@ class Grammars:
 
 
 class Compiled:
-    """The grammar of a request. fake: a token of the matcher that the model does not have."""
+    """A compiled grammar. fake: a token of the matcher that the model does not have."""
 
     def __init__(self, matcher: Any, *, fake: int | None, pool: ThreadPoolExecutor) -> None:
         self._matcher, self._fake, self._pool = matcher, fake, pool
@@ -217,7 +220,7 @@ class Compiled:
 
 
 class Followed:
-    """A matcher that follows one answer. The thread that computes the next mask has it until `mask` or `advance` is called."""
+    """A matcher for one answer. The thread that computes the next mask owns it until `mask` or `advance` is called."""
 
     def __init__(self, matcher: Any, *, fake: int | None, pool: ThreadPoolExecutor) -> None:
         self._matcher, self._fake, self._pool = matcher, fake, pool
@@ -225,7 +228,7 @@ class Followed:
         self._next: Future[Tensor] | None = pool.submit(self._computed)
 
     def mask(self, answer: list[int]) -> Tensor | None:
-        """Raises ValueError where the grammar has become too large to follow."""
+        """Returns the mask. Raises ValueError if the grammar's state has become too large."""
         ready, self._next = self._next, None
         if ready is not None:
             words = ready.result()
@@ -244,7 +247,7 @@ class Followed:
         return False
 
     def _follow(self, answer: list[int]) -> bool:
-        """Takes guesses back, and the new tokens; false where the grammar does not lead to them."""
+        """Rolls back guesses and adds new tokens. Returns False if the grammar does not allow them."""
         same = len(self._taken)
         if answer[:same] != self._taken:
             pairs = enumerate(zip(self._taken, answer, strict=False))
@@ -260,7 +263,7 @@ class Followed:
         return True
 
     def _computed(self) -> Tensor:
-        """int32 [words] after the tokens that were taken."""
+        """Returns int32 [words] after the accepted tokens."""
         found = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise ValueError(shown(self._matcher.get_error().strip()))
@@ -271,7 +274,7 @@ class Followed:
 
 
 class _Tokens:
-    """A vocabulary as llguidance reads it."""
+    """A vocabulary in llguidance's interface."""
 
     bos_token_id = None
 
@@ -286,7 +289,7 @@ class _Tokens:
 
 
 def _grammar(structure: Structure, *, library: Any) -> str:
-    """In the library's own form."""
+    """Returns the grammar in the library's format."""
     matcher, text = library.LLMatcher, structure.text
     if structure.kind == "json":
         return matcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)

@@ -1,36 +1,38 @@
-"""Tokens to text while they arrive, and texts that end an answer."""
+"""Converts tokens to text as they arrive, and finds stop texts."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 _REPLACED = "\ufffd"
-_BEFORE = 8  # tokens of a prompt's end that are decoded with the answer's first ones
-_CHARACTER = 4  # tokens that a character has at most: one for each byte
+_BEFORE = 8  # last tokens of a prompt, decoded together with the answer's first ones
+_CHARACTER = 4  # most tokens of a character: one per byte
 
 
 class Decoder(Protocol):
-    """Turns tokens into text."""
+    """Converts tokens to text."""
 
     @property
     def special(self) -> Mapping[int, str]:
-        """The texts of special tokens, which `decode` leaves out."""
+        """The texts of special tokens, which `decode` omits."""
         ...
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of `tokens`. Invalid UTF-8 becomes U+FFFD."""
         ...
 
 
 class TextStream:
     """The text of one answer, piece by piece. Joined pieces are the text of all tokens, up to the first stop text.
 
-    prompt: the tokens before it. Decoders of SentencePiece leave out a space at the beginning of what they decode, which would be the one
-    between prompt and answer. shows_special: special tokens are part of the text; shown: these are in any case. shows_stop: so is the stop text
-    that ends it. first_stop: tokens before which none ends it. Stop texts are found in any case in the text with them, so
-    that "<|im_end|>" ends an answer.
+    prompt: the tokens before it. SentencePiece decoders drop a space at the beginning of their input, which would be the space between
+    prompt and answer.
+    shows_special: includes special tokens in the text. shown: special tokens that are always included.
+    shows_stop: includes the stop text. first_stop: number of tokens before which no stop text counts. Stop texts are matched against the
+    text with special tokens, so that "<|im_end|>" can end an answer.
 
-    A piece that ends in the middle of a character waits for the rest of it, one that may be the beginning of a stop text until that is
-    decided. length: characters of the text so far, those that wait for a stop text included; a token begins where the text before it ends.
+    A piece that ends in the middle of a character waits for the rest. A piece that may be the beginning of a stop text waits until that
+    is decided.
+    length: characters of the text so far, including those that wait for a stop text; a token begins where the text before it ends.
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class TextStream:
         self._decoder, self._stops = decoder, tuple(stop for stop in stops if stop)
         self._special, self._shows_special = decoder.special, shows_special
         self._tokens = list(prompt[-_BEFORE:])
-        self._context = 0  # tokens from here on are decoded: those before changed nothing of what follows
-        self._decoded = len(self._tokens)  # tokens whose text is in `_waiting`, was returned, or is the prompt's
+        self._context = 0  # start of the tokens to decode; earlier ones do not affect the rest
+        self._decoded = len(
+            self._tokens
+        )  # number of tokens whose text is in `_waiting`, was returned, or belongs to the prompt
         self._before = ""  # text of the tokens from `_context` to `_decoded`
         self._is_before_known = False
         self._waiting = ""
@@ -58,7 +62,7 @@ class TextStream:
         self.stopped, self.length = False, 0
 
     def push(self, token: int) -> str:
-        """Text that is certain after one more token. Empty after a stop text, see `stopped`."""
+        """Adds a token. Returns the text that is certain now; empty after a stop text, see `stopped`."""
         self._tokens.append(token)
         if (text := self._special.get(token)) is not None:
             return self._release(text, is_shown=self._shows_special or text in self._shown)
@@ -66,17 +70,19 @@ class TextStream:
             return found
         if len(self._tokens) - self._decoded < 4 * _CHARACTER:
             return ""
-        # Broken characters: a whole one that began before the last tokens would have ended by now.
+        # Broken characters: a complete one that began before the last tokens would have ended by now.
         return self._certain(len(self._tokens) - _CHARACTER, is_broken=True) or ""
 
     def finish(self) -> str:
-        """The rest: the text that waited for more, a broken character as U+FFFD."""
+        """Returns the waiting text, with a broken character as U+FFFD."""
         rest = (self._certain(len(self._tokens), is_broken=True) or "") + _shown(self._waiting, self._is_shown)
         self._waiting, self._is_shown = "", []
         return rest
 
     def _certain(self, stop: int, *, is_broken: bool = False) -> str | None:
-        """Text of the tokens up to `stop`; None: they add nothing, or end in the middle of a character, unless `is_broken`."""
+        """Returns the text of the tokens up to `stop`. None if they add nothing, or end in the middle of a character, unless
+        `is_broken`.
+        """
         if not self._is_before_known:
             self._before = self._decoder.decode(self._tokens[self._context : self._decoded])
             self._is_before_known = True
@@ -108,5 +114,5 @@ def _shown(text: str, marks: Sequence[bool]) -> str:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Returns the length of the longest end of `text` that is a beginning of `stop`."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

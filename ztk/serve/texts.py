@@ -1,4 +1,4 @@
-"""Routes without an answer: texts to tokens and back, and texts to vectors."""
+"""Routes without generation: texts to tokens and back, and texts to vectors."""
 
 import base64
 import json
@@ -15,7 +15,7 @@ from ztk.serve.text import TextStream
 from ztk.serve.tools import read_tools
 from ztk.serve.values import BadRequest, flag, parsed, shown, token_list
 
-_TOKENS = 1 << 20  # of a text that is put together
+_TOKENS = 1 << 20  # of a text to detokenise
 
 
 class Texts:
@@ -25,7 +25,7 @@ class Texts:
         self._generator, self._opened, self._reader, self._limits = generator, opened, reader, limits
 
     def tokenize(self, raw: bytes) -> bytes:
-        """The tokens of vLLM's `prompt`, or of `messages`. Raises BadRequest for a body that has neither."""
+        """Returns the tokens of vLLM's `prompt`, or of `messages`. Raises BadRequest for a body without them."""
         body = parsed(raw)
         if "messages" in body:
             tools = read_tools(body)
@@ -43,7 +43,7 @@ class Texts:
         return json.dumps(found).encode()
 
     def detokenize(self, raw: bytes) -> bytes:
-        """The text of `tokens`, with special ones. Raises BadRequest for others."""
+        """Returns the text of `tokens`, including special ones. Raises BadRequest for others."""
         tokens = token_list(parsed(raw), name="tokens", most=_TOKENS)
         self._check(tokens)
         stream = TextStream(self._opened.tokenizer, shows_special=True)
@@ -51,7 +51,7 @@ class Texts:
         return json.dumps({"prompt": text}).encode()
 
     def embeddings(self, raw: bytes) -> bytes:
-        """A vector for each `input`, in OpenAI's form. Raises BadRequest for inputs that are none, or too long."""
+        """Returns a vector for each `input`, in OpenAI's format. Raises BadRequest for invalid or too long inputs."""
         body = parsed(raw)
         name = body.get("model")
         adapter = self._reader.adapter(None if name is None else str(name))
@@ -90,5 +90,5 @@ class Texts:
 
 
 def _written(vector: list[float], *, kind: str) -> list[float] | str:
-    """Numbers, or base64 of their fp32."""
+    """Returns numbers, or base64 of their fp32 bytes."""
     return vector if kind == "float" else base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -1,4 +1,4 @@
-"""The model of a run's checkpoint, for answers: ztk's own decoder, or a model of transformers with its adapters merged."""
+"""Loads the model of a run's checkpoint for inference: ztk's own decoder, or a transformers model with merged adapters."""
 
 from pathlib import Path
 
@@ -16,10 +16,12 @@ _NOT_SIZES = ("name", "path", "init", "kernels")
 
 
 def trained_model(config: Config, *, step: Path, ema: bool = False) -> nn.Module:
-    """The model of the run with `config`, fp32 on the CPU. step: the folder of its checkpoint. ema: with the moving average of the weights.
+    """Returns the model of the run with `config`, fp32 on the CPU. step: the folder of its checkpoint. ema: uses the moving average of
+    the weights.
 
     Adapters are merged: W + alpha / rank B A, in fp32, which differs from the sum of both products by rounding.
-    Raises ValueError for a model that gives no text, for `model.path` without the run's model, and for `ema` without an average.
+
+    Raises ValueError for a reward model, for `model.path` without the run's model, and for `ema` without an average.
     """
     if config.task.name == "reward":
         raise ValueError(
@@ -33,7 +35,7 @@ def trained_model(config: Config, *, step: Path, ema: bool = False) -> nn.Module
         weights.close()
     state |= {
         name: state[first] for name, first in manifest.tied.items() if first in state
-    }  # adapters alone have no tied weights
+    }  # tied weights are not adapters
     if config.model.path is None:
         return _decoder(config, state=state)
     if config.lora.rank > 0:
@@ -58,7 +60,7 @@ def _decoder(config: Config, *, state: dict[str, Tensor]) -> Decoder:
 
 
 def empty_decoder(config: Config) -> Decoder:
-    """The run's own decoder: parameters on the meta device, buffers with their values."""
+    """Returns the run's own decoder: parameters on the meta device, buffers with their values."""
     sizes = {name: value for name, value in vars(config.model).items() if name not in _NOT_SIZES and value is not None}
     with torch.device("meta"):
         model = Decoder(DecoderConfig(**sizes))

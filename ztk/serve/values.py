@@ -1,18 +1,18 @@
-"""Values of a request's fields, checked with their types, and the refusal of one."""
+"""Reads values of a request's fields with type checks."""
 
 import json
 import re
 import reprlib
 from typing import Any
 
-MANY = 1024  # tokens that a field may name, and characters of a text in one
+MANY = 1024  # tokens that a field may name, and characters of a text in it
 _HALF_PAIR = re.compile(r"[\ud800-\udfff]")
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 2, 60, 40, 60
 
 
 class BadRequest(ValueError):
-    """A request that is refused. param: the field. status, code, headers: of the response."""
+    """A rejected request. param: the field. status, code, headers: of the response."""
 
     def __init__(
         self,
@@ -28,10 +28,10 @@ class BadRequest(ValueError):
 
 
 def parsed(raw: bytes) -> dict[str, Any]:
-    """The object, without its nulls. Its texts are UTF-8: json.loads of bytes would let half a surrogate pair through.
+    """Parses the JSON object and drops its nulls. Its texts are valid UTF-8: json.loads of bytes would accept half a surrogate pair.
 
     Raises:
-        BadRequest: no JSON object, or half a surrogate pair.
+        BadRequest: not a JSON object, or half a surrogate pair.
     """
     try:
         body = json.loads(raw.decode("utf-8-sig"))
@@ -43,7 +43,7 @@ def parsed(raw: bytes) -> dict[str, Any]:
         raise BadRequest("the body must be a JSON object")
     if b"\\u" in raw:
         for name, value in body.items():
-            if _HALF_PAIR.search(json.dumps([name, value], ensure_ascii=False)):  # whose nesting is that of `body`
+            if _HALF_PAIR.search(json.dumps([name, value], ensure_ascii=False)):  # as deeply nested as `body`
                 raise BadRequest(
                     f"{shown(name)} has half of a surrogate pair, such as \\ud83d, which is no character: send UTF-8, or both halves",
                     param=shown(name),
@@ -52,13 +52,13 @@ def parsed(raw: bytes) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """A value in a message: short, and with characters that every encoding has."""
+    """Formats a value for a message: short, in characters of every encoding."""
     text = value if isinstance(value, str) else _SHORT.repr(value)
     return (text if len(text) <= 80 else f"{text[:60]}...").encode("utf-8", "backslashreplace").decode()
 
 
 def flag(body: dict, *, name: str, usual: bool = False) -> bool:
-    """true or false. Raises BadRequest for another value."""
+    """Returns true or false. Raises BadRequest for another value."""
     value = body.get(name, usual)
     if not isinstance(value, bool):
         raise BadRequest(f"{name}={_SHORT.repr(value)}: must be true or false", param=name)
@@ -66,7 +66,7 @@ def flag(body: dict, *, name: str, usual: bool = False) -> bool:
 
 
 def number(body: dict, *, name: str, kind: type, usual: Any) -> Any:
-    """An int or a float; `usual` where the body has none. Raises BadRequest for another value."""
+    """Returns an int or a float; `usual` if the body has none. Raises BadRequest for another value."""
     value = body.get(name)
     if value is None:
         return usual
@@ -81,7 +81,7 @@ def number(body: dict, *, name: str, kind: type, usual: Any) -> Any:
 
 
 def thing(body: dict, *, name: str) -> dict[str, Any]:
-    """An object; empty where the body has none. Raises BadRequest for another value."""
+    """Returns an object; empty if the body has none. Raises BadRequest for another value."""
     value = body.get(name, {})
     if not isinstance(value, dict):
         raise BadRequest(f"{name} must be an object", param=name)
@@ -89,7 +89,7 @@ def thing(body: dict, *, name: str) -> dict[str, Any]:
 
 
 def token_list(body: dict, *, name: str, most: int = MANY) -> tuple[int, ...]:
-    """Token ids; none where the body has none. Raises BadRequest for other values, or for too many."""
+    """Returns token ids; none if the body has none. Raises BadRequest for other values, or for too many."""
     found = body.get(name, [])
     if not isinstance(found, list) or not all(type(token) is int for token in found):
         raise BadRequest(f"{name} must be a list of token ids", param=name)
@@ -99,7 +99,7 @@ def token_list(body: dict, *, name: str, most: int = MANY) -> tuple[int, ...]:
 
 
 def text_list(body: dict, *, name: str, most: int) -> tuple[str, ...]:
-    """One text or a list of texts, none of them empty. Raises BadRequest for other values, or for too many."""
+    """Returns one text or a list of texts, none of them empty. Raises BadRequest for other values, or for too many."""
     found = body.get(name, [])
     found = [found] if isinstance(found, str) else found
     if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
