@@ -144,6 +144,19 @@ def test_a_search_recommends_no_offload_where_all_fits_without(tmp_path):
         assert kept.time.seconds < offloaded.time.seconds
 
 
+@pytest.mark.parametrize("model, offloaded", [("7b", False), ("70b", True)])
+def test_eight_h100_offload_a_model_only_if_its_state_does_not_fit(model, offloaded, tmp_path):
+    """The order in which arithmetic chooses layouts, without their plans: 7 billion parameters fit on 8 H100, 70 billion do not."""
+    words = ("task=plan", "hardware=h100", f"model={model}", "launch.ranks=8", "data=synthetic", "data.seq_len=4096")
+    words += ("train.micro_batch_size=1", "train.global_batch_size=64")
+    work = program.workload(compose(*words, output_dir=tmp_path, machine=CPU))
+    replan, asked = planner(lambda overrides: True)
+    result = search(replan, work=work, traced=4, say=lambda line: None)
+    assert [any(word.startswith("offload=") for word in overrides) for overrides in asked] == [offloaded] * 4
+    assert (result.resident > result.usable) == offloaded
+    assert ("no layout without offload fits" in "\n".join(result.lines())) == offloaded
+
+
 def test_a_search_says_what_offload_costs_where_nothing_fits_without():
     replan, _ = planner(lambda overrides: "offload=cpu" in overrides)
 
