@@ -1,1 +1,1 @@
-"""Alignment: losses and records (`align`), and samples drawn from the model that trains (`rollout`)."""
+"""Alignment: losses and records (`align`), and samples from the model in training (`rollout`)."""

@@ -156,5 +156,5 @@ def test_fine_tuning_leaves_rejected_answers_out_with_a_count(tmp_path):
     with pytest.raises(ConfigError, match="all 3 records have label false, so there is no answer to learn"):
         compose(*words, output_dir=str(tmp_path), machine=machine)
     (tmp_path / "kto.jsonl").write_text('{"prompt": "a=", "answer": "b", "label": 0}\n')
-    with pytest.raises(ConfigError, match='line 1: "label": 0 may be that of a record of KTO'):
+    with pytest.raises(ConfigError, match='line 1: "label": 0 may belong to a record of KTO'):
         compose(*words, output_dir=str(tmp_path), machine=machine)

@@ -1,5 +1,6 @@
-"""Losses of supervised fine-tuning, reward models, direct preference optimisation and policy gradients over packed sequences; their records in
-files."""
+"""Losses of supervised fine-tuning, reward models, direct preference optimisation, distillation and policy gradients over packed
+sequences, and their data records.
+"""
 
 from ztk.rl.align.advantages import equal_groups, generalised_advantages, group_advantages
 from ztk.rl.align.averages import token_weights

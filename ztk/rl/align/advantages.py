@@ -1,4 +1,4 @@
-"""How much better an answer or a token is than expected."""
+"""Advantages of answers and tokens."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ from ztk.kernels import segment_scan
 
 
 def group_advantages(rewards: Tensor, *, groups: Tensor, included: Tensor, baseline: str, scale: str) -> Tensor:
-    """Rewards against those of the same group: float64 [S], int64 [S], bool [S] -> float64 [S], 0 for samples that are left out.
+    """Compares rewards within groups: float64 [S], int64 [S], bool [S] -> float64 [S], 0 for excluded samples.
 
-    baseline: mean (Shao et al. 2024, arXiv 2402.03300), leave_one_out (Ahmadian et al. 2024, arXiv 2402.14740). scale: group divides by the
-    group's standard deviation plus 1e-4, batch by that of all advantages, none leaves them.
+    baseline: mean (Shao et al. 2024, arXiv 2402.03300) or leave_one_out (Ahmadian et al. 2024, arXiv 2402.14740). scale: group divides by
+    the group's standard deviation plus 1e-4, batch by the standard deviation of all advantages, none does not divide.
     """
     numbers = groups.unique(return_inverse=True)[1]
     weight = included.double()
@@ -24,7 +24,7 @@ def group_advantages(rewards: Tensor, *, groups: Tensor, included: Tensor, basel
     else:
         advantages = rewards - mean
     if scale == "group":
-        # Of differences: squares of the rewards themselves lose a spread that is 1e-8 of them.
+        # Squares of differences: squares of the rewards themselves would lose a relative spread of 1e-8.
         squares = torch.zeros(len(totals), dtype=torch.float64)
         squares.index_add_(0, numbers, weight * (rewards - mean).square())
         deviation = (squares[numbers] / (count - 1).clamp(min=1)).sqrt()
@@ -37,7 +37,7 @@ def group_advantages(rewards: Tensor, *, groups: Tensor, included: Tensor, basel
 
 
 def equal_groups(rewards: Tensor, *, groups: Tensor, included: Tensor) -> Tensor:
-    """bool [S]: all samples of the group that have a reward have the same one."""
+    """Returns bool [S]: whether all samples of the group with a reward have the same one."""
     numbers = groups.unique(return_inverse=True)[1]
     size = int(numbers.max()) + 1
     highest = torch.full((size,), -torch.inf, dtype=torch.float64)
@@ -48,7 +48,7 @@ def equal_groups(rewards: Tensor, *, groups: Tensor, included: Tensor) -> Tensor
 
 
 def generalised_advantages(rewards: Tensor, *, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> Tensor:
-    """GAE (Schulman et al. 2016, arXiv 1506.02438) over packed answers: float32 or float64 [T] each, lengths int64 [S] -> [T].
+    """Computes GAE (Schulman et al. 2016, arXiv 1506.02438) over packed answers: float32 or float64 [T] each, lengths int64 [S] -> [T].
 
     values: of the state before a token. After the last token of an answer the value is 0.
     """

@@ -1,4 +1,4 @@
-"""What a loss over tokens is a mean of."""
+"""The mean over tokens that a loss takes."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,11 @@ from torch import Tensor
 def token_weights(
     lengths: Tensor, *, counts: Tensor, average: str, samples: int, tokens: int, max_tokens: int
 ) -> Tensor:
-    """The weight of every token of packed answers in the mean over all ranks: float32 [T]; T is the sum of `lengths`, int64 [S].
+    """Returns the weight of every token of packed answers in the mean over all ranks: float32 [T]. T is the sum of `lengths`, int64 [S].
 
-    counts: whether an answer does, bool [S]. samples, tokens: those that count in the step over all ranks. average: tokens: all tokens weigh
-    alike; sequence: all answers do, and an answer's tokens alike; constant: a token weighs 1 / (samples * max_tokens).
+    counts: whether an answer counts, bool [S]. samples, tokens: counted ones in the step over all ranks. average: tokens gives equal
+    weight to all tokens; sequence gives equal weight to all answers and to the tokens of an answer; constant gives each token 1 /
+    (samples * max_tokens).
     """
     if average == "tokens":
         own = torch.full(lengths.shape, 1 / max(1, tokens))

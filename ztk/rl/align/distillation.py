@@ -1,5 +1,5 @@
-"""Generalised knowledge distillation: a loss between the next-token distributions of a student and a teacher (Agarwal et al. 2023,
-arXiv 2306.13649).
+"""Generalised knowledge distillation: a loss between the next-token distributions of student and teacher (Agarwal et al. 2023, arXiv
+2306.13649).
 """
 
 import math
@@ -11,7 +11,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistillPolicy:
-    """beta: 0 is the forward divergence KL(teacher, student), 1 the reverse one; between them the generalised Jensen-Shannon divergence.
+    """beta: 0 is the forward divergence KL(teacher, student), 1 the reverse one, values in between the generalised Jensen-Shannon
+    divergence.
     temperature: divides the logits of both.
 
     Raises:
@@ -29,7 +30,7 @@ class DistillPolicy:
 
 
 def distill_losses(student: Tensor, *, teacher: Tensor, policy: DistillPolicy) -> Tensor:
-    """The divergence of every token in nats, from logits [N, V] of both: [N] in float32, float64 for float64.
+    """Returns the divergence of every token in nats, from logits [N, V] of both: [N] in float32, float64 for float64.
 
     With m = (1 - beta) student + beta teacher it is beta KL(teacher, m) + (1 - beta) KL(student, m).
     """
@@ -48,5 +49,5 @@ def _logprobs(logits: Tensor, *, temperature: float) -> Tensor:
 
 
 def _divergence(first: Tensor, second: Tensor) -> Tensor:
-    """KL(first, second) of log-probabilities [N, V]: [N]."""
+    """Returns KL(first, second) of log-probabilities [N, V]: [N]."""
     return (first.exp() * (first - second)).sum(-1)

@@ -20,13 +20,15 @@ _SMOOTHED = ("sigmoid", "simpo")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DpoPolicy:
     """loss: sigmoid (Rafailov et al. 2023, arXiv 2305.18290), ipo (Azar et al. 2023, arXiv 2310.12036), hinge (Zhao et al. 2023, arXiv
-    2305.10425), simpo (Meng et al. 2024, arXiv 2405.14734), orpo (Hong et al. 2024, arXiv 2403.07691). The last two have no reference and take
-    means over an answer's tokens.
+    2305.10425), simpo (Meng et al. 2024, arXiv 2405.14734), or orpo (Hong et al. 2024, arXiv 2403.07691). The last two have no reference
+    and average over an answer's tokens.
 
-    beta: factor of the log ratios; with ipo the margin that is aimed at is 1 / (2 beta). label_smoothing: assumed fraction of pairs whose
-    answers are exchanged (Mitchell 2023, cDPO), of sigmoid and simpo. length_normalised: log-probabilities are means over an answer's tokens.
-    sft_weight: factor of the chosen answers' mean negative log-probability per token, added to the loss (arXiv 2404.19733); with orpo of the
-    tokens of their prompts, too. margin: simpo's, by which beta times the difference is to be above 0.
+    beta: factor of the log ratios; the target margin of ipo is 1 / (2 beta).
+    label_smoothing: assumed fraction of pairs with swapped answers (Mitchell 2023, cDPO), for sigmoid and simpo.
+    length_normalised: log-probabilities are averaged over an answer's tokens.
+    sft_weight: factor of the chosen answers' mean negative log-probability per token, which is added to the loss (arXiv 2404.19733). orpo
+    includes the tokens of the prompts.
+    margin: subtracted from beta times the difference in simpo.
 
     Raises:
         ValueError: a number out of its range, or an unknown loss.
@@ -57,15 +59,15 @@ class DpoPolicy:
 
     @property
     def is_mean(self) -> bool:
-        """Whether log-probabilities are means over an answer's tokens."""
+        """Whether log-probabilities are averaged over an answer's tokens."""
         return self.length_normalised or self.loss in WITHOUT_REFERENCE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairLogprobs:
-    """Sums of log-probabilities over the tokens of P chosen and P rejected answers, [P] each, and how many tokens they have, int64 [P].
+    """Sums of log-probabilities over the tokens of P chosen and P rejected answers, [P] each, and their numbers of tokens, int64 [P].
 
-    chosen_texts: sums over the chosen answers and their prompts, [P], or None if they are not known.
+    chosen_texts: sums over the chosen answers and their prompts, [P], or None if unknown.
     """
 
     chosen: Tensor
@@ -76,7 +78,7 @@ class PairLogprobs:
 
     @classmethod
     def of(cls, logprobs: Tensor, *, sequences: Sequences) -> "PairLogprobs":
-        """From log-probabilities [T] of 2P sequences: all chosen ones, then the rejected ones in the same order."""
+        """Computes sums from log-probabilities [T] of 2P sequences: all chosen ones, then the rejected ones in the same order."""
         chosen, rejected = segment_sums(logprobs, lengths=sequences.lengths).chunk(2)
         chosen_tokens, rejected_tokens = sequences.answer_lengths.chunk(2)
         return cls(chosen=chosen, rejected=rejected, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens)
@@ -84,7 +86,9 @@ class PairLogprobs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DpoLosses:
-    """losses: one per pair, [P], without the term of sft_weight. chosen, rejected: the implicit rewards beta * log(p / p_reference), [P]."""
+    """losses: one per pair, [P], without the term of sft_weight. chosen, rejected: the implicit rewards beta * log(p / p_reference),
+    [P].
+    """
 
     losses: Tensor
     chosen: Tensor
@@ -92,7 +96,10 @@ class DpoLosses:
 
 
 def dpo_losses(pairs: PairLogprobs, *, policy: DpoPolicy, reference: PairLogprobs | None) -> DpoLosses:
-    """The loss of every pair. reference: the same pairs under the reference; None: there is none, its log-probabilities count as 0."""
+    """Returns the loss of every pair. reference: the same pairs under the reference.
+
+    Without it, the reference's log-probabilities are taken as 0.
+    """
     chosen = pairs.chosen if reference is None else pairs.chosen - reference.chosen
     rejected = pairs.rejected if reference is None else pairs.rejected - reference.rejected
     if policy.is_mean:
@@ -111,9 +118,11 @@ def dpo_losses(pairs: PairLogprobs, *, policy: DpoPolicy, reference: PairLogprob
 
 
 def dpo_loss(found: DpoLosses, *, pairs: PairLogprobs, policy: DpoPolicy, num_pairs: int, num_tokens: int) -> Tensor:
-    """This micro-batch's part of the step's loss, a scalar; the parts of all micro-batches and ranks add up to the mean over the step.
+    """Returns this micro-batch's part of the step's loss, a scalar.
 
-    num_pairs: of the step. num_tokens: of the chosen answers of the step; with orpo of the chosen texts, without their first tokens.
+    The parts of all micro-batches and ranks add up to the mean over the step.
+
+    num_pairs: in the step. num_tokens: of the chosen answers in the step; for orpo of the chosen texts, without their first tokens.
     """
     loss = found.losses.sum() / num_pairs
     if not policy.sft_weight:
@@ -124,8 +133,10 @@ def dpo_loss(found: DpoLosses, *, pairs: PairLogprobs, policy: DpoPolicy, num_pa
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) of x <= 0, without cancellation (Maechler 2012, https://cran.r-project.org/package=Rmpfr). 0, the log-probability of a
-    certain answer, counts as the largest number below it, and has no gradient."""
+    """Returns log(1 - exp(x)) of x <= 0, without cancellation (Maechler 2012, https://cran.r-project.org/package=Rmpfr).
+
+    0, the log-probability of a certain answer, is replaced by the largest number below it, and has no gradient.
+    """
     x = x.clamp(max=-torch.finfo(x.dtype).tiny)
     near = x > -math.log(2)
     return torch.where(

@@ -1,7 +1,7 @@
-"""The forms in which records of chats, prompts and preferences are found, and their one form here.
+"""Recognises known formats of chat, prompt and preference records, and converts them to a common one.
 
-`unified` finds a record's form by its fields and returns a record with those of "messages" (a conversation with its answers), "prompt" (a text
-or messages), "answer", "chosen", "rejected", "rejected_prompt" (if it differs), "label", "margin" and "tools" that it has.
+`unified` recognises a record's format by its fields. It returns a record with a subset of "messages" (a conversation with its answers),
+"prompt" (a text or messages), "answer", "chosen", "rejected", "rejected_prompt" (if different), "label", "margin" and "tools".
 """
 
 import json
@@ -23,7 +23,7 @@ _SPEAKERS = {
     "system": "system",
 }
 _HH_TURN = re.compile(r"\n\n(Human|Assistant):[ \t]?")
-# Names that data sets give to ztk's fields, for the proposal in an error.
+# Names of ztk's fields in other data sets, suggested in errors.
 _ALIASES = {
     "prompt": ("question", "query", "problem", "input", "instruction", "text"),
     "answer": ("response", "solution", "output", "completion", "target", "answers"),
@@ -37,7 +37,7 @@ _ALIASES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Format:
-    """needs: fields that all such records have. fits: whether a record that has them is one. example: for errors."""
+    """needs: fields of all such records. fits: whether a record with these fields has the format. example: for errors."""
 
     name: str
     purposes: tuple[str, ...]
@@ -48,10 +48,10 @@ class _Format:
 
 
 def unified(record: Record, *, purpose: str) -> Record:
-    """A record in the one form. purpose: chat, preferences or prompts, of which a data set may have several in one record.
+    """Converts a record to the common format. purpose: chat, preferences or prompts; a record may support several.
 
     Raises:
-        ValueError: no form of this purpose has these fields, with the nearest form; or a field has another content.
+        ValueError: no format of this purpose has these fields (the message has the nearest format), or a field has an invalid value.
     """
     for entry in _FORMATS:
         if purpose in entry.purposes and set(entry.needs) <= set(record) and entry.fits(record):
@@ -59,14 +59,14 @@ def unified(record: Record, *, purpose: str) -> Record:
             tools = found.pop("tools", None) or None
             if tools and (
                 tools := _parsed(tools, key="tools")
-            ):  # an empty list is none: templates may ask whether there is one
+            ):  # removes empty lists, because templates may test for tools
                 found["tools"] = tools
             return found
     raise ValueError(_nearest(record, purpose=purpose))
 
 
 def _nearest(record: Record, *, purpose: str) -> str:
-    """An error with the record's fields, the nearest form, and a proposal for `data.fields`."""
+    """Returns an error with the record's fields, the nearest format, and a suggestion for `data.fields`."""
     formats = [entry for entry in _FORMATS if purpose in entry.purposes and not set(entry.needs) <= set(record)]
     nearest = max(
         formats, key=lambda entry: sum(_nearness(name, record=record) for name in entry.needs) / len(entry.needs)
@@ -86,7 +86,7 @@ def _nearest(record: Record, *, purpose: str) -> str:
 
 
 def _nearness(name: str, *, record: Record) -> float:
-    """1 for a field that the record has, less for one that it has under a usual other name."""
+    """Returns 1 for a field of the record, and less for a field that it has under a common other name."""
     return 1.0 if name in record else 0.8 * any(alias in record for alias in _ALIASES.get(name, ()))
 
 
@@ -101,7 +101,7 @@ def _like(name: str, *, among: Sequence[str]) -> str | None:
 
 
 def _parsed(value: Any, *, key: str) -> Any:
-    """A value that may be written as JSON in a text."""
+    """Parses a value that may be JSON text."""
     if not isinstance(value, str):
         return value
     try:
@@ -118,7 +118,7 @@ def _messages(record: Record) -> dict[str, Any]:
 
 
 def _with_parsed_calls(messages: Any) -> Any:
-    """Arguments of tool calls as objects: OpenAI writes them as text, templates read fields."""
+    """Parses the arguments of tool calls: OpenAI has them as text, and templates read fields."""
     if not isinstance(messages, list):
         return messages
     return [_with_parsed_call(message) if isinstance(message, dict) else message for message in messages]
@@ -144,7 +144,7 @@ def _sharegpt(record: Record) -> dict[str, Any]:
 
 
 def _turns(turns: Any, *, system: Any = None) -> list[dict]:
-    """Messages of ShareGPT's turns, {"from": ..., "value": ...}, or of messages under that name."""
+    """Converts ShareGPT's turns, {"from": ..., "value": ...}, or messages under that name, to messages."""
     if not isinstance(turns, list) or not turns:
         raise ValueError(f'"conversations": {_shown(turns)} must be a list of turns')
     messages = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
@@ -166,7 +166,7 @@ def _turn(turn: Any, *, number: int = 1) -> dict:
 
 
 def _alpaca_prompt(record: Record) -> list[dict]:
-    """The instruction with its input, as a user's message."""
+    """Returns the instruction with its input, as a user's message."""
     parts = [record["instruction"], record.get("input") or ""]
     if not all(isinstance(part, str) for part in parts):
         raise ValueError(f'"instruction": {_shown(parts[0])} and "input": {_shown(parts[1])} must be texts')
@@ -182,7 +182,7 @@ def _alpaca_prompt(record: Record) -> list[dict]:
 
 
 def _history(pairs: Any) -> list[list[str]]:
-    """Earlier questions with their answers, checked."""
+    """Returns earlier questions with their answers, checked."""
     is_list = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
     if not is_list or not all(isinstance(text, str) for pair in pairs for text in pair):
         raise ValueError(f'"history": {_shown(pairs)} must be a list of [question, answer]')
@@ -201,7 +201,7 @@ def _answered(name: str) -> Callable[[Record], dict[str, Any]]:
 
 
 def _pair(record: Record) -> dict[str, Any]:
-    """A prompt and two answers. Answers with the conversation before them, as UltraFeedback has them, bring their own prompt."""
+    """Returns a prompt and two answers. If the answers include the conversation, as in UltraFeedback, it is the prompt."""
     sides = [record["chosen"], record["rejected"]]
     if all(_is_conversation(side) and side[0].get("role") != "assistant" for side in sides):
         if isinstance(record["prompt"], list) and _lacks(record["chosen"], messages=record["prompt"]):
@@ -213,7 +213,7 @@ def _pair(record: Record) -> dict[str, Any]:
 
 
 def _lacks(conversation: list[dict], *, messages: list) -> bool:
-    """Whether one of `messages` is not in the conversation."""
+    """Returns whether one of `messages` is missing in the conversation."""
     contents = [message.get("content", message.get("value")) for message in conversation]
     return any(isinstance(message, dict) and message.get("content") not in contents for message in messages)
 
@@ -232,7 +232,7 @@ def _conversations(record: Record) -> dict[str, Any]:
 
 
 def _hh(record: Record) -> dict[str, Any]:
-    """HH-RLHF: both conversations as one text each, with turns of Human and Assistant."""
+    """Converts HH-RLHF: two conversations as texts, with turns of Human and Assistant."""
     turns = {name: _hh_messages(record[name], key=name) for name in ("chosen", "rejected")}
     return _conversations(turns)
 
@@ -253,7 +253,7 @@ def _hh_messages(text: str, *, key: str) -> list[dict]:
 
 
 def _ultrafeedback(record: Record) -> dict[str, Any]:
-    """The completions with the highest and the lowest score."""
+    """Returns the completions with the highest and the lowest score."""
     scored = sorted(
         (entry for entry in record["completions"] if isinstance(entry, dict) and _is_scored(entry)),
         key=lambda entry: _score(entry) or 0.0,
@@ -296,7 +296,7 @@ def _alpaca_pair(record: Record) -> dict[str, Any]:
 
 
 def _asked(record: Record) -> dict[str, Any]:
-    """A conversation up to the last answer."""
+    """Returns a conversation up to the last answer."""
     messages = _sharegpt(record)["messages"]
     return {"prompt": messages[:-1] if messages[-1].get("role") == "assistant" and len(messages) > 1 else messages}
 

@@ -1,14 +1,14 @@
-"""The KL divergence between a policy and its reference, token by token."""
+"""Per-token estimates of the KL divergence between a policy and its reference."""
 
 import torch
 from torch import Tensor
 
 
 def divergence(logprobs: Tensor, *, reference: Tensor, old: Tensor, estimator: str) -> Tensor:
-    """KL(policy, reference) per token by one of Schulman's estimators (http://joschu.net/blog/kl-approx.html): tensors of one shape, such
-    as [T], and a floating-point dtype -> the same.
+    """Estimates KL(policy, reference) per token with one of Schulman's estimators (http://joschu.net/blog/kl-approx.html): tensors of the
+    same shape, such as [T], and floating-point dtype -> the same.
 
-    k3_weighted multiplies k3 by the ratio to the policy that drew the token, so that its gradient is that of the divergence.
+    k3_weighted multiplies k3 by the ratio to the sampling policy, which makes its gradient unbiased.
     """
     log_ratio = logprobs - reference
     if estimator == "k1":

@@ -30,9 +30,9 @@ class KtoPolicy:
 
 
 def kto_losses(log_ratios: Tensor, *, labels: Tensor, kl: Tensor, policy: KtoPolicy) -> Tensor:
-    """The loss of every answer: log ratios to the reference [P], labels bool [P] -> [P].
+    """Returns the loss of every answer: log ratios to the reference [P], labels bool [P] -> [P].
 
-    kl: the mean log ratio of answers to other prompts, a scalar without gradient; it counts as 0 where it is below.
+    kl: the mean log ratio of answers to other prompts, a scalar without gradient; negative values are taken as 0.
     """
     signs = torch.where(labels, 1.0, -1.0).to(log_ratios)
     weights = torch.where(labels, policy.desirable_weight, policy.undesirable_weight).to(log_ratios)

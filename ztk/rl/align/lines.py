@@ -1,4 +1,4 @@
-"""Records of files: every row is read before anything trains on it, and all faults are named together."""
+"""Reads records from files. All rows are read before training, and faults are reported together."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,12 +13,14 @@ R = TypeVar("R")
 def read_records(
     paths: Sequence[str], *, make: Callable[[Mapping[str, Any]], R], fields: Mapping[str, str] | None = None
 ) -> list[R]:
-    """The records of all files. paths: as `ztk.data.rows.files_of` takes them. make: from a row's object; raises ValueError for a bad one.
-    fields: ztk's names -> the data's.
+    """Returns the records of all files.
+
+    paths: as for `ztk.data.rows.files_of`. make: converts a row's object, and raises ValueError for an invalid one. fields: ztk's names
+    -> the data's.
 
     Raises:
-        ValueError: rows that are no such record, each with file and place, at most ten; files without a record.
-        ChatTemplateError: what `make` raises of it: one fault, not one per row.
+        ValueError: invalid rows, each with file and place, at most ten; or files without a record.
+        ChatTemplateError: raised by `make`; reported once instead of per row.
     """
     found: list[R] = []
     faults: list[str] = []
@@ -40,7 +42,7 @@ def read_records(
 
 
 def _renamed(record: Mapping[str, Any], *, fields: Mapping[str, str]) -> Mapping[str, Any]:
-    """The record with further names of its fields; it keeps its own, too, which reward functions may ask for."""
+    """Adds further names for fields of the record. Its own names are kept, because reward functions may use them."""
     for name, own in fields.items():
         if own not in record:
             raise ValueError(

@@ -1,6 +1,6 @@
 """Losses of a reward model over pairs of sequences: all chosen ones, then the rejected ones in the same order.
 
-Losses are float32, or float64 where that is the dtype of the values.
+Losses are float32, or float64 for float64 values.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,10 @@ LOSSES = ("bradley_terry", "per_token")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairwisePolicy:
-    """loss: bradley_terry: -log sigmoid(chosen - rejected - margin) of the values at the last tokens (Ouyang et al. 2022, arXiv 2203.02155,
-    and for the margin Touvron et al. 2023, arXiv 2307.09288); per_token: DeepSpeed-Chat's, the mean of -log sigmoid(chosen - rejected) over
-    the positions from the first token in which the sequences differ to the end of the longer one.
-
-    margin: of pairs that have none of their own. centring: factor of (chosen + rejected)^2 at the last tokens (Eisenstein et al. 2023, arXiv
+    """loss: bradley_terry is -log sigmoid(chosen - rejected - margin) of the values at the last tokens (Ouyang et al. 2022, arXiv
+    2203.02155; margin: Touvron et al. 2023, arXiv 2307.09288). per_token is DeepSpeed-Chat's: the mean of -log sigmoid(chosen - rejected)
+    over the positions from the first token in which the sequences differ to the end of the longer one.
+    margin: for pairs without their own. centring: factor of (chosen + rejected)^2 at the last tokens (Eisenstein et al. 2023, arXiv
     2312.09244).
 
     Raises:
@@ -52,7 +51,7 @@ class PairwiseLosses:
 
 
 def last_values(values: Tensor, *, sequences: Sequences) -> Tensor:
-    """Values [T] at the last token of every sequence: [S], float64 for float64, else float32."""
+    """Returns values [T] at the last token of every sequence: [S], float64 for float64, else float32."""
     values = values if values.dtype == torch.float64 else values.float()
     return values.index_select(0, sequences.ends)
 
@@ -60,7 +59,7 @@ def last_values(values: Tensor, *, sequences: Sequences) -> Tensor:
 def pairwise_losses(
     values: Tensor, *, sequences: Sequences, policy: PairwisePolicy, margins: Tensor | None = None
 ) -> PairwiseLosses:
-    """The loss of every pair, from values [T] of 2P sequences. margins: of the pairs, [P]; NaN: policy.margin.
+    """Returns the loss of every pair, from values [T] of 2P sequences. margins: of the pairs, [P]; NaN means policy.margin.
 
     Raises:
         ValueError: an odd number of sequences.
@@ -80,7 +79,7 @@ def pairwise_losses(
 
 
 def _per_token(values: Tensor, *, sequences: Sequences) -> Tensor:
-    """[P]. Behind the end of the shorter sequence its last value is compared, where DeepSpeed-Chat has values of padding."""
+    """Returns [P]. After the end of the shorter sequence, its last value is compared; DeepSpeed-Chat uses values of padding there."""
     lengths, tokens = sequences.lengths.tolist(), sequences.tokens.split(sequences.lengths.tolist())
     parts, half = values.split(lengths), len(lengths) // 2
     losses = []
@@ -95,5 +94,5 @@ def _per_token(values: Tensor, *, sequences: Sequences) -> Tensor:
 
 
 def _extended(values: Tensor, *, length: int) -> Tensor:
-    """values [n] and its last one again, up to [length]."""
+    """Extends values [n] to [length] by repeating the last one."""
     return torch.cat([values, values[-1:].expand(length - len(values))])

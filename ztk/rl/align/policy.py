@@ -1,7 +1,7 @@
 """The policy's loss over the tokens of packed answers: T tokens of S answers, one answer after another.
 
-Every function is pure. Sums that go over all answers of a step are taken over given totals, so no loss depends on how answers are divided
-over micro-batches, packs and ranks, but for the order of additions.
+Every function is pure. Means over all answers of a step use given totals, so apart from the order of additions, no loss depends on how
+answers are distributed over micro-batches, packs and ranks.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from ztk.rl.align.sequences import segment_sums
 class PolicyLoss:
     """See `policy_loss`. ratio: token, sequence. form: clipped, cispo. average: sequence, tokens, constant.
 
-    kl_coef, kl_estimator: of a divergence in the loss; 0: none. dual_clip: None: none.
+    kl_coef, kl_estimator: of a divergence in the loss; 0 disables it. dual_clip: disabled by default.
     """
 
     ratio: str = "token"
@@ -32,7 +32,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLoss:
-    """loss: the weighted sum, a float32 scalar. clipped: tokens whose ratio lies outside of the clipping range, a scalar."""
+    """loss: the weighted sum, a float32 scalar. clipped: number of tokens whose ratio is outside the clipping range, a scalar."""
 
     loss: Tensor
     clipped: Tensor
@@ -49,11 +49,11 @@ def policy_loss(
     correction: Tensor | None = None,
     reference: Tensor | None = None,
 ) -> TokenLoss:
-    """The loss to minimise: logprobs, old, advantages, weights of packed answers, float32 or float64 [T] -> the sum over tokens of weight times
-    token loss.
+    """Returns the loss to minimise: logprobs, old, advantages, weights of packed answers, float32 or float64 [T] -> the sum over tokens
+    of weight times token loss.
 
-    lengths: of the answers, int64 [S], for policy.ratio=sequence. correction: a further weight per token, [T]. reference: log-probabilities of
-    the reference [T], for a divergence in the loss.
+    lengths: of the answers, int64 [S], for policy.ratio=sequence. correction: a further weight per token, [T]. reference:
+    log-probabilities of the reference [T], for a divergence in the loss.
     """
     mask = weights > 0
     log_ratio = torch.where(mask, logprobs - old, 0.0)

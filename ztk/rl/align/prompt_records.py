@@ -1,4 +1,4 @@
-"""Prompts that a policy answers: lines of JSON, read and tokenised before the first rollout."""
+"""Prompts for a policy: JSON lines, read and tokenised before the first rollout."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ Tokenizer = ByteTokenizer | SubwordTokenizer
 
 
 class Truncation(StrEnum):
-    """What goes of a prompt that is too long."""
+    """The part of a too long prompt to drop."""
 
     left = "left"  # its beginning
     right = "right"  # its end
@@ -24,8 +24,9 @@ class Truncation(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptRecord:
-    """tokens: what the policy continues. text: the same as text, special tokens included. record: the line, for the reward. is_chat: it has
-    messages."""
+    """tokens: the prompt of the policy. text: the same as text, including special tokens. record: the line, for the reward. is_chat: it
+    has messages.
+    """
 
     tokens: list[int]
     text: str
@@ -40,23 +41,23 @@ def read_prompts(
     by_template: bool = False,
     fields: Mapping[str, str] | None = None,
 ) -> list[PromptRecord]:
-    """The rows of all files: {"prompt": text}, or {"prompt": messages} or {"messages": messages} without the answer that is to be drawn, or
-    another form of `formats`.
+    """Returns the rows of all files: {"prompt": text}, {"prompt": messages} or {"messages": messages} without the answer, or another
+    format of `formats`.
 
-    paths: files, globs, or folders. by_template: messages are written by the chat template of the tokenizer's folder, as `task=sft` learns
-    them; otherwise as lines <|role|>. fields: ztk's names -> the data's.
+    paths: files, globs, or folders. by_template: formats messages with the chat template of the tokenizer's folder, as in `task=sft`,
+    instead of as lines <|role|>. fields: ztk's names -> the data's.
 
     Raises:
-        ValueError: lines that are no prompts, each with file, line and fix; no prompts.
-        ChatTemplateError: messages, and no template that can be used.
+        ValueError: invalid prompts, each with file, line and fix; or no prompts.
+        ChatTemplateError: there are messages and no usable template.
     """
     return read_records(paths, make=partial(_record, tokenizer=tokenizer, by_template=by_template), fields=fields)
 
 
 def answer_end(records: Sequence[PromptRecord], *, tokenizer: Tokenizer, by_template: bool = False) -> int:
-    """The token at which an answer ends: of chats the one that the template writes behind an answer, if it writes one.
+    """Returns the token at which an answer ends. For chats it is the token that the template writes after an answer, if any.
 
-    Raises ValueError for texts beside chats, and ChatTemplateError.
+    Raises ValueError for texts mixed with chats, and ChatTemplateError.
     """
     if isinstance(tokenizer, ByteTokenizer):
         return ANSWER_END
@@ -72,7 +73,9 @@ def answer_end(records: Sequence[PromptRecord], *, tokenizer: Tokenizer, by_temp
 
 
 def fitted(records: Sequence[PromptRecord], *, most: int, seq_len: int, cut: Truncation | None) -> list[PromptRecord]:
-    """The prompts, each of at most `most` tokens, which leaves room for an answer in `seq_len`. cut: None: a longer one is refused.
+    """Returns the prompts, each with at most `most` tokens, which leaves room for an answer in `seq_len`.
+
+    cut: the part of a longer prompt to drop. If omitted, longer prompts raise.
 
     Raises ValueError for a prompt without a token, for one that is too long, and if there is no room for any.
     """
@@ -96,7 +99,7 @@ def fitted(records: Sequence[PromptRecord], *, most: int, seq_len: int, cut: Tru
 
 
 def _record(record: Mapping[str, Any], *, tokenizer: Tokenizer, by_template: bool) -> PromptRecord:
-    """Raises ValueError without the place."""
+    """Converts a record. Raises ValueError without the place."""
     found = unified(record, purpose=PROMPTS)
     prompt, tools = found["prompt"], found.get("tools")
     if isinstance(prompt, str) and prompt:
@@ -105,7 +108,7 @@ def _record(record: Mapping[str, Any], *, tokenizer: Tokenizer, by_template: boo
     if not isinstance(prompt, list):
         raise ValueError('must be an object with a text "prompt", or with "messages"')
     if prompt and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant":
-        raise ValueError("the last message is an assistant's, and that is what the policy is to write: leave it out")
+        raise ValueError("the last message is an assistant's, and the policy is to write that one: leave it out")
     if isinstance(tokenizer, ByteTokenizer):
         written = chat_prompt(prompt, stop=ANSWER_END, tools=tools)
     else:

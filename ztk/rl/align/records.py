@@ -1,16 +1,15 @@
-"""Records of chats and preferences: lines of JSON, checked before anything trains on them.
+"""Records of chats and preferences: JSON lines, checked before training.
 
-A preference is {"prompt": ..., "chosen": ..., "rejected": ...}, with "margin" if a reward model is to use one. A chat is {"messages":
-[{"role": ..., "content": ...}, ...]}, or {"prompt": ..., "answer": ...}. A prompt is a text, or messages. `formats` brings the forms of known
-data sets into these. Text is UTF-8 bytes, and an answer ends with the stop byte; or the tokens of a tokenizer, and an answer ends with its end
-token, or as the tokenizer's chat template ends it. So a policy learns to end.
+A preference is {"prompt": ..., "chosen": ..., "rejected": ...}, optionally with "margin" for reward models. A chat is {"messages":
+[{"role": ..., "content": ...}, ...]}, or {"prompt": ..., "answer": ...}. A prompt is a text, or messages. `formats` converts other known
+formats to these. Text is tokenised as UTF-8 bytes, with a stop byte at the end of an answer, or by a tokenizer, with its end token or the
+end of its chat template. A policy thus learns to end its answers.
 
-[Note: One text]
-The parts of a record are joined and tokenised once, as transformers and TRL do it: with the tokens that the tokenizer puts before a text, such
-as <s>, unless a chat template wrote the text, which writes them itself. Which tokens are learnt follows from characters: a token is part of an
-answer if one of its characters is. So a token across the border of prompt and answer is learnt: of "hello wor" and "ld you" these are the
-tokens "world" and "you". A text's first token is never learnt, because nothing predicts it. A prompt that is to be answered is tokenised in
-the same way, without the tokens that the tokenizer puts after a text: the answer comes there.
+[Note: One text] The parts of a record are joined and tokenised once, as in transformers and TRL. The tokens that the tokenizer prepends
+to a text, such as <s>, are added, unless a chat template wrote the text, which writes them itself. Learnt tokens are determined by
+characters: a token belongs to an answer if one of its characters does. A token across the border of prompt and answer is thus learnt: in
+"hello wor" and "ld you", the learnt tokens are "world" and "you". A text's first token is never learnt, because nothing predicts it. A
+prompt to be answered is tokenised in the same way, without the tokens that the tokenizer appends to a text, because the answer follows.
 """
 
 import math
@@ -28,12 +27,12 @@ from ztk.rl.align.formats import unified
 from ztk.rl.align.lines import read_records
 from ztk.rl.align.templates import ChatTemplate
 
-ANSWER_END = ord("\n")  # ends an answer, unless data.stop says otherwise
+ANSWER_END = ord("\n")  # ends an answer, unless data.stop is set
 ROLES = ("system", "user", "assistant", "tool")
 
 
 class RecordFormat(StrEnum):
-    """What the lines of a file are."""
+    """The kind of record in the lines of a file."""
 
     chat = "chat"
     preferences = "preferences"
@@ -41,7 +40,7 @@ class RecordFormat(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
-    """A text. ends: the end of an answer follows, which is to be learnt if the text is."""
+    """A text. ends: the end of an answer follows, which is learnt if the text is."""
 
     text: str
     is_answer: bool = False
@@ -50,8 +49,9 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Encoding:
-    """end: the text that ends an answer. reserved: a byte that no answer may contain; None: all may be there. template: of messages; None:
-    `_rendered`."""
+    """end: the text that ends an answer. reserved: a byte that answers must not contain, if any. template: of messages; `_rendered` by
+    default.
+    """
 
     tokenizer: ByteTokenizer | SubwordTokenizer
     end: str
@@ -73,7 +73,7 @@ class _Encoding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Text:
-    """tokens: uint8 [n], or int32 [n] of a tokenizer. answer: the token is to be learnt, bool [n]."""
+    """tokens: uint8 [n], or int32 [n] of a tokenizer. answer: whether to learn the token, bool [n]."""
 
     tokens: Tensor
     answer: Tensor
@@ -83,33 +83,33 @@ class Text:
 
     @property
     def last_answer(self) -> slice:
-        """Where the last answer is, its end included. For texts with one."""
+        """The positions of the last answer, including its end, of a text with an answer."""
         return last_answer(self.answer)
 
     @staticmethod
     def of(parts: Sequence[tuple[str, bool]], *, stop: int) -> "Text":
-        """From (text, whether it is an answer), in order, as bytes; `stop` ends every answer."""
+        """Makes a text from (text, whether it is an answer), in order, as bytes. `stop` ends every answer."""
         named = [_Part(text=text, is_answer=is_answer, ends=is_answer) for text, is_answer in parts]
         return _text(named, encoding=_Encoding.of(stop=stop, tokenizer=None, by_template=False))
 
 
 def last_answer(counts: Tensor) -> slice:
-    """Where the last run of tokens that count is, of bool [n] with one."""
+    """Returns the last run of tokens that count, of bool [n] with at least one."""
     end = int(counts.nonzero()[-1]) + 1
     before = (~counts[:end]).nonzero()
     return slice(int(before[-1]) + 1 if len(before) else 0, end)
 
 
 def _text(parts: Sequence[_Part], *, encoding: _Encoding) -> Text:
-    """The parts as one text, tokenised once: see [Note: One text]."""
+    """Joins the parts and tokenises them once; see [Note: One text]."""
     after = encoding.tokenizer.after
-    ends_itself = after[:1] == (encoding.tokenizer.end,)  # the tokenizer ends every text as an answer ends
+    ends_itself = after[:1] == (encoding.tokenizer.end,)  # the tokenizer appends the end of an answer to every text
     text, answers = "", []
     for number, part in enumerate(parts, start=1):
         first = len(text)
         text += part.text
         if part.ends and encoding.reserved is None:
-            text = text.removesuffix(encoding.end)  # an answer that has its end keeps it, as in TRL
+            text = text.removesuffix(encoding.end)  # an answer that includes its end keeps it, as in TRL
         if part.ends and not (ends_itself and number == len(parts)):
             text += encoding.end
         if part.is_answer:
@@ -120,7 +120,7 @@ def _text(parts: Sequence[_Part], *, encoding: _Encoding) -> Text:
 def _tokenised(
     text: str, *, answers: Sequence[tuple[int, int]], encoding: _Encoding, is_rendered: bool = False
 ) -> Text:
-    """answers: places in `text`. is_rendered: a chat template wrote the text with all special tokens."""
+    """Tokenises a text. answers: positions in `text`. is_rendered: a chat template wrote the text with all special tokens."""
     found = encoding.tokenizer.read(text)
     tokens, learnt = list(found.tokens), [_overlaps(span, answers) for span in found.spans]
     if not is_rendered:
@@ -134,15 +134,16 @@ def _tokenised(
 
 
 def _overlaps(span: tuple[int, int], answers: Sequence[tuple[int, int]]) -> bool:
-    """Whether a token has a character of an answer. One without characters belongs to those behind it."""
+    """Returns whether a token has a character of an answer. A token without characters belongs to the following ones."""
     first, last = span[0], max(span[1], span[0] + 1)
     return any(first < stop and start < last for start, stop in answers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """texts: a chat, or the chosen and the rejected text of a pair. margin: of the pair; NaN: it has none of its own. label: whether the one
-    text of a record of KTO is desirable. See `without_rejected`."""
+    """texts: a chat, or the chosen and the rejected text of a pair. margin: of the pair; NaN if it has none. label: whether the text of a
+    KTO record is desirable. See `without_rejected`.
+    """
 
     texts: tuple[Text, ...]
     margin: float = math.nan
@@ -160,14 +161,15 @@ def read_examples(
     fields: Mapping[str, str] | None = None,
     labelled: bool = False,
 ) -> list[Example]:
-    """The rows of all files. paths: files, globs, or folders. seq_len: the longest text in tokens, or None for no limit. stop: the byte
-    that ends answers of bytes. tokenizer: of the texts, or None for bytes. by_template: messages are written by the chat template of the
-    tokenizer's folder, which is read if there are any. fields: ztk's names -> the data's. labelled: preferences may have one answer with a
-    label.
+    """Returns the rows of all files.
+
+    paths: files, globs, or folders. seq_len: longest text in tokens, or None for no limit. stop: the byte that ends answers of bytes.
+    tokenizer: of the texts, or None for bytes. by_template: formats messages with the chat template of the tokenizer's folder, which is
+    read if there are any. fields: ztk's names -> the data's. labelled: allows preferences with one answer and a label.
 
     Raises:
-        ValueError: lines that are no such record or do not fit, each with file, line and fix; no records.
-        ChatTemplateError: messages, and no template that can be used.
+        ValueError: invalid or too long lines, each with file, line and fix; or no records.
+        ChatTemplateError: there are messages and no usable template.
     """
     encoding = _Encoding.of(stop=stop, tokenizer=tokenizer, by_template=by_template)
     options = {"record_format": record_format, "seq_len": seq_len, "encoding": encoding, "labelled": labelled}
@@ -175,7 +177,7 @@ def read_examples(
 
 
 def without_rejected(examples: Sequence[Example]) -> list[Example]:
-    """Leaves out records of KTO whose answer is rejected, where all answers would be learnt."""
+    """Drops KTO records with a rejected answer, for a training that would learn all answers."""
     return [example for example in examples if example.label is not False]
 
 
@@ -187,7 +189,7 @@ def _example(
     encoding: _Encoding,
     labelled: bool,
 ) -> Example:
-    """Raises ValueError without the place."""
+    """Converts a record. Raises ValueError without the place."""
     record = unified(record, purpose=record_format.value)
     if record_format is RecordFormat.chat:
         example = _chat(record, encoding=encoding)
@@ -216,12 +218,12 @@ def _chat(record: Mapping[str, Any], *, encoding: _Encoding) -> Example:
         if not bool(text.answer.any()):
             raise ValueError('"messages" has no message of the role "assistant", so there is nothing to learn')
         return Example(texts=(text,))
-    key = "answer" if "answer" in record else "chosen"  # of a pair the better one is learnt
+    key = "answer" if "answer" in record else "chosen"  # the better answer of a pair is learnt
     answer = _answer(record, key=key, encoding=encoding)
     label = record.get("label") if key == "answer" else None
     if not isinstance(label, bool) and label in (0, 1):
         raise ValueError(
-            f'"label": {label} may be that of a record of KTO, whose rejected answers are not to be learnt: write true or false, or leave the '
+            f'"label": {label} may belong to a record of KTO, whose rejected answers are not learnt: write true or false, or leave the '
             "field out"
         )
     label = label if isinstance(label, bool) else None
@@ -250,7 +252,7 @@ def _preference(record: Mapping[str, Any], *, encoding: _Encoding) -> Example:
 
 
 def _answered(record: Mapping[str, Any], *, answer: str, encoding: _Encoding) -> Text:
-    """A record's prompt, and an answer to it that is to be learnt."""
+    """Makes a text of a record's prompt, and an answer to learn."""
     messages = record.get("prompt")
     if isinstance(messages, list) and encoding.template is not None:
         chat = [*_checked(messages), {"role": "assistant", "content": answer}]
@@ -266,7 +268,7 @@ def _by_template(messages: list[dict], *, encoding: _Encoding, last_only: bool, 
 
 
 def _checked(messages: Any) -> list[dict]:
-    """Messages for a template, which may know other roles and contents than texts. Raises ValueError for what are none."""
+    """Checks messages for a template, which may support other roles and contents than texts. Raises ValueError for invalid ones."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{_shown(messages)} must be a list of messages")
     for number, message in enumerate(messages, start=1):
@@ -297,14 +299,14 @@ def _answer(record: Mapping[str, Any], *, key: str, encoding: _Encoding) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """A text that a model is to answer, as it sees it: with its special tokens."""
+    """A text for a model to answer, including its special tokens."""
 
     tokens: list[int]
     text: str
 
 
 def text_prompt(text: str, *, tokenizer: ByteTokenizer | SubwordTokenizer) -> Prompt:
-    """A prompt of one text. See [Note: One text]."""
+    """Makes a prompt of one text. See [Note: One text]."""
     return Prompt(tokens=[*tokenizer.begin, *tokenizer.read(text).tokens], text=text)
 
 
@@ -316,10 +318,9 @@ def chat_prompt(
     by_template: bool = False,
     tools: Sequence[Any] | None = None,
 ) -> Prompt:
-    """A conversation up to where the next answer begins, as `task=sft` learns it. The options are those of `read_examples`. tools: what a chat
-    template may offer.
+    """Returns a conversation up to the beginning of the next answer, in the format of `task=sft`.
 
-    Raises ValueError for messages that are none, and ChatTemplateError.
+    Options are as in `read_examples`. tools: offered by a chat template. Raises ValueError for invalid messages, and ChatTemplateError.
     """
     encoding = _Encoding.of(stop=stop, tokenizer=tokenizer, by_template=by_template)
     if encoding.template is not None:
@@ -331,7 +332,10 @@ def chat_prompt(
 
 
 def _rendered(messages: Any, *, encoding: _Encoding, tools: Any = None) -> list[_Part]:
-    """Messages as `<|role|>`, a line end, the content, and a line end, which behind an assistant's content is the end of an answer."""
+    """Formats messages as `<|role|>`, a line end, the content, and a line end.
+
+    After an assistant's content, the end of an answer replaces it.
+    """
     if tools or (isinstance(messages, list) and any(isinstance(m, dict) and m.get("tool_calls") for m in messages)):
         raise ValueError(
             "has tools or calls of tools, which lines <|role|> cannot write: use data.tokenizer=FOLDER with a chat template that writes them"

@@ -1,4 +1,4 @@
-"""Packed sequences: S of them one after another, T tokens in all, and the tokens that count in a loss. No padding.
+"""Packed sequences: S of them one after another, T tokens in total, and a mask of tokens that count in a loss. There is no padding.
 
 Sums have the dtype of the values.
 """
@@ -13,10 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequences:
-    """tokens: int64 [T]. lengths: of the sequences, int64 [S]. answer: the token counts in the loss, bool [T].
+    """tokens: int64 [T]. lengths: of the sequences, int64 [S]. answer: whether the token counts in the loss, bool [T].
 
     Raises:
-        ValueError: shapes that do not belong together, an empty sequence, an answer without a token before it.
+        ValueError: inconsistent shapes, an empty sequence, or an answer without a token before it.
     """
 
     tokens: Tensor
@@ -30,7 +30,7 @@ class Sequences:
                 "[T] and [S]"
             )
         if self.tokens.device.type != "cpu":
-            return  # was checked before it was copied; here it would wait for the device
+            return  # checked before the copy; a check here would wait for the device
         if len(self.lengths) == 0 or int(self.lengths.min()) < 1:
             raise ValueError(f"lengths={self.lengths.tolist()}: there must be sequences, each with a token or more")
         if int(self.lengths.sum()) != len(self.tokens):
@@ -42,7 +42,7 @@ class Sequences:
 
     @classmethod
     def of(cls, parts: Sequence[tuple[Tensor, Tensor]]) -> Self:
-        """One sequence per (tokens [n], answer [n])."""
+        """Packs one sequence per (tokens [n], answer [n])."""
         return cls(
             tokens=torch.cat([tokens for tokens, _ in parts]).long(),
             lengths=torch.tensor([len(tokens) for tokens, _ in parts]),
@@ -70,15 +70,15 @@ class Sequences:
 
     @property
     def answer_lengths(self) -> Tensor:
-        """How many tokens of each sequence count, int64 [S]."""
+        """Number of counted tokens in each sequence, int64 [S]."""
         return segment_sums(self.answer.double(), lengths=self.lengths).long()
 
     def to(self, device: torch.device | str) -> "Sequences":
-        """A copy on `device`."""
+        """Returns a copy on `device`."""
         return Sequences(tokens=self.tokens.to(device), lengths=self.lengths.to(device), answer=self.answer.to(device))
 
     def rows(self, *, length: int, pad: int) -> Tensor:
-        """One sequence per row, with `pad` behind it: int64 [S, length], for a model that is causal.
+        """Returns one sequence per row, padded with `pad` at the end: int64 [S, length], for causal models.
 
         Raises:
             ValueError: a longer sequence.
@@ -90,39 +90,42 @@ class Sequences:
         return rows
 
     def mask(self, *, length: int) -> Tensor:
-        """Whether a token of `rows` counts: bool [S, length]."""
+        """Returns whether a token of `rows` counts: bool [S, length]."""
         mask = self.answer.new_zeros(len(self), length)
         mask[self.is_token(length=length)] = self.answer
         return mask
 
     def is_token(self, *, length: int) -> Tensor:
-        """Whether a place of `rows` is a token, not padding: bool [S, length]."""
+        """Returns whether a position of `rows` is a token, not padding: bool [S, length]."""
         return torch.arange(length, device=self.lengths.device) < self.lengths.unsqueeze(1)
 
 
 def segment_sums(values: Tensor, *, lengths: Tensor) -> Tensor:
-    """The sum over each sequence: values [T], lengths [S] -> [S]. A sum does not depend on the other sequences of the pack."""
+    """Returns the sum over each sequence: values [T], lengths [S] -> [S]. A sum does not depend on the other sequences in the pack."""
     return torch.segment_reduce(values, "sum", lengths=lengths, axis=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packing:
-    """Where the tokens that count are in S rows of T. places: in the flattened rows, int64 [N]. lengths: per row, int64 [S]."""
+    """Positions of the counted tokens in S rows of T. places: in the flattened rows, int64 [N]. lengths: per row, int64 [S]."""
 
     places: Tensor
     lengths: Tensor
 
     @classmethod
     def of(cls, mask: Tensor, *, device: torch.device | str | None = None) -> Self:
-        """From a mask of the tokens, bool [S, T], for rows on `device`; None: on the mask's own. On the CPU nothing waits for a device."""
+        """Makes positions from a mask of tokens, bool [S, T]. device: of the rows, by default the mask's.
+
+        A mask on the CPU avoids synchronization.
+        """
         device = mask.device if device is None else device
         return cls(places=mask.flatten().nonzero().squeeze(1).to(device), lengths=mask.sum(1).to(device))
 
     def pack(self, rows: Tensor) -> Tensor:
-        """Values of rows [S, T, ...] -> [N, ...]."""
+        """Packs values of rows [S, T, ...] -> [N, ...]."""
         return rows.flatten(0, 1).index_select(0, self.places)
 
     def unpack(self, packed: Tensor, *, length: int) -> Tensor:
-        """[N] -> [S, length], 0 elsewhere."""
+        """Unpacks [N] -> [S, length], 0 elsewhere."""
         rows = packed.new_zeros(len(self.lengths) * length)
         return rows.index_copy(0, self.places, packed).view(-1, length)

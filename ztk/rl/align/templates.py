@@ -1,15 +1,14 @@
-r"""Chats by the template of a tokenizer: `chat_template` in tokenizer_config.json, or chat_template.jinja, rendered by transformers.
+r"""Formats chats with a tokenizer's template: `chat_template` in tokenizer_config.json, or chat_template.jinja, rendered by transformers.
 
-[Note: What an assistant wrote]
-A template that marks answers by {% generation %} decides itself which text is an assistant's. For the others, an answer is the text that the
-template adds for its message to the conversation before it, as it is shown to a model that is to answer (add_generation_prompt): the content
-and the token that ends it, such as <|im_end|>. That needs a template that writes a conversation as a beginning of every longer one. Templates
-that do not (some drop earlier reasoning) are refused where it happens, because a policy would learn tokens that it never sees when it answers.
+[Note: What an assistant wrote] A template that marks answers with {% generation %} defines the text of the assistant. For other
+templates, an answer is the text that the template adds for its message to the preceding conversation with add_generation_prompt: the
+content and the token that ends it, such as <|im_end|>. This requires that the template's output for a conversation is a prefix of its
+output for a longer one. Templates that violate this (some drop earlier reasoning) are rejected at such a conversation, because a policy
+would learn tokens that never occur when it answers.
 
-[Note: The end of an answer]
-A policy that never learns to end is cut at every answer. The end is the first token after the content that was added to the vocabulary,
-whether or not the tokenizer calls it special: <|end|> in "text<|end|>\n<|endoftext|>". Where {% generation %} closes in front of it, it is
-learnt, too. A template that writes no such token is refused.
+[Note: The end of an answer] A policy that never learns to end is truncated at every answer. The end is the first token after the content
+that was added to the vocabulary, whether or not the tokenizer marks it as special: <|end|> in "text<|end|>\n<|endoftext|>". If {%
+generation %} closes before it, it is learnt too. A template without such a token is rejected.
 """
 
 import contextlib
@@ -22,20 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# What an expression of a template may raise beside jinja2's own errors.
+# Errors of a template's expressions, in addition to jinja2's own.
 _OF_EXPRESSIONS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_PROBE = "5f3a9c71"  # a content that no template writes by itself
+_PROBE = "5f3a9c71"  # a content that no template contains
 Message = Mapping[str, Any]
 
 
 class ChatTemplateError(ValueError):
-    """There is no template that can be used; the text says what to do."""
+    """There is no usable template. The message contains the fix."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendered:
-    """A conversation as text. answers: where an assistant wrote it, as characters (first, behind the last)."""
+    """A conversation as text. answers: positions of the assistant's texts, as characters (first, last + 1)."""
 
     text: str
     answers: list[tuple[int, int]]
@@ -43,14 +42,14 @@ class Rendered:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """The template of a folder. inner: transformers' tokenizer of the folder, which renders and does not tokenise here."""
+    """The template of a folder. inner: transformers' tokenizer of the folder, used only for rendering."""
 
     folder: Path
     inner: Any
 
     @staticmethod
     def has(folder: Path) -> bool:
-        """Whether the folder has a template: records of texts alone can do without."""
+        """Returns whether the folder has a template, which records of plain texts do not need."""
         settings = folder / "tokenizer_config.json"
         named = settings.is_file() and "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
         return named or (folder / "chat_template.jinja").is_file()
@@ -58,7 +57,7 @@ class ChatTemplate:
     @staticmethod
     @functools.lru_cache(maxsize=4)
     def open(folder: str | Path) -> "ChatTemplate":
-        """Reads a folder as save_pretrained of a fast tokenizer writes it.
+        """Reads a folder in the format of a fast tokenizer's save_pretrained.
 
         Raises:
             ChatTemplateError: it has no template, or transformers or jinja2 is not installed.
@@ -84,20 +83,20 @@ class ChatTemplate:
         if not inner.chat_template:
             raise ChatTemplateError(
                 f'data.tokenizer={folder}: has no chat template to write messages by: put "chat_template" into its tokenizer_config.json '
-                "(that of the model's instruction-tuned sibling, for example), or use data.chat_template=roles, which writes <|role|> lines"
+                "(for example from the model's instruction-tuned sibling), or use data.chat_template=roles, which writes <|role|> lines"
             )
         return ChatTemplate(folder=folder, inner=inner)
 
     @functools.cached_property
     def end(self) -> str | None:
-        """The token that ends an answer, as it is written; None: the template writes none. See [Note: The end of an answer]."""
+        """The text of the token that ends an answer, or None if the template writes none. See [Note: The end of an answer]."""
         try:
             return self._end_after([{"role": "user", "content": "a"}])
-        except (ValueError, ImportError):  # it takes other conversations than this one, or jinja2 is not installed
+        except (ValueError, ImportError):  # the template needs another conversation, or jinja2 is not installed
             return None
 
     def required_end(self) -> str:
-        """As `end`. Raises ChatTemplateError if the template writes none."""
+        """Same as `end`. Raises ChatTemplateError if the template writes none."""
         if self.end is None:
             raise ChatTemplateError(
                 f"data.tokenizer={self.folder}: its chat template writes no token behind an assistant's message, so answers would never end: "
@@ -106,7 +105,10 @@ class ChatTemplate:
         return self.end
 
     def prompt(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> str:
-        """A conversation and the beginning of the next answer. tools: offered to the model. Raises ValueError for messages that are refused."""
+        """Returns a conversation and the beginning of the next answer. tools: offered to the model.
+
+        Raises ValueError for messages that the template rejects.
+        """
         return self._text(messages, asks=True, tools=tools)
 
     def between(
@@ -130,11 +132,12 @@ class ChatTemplate:
     def learnt(
         self, messages: Sequence[Message], *, last_only: bool = False, tools: Sequence[Any] | None = None
     ) -> Rendered:
-        """A conversation with its answers; last_only: the last message alone is one. tools: offered by the template. See [Note: What an
-        assistant wrote].
+        """Returns a conversation with the positions of its answers. See [Note: What an assistant wrote].
+
+        last_only: only the last message is an answer. tools: offered by the template.
 
         Raises:
-            ValueError: messages that the template refuses, or a conversation that it does not write as the beginning of a longer one.
+            ValueError: messages that the template rejects, or a conversation whose text is not a prefix of a longer one's.
             ChatTemplateError: the template writes no token that ends an answer.
         """
         numbers = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
@@ -148,10 +151,10 @@ class ChatTemplate:
         return Rendered(text=text, answers=spans)
 
     def _end_after(self, messages: Sequence[Message]) -> str | None:
-        """The token behind the content of an answer to `messages`."""
+        """Returns the token after the content of an answer to `messages`."""
         text = self._text([*messages, {"role": "assistant", "content": _PROBE}])
         rest = text[text.rfind(_PROBE) + len(_PROBE) :] if _PROBE in text else ""
-        # Tokens of white space, which some tokenizers have added, are text.
+        # Tokens of white space, which some tokenizers add, are text.
         tokens = (token for token in {*self.inner.get_added_vocab(), *self.inner.all_special_tokens} if token.strip())
         found = [(place, -len(token), token) for token in tokens if (place := rest.find(token)) >= 0]
         return min(found)[2] if found else None
@@ -181,7 +184,7 @@ class ChatTemplate:
     def _span(
         self, messages: Sequence[Message], *, number: int, text: str, tools: Sequence[Any] | None
     ) -> tuple[int, int]:
-        """Where the answer of message `number` begins and ends in the text of the conversation."""
+        """Returns the positions of the answer of message `number` in the text of the conversation."""
         before = self._text(messages[:number], asks=True, tools=tools)
         after = self._text(messages[: number + 1], tools=tools)
         if not (text.startswith(after) and after.startswith(before)):
@@ -208,7 +211,7 @@ class ChatTemplate:
 
 
 def _with_end(text: str, *, first: int, last: int, border: int, end: str) -> int:
-    """Where a marked answer ends: behind the end token, if white space alone lies between. border: where the next answer begins."""
+    """Returns the end of a marked answer, after the end token if only white space lies between. border: beginning of the next answer."""
     if end in text[first:last]:
         return last
     between, found, _ = text[last:border].partition(end)

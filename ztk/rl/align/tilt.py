@@ -1,4 +1,4 @@
-"""The most reward that a divergence can buy, in closed form, where one answer to each prompt is right."""
+"""The largest reward for a given divergence, in closed form, for prompts with one right answer."""
 
 import torch
 from torch import Tensor
@@ -8,17 +8,17 @@ from torch.nn.functional import logsigmoid
 class Frontier:
     """The best mean reward for a mean divergence from a first policy, and the least divergence for a mean reward.
 
-    Among all policies with a divergence, the best ones are the first policy tilted by exp(reward / beta) (Korbak et al. 2022, arXiv
-    2205.11275). Where one answer to a prompt has reward 1 and all others 0, with p, the first policy's probability of that answer, the
-    tilted one has q = p e / (p e + 1 - p), e = exp(1 / beta), and the divergence q log(q / p) + (1 - q) log((1 - q) / (1 - p)); both are
-    means over prompts.
+    Among all policies with a given divergence, the best is the first policy tilted by exp(reward / beta) (Korbak et al. 2022, arXiv
+    2205.11275). Let one answer to a prompt have reward 1 and all others 0, and p be its probability under the first policy. The tilted
+    probability is q = p e / (p e + 1 - p), e = exp(1 / beta), and the divergence is q log(q / p) + (1 - q) log((1 - q) / (1 - p)). Both
+    are averaged over prompts.
     """
 
     def __init__(self, right: Tensor) -> None:
         """right: p of each prompt, float32 or float64 [P].
 
         Raises:
-            ValueError: a probability that is not inside (0, 1): no divergence changes it, or none is needed.
+            ValueError: a probability outside (0, 1): no divergence changes it, or none is needed.
         """
         if not bool(((right > 0) & (right < 1)).all()):
             raise ValueError("the probability of a right answer is 0 or 1: give the first policy warm_start steps")
@@ -27,19 +27,19 @@ class Frontier:
         tilted, p = torch.sigmoid(logits), right.double().unsqueeze(1)
         others = logsigmoid(-logits) - torch.log1p(-p)  # log((1 - q) / (1 - p)), without cancellation
         kl = tilted * (logsigmoid(logits) - p.log()) + (1 - tilted) * others
-        self.kl, self.reward = kl.mean(0).clamp(min=0.0), tilted.mean(0)  # float64 [4001] each, rising
+        self.kl, self.reward = kl.mean(0).clamp(min=0.0), tilted.mean(0)  # float64 [4001] each, increasing
 
     def most(self, kl: float) -> float:
-        """The most reward of a divergence in nats; a noisy estimate below 0 counts as 0."""
+        """Returns the largest reward for a divergence in nats. A noisy estimate below 0 is taken as 0."""
         return _between(max(kl, 0.0), given=self.kl, found=self.reward)
 
     def least(self, reward: float) -> float:
-        """The least divergence in nats of a reward; 0 for one that the first policy has."""
+        """Returns the least divergence in nats for a reward; 0 for one that the first policy has."""
         return _between(max(reward, float(self.reward[0])), given=self.reward, found=self.kl)
 
 
 def _between(value: float, *, given: Tensor, found: Tensor) -> float:
-    """`found` where `given`, which rises, is `value`, by lines between points."""
+    """Interpolates `found` linearly at the point where the increasing `given` is `value`."""
     index = int(torch.searchsorted(given, torch.tensor(value, dtype=torch.float64)).clamp(1, len(given) - 1))
     first, second = float(given[index - 1]), float(given[index])
     share = min(1.0, (value - first) / max(second - first, 1e-300))

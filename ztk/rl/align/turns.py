@@ -1,11 +1,10 @@
-"""Conversations of several turns as tokens: what lies between an answer of the policy and its next one.
+"""Conversations of several turns as tokens, with the text between two answers of the policy.
 
-[Note: Joined turns]
-The tokens of a conversation are the prompt, the first answer as it was drawn, what the environment observed, the next answer, and so on. An
-observation is written as the chat template writes it between the end of an answer and the beginning of the next, and tokenised behind the end
-token. So the tokens are those of the template for the whole conversation, where it keeps its beginning when more follows. Some templates
-do not (they drop reasoning of earlier turns, or strip white space). Then the tokens that the policy has drawn stay, because the policy has
-computed with them.
+[Note: Joined turns] The tokens of a conversation are the prompt, the first answer as sampled, the environment's observation, the next
+answer, and so on. An observation is formatted as the chat template formats it between the end of an answer and the beginning of the next,
+and tokenised after the end token. The tokens are thus equal to the template's for the whole conversation, if its beginning does not
+change when messages follow. Some templates change it (they drop reasoning of earlier turns, or strip white space). The sampled tokens are
+then kept, because the policy's results are based on them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,15 +24,16 @@ Said = str | Sequence[Message]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turns:
-    """How conversations are written. by_template: by the chat template of the tokenizer's folder; otherwise as lines <|role|>. ends: tokens
-    that end an answer."""
+    """The format of conversations. by_template: uses the chat template of the tokenizer's folder, otherwise lines <|role|>. ends: tokens
+    that end an answer.
+    """
 
     tokenizer: ByteTokenizer | SubwordTokenizer
     by_template: bool
     ends: Sequence[int]
 
     def begin(self, prompt: Said, *, tools: Sequence[Any] | None = None) -> Prompt:
-        """The prompt of the first answer. Raises ValueError and ChatTemplateError as `chat_prompt` does."""
+        """Returns the prompt of the first answer. Raises ValueError and ChatTemplateError as `chat_prompt` does."""
         if isinstance(prompt, str):
             return text_prompt(prompt, tokenizer=self.tokenizer)
         if isinstance(self.tokenizer, ByteTokenizer):
@@ -41,14 +41,16 @@ class Turns:
         return chat_prompt(prompt, tokenizer=self.tokenizer, by_template=self.by_template, tools=tools)
 
     def answer(self, tokens: Tensor) -> str:
-        """The text of a drawn answer, int64 [n], without its end and special tokens."""
+        """Returns the text of a sampled answer, int64 [n], without its end and special tokens."""
         ended = len(tokens) > 0 and int(tokens[-1]) in self.ends
         return self.tokenizer.decode(tokens[:-1] if ended else tokens)
 
     def between(self, said: Said, *, observed: Said, tools: Sequence[Any] | None = None) -> list[int]:
-        """The tokens between an answer to `said` and the next answer, which follows `observed`. Both are texts or both are messages.
+        """Returns the tokens between an answer to `said` and the next answer, which follows `observed`.
 
-        Raises ValueError for messages that the template refuses.
+        Both are texts or both are messages.
+
+        Raises ValueError for messages that the template rejects.
         """
         if isinstance(said, str):
             assert isinstance(observed, str), "the observation was checked"
@@ -66,5 +68,5 @@ class Turns:
 
 
 def tools_of(record: Mapping[str, Any]) -> Sequence[Any] | None:
-    """The tools that a line of the data offers, or None."""
+    """Returns the tools in a line of the data, or None."""
     return unified(record, purpose=PROMPTS).get("tools") if "tools" in record else None

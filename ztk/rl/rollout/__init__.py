@@ -1,4 +1,4 @@
-"""Rollouts: samples drawn from the engine that trains, their rewards, and the trainer's bits in their log-probabilities."""
+"""Rollouts: samples from the engine in training, their rewards, and log-probabilities with the trainer's bits."""
 
 from ztk.rl.rollout.ahead import Ahead, Drawn
 from ztk.rl.rollout.attention import CachedAttention, TextCache, use_cached_attention

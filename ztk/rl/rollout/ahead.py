@@ -1,4 +1,4 @@
-"""The next rollout, drawn on a thread while the run updates on the one before."""
+"""Samples the next rollout on a thread, while the run updates on the previous one."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -11,16 +11,16 @@ from ztk.rl.rollout.environments import Episode
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """Samples of a rollout, without rewards. episodes: of each, with an environment."""
+    """Samples of a rollout, without rewards. episodes: one per sample, with an environment."""
 
     samples: Samples
     episodes: Sequence[Episode] = ()
 
 
 class Ahead:
-    """Holds one rollout that is being drawn, or was drawn and is not replaced yet.
+    """Holds one rollout that is being sampled, or that is complete and not yet replaced.
 
-    The thread makes no collective calls and reads a copy of the weights, so that its answers do not depend on what the run does meanwhile.
+    The thread makes no collective calls and reads a copy of the weights, so its answers do not depend on concurrent work of the run.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Ahead:
         self._error: BaseException | None = None
 
     def start(self, draw: Callable[[], Drawn] | None) -> None:
-        """Begins the next rollout in place of the one that is held, or leaves the place empty."""
+        """Starts the next rollout in place of the held one. None leaves the place empty."""
         self.wait()
         self._drawn = None
         if draw is None:
@@ -45,7 +45,7 @@ class Ahead:
         self._thread.start()
 
     def wait(self) -> Drawn | None:
-        """The rollout that is held, when it is complete, or None. Raises the exception of its thread."""
+        """Waits for the held rollout and returns it, or None. Raises the exception of its thread."""
         if self._thread is not None:
             self._thread.join()
         self.check()
@@ -59,7 +59,10 @@ class Ahead:
             raise self._error
 
     def state_dict(self, *, gather: GatherObjects, updates: int) -> dict[str, Any] | None:
-        """The complete rollout as a JSON value, the same on all ranks, or None. updates: optimizer steps of a rollout. A collective call."""
+        """Waits for the held rollout and returns it as a JSON value, the same on all ranks, or None.
+
+        A collective call. updates: optimizer steps per rollout.
+        """
         drawn = self.wait()
         if drawn is None:
             return None
@@ -73,7 +76,7 @@ class Ahead:
     def load_state_dict(
         self, state: Mapping[str, Any] | None, *, updates: int, per_update: int, rank: int, world_size: int
     ) -> None:
-        """Holds the rollout of a checkpoint, on any number of ranks. Raises ValueError as `Buffer.load_state_dict` does."""
+        """Restores the rollout of a checkpoint, on any number of ranks. Raises ValueError as `Buffer.load_state_dict` does."""
         self._drawn = None
         if state is None:
             return

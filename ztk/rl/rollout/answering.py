@@ -1,4 +1,4 @@
-"""Answers of one model in memory to some prompts, drawn in step: each forward computes one token of every answer that goes on."""
+"""Generates answers with a model in memory, in step: each forward computes one token of every unfinished answer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,16 +19,19 @@ from ztk.inference.slab_cache import SlabCache
 from ztk.inference.steps import Span
 from ztk.rl.rollout.kept import entries_of
 
-MOST = 64  # answers that are drawn at once
+MOST = 64  # answers at a time
 # (logits [A, V], tokens int64 [A]) -> their log-probabilities, float32 [A]
 Chosen = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawing:
-    """How answers are drawn. max_tokens: of an answer. stops: tokens that end one. draws: of each answer and token a number in [0, 1), float64
-    [A, max_tokens]. in_double: they are compared with probabilities in double precision, as `ztk.inference.sample` does. chosen: the
-    log-probabilities that are stored; None: those of `fp32_logprobs`. cut: restricts draws and log-probabilities to the kept tokens."""
+    """Parameters of sampling.
+
+    max_tokens: per answer. stops: tokens that end an answer. draws: a number in [0, 1) for each answer and token, float64 [A,
+    max_tokens]. in_double: compares them with probabilities in double precision, as `ztk.inference.sample` does. chosen: computes the
+    stored log-probabilities, `fp32_logprobs` by default. cut: restricts sampling and log-probabilities to the kept tokens.
+    """
 
     max_tokens: int
     stops: tuple[int, ...]
@@ -41,9 +44,9 @@ class Drawing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """tokens: int64 [A, max_tokens], zeros behind each answer's end; logprobs: float32 of the same shape, NaN where logits are. counts: tokens
-    of each, int64 [A]. finished: ended by itself, bool [A]. kept: of each (answer, number of its
-    token), as `Kept.of` takes it."""
+    """tokens: int64 [A, max_tokens], zeros after each answer's end. logprobs: float32 of the same shape, NaN for NaN logits. counts:
+    tokens of each, int64 [A]. finished: whether the answer ended by itself, bool [A]. kept: entries for `Kept.of`.
+    """
 
     tokens: Tensor
     logprobs: Tensor
@@ -53,14 +56,16 @@ class Answered:
 
 
 def can_answer(model: InferenceModel) -> bool:
-    """Whether `answer` gives the bits of the model's other forwards on this processor, where one process has the model."""
+    """Returns whether `answer` is bitwise equal to the model's other forwards on this processor, if one process has the model."""
     of = model.description
     return model.ranks is None and _shapes(of).rows_for(of.heads // of.kv_heads) is not None
 
 
 def answers_at_once(model: InferenceModel, *, tokens: int, ranks: int) -> int:
-    """How many answers of up to so many tokens, prompts included, are drawn at once: `MOST`, or as many as have keys and values in half of what
-    is free; one at least. ranks: that share the machine."""
+    """Returns the number of answers of up to `tokens` tokens, including prompts, to generate at a time.
+
+    At most `MOST`, and at least one; keys and values must fit into half of the free memory. ranks: sharing the machine.
+    """
     of = model.description
     each = 8 * of.layers * of.kv_heads * of.head_dim * -(-tokens // BLOCK) * BLOCK
     return max(1, min(MOST, free_memory() // (2 * ranks * each)))
@@ -68,8 +73,10 @@ def answers_at_once(model: InferenceModel, *, tokens: int, ranks: int) -> int:
 
 @torch.inference_mode()
 def answer(model: InferenceModel, *, prompts: list[tuple[int, ...]], drawing: Drawing) -> Answered:
-    """One answer to each prompt of token ids, by a model of which `can_answer` is true. Equal prompts are computed once; what is drawn for one
-    answer depends on no other."""
+    """Generates one answer to each prompt of token ids, with a model for which `can_answer` is true.
+
+    Equal prompts are computed once. Answers do not depend on each other.
+    """
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
     prompt_of = [numbers[prompt] for prompt in prompts]
     logits, cache = _begun(model, prompts=list(numbers), prompt_of=prompt_of, longest=drawing.max_tokens)
@@ -107,7 +114,9 @@ def answer(model: InferenceModel, *, prompts: list[tuple[int, ...]], drawing: Dr
 
 @torch.inference_mode()
 def given_answer(model: InferenceModel, *, prompt: tuple[int, ...], answer: list[int], copies: int) -> Tensor:
-    """Logits after a prompt and after each token of an answer, for so many equal answers in step: fp32 [len(answer) + 1, copies, V]."""
+    """Returns logits after a prompt and after each token of an answer, for `copies` equal answers in step: fp32 [len(answer) + 1, copies,
+    V].
+    """
     logits, cache = _begun(model, prompts=[prompt], prompt_of=[0] * copies, longest=len(answer))
     of, found = model.description, [logits]
     step = AnswerStep(cache, description=of, shapes=_shapes(of), lengths=[len(prompt)] * copies)
@@ -125,7 +134,7 @@ def _shapes(of: Description) -> EqualShapes:
 def _begun(
     model: InferenceModel, *, prompts: list[tuple[int, ...]], prompt_of: list[int], longest: int
 ) -> tuple[Tensor, AnswerCache]:
-    """What follows each answer's prompt, logits fp32 [A, V], and the cache. prompt_of: of each answer."""
+    """Returns the logits after each answer's prompt, fp32 [A, V], and the cache. prompt_of: index of each answer's prompt."""
     of, lengths = model.description, [len(prompt) for prompt in prompts]
     cache = SlabCache(of, slots=len(prompts))
     cache.reserve(max(lengths))
@@ -142,7 +151,7 @@ def _begun(
 
 
 def _drawn(logits: Tensor, *, drawing: Drawing, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """A token of each row of logits [A, V], int64 [A], and its log-probability."""
+    """Samples a token for each row of logits [A, V]: int64 [A], and its log-probability."""
     distribution = fp32_logprobs(logits, temperature=drawing.temperature)
     drawn = choose(
         torch.log_softmax(logits.double() / drawing.temperature, dim=-1) if drawing.in_double else distribution,
@@ -154,7 +163,7 @@ def _drawn(logits: Tensor, *, drawing: Drawing, uniforms: Tensor) -> tuple[Tenso
 
 
 def _places(ends: list[bool]) -> list[int]:
-    """Where the answers of the first places come from: those that go on stay, and the last of them take the places of those that have ended."""
+    """Returns the sources of the first places: unfinished answers stay, and the last of them take the places of finished ones."""
     left = ends.count(False)
     behind = [place for place in range(left, len(ends)) if not ends[place]]
     return [behind.pop() if ends[place] else place for place in range(left)]

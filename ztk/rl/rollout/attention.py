@@ -1,11 +1,12 @@
-"""The trainer's attention with the bits of the inference engine's, so that answers drawn with a cache have the trainer's log-probabilities.
+"""The trainer's attention, bitwise equal to the inference engine's, so that answers generated with a cache have the trainer's
+log-probabilities.
 
-[Note: The cache's bits]
-Of the native decoder in fp32 on a CPU, attention is the only operation that the inference engine computes in another order than the trainer's
-forward: norms, linear layers (oneDNN's rows have the same bits in any number), rotary embedding and activations give equal bits. Torch's fused
-attention sums over keys in blocks whose borders depend on the number of queries, and differs from position 1 of the first layer on. So the
-trainer computes its forward as the engine does, over the same tiles of queries and blocks of keys: see `blocks`. The gradient needs no bits of
-the engine's.
+[Note: The cache's bits] In the native decoder in fp32 on a CPU, attention is the only operation that the inference engine computes in
+another order than the trainer's
+forward: norms, linear layers (a row of oneDNN's products does not depend on the number of rows), rotary embedding and activations are
+bitwise equal. torch's fused attention sums over keys in blocks whose borders depend on the number of queries, and differs from position 1
+of the first layer on. So the trainer computes its forward like the engine, over the same tiles of queries and blocks of keys; see
+`blocks`. The gradient need not match the engine.
 """
 
 import functools
@@ -27,8 +28,8 @@ from ztk.rl.rollout.blocks import Blocks, Segment
 class CachedAttention(CausalAttention):
     """softmax(query key^T / sqrt(D)) value over the past, fp32 on the CPU: [B, T, H, D], keys and values [B, T, K, D].
 
-    documents: texts that share a row, each of which has a past of its own, or goes on with another document of no past; None: every row is one
-    text. Inside of `TextCache.used` the tokens of a forward continue the cache's texts.
+    documents: texts in a row, each with its own past or continuing another document without a past. Without documents, every row is one
+    text. Inside `TextCache.used`, the tokens of a forward continue the cached texts.
     """
 
     def __init__(self) -> None:
@@ -42,23 +43,23 @@ class CachedAttention(CausalAttention):
 
 
 class TextCache:
-    """Keys and values of texts that are drawn token by token, of every layer: each forward computes the new tokens alone.
+    """Keys and values of texts generated token by token, for every layer. Each forward computes only the new tokens.
 
-    texts: how many; one more slot takes what fills a forward up. longest: tokens of a text at most.
+    texts: number of texts; one more slot holds padding tokens. longest: most tokens of a text.
     """
 
     def __init__(self, *, texts: int, longest: int) -> None:
         self.texts, self._blocks = texts, -(-longest // BLOCK)
         self._slabs: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # [texts + 1, blocks, K, BLOCK, D] each
         self._layers: list[CachedAttention] = []
-        self._module: nn.Module | None = None  # whose layers they are
+        self._module: nn.Module | None = None  # the module with these layers
         self._spans: list[Span] = []
         self._places: Places | None = None
         self._scratch = Scratch()
 
     @contextmanager
     def used(self, module: nn.Module, *, spans: list[Span]) -> Iterator[None]:
-        """Inside, one forward of `module`, whose attention is `CachedAttention`, computes the tokens of `spans`; slots are texts."""
+        """Runs one forward of `module`, whose attention is `CachedAttention`, on the tokens of `spans`. Slots are texts."""
         if self._module is not module:
             self._module = module
             self._layers = [part for part in module.modules() if isinstance(part, CachedAttention)]
@@ -72,14 +73,14 @@ class TextCache:
                 layer.cache = None
 
     def copy(self, source: int, *, target: int, positions: int) -> None:
-        """The first `positions` of one text become another's."""
+        """Copies the first `positions` of one text to another."""
         blocks = -(-positions // BLOCK)
         for slabs in self._slabs.values():
             for slab in slabs:
                 slab[target, :blocks] = slab[source, :blocks]
 
     def attend(self, query: Tensor, *, key: Tensor, value: Tensor, layer: nn.Module) -> Tensor:
-        """As `CachedAttention`, of the tokens of the spans [1, N, ...], whose keys and values are kept."""
+        """Same as `CachedAttention`, for the tokens of the spans [1, N, ...]. Stores their keys and values."""
         (_, _, H, D), K = query.shape, key.shape[2]
         if self._places is None:
             self._places = Places(self._spans, group=H // K, kv_heads=K, head_dim=D, scratch=self._scratch)
@@ -117,11 +118,13 @@ def _starts(documents: Documents, *, T: int) -> tuple[int, ...]:
     return tuple(row * T + start for row, starts in enumerate(documents.starts) for start in starts)
 
 
-@functools.lru_cache(maxsize=2)  # the layers of a forward, and of rows all forwards, have the same
+@functools.lru_cache(maxsize=2)  # shared by the layers of a forward, and for rows by all forwards
 def _blocks(
     starts: tuple[int, ...], continued: tuple[int, ...] | None, total: int, kv_heads: int, group: int, head_dim: int
 ) -> Blocks:
-    """starts: of documents that lie one after another; total: tokens of all. continued: as of `Documents`. group: query heads per key head."""
+    """Returns the blocks. starts: of consecutive documents. total: tokens of all. continued: as in `Documents`. group: query heads per
+    key head.
+    """
     lengths = [end - start for start, end in zip(starts, (*starts[1:], total), strict=True)]
     segments = []
     for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):

@@ -1,8 +1,8 @@
-"""Attention of a forward's texts, and its gradient: products of blocks of `BLOCK` keys, of all heads and texts of a length at once.
+"""Attention of a forward's texts, and its gradient: products of blocks of `BLOCK` keys, over all heads and texts of similar length.
 
-The result has the bits of the inference engine's `attend` (see [Note: The cache's bits] in `attention`): the same products, maxima and sums,
-in the same order of blocks. Products have another number of rows, which changes no bit where `rows_agree` finds that on this
-processor; elsewhere products have the engine's rows. The gradient computes the scores again instead of keeping them:
+The result is bitwise equal to the inference engine's `attend` (see [Note: The cache's bits] in `attention`): the products, maxima and
+sums are the same, in the same order of blocks. Products have another number of rows if `rows_agree` finds that this changes no bit on
+this processor, and the engine's number of rows otherwise. The gradient recomputes the scores instead of storing them:
 
     weights = exp(scores - logsumexp)          d_scores = weights (d_out value^T - sum(d_out out))
     d_value = weights^T d_out                  d_query = scale d_scores key                  d_key = scale d_scores^T query
@@ -18,17 +18,21 @@ from torch import Tensor
 
 from ztk.inference.attention import BLOCK, rows_agree, tile_of
 
-TILE = 8  # positions in multiples of which segments are computed: of every tile of the engine's, which has 1 to 8
-_ALIKE = 32  # positions by which segments of a group differ, less one: what is computed too much costs less than many small groups
-ROWS = 2 * BLOCK  # queries of a segment at most: scores of all keys exist for so many
-_AWAY = -1e38  # added to scores that are not seen: far below any that is, and finite
-_SCORES = 1 << 20  # of a group: 4 MiB, which stay in the cache from a product to the next
+TILE = 8  # segments are computed in multiples of this many positions, which covers all tiles of the engine (1 to 8)
+_ALIKE = (
+    32  # segments in a group differ by less than this many positions; the padding costs less than many small groups
+)
+ROWS = 2 * BLOCK  # most queries of a segment, because scores of all keys are materialized
+_AWAY = -1e38  # added to hidden scores: far below any visible score, and finite
+_SCORES = 1 << 20  # scores of a group: 4 MiB, which stay in the cache between products
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """The queries of `length` tokens from `row` on, at positions from `start` on. The text's tokens before position `border` lie from `before`
-    on, where texts may share them, the others in front of `row`."""
+    """The queries of `length` tokens from row `row` on, at positions from `start` on.
+
+    The text's tokens before position `border` start at row `before`, where several texts may share them; the others precede `row`.
+    """
 
     row: int
     length: int
@@ -38,7 +42,7 @@ class Segment:
 
 
 class Blocks:
-    """Where the tokens of some texts are in the products. segments: each token's query in exactly one. tokens: of the forward."""
+    """The positions of some texts' tokens in the products. segments: each token's query is in exactly one. tokens: of the forward."""
 
     def __init__(self, segments: Sequence[Segment], *, tokens: int, kv_heads: int, group: int, head_dim: int) -> None:
         self._sizes = (tokens, kv_heads, group, head_dim)
@@ -52,11 +56,12 @@ class Blocks:
         for group_ in self._groups:
             places[group_.query_at[group_.own]] = first + group_.own
             first += len(group_.query_at)
-        self._places = places  # of every query in the groups' rows
+        self._places = places  # index of every query in the groups' rows
 
     def attend(self, query: Tensor, *, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """query fp32 [tokens, H, D], key and value [tokens, K, D] -> softmax(query key^T / sqrt(D)) value over the past, [tokens, H, D], and
-        the logsumexp of every row in the groups' order, for `gradients`."""
+        """query fp32 [tokens, H, D], key and value [tokens, K, D] -> softmax(query key^T / sqrt(D)) value over the past, [tokens, H, D],
+        and the logsumexp of every row in the groups' order, for `gradients`.
+        """
         query, key, value = (x.reshape(-1, x.shape[-1]) for x in (query, key, value))
         found = [group.attend(query, key=key, value=value) for group in self._groups]
         out = torch.cat([out for out, _ in found]).index_select(0, self._places)
@@ -65,7 +70,7 @@ class Blocks:
     def gradients(
         self, d_out: Tensor, *, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of query, key and value, of their shapes. out, lse: of `attend`."""
+        """Returns the gradients of query, key and value, in their shapes. out, lse: of `attend`."""
         tokens, K, _, D = self._sizes
         delta = (d_out * out).sum(-1).view(-1)
         flat = [x.reshape(-1, D) for x in (d_out, query, key, value)]
@@ -81,10 +86,14 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Block:
-    """keys: in the segments' keys. first: the first row that may see any. seen: fp32 [n, BLOCK], 1 for what the n rows from there on see, else
-    0; the rows behind these see all; None: every row does. away: `_AWAY` in place of 0, and 0 of 1.
+    """A block of keys.
 
-    An exponential of minus infinity takes 2.4 times as long as of another number, and filling by a mask 9 times as long as multiplying.
+    keys: range in the segments' keys. first: first row that attends to any of them.
+    seen: fp32 [n, BLOCK], 1 for visible keys of the n rows from `first` on, else 0; later rows attend to all. None if every row attends
+    to all.
+    away: the same with `_AWAY` in place of 0, and 0 in place of 1.
+
+    An exponential of minus infinity takes 2.4 times as long as of another number, and a masked fill 9 times as long as a multiplication.
     """
 
     keys: slice
@@ -93,12 +102,12 @@ class _Block:
     away: Tensor | None
 
     def hide(self, scores: Tensor) -> None:
-        """Of [S K, rows, BLOCK] makes what is not seen lower than all else."""
+        """Makes the hidden entries of [S K, rows, BLOCK] lower than all others."""
         if self.away is not None:
             scores[:, : len(self.away)].add_(self.away)
 
     def exponentials(self, scores: Tensor) -> Tensor:
-        """In place, 0 of what is not seen."""
+        """Exponentiates in place. Hidden entries become 0."""
         if self.seen is None:
             return scores.exp_()
         part = scores[:, : len(self.seen)].mul_(self.seen)
@@ -108,11 +117,11 @@ class _Block:
 
 
 class _Group:
-    """Segments whose queries are in about as many tiles from the same position on, which are computed together.
+    """Segments with a similar number of tiles from the same position on, computed together.
 
-    A tile has T consecutive positions, the first of which is a multiple of T, and rows are in the engine's order: tiles, heads, positions. They
-    reach over multiples of `TILE` positions; where there is no query, any is in its place. query_at: int64 [S K R G], which head of which
-    token each row is. own: rows that are no copies, int64. key_at: int64 [S K N BLOCK].
+    A tile has T consecutive positions, starting at a multiple of T. Rows are in the engine's order: tiles, heads, positions. They cover
+    multiples of `TILE` positions, with copies of arbitrary queries as padding. query_at: int64 [S K R G], head and token of each row.
+    own: rows that are not copies, int64. key_at: int64 [S K N BLOCK].
     """
 
     def __init__(self, segments: Sequence[Segment], *, kv_heads: int, group: int, most_rows: int | None) -> None:
@@ -128,7 +137,7 @@ class _Group:
         tokens = row + torch.minimum(places.clamp(min=0), length - 1)
         at = torch.minimum(
             torch.arange(N * BLOCK), start + length - 1
-        )  # behind the last key are copies, which nobody sees
+        )  # copies follow the last key, hidden from all queries
         sources = torch.where(at < border, before + at, row + at - start)  # [S, N BLOCK]
         heads = torch.arange(K * G).view(1, K, 1, G, 1)
         self.query_at = (tokens.view(S, 1, -1, 1, T) * (K * G) + heads).flatten()
@@ -148,27 +157,31 @@ class _Group:
         return _Block(keys=slice(n * BLOCK, (n + 1) * BLOCK), first=first * self._G, seen=seen, away=away)
 
     def _taken(self, x: Tensor, *, at: Tensor) -> Tensor:
-        """Rows of x [any, D] for the products: [S K, R G or N BLOCK, D]."""
+        """Gathers rows of x [any, D] for the products: [S K, R G or N BLOCK, D]."""
         return x.index_select(0, at).view(-1, len(at) // self._count(), x.shape[-1])
 
     def _count(self) -> int:
-        """S K."""
+        """Returns S K."""
         return len(self.query_at) // (self._R * self._G)
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
-        """[S K, rows, X] times [S K, X, Y], in memory of its own: selective recomputation keeps what `bmm` returns, and this is written over.
-        A row's bits are those of the engine's product."""
+        """Multiplies [S K, rows, X] by [S K, X, Y], bitwise equal to the engine's product.
+
+        The result has its own memory, because it is overwritten, and selective recomputation stores results of `bmm`.
+        """
         if left.shape[1] <= self._most:
             return torch.bmm(left, right, out=left.new_empty(*left.shape[:2], right.shape[2]))
         return torch.cat([torch.bmm(part, right) for part in left.split(self._most, dim=1)], dim=1)
 
     def _scores(self, query: Tensor, *, key: Tensor) -> Iterator[tuple[_Block, Tensor]]:
-        """Of every block those of the rows that read it, [S K, rows, BLOCK]. query: times the scale."""
+        """Yields the scores of every block for the rows that read it, [S K, rows, BLOCK]. query: times the scale."""
         for block in self._blocks:
             yield block, self._product(query[:, block.first :], key[:, block.keys].mT)
 
     def attend(self, query: Tensor, *, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the rows of this group: results [S K R G, D] and logsumexp [S K R G]. query [tokens H, D], key and value [tokens K, D]."""
+        """Computes the rows of this group: results [S K R G, D] and logsumexp [S K R G]. query [tokens H, D], key and value [tokens K,
+        D].
+        """
         q = self._taken(query, at=self.query_at).mul_(query.shape[-1] ** -0.5)
         k, v = (self._taken(x, at=self.key_at) for x in (key, value))
         scores = list(self._scores(q, key=k))
@@ -203,7 +216,10 @@ class _Group:
         d_key: Tensor,
         d_value: Tensor,
     ) -> Tensor:
-        """Returns that of the rows of this group, [S K R G, D], and adds to those of keys and values, [tokens K, D]. delta: [tokens H]."""
+        """Returns the gradient of this group's queries, [S K R G, D].
+
+        Adds to the gradients of keys and values, [tokens K, D]. delta: [tokens H].
+        """
         scale = query.shape[-1] ** -0.5
         d, q = (self._taken(x, at=self.query_at) for x in (d_out, query))
         d.view(-1, d.shape[-1]).index_fill_(0, self._copies, 0.0)
@@ -229,7 +245,10 @@ class _Group:
 
 
 class _Rows:
-    """Values of all rows, [S K, R G, X], to which blocks add those of the rows from theirs on: one after the other, in double precision."""
+    """Sums of all rows, [S K, R G, X], over blocks, each of which adds to the rows from its first on.
+
+    Accumulates in double precision, in order.
+    """
 
     def __init__(self) -> None:
         self.values: Tensor | None = None
@@ -237,7 +256,7 @@ class _Rows:
         self._first = 0
 
     def add(self, part: Tensor, *, first: int) -> None:
-        """first: the row in which `part` begins, never before that of the part before."""
+        """Adds a block. first: the first row of `part`, never before the previous block's."""
         if self.values is None:
             self.values = part
         elif self._double is None:
@@ -246,7 +265,7 @@ class _Rows:
             self._double[:, first - self._first :] += part
 
     def rounded(self) -> Tensor:
-        """The sums."""
+        """Returns the sums."""
         assert self.values is not None
         if self._double is not None:
             self.values[:, self._first :] = self._double
@@ -254,17 +273,17 @@ class _Rows:
 
 
 def _base(segment: Segment) -> int:
-    """The position of the first row."""
+    """Returns the position of the first row."""
     return segment.start // TILE * TILE
 
 
 def _queries(segment: Segment) -> int:
-    """R of a segment alone."""
+    """Returns R of a single segment."""
     return -(-(segment.start + segment.length - _base(segment)) // TILE) * TILE
 
 
 def _alike(segments: Sequence[Segment], *, heads: int) -> list[list[Segment]]:
-    """Segments that one group takes, none of more than `ROWS` queries."""
+    """Groups segments of similar size, with at most `ROWS` queries each."""
     found: dict[tuple[int, int], list[Segment]] = {}
     for segment in segments:
         for first in range(0, segment.length, ROWS):

@@ -1,4 +1,4 @@
-"""Samples of one rollout, from generation to the last optimizer step that uses them."""
+"""Stores the samples of one rollout, from generation to the last optimizer step that uses them."""
 
 import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,20 +10,22 @@ from torch import Tensor
 
 from ztk.rl.rollout.kept import Kept
 
-# [k] of every rank, any JSON value -> those of all ranks in rank order.
+# gathers a JSON value of every rank, in rank order
 GatherObjects = Callable[[Any], list[Any]]
 
 
 @dataclass(kw_only=True, slots=True)
 class Samples:
-    """This rank's samples: S rows of T tokens, prompt, answer, padding. The answer of an environment is all that follows the prompt: turns of
-    the policy, and what the environment wrote between them.
+    """This rank's samples: S rows of T tokens, prompt, answer, padding.
+
+    With an environment, the answer is everything after the prompt: turns of the policy and observations.
 
     tokens: int64 [S, T]. numbers: the sample's number in the step over all ranks, int64 [S]. prompts: its prompt's number in the run,
-    int64 [S]. prompt_lengths, answer_lengths: int64 [S]. finished: the answer ended by itself, bool [S]. logprobs: of the tokens of the
-    answer when they were drawn, float32 [S, T], 0 elsewhere. rewards: float64 [S]; included: whether the sample has one, bool [S]. kept: the
-    tokens that top-k, top-p and min-p kept, or None if nothing was cut. observed: tokens of answers that an environment wrote, bool [S, T], or
-    None without one.
+    int64 [S].
+    prompt_lengths, answer_lengths: int64 [S]. finished: whether the answer ended by itself, bool [S]. logprobs: of the answer's tokens
+    when they were sampled, float32 [S, T], 0 elsewhere. rewards: float64 [S]. included: whether the sample has a reward, bool [S]. kept:
+    the tokens that top-k, top-p and min-p kept, or None if nothing was cut. observed: whether an environment wrote the token, bool [S,
+    T], or None without an environment.
     """
 
     tokens: Tensor
@@ -51,7 +53,7 @@ class Samples:
 
     @property
     def answer_mask(self) -> Tensor:
-        """bool [S, T]: the policy wrote the token."""
+        """bool [S, T]: whether the policy wrote the token."""
         positions = torch.arange(self.tokens.shape[1]).unsqueeze(0)
         first = self.prompt_lengths.unsqueeze(1)
         answers = (positions >= first) & (positions < first + self.answer_lengths.unsqueeze(1))
@@ -59,14 +61,14 @@ class Samples:
 
     @classmethod
     def joined(cls, parts: Sequence["Samples"]) -> Self:
-        """The rows of all `parts`, in order."""
+        """Concatenates the rows of all `parts`."""
         names = [f.name for f in fields(cls) if f.name != "kept" and getattr(parts[0], f.name) is not None]
         kept = [part.kept for part in parts if part.kept is not None]
         joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
         return cls(**joined, kept=Kept.joined(kept) if kept else None)
 
     def to_json(self) -> dict[str, Any]:
-        """Every bit, as JSON."""
+        """Returns a lossless JSON value."""
         found = {name: _packed(value) for name, value in self._values() if isinstance(value, Tensor)}
         if self.kept is not None:
             found["kept"] = {"tokens": _packed(self.kept.tokens), "counts": _packed(self.kept.counts)}
@@ -74,7 +76,7 @@ class Samples:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """What `to_json` gave."""
+        """Restores the result of `to_json`."""
         kept = {name: _unpacked(value) for name, value in values.get("kept", {}).items()}
         tensors = {name: _unpacked(value) for name, value in values.items() if name != "kept"}
         return cls(**tensors, kept=Kept(**kept) if kept else None)
@@ -84,9 +86,9 @@ class Samples:
 
 
 class Buffer:
-    """The samples of a rollout and how many of its optimizer steps are made. `state_dict` is for a checkpoint in between.
+    """The samples of a rollout and the number of optimizer steps that have used them. `state_dict` supports checkpoints in between.
 
-    updates: the optimizer steps that use the samples; position: those made.
+    updates: number of optimizer steps that use the samples. position: number of those done.
     """
 
     def __init__(self, *, updates: int) -> None:
@@ -96,7 +98,7 @@ class Buffer:
 
     @property
     def is_used_up(self) -> bool:
-        """The next step needs a new rollout."""
+        """Whether the next step needs a new rollout."""
         return self.position >= self.updates
 
     def fill(self, samples: Samples, **extra: Tensor) -> None:
@@ -104,7 +106,7 @@ class Buffer:
         self.samples, self.extra, self.position = samples, extra, 0
 
     def state_dict(self, *, gather: GatherObjects) -> dict[str, Any]:
-        """A JSON value, the same on all ranks. A collective call."""
+        """Returns a JSON value, the same on all ranks. A collective call."""
         own = None
         if self.samples is not None and not self.is_used_up:
             extra = {name: _packed(value) for name, value in self.extra.items()}
@@ -112,19 +114,19 @@ class Buffer:
         return {"position": self.position, "updates": self.updates, "ranks": gather(own)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, per_update: int, rank: int, world_size: int) -> None:
-        """Continues where `state_dict` was taken, on any number of ranks: samples keep the order of their numbers.
+        """Restores the result of `state_dict`, on any number of ranks. Samples stay in the order of their numbers.
 
-        per_update: samples of an optimizer step, over all ranks. Raises ValueError in the middle of a rollout with other sizes, whose weights
-        in the loss are of other steps, and if the samples cannot be divided over `world_size` ranks.
+        per_update: samples of an optimizer step, over all ranks. Raises ValueError in the middle of a rollout with other sizes, whose
+        loss weights are for other steps, and if `world_size` does not divide the samples.
         """
         ranks = [part for part in state["ranks"] if part is not None]
-        if not ranks:  # used up, by however many steps
+        if not ranks:  # used up, regardless of the number of steps
             self.position, self.samples, self.extra = self.updates, None, {}
             return
         self.position = state["position"]
         samples = Samples.joined([Samples.from_json(part["samples"]) for part in ranks])
         extra = {name: torch.cat([_unpacked(part["extra"][name]) for part in ranks]) for name in ranks[0]["extra"]}
-        saved = state.get("updates", self.updates)  # older checkpoints do not say
+        saved = state.get("updates", self.updates)  # older checkpoints lack this
         if (saved, len(samples)) != (self.updates, self.updates * per_update):
             raise ValueError(
                 f"the checkpoint is in the middle of a rollout of {len(samples)} samples for {saved} optimizer steps, and this run has "
@@ -141,7 +143,7 @@ class Buffer:
 
 
 def share_of_rank(*, updates: int, per_update: int, rank: int, world_size: int) -> Tensor:
-    """The numbers of a rank's samples, int64 [updates * per_update / world_size]: of every update its part, in order.
+    """Returns the numbers of a rank's samples, int64 [updates * per_update / world_size]: its part of every update, in order.
 
     Raises ValueError if the ranks cannot divide the samples of an update.
     """

@@ -1,12 +1,13 @@
-"""Samples by the inference engine, with a cache of keys and values: an answer of n tokens takes n steps of one row instead of n full forwards.
+"""Generates samples with the inference engine and its key-value cache: an answer of n tokens takes n steps of one row instead of n full
+forwards.
 
-Torch's attention adds over the keys in another order than the engine's, so log-probabilities differ in their last bits, unless the trainer
-computes by `rollout.attention`: the loss has to be corrected for it (`rollout.identity=corrected`), or may not care.
+torch's attention adds over the keys in another order than the engine's, so log-probabilities differ in their last bits, unless the
+trainer uses `rollout.attention`. Otherwise the loss must be corrected (`rollout.identity=corrected`) or ignore the difference.
 
-[Note: Weights on the device]
-Over blocks a generator lives for one rollout. Its weights are the trainer's parameters: embedding, output, MLP and head are views, and query,
-key and value, which are one product, are joined into new memory. At stage 3 the parameters are gathered for the rollout. Keys and values take
-what the rollout's texts need at most, less where the device has less, and all of it is freed before the update.
+[Note: Weights on the device] With a block cache, a generator exists for one rollout. Its weights are the trainer's parameters: embedding,
+output, MLP and head are views; query, key and value, which are one product, are concatenated into new memory. At stage 3 the parameters
+are gathered for the rollout. Keys and values get the memory that the rollout's texts can need, or less if the device has less. All of it
+is freed before the update.
 """
 
 import math
@@ -33,8 +34,9 @@ from ztk.train.engine import Engine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """An answer. tokens: its own. logprobs: of each, float32 numbers. reason: stop, length, or error: the logits are not finite. kept:
-    int32 [kept] of each token, or None if nothing was cut."""
+    """An answer. tokens: without the prompt. logprobs: of each, float32 numbers. reason: stop, length, or error (non-finite logits).
+    kept: int32 [kept] of each token, or None if nothing was cut.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -42,16 +44,16 @@ class Drawn:
     kept: list[Tensor] | None
 
 
-_MOST_OVER_BLOCKS, _STEP_TOKENS = 256, 2048  # answers that are drawn at once, and tokens of a step
+_MOST_OVER_BLOCKS, _STEP_TOKENS = 256, 2048  # answers at a time, and tokens per step
 
 
 class CachedRollouts:
-    """Answers by a `Generator` with the policy's weights, adapters merged.
+    """Generates answers with a `Generator` and the policy's weights, with adapters merged.
 
-    cache: as in `InferencePolicy`; by default slabs on a CPU and blocks on a GPU. Over slabs every rank has a copy of the weights, fp32 in main
-    memory, which is made anew after every optimizer step that the policy has made, when the next samples are drawn. Over blocks the weights
-    are the engine's own, on its device and in its dtype: see [Note: Weights on the device].
-    comm: of the ranks that share a copy over slabs, each with a part of every layer. Without it every rank has a copy.
+    cache: as in `InferencePolicy`; slabs on a CPU and blocks on a GPU by default. With slabs, every rank has an fp32 copy of the weights
+    in main memory, renewed on the first samples after an optimizer step of the policy. With blocks, the weights are the engine's own, on
+    its device and in its dtype; see [Note: Weights on the device].
+    comm: of ranks that share a copy with slabs, each with a part of every layer. Without it every rank has its own copy.
     """
 
     def __init__(self, engine: Engine, *, comm: Comm | None = None, cache: str | None = None) -> None:
@@ -59,15 +61,16 @@ class CachedRollouts:
         self.has_blocks = cache_of(cache, device=engine.process.device.type) == "blocks"
         self._comm = None if comm is None or comm.size == 1 else comm
         self._generator: Generator | None = None
-        self._step = -1  # the policy's, of the copy
+        self._step = -1  # policy step of the copy
 
     def generate(self, *, policy: RolloutPolicy, requests: Requests, step: int) -> Samples:
-        """As `ztk.rl.rollout.generate`; log-probabilities are the inference engine's. A collective call; ranks without a common copy draw
-        independently.
+        """Same as `ztk.rl.rollout.generate`, with the inference engine's log-probabilities. A collective call.
+
+        Ranks without a common copy generate independently.
 
         Raises:
-            ValueError: a prompt that leaves no room for the answer, or a model that the inference engine does not compute.
-            FloatingPointError: logits that are not finite.
+            ValueError: a prompt that leaves no room for the answer, or a model that the inference engine does not support.
+            FloatingPointError: logits are not finite.
         """
         return self.begun(policy=policy, requests=requests, step=step)()
 
@@ -140,7 +143,10 @@ class CachedRollouts:
         return TurnDraws(draw=draw, go_on=bool if comm is None else lambda flag: any(comm.gather_objects(flag)))
 
     def _drawn(self, generator: Generator, *, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Drawn]:
-        """This rank's answers. Of ranks that share a copy the first draws for all of them, in their order, and the others compute with it."""
+        """Returns this rank's answers.
+
+        Among ranks that share a copy, the first generates for all, in their order, and the others compute with it.
+        """
         if self._comm is None:
             return _answers(generator, prompts=prompts, sampling=sampling)
         asked = self._comm.gather_objects((prompts, sampling))
@@ -158,7 +164,7 @@ class CachedRollouts:
         return answers[first : first + len(prompts)]
 
     def _loaded(self, policy: RolloutPolicy, *, sequences: int) -> Generator:
-        """sequences: of a rollout, over the ranks that share the copy."""
+        """Returns a generator with current weights. sequences: of a rollout, over the ranks that share the copy."""
         steps = self._source.engine.global_steps
         if self._generator is None:
             count = min(MOST, sequences)
@@ -171,7 +177,7 @@ class CachedRollouts:
 
 
 class _Merged:
-    """An engine as the generator reads one: its module, and its full parameters with adapters added to the weights beside them."""
+    """An engine as a source of weights for the generator: its module, and full parameters with adapters merged into the weights."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -179,13 +185,16 @@ class _Merged:
         self.zero = self
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """A collective call."""
+        """Yields full parameters. A collective call."""
         return merged_parameters(self.module, read=self.engine.zero.full_parameters)
 
 
 @contextmanager
 def _opened(engine: Engine, *, length: int, sequences: int) -> Iterator[Generator]:
-    """A generator over blocks with the engine's own parameters, for `sequences` texts of up to `length` tokens. Every rank must enter."""
+    """Opens a generator with a block cache and the engine's own parameters, for `sequences` texts of up to `length` tokens.
+
+    A collective call.
+    """
     options = InferencePolicy(
         max_sequences=min(_MOST_OVER_BLOCKS, sequences),
         max_step_tokens=_STEP_TOKENS,
@@ -207,8 +216,9 @@ def _prompts(requests: Requests) -> list[list[int]]:
 
 
 def _sampling(policy: RolloutPolicy, *, requests: Requests, step: int, as_trainer: bool) -> list[SamplingParams]:
-    """How each answer is drawn. as_trainer: its log-probabilities are computed as the trainer's, as they are
-    in any case over kept tokens."""
+    """Returns the sampling of each answer. as_trainer: computes log-probabilities like the trainer, as is always done over kept
+    tokens.
+    """
     pairs = zip(requests.prompt_numbers.tolist(), requests.copies.tolist(), strict=True)
     return [
         SamplingParams(
@@ -240,7 +250,7 @@ def _drawn(completion: Completion) -> Drawn:
 
 
 def _draws(policy: RolloutPolicy, *, lengths: Tensor, requests: Requests, step: int) -> Tensor:
-    """The generator's draws of every answer: float64 [S, max_tokens]."""
+    """Returns the random numbers of every answer: float64 [S, max_tokens]."""
     numbers = zip(requests.prompt_numbers.tolist(), requests.copies.tolist(), lengths.tolist(), strict=True)
     found = [
         [uniform(policy.seed, ("rollout", step, prompt, copy), 0, length + index) for index in range(policy.max_tokens)]
@@ -250,7 +260,7 @@ def _draws(policy: RolloutPolicy, *, lengths: Tensor, requests: Requests, step: 
 
 
 def _part(answers: list[Drawn], *, tokens: Tensor, lengths: Tensor) -> Part:
-    """As `answer_by`."""
+    """Returns answers in the form of `answer_by`."""
     logprobs, entries = torch.zeros(tokens.shape, dtype=torch.float32), []
     for row, answer in enumerate(answers):
         first = int(lengths[row])

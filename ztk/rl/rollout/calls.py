@@ -1,7 +1,7 @@
-"""Calls of users' functions with a limit on their time.
+"""Calls users' functions with time limits.
 
-Coroutines run on one event loop that lives as long as the process, so that clients may keep their connections. A plain function runs on a
-thread of its own, so that a call that never returns still ends in time.
+Coroutines run on one event loop that lives as long as the process, so that clients can keep their connections. A plain function runs on a
+separate thread, so that a call that never returns still times out.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-_GRACE_SECONDS = 1.0  # for the loop to report a late coroutine; without a report something blocks the loop
+_GRACE_SECONDS = 1.0  # time for the loop to report a late coroutine; without a report, something blocks the loop
 
 
 class CallFailed(Exception):
-    """error: the exception of the call, or None if the call took longer than its limit."""
+    """error: the exception of the call, or None if it exceeded its time limit."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         super().__init__(error)
@@ -25,7 +25,7 @@ class CallFailed(Exception):
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function; none if it is written in C."""
+    """Returns the parameters of a function; none if it is implemented in C."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -33,7 +33,7 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
 
 
 def asked(function: Callable[..., Any], *, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a function takes: all of them with `**kwargs`, otherwise those that it names."""
+    """Returns the arguments that a function takes: all of them with `**kwargs`, otherwise those that it names."""
     parameters = parameters_of(function)
     if not parameters or any(entry.kind is entry.VAR_KEYWORD for entry in parameters.values()):
         return dict(given)
@@ -41,14 +41,14 @@ def asked(function: Callable[..., Any], *, given: Mapping[str, Any]) -> dict[str
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call returns a coroutine."""
+    """Returns whether a call returns a coroutine."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def call_in_time(function: Callable[..., Any], *, arguments: Mapping[str, Any], seconds: float) -> Any:
-    """The value of a plain function. Raises CallFailed."""
+    """Returns the value of a plain function. Raises CallFailed."""
     outcome: list[Any] = []
 
     def run() -> None:
@@ -69,10 +69,10 @@ def call_in_time(function: Callable[..., Any], *, arguments: Mapping[str, Any], 
 
 
 async def await_in_time(function: Callable[..., Any], *, arguments: Mapping[str, Any], seconds: float) -> Any:
-    """The value of a coroutine function. Raises CallFailed."""
+    """Returns the value of a coroutine function. Raises CallFailed."""
 
     async def run() -> Any:
-        return await function(**arguments)  # here, so that a call with missing arguments is the task's error
+        return await function(**arguments)  # called inside the task, so that missing arguments are the task's error
 
     task = asyncio.ensure_future(run())
     done, _ = await asyncio.wait({task}, timeout=seconds)
@@ -81,7 +81,7 @@ async def await_in_time(function: Callable[..., Any], *, arguments: Mapping[str,
         raise CallFailed
     try:
         return task.result()
-    except (Exception, asyncio.CancelledError) as error:  # whatever the user's function raises
+    except (Exception, asyncio.CancelledError) as error:  # any error of the user's function
         raise CallFailed(error) from error
 
 
@@ -91,7 +91,7 @@ def submit(coroutine: Coroutine[Any, Any, Any]) -> Future:
 
 
 def result_in_time(future: Future, *, seconds: float) -> Any:
-    """The result of a coroutine whose own calls end within `seconds`. Raises CallFailed if something blocks the loop."""
+    """Returns the result of a coroutine whose own calls end within `seconds`. Raises CallFailed if something blocks the loop."""
     try:
         return future.result(seconds + _GRACE_SECONDS)
     except FutureTimeout:

@@ -1,10 +1,10 @@
-"""Environments of users, which answer a policy's turns: an instance per sample, called under guard.
+"""Runs users' environments, which respond to a policy's turns: one instance per sample, called with time limits and checks.
 
 class Environment:
-    def reset(self, prompt, **columns): ...  # the first prompt, a text or messages; None: the prompt of the data
+    def reset(self, prompt, **columns): ...  # -> the first prompt, a text or messages, or None for the prompt of the data
     def step(self, answer): ...  # -> observation, reward, done
 
-Either may be `async def`: the calls of all samples are awaited together. Others are called one after another.
+Both may be `async def`: the calls of all samples are then awaited together. Plain methods are called one after another.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _RETURNS = "return observation, reward, done"
 
 
 class EnvironmentFault(RewardError):
-    """An environment failed. The text names the sample, the turn and the user's exception."""
+    """An environment failed. The message has the sample, the turn and the user's exception."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +39,8 @@ class Step:
 class Episode:
     """The conversation of one sample with its environment.
 
-    number: of the sample. record: the line of the data. tools: offered by the chat template. said: the conversation so far, a text or messages.
-    prompt: how much of `said` is the prompt, in characters or messages. outcome: done, max_turns or max_tokens; "" until the end.
+    number: of the sample. record: the line of the data. tools: offered by the chat template. said: the conversation so far, a text or
+    messages. prompt: length of the prompt in `said`, in characters or messages. outcome: done, max_turns or max_tokens; "" until the end.
     """
 
     number: int
@@ -54,7 +54,7 @@ class Episode:
 
     @property
     def turns(self) -> int:
-        """Steps so far."""
+        """The number of steps so far."""
         return len(self.rewards)
 
     @property
@@ -70,20 +70,20 @@ class Episode:
 
     @property
     def answered(self) -> Said:
-        """All that follows the prompt."""
+        """The conversation after the prompt."""
         return self.said[self.prompt :]
 
     def to_json(self) -> dict[str, Any]:
-        """The conversation, its rewards and its end, without environment and record."""
+        """Returns the conversation, its rewards and its end, without environment and record."""
         return {name: getattr(self, name) for name in ("number", "said", "prompt", "rewards", "outcome")}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """What `to_json` gave."""
+        """Restores the result of `to_json`."""
         return cls(record={}, **values)
 
     def extend(self, answer: str, *, observed: Said | None = None) -> None:
-        """Adds a turn of the policy, and what followed it."""
+        """Adds a turn of the policy and the observation after it."""
         if isinstance(self.said, str):
             self.said += answer + (observed or "")
         else:
@@ -92,7 +92,7 @@ class Episode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Call:
-    """A call without arguments. answer: of a step, in errors."""
+    """A call without arguments. answer: of a step, for errors."""
 
     episode: Episode
     method: str
@@ -101,17 +101,17 @@ class _Call:
 
 
 class Environments:
-    """Makes environments and calls them for many samples at once. make: a class without required arguments. name: in errors."""
+    """Creates environments and calls them for many samples at once. make: a class without required arguments. name: for errors."""
 
     def __init__(self, make: Callable[[], Any], *, name: str, timeout_seconds: float) -> None:
-        """timeout_seconds: the longest time of one call."""
+        """timeout_seconds: the time limit of one call."""
         self._make, self._name, self._seconds = make, name, timeout_seconds
 
     def reset(self, episodes: Sequence[Episode], *, columns: Sequence[Mapping[str, Any]]) -> None:
-        """Makes an environment per episode, and replaces `said` by what its `reset` returns. columns: fields of each record.
+        """Creates an environment per episode, and replaces `said` with the result of its `reset`. columns: fields of each record.
 
         Raises:
-            EnvironmentFault: an environment raised, was late, or returned something else than a text, messages or None.
+            EnvironmentFault: an environment raised, exceeded the time limit, or returned something other than a text, messages or None.
         """
         for episode in episodes:
             episode.environment = self._made(episode)
@@ -127,10 +127,10 @@ class Environments:
             episode.prompt = len(episode.said)
 
     def step(self, episodes: Sequence[Episode], *, answers: Sequence[str]) -> list[Step]:
-        """The result of each environment for its answer, whose reward is added to its episode.
+        """Returns the result of each environment for its answer, and adds the reward to its episode.
 
         Raises:
-            EnvironmentFault: as `reset`, or a step returned something else than an observation, a finite reward or None, and a bool.
+            EnvironmentFault: as in `reset`, or a step returned something other than an observation, a finite reward or None, and a bool.
         """
         calls = [
             _Call(episode=episode, method="step", function=partial(episode.environment.step, answer), answer=answer)
@@ -150,7 +150,7 @@ class Environments:
         return made
 
     def _called(self, calls: Sequence[_Call]) -> list[Any]:
-        """The values of coroutines, which are awaited together, or of plain methods, one after another."""
+        """Calls the methods: coroutines are awaited together, plain methods called one after another."""
         if not calls or not is_async(calls[0].function):
             return [self._in_time(call) for call in calls]
         try:
@@ -199,7 +199,7 @@ class Environments:
         return Step(observation=self._said(observation, episode=episode, method="step"), reward=number, done=False)
 
     def _said(self, value: Any, *, episode: Episode, method: str, as_prompt: bool = False) -> Said:
-        """A text or messages, as the conversation is. A text is the message of a user in a conversation of messages."""
+        """Checks a text or messages, in the form of the conversation. In a conversation of messages, a text becomes a user's message."""
         said = f"{self._name}: {method} returned {value!r}, {_where(episode)}"
         is_text = isinstance(episode.said, str)
         if isinstance(value, str) and value:
@@ -217,12 +217,12 @@ class Environments:
 
 
 def prompt_of(text: str, *, record: Mapping[str, Any], is_chat: bool) -> Said:
-    """The prompt as `reset` gets it: the text that the policy sees, or the messages of the record."""
-    return record["prompt"] if is_chat else text  # which `read_prompts` writes into every record of messages
+    """Returns the prompt for `reset`: the text that the policy gets, or the messages of the record."""
+    return record["prompt"] if is_chat else text  # `read_prompts` adds it to every record of messages
 
 
 def columns_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a record that are not the conversation itself."""
+    """Returns the fields of a record other than the conversation itself."""
     return {name: value for name, value in record.items() if name not in OWN_FIELDS}
 
 

@@ -1,4 +1,4 @@
-"""Answers of several turns: a policy and an environment write in turn into the same row."""
+"""Answers of several turns: a policy and an environment alternately append to the same row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +17,9 @@ DONE, MAX_TURNS, MAX_TOKENS = "done", "max_turns", "max_tokens"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodePolicy:
-    """rollout: of a whole answer, whose `max_tokens` limit the policy's and the environment's tokens together. max_turns: most steps of an
-    episode."""
+    """rollout: of a whole answer; its `max_tokens` limits the tokens of policy and environment together. max_turns: most steps of an
+    episode.
+    """
 
     rollout: RolloutPolicy
     turns: Turns
@@ -33,14 +34,14 @@ def play(
     environments: Environments,
     episodes: Sequence[Episode],
 ) -> Samples:
-    """Plays all episodes to their ends, in step: every row draws a turn, then every environment takes a step.
+    """Runs all episodes to their ends, in step: every row samples a turn, then every environment takes a step.
 
-    requests: their prompts are those of the episodes after `Environments.reset`. Rewards are 0.
+    requests: their prompts are the episodes' prompts after `Environments.reset`. Rewards are 0.
 
     Raises:
         ValueError: a prompt that leaves no room for an answer.
         EnvironmentFault: an environment failed.
-        FloatingPointError: logits that are not finite.
+        FloatingPointError: logits are not finite.
     """
     tokens, lengths = first_tokens(policy.rollout, requests=requests)
     rows = _Rows(tokens, lengths=lengths, max_tokens=policy.rollout.max_tokens)
@@ -63,7 +64,7 @@ def play(
             else:
                 assert step.observation is not None, "the step was checked"
                 new = policy.turns.between(episode.said, observed=step.observation, tools=episode.tools)
-                if len(new) >= int(rows.limits[row]):  # leaves no token for an answer
+                if len(new) >= int(rows.limits[row]):  # leaves no room for an answer
                     episode.outcome = MAX_TOKENS
             if episode.outcome:
                 episode.extend(answer)
@@ -77,19 +78,19 @@ def play(
 
 
 class _Rows:
-    """Rows that are being written. lengths: tokens so far; limits: tokens that may follow, 0 after the end; int64 [S]."""
+    """Rows under construction. lengths: tokens so far. limits: tokens that may follow, 0 after the end. int64 [S] each."""
 
     def __init__(self, tokens: Tensor, *, lengths: Tensor, max_tokens: int) -> None:
         self.tokens, self.lengths = tokens, lengths.clone()
         self.limits = torch.full_like(lengths, max_tokens)
-        self.limits_before = self.limits  # of the newest turn
-        self.ended = torch.zeros(len(lengths), dtype=torch.bool)  # the newest turn ended by itself
+        self.limits_before = self.limits  # of the latest turn
+        self.ended = torch.zeros(len(lengths), dtype=torch.bool)  # whether the latest turn ended by itself
         self.logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
         self.observed = torch.zeros(tokens.shape, dtype=torch.bool)
         self.kept: list[Kept] = []
 
     def draw(self, draws: TurnDraws) -> None:
-        """A turn of every row that has not ended."""
+        """Samples a turn of every row that has not ended."""
         self.limits_before = self.limits.clone()
         part = draws.draw(self.tokens, self.lengths, self.limits_before)
         at, first = torch.arange(self.tokens.shape[1]), self.lengths.unsqueeze(1)
@@ -102,7 +103,7 @@ class _Rows:
             self.kept.append(part.kept)
 
     def observe(self, row: int, tokens: list[int]) -> None:
-        """Appends what an environment wrote."""
+        """Appends an observation."""
         first = int(self.lengths[row])
         places = slice(first, first + len(tokens))
         self.tokens[row, places] = torch.tensor(tokens, dtype=torch.int64)
@@ -111,12 +112,12 @@ class _Rows:
         self.limits[row] -= len(tokens)
 
     def end(self, row: int) -> None:
-        """Nothing follows."""
+        """Ends the row."""
         self.limits[row] = 0
 
 
 def _samples(rows: _Rows, *, first: Tensor, requests: Requests, episodes: Sequence[Episode]) -> Samples:
-    """first: the prompts' lengths, int64 [S]."""
+    """Makes samples. first: the prompts' lengths, int64 [S]."""
     count = len(episodes)
     return Samples(
         tokens=rows.tokens,

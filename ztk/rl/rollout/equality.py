@@ -1,11 +1,10 @@
-"""The log-probability of a token, by one function for rollout and trainer, and the comparison of the two bit by bit.
+"""Computes the log-probability of a token with one function for rollout and trainer, and compares both bitwise.
 
-[Note: The trainer's bits]
-A rollout runs the trainer's own forward. Where texts are packed, nothing that is computed for one depends on the others: see [Note: The bits
-of packed texts] in `layout`. Else rows have the trainer's length and micro-batches the trainer's size, so every product and every attention has
-the operands' shapes of the training step: a causal model's result at a position does not depend on what follows it, and the same kernel on the
-same shapes rounds in the same way. What is compared below is whether that held.
-Experts are the exception: how many rows an expert multiplies depends on later tokens, too.
+[Note: The trainer's bits] A rollout runs the trainer's own forward. In packed texts, no result of a text depends on the others; see
+[Note: The bits of packed texts] in `layout`. Otherwise rows have the trainer's length and micro-batches the trainer's size, so every
+product and every attention has the operands' shapes of the training step: a causal model's result at a position does not depend on later
+positions, and the same kernel on the same shapes rounds in the same way. The comparison below verifies this. Experts are an exception:
+the number of rows of an expert also depends on later tokens.
 """
 
 from collections.abc import Iterator
@@ -24,13 +23,14 @@ from ztk.train.engine import Engine
 
 
 class RolloutMismatch(RuntimeError):
-    """The trainer's log-probabilities of a rollout are not those that were stored; the text names the first."""
+    """The trainer's log-probabilities of a rollout differ from the stored ones. The message names the first difference."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """count: tokens whose log-probabilities differ in any bit. first: what to say of the first one; "" if there is none. row, position: its
-    place in the rows of the samples."""
+    """count: number of tokens whose log-probabilities differ in any bit. first: description of the first one, or "". row, position: its
+    place in the samples' rows.
+    """
 
     count: int
     first: str = ""
@@ -39,14 +39,16 @@ class Difference:
 
 
 def token_logprobs(logits: Tensor, *, tokens: Tensor, temperature: float) -> Tensor:
-    """logits [S, T, V] of tokens [S, T] -> log-probability of each token given those before it, float32 [S, T]; 0 for the first."""
+    """Returns logits [S, T, V] of tokens [S, T] -> log-probability of each token given the previous ones, float32 [S, T]; 0 for the
+    first.
+    """
     logprobs = fp32_logprobs(logits[:, :-1], temperature=temperature)
     chosen = logprobs.gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
     return torch.cat([torch.zeros_like(chosen[:, :1]), chosen], dim=1)
 
 
 def compare(samples: Samples, *, logprobs: Tensor) -> Difference:
-    """Stored log-probabilities against the trainer's `logprobs` [S, T], over the tokens of the answers."""
+    """Compares stored log-probabilities with the trainer's `logprobs` [S, T], over the tokens of the answers."""
     mask = samples.answer_mask
     trainer = logprobs.detach().cpu()
     differs = (samples.logprobs.view(torch.int32) != trainer.view(torch.int32)) & mask
@@ -67,10 +69,10 @@ def compare(samples: Samples, *, logprobs: Tensor) -> Difference:
 
 
 def first_layer(engine: Engine, *, samples: Samples, packs: bool, row: int, position: int) -> str:
-    """Which layer computes another value in the trainer's forward than in a rollout's, for what precedes a token: a sentence.
+    """Returns a sentence about the first layer whose value before a token differs between the trainer's and a rollout's forward.
 
-    samples: those of the micro-batch. packs: their texts are packed; a rollout packed this one with others, here it is computed alone. Both
-    forwards run again. A collective call; afterwards the engine is in the middle of a step.
+    samples: of the micro-batch. packs: their texts are packed; in the rollout this one was packed with others, here it is computed alone.
+    Both forwards run again. A collective call, which leaves the engine in the middle of a step.
     """
     device, module = engine.process.device, engine.module if packs else None
     options = {"lengths": samples.lengths, "prompt_lengths": samples.prompt_lengths, "packs": packs}
@@ -92,7 +94,7 @@ def first_layer(engine: Engine, *, samples: Samples, packs: bool, row: int, posi
         if first.shape != second.shape or not torch.equal(first, second):
             where = f"position {_first_position(first, second)}"
             return f"the first layer that differs between a rollout's forward and the trainer's is {name} ({kind}), from {where} on"
-    return "a rollout's forward has the trainer's bits in every layer, so what drew computes in another way, or the weights have changed since"
+    return "a rollout's forward has the trainer's bits in every layer, so the sampler computes otherwise, or the weights have changed since"
 
 
 def _first_position(first: Tensor, second: Tensor) -> int:
@@ -101,8 +103,10 @@ def _first_position(first: Tensor, second: Tensor) -> int:
 
 @contextmanager
 def _recorded(module: nn.Module, *, places: Tensor) -> Iterator[list[tuple[str, str, Tensor]]]:
-    """Name, class and result [count, ...] of every module inside that computes all tokens, in the order in which their forwards end, for those
-    of the flattened tokens at `places`, int64 [count]."""
+    """Records name, class and result [count, ...] of every module that computes all tokens, in the order in which their forwards end.
+
+    places: flattened tokens to record, int64 [count].
+    """
     found: list[tuple[str, str, Tensor]] = []
 
     def hook(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Guards against runs that go on and learn nothing, or the wrong thing: each stops the run and says what it saw."""
+"""Guards that stop a run that no longer learns, or learns the wrong thing, with an explanation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,14 +6,15 @@ from typing import Any
 
 
 class RolloutStopped(RuntimeError):
-    """A guard ended the run; the text says which, what it saw, and what to change."""
+    """A guard ended the run. The message names the guard, the cause and the fix."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuardPolicy:
-    """kl_above: stop when the KL divergence to the reference, nats per answer, is above. entropy_below: stop when the policy's mean entropy,
-    nats per token, is below. truncated_above: stop when a larger fraction of the answers was cut. equal_steps: stop when for so many
-    rollouts in a row all answers to each prompt had equal rewards. None switches it off."""
+    """kl_above: stops above this KL divergence to the reference, in nats per answer. entropy_below: stops below this mean entropy of the
+    policy, in nats per token. truncated_above: stops above this fraction of truncated answers. equal_steps: stops after this many
+    consecutive rollouts in which all answers to each prompt had equal rewards. None disables a guard.
+    """
 
     kl_above: float | None = None
     entropy_below: float | None = None
@@ -22,16 +23,16 @@ class GuardPolicy:
 
 
 class Guards:
-    """Looks at the metrics of every rollout, the same on all ranks."""
+    """Checks the metrics of every rollout, with the same result on all ranks."""
 
     def __init__(self, policy: GuardPolicy) -> None:
         self._policy = policy
-        self._equal_steps = 0  # rollouts in a row in which every group's rewards were equal
+        self._equal_steps = 0  # consecutive rollouts in which every group's rewards were equal
 
     def fault(self, metrics: Mapping[str, Any], *, step: int, max_tokens: int) -> str | None:
-        """Why the run must stop; None: it goes on.
+        """Returns the reason to stop the run, or None.
 
-        metrics: the fractions `truncated`, `excluded` and `equal_groups`; `kl` if there is a reference, `entropy` if it is known.
+        metrics: the fractions `truncated`, `excluded` and `equal_groups`; `kl` with a reference; `entropy` if known.
         """
         policy, kl, entropy = self._policy, metrics.get("kl"), metrics.get("entropy")
         self._equal_steps = self._equal_steps + 1 if metrics["equal_groups"] == 1 else 0
@@ -58,9 +59,9 @@ class Guards:
         return None
 
     def state_dict(self) -> dict[str, int]:
-        """For a checkpoint."""
+        """Returns the state for a checkpoint."""
         return {"equal_steps": self._equal_steps}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues where `state_dict` was taken."""
+        """Restores the result of `state_dict`."""
         self._equal_steps = state["equal_steps"]

@@ -1,7 +1,8 @@
-"""Log-probabilities of answers, and losses of them, from a decoder's last hidden states: no logits beyond a chunk, where all would be large.
+"""Computes log-probabilities of answers, and losses of them, from a decoder's last hidden states, with logits in chunks if they would be
+large.
 
-See `ztk.kernels.linear_logprob` for what is computed. On a CPU the results have the bits of the way over all logits; on a GPU a product's rows
-depend on their number, which `rollout.identity` finds.
+See `ztk.kernels.linear_logprob`. On a CPU the results are bitwise equal to the computation over all logits. On a GPU a product's rows
+depend on their number, which `rollout.identity` detects.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,9 +26,13 @@ from ztk.rl.rollout.layout import Layout, has_cache
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Wanted:
-    """index: of positions in the flattened rows, int64 [N]. tokens: what follows there, int64 [N]; None: the logits are wanted. loss_of: None:
-    log-probabilities are wanted, else the sum of their losses. hide: tokens that log-probabilities leave out. logit_loss: the sum of losses of
-    the logits is wanted. states: the hidden states are wanted, and the output layer's weight, a copy if `copies`."""
+    """The requested result of a forward.
+
+    index: positions in the flattened rows, int64 [N]. tokens: the next tokens, int64 [N]; without them, logits are returned. loss_of:
+    with it, the sum of losses is returned, else log-probabilities. hide: masks tokens in the log-probabilities. logit_loss: the sum of
+    losses of the logits is returned.
+    states: the hidden states are returned, and the output layer's weight, as a copy if `copies`.
+    """
 
     index: Tensor
     tokens: Tensor | None = None
@@ -40,12 +45,12 @@ class _Wanted:
 
 
 class AnswerHead(losses.LanguageLoss):
-    """In place of a decoder's `loss`: a forward without targets returns what the calls below want of some positions, else logits [B, T, V]."""
+    """Replaces a decoder's `loss`: a forward without targets returns the requested result for some positions, else logits [B, T, V]."""
 
     def __init__(self, *, z_loss: float = 0.0) -> None:
         super().__init__(z_loss=z_loss)
         self._wanted: _Wanted | None = None
-        self.kept_weight: Tensor | None = None  # of the output layer, by a forward that returns states
+        self.kept_weight: Tensor | None = None  # of the output layer, from a forward that returns states
 
     def of_head(self, head: nn.Module, *, x: Tensor, targets: Tensor | None = None) -> Tensor:
         wanted = self._wanted
@@ -67,7 +72,7 @@ class AnswerHead(losses.LanguageLoss):
 
     @contextmanager
     def wanting(self, wanted: _Wanted) -> Iterator[None]:
-        """Of the forwards inside."""
+        """Sets the request for the forwards inside."""
         self._wanted = wanted
         try:
             yield
@@ -76,7 +81,7 @@ class AnswerHead(losses.LanguageLoss):
 
 
 class Answers:
-    """The answers in a layout to an engine whose logits would be large. See `large_answers`.
+    """The answers in a layout, for an engine whose logits would be large. See `large_answers`.
 
     engine: called as a forward. mask: bool [S, length] on the CPU, N tokens of the layout's texts, never a text's first.
     """
@@ -85,18 +90,20 @@ class Answers:
         self._engine, self._head = engine, head
 
     def logits(self, layout: Layout, *, index: Tensor) -> Tensor:
-        """At some of the flattened tokens, int64 [S] on the device: [S, V]."""
-        pair = index.repeat(2) if len(index) == 1 else index  # a lone row's product may have other bits
+        """Returns logits at some of the flattened tokens, int64 [S] on the device: [S, V]."""
+        pair = index.repeat(2) if len(index) == 1 else index  # the product of a single row may have other bits
         with self._head.wanting(_Wanted(index=pair)):
             return layout.forward(self._engine)[: len(index)]
 
     def chosen(self, logits: Tensor, *, tokens: Tensor, temperature: float) -> Tensor:
-        """The log-probabilities of `tokens`, int64 [S], under logits [S, V]: float32 [S] on the CPU, as `logprobs` gives them."""
+        """Returns the log-probabilities of `tokens`, int64 [S], under logits [S, V]: float32 [S] on the CPU, as returned by
+        `logprobs`.
+        """
         scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
         return chosen_logprobs(scaled, tokens.to(logits.device)).cpu()
 
     def logprobs(self, layout: Layout, *, mask: Tensor, temperature: float = 1.0, hide: Hide | None = None) -> Tensor:
-        """Of the tokens of `mask`: float32 [N]."""
+        """Returns the log-probabilities of the tokens of `mask`: float32 [N]."""
         with self._head.wanting(_tokens_of(layout, mask=mask, temperature=temperature, hide=hide)):
             return layout.forward(self._engine)
 
@@ -109,19 +116,25 @@ class Answers:
         temperature: float = 1.0,
         hide: Hide | None = None,
     ) -> Tensor:
-        """The sum of losses of the tokens of `mask` in their order, a scalar; `loss_of` is called once per chunk."""
+        """Returns the sum of losses of the tokens of `mask` in order, a scalar. `loss_of` is called once per chunk."""
         wanted = _tokens_of(layout, mask=mask, temperature=temperature, loss_of=loss_of, hide=hide)
         with self._head.wanting(wanted):
             return layout.forward(self._engine)
 
     def logit_loss(self, layout: Layout, *, mask: Tensor, loss_of: LogitLoss) -> Tensor:
-        """The sum of losses of the logits that predict the tokens of `mask` in their order, a scalar; `loss_of` is called once per chunk."""
+        """Returns the sum of losses of the logits that predict the tokens of `mask` in order, a scalar.
+
+        `loss_of` is called once per chunk.
+        """
         with self._head.wanting(_Wanted(index=layout.before(mask), logit_loss=loss_of)):
             return layout.forward(self._engine)
 
     def logits_by_part(self, layout: Layout, *, mask: Tensor) -> Callable[[slice], Tensor]:
-        """Computes the logits [n, V] that predict some of the tokens of `mask`, without a gradient, until the next optimizer step. Keeps their
-        hidden states, and at stage 3 a copy of the output layer, which is released after the forward."""
+        """Returns a function that computes the logits [n, V] that predict a slice of the tokens of `mask`, without a gradient, until the
+        next optimizer step.
+
+        It keeps their hidden states, and at stage 3 a copy of the output layer, which is released after the forward.
+        """
         is_sharded = self._engine.zero.policy.stage == 3
         with self._head.wanting(_Wanted(index=layout.before(mask), states=True, copies=is_sharded)), torch.no_grad():
             states = layout.forward(self._engine)
@@ -131,7 +144,9 @@ class Answers:
 
 
 def large_answers(engine: Any, *, rows: int, length: int) -> Answers | None:
-    """None if the logits of `rows` x `length` tokens are small, or the engine's module is no native decoder with a plain output layer."""
+    """Returns None if the logits of `rows` x `length` tokens are small, or the engine's module is not a native decoder with a plain
+    output layer.
+    """
     module = getattr(engine, "module", None)
     if not _has_plain_head(module):
         return None
@@ -141,9 +156,9 @@ def large_answers(engine: Any, *, rows: int, length: int) -> Answers | None:
 
 
 def answer_logits(engine: Any, *, layout: Layout, mask: Tensor) -> Tensor:
-    """What predicts the tokens of `mask`, bool [S, length] on the CPU, never a text's first: [N, V].
+    """Returns the logits that predict the tokens of `mask`, bool [S, length] on the CPU, never a text's first: [N, V].
 
-    Of a decoder whose rows have the same bits in any pack the output layer multiplies these alone; of others, all tokens.
+    The output layer multiplies only these rows if the decoder's rows are bitwise independent of their pack, else all tokens.
     """
     index, module = layout.before(mask), getattr(engine, "module", None)
     if layout.documents is not None and _has_plain_head(module) and has_cache(module):

@@ -1,4 +1,4 @@
-"""Samples from the engine that trains, at any stage and tier: no second model, no copy of the weights."""
+"""Generates samples with the engine in training, at any stage and tier: without a second model or a copy of the weights."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,12 +25,12 @@ from ztk.train.engine import Engine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutPolicy:
-    """length: tokens of a row, prompt, answer and padding; the trainer's rows have the same. micro_batch: texts of a forward, as the trainer's.
-    packs: forwards take texts without padding: see `ztk.rl.rollout.layout`. With the bits of such a pack alone if the engine's module
-    keeps them.
+    """length: tokens of a row (prompt, answer and padding), as in training. micro_batch: texts per forward, as in training. packs:
+    forwards take texts without padding; see `ztk.rl.rollout.layout`. The result is bitwise independent of the pack only if the engine's
+    module supports it.
 
-    max_tokens: of an answer. stops, pad: token numbers; an answer ends with one of `stops`. temperature: divides the logits, for drawing
-    and for the log-probabilities. cut: restricts draws and log-probabilities to the kept tokens.
+    max_tokens: of an answer. stops, pad: token numbers; an answer ends with one of `stops`. temperature: divides the logits, for sampling
+    and for log-probabilities. cut: restricts sampling and log-probabilities to the kept tokens.
 
     Raises:
         ValueError: a number out of its range.
@@ -57,9 +57,10 @@ class RolloutPolicy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requests:
-    """The samples that this rank draws, S of them. prompts: their tokens. numbers: of the samples in the step over all ranks, int64 [S].
+    """The samples that this rank generates, S of them. prompts: their tokens. numbers: of the samples in the step over all ranks, int64
+    [S].
 
-    prompt_numbers: of their prompts in the run; copies: which of its prompt's samples each is; int64 [S].
+    prompt_numbers: of their prompts in the run. copies: index among the prompt's samples. int64 [S] each.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -69,14 +70,16 @@ class Requests:
 
 
 def generate(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step: int) -> Samples:
-    """Draws an answer to every prompt; rewards are 0 and all samples included. A collective call: every rank has as many samples.
+    """Generates an answer to every prompt, with rewards of 0 and all samples included.
 
-    The forward is the trainer's, over rows of the trainer's shape or over packed texts: see [Note: The trainer's bits] in `equality`. Of packed
-    texts those that have ended are left out; where attention is `CachedAttention`, so are the tokens of forwards before.
+    A collective call with the same number of samples on every rank.
+
+    The forward is the trainer's, over rows of the trainer's shape or over packed texts; see [Note: The trainer's bits] in `equality`.
+    Packed forwards omit finished texts, and with `CachedAttention` also the tokens of earlier forwards.
 
     Raises:
-        ValueError: a prompt that leaves no room for the answer, or samples that are no multiple of the micro-batch.
-        FloatingPointError: logits that are not finite.
+        ValueError: a prompt that leaves no room for the answer, or a number of samples that is not a multiple of the micro-batch.
+        FloatingPointError: logits are not finite.
     """
     tokens, lengths = first_tokens(policy, requests=requests)
     size, parts = _together(engine, policy=policy, count=len(lengths)), []
@@ -101,9 +104,11 @@ def generate(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnDraws:
-    """Draws answers turn after turn. draw: writes the next turn of all rows into tokens int64 [S, T], behind texts of lengths int64 [S]; limits
-    int64 [S]: most tokens of this turn, 0 for a row that has ended. go_on: whether any rank has rows left, given whether this one has. Ranks
-    whose forwards depend on each other call both together."""
+    """Samples answers turn by turn. A collective object: ranks whose forwards depend on each other make the same calls.
+
+    draw: appends the next turn of all rows to tokens int64 [S, T] with texts of lengths int64 [S]. limits int64 [S]: most tokens of this
+    turn, 0 for a row that has ended. go_on: whether any rank has rows left, given whether this one has.
+    """
 
     draw: Callable[[Tensor, Tensor, Tensor], "Part"]
     go_on: Callable[[bool], bool]
@@ -111,9 +116,10 @@ class TurnDraws:
 
 @contextmanager
 def drawn_turns(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step: int) -> Iterator[TurnDraws]:
-    """Draws turn after turn by the trainer's forward, which keeps keys and values between turns where `generate` keeps them at all.
+    """Samples turn by turn with the trainer's forward. Keys and values are kept between turns if `generate` keeps them.
 
-    Raises ValueError and FloatingPointError as `generate` does. Every rank must enter and call it as often."""
+    Raises ValueError and FloatingPointError as `generate` does. Every rank must enter it, and make the same number of calls.
+    """
     count = len(requests.prompts)
     size = _together(engine, policy=policy, count=count)
     keys = sample_keys(seed=policy.seed, step=step, prompts=requests.prompt_numbers, samples=requests.copies)
@@ -135,7 +141,7 @@ def drawn_turns(engine: Engine, *, policy: RolloutPolicy, requests: Requests, st
 
 
 def _together(engine: Engine, *, policy: RolloutPolicy, count: int) -> int:
-    """How many texts a forward takes. Raises ValueError for a number of texts that the trainer's forwards cannot have."""
+    """Returns the number of texts per forward. Raises ValueError for a number of texts that does not fit the trainer's forwards."""
     if count % policy.micro_batch:
         raise ValueError(
             f"{count} samples of a rank are no multiple of train.micro_batch_size={policy.micro_batch}: the rollout's forwards "
@@ -146,13 +152,14 @@ def _together(engine: Engine, *, policy: RolloutPolicy, count: int) -> int:
 
 
 def _draws(policy: RolloutPolicy, *, keys: Tensor, lengths: Tensor) -> Tensor:
-    """Of the tokens that follow texts of `lengths`, int64 [S]: float64 [S, max_tokens]."""
+    """Returns the random numbers for the tokens after texts of `lengths`, int64 [S]: float64 [S, max_tokens]."""
     return uniforms(keys.unsqueeze(1), positions=lengths.unsqueeze(1) + torch.arange(policy.max_tokens))
 
 
 class Part(NamedTuple):
-    """Some rows' answers: how many tokens they have, int64 [S], their log-probabilities, float32 [S, T], whether they ended by themselves, bool
-    [S], and the kept tokens, or None if nothing was cut."""
+    """Answers of some rows: numbers of tokens, int64 [S]; log-probabilities, float32 [S, T]; whether they ended by themselves, bool [S];
+    and the kept tokens, or None if nothing was cut.
+    """
 
     counts: Tensor
     logprobs: Tensor
@@ -161,7 +168,7 @@ class Part(NamedTuple):
 
 
 def joined(parts: Sequence[Part]) -> Part:
-    """The rows of all parts, in order."""
+    """Concatenates the rows of all parts."""
     counts, logprobs, finished = (torch.cat([part[column] for part in parts]) for column in range(3))
     if all(part.kept is None for part in parts):
         return Part(counts, logprobs, finished, None)
@@ -170,16 +177,16 @@ def joined(parts: Sequence[Part]) -> Part:
 
 
 def _no_answers(tokens: Tensor) -> Part:
-    """Of rows that have ended, tokens [S, T]."""
+    """Returns the part of rows that have ended, tokens [S, T]."""
     counts = torch.zeros(len(tokens), dtype=torch.int64)
     return Part(counts, torch.zeros(tokens.shape), counts.bool(), None)
 
 
 def samples_of(parts: Sequence[Part], *, tokens: Tensor, lengths: Tensor, requests: Requests) -> Samples:
-    """Of tokens int64 [S, T] with answers behind prompts of `lengths`; parts: of some rows each, in order, what `answer_by` returns.
+    """Makes samples from tokens int64 [S, T] with answers after prompts of `lengths`. parts: results of `answer_by` for consecutive rows.
 
     Raises:
-        FloatingPointError: a log-probability that is not finite.
+        FloatingPointError: a log-probability is not finite.
     """
     counts, logprobs, finished, kept = joined(parts)
     check_finite(logprobs, requests=requests)
@@ -205,7 +212,7 @@ def check_finite(logprobs: Tensor, *, requests: Requests) -> None:
 
 
 def first_tokens(policy: RolloutPolicy, *, requests: Requests) -> tuple[Tensor, Tensor]:
-    """Rows that begin with the prompts, int64 [S, T], and the prompts' lengths, int64 [S].
+    """Returns rows that begin with the prompts, int64 [S, T], and the prompts' lengths, int64 [S].
 
     Raises ValueError for a prompt without a token, and for one that leaves no room for the answer.
     """
@@ -233,9 +240,9 @@ def answer_by(
     in_double: bool = False,
     large: Answers | None = None,
 ) -> Part:
-    """Writes answers by a model in memory into `tokens`, int64 [S, T], behind prompts of `lengths`, int64 [S].
+    """Writes answers by a model in memory into `tokens`, int64 [S, T], after prompts of `lengths`, int64 [S].
 
-    draws, in_double: see `Drawing`. large: the update reads logits in chunks.
+    draws, in_double: see `Drawing`. large: given if the update reads logits in chunks.
     """
 
     def chosen(logits: Tensor, drawn: Tensor) -> Tensor:
@@ -272,7 +279,7 @@ def _answer(
     limits: Tensor,
     draws: Tensor,
 ) -> Part:
-    """As `answer_by`, by the engine's module. forwards: of these texts. limits: the most tokens of each answer, int64 [S]."""
+    """Same as `answer_by`, with the engine's module. forwards: of these texts. limits: the most tokens of each answer, int64 [S]."""
     logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
     counts, active = torch.zeros_like(lengths), limits > 0
     finished = torch.zeros_like(active)
@@ -280,7 +287,7 @@ def _answer(
     stops, entries = torch.tensor(policy.stops), []
     for index in range(policy.max_tokens):
         rows = _computed(active) if policy.packs else torch.arange(len(tokens))
-        positions = (lengths + counts)[rows]  # of the tokens that are drawn now
+        positions = (lengths + counts)[rows]  # of the tokens sampled now
         logits, goes_on = forwards.logits(tokens, rows=rows, lengths=positions, large=large), active[rows]
         if not policy.cut.keeps_all:
             logits, kept = policy.cut.hide(logits, temperature=policy.temperature)
@@ -290,7 +297,7 @@ def _answer(
         drawn = choose(distribution, uniforms=draws[rows, index])
         if large is None:
             chosen = distribution.gather(1, drawn.unsqueeze(1)).squeeze(1)
-        else:  # by the function that the update reads chunks with
+        else:  # with the function that the update uses for chunks
             chosen = large.chosen(logits, tokens=drawn, temperature=policy.temperature)
         where = rows[goes_on], positions[goes_on]
         tokens[where], logprobs[where] = drawn[goes_on], chosen[goes_on]
@@ -304,17 +311,17 @@ def _answer(
 
 
 class _Forwards:
-    """The module's forwards of a micro-batch: over texts from their first token on, or over a cache of the ones before."""
+    """The module's forwards of a micro-batch: over full texts, or over a cache of earlier tokens."""
 
     def __init__(self, engine: Engine, *, policy: RolloutPolicy, texts: int) -> None:
         self._engine, self._packs = engine, policy.packs
         self._cache: TextCache | None = None
         if policy.packs and has_cache(engine.module):
             self._cache = TextCache(texts=texts, longest=policy.length)
-        self._computed = torch.zeros(texts, dtype=torch.int64)  # tokens of each text that the cache has
+        self._computed = torch.zeros(texts, dtype=torch.int64)  # number of cached tokens of each text
 
     def logits(self, tokens: Tensor, *, rows: Tensor, lengths: Tensor, large: Answers | None) -> Tensor:
-        """What follows texts `rows`, int64 [R], of `lengths` tokens each, int64 [R]: [R, V]. tokens: int64 [S, T]."""
+        """Returns the logits after texts `rows`, int64 [R], of `lengths` tokens each, int64 [R]: [R, V]. tokens: int64 [S, T]."""
         engine, device = self._engine, self._engine.process.device
         if self._cache is None:
             module = engine.module if self._packs else None
@@ -327,7 +334,7 @@ class _Forwards:
     def _begun(
         self, tokens: Tensor, *, rows: Tensor, lengths: Tensor, cache: TextCache, large: Answers | None
     ) -> Tensor:
-        """As `logits`, of prompts, of which equal ones are computed once."""
+        """Same as `logits`, for prompts. Equal prompts are computed once."""
         prompts = [tuple(tokens[row, :length].tolist()) for row, length in zip(rows, lengths, strict=True)]
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
         firsts = torch.tensor([prompts.index(prompt) for prompt in numbers])
@@ -341,13 +348,13 @@ class _Forwards:
         return found[which]
 
     def _continued(self, tokens: Tensor, *, rows: Tensor, lengths: Tensor, large: Answers | None) -> Tensor:
-        """As `logits`, over the cache of what came before."""
+        """Same as `logits`, with the cache of earlier tokens."""
         engine, cache = self._engine, self._cache
         since = self._computed[rows].minimum(lengths - 1)
         new = new_tokens(tokens, rows=rows, since=since, until=lengths)
         self._computed[rows] = lengths
         last = new.starts + lengths - since - 1
-        assert cache is not None, "a cache of what came before"
+        assert cache is not None, "a cache of earlier tokens"
         filled = lay_out_new(new, filling=cache.texts, module=engine.module, device=engine.process.device)
         with cache.used(engine.module, spans=filled.spans):
             return self._of(filled.layout, last=last.to(engine.process.device), large=large)
@@ -359,13 +366,15 @@ class _Forwards:
 
 
 def _computed(active: Tensor) -> Tensor:
-    """Which texts a forward takes, int64 [R]: those that go on, and one where none does, because other ranks may run a forward."""
+    """Returns the texts of a forward, int64 [R]: unfinished ones, or a single text if there are none, because other ranks may run a
+    forward.
+    """
     rows = active.nonzero().squeeze(1)
     return rows if len(rows) else torch.zeros(1, dtype=torch.int64)
 
 
 def any_rank(engine: Engine, *, flag: bool) -> bool:
-    """Whether any rank has this flag: ranks run equally many forwards, because a forward may gather parameters."""
+    """Returns whether any rank has this flag. Ranks run the same number of forwards, because a forward may gather parameters."""
     if engine.comm.size == 1:
         return flag
     own = torch.tensor([float(flag)], device=engine.process.device)

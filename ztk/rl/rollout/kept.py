@@ -1,10 +1,10 @@
-"""The tokens that a rollout's top-k, top-p and min-p kept, so that the trainer's log-probabilities are over the same ones.
+"""The tokens kept by a rollout's top-k, top-p and min-p, so that the trainer's log-probabilities are normalized over the same tokens.
 
-[Note: Log-probabilities over kept tokens]
-An answer of `rollout.top_p` is drawn from the policy over some tokens, with probability p / (their mass). The trainer's softmax over all tokens
-gives p, so that without a change of the weights every ratio would be the kept mass (https://github.com/huggingface/trl/issues/6789). So the
-numbers of the kept tokens are stored with the samples, and policy and reference are computed over them, however far the weights have moved
-since. Sets are stored as numbers, 4 bytes each, because they are small where a cut acts.
+[Note: Log-probabilities over kept tokens] With `rollout.top_p`, tokens are sampled from a subset with probability p / (its mass). The
+trainer's softmax over all tokens gives p, so that even with unchanged weights every ratio would be the kept mass
+(https://github.com/huggingface/trl/issues/6789). Therefore the numbers of the kept tokens are stored with the samples, and policy and
+reference are normalized over them, regardless of later changes of the weights. Sets are stored as numbers, 4 bytes each, because they are
+small if the cut has an effect.
 """
 
 import math
@@ -15,20 +15,20 @@ from typing import Self
 import torch
 from torch import Tensor
 
-# (logits [n, V], which of the tokens they are of) -> the same with -inf for tokens that were not kept
+# (logits [n, V], slice of their tokens) -> the same with -inf for tokens that were not kept
 Hide = Callable[[Tensor, slice], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """tokens: int32 [N], the kept ones of each place, row after row. counts: int64 [S, T], how many of each place; 0 outside of answers."""
+    """tokens: int32 [N], the kept ones of each place, row after row. counts: int64 [S, T], number per place; 0 outside answers."""
 
     tokens: Tensor
     counts: Tensor
 
     @classmethod
     def of(cls, entries: Sequence[tuple[Tensor, Tensor, Tensor]], *, shape: tuple[int, int]) -> Self:
-        """entries: in any order of places (rows, positions, tokens), int64 [M] each, one for each kept token of a place."""
+        """entries: (rows, positions, tokens), int64 [M] each, one per kept token of a place, with places in any order."""
         rows, positions, tokens = (torch.cat(column) for column in zip(*entries, strict=True))
         places = rows * shape[1] + positions
         counts = torch.bincount(places, minlength=shape[0] * shape[1]).view(shape)
@@ -47,7 +47,7 @@ class Kept:
 
     @classmethod
     def joined(cls, parts: Sequence["Kept"]) -> Self:
-        """The rows of all `parts`, in order."""
+        """Concatenates the rows of all `parts`."""
         return cls(tokens=torch.cat([part.tokens for part in parts]), counts=torch.cat([part.counts for part in parts]))
 
     @classmethod
@@ -64,8 +64,9 @@ class Kept:
 
 
 def hide_of(kept: Kept | None, *, mask: Tensor, device: torch.device) -> Hide | None:
-    """For logits on `device` that predict the tokens of `mask`, bool [S, T], in their order. None: nothing is
-    left out."""
+    """Returns a mask function for logits on `device` that predict the tokens of `mask`, bool [S, T], in order, or None if nothing was
+    cut.
+    """
     if kept is None:
         return None
     counts = kept.counts[mask]
@@ -83,6 +84,6 @@ def hide_of(kept: Kept | None, *, mask: Tensor, device: torch.device) -> Hide | 
 
 
 def entries_of(kept: Tensor, *, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `Kept.of` takes, of what stays at places (rows, positions), int64 [R] each: kept bool [R, V] on the CPU."""
+    """Returns entries for `Kept.of` from kept tokens at places (rows, positions), int64 [R] each: kept bool [R, V] on the CPU."""
     which, tokens = kept.nonzero().unbind(1)
     return rows[which], positions[which], tokens

@@ -1,12 +1,12 @@
-"""Texts as a forward computes them: packed one after another without padding, or a row each with padding behind.
+"""The layout of texts in a forward: packed one after another without padding, or in a row each with padding at the end.
 
-[Note: The bits of packed texts]
-A pack's shape follows from its texts, so a rollout's forwards and the trainer's have different shapes. Bits agree where nothing that is
-computed for a text depends on what is beside it. On a CPU in fp32 that holds for the native decoder: rows of oneDNN's products have the same
-bits in any number from 2 on (`_products_agree` tries it for the shapes of the model), norms and rotary embedding are computed per row, and
-`CachedAttention` sums over keys in blocks from position 0 on, wherever they lie: so texts share what they begin with, and a prompt of eight
-answers is computed once. An activation's last elements, beyond full vectors, take another path of torch's code, and so do those at the end of
-each thread's part: packs are filled up with tokens that nobody reads until there are none.
+[Note: The bits of packed texts] A pack's shape depends on its texts, so a rollout's forwards and the trainer's have different shapes.
+They are bitwise equal if no result of a text depends on its neighbours. On a CPU in fp32 this holds for the native decoder: rows of
+oneDNN's products do not depend on the number of rows from 2 on (`_products_agree` tests the shapes of the model), norms and rotary
+embedding are computed per row, and `CachedAttention` sums over keys in blocks from position 0 on, wherever they are stored. Texts can
+thus share a common beginning, and a prompt with eight answers is computed once. The last elements of an activation, beyond full vectors,
+take another path in torch's code, also at the end of each thread's part. Packs are therefore padded with unused tokens until there are no
+such elements.
 """
 
 from dataclasses import dataclass
@@ -30,11 +30,11 @@ _PAD = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The tokens of one forward. tokens: int64 [B, T] on the engine's device. documents: of packed texts; None: each has a row.
+    """The tokens of one forward. tokens: int64 [B, T] on the engine's device. documents: of packed texts, or None if each text has a row.
 
-    starts: where each text begins in the flattened tokens, int64 [S] on the CPU. borders, prompts: int64 [S] on the CPU, how many first tokens
-    of each text lie elsewhere, where texts share them, and where; starts is then where the text would begin if they were in front of its own
-    tokens. None: no text shares any.
+    starts: first index of each text in the flattened tokens, int64 [S] on the CPU. borders, prompts: int64 [S] on the CPU, the number of
+    first tokens that a text shares with others, and their index; starts is then the index that the text would have if they preceded its
+    own tokens. None if no text shares any.
     """
 
     tokens: Tensor
@@ -44,34 +44,37 @@ class Layout:
     prompts: Tensor | None = None
 
     def forward(self, engine: Any) -> Tensor:
-        """What `engine`, or a decoder, computes: [B, T, ...]."""
+        """Returns the output of `engine`, or of a decoder: [B, T, ...]."""
         return engine(self.tokens) if self.documents is None else engine(self.tokens, documents=self.documents)
 
     def at(self, positions: Tensor) -> Tensor:
-        """Of one token per text, positions int64 [S] on the CPU, the places in the flattened tokens: int64 [S] on the device."""
+        """Returns the indices of one token per text in the flattened tokens, positions int64 [S] on the CPU: int64 [S] on the device."""
         return self._place(torch.arange(len(positions)), positions).to(self.tokens.device)
 
     def places(self, mask: Tensor) -> Tensor:
-        """Of the tokens of `mask`, bool [S, length] on the CPU, text after text, the places in the flattened tokens: int64 [N] on the
-        device."""
+        """Returns the indices of the tokens of `mask`, bool [S, length] on the CPU, text by text, in the flattened tokens: int64 [N] on
+        the device.
+        """
         text, position = mask.nonzero().unbind(1)
         return self._place(text, position).to(self.tokens.device)
 
     def before(self, mask: Tensor) -> Tensor:
-        """As `places`, of the token before each token of `mask`, from which it is predicted; none of them is a text's first."""
+        """Same as `places`, for the token before each token of `mask`, which predicts it. None of them may be a text's first."""
         text, position = mask.nonzero().unbind(1)
         return self._place(text, position - 1).to(self.tokens.device)
 
     def targets(self, mask: Tensor) -> Tensor:
-        """What follows each of the tokens where it is one of `mask`, bool [S, length] on the CPU, else -100: int64 [B, T] on the device. For
-        texts that share no tokens: what follows a shared one differs."""
+        """Returns the next token of each token if that is in `mask`, bool [S, length] on the CPU, else -100: int64 [B, T] on the device.
+
+        Only for texts without shared tokens, whose next tokens differ.
+        """
         assert self.borders is None, "every text has its own tokens"
         targets, flat = torch.full_like(self.tokens, IGNORED), self.tokens.flatten()
         targets.view(-1).index_copy_(0, self.before(mask), flat.index_select(0, self.places(mask)))
         return targets
 
     def text(self, row: int, *, count: int) -> Tensor:
-        """The places of the first `count` tokens of a text: int64 [count] on the CPU."""
+        """Returns the indices of the first `count` tokens of a text: int64 [count] on the CPU."""
         return self._place(torch.tensor(row), torch.arange(count))
 
     def _place(self, text: Tensor, position: Tensor) -> Tensor:
@@ -90,10 +93,11 @@ def lay_out(
     module: nn.Module | None = None,
     prompt_lengths: Tensor | None = None,
 ) -> Layout:
-    """tokens: int64 [S, T], of which the first `lengths`, int64 [S], are texts; on the CPU. packs: without padding, short texts first.
+    """Lays out texts. tokens: int64 [S, T], whose first `lengths`, int64 [S], are texts; on the CPU. packs: without padding, short texts
+    first.
 
-    module: a decoder whose bits a pack must keep; None: any will do. prompt_lengths: of the texts, int64 [S]: in a pack for a module that can,
-    prompts that several texts begin with are there once; None: every text is there in full.
+    module: a decoder whose results must be bitwise independent of the pack, if required.
+    prompt_lengths: of the texts, int64 [S]. With them, and a module that supports it, common prompts of a pack are computed once.
     """
     S, T = tokens.shape
     if not packs:
@@ -107,7 +111,7 @@ def lay_out(
     flat, positions = tokens[order][is_token], torch.arange(T).expand(S, T)[is_token]
     if module is not None and (extra := _missing(len(flat), module=module)):
         flat = torch.cat([flat, flat.new_full((extra,), _PAD)])
-        positions = torch.cat([positions, torch.zeros(extra, dtype=torch.int64)])  # each a text of its own
+        positions = torch.cat([positions, torch.zeros(extra, dtype=torch.int64)])  # each is a separate text
     starts = torch.empty_like(lengths)
     starts[order] = lengths[order].cumsum(0) - lengths[order]
     documents = Documents.at(positions.unsqueeze(0)).to(device)
@@ -117,13 +121,13 @@ def lay_out(
 def _shared(
     tokens: Tensor, *, lengths: Tensor, prompts: list[tuple[int, ...]], device: torch.device, module: nn.Module
 ) -> Layout:
-    """First every prompt once, then each text's other tokens, short ones first. prompts: of each text."""
+    """Lays out every prompt once, then each text's other tokens, short ones first. prompts: of each text."""
     order = lengths.argsort(stable=True).tolist()
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
     which, borders = [numbers[prompt] for prompt in prompts], [len(prompt) for prompt in prompts]
     ends = lengths.tolist()
-    answering = [row for row in order if ends[row] > borders[row]]  # an empty answer is no document
-    # Per document: tokens, its first position, what it goes on with. Last what fills the pack up, each token a document.
+    answering = [row for row in order if ends[row] > borders[row]]  # an empty answer is not a document
+    # Per document: tokens, its first position, and the document that it continues. Padding comes last, each token as a document.
     parts = [(torch.tensor(prompt), 0, -1) for prompt in numbers]
     parts += [(tokens[row, borders[row] : ends[row]], borders[row], which[row]) for row in answering]
     extra = _missing(sum(len(part) for part, _, _ in parts), module=module)
@@ -151,8 +155,9 @@ def _shared(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewTokens:
-    """What texts have got since the last forward, one text after the other: tokens, positions int64 [N]; starts: where each text's begin,
-    int64 [R]. spans: where they are; slots are texts."""
+    """The tokens of texts since the last forward, text by text: tokens, positions int64 [N]; starts: first index of each text's, int64
+    [R]. spans: their locations; slots are texts.
+    """
 
     tokens: Tensor
     positions: Tensor
@@ -161,7 +166,7 @@ class NewTokens:
 
 
 def new_tokens(tokens: Tensor, *, rows: Tensor, since: Tensor, until: Tensor) -> NewTokens:
-    """Of texts `rows`, int64 [R], the tokens from `since` to `until`, int64 [R] each, of tokens int64 [S, T] on the CPU."""
+    """Returns the tokens of texts `rows`, int64 [R], from `since` to `until`, int64 [R] each, from tokens int64 [S, T] on the CPU."""
     counts = until - since
     starts = counts.cumsum(0) - counts
     columns = (rows.tolist(), since.tolist(), counts.tolist(), starts.tolist())
@@ -177,14 +182,17 @@ def new_tokens(tokens: Tensor, *, rows: Tensor, since: Tensor, until: Tensor) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continued:
-    """A forward over what texts have got since the last one. spans: where each text's new tokens are, the filling's last."""
+    """A forward over the tokens since the last one. spans: location of each text's new tokens, with the padding last."""
 
     layout: Layout
     spans: list[Span]
 
 
 def lay_out_new(new: NewTokens, *, filling: int, module: nn.Module, device: torch.device) -> Continued:
-    """filling: the slot of tokens that fill the forward up. The layout's `at` takes positions less those of each text's first token here."""
+    """Lays out new tokens. filling: the slot of padding tokens.
+
+    The layout's `at` takes positions relative to each text's first token here.
+    """
     flat, positions, spans = new.tokens, new.positions, new.spans
     if extra := _missing(len(flat), module=module):
         fills = [Span(slot=filling, start=0, length=1, row=len(flat) + number) for number in range(extra)]
@@ -192,8 +200,8 @@ def lay_out_new(new: NewTokens, *, filling: int, module: nn.Module, device: torc
         flat = torch.cat([flat, flat.new_full((extra,), _PAD)])
         positions = torch.cat(
             [positions, torch.zeros(extra, dtype=torch.int64)]
-        )  # all alike, at one place of the cache
-    documents = Documents(  # attention goes by the spans, so positions are all that counts
+        )  # all equal, at one place of the cache
+    documents = Documents(  # attention follows the spans, so only positions matter
         positions=positions.unsqueeze(0),
         cu_seqlens=torch.tensor([0, len(flat)], dtype=torch.int32),
         longest=int(positions.max()) + 1,
@@ -204,13 +212,15 @@ def lay_out_new(new: NewTokens, *, filling: int, module: nn.Module, device: torc
 
 
 def can_pack(module: nn.Module) -> bool:
-    """Whether the module takes packed texts: the native decoder does."""
+    """Returns whether the module supports packed texts: only the native decoder does."""
     return isinstance(module, Decoder)
 
 
 def pack_exactly(*modules: nn.Module, device: torch.device) -> bool:
-    """Makes each a decoder whose bits do not depend on what a text is packed with, if all of them can be on this processor, and says
-    whether."""
+    """Makes the results of each decoder bitwise independent of the pack, if all of them support this on this processor.
+
+    Returns whether they do.
+    """
     if not all(_is_plain(module, device=device) and _products_agree(module) for module in modules):
         return False
     for module in modules:
@@ -219,13 +229,13 @@ def pack_exactly(*modules: nn.Module, device: torch.device) -> bool:
 
 
 def has_cache(module: nn.Module) -> bool:
-    """All its attention takes a `TextCache`."""
+    """Returns whether all attention of the module supports a `TextCache`."""
     attends = [part for part in module.modules() if isinstance(part, CausalAttention)]
     return bool(attends) and all(isinstance(part, CachedAttention) for part in attends)
 
 
 def _is_plain(module: nn.Module, *, device: torch.device) -> bool:
-    """A native decoder in fp32 on a CPU, without experts and adapters, that attends as it was made to."""
+    """Returns whether the module is an unmodified native decoder in fp32 on a CPU, without experts and adapters."""
     if not isinstance(module, Decoder) or device.type != "cpu":
         return False
     parts = list(module.modules())
@@ -239,7 +249,7 @@ def _is_plain(module: nn.Module, *, device: torch.device) -> bool:
 
 @torch.no_grad()
 def _products_agree(module: nn.Module) -> bool:
-    """Rows of the products with weights of these shapes have the same bits in any number of rows, on this processor."""
+    """Returns whether rows of products with weights of these shapes are bitwise independent of the number of rows, on this processor."""
     generator = torch.Generator().manual_seed(0)
     for of, out in {(part.in_features, part.out_features) for part in module.modules() if isinstance(part, Linear)}:
         x, weight = (torch.randn(count, of, generator=generator) for count in (max(_ROWS), out))
@@ -250,7 +260,9 @@ def _products_agree(module: nn.Module) -> bool:
 
 
 def _missing(count: int, *, module: nn.Module) -> int:
-    """Tokens that fill a pack of `count` up: every thread's part of an activation is full vectors, and no product has a lone row."""
+    """Returns the number of padding tokens for a pack of `count`: every thread's part of an activation is full vectors, and no product
+    has a single row.
+    """
     assert isinstance(module, Decoder)
     width, filled = module.config.hidden_dim, max(2, count)
     while not is_cut_evenly(filled * width):

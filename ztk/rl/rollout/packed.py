@@ -1,10 +1,10 @@
-"""The trainer's forward of new tokens over weights that are packed once per rollout, in oneDNN's layout: by the inference engine's model.
+"""The trainer's forward of new tokens with the inference engine's model, whose weights are packed once per rollout in oneDNN's layout.
 
-[Note: The bits of packed weights]
-Products with a packed weight, and with the weights of query, key and value in one, have the bits of the trainer's; everything else the engine
-computes as the trainer does (see [Note: The cache's bits] in `attention`). Whether it holds on this processor is tried with the model itself,
-once per shape: a text in pieces over the cache, and equal answers in step, beside the trainer's forward of it. A step of 32 texts of up to 70
-tokens, 1.6 million parameters, two cores of an EPYC with AVX512: 2.0 ms, and by the trainer's module 5.1 (medians of 6).
+[Note: The bits of packed weights] Products with a packed weight, and with the joined weights of query, key and value, are bitwise equal
+to the trainer's; the engine computes everything else like the trainer (see [Note: The cache's bits] in `attention`). This is tested on
+this processor with the model itself, once per shape: a text in pieces over the cache, and equal answers in step, are compared with the
+trainer's forward. A step of 32 texts of up to 70 tokens with 1.6 million parameters on two cores of an EPYC with AVX512 takes 2.0 ms, and
+5.1 ms with the trainer's module (medians of 6).
 """
 
 import torch
@@ -22,16 +22,16 @@ from ztk.rl.rollout.answering import can_answer, given_answer
 from ztk.rl.rollout.layout import has_cache, lay_out
 from ztk.train.engine import Engine
 
-_PIECES = (2, 3, 5, 1, 8, 17, 33, 61)  # tokens of a text that is tried, of which each forward takes some
+_PIECES = (2, 3, 5, 1, 8, 17, 33, 61)  # tokens of a test text per forward
 _PROMPTS, _ANSWER, _COPIES = (1, 66, 126), 4, 5  # tokens, with and without a full block; equal answers
 _agrees: dict[tuple[DecoderConfig, int], bool] = {}  # by shape and number of threads
 
 
 def pack_weights(engine: Engine) -> InferenceModel | None:
-    """A copy of the weights that computes the bits of the engine's module. A collective call.
+    """Returns a copy of the weights that is bitwise equal to the engine's module. A collective call.
 
-    None, where the module has to compute them, more slowly: its attention keeps no texts, its parameters are gathered for forwards, or on some
-    rank twice the parameters do not fit into what is free, or its processor gives other bits.
+    Returns None if the module itself must be used, which is slower: its attention has no cache, its parameters are gathered for forwards,
+    or on some rank twice the parameters do not fit into the free memory, or the processor computes other bits.
     """
     module = engine.module
     if not isinstance(module, Decoder) or engine.zero.policy.shards_parameters:
@@ -40,12 +40,12 @@ def pack_weights(engine: Engine) -> InferenceModel | None:
     is_possible = has_cache(module) and 2 * nbytes <= free_memory() // engine.process.local_world_size
     state = {name: value for name, value in engine.zero.full_parameters() if is_possible}
     model = _model_of(state, module=module) if is_possible else None
-    # The module's forwards are as many on all ranks, and a rank that packs takes no part in counting them.
+    # All ranks must run the module's forwards equally often, and a rank that packs would not count them.
     return model if _all(engine, flag=model is not None) else None
 
 
 def _model_of(state: dict[str, Tensor], *, module: Decoder) -> InferenceModel | None:
-    """None: other bits."""
+    """Returns None if the bits differ."""
     subject = describe(module)
     model = InferenceModel(subject, weights=collect(state, description=subject.description))
     key = module.config, torch.get_num_threads()
@@ -55,7 +55,7 @@ def _model_of(state: dict[str, Tensor], *, module: Decoder) -> InferenceModel | 
 
 
 def _all(engine: Engine, *, flag: bool) -> bool:
-    """Whether all ranks have this flag. A collective call."""
+    """Returns whether all ranks have this flag. A collective call."""
     if engine.comm.size == 1:
         return flag
     own = torch.tensor([float(flag)], device=engine.process.device)
@@ -63,7 +63,7 @@ def _all(engine: Engine, *, flag: bool) -> bool:
 
 
 def _agree(model: InferenceModel, *, module: Decoder) -> bool:
-    """Whether both give the same logits, bit for bit: the model of a text in pieces, and of the same answer several times in step."""
+    """Returns whether both compute bitwise equal logits: for a text in pieces, and for the same answer several times in step."""
     of = model.description
     text, found = random_tokens(of.vocab_size, count=min(sum(_PIECES), of.max_len)), []
     layout = lay_out(text[None], lengths=torch.tensor([len(text)]), packs=True, device=text.device, module=module)

@@ -1,8 +1,9 @@
-"""Rewards of answers by Python functions of the user's, called under guard.
+"""Calls the user's reward functions with time limits and checks.
 
-A function gets a whole batch as lists, as TRL's do: f(prompts=, completions=, completion_ids=, further fields of the records) -> one number or
-None per answer. One with a parameter `answer` is called per answer instead: f(prompt=, answer=, record=) -> a number or None. Either may be
-`async def`: all of them are awaited together, on a loop that lives as long as the process, so clients may keep their connections.
+A function gets a whole batch as lists, as in TRL: f(prompts=, completions=, completion_ids=, further fields of the records) -> one number
+or None per answer. A function with a parameter `answer` is called per answer instead: f(prompt=, answer=, record=) -> a number or None.
+Both may be `async def`: all calls are awaited together, on an event loop that lives as long as the process, so that clients can keep
+their connections.
 """
 
 import asyncio
@@ -30,17 +31,17 @@ from ztk.rl.rollout.calls import (
 )
 
 RewardFunction = Callable[..., Any]
-# Fields of a record that are the conversation itself.
+# Fields of a record that contain the conversation itself.
 OWN_FIELDS = ("prompt", "completion", "completion_ids", "messages")
 
 
 class RewardError(RuntimeError):
-    """A reward function failed; the text has its name, the record and the answer."""
+    """A reward function failed. The message has its name, the record and the answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingState:
-    """The `trainer_state` of reward functions: the optimizer steps made, and the steps of the run."""
+    """The `trainer_state` of reward functions: the number of optimizer steps so far, and the steps of the run."""
 
     global_step: int
     max_steps: int
@@ -48,9 +49,10 @@ class TrainingState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """Answers to reward. texts: the prompts as the policy sees them. token_ids: of the answers, the end included. records: lines of the data.
+    """Answers to reward. texts: the prompts as text, including special tokens. token_ids: of the answers, including the end. records:
+    lines of the data.
 
-    is_chat: prompts are messages. conversations: messages behind each prompt of messages, if they are more than the answer alone.
+    is_chat: whether prompts are messages. conversations: messages after each prompt of messages, if they are more than the answer.
     """
 
     texts: Sequence[str]
@@ -65,7 +67,7 @@ class Answered:
         return len(self.answers)
 
     def where(self, row: int) -> str:
-        """Names an answer in an error."""
+        """Describes an answer in an error."""
         return f"for prompt {self.texts[row]!r}, answer {self.answers[row]!r}, record {dict(self.records[row])!r}"
 
     def columns(self) -> dict[str, list[Any]]:
@@ -73,7 +75,7 @@ class Answered:
         names = dict.fromkeys(name for record in self.records for name in record if name not in OWN_FIELDS)
         rows = list(zip(self.texts, self.answers, self.records, self.is_chat, strict=True))
         fields = {name: [record.get(name) for record in self.records] for name in names}
-        return fields | {  # UltraFeedback's records have a field "completions" of their own
+        return fields | {  # UltraFeedback's records have their own field "completions"
             "prompts": [
                 record.get("prompt", record.get("messages")) if chat else text for text, _, record, chat in rows
             ],
@@ -82,7 +84,7 @@ class Answered:
         }
 
     def messages(self, row: int) -> list[Mapping[str, Any]]:
-        """The messages behind a prompt of messages."""
+        """Returns the messages after a prompt of messages."""
         if self.conversations is not None:
             return list(self.conversations[row])
         return [{"role": "assistant", "content": self.answers[row]}]
@@ -109,7 +111,8 @@ class Reward:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewarded:
-    """values: of S answers and F functions, float64 [S, F], NaN for None. total: the weighted sums, [S], NaN where all functions gave None.
+    """values: of S answers and F functions, float64 [S, F], NaN for None. total: the weighted sums, [S], NaN if all functions returned
+    None.
 
     extra: further columns of the completions' table (`log_extra`). logged: values of a step's row (`log_metric`).
     """
@@ -121,22 +124,22 @@ class Rewarded:
 
 
 class RewardFunctions:
-    """Several functions, whose weighted sum is the reward. A function that gives None for an answer is left out of its sum."""
+    """Several functions, whose weighted sum is the reward. A function that returns None for an answer is excluded from its sum."""
 
     def __init__(self, rewards: Sequence[Reward], *, timeout_seconds: float) -> None:
-        """timeout_seconds: the longest time of one call."""
+        """timeout_seconds: the time limit of one call."""
         self.rewards, self._seconds = tuple(rewards), timeout_seconds
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the functions, in order."""
+        """The names of the functions, in order."""
         return tuple(reward.name for reward in self.rewards)
 
     def score(self, answered: Answered) -> Rewarded:
-        """The rewards of a batch.
+        """Returns the rewards of a batch.
 
         Raises:
-            RewardError: a function raised, took longer than the limit, or returned something else than finite numbers and None, one per answer.
+            RewardError: a function raised, exceeded the time limit, or did not return one finite number or None per answer.
         """
         extra: dict[str, list[Any]] = {}
         logged: dict[str, list[float]] = {}
@@ -145,7 +148,7 @@ class RewardFunctions:
             "log_extra": extra.__setitem__,
             "log_metric": lambda name, value: logged.setdefault(name, []).append(float(value)),
         }
-        # Coroutines run on their loop while plain functions compute here.
+        # Coroutines run on their loop while plain functions run here.
         awaited = {
             number: submit(self._awaited(reward, answered=answered, given=given))
             for number, reward in enumerate(self.rewards)
@@ -164,7 +167,7 @@ class RewardFunctions:
         return Rewarded(values=values, total=total, extra=_columns(extra, answered=answered), logged=logged)
 
     def _called(self, reward: Reward, *, answered: Answered, given: Mapping[str, Any]) -> Any:
-        """The values of a plain function, called on threads of its own: whatever it waits for, this call ends in time."""
+        """Calls a plain function on separate threads, so that this call returns in time even if the function blocks."""
         if not reward.per_answer:
             return self._in_time(reward, arguments=asked(reward.function, given=given), where=_batch(answered))
         return [
@@ -179,7 +182,7 @@ class RewardFunctions:
             raise self._fault(reward, failed=failed, where=where) from failed.error
 
     async def _awaited(self, reward: Reward, *, answered: Answered, given: Mapping[str, Any]) -> Any:
-        """The values of a coroutine function; one per answer is awaited for all answers together."""
+        """Awaits a coroutine function; a per-answer function is awaited for all answers together."""
         if not reward.per_answer:
             return await self._await(reward, arguments=asked(reward.function, given=given), where=_batch(answered))
         return await asyncio.gather(
@@ -213,10 +216,12 @@ class RewardFunctions:
 
 
 def load_function(name: str, *, key: str, kind: str = "function") -> RewardFunction:
-    """The function that `name`, `FILE.py:FUNCTION` or `MODULE:FUNCTION`, names. key: of the configuration, kind: what it names, for errors.
+    """Imports the function `name`, `FILE.py:FUNCTION` or `MODULE:FUNCTION`. key: of the configuration; kind: of the named object.
+
+    Both are for errors.
 
     Raises:
-        ValueError: another form, no such file or module, one that cannot be imported, or no such function in it.
+        ValueError: another form, a missing file or module, a failing import, or no such function.
     """
     source, _, function = name.rpartition(":")
     if not is_function_name(name):
@@ -253,7 +258,7 @@ def _batch(answered: Answered) -> str:
 
 
 def _columns(extra: Mapping[str, Any], *, answered: Answered) -> dict[str, list[Any]]:
-    """The columns of `log_extra` as lists. Raises RewardError for one that has another length than there are answers."""
+    """Returns the columns of `log_extra` as lists. Raises RewardError if a length differs from the number of answers."""
     found = {}
     for name, values in extra.items():
         try:
@@ -268,7 +273,7 @@ def _columns(extra: Mapping[str, Any], *, answered: Answered) -> dict[str, list[
 
 
 def _checked(values: Any, *, reward: Reward, answered: Answered) -> list[float]:
-    """A finite number per answer, NaN for None. Raises RewardError for anything else."""
+    """Returns a finite number per answer, NaN for None. Raises RewardError for anything else."""
     said = f"the reward function {reward.name} returned"
     try:
         found = list(values)

@@ -1,4 +1,4 @@
-"""Memory of the device for answers: what only an update reads leaves while they are drawn and scored."""
+"""Frees device memory for generation: moves tensors that only updates need to main memory during sampling and scoring."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +11,10 @@ _KINDS = (StateKind.optim_states, StateKind.hp_params)
 
 @contextmanager
 def states_away(*engines: Engine) -> Iterator[None]:
-    """Inside, optimizer states and master weights of `engines` are in main memory, and no engine may step or save. Where the device is the CPU
-    nothing is copied; what is offloaded anyway stays where it is. Every rank must enter."""
+    """Moves optimizer states and master weights of `engines` to main memory inside the context. A collective call.
+
+    No engine may step or save inside. Nothing is copied if the device is the CPU, and offloaded tensors stay in their tier.
+    """
     for engine in engines:
         engine.zero.offloader.offload(_KINDS, pin_memory=True, non_blocking=False)
     try:

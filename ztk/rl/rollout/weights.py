@@ -1,4 +1,4 @@
-"""How a rollout sees sharded parameters: gathered once for all its forwards, or a unit at a time."""
+"""How a rollout reads sharded parameters: gathered once for all its forwards, or one unit at a time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,16 +12,16 @@ from ztk.train.engine import Engine
 
 
 class RolloutWeights(StrEnum):
-    """What memory the parameters of a rollout take at stage 3. Below it they are full in any case."""
+    """The memory of a rollout's parameters at stage 3. At lower stages they are always full."""
 
-    auto = "auto"  # whole where all parameters fit, else streamed
-    whole = "whole"  # gathered once and kept, as many as zero.max_live_parameters allows; a rollout moves each parameter once
-    streamed = "streamed"  # gathered for every forward and released after it: the memory of training
+    auto = "auto"  # whole if all parameters fit, else streamed
+    whole = "whole"  # gathered once and kept, up to zero.max_live_parameters; a rollout moves each parameter once
+    streamed = "streamed"  # gathered for every forward and released afterwards: needs as much memory as training
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettledWeights:
-    """weights: whole or streamed. reason: a sentence that says why."""
+    """weights: whole or streamed. reason: a sentence with the reason."""
 
     weights: RolloutWeights
     reason: str
@@ -29,7 +29,7 @@ class SettledWeights:
 
 @contextmanager
 def rollout_weights(engine: Engine, *, weights: RolloutWeights) -> Iterator[None]:
-    """Inside, the engine's module runs forwards without gradients, in eval mode. Every rank must enter."""
+    """Prepares the engine's module for forwards without gradients, in eval mode. A collective call."""
     if weights is RolloutWeights.auto:
         weights = settle_weights(engine).weights
     with engine.evaluating():
@@ -41,9 +41,9 @@ def rollout_weights(engine: Engine, *, weights: RolloutWeights) -> Iterator[None
 
 
 def settle_weights(engine: Engine, *, free_bytes: int | None = None) -> SettledWeights:
-    """What `auto` is for this engine, the same on all ranks. A collective call.
+    """Decides `auto` for this engine, the same on all ranks. A collective call.
 
-    free_bytes: where a rank computes; None: what is free there now, on the CPU the rank's part of it.
+    free_bytes: where a rank computes. Defaults to the free memory there; on the CPU, to the rank's part of it.
     """
     buckets = {bucket for unit in engine.zero.gathering.units for bucket in unit.buckets}
     elements = sum(bucket.size for bucket in buckets)
@@ -68,7 +68,7 @@ def settle_weights(engine: Engine, *, free_bytes: int | None = None) -> SettledW
 
 
 def _free_bytes(engine: Engine) -> int:
-    """On the device, of which a tenth is left to activations; on the CPU this rank's part of main memory."""
+    """Returns the free memory: on the device, less a tenth for activations; on the CPU, this rank's part of main memory."""
     if engine.process.device.type != "cuda":
         return free_memory() // engine.process.local_world_size
     return free_device_memory(engine.process.device) * 9 // 10
