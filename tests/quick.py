@@ -28,6 +28,7 @@ QUICK = (
     "tests/config/test_config.py::test_resolved_configurations_are_the_recorded_ones",
     "tests/data",
     "tests/deepspeed/test_config.py",
+    "tests/documents/test_pages.py",
     "tests/deepspeed/test_convert.py",
     "tests/deepspeed/test_engine.py::test_what_an_engine_answers",
     "tests/deepspeed/test_schedules.py",

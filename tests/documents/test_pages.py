@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scripts import results_page
+from scripts.engine_chart import latest
 
 CHECKOUT = Path(__file__).parents[2]
 DOCS = CHECKOUT / "docs"
@@ -85,3 +86,19 @@ def test_quoted_errors_of_plans_are_the_page_of_published_runs():
     quoted = [DOCS / "index.md", DOCS / "tutorials" / "plan.md", CHECKOUT / "README.md"]
     wrong = [file.name for file in quoted if not {count, error} <= set(re.findall(r"[\d.]+\d", file.read_text()))]
     assert not wrong, f"write {count} runs and {error} %"
+
+
+def test_quoted_speeds_are_the_measured_ones():
+    text = (DOCS / "compared.md").read_text(encoding="utf-8")
+    for name, candidates in {
+        "DDP": ("ztk0", "ddp"),
+        "FSDP2": ("ztk3", "fsdp2"),
+        "NVMe": ("ztk3+nvme", "deepspeed3+nvme"),
+    }.items():
+        for dtype in ("fp32", "bf16"):
+            speeds = latest(results_page.engine_rows(), dtype=dtype)
+            ratio = f"{speeds[candidates[0]] / speeds[candidates[1]]:.2f}"
+            rows = [line for line in text.splitlines() if line.startswith("| D") or line.startswith("| F")]
+            assert any(name in row and f"{ratio} " in row.replace("|", " ") + " " for row in rows), (
+                f"{name} {dtype}: {ratio}"
+            )
