@@ -1,6 +1,7 @@
 """reward.path with a model of transformers for sequence classification: its values are those of transformers on the same texts."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,15 @@ def test_values_are_those_of_transformers(stage, ranks, folder, tmp_path):
     records = [{"prompt": [{"role": "user", "content": text}]} for text in prompts]
     given = Answered(texts=prompts, records=records, is_chat=[True] * 4, **common)
     texts = [f"<bos>u{prompt}<eos><bos>a{answer}<eos>" for prompt, answer in zip(prompts, answers, strict=True)]
+    expected = by_transformers(folder, texts=texts, adds=False)
+    assert ranks(2).run(scored, config=config, given=given)[1] == pytest.approx(expected, abs=1e-5)
+    turns = [
+        {"role": "assistant", "content": "f"},
+        {"role": "tool", "content": "7"},
+        {"role": "assistant", "content": "g"},
+    ]
+    given = replace(given, conversations=[turns] * 4)  # of an environment
+    texts = [f"<bos>u{prompt}<eos><bos>af<eos><bos>t7<eos><bos>ag<eos>" for prompt in prompts]
     expected = by_transformers(folder, texts=texts, adds=False)
     assert ranks(2).run(scored, config=config, given=given)[1] == pytest.approx(expected, abs=1e-5)
 
