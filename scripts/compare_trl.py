@@ -37,6 +37,7 @@ import trl
 
 from experiments import answers
 from experiments.alignment import open_stream
+from experiments.drawn_answers import DistillStream
 from experiments.examples import ExampleStream, Step
 from experiments.models import build, full_values
 from experiments.prompts import PAD, STOP
@@ -44,6 +45,7 @@ from ztk.checkpoint.llama import TO_LLAMA, llama_config
 from ztk.config import Config, Machine, compose
 from ztk.core.runtime import Process
 from ztk.report import plot
+from ztk.rl.align import Sequences
 
 TOLERANCE = 1e-5
 COMMON = (
@@ -81,6 +83,7 @@ CASES = {
     "distill, forward": ((*DISTILL, "distill.beta=0"), {"beta": 0.0, "lmbda": 0.0}),
     "distill, reverse": ((*DISTILL, "distill.beta=1"), {"beta": 1.0, "lmbda": 0.0}),
     "distill": ((*DISTILL, "distill.beta=0.3"), {"beta": 0.3, "lmbda": 0.0}),
+    "distill, own draws": ((DISTILL[0], DISTILL[2], "distill.fraction=1"), {"beta": 0.5, "lmbda": 0.0}),
 }
 # Of `--speed`: the sizes of `compare_trl_rollouts.py`, and texts whose lengths differ as those of chats do.
 SPEED = (
@@ -98,9 +101,10 @@ LETTERS = "abcdefghij"
 
 @dataclass(kw_only=True)
 class Losses:
-    """Of every step. seconds: what it took; tokens: of its texts, without padding."""
+    """Of every step. seconds: what it took; tokens: of its texts, without padding. texts: of steps of task=distill, as TRL takes them."""
 
     losses: list[float] = field(default_factory=list)
+    texts: list[dict] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
@@ -192,10 +196,12 @@ def with_teacher(words: Sequence[str], *, folder: str) -> list[str]:
 
 
 def run_both(config: Config, *, process: Process, folder: str, options: dict) -> tuple[Losses, Losses]:
-    """ztk's run, and TRL's of the same texts."""
+    """ztk's run, and TRL's of the same texts, which task=distill may draw."""
     with contextlib.redirect_stdout(io.StringIO()):  # two programs' tables
-        theirs = run_trl(config, process=process, folder=folder, options=options)
+        data = None if config.task.name == "distill" else texts_of(config, process=process)
         ours = run_ztk(config, process=process)
+        data = datasets.Dataset.from_list(ours.texts) if data is None else data
+        theirs = run_trl(config, process=process, folder=folder, options=options, data=data)
     written = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
     ours.losses, theirs.tokens = [row["loss"] for row in written], ours.tokens
     return ours, theirs
@@ -214,16 +220,32 @@ def run_ztk(config: Config, *, process: Process) -> Losses:
         started[0] = time.perf_counter()
         return step
 
-    ExampleStream.next_step = timed
+    next_answers = DistillStream.next_step
+
+    def recorded(stream: DistillStream) -> Step:
+        step = next_answers(stream)
+        found.texts += [record for batch in step.micro_batches for record in records_of(batch.sequences)]
+        return step
+
+    ExampleStream.next_step, DistillStream.next_step = timed, recorded
     try:
         import_module(config.task.module).run(copy.deepcopy(config), process=process)
     finally:
-        ExampleStream.next_step = next_step
+        ExampleStream.next_step, DistillStream.next_step = next_step, next_answers
     return found
 
 
-def run_trl(config: Config, *, process: Process, folder: str, options: dict) -> Losses:
-    """TRL's trainer, from the first parameters of the run that `config` describes."""
+def records_of(sequences: Sequences) -> list[dict]:
+    """Texts with the tokens that are learnt, as TRL takes them."""
+    parts = (values.split(sequences.lengths.tolist()) for values in (sequences.tokens, sequences.answer))
+    return [
+        {"input_ids": ids.tolist(), "labels": torch.where(mask, ids, -100).tolist()}
+        for ids, mask in zip(*parts, strict=True)
+    ]
+
+
+def run_trl(config: Config, *, process: Process, folder: str, options: dict, data: datasets.Dataset) -> Losses:
+    """TRL's trainer, from the first parameters of the run that `config` describes. data: its examples."""
     is_reward = config.task.name == "reward"
     engine = build(config, process=process, is_trained=False, is_critic=is_reward)
     values = full_values(engine)
@@ -281,7 +303,7 @@ def run_trl(config: Config, *, process: Process, folder: str, options: dict) -> 
     trainer = Recording(
         model=model,
         args=arguments,
-        train_dataset=texts_of(config, process=process),
+        train_dataset=data,
         processing_class=byte_tokenizer(),
         callbacks=[Clock()],
         **extra,
@@ -322,10 +344,8 @@ def texts_of(config: Config, *, process: Process) -> datasets.Dataset:
             tokens, masks = (
                 values.split(sequences.lengths.tolist()) for values in (sequences.tokens, sequences.answer)
             )
-            if config.task.name in ("sft", "distill"):
-                for ids, mask in zip(tokens, masks, strict=True):
-                    labels = torch.where(mask, ids, -100)
-                    records.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+            if config.task.name == "sft":
+                records += records_of(sequences)
                 continue
             if config.dpo.loss == "kto":
                 for ids, mask, label in zip(tokens, masks, batch.labels.tolist(), strict=True):

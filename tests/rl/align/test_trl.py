@@ -9,7 +9,16 @@ from ztk.core.runtime import Process
 from ztk.report import plot
 
 pytest.importorskip("trl")
-CASES = ("simpo", "simpo and sft", "orpo", "kto", "distill", "distill, forward", "distill, reverse")
+CASES = (
+    "simpo",
+    "simpo and sft",
+    "orpo",
+    "kto",
+    "distill",
+    "distill, forward",
+    "distill, reverse",
+    "distill, own draws",
+)
 
 
 @pytest.mark.parametrize("case", CASES)
