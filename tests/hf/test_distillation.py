@@ -7,7 +7,7 @@ import torch
 
 from tests.experiments.test_alignment import laid_out, losses_of, play, record_of, written
 from tests.hf import small
-from ztk.config import Config, ConfigError, Machine, compose
+from ztk.config import Config, ConfigError, Machine, compose, save
 from ztk.rl.align import DistillPolicy, distill_losses
 
 RECORDS = [
@@ -83,6 +83,31 @@ def test_the_student_draws_with_its_tokenizer_and_ends_there(engine, ranks, fold
     assert config.data.seq_len >= 3 + 5
     ranks(2).run(play, configs=[config])
     assert all(row["own"] == 1 and 1 <= row["length"] <= 5 for row in record_of(tmp_path))
+
+
+def test_a_student_that_starts_as_its_teacher_has_nothing_to_learn(ranks, folders, tmp_path):
+    """The teacher is a run with adapters, whose checkpoint leaves out the model below them."""
+    words = ("task=sft", *(word for word in COMMON if not word.startswith("distill.")), "lora=adapter", "lora.rank=2")
+    data = (
+        f"data.path={folders[0]}/records.jsonl",
+        f"data.tokenizer={folders[0]}",
+        "model=hf",
+        f"model.path={folders[0]}",
+    )
+    run = tmp_path / "run"
+    config = compose(
+        *words, *data, "checkpoint=last", "launch.ranks=2", output_dir=str(run), machine=Machine(gpus=0, cores=2)
+    )
+    run.mkdir(exist_ok=True)
+    ranks(2).run(play, configs=[config])
+    save(config, path=run / "config.yaml")
+    found = []
+    for name, teacher in (("same", run), ("base", folders[0])):
+        same = ("lora=adapter", "lora.rank=2", f"warm_start.path={run}", "distill.fraction=0", "train.steps=1")
+        learns = config_of(*same, folders=(folders[0], teacher), to=tmp_path / name)
+        ranks(2).run(play, configs=[learns])
+        found += losses_of(tmp_path / name)
+    assert found[0] == pytest.approx(0, abs=1e-6) and found[1] > 1e-5
 
 
 def test_another_vocabulary_is_refused(folders, tmp_path):
