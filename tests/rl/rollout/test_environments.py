@@ -360,6 +360,49 @@ def play_counting(process: Process, *, config, cache: str | None) -> list[tuple[
     return found
 
 
+def play_recording(process: Process, *, config, most: int | None = None) -> list[int]:
+    """A run of the trainer's forward with a cache; of every forward the fewest tokens that the cache has of a text. most: groups of texts
+    whose cache stays between turns."""
+    from ztk.rl.rollout import hybrid
+
+    new_tokens, groups_kept, found = hybrid.new_tokens, hybrid._groups_kept, []
+
+    def recording(tokens, *, rows, since, until):
+        found.append(int(since.min()))
+        return new_tokens(tokens, rows=rows, since=since, until=until)
+
+    hybrid.new_tokens = recording
+    if most is not None:
+        hybrid._groups_kept = lambda *args, **options: most
+    try:
+        play(process, config=config)
+    finally:
+        hybrid.new_tokens, hybrid._groups_kept = new_tokens, groups_kept
+    return found
+
+
+@pytest.mark.parametrize(("most", "prompts"), [(None, 4), (0, 8)])
+def test_the_trainers_forward_keeps_its_cache_between_turns_where_it_fits(most, prompts, straight, ranks, tmp_path):
+    (found,) = ranks(1).run(play_recording, config=config_with("Twice", folder=tmp_path), most=most)
+    assert found.count(0) == prompts  # of two rollouts and of the evaluations before and after, of one or two turns
+    assert len(found) > 40 and rows_of(tmp_path) == straight[1]
+
+
+def test_an_observation_that_the_template_refuses_is_named(tmp_path):
+    _, turns = opened(
+        tmp_path,
+        template=PLAIN
+        + "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}",
+    )
+    with pytest.raises(ValueError, match="refuses the messages: no tools") as caught:
+        turns.between(ASKED, observed=OBSERVED)
+    made = environments(lambda: None)
+    [episode] = episodes()
+    episode.rewards.append(None)
+    said = str(made.refused(episode, error=caught.value))
+    assert "rollout.environment=mine.py:Env: the observation of sample 0, turn 1" in said and "no tools" in said
+
+
 def test_kept_tokens_are_those_of_all_turns(ranks, tmp_path):
     config = config_with("Twice", "rollout.top_k=5", folder=tmp_path, train__steps=2)
     (result,) = ranks(1).run(play, config=config)

@@ -142,6 +142,10 @@ class Environments:
             episode.rewards.append(step.reward)
         return steps
 
+    def refused(self, episode: Episode, *, error: ValueError) -> EnvironmentFault:
+        """The fault of an observation that cannot be written behind the conversation."""
+        return EnvironmentFault(f"{self._name}: the observation of {_where(episode, turn=episode.turns)}: {error}")
+
     def _made(self, episode: Episode) -> Any:
         made = self._in_time(_Call(episode=episode, method="its class", function=self._make))
         for method in ("reset", "step"):
@@ -230,5 +234,7 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str)
 
 
-def _where(episode: Episode) -> str:
-    return f"sample {episode.number}, turn {episode.turns + 1}, record {dict(episode.record)!r}"
+def _where(episode: Episode, *, turn: int | None = None) -> str:
+    """turn: the one that is under way, unless it is given."""
+    number = episode.turns + 1 if turn is None else turn
+    return f"sample {episode.number}, turn {number}, record {dict(episode.record)!r}"

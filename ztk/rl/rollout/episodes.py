@@ -47,8 +47,7 @@ def play(
     rows = _Rows(tokens, lengths=lengths, max_tokens=policy.rollout.max_tokens)
     for _ in range(policy.max_turns):
         before = rows.lengths.clone()
-        rows.draw(draws)
-        check_finite(rows.logprobs, requests=requests)
+        rows.draw(draws, requests=requests)
         active = rows.limits_before.nonzero().squeeze(1).tolist()
         own = [episodes[row] for row in active]
         answers = [policy.turns.answer(tokens[row, before[row] : rows.lengths[row]]) for row in active]
@@ -63,7 +62,10 @@ def play(
                 episode.outcome = MAX_TURNS
             else:
                 assert step.observation is not None, "the step was checked"
-                new = policy.turns.between(episode.said, observed=step.observation, tools=episode.tools)
+                try:
+                    new = policy.turns.between(episode.said, observed=step.observation, tools=episode.tools)
+                except ValueError as error:
+                    raise environments.refused(episode, error=error) from None
                 if len(new) >= int(rows.limits[row]):  # leaves no room for an answer
                     episode.outcome = MAX_TOKENS
             if episode.outcome:
@@ -89,10 +91,11 @@ class _Rows:
         self.observed = torch.zeros(tokens.shape, dtype=torch.bool)
         self.kept: list[Kept] = []
 
-    def draw(self, draws: TurnDraws) -> None:
-        """Samples a turn of every row that has not ended."""
+    def draw(self, draws: TurnDraws, *, requests: Requests) -> None:
+        """Samples a turn of every row that has not ended. Raises FloatingPointError."""
         self.limits_before = self.limits.clone()
         part = draws.draw(self.tokens, self.lengths, self.limits_before)
+        check_finite(part.logprobs, requests=requests)
         at, first = torch.arange(self.tokens.shape[1]), self.lengths.unsqueeze(1)
         drawn = (at >= first) & (at < first + part.counts.unsqueeze(1))
         self.logprobs = torch.where(drawn, part.logprobs, self.logprobs)

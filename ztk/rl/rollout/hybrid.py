@@ -3,14 +3,17 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from ztk.inference.attention import BLOCK
 from ztk.inference.kept import KEEPS_ALL, Cut
 from ztk.inference.model import InferenceModel
+from ztk.inference.plan import free_memory
 from ztk.inference.sample import choose, fp32_logprobs
+from ztk.nn import Decoder
 from ztk.rl.rollout.answering import MOST, Drawing, answer, answers_at_once
 from ztk.rl.rollout.attention import TextCache
 from ztk.rl.rollout.buffer import Samples
@@ -116,22 +119,28 @@ class TurnDraws:
 
 @contextmanager
 def drawn_turns(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step: int) -> Iterator[TurnDraws]:
-    """Samples turn by turn with the trainer's forward. Keys and values are kept between turns if `generate` keeps them.
+    """Samples turn by turn with the trainer's forward. If it has a cache, keys and values are kept between turns, for as many texts as fit into
+    half of the free memory. Every rank must enter it, and make the same number of calls.
 
-    Raises ValueError and FloatingPointError as `generate` does. Every rank must enter it, and make the same number of calls.
+    Raises:
+        ValueError: as `generate` does.
     """
     count = len(requests.prompts)
     size = _together(engine, policy=policy, count=count)
     keys = sample_keys(seed=policy.seed, step=step, prompts=requests.prompt_numbers, samples=requests.copies)
     groups = [slice(first, min(first + size, count)) for first in range(0, count, size)]
-    forwards = [_Forwards(engine, policy=policy, texts=rows.stop - rows.start) for rows in groups]
+    kept: dict[int, _Forwards] = {}
+    most = _groups_kept(engine, policy=policy, size=size)
 
     def draw(tokens: Tensor, lengths: Tensor, limits: Tensor) -> Part:
         draws, parts = _draws(policy, keys=keys, lengths=lengths), []
-        for rows, own in zip(groups, forwards, strict=True):
+        for rows in groups:
             if any_rank(engine, flag=bool(limits[rows].any())):
+                forwards = kept.get(rows.start) or _Forwards(engine, policy=policy, texts=rows.stop - rows.start)
+                if len(kept) < most:
+                    kept[rows.start] = forwards
                 given = {"tokens": tokens[rows], "lengths": lengths[rows], "limits": limits[rows], "draws": draws[rows]}
-                parts.append(_answer(engine, policy=policy, forwards=own, **given))
+                parts.append(_answer(engine, policy=policy, forwards=forwards, **given))
             else:
                 parts.append(_no_answers(tokens[rows]))
         return joined(parts)
@@ -149,6 +158,15 @@ def _together(engine: Engine, *, policy: RolloutPolicy, count: int) -> int:
         )
     # One token per text and forward:
     return max(policy.micro_batch, MOST) if policy.packs and has_cache(engine.module) else policy.micro_batch
+
+
+def _groups_kept(engine: Engine, *, policy: RolloutPolicy, size: int) -> int:
+    """How many groups of `size` texts keep their forwards, whose caches take half of the free memory at most."""
+    if not (policy.packs and has_cache(engine.module)):
+        return 0
+    of, blocks = cast(Decoder, engine.module).config, -(-policy.length // BLOCK)
+    each = 8 * of.layers * of.kv_heads * of.head_dim * blocks * BLOCK
+    return free_memory() // (2 * engine.process.local_world_size * each * (size + 1))
 
 
 def _draws(policy: RolloutPolicy, *, keys: Tensor, lengths: Tensor) -> Tensor:
