@@ -73,7 +73,9 @@ class RewardConfig(StrategyConfig):
         optional=True,
     )
     timeout_seconds: float | None = key(
-        "longest time of one call of a function", range=Range(low=0, high=86_400, above=True), acts=DRAWS
+        "longest time of one call of a function or an environment",
+        range=Range(low=0, high=86_400, above=True),
+        acts=DRAWS,
     )
     loss: RewardLossName | None = key(
         "of a reward model. bradley_terry: of the values at the last tokens; per_token: DeepSpeed-Chat's, of all values after the common "
