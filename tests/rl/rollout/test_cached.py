@@ -168,7 +168,7 @@ def test_the_engines_attention_has_the_gradient_of_torchs():
         ((*GENERATOR, "rollout.tensor=3"), "2 ranks cannot be divided by it; use rollout.tensor=2"),
         (
             ("rollout.tensor=2",),
-            "rollout.tensor=2 has no effect here, only with task=grpo or task=ppo and rollout.engine=generator",
+            "rollout.tensor=2 has no effect here, only with task=grpo or task=ppo, and task=distill with",
         ),
         ((*GENERATOR, "zero=stage3", "rollout.weights=streamed"), "rollout.weights=streamed has no effect here"),
     ],
