@@ -91,7 +91,12 @@ class Reader:
             self._serve(words[2:-1])
             return
         else:
-            fewer = ["plan.traced=2"] if "plan.search=true" in words else []
+            fewer = []
+            if "plan.search=true" in words:
+                words[words.index("launch.ranks=8")] = "launch.ranks=2"
+                fewer.append("plan.traced=2")
+            if "task=grpo" in words and "warm_start.steps=0" not in words:
+                fewer.append("warm_start.steps=120")
             done = run_command(*map(shortened, words[2:]), *fewer, cwd=self._folder)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
