@@ -213,17 +213,29 @@ def test_conversations_are_stored_up_to_a_number_and_a_size():
             stored.conversation(name)
 
 
-def written(text, *, finish="stop", stored=None):
-    """Events of an answer whose characters come one by one, and the complete response."""
+class Whole(Chatting):
+    """A token for each piece of a text, and token 0 for nothing."""
+
+    def __init__(self, pieces):
+        super().__init__()
+        self.pieces = ["", *pieces]
+
+    def decode(self, tokens):
+        return "".join(self.pieces[token] for token in tokens)
+
+
+def written(text, *, finish="stop", stored=None, size=1):
+    """Events of an answer whose characters come `size` at a time, and the complete response."""
+    tokenizer = Whole([text[at : at + size] for at in range(0, len(text), size)])
     turn = read_turn({"input": "x", "tools": [TOOL]}, stored=Stored())
     replies = []
     for stream in (True, False):
         asked = read_body(turn.body | {"stream": stream}, chat=True, usual=SamplingParams())
-        job = SimpleNamespace(prompt=[1], sampling=SamplingParams())
+        job = SimpleNamespace(prompt=[0], sampling=SamplingParams())
         shape = Shape(id="resp_1", model="m", chat=True, created=0)
         kept = stored if stream and stored is not None else Stored()
-        reply = ResponseReply([job], asked=asked, shape=shape, tokenizer=Chatting(), turn=turn, stored=kept)
-        tokens = text.encode()
+        reply = ResponseReply([job], asked=asked, shape=shape, tokenizer=tokenizer, turn=turn, stored=kept)
+        tokens = range(1, len(tokenizer.pieces))
         outputs = [
             Output(request_id=0, sample=0, token=token, logprob=0.0, processed_logprob=0.0, finish_reason=last)
             for token, last in zip(tokens, [None] * (len(tokens) - 1) + [finish], strict=True)
@@ -250,8 +262,9 @@ CALL = '<tool_call>\n{"name": "City", "arguments": {"city": "Rome"}}\n</tool_cal
         ("a b", ["message"]),
     ],
 )
-def test_items_of_a_stream_are_those_of_the_complete_response(text, kinds):
-    events, whole = written(text)
+@pytest.mark.parametrize("size", [1, 30])
+def test_items_of_a_stream_are_those_of_the_complete_response(text, kinds, size):
+    events, whole = written(text, size=size)
     assert [item.type for item in whole.output] == kinds
     strip = {"id": True, "call_id": True}
     assert [item.model_dump(exclude=strip) for item in events[-1].response.output] == [
@@ -261,6 +274,15 @@ def test_items_of_a_stream_are_those_of_the_complete_response(text, kinds):
     done = [event for event in events if event.type == "response.output_item.done"]
     assert [event.output_index for event in added] == [event.output_index for event in done] == list(range(len(kinds)))
     assert [event.item.id for event in added] == [item.id for item in events[-1].response.output]
+
+
+@pytest.mark.parametrize("size", [1, 7, 30, 45])
+def test_text_after_a_call_begins_where_the_call_has_ended(size):
+    """Also where one piece has the end of the call and the beginning of the text."""
+    events, _ = written(f"{CALL} Bye, {CALL}", size=size)
+    call, message, other = events[-1].response.output
+    assert json.loads(call.arguments) == json.loads(other.arguments) == {"city": "Rome"}
+    assert message.content[0].text.strip() == "Bye,"
 
 
 @pytest.mark.parametrize("length", [40, 50, 55, len(CALL) - 1])

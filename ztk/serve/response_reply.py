@@ -43,8 +43,14 @@ class ResponseReply(Reply):
         events = []
         for chunk in chunks:
             for choice in chunk["choices"]:
+                calls = choice["delta"].get("tool_calls", ())
+                first = next((place for place, call in enumerate(calls) if "id" in call), len(calls))
+                for call in calls[
+                    :first
+                ]:  # the rest of a call that began in an earlier chunk, before the text that follows it
+                    events += self._events.of_call(call)
                 events += self._events.of_text(choice["delta"].get("content") or "")
-                for call in choice["delta"].get("tool_calls", ()):
+                for call in calls[first:]:
                     events += self._events.of_call(call)
         return b"".join(events)
 
