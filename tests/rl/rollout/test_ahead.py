@@ -1,6 +1,9 @@
 """`rollout.ahead=1`: a rollout is drawn with the weights from before the updates that run meanwhile, and the loss is corrected for it."""
 
 import importlib
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -172,6 +175,24 @@ def test_a_rollout_stays_until_the_next_one_begins():
     held.start(fails)
     with pytest.raises(EnvironmentFault, match="mine"):
         held.wait()
+
+
+def test_a_run_that_ends_while_a_rollout_is_drawn_shows_its_exception():
+    """And is not aborted because a thread computes while the interpreter ends."""
+    script = (
+        "import time, torch\n"
+        "from ztk.rl.rollout.ahead import Ahead\n"
+        "def draw():\n"
+        "    x, end = torch.randn(300, 300), time.monotonic() + 1.5\n"
+        "    while time.monotonic() < end:\n"
+        "        x = torch.tanh(x @ x)\n"
+        "Ahead().start(draw)\n"
+        "time.sleep(0.3)\n"
+        "raise KeyboardInterrupt\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert found.stderr.rstrip().endswith("KeyboardInterrupt"), found.stderr
+    assert found.returncode != -signal.SIGABRT
 
 
 def composed(*words: str):

@@ -41,7 +41,8 @@ class Ahead:
             except BaseException as error:  # noqa: BLE001 - raised again by `check`
                 self._error = error
 
-        self._thread = threading.Thread(target=run, name="ztk-ahead", daemon=True)
+        # No daemon: a thread that computes while the interpreter ends aborts the process.
+        self._thread = threading.Thread(target=run, name="ztk-ahead")
         self._thread.start()
 
     def wait(self) -> Drawn | None:
