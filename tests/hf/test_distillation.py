@@ -1,5 +1,7 @@
 """task=distill with models of transformers: one loss at every stage, that of plain transformers, from records that a tokenizer writes."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -118,3 +120,22 @@ def test_another_vocabulary_is_refused(folders, tmp_path):
     LlamaForCausalLM(shape).save_pretrained(tmp_path / "other")
     with pytest.raises(ConfigError, match="has a vocabulary of 48 tokens and the student has one of 40"):
         config_of(folders=(folders[0], tmp_path / "other"), to=tmp_path / "run")
+
+
+def test_a_teacher_whose_tokens_are_other_texts_is_refused(folders, tmp_path):
+    """Though both vocabularies have one size."""
+    student, teacher = folders
+    shutil.copytree(teacher, tmp_path / "teacher")
+    small.tokenizer().save_pretrained(tmp_path / "teacher")
+    given = {"folders": (student, tmp_path / "teacher"), "to": tmp_path / "run"}
+    config_of(**given)  # the same tokenizer
+    file = tmp_path / "teacher" / "tokenizer.json"
+    changed = json.loads(file.read_text())
+    words = changed["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    file.write_text(json.dumps(changed))
+    with pytest.raises(ConfigError, match="token 3 is 'b' in its tokenizer.json and 'a' in data.tokenizer="):
+        config_of(**given)
+    words = ("task=distill", f"distill.teacher={tmp_path}/teacher", "launch.device=cpu")
+    with pytest.raises(ConfigError, match="has the tokens of its tokenizer.json, and the student reads bytes; use"):
+        compose(*words, output_dir=str(tmp_path / "run"), machine=Machine(gpus=0, cores=2))

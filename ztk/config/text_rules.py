@@ -1,5 +1,6 @@
 """Rules of the tokenizer and the vocabulary size that follows from it."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,6 +128,41 @@ def text_faults(config: Config, *, machine: Machine) -> Iterator[str]:
             )
         elif other is not None and data.tokenizer != TRAIN and not _same(other, folder=Path(data.tokenizer or "")):
             yield f"data.tokenizer={data.tokenizer}: {key}={path} has other tokens; use data.tokenizer={other}"
+    if is_text_model(config.distill.teacher):
+        yield from _teacher_faults(config)
+
+
+def _teacher_faults(config: Config) -> Iterator[str]:
+    """Yields one line if numbers of tokens are other texts to a teacher of transformers than to its student."""
+    path, tokenizer = config.distill.teacher, config.data.tokenizer
+    theirs = _texts_of(Path(path or ""))
+    if theirs is None or tokenizer == TRAIN:
+        return
+    if not has_tokenizer(config):
+        yield (
+            f"distill.teacher={path}: this model has the tokens of its tokenizer.json, and the student reads bytes; use data.tokenizer={path}"
+        )
+        return
+    own = _texts_of(Path(tokenizer or "")) or {}
+    odd = next((number for number in sorted(own.keys() & theirs.keys()) if own[number] != theirs[number]), None)
+    if odd is not None:
+        yield (
+            f"distill.teacher={path}: token {odd} is {theirs[odd]!r} in its tokenizer.json and {own[odd]!r} in data.tokenizer={tokenizer}; "
+            "their distributions are compared token by token, so use a teacher and a student with one vocabulary"
+        )
+
+
+def _texts_of(folder: Path) -> dict[int, str] | None:
+    """Returns the tokens of a tokenizer.json by number, without the added ones, which families rename; None without a file that has
+    them.
+    """
+    try:
+        found = json.loads((folder.expanduser() / "tokenizer.json").read_text(encoding="utf-8"))
+        vocabulary, added = found["model"]["vocab"], {one["id"] for one in found.get("added_tokens") or ()}
+    except (OSError, ValueError, KeyError, TypeError):  # a tokenizer that is read is checked where it is opened
+        return None
+    pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((one[0], at) for at, one in enumerate(vocabulary))
+    return {number: text for text, number in pairs if number not in added}
 
 
 def _reads_records(config: Config) -> bool:
