@@ -126,6 +126,20 @@ def test_a_call_that_is_cut_off_keeps_what_was_streamed():
     assert (call.name, call.arguments) == ("weather", '{"city": "Ro')
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("format", "text", "content"),
+    [
+        ("hermes", f"<tool_call>\n{ONE} and more\n</tool_call> Bye", "and more\n Bye"),
+        ("llama3", f"<|python_tag|>{ONE} I call [it].", "I call [it]."),
+        ("mistral", f"[TOOL_CALLS] [{ONE}] I call [it].", "I call [it]."),
+        ("hermes", f"<tool_call>\n{ONE}}}\n</tool_call>", ""),  # a bracket too many
+    ],
+)
+def test_text_behind_a_call_that_was_streamed_is_kept(format, text, content, seed):
+    assert found_in(text, format=Format(format), seed=seed, in_pieces=True) == (content, [ROME])
+
+
 def test_a_template_names_its_format():
     assert format_of("... [TOOL_CALLS] ...") == "mistral" and format_of('x <|python_tag|> "parameters"') == "llama3"
     assert format_of("<tool_call>") == format_of(None) == "hermes"

@@ -89,6 +89,10 @@ class Scan:
                 found.append(begun(name))
         return found
 
+    def rest(self, text: str) -> str:
+        """Returns the text that follows the calls in a complete text, without separators and closing brackets."""
+        return text[self._at :].lstrip(_BETWEEN + "]}")
+
     def _name(self, text: str) -> str | None:
         """Returns the name of the next call and moves `_at` to its arguments. None if no call is certain."""
         at = self._at

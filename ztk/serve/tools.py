@@ -202,18 +202,18 @@ class CallStream:
             if self._format != Format.hermes or not end:
                 calls += self._followed(self._waiting)
                 break
-            own, has_calls = self._completed(inside)
-            text += "" if has_calls else inside + end
+            own, left = self._completed(inside)
+            text += inside + end if left is None else left
             calls += own
-            self._waiting, self._is_call, self._is_after = rest, False, has_calls
+            self._waiting, self._is_call, self._is_after = rest, False, left == ""
         self._has_text |= bool(text.strip())
         return text, calls
 
     def finish(self) -> tuple[str, list[CallPiece]]:
         """Returns the pending text, at the end of the answer."""
         rest, self._waiting = self._waiting, ""
-        pieces, has_calls = self._completed(rest) if self._is_call else ([], False)
-        return "" if has_calls else rest, pieces
+        pieces, left = self._completed(rest) if self._is_call else ([], None)
+        return rest if left is None else left, pieces
 
     def _followed(self, region: str) -> list[CallPiece]:
         """Returns new pieces of a text that begins with a mark or an object and continues."""
@@ -221,16 +221,17 @@ class CallStream:
             return []
         return self._scan.push(region, most=self._most - self.count)
 
-    def _completed(self, region: str) -> tuple[list[CallPiece], bool]:
-        """Returns the last pieces of such a text, and whether it has calls. Calls that were not returned in pieces are returned in
-        one.
+    def _completed(self, region: str) -> tuple[list[CallPiece], str | None]:
+        """Returns the last pieces of such a text, and the text that follows its calls, or None if it has no calls. Calls that were
+        not returned in pieces are returned in one.
         """
         pieces = self._followed(region)
-        followed, self._scan = self._scan.count, self._new_scan()
+        followed, rest, self._scan = self._scan.count, self._scan.rest(region), self._new_scan()
         found = self._calls(region)
-        left = max(0, self._most - self.count - followed)
+        room = max(0, self._most - self.count - followed)
         self.count += max(followed, len(found))
-        return [*pieces, *found[followed:][:left]], bool(found or followed)
+        text = "" if found else rest if followed else None
+        return [*pieces, *found[followed:][:room]], text
 
     def _new_scan(self) -> Scan:
         return Scan(mark=self._mark, has_names=self._format == Format.mistral)
