@@ -140,6 +140,17 @@ def test_text_behind_a_call_that_was_streamed_is_kept(format, text, content, see
     assert found_in(text, format=Format(format), seed=seed, in_pieces=True) == (content, [ROME])
 
 
+@pytest.mark.parametrize("size", [1, 5, 100])
+def test_the_end_of_a_call_is_no_part_of_its_arguments(size):
+    """Also where the call ends within a text of its JSON."""
+    text, found = '<tool_call>{"name": "weather", "arguments": {"city": "Ro</tool_call> x', []
+    stream = CallStream(Format.hermes, tools=ASKED, in_pieces=True)
+    for at in range(0, len(text), size):
+        found += stream.push(text[at : at + size])[1]
+    [call] = with_pieces([], pieces=found)
+    assert call.arguments == '{"city": "Ro'
+
+
 def test_a_template_names_its_format():
     assert format_of("... [TOOL_CALLS] ...") == "mistral" and format_of('x <|python_tag|> "parameters"') == "llama3"
     assert format_of("<tool_call>") == format_of(None) == "hermes"

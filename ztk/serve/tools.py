@@ -199,8 +199,11 @@ class CallStream:
                     break
                 self._is_call = True
             inside, end, rest = self._waiting.partition(_END)
-            if self._format != Format.hermes or not end:
+            if self._format != Format.hermes:
                 calls += self._followed(self._waiting)
+                break
+            if not end:
+                calls += self._followed(self._waiting[: len(self._waiting) - _overlap(self._waiting, mark=_END)])
                 break
             own, left = self._completed(inside)
             text += inside + end if left is None else left
@@ -252,11 +255,7 @@ class CallStream:
         if place >= 0:
             before, self._waiting = self._waiting[:place], self._waiting[place:]
             return before, True
-        keep = next(
-            (size for size in range(min(len(self._waiting), len(self._mark) - 1), 0, -1)
-             if self._mark.startswith(self._waiting[-size:])), 0
-        )  # fmt: skip
-        cut = len(self._waiting) - keep
+        cut = len(self._waiting) - _overlap(self._waiting, mark=self._mark)
         before, self._waiting = self._waiting[:cut], self._waiting[cut:]
         return before, False
 
@@ -277,6 +276,12 @@ class CallStream:
         except (ValueError, KeyError, TypeError, RecursionError):
             return []
         return found
+
+
+def _overlap(text: str, *, mark: str) -> int:
+    """Returns the number of characters at the end of a text that may begin a mark."""
+    sizes = range(min(len(text), len(mark) - 1), 0, -1)
+    return next((size for size in sizes if mark.startswith(text[-size:])), 0)
 
 
 def _call(value: dict[str, Any], *, key: str) -> CallPiece:
