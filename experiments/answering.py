@@ -113,7 +113,7 @@ def open_answering(config: Config) -> tuple[Opened, Generator]:
 
 
 def _adapters(config: Config) -> dict[str, Adapter]:
-    """Those of `inference.adapters`. Raises ValueError for a folder that has none, with its name."""
+    """Reads the adapters of `inference.adapters`. Raises ValueError for a folder without one, with its name."""
     found = {}
     for name, path in (config.inference.adapters or {}).items():
         try:

@@ -1,4 +1,4 @@
-"""Rollouts with `rollout.environment`: episodes of this rank, their metrics, and what is written about them."""
+"""Rollouts with `rollout.environment`: episodes of this rank, their metrics, and their columns in the table of completions."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,8 +20,10 @@ from ztk.rl.rollout.episodes import DONE, MAX_TURNS
 def playing(
     run: Run, *, prompts: Sequence[Prompt], policy: RolloutPolicy, requests: Requests, step: int
 ) -> Callable[[], Drawn]:
-    """Plays this rank's episodes when it is called. Weights of `rollout.engine=generator` on a CPU are copied before it returns. A collective
-    call. The result raises EnvironmentFault."""
+    """Returns a function that plays this rank's episodes. A collective call.
+
+    On a CPU, weights of `rollout.engine=generator` are copied before the return. The function raises EnvironmentFault.
+    """
     config, environments = run.config, run.environments
     assert environments is not None and config.rollout.max_turns is not None, "the configuration is checked"
     turns = Turns(
@@ -49,7 +51,7 @@ def playing(
 def _begun(
     environments: Environments, *, prompts: Sequence[Prompt], turns: Turns, numbers: Sequence[int]
 ) -> tuple[list[Episode], list[list[int]]]:
-    """Episodes with their environments, and the tokens of their prompts. Raises EnvironmentFault. numbers: of the samples."""
+    """Returns episodes with their environments, and the tokens of their prompts. numbers: of the samples. Raises EnvironmentFault."""
     episodes = [
         Episode(
             number=number,
@@ -69,8 +71,10 @@ def _begun(
 
 
 def episode_metrics(run: Run) -> dict[str, float]:
-    """The mean number of turns, and the shares of episodes that ended by `done` and at `rollout.max_turns`; the others were cut at
-    `rollout.max_tokens`. A collective call with environments, nothing without."""
+    """Returns the mean number of turns, and the fractions of episodes that ended by `done` and at `rollout.max_turns`.
+
+    Other episodes were cut at `rollout.max_tokens`. A collective call with environments. Without environments, returns no metrics.
+    """
     if run.environments is None:
         return {}
     means: dict[str, Tensor] = {"turns": torch.tensor([episode.turns for episode in run.episodes]).double()}
@@ -80,5 +84,5 @@ def episode_metrics(run: Run) -> dict[str, float]:
 
 
 def of_episode(episode: Episode) -> dict[str, Any]:
-    """The columns of an answer in the table of completions."""
+    """Returns the columns of an answer in the table of completions."""
     return {"turns": episode.turns, "ended": episode.outcome, "turn_rewards": list(episode.rewards)}

@@ -1,4 +1,4 @@
-"""LoRA adapters from folders: peft's, and those of runs and checkpoints that were trained with `lora=adapter`."""
+"""Reads LoRA adapters from folders: of peft, and of ztk runs and checkpoints with `lora=adapter`."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from ztk.nn.low_rank import Adapter, LowRank
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's files
 _PREFIX = "base_model.model."  # of the names in peft's files
 _PARTS = re.compile(r"^(.+)\.lora_([AB])(?:\.default)?\.weight$")
-# Fields of adapter_config.json whose other values have weights that are no two matrices next to a linear layer.
+# Fields of adapter_config.json. Adapters with other values have weights other than two matrices per linear layer.
 _PLAIN = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -34,10 +34,10 @@ _PLAIN = {
 
 
 def read_adapter(path: str | os.PathLike) -> Adapter:
-    """The adapter in `path`: a folder of peft, a run folder, or a checkpoint.
+    """Reads the adapter in `path`: a peft folder, a run folder, or a checkpoint.
 
     Raises:
-        CheckpointError: there is none, it is incomplete, or it has more than two matrices next to linear layers.
+        CheckpointError: no adapter, an incomplete one, or one with other weights than two matrices per linear layer.
     """
     folder = Path(path)
     if (folder / CONFIG).is_file():
@@ -77,7 +77,10 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _peft_scale(config: dict[str, Any], *, folder: Path) -> Callable[[str, int], float]:
-    """Of a layer and its rank: alpha / rank, where `use_rslora` divides by the rank's root, and patterns name other alphas."""
+    """Returns a function that returns the scale of a layer and its rank: alpha / rank, or alpha / sqrt(rank) with `use_rslora`.
+
+    Patterns override alpha.
+    """
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise CheckpointError(f"{folder / CONFIG}: alpha_pattern must map names to numbers")
@@ -105,7 +108,7 @@ def _of_checkpoint(step: Path) -> Adapter:
 
 
 def _paired(state: dict[str, Tensor], *, scale: Callable[[str, int], float], folder: Path) -> Adapter:
-    """Both matrices of every layer. Raises CheckpointError for another tensor, and for matrices that do not belong together."""
+    """Returns both matrices of every layer. Raises CheckpointError for another tensor, and for matrices of different layers."""
     parts: dict[str, dict[str, Tensor]] = {}
     for name, value in state.items():
         match = _PARTS.match(name)

@@ -64,7 +64,7 @@ def alignment_faults(config: Config, *, machine: Machine) -> Iterator[str]:
 
 
 def _distill_faults(config: Config, *, machine: Machine) -> Iterator[str]:
-    """The teacher, and what draws need."""
+    """Yields the faults of the teacher, and of sampling by student or teacher."""
     yield from teacher_faults(config)
     if not distills_draws(config):
         return
@@ -118,7 +118,7 @@ def _record_faults(config: Config) -> Iterator[str]:
 
 
 def _room_faults(prompts: list[int], *, config: Config) -> Iterator[str]:
-    """prompts: their lengths, which a drawn answer follows."""
+    """Yields a fault if sampled answers do not fit after prompts of these lengths."""
     longest, answer, length = max(prompts), config.rollout.max_tokens or 0, config.data.seq_len
     if longest + answer > length:
         yield (
@@ -178,7 +178,7 @@ def _loss_faults(config: Config) -> Iterator[str]:
 
 
 def _adapter_faults(config: Config) -> Iterator[str]:
-    """Faults of `task=dpo` with and without `lora=adapter`."""
+    """Yields the faults of `task=dpo` with and without `lora=adapter`."""
     warm, leaves_out = config.warm_start, config.dpo.reference is DpoReferenceName.lora_off
     if not config.lora.rank:
         if leaves_out:

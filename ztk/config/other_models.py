@@ -1,4 +1,4 @@
-"""Models next to the one that trains, from folders of their own: the teacher of `task=distill`, and reward models of transformers."""
+"""Models other than the one in training, from folders: the teacher of `task=distill`, and transformers reward models."""
 
 import copy
 import os
@@ -13,15 +13,15 @@ from ztk.core.policies.runs import HUGGING_FACE
 
 
 def config_with(config: Config, *, path: str, key: str) -> Config:
-    """The configuration with the model of `path`, a run folder, a checkpoint, or a folder of a model of transformers. key: names it in errors.
+    """Returns the configuration with the model of `path`, a run folder, a checkpoint, or a transformers folder. key: for errors.
 
     Raises:
-        ValueError: neither, or a configuration that is no causal model's.
+        ValueError: another folder, or a configuration that does not describe a causal model.
     """
-    from ztk.config.compose import load  # here: it checks configurations by these rules
+    from ztk.config.compose import load  # imported here, because it checks configurations by these rules
 
     own, folder = copy.deepcopy(config), Path(path).expanduser()
-    if not (folder / "config.json").is_file():  # exported models may lie in the folder of their run
+    if not (folder / "config.json").is_file():  # exported models may be in their run's folder
         if (record := run_record(path)) is not None:
             run = load(record)
             own.model, own.lora = run.model, run.lora
@@ -46,16 +46,16 @@ def config_with(config: Config, *, path: str, key: str) -> Config:
 
 
 def is_text_model(path: str | None) -> bool:
-    """Whether `reward.path` is a folder of a model of transformers, which reads texts with its own tokenizer."""
+    """Returns whether `reward.path` is the folder of a transformers model, which has its own tokenizer."""
     return path is not None and Path(path, "config.json").expanduser().is_file()
 
 
 def reward_model_faults(config: Config) -> Iterator[str]:
-    """One line per fault of a `reward.path` that is a model of transformers."""
+    """Yields one line per fault of a `reward.path` with a transformers model."""
     path = config.reward.path
     if path is None or not is_text_model(path):
         return
-    from ztk.hf.scoring import has_score  # here: it takes torch and transformers
+    from ztk.hf.scoring import has_score  # imported here, because it imports torch and transformers
 
     try:
         config_with(config, path=path, key="reward.path")
@@ -68,11 +68,11 @@ def reward_model_faults(config: Config) -> Iterator[str]:
             "classification with one label (num_labels=1)"
         )
     if not any(Path(path, name).expanduser().is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        yield f"reward.path={path}: has no tokenizer; save that of the reward model there"
+        yield f"reward.path={path}: has no tokenizer; save the reward model's tokenizer there"
 
 
 def teacher_faults(config: Config) -> Iterator[str]:
-    """One line per fault of `distill.teacher`."""
+    """Yields one line per fault of `distill.teacher`."""
     path = config.distill.teacher
     if path is None:
         yield "distill.teacher=null: there is nobody to learn from; use distill.teacher=FOLDER, a run folder or a model of transformers"

@@ -179,7 +179,9 @@ def _entries(value: Any) -> list[Any]:
 
 
 def name_faults(name: str, *, key: str, kind: str = "FUNCTION", example: str = "mine.py:score") -> Iterator[str]:
-    """A line if `name` is no `FILE.py:FUNCTION` or `MODULE:FUNCTION`, or there is no such file. kind: what the key names."""
+    """Yields a line if `name` is not `FILE.py:FUNCTION` or `MODULE:FUNCTION`, or the file does not exist. kind: type of the named
+    object.
+    """
     source = name.rpartition(":")[0]
     if not is_function_name(name):
         yield f"{key}={name}: must be FILE.py:{kind} or MODULE:{kind}; use {key}={example}"

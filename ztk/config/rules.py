@@ -1,6 +1,6 @@
 """Rules between keys. Every rule yields one line per fault, and every line names the override that fixes it.
 
-Rules of a single policy are in `ztk.core.policies`; this file has those of a run.
+Rules of a single policy are in `ztk.core.policies`; the rules between policies are in this file.
 """
 
 import glob

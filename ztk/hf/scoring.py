@@ -63,7 +63,7 @@ def open_scoring(
 
 
 def has_score(path: str) -> bool:
-    """Whether the folder's files have the output layer of values, as those of reward models do."""
+    """Returns whether the folder's files have an output layer for values, as in reward models."""
     for file in sorted(Path(path).expanduser().glob("*.safetensors")):
         with safetensors.safe_open(file, framework="pt") as entries:
             if _WEIGHT in entries.keys():  # noqa: SIM118 - no mapping
