@@ -52,9 +52,7 @@ class _WithGradient:
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         # pyrefly: ignore[missing-attribute]  # a descriptor of the class at run time
-        is_autograds = (
-            torch.Tensor.grad.__get__(self) is not None
-        )  # true in a hook, before the engine takes the gradient
+        is_autograds = torch.Tensor.grad.__get__(self) is not None  # in a hook, before the engine takes the gradient
         if is_autograds or (self not in _shown and _show(self) is None):
             if value is not None and not is_autograds and _is_sharded(self):
                 raise RuntimeError(_REFUSED)
