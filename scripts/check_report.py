@@ -3,8 +3,9 @@
 python scripts/check_report.py [--shots FOLDER] [--folder RUNS]
 
 Needs plotly (pip install -e ".[report]") and Chromium or Chrome on the PATH, or its path in CHROMIUM; Debian: apt-get install chromium.
-Without one of them it says so and fails. It opens the page at 1400 and 400 pixels, light and dark, and checks: no message of the console,
-no request, every panel drawn, nothing wider than the window, filter, baseline and brushes change the table, the front is that of
+Without one of them it says so and fails. It opens the page at 1400, 480 and 400 pixels, light and dark, and checks: no message of the console,
+no request, every panel drawn, no legend over a chart, nothing wider than the window,
+filter, baseline and brushes change the table, the front is that of
 Runs.pareto, hostile texts stay texts, under 6 MB. Then a live report of a sweep with one run that is not done: its page loads itself again,
 keeps filter, baseline and sorting, waits while an axis is brushed, and stops with the run.
 """
@@ -32,6 +33,12 @@ from ztk.report.sweep import SweepJob, SweepRecord
 LARGEST = 6_000_000  # bytes of the page
 AGAIN = 4.0  # seconds after which a live page loads itself again: longer than a brush takes
 HOSTILE = "</script><script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'>"
+# Panels whose legend lies over their chart, or in which plotly has drawn one of its own.
+OVERLAID = """[...document.querySelectorAll(".legend")].filter((legend) => {
+  const plot = legend.parentElement.querySelector(".plot");
+  const [below, above] = [legend.getBoundingClientRect(), plot.getBoundingClientRect()];
+  return plot.querySelector("g.legend") || below.height && below.top < above.bottom - 1;
+}).map((legend) => legend.parentElement.id)"""
 PANELS = ("losses", "pareto", "parallel", "failures", "differences", "predictions")
 DRAWN = {
     "runs": "document.querySelectorAll('#runs tbody tr').length",
@@ -60,7 +67,7 @@ def main() -> int:
             print(error, file=sys.stderr)
             return 2
         faults = [f"{page.stat().st_size} bytes, more than {LARGEST}"] * (page.stat().st_size >= LARGEST)
-        for width, dark in itertools.product((1400, 400), (False, True)):
+        for width, dark in itertools.product((1400, 480, 400), (False, True)):
             tab = Browser(browser, profile=Path(scratch, f"{width}{dark}"))
             found = list(check_page(tab, page=page, width=width, dark=dark, folder=None if given.folder else folder))
             faults += [f"{width} pixels, {'dark' if dark else 'light'}: {fault}" for fault in found]
@@ -74,7 +81,7 @@ def main() -> int:
                 f"live: {fault}" for fault in check_live(tab, folder=make_runs(Path(scratch, "live_runs"), count=20))
             ]
             tab.close()
-        print(f"{page.stat().st_size / 1e6:.2f} MB;", "\n".join(faults) or "4 pages and a live one without a fault")
+        print(f"{page.stat().st_size / 1e6:.2f} MB;", "\n".join(faults) or "6 pages and a live one without a fault")
     return int(bool(faults))
 
 
@@ -83,6 +90,7 @@ def check_page(tab: Browser, *, page: Path, width: int, dark: bool, folder: Path
     evaluate = tab.evaluate
     needed = DRAWN if folder else {"runs": DRAWN["runs"], "differences": DRAWN["differences"]}
     yield from (f"nothing drawn in {name}" for name, count in needed.items() if not evaluate(count))
+    yield from (f"the legend of {panel} lies over its chart" for panel in evaluate(OVERLAID))
     if (wide := evaluate("document.documentElement.scrollWidth")) > width:
         yield f"the page is {wide} pixels wide"
     paper = evaluate("getComputedStyle(document.body).backgroundColor")
