@@ -107,6 +107,11 @@ that it handed out, DeepSpeed's come from nvidia-smi, so `hardware.reserve_bytes
 (`plan.logits`), the kept products (`plan.kept`) and the gradients (`plan.gradients`) of a library are traced as in its source;
 `ztk/core/policies/peers.py` names the files.
 
+Known reasons for errors above 25 %: on 512 GPUs with one micro-batch, nanotron's steps of 0.2 to 0.4 seconds contain costs of 64 nodes
+that a plan does not have; torchtitan's TP gathers in fp8 and AsyncTP are planned as plain gathers in 16 bits; Qwen3 with one sequence per
+micro-batch on B200 is limited by its host, and with four sequences it is not. It is not known why torchtitan's context parallelism over 4
+and 8 ranks runs at half of the planned rate, and why KempnerForge's 13B run with FSDP alone holds 36 GiB more than its plan.
+
 | run | GPUs | hardware | tokens | batch | layout | planned | published | error | MFU planned | published | peak planned | published |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 UNPLANNED = """

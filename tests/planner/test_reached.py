@@ -91,6 +91,7 @@ def test_the_vendors_library_reaches_more_and_hides_collectives_inside_a_node():
     slow, fast = (seconds(hardware, peer=peer, kind="attention", flops=10**9, **attention) for peer in (None, tuned))
     assert fast == pytest.approx(slow / tuned.attention_gain)
     eight = 10**6 * 7 / 8 / HARDWARE.link_bandwidth
+    assert Peer(way=Way.eager).hidden < Peer(way=Way.flash).hidden < tuned.hidden
     for kind, part in (("all_gather", 1 - tuned.hidden), ("all_to_all", 1.0)):
         lanes = Lanes(replace(HARDWARE, link_latency=0.0), peer=tuned)
         lanes.collective(size=8, in_node=8)(kind, 10**6).wait()

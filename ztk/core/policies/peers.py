@@ -52,6 +52,9 @@ class Gradients(StrEnum):
 _TUNED_PRODUCTS, _TUNED_ATTENTION = 1.08, 2.6
 _TUNED_CASTS = 0.25  # of the bytes of casts to fp8: most are fused with the operation before
 _TUNED_HIDDEN = 0.8  # of a layer's collectives inside a node, which are cut into parts and sent while products run
+# nanotron's column-parallel layers send while they multiply in their backward (`_ColumnLinearAsyncCommunication`): two gathers and two
+# reduce-scatters of a layer's ten collectives.
+_FLASH_HIDDEN = 0.4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,4 +87,4 @@ class Peer:
     @property
     def hidden(self) -> float:
         """The fraction of a gather or reduce-scatter inside a node that overlaps with products."""
-        return _TUNED_HIDDEN if self.way is Way.tuned else 0.0
+        return {Way.tuned: _TUNED_HIDDEN, Way.flash: _FLASH_HIDDEN}.get(self.way, 0.0)
