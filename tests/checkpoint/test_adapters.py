@@ -67,6 +67,10 @@ def test_what_is_no_adapter_is_named(tmp_path):
         ({"use_dora": True}, "adapter_config.json: use_dora=True is more than two matrices"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
         ({"bias": "all"}, "bias='all'"),
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            "init_lora_weights='pissa_niter_4' has changed the weights of its base",
+        ),
         ({"lora_alpha": None}, "has no number lora_alpha"),
     ):
         config.write_text(json.dumps(original | changes))

@@ -32,6 +32,16 @@ _PLAIN = {
     **dict.fromkeys(("layer_replication", "trainable_token_indices", "alora_invocation_tokens"), (None,)),
 }
 
+_KEEP_BASE = (
+    True,
+    False,
+    None,
+    "gaussian",
+    "eva",
+    "mica",
+    "orthogonal",
+)  # init_lora_weights that leave the base as it is
+
 
 def read_adapter(path: str | os.PathLike) -> Adapter:
     """Reads the adapter in `path`: a peft folder, a run folder, or a checkpoint.
@@ -58,6 +68,11 @@ def _of_peft(folder: Path) -> Adapter:
             raise CheckpointError(
                 f"{folder / CONFIG}: {name}={config[name]!r} is more than two matrices next to linear layers; merge the adapter into its base"
             )
+    if (initial := config.get("init_lora_weights")) not in _KEEP_BASE:
+        raise CheckpointError(
+            f"{folder / CONFIG}: init_lora_weights={initial!r} has changed the weights of its base, so it fits no others; save it with "
+            "path_initial_model_for_weight_conversion, or merge it into its base"
+        )
     try:
         state = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
