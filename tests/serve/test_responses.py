@@ -1,6 +1,7 @@
 """OpenAI's Responses interface: the answers of chats in its shape, by OpenAI's client and its own classes of events."""
 
 import json
+import threading
 from types import SimpleNamespace
 from typing import Literal
 
@@ -309,6 +310,19 @@ def test_a_call_may_come_in_pieces():
         ("c1", '{"city": "Rome"}', "completed"),
         ("c2", "", "incomplete"),
     ]
+
+
+def test_a_conversation_is_stored_outside_the_event_loop(running, monkeypatch):
+    """It may have megabytes, and other streams go on meanwhile."""
+    names, keep = [], Stored.keep
+
+    def keeping(self, response, *, messages):
+        names.append(threading.current_thread().name)
+        keep(self, response, messages=messages)
+
+    monkeypatch.setattr(Stored, "keep", keeping)
+    assert events_of(running, {"input": "ab", "max_output_tokens": 2})[-1].type == "response.incomplete"
+    assert len(names) == 1 and names[0].startswith("ztk-serve-whole")
 
 
 def test_a_stream_that_fails_ends_with_its_event(running):

@@ -277,7 +277,7 @@ class Server:
                 self._cancel(reply.take_ended())
                 if events:
                     yield events
-            yield reply.closing()
+            yield await self._in_thread(reply.closing)  # which may store a long conversation
         except Failed as error:
             yield reply.failing(str(error), is_by_request=error.is_by_request)
         except Exception as error:
