@@ -1,6 +1,6 @@
 """The tutorials in docs/tutorials: files and commands of a page, in its order, in one folder.
 
-Steps are fewer, and large models are small.
+Steps are fewer, and large models are small. Pages whose commands take most of a minute of CPU are slow tests.
 """
 
 import json
@@ -135,6 +135,7 @@ def reader(tmp_path, monkeypatch):
     return Reader(folder)
 
 
+@pytest.mark.slow
 def test_train(reader, tmp_path):
     reader.follow(FOLDER / "train.md")
     rows = [json.loads(file.read_text()) for file in (tmp_path / "reader" / "stages").glob("*/summary.json")]
@@ -150,6 +151,7 @@ def test_fine_tune(reader, tmp_path):
     assert (tmp_path / "reader" / "adapter" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_align(reader, tmp_path):
     reader.follow(FOLDER / "align.md")
     for name in ("sorting", "dapo", "mine"):
@@ -164,6 +166,7 @@ def test_serve(reader, tmp_path):
     assert [json.loads(line)["id"] for line in lines] == [1, 2]
 
 
+@pytest.mark.slow
 def test_plan(reader, tmp_path):
     reader.follow(FOLDER / "plan.md")
     first, third = (
