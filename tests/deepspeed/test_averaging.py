@@ -293,7 +293,7 @@ def test_how_often_a_gradient_is_divided():
         {"train_batch_size": 8, "gradient_allreduce_op": "sum", "prescale_gradients": True}, world_size=2
     )
     assert made.averaging == Averaging(mean=False) and any(
-        "beside gradient_allreduce_op=sum" in note for note in made.notes
+        "with gradient_allreduce_op=sum" in note for note in made.notes
     )
     for how in (Averaging(), Averaging(prescales=True), Averaging(predivide=3.0)):
         assert how.divisor(4) == pytest.approx(4 * how.factor(4))
