@@ -274,7 +274,7 @@ def scales_of(process: Process, *, config: dict) -> list[float]:
 @pytest.mark.parametrize(
     ("config", "part"),
     [
-        ({"torch_autocast": FLOAT16, "bf16": {"enabled": True}}, "switch one of them off"),
+        ({"torch_autocast": FLOAT16, "bf16": {"enabled": True}}, "switch one off"),
         ({"torch_autocast": FLOAT16 | {"dtype": "float32"}}, "must be bfloat16 or float16"),
         ({"gradient_allreduce_op": "max"}, "must be one of mean, sum"),
         ({"gradient_predivide_factor": 0}, "must be above 0"),

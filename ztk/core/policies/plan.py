@@ -25,7 +25,7 @@ _SELECTIVE = When(
 )
 _RESIDENT = When(
     "task=plan, hardware=NAME and zero=stage0 or zero=stage1",
-    lambda config, machine: _PLANNED.test(config, machine) and config.zero.stage < 2,
+    lambda config, machine: _PLANNED.test(config, machine) and config.zero.stage in (0, 1),
 )
 _SEARCHES = When(
     "task=plan and plan.search=true",
