@@ -145,6 +145,7 @@ def test_train(reader, tmp_path):
     assert len(lines) == 2 and all(json.loads(line)["answers"] for line in lines)
 
 
+@pytest.mark.slow
 def test_fine_tune(reader, tmp_path):
     pytest.importorskip("peft")
     reader.follow(FOLDER / "fine_tune.md")
