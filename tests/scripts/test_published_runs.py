@@ -5,7 +5,7 @@ import statistics
 import pytest
 
 import ztk
-from scripts.published_runs import PAGE, PLANNED, error, page, read_table, words
+from scripts.published_runs import AXES, PAGE, PLANNED, error, page, read_table, words
 
 ROWS = read_table()
 
@@ -16,9 +16,16 @@ def test_the_page_is_that_of_the_table_and_its_errors_are_small():
     assert len(ROWS) >= 40 and 3 * len(held_out) >= len(ROWS) and all(row["source"] for row in ROWS)
     planned = [row for row in ROWS if row[PLANNED[0]]]
     assert len(planned) >= 40
+    divided = [row for row in planned if any(row[axis] != "1" for axis in AXES)]
     for some in (planned, [row for row in held_out if row in planned]):
-        errors = [abs(error(row)) for row in some]
-        assert statistics.median(errors) < 0.12 and sum(one <= 0.25 for one in errors) >= 0.87 * len(errors)
+        assert statistics.median([abs(error(row)) for row in some]) < 0.12
+        # The goal is 0.9 for all runs. Tensor, context and expert parallelism miss it; the page names the reasons that are known.
+        assert near([row for row in some if row not in divided]) >= 0.9 and near(some) >= 0.87
+
+
+def near(rows):
+    """The share of rows whose seconds are planned within 25 %."""
+    return sum(abs(error(row)) <= 0.25 for row in rows) / len(rows)
 
 
 @pytest.mark.parametrize(
