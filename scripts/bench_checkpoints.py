@@ -1,15 +1,14 @@
-"""What a checkpoint costs: seconds that training stands still, bytes, load time and peak memory, beside torch.distributed.checkpoint.
+"""Compares checkpoints of ztk and torch.distributed.checkpoint: stall, bytes, load time and peak memory.
 
     python scripts/bench_checkpoints.py [FOLDER] [--ranks 2] [--rounds 5] [--layers 10]
 
-The same decoder in fp32 with AdamW on the same ranks: ztk stage 3, saved synchronously and asynchronously, and FSDP2 with
-torch's `save`, `async_save` and `load` on its sharded state_dict. Contenders take turns in every round. Each saves the same
-bytes (12 per parameter) into FOLDER, files are synced, and the previous checkpoint is removed outside the measurement.
-"stand-still" is the time until training may go on, "done" until the checkpoint is async save: until complete on disk. Peak memory is the
-growth of the process's resident set during a load.
+Both train the same fp32 decoder with AdamW on the same ranks. ztk runs stage 3 and saves synchronously and asynchronously. FSDP2 uses torch's
+`save`, `async_save` and `load` on its sharded state_dict. They take turns in every round. Each writes 12 bytes per parameter to FOLDER and
+syncs the files; the previous checkpoint is removed outside the measurement. "stand-still" is the time until training may continue. "done" is
+the time until the checkpoint is complete on disk. Peak memory is the growth of the resident set during a load.
 
-With --nvme instead: ztk with everything on NVMe, where nothing is copied. The cost of a save is then the duration of `save` plus the
-additional duration of the next two steps, because an asynchronous save is read and written behind them.
+With --nvme: ztk with all states on NVMe, where a save copies nothing. A save costs the duration of `save` plus the delay of the next two
+steps, because an asynchronous save reads and writes during them.
 """
 
 import argparse
@@ -125,7 +124,7 @@ class Torch:
 
 @contextmanager
 def peak_growth(found: list[float]):
-    """Appends by how many MB the resident set grew at most inside."""
+    """Appends the largest growth of the resident set inside the block, in MB."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # free memory that is still resident would hide the load's memory
     before = peak = resident()

@@ -1,18 +1,17 @@
-"""A training step of ztk at every stage and tier beside torch's DDP and FSDP2 and DeepSpeed: same model, data, ranks.
+"""Compares a training step of ztk at every stage and tier with DDP, FSDP2 and DeepSpeed: same model, data and ranks.
 
     python scripts/bench_engine.py [--model 30m] [--modules ztk] [--dtype fp32] [--rounds 3] [--deepspeed-python PATH]
 
-The model has the same parameters, first values and function for all candidates. `--modules` says whose layers compute it:
-`ztk`: ztk's, also for the peers, so that only the engines differ; `torch`: torch's own (`plain_decoder.py`), as in an existing DDP script,
-with `ztk.parallelize(fast_linear=True)`, which makes its linear layers multiply as ztk's do; `own`: torch's for `compute` and the peers,
-ztk's for ztk, so that kernels count as well.
+All candidates train a model with the same parameters, first values and function. `--modules` chooses its layers. `ztk`: ztk's layers for
+everybody, so that only the engines differ. `torch`: torch's layers (`plain_decoder.py`), as in an existing DDP script, with
+`ztk.parallelize(fast_linear=True)`, which replaces the products of linear layers by ztk's. `own`: ztk's layers for ztk, torch's for `compute`
+and the peers, so that kernels count as well.
 
-All candidates run once per round, in a different order each round, in fresh processes with one thread per rank; the numbers are medians
-over rounds. On a machine that others use too, compare CPU seconds and ratios rather than wall time. `ratio` is the
-tokens/s, `cpu ratio` the CPU seconds, relative to the best peer that offers the same stage and tier (above 1: ztk is faster);
-`of compute` is the CPU time over that of forward, backward and AdamW alone. ztk keeps freed memory (`ztk.core.runtime.host_memory`, about 4 %);
-torch's and DeepSpeed's candidates run as they are.
-Rows are appended to experiments/results/cpu/engine.jsonl.
+Each round runs all candidates once, in another order, in fresh processes with one thread per rank. The numbers are medians over rounds. On a
+shared machine, compare CPU seconds and ratios, not wall time. `ratio` is the ratio of tokens/s to the best peer with the same stage and tier,
+`cpu ratio` the same ratio of CPU seconds; above 1 ztk is faster. `of compute` divides the CPU time by the time of forward, backward and AdamW
+alone. ztk keeps freed memory (`ztk.core.runtime.host_memory`, about 4 %); torch's and DeepSpeed's candidates run with their defaults.
+Appends rows to experiments/results/cpu/engine.jsonl.
 """
 
 import argparse
@@ -46,7 +45,7 @@ DEEPSPEED = [
     "deepspeed3+cpu",
     "deepspeed3+nvme",
 ]
-# The stages and tiers of ztk that a torch peer corresponds to.
+# Torch's peers, with the stages and tiers of ztk that they correspond to.
 TORCH_STAGES = {"ddp": "0", "zro": "1", "fsdp2-keep": "2", "fsdp2": "3"}
 
 
@@ -67,7 +66,7 @@ class ZeroInitContext:
         )
 
     def run(self, **task) -> dict | str:
-        """The measurement, or an error's text."""
+        """Returns the measurement, or the text of an error."""
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(task) + "\n")
@@ -83,7 +82,7 @@ class ZeroInitContext:
         return json.loads(answer)
 
     def close(self) -> None:
-        with suppress(BrokenPipeError):  # it may have failed with an error
+        with suppress(BrokenPipeError):  # the process may have failed
             assert self._process.stdin is not None
             self._process.stdin.close()
         self._process.wait()
@@ -91,7 +90,7 @@ class ZeroInitContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A candidate's medians. Ratios are None where there is nothing to compare with."""
+    """A candidate's medians. Ratios are None without a peer."""
 
     candidate: str
     model: str
@@ -149,7 +148,7 @@ def main() -> None:
 
 
 def summarise(measured: dict[str, list[dict]], *, options: argparse.Namespace) -> list[Row]:
-    """Medians over rounds, and how each of ztk's compares with the best peer of its kind."""
+    """Medians over rounds, and the ratio of each ztk candidate to its best peer."""
 
     def median(candidate: str, key: str) -> float:
         return statistics.median(run[key] for run in measured[candidate])
@@ -183,7 +182,7 @@ def summarise(measured: dict[str, list[dict]], *, options: argparse.Namespace) -
 
 
 def is_peer(other: str, *, of: str) -> bool:
-    """`other` is not ztk and offers what `of` of ztk does."""
+    """Whether `other` is a peer with the stage and tier of ztk's candidate `of`."""
     if not of.startswith("ztk") or other.startswith("ztk"):
         return False
     wanted = of.removeprefix("ztk")
@@ -231,7 +230,7 @@ def table(rows: list[Row], *, options: argparse.Namespace) -> Table:
 
 
 def write(rows: list[Row]) -> None:
-    """One JSON object per row, with what is needed to read it later."""
+    """Appends one JSON object per row, with versions, machine, date and commit."""
     import torch
 
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
@@ -251,21 +250,23 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="30m", choices=("tiny", "30m"))
     parser.add_argument(
-        "--modules", default="ztk", choices=("ztk", "torch", "own"), help="whose layers the model is made of"
+        "--modules", default="ztk", choices=("ztk", "torch", "own"), help="library of the model's layers"
     )
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="measured steps of one candidate in one round")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps per candidate and round")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--seconds", type=float, default=450, help="no measurement starts after this time")
+    parser.add_argument("--seconds", type=float, default=450, help="start no measurement after this time")
     parser.add_argument("--candidates", nargs="+", help="default: all")
     parser.add_argument(
         "--deepspeed-python", metavar="PATH", help="an interpreter that can import deepspeed, triton and einops"
     )
-    parser.add_argument("--nvme-path", metavar="FOLDER", help="where offload files go (default: the temporary folder)")
+    parser.add_argument(
+        "--nvme-path", metavar="FOLDER", help="folder for offload files (default: the temporary folder)"
+    )
     options = parser.parse_args()
     everybody = [*TORCH, *ZTK, *ZTK_OFFLOAD, *(DEEPSPEED if options.deepspeed_python else [])]
     options.candidates = options.candidates or everybody

@@ -1,11 +1,11 @@
-"""Seconds from a loaded model to its first token: what `ztk.Generator` does before it can answer, and a first prompt.
+"""Measures the seconds from a loaded model to its first token: opening `ztk.Generator`, then a first prompt.
 
     python scripts/bench_first_token.py
     python scripts/bench_first_token.py --size 4m 100m --weights stored int8 int4
 
-Each measurement is a new process, in which libraries and caches are as cold as when a server starts. A model with random weights is in memory
-when the clock starts; opening copies or quantises its layers and runs the checks of a new model, then a prompt of 32 tokens gets one token.
-Printed are medians, and the ratio to the goal of 5 seconds.
+Each measurement is a new process with cold libraries and caches, as at the start of a server. The clock starts with a randomly initialised
+model in memory. Opening copies or quantises the layers and runs the checks of a new model; then a prompt of 32 tokens gets one token.
+Prints medians and their ratio to the goal of 5 seconds.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def measure(size: str, *, weights: str, threads: int) -> tuple[float, float]:
-    """Seconds until the engine is open, and from there to the first token."""
+    """Seconds until the engine is open, and seconds from then to the first token."""
     import torch
 
     from ztk.inference import Generator, InferencePolicy, SamplingParams

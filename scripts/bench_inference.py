@@ -1,16 +1,17 @@
-"""Decode and prompt speed of `ztk.Generator` beside transformers' `generate` and its continuous batching, in one process.
+"""Compares decode and prompt speed of `ztk.Generator` with transformers' `generate` and continuous batching, in one process.
 
     python scripts/bench_inference.py                        100M parameters, fp32, one thread
     python scripts/bench_inference.py --size 4m 100m --json experiments/results/cpu/inference.jsonl
     python scripts/bench_inference.py --grammars FOLDER      32 requests with a schema or a regex, and as many tokens without
 
-All compute the same Llama with random weights, greedily. Per round, one after the other: batch 1, 8 rows of equal length, 32 requests of
-unequal prompts and answers (`generate` pads them into one batch that runs until the longest has ended), 16 prompts with a common
-prefix, and one long prompt. A ratio is tokens of answers (of the prompt, in the last case) per CPU second of ztk by those of transformers;
-the median of the rounds. ztk's weights are as stored, int8 and int4; random weights say nothing about how many tokens stay equal.
+All three decode the same randomly initialised Llama greedily. Each round runs, one after the other: batch 1, 8 rows of equal length, 32
+requests with prompts and answers of different lengths (`generate` pads them into one batch and runs until the longest answer ends), 16 prompts
+with a common prefix, and one long prompt. A ratio divides ztk's tokens per CPU second by transformers'; the long prompt counts prompt tokens,
+the others count answer tokens. The result is the median over rounds. ztk stores weights unchanged, in int8 and in int4. With random weights the
+number of equal tokens has no meaning.
 
-With `--grammars` the model and the tokenizer are those of a folder. Per round 32 requests are answered in a grammar, then the same prompts with
-the same numbers of tokens without one; a ratio is tokens per CPU second of the first by those of the second, threads of masks included.
+With `--grammars` the model and the tokenizer come from FOLDER. Each round answers 32 requests in a grammar, then the same prompts with the same
+numbers of tokens without one. The ratio compares their tokens per CPU second, including the threads that compute masks.
 """
 
 import argparse
@@ -56,7 +57,7 @@ GOALS = {  # by size, work and weights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """Requests: prompts of token ids, and how many tokens to answer each with. by_prompt: tokens of prompts count, not of answers."""
+    """Prompts of token ids with the lengths of their answers. by_prompt: rates count prompt tokens instead of answer tokens."""
 
     name: str
     prompts: list[list[int]]
@@ -65,7 +66,7 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """What a second is divided into."""
+        """The number of tokens that a rate counts."""
         return sum(map(len, self.prompts)) if self.by_prompt else sum(self.counts)
 
 
@@ -87,7 +88,7 @@ def make_works(*, vocabulary: int, answer: int) -> list[Work]:
 
 
 def by_transformers(model: Any, *, work: Work) -> list[list[int]]:
-    """One padded batch, decoded until its longest answer."""
+    """Decodes one padded batch until the longest answer ends."""
     longest = max(map(len, work.prompts))
     tokens = torch.zeros(len(work.prompts), longest, dtype=torch.long)
     mask = torch.zeros_like(tokens)
@@ -108,7 +109,7 @@ def by_transformers(model: Any, *, work: Work) -> list[list[int]]:
 
 
 class ContinuousBatching:
-    """transformers' own, over a copy of the model, whose attention it replaces; prefixes of a round before are found again."""
+    """transformers' continuous batching. It replaces the attention of a copy of the model and reuses prefixes of earlier rounds."""
 
     def __init__(self, model: Any) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -134,12 +135,12 @@ class ContinuousBatching:
         return [found[name] for name in names]
 
     def stop(self) -> None:
-        """Ends its thread."""
+        """Stops the manager's thread."""
         self._manager.stop(block=True)
 
 
 def by_ztk(generator: Generator, *, work: Work) -> list[list[int]]:
-    """A new engine's answers: no prefix of a round before is reused."""
+    """Answers of a new engine, so that no prefix of an earlier round is reused."""
     generator.forget_prefixes()
     sampling = [SamplingParams(max_tokens=count, temperature=0.0) for count in work.counts]
     return [answers[0].tokens for answers in generator.generate(work.prompts, sampling=sampling)]
@@ -166,7 +167,7 @@ GRAMMARS = {
 
 
 def measure_grammars(folder: str, *, rounds: int, answer: int) -> Table:
-    """Tokens per CPU second of 32 requests in each of `GRAMMARS`, and of as many tokens without one."""
+    """Tokens per CPU second of 32 requests in each of `GRAMMARS`, and of the same number of tokens without a grammar."""
     opened = open_model(folder)
     generator = Generator(opened.module, policy=InferencePolicy(max_sequences=32))
     grammars = Grammars(opened.tokenizer, vocabulary=opened.vocabulary, ends=opened.ends)
@@ -190,7 +191,7 @@ def measure_grammars(folder: str, *, rounds: int, answer: int) -> Table:
 def _grammar_round(
     generator: Generator, *, prompts: list[list[int]], grammar: Compiled, ends: tuple[int, ...], seed: int, answer: int
 ) -> tuple[float, float]:
-    """Tokens per CPU second in the grammar, and without."""
+    """Tokens per CPU second with the grammar and without it."""
     usual = SamplingParams(temperature=0.8, seed=seed, max_tokens=answer)
     each = [
         replace(usual, grammar=grammar, draw_key=(row,), stop_token_ids=ends, max_tokens=answer)
@@ -208,7 +209,7 @@ def _grammar_round(
 
 
 def timed(compute: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
-    """CPU seconds of this process, and the answers."""
+    """Returns the CPU seconds of this process and the answers."""
     start = time.process_time()
     found = compute()
     return time.process_time() - start, found
@@ -216,7 +217,7 @@ def timed(compute: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """Tokens per CPU second of `generate`, of continuous batching and of ztk, its ratio to each, and how many answers are `generate`'s."""
+    """Tokens per CPU second of the three engines, ztk's ratio to both peers, and the number of answers equal to `generate`'s."""
 
     theirs: float
     batching: float
@@ -229,7 +230,7 @@ class Result:
 def measure(
     work: Work, *, model: nn.Module, batching: ContinuousBatching, generators: dict[str, Generator], rounds: int
 ) -> dict[str, Result]:
-    """By format of weights; transformers' module is fp32 beside all of them."""
+    """Results by weight format; transformers computes in fp32 for all of them."""
     computes = {"transformers": partial(by_transformers, model, work=work), "batching": partial(batching, work=work)}
     computes |= {weights: partial(by_ztk, generator, work=work) for weights, generator in generators.items()}
     seconds: dict[str, list[float]] = {name: [] for name in computes}
@@ -256,12 +257,14 @@ def measure(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", nargs="+", choices=SIZES, default=["100m"])
-    parser.add_argument("--work", nargs="+", help="only these: batch 1, 8 rows, 32 ragged, prefix, prompt")
+    parser.add_argument("--work", nargs="+", help="run only these: batch 1, 8 rows, 32 ragged, prefix, prompt")
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="formats of ztk's weights")
-    parser.add_argument("--answer", type=int, default=32, help="tokens of an answer, roughly")
+    parser.add_argument("--answer", type=int, default=32, help="approximate tokens per answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--grammars", metavar="FOLDER", help="only requests in grammars, of the model in this folder")
+    parser.add_argument(
+        "--grammars", metavar="FOLDER", help="run only the requests in grammars, with the model in this folder"
+    )
     parser.add_argument("--json", type=Path, help="append the results to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -1,17 +1,16 @@
-"""How fast the offload store drives a disk, beside fio and DeepSpeed's aio op on the very same file.
+"""Compares the offload store's disk speed with fio and DeepSpeed's aio op on the same file.
 
     python scripts/bench_io.py FOLDER [--gib 1] [--rounds 5]
 
-Every contender opens the store's own file (through /proc/PID/fd; the file has no name) and reads or writes all of it with
-O_DIRECT. They take turns in every round, so that a shared disk affects all alike. fio runs in several
-shapes, and with huge pages, as the store has them, where the system has some free (`sysctl vm.nr_hugepages=80`: they
-double the speed); the ratio is to the median of its best one. CPU seconds are those of all threads of the
-transfer itself; fio reports its own, without its start-up. DeepSpeed's row appears where `deepspeed.ops.aio`
-can be built. Nothing stays on the disk.
+Every contender opens the store's file through /proc/PID/fd, because it has no name, and reads or writes all of it with O_DIRECT. They take
+turns in every round, so that a shared disk affects them alike. fio runs in several shapes. Where the system has free huge pages it also runs
+with them, like the store (`sysctl vm.nr_hugepages=80`: they double the speed). The ratio is to the median of fio's best shape. CPU seconds
+include all threads of the transfer; fio reports its own without its start-up. DeepSpeed's row appears where `deepspeed.ops.aio` builds.
+The script leaves no file on the disk.
 
-fio reads into the same few blocks again and again. Where they fit into the processor's cache (`psync 1M`, 4 MiB in all) a
-virtual disk is up to a sixth faster than for a reader that keeps the data: the two rows of plain threads show it, with the same calls
-into 4 and into 128 MiB of memory. So there is a second ratio, to fio's best one that fills at least 32 MiB.
+fio reads into the same few blocks again and again. If they fit into the processor's cache (`psync 1M` uses 4 MiB), a virtual disk is up to a
+sixth faster than for a reader that keeps the data. Two rows of plain threads show this effect: the same calls into 4 and into 128 MiB of
+memory. A second ratio therefore compares with fio's best shape that fills at least 32 MiB.
 """
 
 import argparse
@@ -47,9 +46,9 @@ FIO_SHAPES = (  # engine, block, depth, jobs
     ("io_uring", "1M", 32, 1),
     ("io_uring", "8M", 8, 1),
 )
-FIO_MEMORY_BYTES = 64 << 20  # of the shape that needs the most
-CACHE_BYTES = 32 << 20  # the last level of the largest processor this was measured on
-PLAIN_THREADS, PLAIN_BLOCK = 4, 1 << 20  # those of fio's fastest reader
+FIO_MEMORY_BYTES = 64 << 20  # of fio's largest shape
+CACHE_BYTES = 32 << 20  # last-level cache of the largest processor used so far
+PLAIN_THREADS, PLAIN_BLOCK = 4, 1 << 20  # as fio's fastest reader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,19 +61,19 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contender:
-    """A way to move the file: `run(direction)` moves all of it once."""
+    """A way to transfer the file: `run(direction)` reads or writes all of it once."""
 
     name: str
-    memory_bytes: int  # used by its transfers
+    memory_bytes: int  # buffers of its transfers
     run: Callable[[str], Pass]
     passes: dict[str, list[Pass]] = field(default_factory=lambda: {direction: [] for direction in DIRECTIONS})
 
     def speeds(self, direction: str, *, nbytes: int) -> list[float]:
-        """GB/s of every pass."""
+        """GB/s per pass."""
         return [nbytes / 1e9 / done.seconds for done in self.passes[direction]]
 
     def speed(self, direction: str, *, nbytes: int) -> float:
-        """GB/s, the median."""
+        """The median GB/s."""
         return statistics.median(self.speeds(direction, nbytes=nbytes))
 
 
@@ -119,7 +118,7 @@ def main() -> None:
 
 
 class StorePass:
-    """The store as a training step uses it; `skew` bytes off the page boundary every block passes a staging block."""
+    """The store as in a training step. With memory `skew` bytes off a page boundary, every block passes through a staging block."""
 
     def __init__(self, *, store: NvmeStore, slots: list, skew: int = 0) -> None:
         self._store, self._slots, self._skew = store, slots, skew
@@ -135,9 +134,7 @@ class StorePass:
         self._store.flush()
 
     def _read(self) -> None:
-        pending = [
-            self._store.fetch(slot) for slot in self._slots
-        ]  # as many run as there are buffers, the others queue
+        pending = [self._store.fetch(slot) for slot in self._slots]  # one read per buffer runs, the others queue
         for slot, transfer in zip(self._slots, pending, strict=True):
             transfer.wait()
             self._store.release(slot)
@@ -148,7 +145,7 @@ class StorePass:
 
 
 class PlainThreads:
-    """What fio's psync engine does, through as much memory as is asked for: each thread moves its share of the file by blocks."""
+    """The calls of fio's psync engine into `memory_bytes` of memory: each thread moves its share of the file in blocks."""
 
     def __init__(self, path: str, *, nbytes: int, memory_bytes: int) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_DIRECT)
@@ -275,7 +272,7 @@ def _timed(move: Callable[[], None]) -> Pass:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="a folder on the disk to measure")
+    parser.add_argument("folder", type=Path, help="folder on the disk to measure")
     parser.add_argument("--gib", type=float, default=1.0, help="size of the file (default 1)")
     parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args()

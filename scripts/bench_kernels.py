@@ -1,13 +1,12 @@
-"""Measure every kernel on the GPU at hand: `python scripts/bench_kernels.py [--ops NAME] [--minutes 8.5]`.
+"""Measures every kernel on this machine's GPU: `python scripts/bench_kernels.py [--ops NAME] [--minutes 8.5]`.
 
-Phases: the machine's own limits (copy bandwidth, bfloat16 matrix product rate); then per op a correctness gate against its
-reference, and only after it p20, p50 and p80 of forward and of forward with backward, as share of the limit and as ratio to
-each peer present (torch eager, torch.compile, torch's fused forms, SDPA, liger-kernel). Rows go to
-experiments/results/<gpu>/kernels-<date>-<commit>.json, with a picture and an offline wandb run beside it, and docs/kernels.md is
-written again.
+First the limits of the machine: copy bandwidth and the rate of bfloat16 matrix products. Then, per op, a correctness check against its
+reference. Only an op that passes is timed: p20, p50 and p80 of forward and of forward with backward, as share of the limit and as ratio to each
+installed peer (torch eager, torch.compile, torch's fused forms, SDPA, liger-kernel). Writes experiments/results/<gpu>/
+kernels-<date>-<commit>.json, a picture and an offline wandb run next to it, and docs/kernels.md.
 
-Without a GPU nothing is timed: the ahead-of-time metrics and the page are refreshed. `--dry-run` walks the same code over
-small shapes on the CPU and writes nothing.
+Without a GPU the script times nothing and updates the ahead-of-time metrics and the page. `--dry-run` runs the same code with small shapes
+on the CPU and writes nothing.
 """
 
 import argparse
@@ -40,14 +39,14 @@ DRAWN_ON_CPU = (
     "adamw_bf16",
     "adamw_8bit",
     "adamw_stochastic",
-)  # the references' random bits: 43 s a call of 1e9 elements
-SLOWEST_SECONDS = 20.0  # that one measurement may take
-GATE_ULPS = 4  # times the spec's tolerance: tensor cores sum in another order than the reference
+)  # their references draw random bits: 43 s per call with 1e9 elements
+SLOWEST_SECONDS = 20.0  # limit of one measurement
+GATE_ULPS = 4  # factor on the spec's tolerance: tensor cores sum in another order than the reference
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One measurement; milliseconds, bytes and floating point operations are of one call."""
+    """One measurement. Milliseconds, bytes and floating point operations are per call."""
 
     op: str
     shape: tuple[int, ...]
@@ -61,9 +60,9 @@ class Row:
     floor_flops: int
     gb_per_s: float  # floor_bytes / p50
     tflop_per_s: float
-    share: float  # of the limit that binds, measured in this run
+    share: float  # of the binding limit, measured in this run
     limit: str  # memory or matmul
-    speedup: float | None  # ztk's p50 into this provider's; None for ztk itself
+    speedup: float | None  # this provider's p50 / ztk's; None for ztk
     gpu: str
     date: str
     commit: str
@@ -73,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What the machine reaches in this run on the simplest work."""
+    """Copy bandwidth and matrix product rate of the machine, measured in this run."""
 
     copy_gb_per_s: float
     matmul_tflop_per_s: float
@@ -81,7 +80,7 @@ class Limits:
 
 @dataclass(kw_only=True, slots=True)
 class Results:
-    """Rows, written one by one, so that whatever ends the process keeps what was measured. file: None: nothing is written."""
+    """Rows, written one by one, so that a crash keeps the earlier ones. With file=None nothing is written."""
 
     limits: Limits
     file: Path | None
@@ -99,11 +98,11 @@ class Clock:
     """Quantiles of a function's time in milliseconds: CUDA events with a cold second-level cache, or the CPU's clock."""
 
     def __init__(self, device: str, *, deadline: float = math.inf):
-        """deadline: of `time.monotonic`."""
+        """deadline: in the time of `time.monotonic`."""
         self.device, self.deadline = device, deadline
 
     def __call__(self, function: Callable[[], object]) -> tuple[float, float, float]:
-        """Raises OutOfTime when a call takes longer than a peer is worth, or less time is left than it takes."""
+        """Raises OutOfTime when a call takes longer than `SLOWEST_SECONDS` or than the time left."""
         if self.device == "cuda":
             self._warm(function)
             return tuple(triton.testing.do_bench(function, warmup=25, rep=100, quantiles=list(QUANTILES)))
@@ -115,7 +114,7 @@ class Clock:
         return tuple(sorted(samples))
 
     def _warm(self, function: Callable[[], object]) -> None:
-        """Compiles, and measures one call by the host's clock: `do_bench` makes eleven at least."""
+        """Compiles, and times one call on the host first: `do_bench` makes at least eleven calls."""
         seconds = math.inf
         for _ in range(2):
             start = time.monotonic()
@@ -151,7 +150,7 @@ def tensors(value: object) -> list[Tensor]:
 
 
 def prepared(spec: OpSpec, inputs: dict) -> dict:
-    """A copy of the inputs in which the differentiable ones are leaves."""
+    """Copies the inputs; the differentiable ones become leaves."""
 
     def copied(value: object) -> object:
         if isinstance(value, list):
@@ -166,7 +165,7 @@ def prepared(spec: OpSpec, inputs: dict) -> dict:
 
 
 def gate(spec: OpSpec, *, dtype: torch.dtype, device: str) -> str:
-    """Why the op may not be timed here: its outputs and gradients on small shapes are off; empty when they are right."""
+    """The error of the op's outputs and gradients on small shapes; empty if they are correct. A wrong op is not timed."""
     for shape in spec.small_shapes[1:]:
         torch.manual_seed(0)
         inputs = spec.make_inputs(shape, dtype=dtype, device=device)
@@ -191,7 +190,7 @@ def gate(spec: OpSpec, *, dtype: torch.dtype, device: str) -> str:
 
 
 def call(function: Callable, spec: OpSpec, inputs: dict, *, backward: bool) -> Callable[[], object]:
-    """One call to time; with backward, gradients of all differentiable inputs from fixed gradients of all outputs."""
+    """The function to time. With backward it also computes gradients of all differentiable inputs from fixed output gradients."""
     if not backward:
         return lambda: function(**inputs)
     leaves = [inputs[n] for n in spec.differentiable if isinstance(inputs[n], Tensor)]
@@ -238,15 +237,15 @@ def bench_one(
     spec: OpSpec, name: str, function: Callable, *, shape: tuple[int, ...], dtype: torch.dtype, backward: bool,
     clock: Clock, limits: Limits, mine: Row | None, stamp: dict,
 ) -> Row | None:  # fmt: skip
-    """A row, or None when this provider cannot run here (a peer out of memory, or not built for the machine), or takes too long.
+    """Times one provider. Returns None if it cannot run here (out of memory, not built for this machine) or takes too long.
 
-    Raises OutOfTime when the deadline has passed, and what ztk's own op raises.
+    Raises OutOfTime after the deadline, and every error of ztk's own op.
     """
     itemsize = torch.finfo(dtype).bits // 8
     floor_bytes, flops = spec.num_bytes(shape, itemsize), spec.num_flops(shape)
     if backward:
         floor_bytes += spec.num_bytes_backward(shape, itemsize) if spec.num_bytes_backward else 2 * floor_bytes
-        # linear_cross_entropy counts both directions at once; a product's backward is two products, attention's 2.5
+        # the FLOPs of linear_cross_entropy include backward; the backward of a product is two products, of attention 2.5
         flops = {"linear_cross_entropy": flops, "attention": 7 * flops // 2}.get(spec.name, 3 * flops)
     elif spec.name == "linear_cross_entropy":
         flops //= 3
@@ -279,9 +278,9 @@ def bench_one(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ops", default="", help="only ops whose name contains this")
+    parser.add_argument("--ops", default="", help="measure only ops whose name contains this")
     parser.add_argument("--minutes", type=float, default=8.5, help="stop measuring after this long")
-    parser.add_argument("--to", type=Path, help="folder of the results, in place of experiments/results/GPU")
+    parser.add_argument("--to", type=Path, help="folder of the results (default: experiments/results/GPU)")
     parser.add_argument("--dry-run", action="store_true", help="small shapes on the CPU, nothing written")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() and not options.dry_run else "cpu"
@@ -336,7 +335,7 @@ def main() -> int:
 
 
 def is_usable() -> bool:
-    """Whether the GPU still computes in this process: after an illegal address every later call fails."""
+    """Whether the GPU still works in this process. After an illegal memory access every later call fails."""
     try:
         torch.ones(1, device="cuda").item()
     except RuntimeError:

@@ -1,9 +1,9 @@
-"""The host's time of a kernel's launch and of an op, on a machine without a GPU.
+"""Measures the host time of a kernel launch and of an op, on a machine without a GPU.
 
-`python scripts/bench_launch.py` runs the real path of an op on a GPU, with a stand-in for what the driver does: the way to the launcher,
-the launcher with the results that it allocates, and the launch up to the call that starts a compiled kernel. Columns, in microseconds: the
-launches of an op by Triton and by `ztk.kernels.launch.jit`, once their sizes are known; the op without autograd, by torch's dispatcher with
-Triton's launch, by torch's dispatcher, and the short way (`ztk.kernels.launch.direct`); what of the last is its results' allocation.
+`python scripts/bench_launch.py` runs the code path that an op takes on a GPU, with a stand-in for the driver: the dispatch to the launcher,
+the launcher with the allocation of its results, and the launch up to the call that starts a compiled kernel. Columns, in microseconds: the
+launches of an op by Triton and by `ztk.kernels.launch.jit` once their sizes are known; the op without autograd through torch's dispatcher with
+Triton's launch, through torch's dispatcher, and by the direct call (`ztk.kernels.launch.direct`); the allocation of results in the direct call.
 """
 
 import os
@@ -34,7 +34,7 @@ ROUNDS, CALLS = 30, 60
 
 
 def cases() -> dict[str, tuple[str, tuple]]:
-    """Name -> (op, arguments) on CPU tensors, so small that their allocation costs what a GPU's cache of memory costs."""
+    """Name -> (op, arguments). The CPU tensors are small, so that allocating them is as cheap as from a GPU's caching allocator."""
     x, weight, scalars = (
         torch.zeros(8, 1024, dtype=torch.bfloat16),
         torch.zeros(1024, dtype=torch.bfloat16),
@@ -107,7 +107,7 @@ def cases() -> dict[str, tuple[str, tuple]]:
 
 
 def further_cases() -> dict[str, tuple[str, tuple]]:
-    """The same of all other ops, as their public functions call them for the first shape of their SPEC."""
+    """Cases for all other ops, with the arguments that their public functions pass for the first shape of their SPEC."""
     known, found = {op for op, _ in cases().values()}, {}
     for spec in ALL_OPS:
         called: dict[str, tuple] = {}
@@ -134,7 +134,7 @@ def further_cases() -> dict[str, tuple[str, tuple]]:
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """Of one of a round's calls."""
+    """Microseconds per call of one round."""
     start = time.perf_counter()
     for _ in range(CALLS):
         call()
@@ -142,17 +142,17 @@ def microseconds(call: Callable[[], object]) -> float:
 
 
 def usual(prepared: Prepared, grid: tuple[int, ...], *args: object) -> object:
-    """The launch of Triton."""
+    """Triton's launch."""
     return JITFunction.run(prepared.kernel, *args, grid=grid, warmup=False, **prepared.named)
 
 
 def usual_bound(bound: Bound, *tensors: Tensor | None, count: int | None = None) -> object:
-    """The same of a kernel with its sizes."""
+    """Triton's launch of a kernel that is bound to its sizes."""
     return usual(bound.prepared, bound.grid, *bound.arguments(tensors, count=count))
 
 
 def launches_of(call: Callable[[], object]) -> list[tuple]:
-    """(kernel, what its launch is called with, and by name) of what `call` launches."""
+    """(kernel, args, kwargs) of every launch in `call`."""
     noted: list[tuple] = []
 
     def note(kernel: object, *given: object, **named: object) -> None:
@@ -164,7 +164,7 @@ def launches_of(call: Callable[[], object]) -> list[tuple]:
 
 
 def allocations_of(call: Callable[[], object]) -> list[tuple]:
-    """(function, args, named) of the tensors that `call` makes."""
+    """(function, args, kwargs) of every tensor allocation in `call`."""
     noted: list[tuple] = []
 
     class Noting(TorchFunctionMode):
@@ -185,7 +185,7 @@ def allocations_of(call: Callable[[], object]) -> list[tuple]:
 
 
 def row(op: str, args: tuple) -> list[float]:
-    """The columns; launches and allocations are summed over the op's."""
+    """The columns of one op; launches and allocations are sums over the op."""
     launcher = LAUNCHERS[op]
     dispatched = operator(op)
     short = library._short_way(dispatched, launch=launcher)
@@ -216,7 +216,7 @@ def row(op: str, args: tuple) -> list[float]:
     )
     with torch.no_grad():
         rounds = [[column() for column in columns] for _ in range(ROUNDS)]
-    # In turn: the least of many rounds is the one that other processes disturbed least.
+    # In turn. The minimum over many rounds is the one with the least load from other processes.
     return [min(times) for times in zip(*rounds, strict=True)]
 
 

@@ -1,18 +1,18 @@
-"""Loaders beside each other in tokens per second, and the memory of a run that reads a corpus of any size.
+"""Compares data loaders in tokens per second, and measures the memory of a run over a corpus of any size.
 
     python scripts/bench_loaders.py --work FOLDER                                  about 2 minutes on two cores
-    python scripts/bench_loaders.py --work FOLDER --nanochat CHECKOUT              nanochat's loader, too
-    python scripts/bench_loaders.py --work FOLDER --memory 10                      its memory on 10 GB made on the spot
+    python scripts/bench_loaders.py --work FOLDER --nanochat CHECKOUT              with nanochat's loader
+    python scripts/bench_loaders.py --work FOLDER --memory 10                      memory only, with 10 GB made on the spot
 
-Each loader gives batches of 8 x 1,024 tokens and their targets, int64 on the CPU, shuffled, from the same documents and tokenizer:
+Each loader returns shuffled batches of 8 x 1,024 tokens and their targets, int64 on the CPU, from the same documents and tokenizer:
 
-- ztk: the tokens of its cache, `ztk.data.TokenStream`, also with packed documents kept apart;
-- torch: `DataLoader` over a shuffled `datasets.Dataset` of sequences that are tokenised and cut before, with 0 and 2 workers;
-- nanochat: tokenises and packs while it reads parquet, as its training does. Its first batches, which fill its buffer, are not counted.
+- ztk: `ztk.data.TokenStream` over its token cache, also with packed documents kept separate;
+- torch: `DataLoader` over a shuffled `datasets.Dataset` of sequences that were tokenised and cut before, with 0 and 2 workers;
+- nanochat: tokenises and packs while it reads parquet files, as in its training. Its first batches, which fill its buffer, do not count.
 
-What comes before the first batch (tokenising by ztk, cutting for torch) is printed apart. The ratio is tokens per second over those of
-torch with the number of workers that is best for it. The memory is that of a process of its own, pages of mapped files included, while it
-builds the cache and while it reads all sequences in the order of training.
+The preparation (tokenising for ztk, cutting for torch) is printed separately. The ratio is relative to torch with its best number of workers.
+Memory is measured in a process of its own, with pages of mapped files, while it builds the cache and while it reads all sequences in the order
+of training.
 """
 
 import argparse
@@ -40,12 +40,12 @@ READ = ReadPolicy(share=0.01)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="a folder for corpora, caches and results")
-    parser.add_argument("--megabytes", type=int, default=64, help="of text that is loaded")
-    parser.add_argument("--seconds", type=float, default=5.0, help="that each loader is measured")
+    parser.add_argument("--work", type=Path, required=True, help="folder for corpora, caches and results")
+    parser.add_argument("--megabytes", type=int, default=64, help="size of the text")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each measurement")
     parser.add_argument("--nanochat", type=Path, help="a checkout of github.com/karpathy/nanochat")
-    parser.add_argument("--memory", type=float, help="measure memory alone, on so many GB")
-    parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)  # in the process whose memory is measured
+    parser.add_argument("--memory", type=float, help="measure only memory, with this many GB of text")
+    parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)  # internal: the measured process
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     if options.read is not None:
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Prints a line per loader, and writes loaders.json."""
+    """Prints a line per loader and writes loaders.json."""
     path = write_corpus(options.work / f"corpus-{options.megabytes}.jsonl", nbytes=options.megabytes << 20)
     start = time.perf_counter()
     policy = TextPolicy(
@@ -95,7 +95,7 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def tokens_per_second(batches: Iterator[object], *, seconds: float) -> float:
-    """Of so many seconds, after ten batches that are not counted."""
+    """The rate over `seconds`, after ten batches of warm-up."""
     for _ in itertools.islice(batches, 10):
         pass
     count, start = 0, time.perf_counter()
@@ -112,7 +112,7 @@ def ztk_batches(corpus) -> Iterator[object]:
 
 
 def cut_for_torch(tokens, *, folder: Path):
-    """A `datasets.Dataset` of sequences, written once, memory-mapped as `datasets` does."""
+    """A `datasets.Dataset` of sequences, written once and memory-mapped."""
     import datasets
     import numpy
 
@@ -138,26 +138,26 @@ def torch_batches(sequences, *, workers: int) -> Iterator[object]:
 
 
 def nanochat_batches(path: Path, *, work: Path, checkout: Path, tokenizer: SubwordTokenizer) -> Iterator[object]:
-    """nanochat's own loader over the same documents in parquet files."""
+    """nanochat's loader over the same documents in parquet files."""
     import pyarrow
     import pyarrow.parquet
 
     sys.path.insert(0, str(checkout))
     dataloader: Any = importlib.import_module("nanochat.dataloader")
     texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
-    files = [work / f"nanochat-{number}.parquet" for number in range(2)]  # the last one is its validation split
+    files = [work / f"nanochat-{number}.parquet" for number in range(2)]  # nanochat validates on the last file
     for file, part in zip(files, (texts, texts[:1000]), strict=True):
         pyarrow.parquet.write_table(pyarrow.table({"text": part}), file, row_group_size=1024)
     dataloader.list_parquet_files = lambda **options: [str(file) for file in files]
 
     class Tokenizer:
-        """The methods that its loader calls."""
+        """The methods that nanochat's loader calls."""
 
         def get_bos_token_id(self) -> int:
             return tokenizer.end
 
         def encode(self, several: list[str], *, prepend: int, num_threads: int) -> list[list[int]]:
-            del num_threads  # tokenizers takes all cores
+            del num_threads  # tokenizers uses all cores
             return [[prepend, *tokens] for tokens in tokenizer.encode_batch(several)]
 
     return dataloader.tokenizing_distributed_data_loader_bos_bestfit(
@@ -169,7 +169,7 @@ def nanochat_batches(path: Path, *, work: Path, checkout: Path, tokenizer: Subwo
 
 
 def measure_memory(work: Path, *, nbytes: int) -> None:
-    """Prints the memory of a process that builds the cache and reads random sequences, on a tenth of the text and on all of it."""
+    """Prints the memory of a process that builds the cache and reads random sequences, for a tenth of the text and for all of it."""
     for size in (nbytes // 10, nbytes):
         path = write_corpus(work / f"memory-{size}.jsonl", nbytes=size)
         command = [sys.executable, __file__, "--work", str(work), "--read", str(path)]
@@ -182,7 +182,7 @@ def measure_memory(work: Path, *, nbytes: int) -> None:
 
 
 def read_all(path: Path, *, work: Path) -> None:
-    """Bytes of `path` as tokens, all sequences in the order of training; a line with what it took."""
+    """Reads the bytes of `path` as tokens, all sequences in the order of training. Prints times and memory as JSON."""
     peaks, phase, ended = {"building": 0, "reading": 0}, ["building"], threading.Event()
 
     def sample() -> None:
@@ -205,12 +205,12 @@ def read_all(path: Path, *, work: Path) -> None:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, mapped files included."""
+    """Resident memory of this process with mapped files."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def write_corpus(path: Path, *, nbytes: int) -> Path:
-    """Documents of 50 to 2,000 words out of the standard library's, once."""
+    """Writes documents of 50 to 2,000 words from the standard library's sources, once."""
     if path.is_file():
         return path
     numbers, size = random.Random(0), 0

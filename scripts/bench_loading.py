@@ -1,11 +1,11 @@
-"""What each rank's memory grows by while `from_pretrained` reads a model at stage 3.
+"""Measures the memory growth of each rank while `from_pretrained` reads a model at stage 3.
 
     python scripts/bench_loading.py [--ranks 2] [--layers 10]
 
-A Llama with random weights in safetensors files, fp32, read by ranks that the runner starts: by ztk, where every rank reads its own slices,
-and by transformers, where every rank reads all and rank 0 distributes. "peak" and "after" are the growth of a process's own
-memory during the call, and once it has returned and malloc has given back what is free; "files" are the most pages of mapped files
-beside it, which the system may drop at any time. Every rank keeps 1/n of the model.
+The model is a randomly initialised fp32 Llama in safetensors files. With ztk every rank reads its own slices. With transformers every rank
+reads everything and rank 0 distributes. "peak" is the growth of a process's own memory during the call. "after" is the growth once the call has
+returned and malloc has released its free memory. "files" is the largest number of mapped file pages in addition, which the system may drop at
+any time. Every rank keeps 1/n of the model.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def make_model(folder: Path, *, layers: int, width: int = 768) -> None:
 
 
 def on_rank(folder: Path, *, reader: str) -> None:
-    """Reads the small model first, which imports what the library imports late, then the large one."""
+    """Reads a small model first, which triggers the library's late imports, then the large one."""
     from transformers import AutoModelForCausalLM, PreTrainedModel
     from transformers.integrations import HfDeepSpeedConfig
 
@@ -61,7 +61,7 @@ def on_rank(folder: Path, *, reader: str) -> None:
 
 
 class Sampler(threading.Thread):
-    """The most that was resident between entering and leaving, looked at every other millisecond."""
+    """Samples the resident memory every two milliseconds and keeps the maximum."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -87,7 +87,7 @@ def own_bytes() -> int:
 
 
 def status(key: str) -> int:
-    """Bytes, of this process."""
+    """A value of /proc/self/status, in bytes."""
     (line,) = [row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(f"{key}:")]
     return 1024 * int(line.split()[1])
 

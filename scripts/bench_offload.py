@@ -1,11 +1,11 @@
-"""How well training hides the disk: step time at `zero=stage3 offload=nvme` beside compute time and disk time.
+"""Measures how much of the disk time training hides: step time at `zero=stage3 offload=nvme`, compute time and disk time.
 
     python scripts/bench_offload.py                     2 ranks, 30m model, bf16
     python scripts/bench_offload.py --batch 16          more compute per byte
-    python scripts/bench_offload.py --ranks 1           with a core to spare for the disk, on 2 cores
+    python scripts/bench_offload.py --ranks 1           on 2 cores: leaves one core for the disk
 
-Per round, interleaved: the same model with its shards on the device (its step is the compute time) and on NVMe. Disk time is the time
-during which at least one transfer was running, according to the I/O counters. Target: the step takes at most 1.15 times the larger of the two.
+Each round runs the same model with its shards on the device, whose step is the compute time, and on NVMe. Disk time is the time with at
+least one transfer in flight, from the I/O counters. Goal: a step takes at most 1.15 times the larger of compute and disk time.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Timing:
 def run(
     process: Process, *, tier: str, model: DecoderConfig, batch: int, steps: int, folder: str, buffers: int
 ) -> Timing:
-    """Medians over `steps` steps after two of warm-up."""
+    """Medians over `steps` steps, after two steps of warm-up."""
     with torch.device("meta"):
         decoder = Decoder(model)
     engine = parallelize(
@@ -91,7 +91,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2, help="one thread each")
     parser.add_argument("--folder", default=".")
-    parser.add_argument("--buffers", type=int, default=9, help="of the pool; more of them read more states ahead")
+    parser.add_argument(
+        "--buffers", type=int, default=9, help="buffers of the pool; with more buffers more states are prefetched"
+    )
     options = parser.parse_args()
     dim = options.dim
     model = DecoderConfig(

@@ -1,11 +1,11 @@
-"""The bubble of every schedule on real ranks, beside its formula, and a drawn timeline.
+"""Compares the measured bubble of every pipeline schedule with its formula, and draws timelines.
 
     python scripts/bench_pipeline.py                      4 stages, 8 micro-batches
     python scripts/bench_pipeline.py --micro-batches 16 --unit-ms 30 --activation-mb 4
 
-Ranks, schedule, messages and gradients are the engine's own. Only the layers are made for the measurement: all are equal and only call
-`time.sleep`, so that more ranks than cores do not slow each other down. One unit is the time of a forward, of the gradient of a stage's
-input, and of that of its weights, each. A rank is idle when it does not compute between the batch's first start and last stop on any rank.
+Ranks, schedules, messages and gradients come from the engine. The layers are made for the measurement: they only call `time.sleep`, all for
+the same time, so that more ranks than cores do not slow each other down. A forward takes one unit, and so do the gradient of a stage's input
+and the gradient of its weights. A rank is idle while it does not compute between the first start and the last stop of the batch on any rank.
 """
 
 import argparse
@@ -47,7 +47,7 @@ from ztk.parallel.pipeline import (
     zero_bubble_share,
 )
 
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}  # with stages per rank
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}  # schedule -> stages per rank
 COLOURS = {
     Kind.forward: "#4c78a8",
     Kind.backward: "#54a24b",
@@ -58,19 +58,19 @@ COLOURS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """One schedule. Shares of all ranks' time; seconds of a batch."""
+    """Results of one schedule: idle shares of the time of all ranks, and seconds per batch."""
 
     schedule: str
     idle: float
     formula: float
     simulated: float
     seconds: float
-    ideal_seconds: float  # without any bubble
-    sent_mb: float  # per batch, of the rank that sends the most
+    ideal_seconds: float  # without a bubble
+    sent_mb: float  # per batch, largest over ranks
 
 
 class WaitingLayer(nn.Module):
-    """x -> x, in `seconds`; its backward takes as long for the input and as long for the weight."""
+    """x -> x after `seconds`. Its backward sleeps as long for the input's gradient, and again for the weight's."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class _Wait(torch.autograd.Function):
 
 
 def run(process: Process, *, schedule: str, options: argparse.Namespace) -> list[tuple[Timeline, float]]:
-    """Per measured batch: what this rank computed when, and MB sent."""
+    """Per measured batch: this rank's timeline, and the MB that it sent."""
     virtual = SCHEDULES[schedule]
     layers = options.ranks * virtual
     model = PipelineModule(
@@ -171,7 +171,7 @@ def simulate(schedule: str, *, options: argparse.Namespace) -> Timeline:
 
 
 def draw(timelines: dict[str, Timeline], *, results: list[Measured], path: Path) -> None:
-    """One row of panels per schedule, one bar row per rank, on one axis of time."""
+    """One panel per schedule with a row of bars per rank, on a common time axis."""
     figure, panels = pyplot.subplots(len(timelines), 1, figsize=(14, 2.1 * len(timelines)), sharex=True, squeeze=False)
     for panel, result in zip(panels[:, 0], results, strict=True):
         timeline = timelines[result.schedule]
@@ -235,11 +235,13 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--unit-ms", type=float, default=40.0, help="a forward of one stage; a backward takes two")
     parser.add_argument(
-        "--activation-mb", type=float, default=1.0, help="what crosses a boundary per micro-batch each way"
+        "--unit-ms", type=float, default=40.0, help="duration of a stage's forward; a backward takes two units"
     )
-    parser.add_argument("--batches", type=int, default=3, help="measured batches; the median counts")
+    parser.add_argument(
+        "--activation-mb", type=float, default=1.0, help="size of the activations between stages per micro-batch"
+    )
+    parser.add_argument("--batches", type=int, default=3, help="measured batches; the result is the median")
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/pipeline"), help="folder for timeline.png and result.json"

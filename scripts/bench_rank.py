@@ -1,8 +1,8 @@
-"""What one rank of `scripts/bench_engine.py` does: build a candidate, warm it up, measure its steps.
+"""One rank of `scripts/bench_engine.py`: builds a candidate, warms it up and measures its steps.
 
-`python bench_rank.py` is a process that forks ranks: it imports torch once, reads one `Task` as JSON per line, forks the ranks of each
-and answers with one line. So every measurement has fresh processes, and torch is imported only once. It runs in whichever
-interpreter has the peer (DeepSpeed may live in another environment).
+`python bench_rank.py` is a process that forks ranks. It imports torch once, reads one `Task` as JSON per line, forks the task's ranks and
+writes one line of JSON. Every measurement thus has fresh processes, and torch is imported only once. It runs in the interpreter that has the
+peer: DeepSpeed may be installed in another environment.
 """
 
 import json
@@ -51,9 +51,9 @@ Step = Callable[[Tensor, Tensor], Tensor]  # tokens, targets -> loss
 class Task:
     """One measurement.
 
-    candidate: `compute`; torch's `ddp`, `zro` (ZeroRedundancyOptimizer over it), `fsdp2` and `fsdp2-keep` (parameters stay gathered
-        from forward to backward: stage 2); or `ztk` or `deepspeed` with stage and tier: `ztk3+nvme`.
-    modules: whose layers the model has: `torch` or `ztk` for all candidates, or `own`: ztk's for ztk, torch's for the others.
+    candidate: `compute`; `ddp`; `zro` (ZeroRedundancyOptimizer over DDP); `fsdp2`; `fsdp2-keep` (FSDP2 whose parameters stay gathered from
+        forward to backward, like stage 2); or `ztk` or `deepspeed` with stage and tier: `ztk3+nvme`.
+    modules: layers of the model: `torch` or `ztk` for all candidates, or `own`, which is ztk's for ztk and torch's for the others.
     """
 
     candidate: str
@@ -70,7 +70,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """Of one candidate in one round. Seconds are per step: wall the slowest rank's, CPU of all threads, mean over ranks."""
+    """One candidate in one round. Seconds per step: wall time of the slowest rank; CPU time of all threads, mean over ranks."""
 
     candidate: str
     wall_seconds: float
@@ -80,7 +80,7 @@ class Measurement:
 
 
 def measure(step: Step, *, task: Task, process: Process) -> Measurement:
-    """Runs the steps of one rank."""
+    """Runs the warm-up and the measured steps of one rank."""
     share = Share(micro_batch=task.micro_batch, rank=process.rank, world_size=process.world_size)
     stream = SyntheticStream(vocab_size=256, seq_len=task.seq_len, share=share, seed=SEED)
     for _ in range(task.warmup):
@@ -106,7 +106,7 @@ def measure(step: Step, *, task: Task, process: Process) -> Measurement:
 
 
 def build(task: Task, *, process: Process) -> Step:
-    """The candidate's step."""
+    """Builds the candidate and returns its step."""
     name, _, tier = task.candidate.partition("+")
     if name == "compute":
         return compute(task)
@@ -150,12 +150,12 @@ def config(task: Task) -> DecoderConfig:
 
 
 def is_plain(task: Task) -> bool:
-    """The candidate's model is made of torch's own layers."""
+    """Whether the candidate's model has torch's layers."""
     return task.modules == "torch" or (task.modules == "own" and not task.candidate.startswith("ztk"))
 
 
 def full_model(task: Task) -> nn.Module:
-    """The model with its first values, float32."""
+    """The model in float32 with its first values."""
     decoder = initialise(Decoder(config(task)), seed=SEED)
     return plain_decoder(decoder) if is_plain(task) else decoder
 
@@ -168,7 +168,7 @@ def offload(task: Task, *, stage: int, tier: str) -> OffloadPolicy:
 
 
 def compute(task: Task) -> Step:
-    """Forward, backward and torch's fused AdamW, no communication; in 16 bit with fp32 masters, like everybody else."""
+    """Forward, backward and torch's fused AdamW without communication. 16-bit runs have fp32 master weights, as all candidates."""
     model = full_model(task)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[task.dtype])
@@ -223,7 +223,7 @@ def zero_redundancy(task: Task) -> Step:
 
 
 def deepspeed(task: Task, *, stage: int, tier: str) -> Step:
-    """DeepSpeed as its documentation configures it, its own CPU AdamW included."""
+    """DeepSpeed as configured in its documentation, with its own CPU AdamW."""
     import deepspeed
 
     deepspeed.init_distributed("gloo")
@@ -270,7 +270,7 @@ def deepspeed(task: Task, *, stage: int, tier: str) -> Step:
 
 
 def run(task: Task) -> Measurement | str:
-    """Forks the ranks of one measurement; the error's text if it fails."""
+    """Forks the ranks of one measurement. Returns the text of the error if it fails."""
     with tempfile.TemporaryDirectory(prefix="ztk-bench-") as folder:
         children = [fork(task, rank=rank, store=os.path.join(folder, "store")) for rank in range(task.ranks)]
         answers = [pipe.read() for _, pipe in children]
@@ -292,7 +292,7 @@ def run(task: Task) -> Measurement | str:
 
 
 def fork(task: Task, *, rank: int, store: str):
-    """(process number, pipe that will carry the rank's answer)."""
+    """(process id, pipe with the rank's result)."""
     read, write = os.pipe()
     pid = os.fork()
     if pid:
@@ -310,7 +310,7 @@ def fork(task: Task, *, rank: int, store: str):
 def serve(task: Task, *, rank: int, store: str) -> Measurement:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), ZTK_STORE=store)
     os.environ.update(WORLD_SIZE=str(task.ranks), LOCAL_WORLD_SIZE=str(task.ranks))
-    # For DeepSpeed, as its launcher sets them.
+    # The variables that DeepSpeed's launcher sets.
     os.environ.update(LOCAL_SIZE=str(task.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=deepspeed_port(os.getppid()))
     os.environ.update(DS_ACCELERATOR="cpu")
     torch.set_num_threads(1)
@@ -319,13 +319,13 @@ def serve(task: Task, *, rank: int, store: str) -> Measurement:
 
 
 def deepspeed_port(init_context: int) -> str:
-    """Nobody listens there; it names DeepSpeed's shared memory."""
+    """A port that only names DeepSpeed's shared memory; no process listens on it."""
     return str(10000 + init_context % 50000)
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of the candidates must not mix with the answers
+    os.dup2(2, 1)  # keeps the candidates' output out of the results
     for line in sys.stdin:
         result = run(Task(**json.loads(line)))
         print(json.dumps(result if isinstance(result, str) else asdict(result)), file=answers, flush=True)

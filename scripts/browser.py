@@ -1,4 +1,4 @@
-"""A real browser for the checks of pages, driven without a package of its own."""
+"""A headless Chromium for the checks of pages, driven without further packages."""
 
 import base64
 import fcntl
@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Ends when the page is loaded and plotly has had half a second.
+# Resolves half a second after the page has loaded, so that plotly can draw.
 LOADED = """new Promise((done) => {
   const wait = () => document.readyState === "complete" ? setTimeout(done, 500) : setTimeout(wait, 50);
   wait();
 })"""
-# The middle of an element's width, its top and its height, once it is in view.
+# Scrolls an element into view and returns the middle of its width, its top and its height.
 BOX = """((one) => {{
   one.scrollIntoView({{block: "center", inline: "center"}});
   const box = one.getBoundingClientRect();
@@ -24,7 +24,7 @@ BOX = """((one) => {{
 
 
 def find_browser() -> str | None:
-    """The path of Chromium or Chrome, or of what CHROMIUM names; without one it says so on standard error."""
+    """The path of Chromium or Chrome, or the path in CHROMIUM. Prints an error and returns None without a browser."""
     names = ("chromium", "google-chrome", "chromium-headless-shell")
     found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
     if found is None:
@@ -36,16 +36,16 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """A headless Chromium, driven over two pipes (--remote-debugging-pipe) by the DevTools protocol.
+    """A headless Chromium, controlled with the DevTools protocol over two pipes (--remote-debugging-pipe).
 
-    origin: `http://127.0.0.1:PORT` that its pages may ask; None: it has no network.
+    origin: the `http://127.0.0.1:PORT` that pages may load from. Without it the browser has no network.
     """
 
     def __init__(self, path: str, *, profile: Path, origin: str | None = None) -> None:
         self._origin = origin
         reads, self._writes = os.pipe()
         self._reads, writes = os.pipe()
-        inner = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (reads, writes)]  # clear of 3 and 4, which it uses
+        inner = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (reads, writes)]  # above 3 and 4, which Chromium uses
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions",
             "--disable-background-networking", "--remote-debugging-pipe",
             "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]  # fmt: skip
@@ -76,7 +76,7 @@ class Browser:
         )
 
     def open(self, page: Path | str, *, width: int, dark: bool) -> None:
-        """page: a file, or an address."""
+        """Opens a file or an address."""
         self._size(width=width, height=1000)
         self._call(
             "Emulation.setEmulatedMedia",
@@ -89,14 +89,14 @@ class Browser:
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def evaluate(self, code: str) -> Any:
-        """The value of an expression in the page; an error in it is a complaint."""
+        """Evaluates an expression in the page. Records an exception as a complaint."""
         answer = self._call("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             self.complaints.append(f"{code}: {answer['exceptionDetails'].get('exception', {}).get('description')}")
         return answer["result"].get("value")
 
     def drag(self, selector: str, *, start: float, end: float) -> None:
-        """Presses the mouse at a share of the element's height, moves it and releases it."""
+        """Drags the mouse over an element; start and end are fractions of its height."""
         box = self.evaluate(BOX.format(selector=json.dumps(selector)))
         x, y, height = box
         points = [y + height * (start + (end - start) * part / 4) for part in range(5)]
@@ -108,7 +108,7 @@ class Browser:
             self._call("Input.dispatchMouseEvent", type=kind, x=x, y=at, button="left", buttons=1, clickCount=1)
 
     def shoot(self, path: Path) -> None:
-        """A picture of the page, at most 4000 pixels high."""
+        """Saves a screenshot of the page, at most 4000 pixels high."""
         width, height = self.evaluate("[innerWidth, Math.min(4000, document.documentElement.scrollHeight)]")
         self._size(width=width, height=height)
         self.evaluate(LOADED)
@@ -146,7 +146,7 @@ class Browser:
         return json.loads(text)
 
     def _note(self, message: dict[str, Any]) -> None:
-        """Errors, warnings and requests are complaints."""
+        """Records errors, warnings and requests as complaints."""
         method, values = message.get("method"), message.get("params", {})
         if method == "Runtime.exceptionThrown":
             self.complaints.append(f"exception: {values['exceptionDetails'].get('exception', {}).get('description')}")

@@ -1,11 +1,10 @@
-"""Executes the notebooks and writes each as .ipynb and HTML, beside the SVG and the CSV of its charts.
+"""Executes the notebooks and writes each as .ipynb and HTML, with the SVG and CSV files of its charts.
 
-    python scripts/build_notebooks.py                    # the full forms of all, to outputs/notebooks/full
-    python scripts/build_notebooks.py --quick 1 4        # the quick forms of two, to outputs/notebooks/quick
+    python scripts/build_notebooks.py                    # all notebooks in full, to outputs/notebooks/full
+    python scripts/build_notebooks.py --quick 1 4        # two notebooks in their quick form, to outputs/notebooks/quick
 
-A notebook that is built again goes on with its runs: what is done is not trained again; delete the folder to begin anew.
-The exit code is 1 if a
-notebook failed, a claim that does not hold included; the others are built nevertheless. Needs `pip install -e ".[notebooks]"`.
+A second build continues: runs that are done are not trained again. Delete the folder to start over. The exit code is 1 if a notebook fails or
+one of its claims does not hold; the others are built nevertheless. Needs `pip install -e ".[notebooks]"`.
 """
 
 import argparse
@@ -18,12 +17,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "notebooks"
 CELL_SECONDS = 3600
-# nbconvert's page loads formulas and diagrams from the network; there are none here, so a page loads nothing
+# nbconvert's page loads scripts for formulas and diagrams from the network. The notebooks have neither.
 SCRIPT = re.compile(r"<script\b.*?</script>", re.DOTALL)
 
 
 def find_sources(names: list[str]) -> list[Path]:
-    """The notebooks, or those whose file names begin with one of `names`."""
+    """The notebooks whose file names begin with one of `names`; all notebooks without names."""
     found = sorted(SOURCES.glob("[0-9]_*.py"))
     chosen = [path for path in found if not names or any(path.name.startswith(name) for name in names)]
     if unknown := [name for name in names if not any(path.name.startswith(name) for path in found)]:
@@ -32,7 +31,7 @@ def find_sources(names: list[str]) -> list[Path]:
 
 
 def build(source: Path, *, folder: Path, quick: bool) -> str | None:
-    """Executes one notebook and writes it, as far as it came. Returns the error of the cell that failed, or None."""
+    """Executes one notebook and writes it, up to the first failure. Returns the failed cell's error, or None."""
     import jupytext
     import nbformat
     from nbclient import NotebookClient
@@ -62,8 +61,8 @@ def build(source: Path, *, folder: Path, quick: bool) -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("notebooks", nargs="*", help="their numbers; all by default")
-    parser.add_argument("--quick", action="store_true", help="few and short runs, under 90 seconds a notebook")
+    parser.add_argument("notebooks", nargs="*", help="numbers of notebooks (default: all)")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter runs, under 90 seconds per notebook")
     parser.add_argument("--folder", type=Path, help="default: outputs/notebooks/full or quick")
     given = parser.parse_args()
     folder = (given.folder or Path("outputs/notebooks", "quick" if given.quick else "full")).absolute()

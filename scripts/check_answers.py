@@ -1,11 +1,11 @@
-"""Greedy tokens of the inference engine beside transformers' `generate`, for every family and every place of the weights.
+"""Compares greedy tokens of the inference engine with transformers' `generate`, for every family and every placement of the weights.
 
     python scripts/check_answers.py                        17 families and some that run their own modules, 64 tokens, about 10 minutes
     python scripts/check_answers.py --families llama gpt2 --tokens 16
 
-Tiny models of random weights in fp32, three prompts of unequal length at once, in steps of 48 tokens. Columns: all weights in memory; every
-layer read from a file in every pass; each layer cut over two ranks, over slabs and over blocks. `=`: all tokens are transformers' own; `-`:
-not for models that run their own modules. Exit code 1 if a token differs.
+Tiny fp32 models with random weights answer three prompts of different lengths at once, in steps of 48 tokens. Columns: all weights in memory;
+every layer read from a file in every pass; each layer sharded over two ranks, with slabs and with blocks. `=`: all tokens equal transformers';
+`-`: not available for models that run their own modules. Exit code 1 if a token differs.
 """
 
 import argparse
@@ -25,14 +25,14 @@ from ztk.inference import Generator, InferencePolicy, SamplingParams
 
 PROMPTS = [[3, 1, 4], [5] * 20, [(7 * i + 3) % VOCABULARY for i in range(70)]]
 COLUMNS = ("memory", "nvme", "tp2", "tp2, blocks")
-LAYERS = 6  # more than the ring of buffers has
+LAYERS = 6  # more than the ring has buffers
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*FAMILIES, *OTHERS]
     parser.add_argument("--families", nargs="+", choices=names, default=names, metavar="NAME")
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per answer")
     given = parser.parse_args()
     pool, wrong = RankPool(2), 0
     print(f"{'':12s}" + "".join(f"{name:>13s}" for name in COLUMNS))
@@ -70,18 +70,18 @@ def answers(generator: Generator, *, count: int) -> list[list[int]]:
 
 
 def streamed(name: str, *, count: int) -> list[list[int]]:
-    """With memory for the ring and no layer more, where the plan allows that; every pass reads."""
+    """Answers with memory for the ring of buffers only, so that every pass reads every layer."""
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         place = OffloadPolicy(parameters="nvme", nvme_path=folder, block_bytes=1 << 20, threads=2, direct_io=True)
         roomy = Generator(made(name), policy=policy(offload=place))
         plan = roomy.plan
         roomy.close()
-        assert plan is not None, "layers are streamed"
+        assert plan is not None, "no layer is streamed"
         sizes = plan.sizes
         memory = sizes.fixed + 3 * sizes.layer + plan.sequences * sizes.sequence
         memory += sizes.working(sequences=plan.sequences, rows=plan.step_tokens)
         generator = Generator(made(name), policy=policy(offload=place, memory_bytes=memory))
-        assert generator.plan is not None and generator.plan.resident == 0, "every layer is read"
+        assert generator.plan is not None and generator.plan.resident == 0, "some layers stay in memory"
         return answers(generator, count=count)
 
 

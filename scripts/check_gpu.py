@@ -1,19 +1,19 @@
-"""On a machine with a GPU: everything that can only be seen there, in one call of at most ten minutes.
+"""Checks on one GPU, in at most ten minutes: bit identity, memory, the main job, overlap, speed and kernels.
 
     python scripts/check_gpu.py [--parts identity memory job overlap speed kernels] [--seconds 570]
     python scripts/check_gpu.py --dry-run        # the same code on a CPU with small models; writes nothing
 
-identity: stages 0 to 3 on the device, in main memory and on disk train to the same bits, without torch's deterministic mode; an optimizer
-    on the host agrees within rounding. In a world of one, NCCL's collectives give the CPU's results.
-memory: model state by the CUDA allocator's own counters, beside the ledger and the formula of the ZeRO paper.
-job: the main job, `python run.py`, and whether its held-out loss is below the text's byte-bigram entropy.
-overlap: from a trace, how much of the copies of `offload=cpu` is hidden, and the step beside the longest of computing and copying; at stage 3
-    it may take 10 % more.
-speed: tokens/s and model FLOP utilisation of a model of 1B parameters in bf16 beside plain PyTorch and FSDP2.
-kernels: `scripts/bench_kernels.py` with the time that is left.
+identity: stages 0 to 3 on the device, in main memory and on disk train to the same bits, without torch's deterministic mode. A host optimizer
+    agrees within rounding. In a world of one, NCCL's collectives return the CPU's results.
+memory: model state from the CUDA allocator's counters, compared with the ledger and the formula of the ZeRO paper.
+job: the main job, `python run.py`; its held-out loss must be below the text's byte-bigram entropy.
+overlap: from a trace, the hidden share of the copies of `offload=cpu`, and the step compared with its longest part, computing or copying. At
+    stage 3 the step may take 10 % more.
+speed: tokens/s and model FLOP utilisation of a 1B model in bf16, compared with plain PyTorch and FSDP2.
+kernels: `scripts/bench_kernels.py` in the remaining time.
 
-Each item runs in its own process, so that a failure affects one row. Writes experiments/results/GPU/check_gpu.json; exit code 1
-if a check fails. Without a GPU and without --dry-run it prints a message and does nothing. `scripts/check_gpus.py` is for several ranks.
+Each item runs in its own process, so that a failure affects one row. Writes experiments/results/GPU/check_gpu.json. Exit code 1 if a check
+fails. Without a GPU and without --dry-run the script prints a message and ends. For several ranks use `scripts/check_gpus.py`.
 """
 
 import argparse
@@ -40,8 +40,8 @@ from ztk.core.launch import allocator_settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 JUDGED_STEPS = 100
-OVERLAP_GOAL = 1.10  # the step of `stage3 offload=cpu` over the longest of computing and copying
-IMPORT_SECONDS = 20.0  # before the benchmark of kernels counts its own minutes
+OVERLAP_GOAL = 1.10  # step of `stage3 offload=cpu` / its longest part, computing or copying
+IMPORT_SECONDS = 20.0  # until the kernel benchmark starts its own clock
 TIERS = ("none", "cpu", "nvme")
 PRECISIONS = ("fp32", "bf16", "fp16")
 CONTENDERS = ("plain", "plain+kernels", "fsdp2", "ztk0", "ztk3", "ztk2+cpu")
@@ -73,7 +73,7 @@ def main() -> int:
         console.print(f"{part}: {time.monotonic() - started:.0f} s")
         failures += FAILURES[part](good)
         if not dry:
-            write(report, folder=options.to)  # after every part, so that what was found is kept
+            write(report, folder=options.to)  # after every part, so that a crash keeps the results so far
     for failure in failures:
         console.print(failure, style="red", markup=False)
     console.print("FAILED" if failures else "all checks passed")
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def device(*, dry: bool) -> dict[str, object]:
-    """Name and kind of the GPU, and of which target its kernels were compiled ahead of time."""
+    """The GPU's name and kind, and the target whose kernels were compiled ahead of time for it."""
     if dry:
         return {"gpu": "none", "target": "none"}
     major, minor = torch.cuda.get_device_capability()
@@ -90,7 +90,7 @@ def device(*, dry: bool) -> dict[str, object]:
 
 
 def items(part: str) -> list[str]:
-    """The processes of a part, by the arguments they take."""
+    """The processes of a part, as arguments of `gpu_item.py`."""
     match part:
         case "identity":
             return ["nccl", *(f"identity {precision}" for precision in PRECISIONS)]
@@ -109,13 +109,13 @@ def items(part: str) -> list[str]:
 
 
 def run(item: str, *, deadline: float, dry: bool) -> dict:
-    """The item's answer, or {"error": ...}. Of most items it is the last line that their process prints."""
+    """Runs an item. Returns its result, which most items print as their last line, or {"error": ...}."""
     left = deadline - time.monotonic()
     if left < (IMPORT_SECONDS + 2 * GRACE_SECONDS if item == "kernels" else 15):
         return {"error": "no time left, raise --seconds"}
     with tempfile.TemporaryDirectory() as folder:
         command = command_of(item, folder=folder, left=left, dry=dry)
-        # The allocator's segments as of a rank that ztk starts.
+        # The allocator settings of a rank that ztk starts.
         path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, **allocator_settings(), "PYTHONPATH": path}
         limit = left if item == "kernels" else min(left, 240)
@@ -131,16 +131,16 @@ def run(item: str, *, deadline: float, dry: bool) -> dict:
             summary = json.loads(Path(folder, "summary.json").read_text())
             return {
                 key: value for key, value in summary.items() if key != "error"
-            }  # None, as the command has ended well
+            }  # the command succeeded, so no error
         if item == "kernels":
             return {"lines": done.stdout.splitlines()}
         return json.loads(done.stdout.splitlines()[-1])
 
 
 def command_of(item: str, *, folder: str, left: float, dry: bool) -> list[str]:
-    """left: seconds that an item may take at most."""
+    """The command line of an item. left: its time limit in seconds."""
     if item == "kernels":
-        # Behind its minutes it writes rows, picture and page, or is ended where it hangs.
+        # After its minutes the benchmark writes rows, picture and page; a hanging one is killed.
         minutes = (left - IMPORT_SECONDS - GRACE_SECONDS) / 60
         options = ["--dry-run", "--ops", "cross_entropy"] if dry else []
         return [
@@ -162,7 +162,7 @@ def memory_failures(rows: dict[str, dict]) -> list[str]:
 
 
 def job_failures(rows: dict[str, dict]) -> list[str]:
-    """A run that has learnt is below the entropy of the text's pairs of bytes; one of a few steps is not judged."""
+    """The held-out loss must be below the byte-bigram entropy. Runs of a few steps are not checked."""
     row = rows.get("job")
     if row is None or row["steps"] < JUDGED_STEPS or row["validation_loss"] < row["bigram_entropy"]:
         return []
@@ -170,7 +170,7 @@ def job_failures(rows: dict[str, dict]) -> list[str]:
 
 
 def overlap_failures(rows: dict[str, dict]) -> list[str]:
-    """Of stage 3. A dry run has no trace of a GPU."""
+    """Checks the step of stage 3. A dry run has no GPU trace."""
     row = rows.get("overlap ztk3+cpu")
     if row is None or row["of_longest"] is None or row["of_longest"] <= OVERLAP_GOAL:
         return []
@@ -293,10 +293,8 @@ FAILURES = {
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
-    parser.add_argument(
-        "--seconds", type=float, default=570, help="items that cannot start in this time are reported as failed"
-    )
-    parser.add_argument("--to", type=Path, help="folder of the result, in place of experiments/results/GPU")
+    parser.add_argument("--seconds", type=float, default=570, help="items that do not start within this time fail")
+    parser.add_argument("--to", type=Path, help="folder of the result (default: experiments/results/GPU)")
     parser.add_argument("--dry-run", action="store_true", help="small models on the CPU; nothing is written")
     return parser.parse_args()
 

@@ -1,15 +1,15 @@
-"""On a machine with two or more GPUs: NCCL's identity, volume and overlap, and the speed beside FSDP2 and DDP, in one call.
+"""Checks on two or more GPUs: bit identity, communication volume, overlap, and speed compared with FSDP2 and DDP.
 
     python scripts/check_gpus.py [--ranks N] [--parts identity volume overlap speed] [--seconds 570]
     python scripts/check_gpus.py --dry-run       # two ranks on the CPU with small models, over gloo; writes nothing
 
 identity: stages 0 to 3, and states in main memory, train to the same bits on the same ranks.
-volume: bytes that a rank's collectives count in a step: those of 2 parameters per parameter at stages 0 to 2, of 3 at stage 3.
-overlap: from rank 0's trace, how much of the collectives is hidden, and the step beside the longest of computing and moving.
-speed: tokens/s of a rank beside FSDP2 and DDP with gradients reduced in the same dtype.
+volume: bytes per step that a rank's collectives count: 2 per model parameter at stages 0 to 2, 3 at stage 3, in units of a parameter's size.
+overlap: from rank 0's trace, the hidden share of the collectives, and the step compared with its longest part, computing or moving.
+speed: tokens/s per rank, compared with FSDP2 and DDP that reduce gradients in the same dtype.
 
-On one GPU its ranks share it and their collectives go over gloo through main memory: identity and volume then hold as well, FSDP2 and DDP
-are left out. Writes experiments/results/GPU/check_gpus.json; exit code 1 if a check fails.
+With one GPU the ranks share it, and their collectives use gloo through main memory. Identity and volume then hold as well; FSDP2 and DDP are
+left out. Writes experiments/results/GPU/check_gpus.json. Exit code 1 if a check fails.
 """
 
 import argparse
@@ -37,7 +37,7 @@ RANK = str(Path(__file__).with_name("gpus_rank.py"))
 PARTS = ("identity", "volume", "overlap", "speed")
 PRECISIONS = ("fp32", "bf16")
 VOLUME = {"0": 2, "1": 2, "2": 2, "3": 3}
-PADDING = 0.02  # of the smallest model's buffers
+PADDING = 0.02  # share of padding in the smallest model's buffers
 ITEM_SECONDS = 240.0
 
 
@@ -98,7 +98,7 @@ def items(part: str, *, shared: bool) -> list[str]:
 
 
 def run(item: str, *, ranks: int, shared: bool, deadline: float, dry: bool) -> dict:
-    """What rank 0 of the item wrote, or {"error": ...}."""
+    """The JSON of the item's rank 0, or {"error": ...}."""
     left = min(ITEM_SECONDS, deadline - time.monotonic())
     if left < 15:
         return {"error": "no time left, raise --seconds"}
@@ -113,14 +113,14 @@ def run(item: str, *, ranks: int, shared: bool, deadline: float, dry: bool) -> d
             try:
                 code = child.wait(timeout=left)
             except subprocess.TimeoutExpired:
-                child.send_signal(signal.SIGTERM)  # it ends its ranks
+                child.send_signal(signal.SIGTERM)  # the handler ends the ranks
                 child.wait()
                 return {"error": f"did not end in {left:.0f} s"}
         return json.loads(out.read_text()) if code == 0 and out.exists() else {"error": log.read_text()[-1500:]}
 
 
 def identity_failures(rows: dict[str, dict]) -> list[str]:
-    """States on the device and states in main memory, which another processor updates: one digest each."""
+    """States on the device must have one digest, and so must states in main memory, which the CPU updates."""
     found = []
     for item, row in rows.items():
         for tier in ("none", "cpu"):
@@ -145,7 +145,7 @@ CHECKS: dict[str, Callable[[dict[str, dict]], list[str]]] = {
 
 
 def table(part: str, *, rows: dict[str, dict]) -> Table:
-    """A row per item; digests by their first letters, numbers with four digits."""
+    """A row per item. Digests are abbreviated, numbers have four digits."""
     made = Table(title=part)
     flat = {item: next(iter(row.values())) if part in ("identity", "volume") else row for item, row in rows.items()}
     columns = list(next(iter(flat.values()), {}))
@@ -166,7 +166,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, help="default: one per GPU, two on one GPU")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
-    parser.add_argument("--seconds", type=float, default=570, help="items that cannot start in this time are failures")
+    parser.add_argument("--seconds", type=float, default=570, help="items that do not start within this time fail")
     parser.add_argument("--dry-run", action="store_true", help="two ranks on the CPU; nothing is written")
     return parser.parse_args()
 

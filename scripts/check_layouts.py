@@ -1,25 +1,25 @@
-"""Every layout with every ZeRO stage, offload tier and precision computes what one rank computes; within a layout bits are equal.
+"""Compares every layout, ZeRO stage, offload tier and precision with one rank; within a layout all bits must be equal.
 
     python scripts/check_layouts.py                                     all 648 cells on up to 8 ranks, about an hour on 2 cores
     python scripts/check_layouts.py --layouts tp2 pp2 --precisions fp32  a part of them
 
-A cell of the table is the largest relative difference of a loss over 20 steps to the one-rank run of the same model. The bound in fp32 is 1e-5.
+A cell of the table is the largest relative difference of a loss to the one-rank run of the same model over 20 steps. In fp32 it may be 1e-5.
 
-The bound of a 16-bit cell is three times the error of the one-rank run, its distance to the one-rank run in fp32: two runs of that
-exactness differ by at most twice the error, and the error is known from one run only. It is partly chance: every rounded weight and every
-token that chooses another expert changes the path of a run. Of one-rank runs in bf16 with experts, from weights that differ
-by 1e-5 of themselves, 13 of 600 pairs miss this bound, with 1e-4 43 of 600, with 1e-6 none of 272 (commit 762d551); over 12 first weights
-pp2_ep2 in bf16 is 0.3 to 2.5 times its one-rank run's error from that run (592ab7a; before it 0.5 to 3.1). A 16-bit row must also pass these:
+In 16 bit the bound is three times the error of the one-rank run, its distance to the one-rank run in fp32. Two runs with that error differ by
+at most twice the error, but the error is known from one run only and is partly chance: every rounded weight and every token that chooses
+another expert changes the path of a run. Of 600 pairs of one-rank bf16 runs with experts, whose weights differ by 1e-5 of themselves, 13 miss
+this bound; with 1e-4 43 of 600, with 1e-6 none of 272 (commit 762d551). Over 12 first weights the distance of pp2_ep2 in bf16 to its
+one-rank run is 0.3 to 2.5 times that run's error (592ab7a; before it 0.5 to 3.1). A 16-bit row must also pass these checks:
 
-* A step that begins in the state of the one-rank run, for each of its 20 steps: loss and gradient differ from that rank's by at most twice
-  the error that these have themselves, which is their distance to fp32 from the same state. Two runs of that exactness
-  differ by no more (the triangle inequality), and one step is too short to diverge. Both are norms over the steps in which tokens
-  choose alike, a quarter of the 20 at least: a token that rounding sends to another expert moves a gradient as much as ten roundings.
+* Each of 20 steps starts from the state of the one-rank run. Loss and gradient differ from that rank's by at most twice the rank's own error,
+  its distance to fp32 from the same state. Two runs with that error differ by no more (triangle inequality), and one step is too short to
+  diverge. Both norms are over the steps in which tokens choose the same experts, at least a quarter of the 20: a token that rounding sends
+  to another expert moves a gradient as much as ten roundings.
 * The geometric mean of the error of the entire run over 8 first weights is at most twice one rank's. Logarithms of the errors have a standard
-  deviation of about 0.4, the difference of two means of 8 thus one of 0.2, and log 2 is 3.5 times that: by chance 1 row in 4000.
-* Both must hold for the row's first stage and tier; all others must have its bits.
+  deviation of about 0.4, so the difference of two means of 8 has one of 0.2. log 2 is 3.5 times as large: by chance 1 row in 4000 fails.
+* Both must hold for the row's first stage and tier. All other stages and tiers must have the same bits.
 
-Exit code 1 if a cell misses its bound, if a row in 16 bit is less exact than one rank, or if its bits differ between stages or tiers.
+Exit code 1 if a cell misses its bound, a 16-bit row is less exact than one rank, or bits differ between stages or tiers.
 """
 
 import argparse
@@ -55,7 +55,7 @@ from tests.parallel.topology.matrix import (
 )
 from tests.ranks import RankFailed, RankPool
 
-SEEDS = range(3, 11)  # of initial weights; the cells use the first one
+SEEDS = range(3, 11)  # seeds of the first weights; the cells use the first seed
 # See the module's docstring.
 OWN_ERRORS = 3
 LESS_EXACT = 2
@@ -63,7 +63,7 @@ LESS_EXACT = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exactness:
-    """Of a layout in 16 bit, beside one rank's own. step: distances of steps from the same states. run: mean error of entire runs."""
+    """Errors of a 16-bit layout and of one rank. step: distances of steps from the same states. run: mean error of entire runs."""
 
     step: Distance
     own_step: Distance
@@ -76,14 +76,14 @@ class Exactness:
 
     @property
     def ratios(self) -> tuple[float, float, float]:
-        """Loss and gradient of a step, loss of a run; each to one rank's error."""
+        """Errors of a step's loss, of its gradient and of a run's loss, each divided by one rank's error."""
         step, own = self.step, self.own_step
         return step.loss / own.loss, step.gradient / own.gradient, self.run / self.own_run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A layout in one precision. cells: one per strategy. exactness: None in fp32, and where the first cell failed."""
+    """A layout in one precision. cells: one per strategy. exactness: None in fp32 and if the first cell failed."""
 
     layout: str
     dtype: str
@@ -97,12 +97,12 @@ class Row:
 
     @property
     def as_exact(self) -> bool:
-        """As one rank."""
+        """Whether the row is as exact as one rank."""
         return self.exactness is None or self.exactness.as_one_rank
 
 
 class OneRank:
-    """The runs that layouts are compared with; each is made once."""
+    """The one-rank runs that layouts are compared with, each executed once."""
 
     def __init__(self) -> None:
         self._pool = RankPool(1)
@@ -113,7 +113,7 @@ class OneRank:
         return self._pool.run(run_alone, layout=experts_of, dtype=dtype, seed=seed)[0]
 
     def _walk(self, *, experts_of: str | None, dtype: str) -> tuple[str, Walk, Walk]:
-        """The folder of its states, its steps, and the same steps in fp32."""
+        """The folder of the run's states, its steps, and the same steps in fp32."""
         folder = tempfile.mkdtemp(dir=self._folders.name)
         own = self._pool.run(walk_alone, layout=experts_of, dtype=dtype, folder=folder)[0]
         exact = self._pool.run(follow_alone, layout=experts_of, dtype="fp32", folder=folder)[0]
@@ -247,15 +247,15 @@ def steps(row: Row) -> str:
         return ""
     step, own = row.exactness.step, row.exactness.own_step
     return (
-        f"; steps: loss {step.loss:.1e} beside {own.loss:.1e}, gradient {step.gradient:.1e} beside {own.gradient:.1e}, "
-        f"{step.alike:.0%} beside {own.alike:.0%} alike; "
-        f"mean error {row.exactness.run:.1e} beside {row.exactness.own_run:.1e}"
+        f"; steps: loss {step.loss:.1e} (one rank {own.loss:.1e}), gradient {step.gradient:.1e} ({own.gradient:.1e}), "
+        f"{step.alike:.0%} ({own.alike:.0%}) alike; "
+        f"mean error {row.exactness.run:.1e} ({row.exactness.own_run:.1e})"
     )
 
 
 def table(rows: list[Row], *, columns: list[tuple[int, str]]) -> Table:
     made = Table(
-        title="largest relative difference of a loss to one rank, 20 steps; in 16 bit parts of one rank's error"
+        title="largest relative difference of a loss to one rank, 20 steps; in 16 bit as fraction of one rank's error"
     )
     strategies = [f"{stage} {tier}" for stage, tier in columns]
     for title in ("layout", "precision", "bound", *strategies, "step's loss", "gradient", "run", "bits"):

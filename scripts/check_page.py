@@ -1,12 +1,12 @@
-"""The server's page in a real browser: prompts are answered, tokens are coloured by their probability, errors are shown.
+"""Checks the server's page in a real browser: answers, token colours by probability, and errors.
 
 python scripts/check_page.py [--shots FOLDER]
 
-Needs Chromium or Chrome on the PATH, or its path in CHROMIUM; Debian: apt-get install chromium. A small decoder answers on 127.0.0.1, and asks
-for a key. At 1400 and 400 pixels, light and dark: without the key its refusal is shown; with it the answer is, token by token, the one that
-/v1/completions gives; the colour behind each token and the numbers at it are those of its log-probability; a prompt that is too long shows the
-server's two numbers; Stop ends the answer and frees its place on the server; text of the model never becomes markup; nothing is wider than
-the window, no message of the console, no request elsewhere.
+Needs Chromium or Chrome on the PATH, or its path in CHROMIUM; Debian: apt-get install chromium. A small decoder with an API key serves on
+127.0.0.1. The page is opened at 1400 and 400 pixels, light and dark. Checks: a wrong key shows the refusal; with the key the answer equals
+/v1/completions, token by token; the colour and the numbers of each token match its log-probability; a prompt that is too long shows the
+server's two numbers; Stop ends the answer and frees its place on the server; text of the model never becomes markup; the page is no wider
+than the window, logs no message to the console and sends no request elsewhere.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from ztk.serve.app import ServePolicy, Server
 from ztk.serve.models import Opened, _Bytes
 
 KEY, MAX_LEN, PROMPT, TOKENS = "let me in", 4096, "<b>def main():</b>", 24
-STRONGEST = 0.6  # of a colour: of a token without any probability
+STRONGEST = 0.6  # opacity of the colour at probability 0
 WAIT_SECONDS = 60.0
 SPANS = """[...document.querySelectorAll('#answer span')].map((one) => [one.textContent,
   getComputedStyle(one).backgroundColor, one.title, one.childElementCount])"""
@@ -42,7 +42,7 @@ SPANS = """[...document.querySelectorAll('#answer span')].map((one) => [one.text
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shots", type=Path, help="where screenshots go")
+    parser.add_argument("--shots", type=Path, help="folder for screenshots")
     given = parser.parse_args()
     browser = find_browser()
     if browser is None:
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def serve() -> str:
-    """A decoder of random weights on a free port, for as long as the process lives; returns its origin."""
+    """Serves a randomly initialised decoder on a free port until the process ends. Returns its origin."""
     torch.manual_seed(3)
     sizes = {"vocab_size": 300, "dim": 64, "layers": 4, "heads": 2, "kv_heads": 1, "hidden_dim": 128}
     module = Decoder(DecoderConfig(**sizes, max_seq_len=MAX_LEN)).eval()
@@ -83,9 +83,13 @@ def serve() -> str:
 
 def check_page(tab: Browser, *, origin: str, width: int, dark: bool) -> Iterator[str]:
     tab.open(f"{origin}/", width=width, dark=dark)
-    tab.evaluate("new Promise((done) => setTimeout(done, 300))")  # it has asked for the model's name, without a key
+    tab.evaluate(
+        "new Promise((done) => setTimeout(done, 300))"
+    )  # the page has requested the model's name without a key
     yield from check_refusal(tab)
-    tab.complaints = [one for one in tab.complaints if "401" not in one]  # the browser's own message about it
+    tab.complaints = [
+        one for one in tab.complaints if "401" not in one
+    ]  # the browser's message about the refused request
     yield from check_answer(tab, origin=origin)
     yield from check_too_long(tab)
     tab.complaints = [one for one in tab.complaints if "400" not in one]
@@ -102,16 +106,16 @@ def check_refusal(tab: Browser) -> Iterator[str]:
 
 
 def check_answer(tab: Browser, *, origin: str) -> Iterator[str]:
-    """Text, colours and numbers beside the interface's own."""
+    """Compares text, colours and numbers with /v1/completions."""
     shown = _generate(tab, prompt=PROMPT, tokens=TOKENS, key=KEY)
     if f"{TOKENS} tokens" not in shown:
-        yield f"after the answer the page says {shown!r}"
+        yield f"after the answer the page shows {shown!r}"
     body = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "logprobs": 5}
     answer = httpx.post(f"{origin}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
     choice = answer.json()["choices"][0]
     spans = tab.evaluate(SPANS)
     if "".join(text for text, *_ in spans) != choice["text"]:
-        yield "the text is not that of /v1/completions"
+        yield "the text differs from /v1/completions"
     numbers = choice["logprobs"]
     for (text, colour, title, children), value, top in zip(
         spans, numbers["token_logprobs"], numbers["top_logprobs"], strict=True
@@ -120,11 +124,11 @@ def check_answer(tab: Browser, *, origin: str) -> Iterator[str]:
         alpha = float(colour.strip("rgba()").split(",")[3]) if colour.startswith("rgba(") else 1.0
         if (
             abs(alpha - STRONGEST * (1 - p)) > 1 / 255
-        ):  # a colour has 8 bits, and is written with two digits where they say the same
+        ):  # a colour has 8 bits; the browser writes two digits if they are exact
             yield f"{text!r} of probability {p:.3f} has the colour {colour}"
         expected = [f"{100 * p:.1f} %"] + [f"{100 * math.exp(v):.1f} %" for v in top.values()]
         if [line.rpartition(" ")[0].rpartition(" ")[2] + " %" for line in title.split("\n")] != expected:
-            yield f"{text!r} says {title!r}, not {expected}"
+            yield f"{text!r} has the title {title!r}, not {expected}"
         if children:
             yield f"{text!r} became markup"
     if tab.evaluate("document.querySelectorAll('#answer b, #answer img, #answer script').length"):
@@ -138,7 +142,7 @@ def check_too_long(tab: Browser) -> Iterator[str]:
 
 
 def check_stop(tab: Browser, *, origin: str) -> Iterator[str]:
-    """An answer of thousands of tokens is stopped."""
+    """Stops an answer of thousands of tokens."""
     before = _counters(origin)["ztk_cancelled_total"]
     _fill(tab, prompt=PROMPT, tokens=MAX_LEN - len(PROMPT), key=KEY)
     tab.evaluate("at('go').click()")
@@ -152,7 +156,7 @@ def check_stop(tab: Browser, *, origin: str) -> Iterator[str]:
     if _counters(origin)["ztk_cancelled_total"] != before + 1:
         yield "the server did not count the answer that was stopped"
     if tab.evaluate("at('go').disabled"):
-        yield "nothing can be asked after Stop"
+        yield "the form stays disabled after Stop"
 
 
 def _fill(tab: Browser, *, prompt: str, tokens: int, key: str) -> None:
@@ -161,7 +165,7 @@ def _fill(tab: Browser, *, prompt: str, tokens: int, key: str) -> None:
 
 
 def _generate(tab: Browser, *, prompt: str, tokens: int, key: str) -> str:
-    """Asks, and returns what the page says when it has ended."""
+    """Submits a prompt and returns the page's status at its end."""
     _fill(tab, prompt=prompt, tokens=tokens, key=key)
     tab.evaluate("at('go').click()")
     _until(lambda: not tab.evaluate("at('go').disabled"))

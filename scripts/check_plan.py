@@ -1,10 +1,10 @@
-"""Plans beside the counters of real runs on 1, 2 and 4 ranks.
+"""Compares plans with the counters of real runs on 1, 2 and 4 ranks.
 
     python scripts/check_plan.py            56 configurations; exit code 1 if bytes of state, wire or disk differ, or a peak by more than 10 %
-    python scripts/check_plan.py --times    measures this machine, then planned seconds of a step beside measured ones
+    python scripts/check_plan.py --times    measures this machine, then compares planned with measured seconds of a step
     python scripts/check_plan.py --large    seconds and resident memory of the plan of 70 billion parameters on 1,024 ranks
 
-The peak is what operations return, counted in the same way on both sides; see `tests/planner/measure.py`.
+The peak counts the results of operations, in the same way on both sides; see `tests/planner/measure.py`.
 """
 
 import argparse
@@ -79,22 +79,22 @@ CASES = (
     Case(ranks=2, stage=1, pipeline=2, accumulation=2, family="llama"),
     Case(ranks=2, stage=3, dtype="bf16", recompute="full", family="qwen2_moe"),
 )
-LARGEST_DIFFERENCE = 0.1  # of the peak
+LARGEST_DIFFERENCE = 0.1  # relative, of the peak
 TIMED_STEPS, NEAR, LEAST_NEAR = 25, 0.2, 0.9
-CONTENDERS, ROUNDS, ROUND_STEPS = 6, 9, 9  # for the order of the fastest: measured one after the other, again and again
+CONTENDERS, ROUNDS, ROUND_STEPS = 6, 9, 9  # the fastest configurations are measured again in turns, for their order
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--large", action="store_true", help="the plan of 70 billion parameters alone")
-    parser.add_argument("--times", action="store_true", help="seconds of a step alone; the machine must be quiet")
+    parser.add_argument("--large", action="store_true", help="only the plan of 70 billion parameters")
+    parser.add_argument("--times", action="store_true", help="only seconds of a step; needs an idle machine")
     given = parser.parse_args()
     return large() if given.large else times() if given.times else compare()
 
 
 def compare() -> int:
-    """Returns the exit code."""
-    table, failed = Table(title=f"{len(CASES)} plans beside the counters of one rank of each kind"), 0
+    """Compares bytes of plans and runs. Returns the exit code."""
+    table, failed = Table(title=f"{len(CASES)} plans and the counters of one rank of each kind"), 0
     for column in ("configuration", "state", "wire", "disk", "peak", "plan / run"):
         table.add_column(column, justify="left" if column == "configuration" else "right")
     pools: dict[int, RankPool] = {}
@@ -127,8 +127,8 @@ def compare() -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """Seconds of a step: planned, and the interval of the median of measured ones. fastest: of the measured ones, which is nearer to the
-    median on a quiet machine where other work runs."""
+    """Seconds of a step: planned, and the interval of the median of measured ones. fastest: the fastest measured step, which is close to the
+    median of an idle machine if other processes run."""
 
     case: Case
     planned: float
@@ -146,9 +146,9 @@ class Timed:
 
 
 def times() -> int:
-    """Measures the machine with 1 and 2 ranks and compares planned seconds with the median of steps. Returns the exit code: 1 if fewer than
-    90 % are within 20 %, or the three fastest of one number of ranks are planned in another order than measured."""
-    table = Table(title=f"seconds of a step: plans for hardware=here beside the median of {TIMED_STEPS} steps")
+    """Measures the machine with 1 and 2 ranks and compares planned seconds with the median step. Returns the exit code: 1 if fewer than 90 %
+    are within 20 %, or if the three fastest plans for a number of ranks are in another order than measured."""
+    table = Table(title=f"seconds of a step: plans for hardware=here, and the median of {TIMED_STEPS} steps")
     for column in ("configuration", "plan", "limit", "median", "interval", "plan / median", "plan / fastest"):
         table.add_column(column, justify="left" if column == "configuration" else "right")
     found: dict[int, list[Timed]] = {}
@@ -176,7 +176,7 @@ def times() -> int:
     for rounds in fastest.values():
         print_rounds(rounds)
     print(
-        f"{near:.0%} of {len(every)} plans are within {NEAR:.0%} of the median, {near_fastest:.0%} within that of the fastest step; "
+        f"{near:.0%} of {len(every)} plans are within {NEAR:.0%} of the median, {near_fastest:.0%} as close to the fastest step; "
         f"the three fastest are {'' if ordered else 'NOT '}in order"
     )
     return int(near < LEAST_NEAR or not ordered)
@@ -184,7 +184,7 @@ def times() -> int:
 
 def time_case(case: Case, *, pool: RankPool, folder: str, hardware: Hardware) -> Timed:
     plan_time = planned(case, folder=folder, hardware=hardware).time
-    assert plan_time is not None, "there is hardware"
+    assert plan_time is not None, "a plan without hardware has no time"
     run = pool.run(step_seconds, case=case, folder=folder, steps=TIMED_STEPS)
     seconds = [max(ranks) for ranks in zip(*run, strict=True)]
     return Timed(
@@ -198,7 +198,7 @@ def time_case(case: Case, *, pool: RankPool, folder: str, hardware: Hardware) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rounds:
-    """One of the fastest. seconds: the median step of every round."""
+    """One of the fastest configurations. seconds: the median step of every round."""
 
     timed: Timed
     seconds: list[float]
@@ -209,8 +209,8 @@ class Rounds:
 
 
 def take_rounds(timed: list[Timed], *, pool: RankPool, folder: str) -> list[Rounds]:
-    """The fastest of one number of ranks measured again in rounds, one configuration after the other, the fastest first: what the machine
-    does for a minute or two reaches all of them alike, as with `sweep.repeats`."""
+    """Measures the fastest configurations for one number of ranks again in rounds, one after the other, the fastest first. A disturbance of
+    the machine that lasts a minute or two then affects all of them, as with `sweep.repeats`."""
     contenders = sorted(timed, key=lambda one: one.measured.median)[:CONTENDERS]
     found: list[list[float]] = [[] for _ in contenders]
     for _ in range(ROUNDS):
@@ -222,8 +222,8 @@ def take_rounds(timed: list[Timed], *, pool: RankPool, folder: str) -> list[Roun
 
 
 def is_ordered(fastest: list[Rounds]) -> bool:
-    """Of any two, the one that is measured faster is not planned to be slower. Two are in no order if the interval of their ratios, round by
-    round, spans 1."""
+    """Whether no pair is planned in the opposite of its measured order. A pair has no order if the interval of its ratios, round by round,
+    contains 1."""
     pairs = itertools.combinations(fastest, 2)
     return all(
         slow.timed.planned >= fast.timed.planned
@@ -251,7 +251,7 @@ def print_rounds(rounds: list[Rounds]) -> None:
 
 
 def large() -> int:
-    """Returns the exit code: 1 above 60 seconds or 2 GB."""
+    """Plans 70 billion parameters. Returns the exit code: 1 above 60 seconds or 2 GB."""
     values = yaml.safe_load(Path(__file__).resolve().parents[1].joinpath("conf/model/70b.yaml").read_text())
     shape = {name: float(value) if name == "norm_eps" else value for name, value in values.items() if name != "name"}
     tokens = torch.empty(1, 4096, dtype=torch.int64)

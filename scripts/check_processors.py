@@ -1,10 +1,10 @@
-"""The numeric tests with the instructions of other processors: their bounds hold for every way to round, not for this machine's.
+"""Runs the numeric tests with the instruction sets of other processors: their bounds must hold for every rounding order.
 
-    python scripts/check_processors.py                       a chosen part, about 50 seconds on 2 cores
-    python scripts/check_processors.py tests/zero tests/parallel/moe  what pytest is given, under each; `tests` is everything
+    python scripts/check_processors.py                       a selection, about 50 seconds on 2 cores
+    python scripts/check_processors.py tests/zero tests/parallel/moe  these tests; `tests` runs everything
 
-A processor is the instructions that torch's libraries may use; ranks and programs that a test starts inherit the environment. One that lacks
-the instructions named uses what it has. Exit code 1 if a test fails.
+A processor is a set of instructions that torch's libraries may use. Ranks and programs that a test starts inherit the environment. A machine
+without the named instructions uses its own. Exit code 1 if a test fails.
 """
 
 import os
@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# ATEN: torch's own loops. ONEDNN: products of ztk's linear layers, and those in 16 bit. MKL: torch's other products in fp32, which the first
-# two do not reach.
+# ATEN: torch's loops. ONEDNN: products of ztk's linear layers and all 16-bit products. MKL: torch's other fp32 products, on which the first
+# two variables have no effect.
 PROCESSORS = {
     "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     "AVX-512 without bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
@@ -32,7 +32,7 @@ CHOSEN = (
 
 
 def run(variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """The tests as one processor runs them."""
+    """Runs the tests with the variables of one processor."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(sys.argv[1:] or CHOSEN)]
     environment = os.environ | variables
     return subprocess.run(

@@ -1,13 +1,12 @@
-"""The HTML report of 100 runs in a real browser without a network.
+"""Checks the HTML report of 100 runs in a real browser without a network.
 
 python scripts/check_report.py [--shots FOLDER] [--folder RUNS]
 
 Needs plotly (pip install -e ".[report]") and Chromium or Chrome on the PATH, or its path in CHROMIUM; Debian: apt-get install chromium.
-Without one of them it says so and fails. It opens the page at 1400, 480 and 400 pixels, light and dark, and checks: no message of the console,
-no request, every panel drawn, no legend over a chart, nothing wider than the window,
-filter, baseline and brushes change the table, the front is that of
-Runs.pareto, hostile texts stay texts, under 6 MB. Then a live report of a sweep with one run that is not done: its page loads itself again,
-keeps filter, baseline and sorting, waits while an axis is brushed, and stops with the run.
+Fails with a message if one of them is missing. The page is opened at 1400, 480 and 400 pixels, light and dark. Checks: no console message, no
+request, every panel drawn, no legend over a chart, nothing wider than the window; filter, baseline and brushes change the table; the front
+equals Runs.pareto; hostile texts stay texts; the page is under 6 MB. Then a live report of a sweep with one pending run: its page reloads
+itself, keeps filter, baseline and sorting, waits while an axis is brushed, and stops when the run is done.
 """
 
 import argparse
@@ -31,9 +30,9 @@ from ztk.report.html.page import write_report
 from ztk.report.sweep import SweepJob, SweepRecord
 
 LARGEST = 6_000_000  # bytes of the page
-AGAIN = 4.0  # seconds after which a live page loads itself again: longer than a brush takes
+AGAIN = 4.0  # seconds between reloads of a live page: longer than a brush takes
 HOSTILE = "</script><script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'>"
-# Panels whose legend lies over their chart, or in which plotly has drawn one of its own.
+# Panels whose legend covers their chart, or in which plotly draws a legend of its own.
 OVERLAID = """[...document.querySelectorAll(".legend")].filter((legend) => {
   const plot = legend.parentElement.querySelector(".plot");
   const [below, above] = [legend.getBoundingClientRect(), plot.getBoundingClientRect()];
@@ -53,8 +52,8 @@ DRAWN = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shots", type=Path, help="where screenshots go")
-    parser.add_argument("--folder", type=Path, help="runs to open instead; then only what every report has is checked")
+    parser.add_argument("--shots", type=Path, help="folder for screenshots")
+    parser.add_argument("--folder", type=Path, help="open these runs instead, with the checks that fit every report")
     given = parser.parse_args()
     browser = find_browser()
     if browser is None:
@@ -108,7 +107,7 @@ def check_synthetic(tab: Browser, *, folder: Path) -> Iterator[str]:
     drawn = evaluate("front(report.arms.map((arm, place) => [arm.metrics[chosen.x], arm.metrics[chosen.y], place]).filter(([x, y]) => x && y)"
         ".map(([x, y, arm]) => ({arm, x: x[1], y: y[1]}))).map((point) => report.arms[point.arm].arm)")  # fmt: skip
     if set(drawn) != best:
-        yield f"the front is {sorted(drawn)}, that of Runs.pareto {sorted(best)}"
+        yield f"the front is {sorted(drawn)}, Runs.pareto has {sorted(best)}"
     tab.drag("#panel-parallel .handle[data-key='tokens_per_second']", start=0.02, end=0.4)
     brushed = evaluate(count)
     speeds = evaluate("shownRuns().map((run) => cell(run, 'tokens_per_second'))")
@@ -123,7 +122,7 @@ def check_synthetic(tab: Browser, *, folder: Path) -> Iterator[str]:
     if evaluate(count) != evaluate(
         "report.runs.filter((row, run) => cell(run, 'zero') === 'stage3' && cell(run, 'optimizer.lr') > 0.002).length"
     ):
-        yield "the filter shows other rows than it says"
+        yield "the filter shows the wrong rows"
     evaluate("words.value = ''; words.dispatchEvent(new Event('input')); 0")
     evaluate(
         "list = document.querySelector('#controls select'); list.value = '0'; list.dispatchEvent(new Event('change')); 0"
@@ -147,7 +146,7 @@ def check_synthetic(tab: Browser, *, folder: Path) -> Iterator[str]:
 
 
 def check_live(tab: Browser, *, folder: Path) -> Iterator[str]:
-    """One run of the sweep is taken away, so that it is pending, and comes back while the page is open."""
+    """Moves one run of the sweep away, so that it is pending, and puts it back while the page is open."""
     last = folder / "job3"
     last.rename(folder.with_name("kept"))
     writer = threading.Thread(target=follow, args=(folder,), kwargs={"seconds": AGAIN})
@@ -157,20 +156,20 @@ def check_live(tab: Browser, *, folder: Path) -> Iterator[str]:
     tab.open(page, width=1400, dark=False)
     loaded = evaluate("performance.timeOrigin")
     if not _until(lambda: evaluate("performance.timeOrigin") != loaded):
-        yield "the page does not load itself again"
+        yield "the page does not reload itself"
     evaluate(LOADED)
     tab.drag("#panel-parallel .handle[data-key='tokens_per_second']", start=0.02, end=0.4)
     loaded = evaluate("performance.timeOrigin")
     time.sleep(2 * AGAIN)
     if evaluate("performance.timeOrigin") != loaded:
-        yield "the page loads itself again while an axis is brushed"
+        yield "the page reloads itself while an axis is brushed"
     evaluate("document.getElementById('clear').click()")
     for code in (
         "words.value = 'stage0 none'; words.dispatchEvent(new Event('input')); 0",
         "list = document.querySelector('#controls select'); list.value = '1'; list.dispatchEvent(new Event('change')); 0",
         "document.querySelector('th[data-key=\"tokens_per_second\"] button').click()",
     ):
-        _until(lambda code=code: (evaluate(code), True)[1])  # the page may be loading itself again
+        _until(lambda code=code: (evaluate(code), True)[1])  # retries while the page reloads
     before = evaluate(DRAWN["runs"])
     folder.with_name("kept").rename(last)
     if not _until(lambda: evaluate("typeof report === 'object' && report.live === undefined")):
@@ -181,18 +180,18 @@ def check_live(tab: Browser, *, folder: Path) -> Iterator[str]:
         "[words.value, state.words, state.baseline, document.querySelector('#controls select').value, state.sort]"
     )
     if choices != ["stage0 none", "stage0 none", 1, "1", "tokens_per_second"]:
-        yield f"filter, baseline and sorting were {choices} after the page was loaded again"
+        yield f"filter, baseline and sorting were {choices} after the page was reloaded"
     if evaluate(DRAWN["runs"]) != before or evaluate("cell(3, 'status')") != "done":
-        yield "the table of the last page is not that of the runs"
+        yield "the table of the last page differs from the runs"
     loaded = evaluate("performance.timeOrigin")
     time.sleep(2 * AGAIN)
     if evaluate("performance.timeOrigin") != loaded or writer.is_alive():
-        yield "it goes on after the last run"
+        yield "the page still reloads after the last run"
     yield from tab.complaints
 
 
 def _until(is_true: Callable[[], bool], *, seconds: float = 30.0) -> bool:
-    """Whether it became true in time. A page that is just loading itself again has no answer yet."""
+    """Whether the condition became true in time. A reloading page raises an error, which counts as not yet."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with contextlib.suppress(RuntimeError):
@@ -203,7 +202,7 @@ def _until(is_true: Callable[[], bool], *, seconds: float = 30.0) -> bool:
 
 
 def make_runs(folder: Path, *, count: int = 100) -> Path:
-    """A sweep of `count` runs: 5 stages of speed, rates, 5 repeats, some that failed, plans for some; 2,000 logged steps each."""
+    """Writes a sweep of `count` runs with 2,000 logged steps: 5 speeds, learning rates, 5 repeats, some failures, some plans."""
     draw = random.Random(0)
     grid = list(
         itertools.product(("stage0", "stage1", "stage2", "stage3"), ("none", "cpu"), ("1e-3", "3e-3", "1e-2"), range(5))

@@ -1,11 +1,11 @@
-"""Kills, frozen bits and faults of runs of `task=grpo`, `task=ppo` and `task=dpo`, as a user starts them.
+"""Checks runs of `task=grpo`, `task=ppo` and `task=dpo` as a user starts them: kills, frozen bits and faults.
 
     python scripts/check_rollouts.py [kills] [bits] [faults] [--work FOLDER]
 
-kills: a rank is killed (SIGKILL) while it draws, scores or updates, the run goes on with `checkpoint.resume=auto`, and its rows, texts and
-losses must be those of the run that nobody interrupted. bits: after 100 steps the frozen reference has the bits of before, and so has the base
-below adapters. faults: a reward that is NaN, that hangs, that is the same for all answers, answers that never end, and empty answers: what the
-run says, and after how many seconds. Prints a line per case; the exit code is 1 if one is not as it should be.
+kills: a rank is killed (SIGKILL) while it draws, scores or updates. The run continues with `checkpoint.resume=auto`, and its rows, texts and
+losses must equal the uninterrupted run. bits: after 100 steps the frozen reference has the same bits, and so has the base model under
+adapters. faults: a reward that is NaN, hangs or is equal for all answers; answers that never end; empty answers. The check compares the run's
+message and the seconds until it appears. Prints a line per case; the exit code is 1 if a case fails.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SMALL = (
     *("warm_start.steps=30", "warm_start.batch_size=16", "warm_start.lr=0.01", "logger=disabled", "launch.device=cpu"),
 )
 PHASES = ("rollout", "scoring", "update")
-KILLED_AT = 3  # the step, two of which use a rollout
+KILLED_AT = 3  # step; each rollout serves two steps
 LOG, KILL = "ZTK_CHECK_DIGESTS", "ZTK_CHECK_KILL"
 REWARDS = {
     "NaN": "float('nan')",
@@ -43,7 +43,7 @@ REWARDS = {
 
 
 def main(config: Any) -> None:
-    """The task of `config.task.name` with what the environment asks for; a rank calls it."""
+    """Runs the task of `config.task.name` with the kill or the digests that environment variables request; each rank calls it."""
     from importlib import import_module
 
     if KILL in os.environ:
@@ -54,14 +54,14 @@ def main(config: Any) -> None:
 
 
 def _plant_kill(phase: str, marker: str) -> None:
-    """Rank 1 is killed in `phase` of step `KILLED_AT`, once: afterwards the file `marker` is there."""
+    """Kills rank 1 in `phase` of step `KILLED_AT`. Creates the file `marker`, so that this happens once."""
     from experiments import policy_update, rollout_loop
     from ztk.rl.rollout import answering, hybrid
 
     owners, name, calls = {
-        "rollout": ((answering, hybrid), "choose", 2),  # tokens drawn, of this rollout
+        "rollout": ((answering, hybrid), "choose", 2),  # the second token of this rollout
         "scoring": ((rollout_loop,), "score_samples", 1),
-        "update": ((policy_update,), "losses_of", 1),  # micro-batches of this step
+        "update": ((policy_update,), "losses_of", 1),  # the first micro-batch of this step
     }[phase]
     made, count, run_of = getattr(owners[0], name), [0], []
     open_run = rollout_loop.open_run
@@ -112,7 +112,7 @@ def _plant_digests(log: Path) -> None:
 
 
 def _write_digest(engine: Any, *, log: Path) -> None:
-    """engine: of what is frozen in it, if anything is."""
+    """Appends the hash of the engine's frozen parameters, if it has any."""
     frozen = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
     digest, count = hashlib.sha256(), 0
     for name, value in engine.zero.full_parameters():
@@ -129,7 +129,7 @@ def _write_digest(engine: Any, *, log: Path) -> None:
 
 
 def run(*overrides: str, folder: Path, environment: dict[str, str] | None = None) -> tuple[int, str, float]:
-    """Exit code, what was printed, and seconds."""
+    """Runs the command. Returns exit code, output and seconds."""
     began = time.monotonic()
     command = [sys.executable, str(ROOT / "run.py"), *overrides, f"hydra.run.dir={folder}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | (environment or {})
@@ -138,14 +138,14 @@ def run(*overrides: str, folder: Path, environment: dict[str, str] | None = None
 
 
 def rows_of(folder: Path) -> list[dict]:
-    """The record without what a clock or a counter measured, which a resumed run cannot repeat."""
+    """The rows without times and counters, which a resumed run cannot repeat."""
     measured = ("seconds", "tokens_per_second", "memory.", "comm.", "io.", "time")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if not any(word in key for word in measured)} for row in rows]
 
 
 def kills(work: Path) -> Iterator[tuple[str, bool, str]]:
-    """(case, as it should be, what was seen)."""
+    """Yields (case, whether it passed, observation)."""
     reward = _reward("unlike", work=work)
     for task, layout in (("grpo", ("zero=stage2",)), ("ppo", ("zero=stage3", "offload=cpu"))):
         words = (f"task={task}", "task.module=scripts.check_rollouts", *SMALL, *layout, reward, "train.steps=6")
@@ -170,7 +170,7 @@ def kills(work: Path) -> Iterator[tuple[str, bool, str]]:
 
 
 def bits(work: Path) -> Iterator[tuple[str, bool, str]]:
-    """(case, as it should be, what was seen)."""
+    """Yields (case, whether it passed, observation)."""
     model, reward = _save_model(work / "model"), _reward("unlike", work=work)
     hugging = (
         "model=hf",
@@ -216,7 +216,7 @@ def bits(work: Path) -> Iterator[tuple[str, bool, str]]:
 
 
 def faults(work: Path) -> Iterator[tuple[str, bool, str]]:
-    """(case, as it should be, what was said)."""
+    """Yields (case, whether it passed, message)."""
     cases = {
         "NaN reward": ((_reward("NaN", work=work),), "returned nan"),
         "hanging reward": ((_reward("hanging", work=work), "reward.timeout_seconds=1"), "did not return within"),
@@ -245,7 +245,7 @@ def _reward(name: str, *, work: Path) -> str:
 
 
 def _save_model(path: Path) -> Path:
-    """A Llama over bytes that ends an answer after three letters or so."""
+    """Saves a byte-level Llama whose answers end after about three letters."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -270,10 +270,8 @@ CHECKS: dict[str, Callable[[Path], Iterator[tuple[str, bool, str]]]] = {"kills":
 
 def check() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "checks", nargs="*", default=list(CHECKS), help="kills, bits, faults; all of them without a name"
-    )
-    parser.add_argument("--work", type=Path, help="an empty folder; without it a temporary one")
+    parser.add_argument("checks", nargs="*", default=list(CHECKS), help="kills, bits or faults (default: all)")
+    parser.add_argument("--work", type=Path, help="an empty folder (default: a temporary one)")
     given = parser.parse_args()
     wrong = 0
     with tempfile.TemporaryDirectory() as temporary:

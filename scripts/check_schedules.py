@@ -1,14 +1,13 @@
-"""One digest per prompt over random schedules of the inference engine.
+"""Checks that every prompt has one digest over random schedules of the inference engine.
 
     python scripts/check_schedules.py                       200 schedules of the native decoder and of 4 families, in 3 formats
     python scripts/check_schedules.py --schedules 20 --models native --weights int4
     python scripts/check_schedules.py --cache blocks        the same over a cache of blocks that is too small: sequences are preempted
 
-A schedule draws how many sequences share the engine, how many tokens a step has, how many drafts are looked up, when each request comes, who
-its neighbours are, which of them are cancelled, and so whose prefix is reused. Tokens and log-probabilities of every answer are digested to
-the bit. Exit code 1 if an answer has more than one digest, if no prefix was reused, or if a scrambled cache entry, which is planted
-afterwards, changes no digest, or if with blocks no sequence was
-preempted. CI runs a few of the same schedules: tests/inference/test_exactness.py.
+A schedule draws the number of sequences that share the engine, the tokens of a step, the number of drafts, the arrival of each request, its
+neighbours and the cancelled ones; together they decide whose prefix is reused. Tokens and log-probabilities of every answer are digested to the
+bit. Exit code 1 if an answer has more than one digest, if no prefix was reused, if no sequence was preempted (with blocks), or if a scrambled
+cache entry, planted afterwards, changes no digest. CI runs some of the schedules: tests/inference/test_exactness.py.
 """
 
 import argparse
@@ -28,12 +27,12 @@ from ztk.inference.block_cache import BlockCache
 from ztk.inference.slab_cache import SlabCache
 
 MODELS = ("native", "llama", "gemma3", "mixtral", "bloom")
-LONGEST = 3  # blocks of a sequence
-SCRAMBLED = 8  # schedules at most until the planted mistake must have shown
+LONGEST = 3  # blocks per sequence
+SCRAMBLED = 8  # limit of schedules until the planted fault must show
 
 
 def check(model: nn.Module, *, weights: str, cache: str, seeds: range) -> tuple[int, int, int]:
-    """(answers whose digest differs, tokens of prompts that were another's, sequences that were preempted)."""
+    """Returns (answers whose digest differs, prompt tokens reused from other sequences, preempted sequences)."""
     policy = {"weights": weights}
     if cache == "blocks":
         policy |= {"cache": cache, "max_model_len": LONGEST * BLOCK}
@@ -49,7 +48,7 @@ def check(model: nn.Module, *, weights: str, cache: str, seeds: range) -> tuple[
 
 
 def notices_a_scrambled_block(model: nn.Module) -> bool:
-    """A block that is copied on write gets one wrong number."""
+    """Plants one wrong number in each block that is copied on write."""
     policy = {"cache": "blocks", "max_model_len": LONGEST * BLOCK}
     expected, copy = alone(model, **policy), BlockCache.copy
 
@@ -65,7 +64,7 @@ def notices_a_scrambled_block(model: nn.Module) -> bool:
 
 
 def notices_a_scrambled_entry(model: nn.Module) -> bool:
-    """A prefix that is copied gets one wrong number."""
+    """Plants one wrong number in each copied prefix."""
     expected, copy = alone(model), SlabCache.copy
 
     def scrambled(self: SlabCache, source: int, *, target: int, positions: int) -> None:
@@ -81,7 +80,7 @@ def notices_a_scrambled_entry(model: nn.Module) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedules", type=int, default=200, help="over all models and formats together")
+    parser.add_argument("--schedules", type=int, default=200, help="number of schedules over all models and formats")
     parser.add_argument("--models", nargs="+", choices=("native", *FAMILIES), default=MODELS)
     parser.add_argument("--weights", nargs="+", choices=BLOCK_WEIGHTS, default=WEIGHTS)
     parser.add_argument("--cache", choices=CACHES, default="slabs")

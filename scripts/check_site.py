@@ -1,9 +1,9 @@
-"""The documentation in a real browser: no page is wider than its window, at 1,300 and at 480 pixels; tables and code scroll inside themselves.
+"""Checks the documentation in a real browser: no page is wider than its window at 1,300 and 480 pixels. Tables and code may scroll.
 
 python scripts/check_site.py [--shots FOLDER] [PAGE ...]
 
-Needs `mkdocs build` before, and Chromium or Chrome on the PATH, or its path in CHROMIUM. PAGE: `index.html`; without one, all pages of
-build/site. Ends with exit code 1 if a page is too wide.
+Needs Chromium or Chrome on the PATH, or its path in CHROMIUM. Run `mkdocs build` first. PAGE is a path such as `index.html`; without one, all
+pages of build/site are checked. Exit code 1 if a page is too wide.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from browser import Browser, find_browser
 
 SITE = Path(__file__).resolve().parents[1] / "build" / "site"
 WIDTHS = (1300, 480)
-# How far the page scrolls to the side, and the elements that stick out of it without a scrolling parent.
+# The page's horizontal overflow, and the elements beyond its edge that no scrolling parent contains.
 WIDER = """(() => {
   const own = (one) => /auto|scroll|hidden/.test(getComputedStyle(one).overflowX);
   const scrolls = (one) => one && one !== document.body && (own(one) || scrolls(one.parentElement));
@@ -28,7 +28,7 @@ WIDER = """(() => {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", help="paths below build/site")
-    parser.add_argument("--shots", type=Path, help="where screenshots go")
+    parser.add_argument("--shots", type=Path, help="folder for screenshots")
     given = parser.parse_args()
     browser = find_browser()
     if browser is None:

@@ -1,22 +1,21 @@
-"""Streamed layers beside the disk, the plan and Accelerate's disk offload.
+"""Compares streamed layers with the disk, the plan and Accelerate's disk offload.
 
-    python scripts/check_streaming.py FOLDER                       FOLDER is on the disk; 5 GB of it are used and given back
+    python scripts/check_streaming.py FOLDER                       FOLDER is on the disk; needs 5 GB there and frees them
     python scripts/check_streaming.py FOLDER --weights int8 --layers 24 --accelerate
 
-A Llama of random weights with `--layers` layers, and one with four times as many, are packed into FOLDER. Every measurement is a process of
-its own with the same `--memory`, so that its peak of resident memory is its own. Checked, with exit code 1 if one does not hold:
+Packs a randomly initialised Llama with `--layers` layers, and one with four times as many, into FOLDER. Every measurement is a process with the
+same `--memory`, so that the peak of resident memory is its own. Exit code 1 if one of these does not hold:
 
-- bytes per pass: those counted are passes times the plan's, to the byte;
-- the rate at which layers are read while they are computed, at least 95 % of the faster of fio's (where it is installed) and direct reads of 8
-  MiB by 4 threads into huge pages, of the same file, which take turns with it; where the plan has two buffers or more, and reads for longer
-  than it computes;
-- tokens/s within 15 % of what the plan printed;
-- resident memory of the larger model within 5 % of the smaller one's.
+- the counted bytes equal the passes times the plan's bytes per pass;
+- layers are read while computing at 95 % or more of the plain read rate. That rate is the faster of fio (if installed) and direct reads of
+  8 MiB by 4 threads into huge pages, on the same file and in turns with the engine. Checked if the plan has two buffers or more and reads for
+  longer than it computes;
+- tokens/s are within 15 % of the plan;
+- the resident memory of the larger model is within 5 % of the smaller one's.
 
-With --accelerate the same prompts are answered by transformers' `generate` over Accelerate's disk offload, greedily, and the ratio is printed.
-It
-reads through the page cache, which is emptied before every token, as where the model is larger than memory. With --deepspeed PYTHON so does
-DeepSpeed's stage 3 with parameters on NVMe, in an environment of its own (see `streaming_deepspeed.py`).
+With --accelerate, transformers' `generate` answers the same prompts greedily over Accelerate's disk offload, and the ratio is printed. It
+reads through the page cache, which is emptied before every token, as if the model were larger than memory. With --deepspeed PYTHON,
+DeepSpeed's stage 3 with parameters on NVMe answers them too, in its own environment (see `streaming_deepspeed.py`).
 """
 
 import argparse
@@ -43,7 +42,7 @@ from ztk.zero.offload import DiskFile, OffloadPolicy
 from ztk.zero.offload.pool import AlignedRegion
 
 DIM, HEADS, INNER, VOCABULARY, LENGTH = 1024, 16, 2816, 8000, 256
-SIZES = {  # as transformers names them
+SIZES = {  # with transformers' names
     "vocab_size": VOCABULARY,
     "hidden_size": DIM,
     "intermediate_size": INNER,
@@ -57,7 +56,7 @@ READ, PLAN, FLAT = 0.95, 0.15, 0.05
 
 
 class Drawn(Mapping):
-    """Parameters of a native decoder that are drawn when they are asked for."""
+    """Parameters of a native decoder, drawn on access."""
 
     def __init__(self, *, layers: int) -> None:
         block = {
@@ -116,11 +115,13 @@ def measure_ztk(given: argparse.Namespace) -> dict[str, float]:
         offload=OffloadPolicy(parameters="nvme", nvme_path=str(given.folder), threads=THREADS, block_bytes=BLOCK),
     )
     packed = open_packed(given.folder / f"ztk-{given.layers}")
-    ring = AlignedRegion(nbytes=4 * THREADS * BLOCK, pin=False).bytes.fill_(1)  # of `direct_rate`, in the base
+    ring = AlignedRegion(nbytes=4 * THREADS * BLOCK, pin=False).bytes.fill_(
+        1
+    )  # for `direct_rate`; counts into the base memory
     base = resident("VmRSS")
     generator = Generator(packed, policy=policy)
     plan = generator.plan
-    assert plan is not None, "layers are streamed"
+    assert plan is not None, "no layer is streamed"
     print(plan, file=sys.stderr)
     rates, fio, direct, speeds, passes, moved = [], [], [], [], 0, 0
     for number in range(ROUNDS):
@@ -151,14 +152,14 @@ def measure_ztk(given: argparse.Namespace) -> dict[str, float]:
         "read_rate": statistics.median(rates),
         "fio_rate": statistics.median(fio),
         "direct_rate": statistics.median(direct),
-        # One buffer is read when it is not computed with: the disk has to wait.
+        # With one buffer, reading and computing alternate: the disk waits.
         "is_read_bound": plan.read_seconds > plan.compute_seconds and plan.buffers > 1,
         "resident_bytes": resident("VmHWM") - base,
     }
 
 
 def fio_rate(path: Path) -> float:
-    """Bytes per second by fio, which nothing computes beside; 0 where it is not installed."""
+    """Bytes per second of fio without concurrent computing; 0 if fio is not installed."""
     if not shutil.which("fio"):
         return 0.0
     command = ["fio", "--name=read", f"--filename={path}", "--rw=read", "--direct=1", "--readonly", f"--bs={BLOCK}"]
@@ -175,7 +176,7 @@ def fio_rate(path: Path) -> float:
 
 
 def direct_rate(path: Path, *, memory: torch.Tensor) -> float:
-    """Bytes per second by direct reads into `memory`, in huge pages, which nothing computes beside."""
+    """Bytes per second of direct reads into `memory` in huge pages, without concurrent computing."""
     disk = DiskFile.existing(path, direct=True)
     offsets = list(range(0, path.stat().st_size - BLOCK, BLOCK))[: (1 << 30) // BLOCK]
     started = time.perf_counter()
@@ -187,7 +188,7 @@ def direct_rate(path: Path, *, memory: torch.Tensor) -> float:
 
 
 def measure_accelerate(given: argparse.Namespace) -> dict[str, float]:
-    """transformers' `generate` with all layers on the disk: fp32, greedy, one padded batch of the same prompts."""
+    """transformers' `generate` with all layers on disk: fp32, greedy, the same prompts in one padded batch."""
     import accelerate
     import transformers
 
@@ -211,7 +212,9 @@ def measure_deepspeed(given: argparse.Namespace, *, sequences: int) -> float:
     folder = given.folder / "deepspeed"
     folder.mkdir()
     command = [given.deepspeed, str(Path(__file__).with_name("streaming_deepspeed.py")), str(folder), json.dumps(asked)]
-    tools = os.pathsep.join([str(Path(given.deepspeed).parent), os.environ["PATH"]])  # ninja is beside Python
+    tools = os.pathsep.join(
+        [str(Path(given.deepspeed).parent), os.environ["PATH"]]
+    )  # ninja is installed next to Python
     own = os.environ | {"OMP_NUM_THREADS": "1", "PATH": tools}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=own)
     shutil.rmtree(folder)
@@ -219,7 +222,7 @@ def measure_deepspeed(given: argparse.Namespace, *, sequences: int) -> float:
 
 
 def empty_cache(folder: Path) -> None:
-    """What the page cache has of a folder's files goes."""
+    """Drops a folder's files from the page cache."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -281,9 +284,9 @@ def compare(given: argparse.Namespace) -> bool:
         )
         faults += [] if found["bytes_exact"] else ["bytes differ"]
         faults += ["reads are slow"] if found["is_read_bound"] and read < READ else []
-        faults += [] if abs(plan - 1) <= PLAN else ["the plan is off"]
+        faults += [] if abs(plan - 1) <= PLAN else ["tokens/s are not within 15 % of the plan"]
     ratio = own[large]["resident_bytes"] / own[small]["resident_bytes"]
-    print(f"resident memory, {large} layers beside {small}: {ratio:.3f}")
+    print(f"resident memory, {large} layers compared with {small}: {ratio:.3f}")
     faults += [] if ratio <= 1 + FLAT else ["memory grows with the model"]
     print("; ".join(faults) or "all hold")
     return not faults
@@ -294,11 +297,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="an existing folder on the disk")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--weights", choices=("stored", "int8", "int4"), default="stored")
-    parser.add_argument("--memory", type=int, default=600_000_000, help="bytes for layers, caches and activations")
+    parser.add_argument(
+        "--memory", type=int, default=600_000_000, help="bytes of memory for layers, caches and activations"
+    )
     parser.add_argument("--sequences", type=int, help="default: the plan's choice")
-    parser.add_argument("--tokens", type=int, default=12, help="per sequence and round")
+    parser.add_argument("--tokens", type=int, default=12, help="tokens per sequence and round")
     parser.add_argument("--accelerate", action="store_true")
-    parser.add_argument("--deepspeed", metavar="PYTHON", help="of an environment that has DeepSpeed")
+    parser.add_argument("--deepspeed", metavar="PYTHON", help="interpreter of an environment with DeepSpeed")
     parser.add_argument("--measure", choices=("ztk", "accelerate"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.measure is None:

@@ -1,18 +1,17 @@
-"""Two trees train alike: same losses, bytes on the wire, memory by tier and disk traffic in 40 configurations of the main job.
+"""Compares the training of two trees: losses, bytes on the wire, memory by tier and disk traffic in 40 configurations of the main job.
 
-    python scripts/compare_commits.py [REVISION]                  this tree beside a revision (default 9a5936c), both run here
-    python scripts/compare_commits.py --record FILE               this tree's values, as JSON
-    python scripts/compare_commits.py --against FILE              this tree beside recorded values
+    python scripts/compare_commits.py [REVISION]                  compares this tree with a revision (default 9a5936c); runs both
+    python scripts/compare_commits.py --record FILE               writes this tree's values as JSON
+    python scripts/compare_commits.py --against FILE              compares this tree with recorded values
 
-The configurations are stages 0 to 3 x tiers x precisions, spread over five layouts on 2 ranks. Everything compared is counted or
-computed, nothing is measured: losses, gradient norms and loss scales to the bit, bytes per collective and of the disk per step, the memory
-ledger's bytes per step and its peaks (`ztk/core/runtime/memory.py`: booked by who allocates, so resident sets and times play no part). Left out
-is `BY_TIMING`.
-A counter that one tree lacks counts as zero. Only names of the run folder's contract are read, and only groups and keys that are promised
-are set, so that a tree with other inner names can be compared.
+The configurations are stages 0 to 3 x tiers x precisions, spread over five layouts on 2 ranks. All compared values are counted or computed, not
+measured: losses, gradient norms and loss scales to the bit; bytes per step of each collective and of the disk; the memory ledger's bytes per
+step and its peaks. The ledger books allocations (`ztk/core/runtime/memory.py`), so resident sets and times have no influence. The keys in
+`BY_TIMING` are left out. A counter that one tree lacks counts as zero. The script reads only names of the run folder's contract and sets only
+public groups and keys, so that it can compare trees with other internal names.
 
-The bits of a loss belong to a processor and a torch: a record from others is refused. Exit code 0: all equal, 1: a configuration
-differs or failed, 2: nothing could be compared.
+The bits of a loss depend on the processor and the torch version, so a record from another machine is refused. Exit code 0: all equal. 1: a
+configuration differs or failed. 2: nothing could be compared.
 """
 
 import argparse
@@ -42,7 +41,7 @@ LAYOUTS = ("dp", "tp2", "pp2", "ep2", "sp2")
 STAGES = (0, 1, 2, 3)
 TIERS = ("none", "cpu", "nvme")
 PRECISIONS = ("fp32", "bf16", "fp16")
-# Columns of the table and the keys that belong to each, by how they begin. A key is in the first that fits.
+# Columns of the table, with the prefixes of their keys. A key belongs to the first column that matches.
 SUBJECTS = {
     "numbers": ("loss", "grad_norm", "skipped", "lr", "steps", "parameters"),
     "wire": ("comm.",),
@@ -50,11 +49,11 @@ SUBJECTS = {
     "peak memory": ("peak_memory.",),
     "disk": ("io.",),
 }
-OF_ROWS = ("loss", "lr", "grad_norm", "loss_scale", "skipped")  # besides all counters of bytes
+OF_ROWS = ("loss", "lr", "grad_norm", "loss_scale", "skipped")  # in addition to all byte counters
 OF_SUMMARY = ("steps", "parameters", "loss_digest")
-# Stage 3 on NVMe: what the update behind the next forward has written and freed when a step is counted. A tree beside itself differs in it.
+# Stage 3 on NVMe: the update overlaps the next forward, so bytes written and freed at the end of a step vary between runs of one tree.
 BY_TIMING = ("io.", "memory.device_bytes")
-# What the values of two machines must share to be comparable, as keys of `env.json`.
+# Keys of `env.json` that must be equal for values to be comparable.
 MACHINE = ("device_name", "cpu_count", "torch")
 
 Values = dict[str, Any]
@@ -62,7 +61,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Configuration:
-    """One run of the main job. accumulation_steps: micro-batches per optimizer step."""
+    """A configuration of the main job. accumulation_steps: micro-batches per optimizer step."""
 
     layout: str
     stage: int
@@ -75,7 +74,7 @@ class Configuration:
         return f"{self.layout} stage{self.stage} {self.tier} {self.precision} x{self.accumulation_steps}"
 
     def arguments(self, *, folder: Path) -> list[str]:
-        """Of `run.py`. Without text there is no evaluation and no sample; without wandb nothing else is started."""
+        """Arguments of `run.py`. Synthetic data disables evaluation and samples, and wandb is disabled."""
         return [
             f"topology={self.layout}",
             f"zero=stage{self.stage}",
@@ -92,7 +91,7 @@ class Configuration:
 
 
 def choose() -> tuple[Configuration, ...]:
-    """Every stage with every tier and precision, in turn on the five layouts, and stage 3 on NVMe once more on the last four."""
+    """Every stage with every tier and precision, cycling through the five layouts; stage 3 on NVMe also on the last four."""
     cells = [*itertools.product(STAGES, TIERS, PRECISIONS)]
     shared = [(LAYOUTS[number % len(LAYOUTS)], *cell) for number, cell in enumerate(cells)]
     more = [
@@ -107,7 +106,7 @@ def choose() -> tuple[Configuration, ...]:
             stage=stage,
             tier=tier,
             precision=precision,
-            # A pipeline without micro-batches has nothing to interleave; elsewhere one and two take turns.
+            # Pipelines need micro-batches to interleave; the other layouts alternate between one and two.
             accumulation_steps=2 if layout == "pp2" or (stage + TIERS.index(tier)) % 2 else 1,
         )
         for layout, stage, tier, precision in (*shared, *more)
@@ -119,7 +118,7 @@ CONFIGURATIONS = choose()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """Values of a tree by `Configuration.name`, and where they come from (`MACHINE`, commit, date)."""
+    """Values of a tree by `Configuration.name`, with their origin: the keys of `MACHINE`, commit and date."""
 
     origin: dict[str, Any]
     values: dict[str, Values]
@@ -145,7 +144,7 @@ class Record:
 
 
 def read_values(folder: Path) -> Values:
-    """What of a run folder is counted or computed: counters as lists over the steps, peaks as numbers.
+    """The counted and computed values of a run folder: counters as lists over the steps, peaks as numbers.
 
     Raises ValueError if the run is not done or a figure is missing.
     """
@@ -156,7 +155,7 @@ def read_values(folder: Path) -> Values:
             f"{folder}: status {summary.get('status')}, {len(rows)} of {STEPS} rows: {summary.get('error')}"
         )
     counters = [key for key in rows[0] if key.endswith("_bytes") and key.startswith(("comm.", "memory.", "io."))]
-    # Of one category, `peak_memory.TIER.CATEGORY_bytes`: newer than the oldest tree, and the ledger's categories of a step say the same.
+    # Peaks per category (`peak_memory.TIER.CATEGORY_bytes`) are left out: old trees lack them, and the categories of each step are compared.
     peaks = [key for key in summary if re.fullmatch(r"peak_memory\.\w+_bytes", key)]
     wanted = [key for key in (*OF_ROWS, *counters) if any(key not in row for row in rows)]
     wanted += [key for key in OF_SUMMARY if key not in summary]
@@ -169,7 +168,7 @@ def read_values(folder: Path) -> Values:
 
 
 def differences(before: Values, *, after: Values) -> dict[str, tuple[Any, Any]]:
-    """Keys whose values are not the same, with both; an absent key is the same as zeros."""
+    """Keys with different values, and both values. An absent key equals zeros."""
 
     def is_zero(value: Any) -> bool:
         return value is None or not any(value if isinstance(value, list) else [value])
@@ -184,12 +183,12 @@ def differences(before: Values, *, after: Values) -> dict[str, tuple[Any, Any]]:
 
 
 def subject_of(key: str) -> str:
-    """The table's column that `key` belongs to."""
+    """The column of `key`."""
     return next(subject for subject, beginnings in SUBJECTS.items() if key.startswith(beginnings))
 
 
 def comparability_fault(recorded: Mapping[str, Any], *, here: Mapping[str, Any]) -> str | None:
-    """Why values from the machine `recorded` mean nothing on the machine `here`; None if they do."""
+    """The reason why values of machine `recorded` are not comparable with machine `here`; None if they are."""
     others = [
         f"{key} {recorded.get(key)!r}, here {here.get(key)!r}" for key in MACHINE if recorded.get(key) != here.get(key)
     ]
@@ -199,7 +198,7 @@ def comparability_fault(recorded: Mapping[str, Any], *, here: Mapping[str, Any])
 
 
 def run_tree(tree: Path, *, configurations: Sequence[Configuration], console: Console) -> Record:
-    """Runs the main job of `tree`. Raises ValueError if a run fails, or ran other code than the tree's."""
+    """Runs the main job of `tree`. Raises ValueError if a run fails or imports ztk from another tree."""
     origin, values = {}, {}
     with tempfile.TemporaryDirectory(prefix="compare_commits.") as scratch:
         folders = [Path(scratch, str(number)) for number in range(len(configurations))]
@@ -231,12 +230,12 @@ def run_tree(tree: Path, *, configurations: Sequence[Configuration], console: Co
 
 
 def head_of(tree: Path) -> str:
-    """The commit that is checked out in `tree`."""
+    """The checked-out commit of `tree`."""
     return git("rev-parse", "HEAD", tree=tree)
 
 
 def git(*arguments: str, tree: Path = REPOSITORY) -> str:
-    """Raises ValueError with git's own words if it fails."""
+    """Runs git. Raises ValueError with its message if it fails."""
     done = subprocess.run(["git", "-C", str(tree), *arguments], capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"git {' '.join(arguments)}: {done.stderr.strip()}")
@@ -256,7 +255,7 @@ def checkout(revision: str) -> Iterator[Path]:
 
 
 def machine_here() -> dict[str, Any]:
-    """What a run's `env.json` says of this machine."""
+    """This machine's values of the keys in `MACHINE`, as a run's `env.json` has them."""
     import torch
 
     from ztk.report.environment import device_name
@@ -266,10 +265,8 @@ def machine_here() -> dict[str, Any]:
 
 
 def compare(before: Record, *, after: Record, console: Console) -> int:
-    """Prints one row per configuration and every figure that differs; returns how many configurations do."""
-    table = Table(
-        title=f"{before.origin['commit'][:9]} beside {after.origin['commit'][:9]}: {STEPS} steps, {RANKS} ranks"
-    )
+    """Prints one row per configuration and every different value. Returns the number of different configurations."""
+    table = Table(title=f"{before.origin['commit'][:9]} and {after.origin['commit'][:9]}: {STEPS} steps, {RANKS} ranks")
     for column in ("configuration", *SUBJECTS, "loss digest"):
         table.add_column(column, no_wrap=True)
     lines, differing = [], 0
@@ -304,7 +301,7 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace, *, chosen: Sequence[Configuration], console: Console) -> int:
-    """What the options ask for; returns 1 if a configuration differs."""
+    """Records or compares, as the options request. Returns 1 if a configuration differs."""
     tree = options.tree.resolve()
     before = None
     if options.against:
@@ -327,7 +324,7 @@ def run(options: argparse.Namespace, *, chosen: Sequence[Configuration], console
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("revision", nargs="?", default=REVISION, help="what to compare with (default: %(default)s)")
+    parser.add_argument("revision", nargs="?", default=REVISION, help="revision to compare with (default: %(default)s)")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write this tree's values")
     parser.add_argument(
         "--against", type=Path, metavar="FILE", help="compare with recorded values, not with a revision"

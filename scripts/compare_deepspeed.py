@@ -1,11 +1,10 @@
-"""The same script, seed and data under real DeepSpeed and under ztk, in fp32 at ZeRO stages 0 to 3: losses and speed side by side.
+"""Runs the same script, seed and data with DeepSpeed and with ztk, in fp32 at ZeRO stages 0 to 3, and compares losses and speed.
 
     python scripts/compare_deepspeed.py --deepspeed-python PATH [--rounds 3] [--steps 12] [--ranks 2]
 
-PATH is an interpreter that can import deepspeed; ztk is not needed there. Both sides' ranks start once and then train in turn, in
-alternating order; one thread per rank. Seconds per step are medians over rounds, of the slowest rank. Exits with 1
-if a loss of any step differs by more than 1e-5.
-Rows are appended to experiments/results/cpu/compare_deepspeed.jsonl.
+PATH is an interpreter with deepspeed; it does not need ztk. The ranks of both sides start once and then train in turns, in alternating order,
+with one thread per rank. Seconds per step are medians over rounds, of the slowest rank. Exit code 1 if a loss of any step differs by more than
+1e-5. Appends rows to experiments/results/cpu/compare_deepspeed.jsonl.
 """
 
 import argparse
@@ -33,7 +32,7 @@ NAMES = ("DeepSpeed", "ztk")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One stage. Seconds per step; CPU seconds are the mean over ranks."""
+    """Results of one stage. Seconds per step; CPU seconds are the mean over ranks."""
 
     stage: int
     ranks: int
@@ -50,7 +49,7 @@ class Row:
 
 
 class Side:
-    """The ranks of one of the two, waiting for stages."""
+    """The ranks of DeepSpeed or of ztk, which wait for stages to train."""
 
     def __init__(self, name: str, *, interpreter: str, ranks: int, shim: str | None) -> None:
         self.name = name
@@ -76,14 +75,14 @@ class Side:
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 text=True,
-                cwd=tempfile.gettempdir(),  # so that the repository is not on the path of the other interpreter
+                cwd=tempfile.gettempdir(),  # keeps the repository off the other interpreter's path
             )
             for rank in range(ranks)
         ]
         self.version = self._answers()[0]["version"]
 
     def train(self, **task) -> list[dict]:
-        """The ranks' answers."""
+        """Trains on all ranks and returns their results."""
         for rank in self._ranks:
             assert rank.stdin is not None
             rank.stdin.write(json.dumps(task) + "\n")
@@ -139,7 +138,7 @@ def start(options: argparse.Namespace) -> list[Side]:
 
 
 def summarise(stage: int, *, measured: dict, options: argparse.Namespace) -> Row:
-    """Losses of every rank and step are compared, those of the first round with those of the first."""
+    """Compares the losses of every rank and step of the first round, and the seconds of all rounds."""
     theirs, ours = (measured[name, stage] for name in NAMES)
     pairs = zip(theirs[0], ours[0], strict=True)
     differences = [abs(a - b) for their, our in pairs for a, b in zip(their["losses"], our["losses"], strict=True)]
@@ -196,7 +195,7 @@ def table(rows: list[Row]) -> Table:
 
 
 def write(rows: list[Row], *, versions: dict[str, str]) -> None:
-    """One JSON object per row."""
+    """Appends one JSON object per row."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
     where = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -218,15 +217,13 @@ def free_port() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--deepspeed-python", metavar="PATH", required=True, help="an interpreter that can import deepspeed"
-    )
+    parser.add_argument("--deepspeed-python", metavar="PATH", required=True, help="an interpreter with deepspeed")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3], choices=range(4))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--width", type=int, default=256, help="of the model")
-    parser.add_argument("--layers", type=int, default=4, help="of the model")
+    parser.add_argument("--width", type=int, default=256, help="width of the model")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model")
     return parser.parse_args()
 
 

@@ -1,14 +1,13 @@
-"""`ztk.Generator` beside CTranslate2 and llama.cpp, each in an environment of its own: decoding the same Llama on the CPU.
+"""Compares `ztk.Generator` with CTranslate2 and llama.cpp, each in its own environment: decoding the same Llama on the CPU.
 
     python scripts/compare_engines.py --peer ctranslate2=/envs/peers/bin/python --peer llama_cpp=/envs/llama/bin/python
     python scripts/compare_engines.py --size 30m --rounds 3 --json experiments/results/cpu/engines.jsonl
 
-Without --peer the peers are looked for in this environment. A peer's Python needs numpy and ctranslate2, or numpy, gguf and llama_cpp
-(llama-cpp-python, which is compiled when it is installed). The script writes one Llama of random weights for all of them: safetensors for
-ztk, CTranslate2's own format, GGUF for llama.cpp; fp32, and 8 bits as each makes them. Every measurement is a process with --threads
-threads, one after the other, in turns; a number is the median of the rounds: tokens per CPU second, the prompt left out, of one sequence
-and of 8. Goals beside the faster peer: 0.9 in fp32, 0.5 in 8 bits. The ratios are printed whatever they are; exit code 1 if nothing could
-be compared.
+Without --peer the script looks for the peers in this environment. A peer's Python needs numpy and ctranslate2, or numpy, gguf and llama_cpp
+(llama-cpp-python, which is compiled on installation). One randomly initialised Llama is written for all of them, as safetensors for ztk, in
+CTranslate2's format, and as GGUF for llama.cpp, in fp32 and in each engine's 8-bit format. Measurements are processes with --threads threads
+that take turns. A result is the median over rounds of the tokens per CPU second without the prompt, for one sequence and for 8. Goals relative
+to the faster peer: 0.9 in fp32, 0.5 in 8 bits. A missed goal is only printed; exit code 1 if nothing could be compared.
 """
 
 import argparse
@@ -28,7 +27,7 @@ from random_llama import SIZES, random_llama
 
 PROMPT, SEQUENCES, FORMATS = 32, (1, 8), ("fp32", "int8")
 GOALS = {"fp32": 0.9, "int8": 0.5}
-MEASURED = "measured: "  # begins the line of a child that has its numbers
+MEASURED = "measured: "  # prefix of the line with a child's numbers
 
 
 def main() -> int:
@@ -37,7 +36,7 @@ def main() -> int:
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=48, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens per answer")
     parser.add_argument("--json", type=Path, help="append the results to this file")
     parser.add_argument("--measure", nargs=2, metavar=("ENGINE", "FORMAT"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -60,7 +59,7 @@ def main() -> int:
 
 
 def report(found: dict[tuple[str, str], list[float] | str], *, given: argparse.Namespace) -> int:
-    """Prints the table; 1 if no peer has numbers."""
+    """Prints the table. Returns 1 if no peer has numbers."""
     compared = 0
     for kind in FORMATS:
         own = found["ztk", kind]
@@ -81,7 +80,7 @@ def report(found: dict[tuple[str, str], list[float] | str], *, given: argparse.N
 
 
 def record(own: list[float], other: list[float], *, engine: str, kind: str, given: argparse.Namespace) -> None:
-    """A line for each number of sequences."""
+    """Appends a line for each number of sequences."""
     commit = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     common = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -100,7 +99,7 @@ def record(own: list[float], other: list[float], *, engine: str, kind: str, give
 
 
 def rounds(folder: Path, *, engine: str, kind: str, python: str, given: argparse.Namespace) -> list[float] | str:
-    """Medians for each number of sequences, or why there are none."""
+    """Medians for each number of sequences, or the error of the engine."""
     command = [python, __file__, "--measure", engine, kind, "--folder", str(folder)]
     command += ["--threads", str(given.threads), "--tokens", str(given.tokens)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or engine == "ztk"}
@@ -116,7 +115,7 @@ def rounds(folder: Path, *, engine: str, kind: str, python: str, given: argparse
 
 
 def per_cpu_second(generate: Callable[[int], None], *, sequences: int, tokens: int) -> float:
-    """generate(n) answers all prompts with n tokens; the first token's time, with the prompt, is taken off."""
+    """generate(n) answers all prompts with n tokens. The time of the prompt and the first token is subtracted."""
     generate(2)
     started = time.process_time()
     generate(1)
@@ -193,11 +192,11 @@ def measure_llama_cpp(folder: Path, *, kind: str, threads: int, tokens: int) -> 
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx, settings.n_seq_max = rows * 256, rows
         settings.n_threads = settings.n_threads_batch = threads
-        settings.type_k = settings.type_v = 0  # fp32, as the others'
+        settings.type_k = settings.type_v = 0  # fp32, like the other engines
         context = llama_cpp.llama_init_from_model(model, settings)
 
         def decode(each: list[list[int]], *, at: int, context=context) -> list[int]:
-            """One step: each sequence's tokens from position `at` on; returns the likeliest next one of each."""
+            """Decodes each sequence's tokens from position `at` on. Returns the likeliest next token of each sequence."""
             batch = llama_cpp.llama_batch_init(sum(map(len, each)), 0, 1)
             last = []
             for sequence, own in enumerate(each):
@@ -232,7 +231,7 @@ PEERS = ("ctranslate2", "llama_cpp")
 
 
 def write_model(folder: Path, *, size: str) -> None:
-    """A Llama of transformers in `folder`/llama, and its tensors by name in one numpy file for the peers."""
+    """Writes transformers' Llama to `folder`/llama, and its tensors by name to a numpy file for the peers."""
     import numpy
 
     dim, layers, heads, inner, vocabulary = SIZES[size]
@@ -251,7 +250,7 @@ def read_model(folder: Path) -> tuple[dict, dict[str, int]]:
 
 
 def write_ctranslate2(folder: Path, *, to: Path) -> None:
-    """As its converter of transformers' Llama writes it."""
+    """Writes the files of CTranslate2's converter for transformers' Llama."""
     import numpy
     from ctranslate2.specs import common_spec, transformer_spec
 
@@ -292,7 +291,7 @@ def write_ctranslate2(folder: Path, *, to: Path) -> None:
 
 
 def write_gguf(folder: Path, *, to: Path, kind: str) -> None:
-    """As llama.cpp's converter writes it, without a tokenizer: each head's halves are interleaved for its rotary embedding."""
+    """Writes the file of llama.cpp's converter without a tokenizer. Its rotary embedding needs the halves of a head interleaved."""
     import gguf
 
     tensors, sizes = read_model(folder)

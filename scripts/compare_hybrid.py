@@ -1,9 +1,9 @@
-"""Texts of the hybrid engine by ztk's inference engine beside transformers' own loop over the same weights: one process, one thread.
+"""Compares the hybrid engine's generation by ztk's inference engine with transformers' loop over the same weights, on one thread.
 
     python scripts/compare_hybrid.py
 
-Prints seconds of each and the median of their ratios, taken in turn; greedy tokens in fp32 must be equal, else the exit code is 1. Answers do
-not end before their last token, so that both draw as many; the engine's time includes reading the weights.
+Prints the seconds of both and the median ratio of interleaved runs. Exit code 1 if greedy fp32 tokens differ. Answers run to their last token,
+so that both draw the same number; the engine's time includes reading the weights.
 """
 
 import itertools
@@ -72,7 +72,7 @@ def opened(width: int, *, layers: int, vocabulary: int, dtype: str) -> DeepSpeed
 
 
 def timed(call: Callable[..., torch.Tensor], *given: object, **options: object) -> tuple[torch.Tensor, float]:
-    """What it returns, and its seconds."""
+    """Returns the result of the call and its seconds."""
     started = time.perf_counter()
     found = call(*given, **options)
     return found, time.perf_counter() - started

@@ -1,10 +1,10 @@
-"""Memory of a rank at stages 0 and 1 on one machine's CPUs, beside DDP and DDP with ZeroRedundancyOptimizer.
+"""Compares the CPU memory of a rank at stages 0 and 1 with DDP and with DDP and ZeroRedundancyOptimizer.
 
     python scripts/compare_memory.py               100 million parameters, AdamW, fp32, 2 ranks
-    python scripts/compare_memory.py --layers 24   a quarter of them
+    python scripts/compare_memory.py --layers 24   a quarter of the parameters
 
-A resident set (Rss) counts pages of other ranks' shared memory that a rank reads, once per rank; the proportional set (Pss, of
-/proc/self/smaps_rollup) divides a page by the processes that have it, so the ranks' sum is what the machine holds.
+A resident set (Rss) counts the shared pages that a rank reads from other ranks' memory once per rank. The proportional set (Pss, from
+/proc/self/smaps_rollup) divides each page by the number of its processes, so the sum over ranks is the machine's memory.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def build(layers: int) -> nn.Module:
 
 
 def memory() -> dict[str, int]:
-    """MiB by kind of page, of this process, now."""
+    """This process's current MiB by kind of page."""
     rows = (line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     found = {row[0].rstrip(":"): int(row[1]) // 1024 for row in rows}
     return {key: found.get(key, 0) for key in KEYS}
@@ -68,7 +68,7 @@ def of_ddp(process: Process, *, layers: int, sharded: bool) -> dict[str, int]:
 
 
 def _train(model: Callable, *, backward: Callable[[Tensor], object], step: Callable[[], object]) -> dict[str, int]:
-    """Memory between the last backward and its step, where gradients are there."""
+    """Memory between the last backward and its step, while gradients exist."""
     for number in range(STEPS):
         backward(model(torch.randn(ROWS, WIDTH)).square().mean())
         if number < STEPS - 1:

@@ -1,13 +1,13 @@
-"""Muon beside AdamW at equal steps on equal tokens: loss curves over seeds, with intervals.
+"""Compares Muon with AdamW at equal steps and tokens: loss curves over seeds, with intervals.
 
     python scripts/compare_optimizers.py --work FOLDER                          a 30M model, 60 steps, three seeds, half an hour on one core
     python scripts/compare_optimizers.py --work FOLDER --arms muon --seeds 2    a part of it
-    python scripts/compare_optimizers.py --work FOLDER --max-seconds 400        runs go on where they ended when the command is given again
+    python scripts/compare_optimizers.py --work FOLDER --max-seconds 400        stops runs after 400 s; the same command continues them
 
-The keys are those of conf/optimizer, whose rates are each optimizer's own. The seed gives the first weights and the order of the text, so
-both arms of a seed read the same tokens from the same weights. A run in FOLDER that is done is not run again, an interrupted one continues
-from its checkpoint. Writes FOLDER/compare_optimizers.csv and .svg: per optimizer and step the median over seeds of the training loss, a mean
-of --window steps, and the 95 % interval of `ztk.report.statistics`; prints held-out losses and the difference of each pair.
+Both optimizers use the keys of conf/optimizer, with their own learning rates. The seed decides the first weights and the order of the text, so
+both arms of a seed read the same tokens from the same weights. A finished run in FOLDER is not repeated; an interrupted run continues from its
+checkpoint. Writes FOLDER/compare_optimizers.csv and .svg: per optimizer and step, the median over seeds of the training loss, averaged over
+--window steps, and the 95 % interval of `ztk.report.statistics`. Prints held-out losses and the difference of each pair.
 """
 
 import argparse
@@ -26,14 +26,14 @@ import ztk
 from ztk.report.folder import read_rows
 from ztk.report.statistics import median_interval
 
-ARMS = {"adamw": "#4477aa", "muon": "#ee6677"}  # and their colours
+ARMS = {"adamw": "#4477aa", "muon": "#ee6677"}  # optimizer -> colour
 COMMON = (
     "precision=fp32",
     "launch.ranks=1",
     "launch.device=cpu",
     "logger=disabled",
     "train.log_every=1",
-    "train.eval_every=100000",  # at the end alone
+    "train.eval_every=100000",  # only at the end
     "checkpoint=periodic",
     "checkpoint.keep=1",
     "checkpoint.resume=auto",
@@ -43,14 +43,14 @@ FIELDS = ("optimizer", "step", "tokens", "loss", "low", "high", "seeds")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="a folder for runs and results")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="those that are run now")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="those that are run now")
+    parser.add_argument("--work", type=Path, required=True, help="folder for runs and results")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="optimizers to run now")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds to run now")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--sequences", type=int, default=2, help="of 256 tokens in a step")
+    parser.add_argument("--sequences", type=int, default=2, help="sequences of 256 tokens per step")
     parser.add_argument("--model", default="30m", help="an option of the group model")
-    parser.add_argument("--window", type=int, default=5, help="steps whose mean is a point of a curve")
-    parser.add_argument("--max-seconds", type=int, help="of one run; the same command continues it")
+    parser.add_argument("--window", type=int, default=5, help="steps averaged for a point of a curve")
+    parser.add_argument("--max-seconds", type=int, help="time limit of one run; the same command continues it")
     options = parser.parse_args()
     for seed in options.seeds:
         for arm in options.arms:
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def train(arm: str, *, seed: int, options: argparse.Namespace) -> None:
-    """One run, or the rest of it."""
+    """Executes one run, or the rest of it."""
     folder = options.work / f"{arm}-{seed}"
     if is_done(folder):
         return
@@ -82,7 +82,7 @@ def train(arm: str, *, seed: int, options: argparse.Namespace) -> None:
 
 
 def is_done(folder: Path) -> bool:
-    """The run has made all its steps."""
+    """Whether the run has finished its steps."""
     if not (folder / "summary.json").is_file():
         return False
     summary = json.loads((folder / "summary.json").read_text())
@@ -120,7 +120,7 @@ def validation_loss(folder: Path) -> float:
 
 
 def curve(arm: str, *, folders: list[Path], window: int) -> Iterator[dict[str, object]]:
-    """A row per window of steps. Runs of another length than the shortest count as far as that goes."""
+    """A row per window of steps, up to the length of the shortest run."""
     runs = [list(read_rows(folder)) for folder in folders]
     for stop in range(window, min(map(len, runs), default=0) + 1, window):
         means = [statistics.fmean(row["loss"] for row in rows[stop - window : stop]) for rows in runs]

@@ -1,11 +1,11 @@
-"""Scripts drawn at random, by an engine on two ranks and by plain PyTorch: each must be equal or end in an error of ztk's.
+"""Compares random scripts on a ztk engine with two ranks and in plain PyTorch: each must be equal or end in an error of ztk's.
 
     python scripts/compare_plain.py                             500 seeds
     python scripts/compare_plain.py --seeds 40 --first 1000     others
-    python scripts/compare_plain.py --plant writes --seeds 100  with a fault planted: it must be found
+    python scripts/compare_plain.py --plant writes --seeds 100  plants a fault, which the comparison must find
 
-Counts all scripts, and those that reached an edit of `tests/deepspeed/random_edits.py`. Exit code 1 if a script differs without an error, or
-ends in one of torch's that plain PyTorch does not raise; with --plant, if no script differs.
+Counts all scripts and the scripts that reached an edit of `tests/deepspeed/random_edits.py`. Exit code 1 if a script differs without an error
+or ends in an error of torch's that plain PyTorch does not raise; with --plant, if no script differs.
 """
 
 import argparse

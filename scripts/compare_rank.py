@@ -1,7 +1,7 @@
-"""One rank of `scripts/compare_deepspeed.py`: a script for DeepSpeed that knows nothing of ztk.
+"""One rank of `scripts/compare_deepspeed.py`: a script for DeepSpeed without any reference to ztk.
 
-It runs under real DeepSpeed and under ztk. A line on standard input is a ZeRO stage to train at; the answer is a line of JSON with every step's
-loss (this rank's, summed over micro-batches) and the seconds of the steps after the warm-up.
+It runs under DeepSpeed and under ztk. Each line on standard input is a ZeRO stage to train. The output is a line of JSON with the loss of every
+step (this rank's, summed over micro-batches) and the seconds of the steps after the warm-up.
 """
 
 import json
@@ -52,7 +52,7 @@ class Language(nn.Module):
 
 
 def config(stage: int) -> dict:
-    """Every default is DeepSpeed's, which favours neither: gradient_clipping is 1.0, for one."""
+    """All defaults are DeepSpeed's, for example gradient_clipping 1.0, which favours neither side."""
     return {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -91,7 +91,7 @@ def train(stage: int, *, steps: int, width: int, layers: int) -> dict:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output must not mix with the answers
+    os.dup2(2, 1)  # keeps output of the libraries out of the results
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     print(json.dumps({"version": deepspeed.__version__, "home": deepspeed.__file__}), file=answers, flush=True)

@@ -1,7 +1,7 @@
-"""Trains one small decoder with every format of AdamW's states, on the same tokens, and prints the losses beside those of float32.
+"""Trains one small decoder with every format of AdamW's states on the same tokens, and compares the losses with float32 states.
 
-The tokens are a Markov chain of order one, whose entropy no model goes below. Each format runs with several seeds (tokens, first values and
-the bits of rounding); what float32 states differ by between seeds is the noise that a format's difference is compared with.
+The tokens are a first-order Markov chain, whose entropy is a lower bound of the loss. Each format runs with several seeds (tokens, first
+values, rounding bits). The differences of float32 states between seeds are the noise that a format's difference is compared with.
 
     python scripts/compare_states.py --steps 400
 """
@@ -41,7 +41,7 @@ LAST = 20  # steps whose losses are averaged
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """states, master: as `optimizer.states` and `precision.master`. kept: bytes per parameter beside the 16-bit one and its gradient."""
+    """states, master: `optimizer.states` and `precision.master`. kept: bytes per parameter without the 16-bit one and its gradient."""
 
     states: str
     master: str
@@ -67,7 +67,7 @@ def chain(seed: int) -> tuple[Tensor, float]:
 
 
 def losses(process: Process, *, kept: Format, seed: int, steps: int) -> list[float]:
-    """Of every step, above the chain's entropy."""
+    """The loss of every step minus the chain's entropy."""
     rows, entropy = chain(0)
     draw = torch.Generator().manual_seed(1000 + seed)
     with torch.device("meta"):
@@ -108,7 +108,7 @@ def main() -> int:
     table = Table(
         title=f"loss above the entropy after {given.steps} steps, mean of the last {LAST}, {given.seeds} seeds"
     )
-    for column in ("optimizer.states", "precision.master", "bytes kept", "loss", "beside fp32, per seed"):
+    for column in ("optimizer.states", "precision.master", "bytes kept", "loss", "minus fp32, per seed"):
         table.add_column(column, justify="right")
     base: list[float] = []
     for kept in FORMATS:

@@ -1,12 +1,12 @@
-"""Bytes beside a byte-level BPE on the standard library's sources: bits per byte of the same model at equal FLOPs.
+"""Compares bytes with a byte-level BPE on the standard library's sources: bits per byte of the same model at equal FLOPs.
 
     python scripts/compare_tokenizers.py --work FOLDER              8 minutes on one core
     python scripts/compare_tokenizers.py --work FOLDER --steps 400  longer
 
-Both arms read the same jsonl, a document per file, and hold out the same documents; the tokenizer is made on the others. Batches have
-as many tokens, so a byte model sees fewer bytes per step; its head is smaller, and it gets as many more steps as make the FLOPs of
-`task=plan` equal or larger. An arm whose run in FOLDER is done is not run again. Writes FOLDER/compare_tokenizers.jsonl, a line per arm.
-Exit code 1 if the BPE's bits per byte are not below those of bytes.
+Both arms read the same jsonl with a document per file and hold out the same documents; the tokenizer is trained on the others. Batches have the
+same number of tokens, so a byte model reads fewer bytes per step. Its head is smaller, and it runs as many more steps as `task=plan` needs for
+the same FLOPs or more. A finished run in FOLDER is not repeated. Writes FOLDER/compare_tokenizers.jsonl, a line per arm. Exit code 1 unless
+the BPE has fewer bits per byte.
 """
 
 import argparse
@@ -34,11 +34,11 @@ COMMON = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="a folder for corpus and runs")
-    parser.add_argument("--steps", type=int, default=120, help="of the model with the BPE")
-    parser.add_argument("--sequences", type=int, default=8, help="of 256 tokens in a step")
+    parser.add_argument("--work", type=Path, required=True, help="folder for corpus and runs")
+    parser.add_argument("--steps", type=int, default=120, help="steps of the model with the BPE")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences of 256 tokens per step")
     parser.add_argument("--model", default="10m", help="an option of the group model")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="those that are run now")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="arms to run now")
     options = parser.parse_args()
     corpus = write_corpus(options.work / "corpus.jsonl")
     sizes = (f"model={options.model}", "data.seq_len=256", f"train.micro_batch_size={options.sequences}")
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def write_corpus(path: Path) -> Path:
-    """A line {"text": ...} per source file of the standard library, once."""
+    """Writes a line {"text": ...} per source file of the standard library, once."""
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".part")
@@ -74,7 +74,7 @@ def write_corpus(path: Path) -> Path:
 
 
 def plan(name: str, *, sizes: tuple[str, ...]) -> dict[str, Any]:
-    """Of one step of an arm."""
+    """The plan of one step of an arm."""
     vocabulary = {"bpe": 4096, "bytes": 256}[name]
     words = (f"model.vocab_size={vocabulary}", "data=synthetic", "precision=fp32", "launch.ranks=1")
     return ztk.plan_run(*sizes, *words).as_dict()

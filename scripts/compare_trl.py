@@ -1,4 +1,4 @@
-"""Losses of task=sft, reward, dpo and distill next to TRL's trainers: one model, the same texts in the same order, fp32, one process.
+"""Compares the losses of task=sft, reward, dpo and distill with TRL's trainers: one model, same texts and order, fp32, one process.
 
     pip install trl
     python scripts/compare_trl.py               every case, 6 optimizer steps
@@ -54,7 +54,7 @@ COMMON = (
     *("train.eval_every=0", "train.eval_batches=1", "launch.ranks=1", "launch.device=cpu", "logger=disabled"),
 )
 DPO = ("task=dpo", "warm_start.steps=0", "dpo.beta=0.3", "dpo.sft_weight=0")
-TEACHER = "{teacher}"  # in choices: a folder that `with_teacher` makes
+TEACHER = "{teacher}"  # in choices: stands for the folder of `with_teacher`
 DISTILL = ("task=distill", "distill.fraction=0", f"distill.teacher={TEACHER}")
 # Case -> ztk's choices, TRL's.
 CASES = {
@@ -85,7 +85,7 @@ CASES = {
     "distill": ((*DISTILL, "distill.beta=0.3"), {"beta": 0.3, "lmbda": 0.0}),
     "distill, own draws": ((DISTILL[0], DISTILL[2], "distill.fraction=1"), {"beta": 0.5, "lmbda": 0.0}),
 }
-# Of `--speed`: the sizes of `compare_trl_rollouts.py`, and texts whose lengths differ as those of chats do.
+# For `--speed`: the sizes of `compare_trl_rollouts.py`, and texts whose lengths vary like chats.
 SPEED = (
     *("model.dim=256", "model.layers=2", "model.heads=4", "model.kv_heads=4", "model.hidden_dim=688", "data.seq_len=384"),
     *("model.max_seq_len=384", "data.validation_fraction=0"),
@@ -101,7 +101,7 @@ LETTERS = "abcdefghij"
 
 @dataclass(kw_only=True)
 class Losses:
-    """Of every step. seconds: what it took; tokens: of its texts, without padding. texts: of steps of task=distill, as TRL takes them."""
+    """Losses, seconds and tokens (without padding) per step. texts: examples of task=distill in TRL's format."""
 
     losses: list[float] = field(default_factory=list)
     texts: list[dict] = field(default_factory=list)
@@ -110,7 +110,7 @@ class Losses:
 
     @property
     def rate(self) -> float:
-        """The median of tokens per second, without the first step, which warms up, and the last, whose end ztk's stream does not see."""
+        """The median tokens per second without the first step, which warms up, and the last, whose end ztk's stream cannot measure."""
         return statistics.median(map(operator.truediv, self.tokens[1:-1], self.seconds[1:]))
 
 
@@ -152,7 +152,7 @@ def compare_losses(process: Process, *, steps: int) -> float:
 
 
 def compare_speed(process: Process, *, steps: int) -> None:
-    """Prints tokens per second of both, without padding, and how many of the peer's computed tokens are padding."""
+    """Prints tokens per second of both without padding, and the share of padding in the peer's tokens."""
     print("task       ztk      TRL   ratio   tokens of a text: mean, longest")
     for name, overrides in SPEEDS.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -170,7 +170,7 @@ def compare_speed(process: Process, *, steps: int) -> None:
 
 
 def write_records(path: Path) -> Path:
-    """Prompts of 16 to 128 letters and answers of 8 to 192, pairs of one prompt."""
+    """Writes prompts of 16 to 128 letters with pairs of answers of 8 to 192 letters."""
     chance = random.Random(0)
 
     def text(least: int, most: int) -> str:
@@ -185,7 +185,7 @@ def write_records(path: Path) -> Path:
 
 
 def with_teacher(words: Sequence[str], *, folder: str) -> list[str]:
-    """Choices with the folder of a teacher of transformers, which is made if they name one. It is wider and has one layer."""
+    """Replaces `TEACHER` by the folder of a transformers model, which is wider and has one layer. Creates it if needed."""
     path = Path(folder, "teacher")
     if any(TEACHER in word for word in words):
         torch.manual_seed(1)
@@ -196,7 +196,7 @@ def with_teacher(words: Sequence[str], *, folder: str) -> list[str]:
 
 
 def run_both(config: Config, *, process: Process, folder: str, options: dict) -> tuple[Losses, Losses]:
-    """ztk's run, and TRL's of the same texts, which task=distill may draw."""
+    """ztk's run and TRL's run on the same texts, which task=distill may draw itself."""
     with contextlib.redirect_stdout(io.StringIO()):  # two programs' tables
         data = None if config.task.name == "distill" else texts_of(config, process=process)
         ours = run_ztk(config, process=process)
@@ -208,7 +208,7 @@ def run_both(config: Config, *, process: Process, folder: str, options: dict) ->
 
 
 def run_ztk(config: Config, *, process: Process) -> Losses:
-    """A step is from where its texts are there to where those of the next one are asked for."""
+    """Runs ztk. A step lasts from the arrival of its texts to the request for the next ones."""
     found, started, next_step = Losses(), [0.0], ExampleStream.next_step
 
     def timed(stream: ExampleStream) -> Step:
@@ -236,7 +236,7 @@ def run_ztk(config: Config, *, process: Process) -> Losses:
 
 
 def records_of(sequences: Sequences) -> list[dict]:
-    """Texts with the tokens that are learnt, as TRL takes them."""
+    """Texts and labels of the trained tokens in TRL's format."""
     parts = (values.split(sequences.lengths.tolist()) for values in (sequences.tokens, sequences.answer))
     return [
         {"input_ids": ids.tolist(), "labels": torch.where(mask, ids, -100).tolist()}
@@ -245,7 +245,7 @@ def records_of(sequences: Sequences) -> list[dict]:
 
 
 def run_trl(config: Config, *, process: Process, folder: str, options: dict, data: datasets.Dataset) -> Losses:
-    """TRL's trainer, from the first parameters of the run that `config` describes. data: its examples."""
+    """Runs TRL's trainer from the first parameters of ztk's run. data: its examples."""
     is_reward = config.task.name == "reward"
     engine = build(config, process=process, is_trained=False, is_critic=is_reward)
     values = full_values(engine)
@@ -313,7 +313,7 @@ def run_trl(config: Config, *, process: Process, folder: str, options: dict, dat
 
 
 def trainer_of(config: Config) -> tuple[type, type]:
-    """TRL's trainer and its settings."""
+    """TRL's trainer class and its settings class."""
     if config.dpo.loss == "simpo":
         from trl.experimental.cpo import CPOConfig, CPOTrainer
 
@@ -336,7 +336,7 @@ def trainer_of(config: Config) -> tuple[type, type]:
 
 
 def texts_of(config: Config, *, process: Process) -> datasets.Dataset:
-    """The run's examples in its order, as TRL takes them."""
+    """The run's examples in order and in TRL's format."""
     stream, records = open_stream(config, process=process), []
     for _ in range(config.train.steps):
         for batch in stream.next_step().micro_batches:

@@ -1,11 +1,11 @@
-"""Losses of task=grpo beside TRL's GRPOTrainer, which replays ztk's answers and rewards: one model, one order, fp32, one process.
+"""Compares the losses of task=grpo with TRL's GRPOTrainer, which replays ztk's answers and rewards: one model and order, fp32, one process.
 
     pip install trl
     python scripts/compare_trl_rollouts.py              every case, 6 optimizer steps
-    python scripts/compare_trl_rollouts.py --speed      instead tokens per second of training and generation, of the larger shapes in `SPEEDS`
+    python scripts/compare_trl_rollouts.py --speed      tokens per second of training and generation instead, with the larger shapes in `SPEEDS`
 
-Prints the largest difference of a step's loss per case, and that of the gradients' norm in units of it: the loss of a first step depends on the
-answers alone, the gradient does not. Exit code 1 if a loss differs by more than 1e-5, or a norm by more than 1e-5 of it.
+Prints the largest difference of a step's loss per case, and the relative difference of the gradient norm: the loss of a first step depends on
+the answers only, the gradient on the model as well. Exit code 1 if a loss differs by more than 1e-5, or a norm by more than 1e-5 of itself.
 """
 
 import argparse
@@ -42,48 +42,48 @@ from ztk.nn import Decoder
 from ztk.report import plot
 from ztk.rl.rollout import Samples
 
-NORM_TOLERANCE = 1e-5  # of a gradient's norm, relative: sums of two programs round differently
+NORM_TOLERANCE = 1e-5  # relative, of a gradient norm: the two programs sum in different orders
 CPU = Machine(gpus=0, cores=2)
 COMMON = (
     *("task=grpo", "logger=disabled", "launch.ranks=1", "launch.device=cpu", "scheduler=constant", "scheduler.warmup_steps=0"),
     *("rollout.show_every=0", "optimizer.lr=1e-3", "optimizer.weight_decay=0"),
-    "rollout.stop_truncated_above=null",  # nothing is to be learnt here
+    "rollout.stop_truncated_above=null",  # the comparison does not need to learn
 )  # fmt: skip
-# eps: AdamW's first step divides a gradient by its own size. With the default of 1e-8 a gradient that is rounding alone (zero in exact
-# arithmetic) moves its weight by the rate, whither the product's rounding says: the norms of step 2 differ by 2e-4 with AVX2, by 1e-7 so.
+# eps: AdamW's first step divides a gradient by its own size. With the default of 1e-8, a gradient that is zero but for rounding moves its
+# weight by the learning rate in a random direction: the norms of step 2 then differ by 2e-4 with AVX2, with 1e-5 by 1e-7.
 SMALL = (
     *("model.dim=32", "model.heads=2", "model.kv_heads=2", "model.hidden_dim=64", "rollout.prompts=8", "rollout.group_size=4"),
     *("data.seq_len=14", "warm_start.steps=60", "warm_start.lr=1e-2", "warm_start.batch_size=32"),
     *("optimizer.eps=1e-5", "train.global_batch_size=16", "train.micro_batch_size=16"),  # two steps per rollout: the second's ratios are not 1
 )  # fmt: skip
-# Answers of an untrained model: a line feed ends one in four or five of 64 tokens before it is cut.
+# Answers of an untrained model: a line feed ends one in four or five answers before the limit of 64 tokens.
 SPEED = (
     *("model.dim=256", "model.layers=2", "model.heads=4", "model.kv_heads=4", "model.hidden_dim=688", "warm_start.steps=0"),
     *("rollout.prompts=4", "rollout.group_size=8", "kl.reference=none", "rollout.max_tokens=64"),
     *("train.global_batch_size=32", "train.micro_batch_size=32", "train.steps=6", "optimizer.lr=1e-7"),
 )  # fmt: skip
-LONG = 192  # tokens of a long prompt
+LONG = 192  # tokens per long prompt
 LONG_PROMPTS = (f"data.seq_len={LONG + 64}", f"model.max_seq_len={LONG + 64}", "rollout.task=null")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """choices: beside `SPEED`. ends: the probability that a token ends an answer, wherever it is; None: an untrained model's."""
+    """choices: in addition to `SPEED`. ends: probability that a token ends an answer, at any position; by default the untrained model's."""
 
     choices: tuple[str, ...]
     ends: float | None = None
 
 
-# Long prompts are as a task with a description has them. An answer that ends with each token with p = 1 / 36 has (1 - (1 - p)^64) / p = 30
-# tokens on average, near half of the longest, as real answers have; the peer computes padding behind those that have ended.
+# Prompts with a task description are long. If every token ends an answer with p = 1 / 36, answers have (1 - (1 - p)^64) / p = 30 tokens on
+# average, about half of the longest, as in practice; the peer computes padding after the answers that have ended.
 SPEEDS = {
     "prompts of 6 tokens": Speed(choices=("data.seq_len=72",)),
     f"prompts of {LONG} tokens": Speed(choices=LONG_PROMPTS),
     "prompts of 6 tokens, answers that end": Speed(choices=("data.seq_len=72",), ends=1 / 36),
     f"prompts of {LONG} tokens, answers that end": Speed(choices=LONG_PROMPTS, ends=1 / 36),
 }
-ANSWERS = 4 * 8  # of a rollout in `SPEED`
-ONE_STEP = ("rollout.prompts=4",)  # per rollout
+ANSWERS = 4 * 8  # answers per rollout in `SPEED`
+ONE_STEP = ("rollout.prompts=4",)  # one optimizer step per rollout
 # Case -> ztk's choices, TRL's.
 CASES = {
     "grpo": ((), {"loss_type": "bnpo", "beta": 0.0}),
@@ -111,8 +111,8 @@ CASES = {
 
 @dataclass(kw_only=True)
 class Record:
-    """What a trainer did, a number per optimizer step. training, generation: seconds, of a rollout; texts, answers: tokens of a rollout,
-    with prompts and without; longest: of the answers of a rollout."""
+    """A trainer's numbers, one per optimizer step. training, generation: seconds per rollout. texts, answers: tokens per rollout, with and
+    without prompts. longest: tokens of the longest answer per rollout."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -154,8 +154,8 @@ def compare_losses(process: Process, *, steps: int) -> bool:
 
 
 def compare_speed(process: Process) -> None:
-    """Prints tokens per second, medians over rollouts but the first, and the mean and largest number of tokens of an answer. Of training: of
-    prompts and answers, without padding. Of generation: without rewards."""
+    """Prints tokens per second, medians over rollouts without the first, and the mean and largest length of an answer. Training counts prompts
+    and answers without padding; generation excludes rewards."""
     for title, speed in SPEEDS.items():
         print(f"{title:43} training   generation   of TRL's     answers: mean, longest")
         records = {}
@@ -171,7 +171,7 @@ def compare_speed(process: Process) -> None:
             )
             records[f"ztk, engine={engine}"], records["TRL"] = ours, theirs
         rates = {
-            # Training: of the samples of the last run, which TRL has replayed; an update is the same for both engines.
+            # Training tokens come from the last run's samples, which TRL replays; both engines update on the same samples.
             name: (
                 rate(record.texts or ours.texts, seconds=record.training),
                 rate(record.answers, seconds=record.generation),
@@ -185,7 +185,7 @@ def compare_speed(process: Process) -> None:
 
 
 def rate(tokens: list[int], *, seconds: list[float]) -> float:
-    """The median of tokens per second, without the first, which warms up."""
+    """The median tokens per second without the first rollout, which warms up."""
     return statistics.median(count / taken for count, taken in zip(tokens[1:], seconds[1:], strict=True))
 
 
@@ -197,7 +197,7 @@ def run_both(
     generates: bool = False,
     ends: float | None = None,
 ) -> tuple[Record, Record]:
-    """ztk's run and TRL's replay of it. generates: TRL draws answers, too, which are dropped. ends: see `Speed`."""
+    """ztk's run and TRL's replay of it. With generates, TRL also draws answers and drops them. ends: see `Speed`."""
     with tempfile.TemporaryDirectory() as folder:
         reward = Path(folder, "mine.py")
         reward.write_text("def score(prompt, answer, record):\n    return (sum(answer.encode()) % 7) / 7\n")
@@ -217,7 +217,7 @@ def run_both(
 
 
 def write_prompts(path: Path) -> Path:
-    """Prompts of `LONG` letters, no two alike."""
+    """Writes prompts of `LONG` letters, all different."""
     letters = random.Random(0)
     texts = ("".join(letters.choices("abcdefghij", k=LONG)) for _ in range(64))
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
@@ -235,7 +235,7 @@ class First:
 def first_values(
     config: Config, *, process: Process, values: dict[str, torch.Tensor] | None, ends: float | None = None
 ) -> First:
-    """All parameters, of `train.seed` or after the supervised steps. ends: see `Speed`."""
+    """All parameters, as drawn from `train.seed` or after the supervised steps. ends: see `Speed`."""
     engine = build(config, process=process, values=values, is_trained=False)
     if ends is not None:
         let_answers_end(engine.module, length=config.data.seq_len, probability=ends)
@@ -248,9 +248,9 @@ def first_values(
 def let_answers_end(decoder: Decoder, *, length: int, probability: float) -> None:
     """Makes `STOP` about as likely as `probability` after any text of up to `length` tokens.
 
-    One element of the residual stream becomes constant, but for norms, and is all that `STOP` reads; how strongly, random texts say.
+    One element of the residual stream becomes constant except for norms, and `STOP` reads only it, with a weight fitted on random texts.
     """
-    embedding, hidden = decoder.embedding.weight, []  # which is the output layer's, too
+    embedding, hidden = decoder.embedding.weight, []  # tied to the output layer
     embedding[:, 0] = embedding[:, 1:].square().sum(1).mean().sqrt()
     for name, weight in decoder.named_parameters():
         if name.endswith(("attention.out.weight", "mlp.down.weight")):

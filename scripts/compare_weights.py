@@ -1,16 +1,15 @@
-"""The cost of weight and cache formats: perplexity and greedy tokens of a model that is trained here, or bits per byte of a real one.
+"""Measures the cost of weight and cache formats: perplexity and greedy tokens of a small trained model, or bits per byte of a real one.
 
     python scripts/compare_weights.py
     python scripts/compare_weights.py --model FOLDER
 
-With `--model`, 30,000 bytes of the help texts of Python's keywords are judged, in windows of 1,024 tokens. A file of quantised weights lies on
-the grid of its format, on which another 4-bit format may be exact, so noise is added to each matrix first: 2 % of its standard deviation, and
-10 %, of which nothing of the grid is left.
+With `--model` the text is 30,000 bytes of the help texts of Python's keywords, in windows of 1,024 tokens. A file of quantised weights lies
+on the grid of its own format, where another 4-bit format may be exact. Each matrix therefore gets noise first: 2 % of its standard deviation,
+and 10 %, which removes the grid.
 
-Without it: a decoder that is trained here.
-A decoder of 0.2 million parameters learns bytes of one file of Python's standard library for 120 steps; judged are 2,048 bytes of another
-one. Tokens are 48 after each of 8 prompts, beside those of the weights as stored. fp8 is of the cache of blocks. Last the same model whose
-keys are 4,096 times as large and queries as much smaller, which changes nothing in fp32: with an fp8 cache, and with one without scales.
+Without it, a decoder of 0.2 million parameters learns bytes of one file of Python's standard library for 120 steps and is evaluated on 2,048
+bytes of another file. 48 tokens after each of 8 prompts are compared with unquantised weights. fp8 is the format of the block cache. The last
+two rows scale keys by 4,096 and queries by the inverse, which is exact in fp32: with an fp8 cache, and with an fp8 cache without scales.
 """
 
 import argparse
@@ -51,7 +50,7 @@ TEXT_BYTES, WINDOW = 30_000, 1024
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", help="folder of a model of transformers, such as scripts/get_model.py makes")
+    parser.add_argument("--model", help="folder of a transformers model, for example from scripts/get_model.py")
     folder = parser.parse_args().model
     torch.set_num_threads(1)
     if folder is None:
@@ -61,11 +60,11 @@ def main() -> None:
 
 
 def compare_real(folder: str) -> None:
-    """One line per noise and format."""
+    """Prints one line per noise and format."""
     opened = open_model(folder)
     module = opened.module
     if not isinstance(module, nn.Module):
-        sys.exit(f"{folder} has packed weights: name the model that was packed")
+        sys.exit(f"{folder} has packed weights: name the original model")
     text = "\n\n".join(topics[name] for name in sorted(topics))[:TEXT_BYTES]
     tokens = opened.tokenizer.encode_text(text)
     weights = {name: value.clone() for name, value in module.named_parameters() if value.dim() == 2}
@@ -88,7 +87,7 @@ def compare_real(folder: str) -> None:
 
 @torch.no_grad()
 def add_noise(model: nn.Module, *, weights: dict[str, torch.Tensor], noise: float) -> None:
-    """weights: the matrices before noise is added."""
+    """Sets the model's matrices to `weights` plus noise."""
     generator = torch.Generator().manual_seed(0)
     parameters = dict(model.named_parameters())
     for name, value in weights.items():
@@ -97,7 +96,7 @@ def add_noise(model: nn.Module, *, weights: dict[str, torch.Tensor], noise: floa
 
 
 def compare_trained() -> None:
-    """One line per format, of a small decoder."""
+    """Trains a small decoder and prints one line per format."""
     model, text, first = trained_decoder(), held_out(), None
     prompts = [text[200 * number : 200 * number + 32] for number in range(PROMPTS)]
     for name, policy in [*POLICIES.items(), *((name, POLICIES[FP8_CACHE]) for name in LARGER)]:
@@ -117,7 +116,7 @@ def compare_trained() -> None:
 
 
 def enlarge_keys(model: Decoder) -> None:
-    """Scores, products of both, stay as they are."""
+    """Scales keys up and queries down, so that their products stay equal."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("attention.key.weight"):

@@ -1,9 +1,9 @@
-"""Writes docs/document_sizes.md: the documents' statements about sizes and speed, row by row, next to plans.
+"""Writes docs/document_sizes.md: the documents' statements about sizes and speed, each next to a plan.
 
 python scripts/document_sizes.py                   plans every row (about three minutes) and writes the page
-python scripts/document_sizes.py memory offload    plans these parts of it again; the others stay: sizes, speeds, stages
+python scripts/document_sizes.py memory offload    plans only these sections: memory, offload, sizes, speeds or stages
 
-Every number of the page's right half is one of `ztk.plan_run`, so a change of the planner or of ZeRO changes the page.
+All planned numbers come from `ztk.plan_run`, so a change of the planner or of ZeRO changes the page.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from ztk.planner import Plan
 from ztk.planner.result import size
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "document_sizes.md"
-SEQUENCE, BATCH = 2048, 4  # tokens; sequences per rank of the throughput of 7B
+SEQUENCE, BATCH = 2048, 4  # tokens; sequences per rank for the throughput of 7B
 RUN = (
     "precision=fp16",
     "recompute=full",
@@ -30,7 +30,7 @@ RUN = (
     "train.micro_batch_size=1",
     "logger=disabled",
 )
-# name in the documents -> the shape that is planned
+# name in the documents -> planned shape
 MODELS = {
     "7B": ("model=7b",),
     "10B": ("model=70b", "model.layers=11"),
@@ -44,13 +44,13 @@ MODELS = {
 }
 STATE = ("parameters", "gradients", "optimizer")
 NODE_MEMORY, NODE_DISK = 2e12, 8 * 3.84e12  # bytes of a DGX A100 640 GB: main memory, and its eight drives
-PEAK_RATE = 312e12  # of an A100's fp16 products
-NEAR = 0.05  # of the document's number, which has two digits
+PEAK_RATE = 312e12  # FLOP/s of fp16 products on an A100
+NEAR = 0.05  # relative; the document's numbers have two digits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """place: section of document 002 unless another is named. says: the document; plan: the numbers; result: what they mean for it."""
+    """place: a section, of document 002 unless another is named. says: the statement. plan: the planned numbers. result: the conclusion."""
 
     place: str
     says: str
@@ -60,7 +60,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
-    """A row of the table of 12.2: its name, the options that are planned, the largest model, tokens per second."""
+    """A row of the table in 12.2: name, planned options, largest model and tokens per second."""
 
     name: str
     words: tuple[str, ...]
@@ -68,7 +68,7 @@ class Benchmark:
     speed: int
 
 
-LARGE_PIECES = "offload.buffer_bytes=1073741824"  # a plan of few pieces; bytes on the disk do not depend on it
+LARGE_PIECES = "offload.buffer_bytes=1073741824"  # few pieces make a fast plan; bytes on disk do not change
 BENCHMARKS = (
     Benchmark(name="Baseline DDP", words=("zero=stage0",), largest="7B", speed=12_000),
     Benchmark(name="ZeRO-1", words=("zero=stage1",), largest="14B", speed=11_500),
@@ -80,7 +80,7 @@ BENCHMARKS = (
 
 
 class Plans:
-    """Plans by their words, each made once."""
+    """Plans by command line, each computed once."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, ...], Plan] = {}
@@ -112,7 +112,7 @@ def per_parameter(plan: Plan, *, tier: str = "device") -> float:
 
 
 def judged(found: float, *, said: float) -> str:
-    """Of a number of the document, which has about two digits."""
+    """The conclusion for a number of the document, which has about two digits."""
     return "confirmed" if abs(found / said - 1) <= NEAR else f"contradicted: {found / said:.2g} times the document's"
 
 
@@ -163,7 +163,7 @@ def memory_rows(plans: Plans) -> Iterator[Row]:
 
 
 def offload_rows(plans: Plans) -> Iterator[Row]:
-    """Section 3: what offload moves where, and at what rates."""
+    """Section 3: which states offload moves, and the rates of the links."""
     offloaded = plans(*MODELS["7B"], "zero=stage2", "offload=cpu", ranks=8)
     device, host = held(offloaded), held(offloaded, tier="host")
     yield Row(
@@ -222,7 +222,7 @@ def offload_rows(plans: Plans) -> Iterator[Row]:
 
 
 def largest(plans: Plans, *, words: tuple[str, ...], ranks: int) -> tuple[int, Plan]:
-    """The most layers with which a plan fits, and that plan: bytes of two small plans give a first guess, plans decide."""
+    """The largest number of layers whose plan fits, and that plan. The first guess extrapolates the bytes of two small plans."""
 
     def made(layers: int) -> Plan:
         return plans(*words, f"model.layers={layers}", ranks=ranks)
@@ -285,7 +285,7 @@ def speed_rows(plans: Plans) -> Iterator[Row]:
 
 
 def fastest(plans: Plans, *, words: tuple[str, ...]) -> Plan:
-    """On 8 devices, of the micro-batches that are tried: those that fit before those that do not."""
+    """The fastest plan on 8 devices over the tried micro-batches. Plans that fit come first."""
     made = (plans(*words, *batch, ranks=8) for batch in ((), (f"train.micro_batch_size={BATCH}",)))
     return max(made, key=lambda plan: (bool(plan.fits), speed(plan)))
 
@@ -297,7 +297,7 @@ def speed(plan: Plan) -> float:
 
 
 def reached(said: float, *, plan: Plan) -> str:
-    """Whether a plan reaches so many tokens per second, and by how much."""
+    """Whether a plan reaches the document's tokens per second, and their ratio."""
     if speed(plan) < said:
         return f"not possible, the plan reaches {speed(plan) / said:.0%}"
     return f"possible, the plan reaches {speed(plan) / said:.1f} times as many" + (
@@ -306,14 +306,14 @@ def reached(said: float, *, plan: Plan) -> str:
 
 
 def operations_per_token(plan: Plan) -> float:
-    """Of forward and backward alone: full recomputation makes four units of three."""
+    """FLOPs of forward and backward per token, without recomputation, which makes four units of three."""
     assert plan.time is not None, "RUN has hardware"
     tokens = speed(plan) / plan.world_size * plan.time.seconds
     return plan.as_dict()["flops"] / tokens * 3 / 4
 
 
 def table_rows(plans: Plans) -> Iterator[Row]:
-    """The table of document 003: which stage is for which size."""
+    """The table of document 003: a stage for each model size."""
     cases = ((1, "10B", (8,)), (2, "50B", (8, 1024)), (3, "50B", (8, 16)))
     texts = {
         1: "stage 1: models within 10B",
@@ -354,7 +354,7 @@ from rates that training reaches ([published runs](published_runs.md) compares t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """A table of the page. note: above the table."""
+    """A table of the page. note: text above the table."""
 
     title: str
     rows: Callable[[Plans], Iterator[Row]]
@@ -384,13 +384,13 @@ micro-batches of 1 and {BATCH} sequences of {SEQUENCE:,} tokens on 8 x A100 80 G
 
 
 def introduction() -> str:
-    """What stands above the tables."""
+    """The text above the tables."""
     models = "\n".join(f"- {name}: `{' '.join(words)}`" for name, words in MODELS.items() if len(words) > 1)
     return INTRO.format(models=models)
 
 
 def written_before() -> dict[str, str]:
-    """The sections of the page as it is."""
+    """The sections of the current page."""
     old = PAGE.read_text(encoding="utf-8").split("\n## ")[1:] if PAGE.exists() else []
     return {
         name: f"## {part.rstrip()}\n"

@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, CHART = ROOT / "experiments" / "results" / "cpu" / "engine.jsonl", ROOT / "docs" / "engine.svg"
 DTYPES = ("fp32", "bf16")
-# Strategy: the names that each engine has in the results.
+# Strategy -> engine -> its name in the results.
 STRATEGIES = {
     "stage 0": {"DDP": "ddp", "DeepSpeed": "deepspeed0", "ztk": "ztk0"},
     "stage 1": {"DeepSpeed": "deepspeed1", "ZeroRedundancyOptimizer": "zro", "ztk": "ztk1"},
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def latest(rows: list[dict[str, Any]], *, dtype: str) -> dict[str, float]:
-    """Tokens per second by candidate, relative to the compute-only loop of the same run; the last run that has a candidate counts."""
+    """Tokens per second by candidate, relative to the compute-only loop of the same run. The last run of a candidate counts."""
     compute, found = 0.0, {}
     for row in rows:
         if [row.get(name) for name in ("model", "modules", "dtype", "ranks")] != ["30m", "ztk", dtype, 2]:

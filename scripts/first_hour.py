@@ -1,12 +1,12 @@
-"""The first minutes on a GPU, in one command that is prepared beforehand and needs no network there.
+"""Runs all first checks on a new GPU machine with one command, prepared beforehand and without network access.
 
-    python scripts/first_hour.py prepare FOLDER            # here: wheels that a GPU machine often lacks, and the script to run there
-    bash FOLDER/first.sh RESULTS                           # on the machine with the GPU, from the checkout: at most 560 s
-    python scripts/first_hour.py read RESULTS              # here: experiments/results/GPU/first_hour.{json,md}
+    python scripts/first_hour.py prepare FOLDER            # here: downloads wheels that GPU machines often lack, and writes first.sh
+    bash FOLDER/first.sh RESULTS                           # on the GPU machine, in the checkout: at most 560 s
+    python scripts/first_hour.py read RESULTS              # here: writes experiments/results/GPU/first_hour.{json,md}
     python scripts/first_hour.py run RESULTS --dry-run     # every step on a CPU with small sizes
 
-Each step is a process group under a limit of its own, so that a step which fails, hangs or leaves the device unusable costs its own row alone.
-RESULTS holds four files at most, written as the steps end: steps.jsonl, log.txt, kernels.json and tests.xml.
+Each step is a process group with its own time limit, so that a failure, a hang or a broken device costs one row. RESULTS has at most four
+files, updated after each step: steps.jsonl, log.txt, kernels.json and tests.xml.
 """
 
 import argparse
@@ -31,14 +31,14 @@ from ztk.core.launch import allocator_settings
 REPOSITORY = Path(__file__).resolve().parents[1]
 SECONDS = 560.0  # of all steps
 PYTHON = "3.12"  # of the GPU machine
-# Imported by ztk, and missing on machines that have torch, triton and einops alone.
+# Packages that ztk imports and that machines with only torch, triton and einops lack.
 WHEELS = ("hydra-core", "omegaconf", "antlr4-python3-runtime==4.9.3")
 KERNELS = ("attention", "adamw", "cross_entropy", "linear_rows")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """A command with its limit in seconds. together: it runs at the same time as its neighbours with the same number; 0: alone."""
+    """A command with its limit in seconds. together: neighbours with the same number run at the same time; 0: alone."""
 
     name: str
     limit: float
@@ -47,7 +47,7 @@ class Step:
 
 
 def steps(*, dry: bool, work: Path) -> list[Step]:
-    """In order of what is lost without them. `work` is a folder for files that do not come back."""
+    """The steps, most important first. work: folder for temporary files."""
 
     def item(*words: str, limit: float, together: int = 0) -> Step:
         command = (sys.executable, "scripts/gpu_item.py", *words, "--device", "cpu" if dry else "cuda")
@@ -74,7 +74,7 @@ def steps(*, dry: bool, work: Path) -> list[Step]:
 
 
 def run(results: Path, *, dry: bool, only: Sequence[str]) -> int:
-    """Runs the steps and writes their rows. Returns the number of steps that failed."""
+    """Runs the steps and writes their rows. Returns the number of failed steps."""
     results.mkdir(parents=True, exist_ok=True)
     deadline, failed = time.monotonic() + SECONDS, 0
     with tempfile.TemporaryDirectory() as name:
@@ -93,7 +93,7 @@ def run(results: Path, *, dry: bool, only: Sequence[str]) -> int:
 
 
 def run_together(together: Sequence[Step], *, deadline: float, log: Path) -> list[dict]:
-    """One row per step: name, status (done, failed, late), seconds, and the last line of JSON that it printed."""
+    """One row per step: name, status (done, failed, late), seconds, and its last line of JSON."""
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
         **os.environ,
@@ -142,7 +142,7 @@ def last_json(text: str) -> dict:
 
 
 def collect(work: Path, *, results: Path) -> None:
-    """Copies what the steps left in `work`, several kernels' rows as one file."""
+    """Copies results from `work`; the rows of all kernels become one file."""
     if (work / "tests.xml").is_file():
         shutil.copy(work / "tests.xml", results)
     rows = [row for path in sorted(work.glob("kernels-*.json")) for row in json.loads(path.read_text())["rows"]]
@@ -155,7 +155,7 @@ def prepare(folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     with tempfile.TemporaryDirectory() as sources:
-        # antlr4's runtime has a source archive alone: a wheel of pure Python is made of it.
+        # antlr4's runtime has only a source archive; pip builds a pure Python wheel.
         subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", str(folder), WHEELS[2]], check=True, cwd=sources)
     constraints = f"--constraint={REPOSITORY / 'constraints.txt'}"
     options = ["--no-deps", constraints, "--only-binary=:all:", f"--python-version={PYTHON}", "-d", str(folder)]
@@ -173,7 +173,7 @@ def prepare(folder: Path) -> int:
 
 
 def read(results: Path) -> int:
-    """Writes the results' folder of the GPU: first_hour.json, and first_hour.md with a row per step."""
+    """Writes first_hour.json and first_hour.md, with a row per step, to the GPU's folder of results."""
     rows = [json.loads(line) for line in (results / "steps.jsonl").read_text().splitlines()]
     machine = next((row["result"] for row in rows if row["name"] == "machine" and "result" in row), {})
     folder = folder_of(str(machine.get("gpu", "unknown")))
@@ -193,7 +193,7 @@ def read(results: Path) -> int:
 
 
 def page(document: dict) -> str:
-    """The table of steps, and of kernels measured beside the time that their bytes or FLOPs take at the measured limit."""
+    """The tables of steps and of kernels, with each kernel's share of the measured limit of bandwidth or FLOPs."""
     lines = [f"# First run on {document.get('gpu', 'an unknown GPU')}", ""]
     lines += [
         f"{document['date']}, commit {document['commit']}, torch {document.get('torch')}, triton {document.get('triton')}",
@@ -228,7 +228,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verb", choices=("prepare", "run", "read"))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", nargs="+", default=(), help="names of steps, in place of all")
+    parser.add_argument("--steps", nargs="+", default=(), help="names of steps (default: all)")
     parser.add_argument("--dry-run", action="store_true", help="on a CPU with small sizes")
     options = parser.parse_args()
     match options.verb:

@@ -1,15 +1,14 @@
-"""Reward over KL divergence of the methods that align a policy, beside the most reward that a divergence can buy.
+"""Plots reward over KL divergence of the alignment methods, with the largest reward that a divergence allows.
 
     python scripts/frontier.py --work FOLDER                       all methods: about ten minutes on two cores
     python scripts/frontier.py --work FOLDER --methods grpo dpo --steps 150 --jobs 1
 
-Every method starts from the same policy (`warm_start`) and trains on the sorting task, whose rewards are exact. Writes FOLDER/frontier.png, the
-same as frontier.svg, and FOLDER/frontier.csv (method, step, kl in nats per answer, reward, the most reward of that divergence, the least
-divergence of that reward); a run's folder is FOLDER/METHOD. GRPO and its kin are measured by the answers that they train on, of WINDOW steps
-each; DPO by answers to prompts of its own.
+Every method starts from the same policy (`warm_start`) and trains on the sorting task, whose rewards are exact. Writes FOLDER/frontier.png and
+.svg, and FOLDER/frontier.csv with method, step, kl (nats per answer), reward, most (the largest reward of that divergence) and least (the
+smallest divergence of that reward). Runs are in FOLDER/METHOD. GRPO and its variants are measured on their training answers, over WINDOW
+steps; DPO answers prompts of its own evaluation.
 
-The most reward is the closed form of `ztk.rl.align.Frontier`, over prompts that training does not see; `least` is the least divergence of the
-reward that was reached.
+`most` is the closed form of `ztk.rl.align.Frontier` over prompts that training does not use.
 """
 
 import argparse
@@ -34,9 +33,9 @@ from ztk.report.status import read_summary
 from ztk.rl.align import Frontier
 
 ROOT = Path(__file__).resolve().parents[1]
-WINDOW = 10  # steps whose answers are one point: 1,280 answers, so that a reward's standard error is at most 0.014
+WINDOW = 10  # steps per point: 1,280 answers, so that the standard error of a reward is at most 0.014
 COMMON = ("launch.ranks=1", "launch.device=cpu", "logger=disabled", "scheduler.warmup_steps=0")
-METHODS = {  # name -> its choices
+METHODS = {  # name -> choices
     "grpo": ("task=grpo",),
     "dr_grpo": ("task=grpo", "algorithm=dr_grpo"),
     "dapo": ("task=grpo", "algorithm=dapo"),
@@ -53,7 +52,7 @@ METHODS = {  # name -> its choices
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """kl: nats per answer. most: the most reward of this divergence; least: the least divergence of this reward."""
+    """kl: nats per answer. most: the largest reward of this divergence. least: the smallest divergence of this reward."""
 
     method: str
     step: int
@@ -69,12 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> list[Point]:
         "--work",
         type=Path,
         required=True,
-        help="a folder; runs of the same words that are done there are not made again",
+        help="folder for runs and results; finished runs with the same overrides are reused",
     )
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--steps", type=int, default=80, help="optimizer steps of a run")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a thread each")
-    parser.add_argument("overrides", nargs="*", help="for every run, such as model.dim=64")
+    parser.add_argument("--steps", type=int, default=80, help="optimizer steps per run")
+    parser.add_argument("--jobs", type=int, default=2, help="parallel runs, each with one thread")
+    parser.add_argument("overrides", nargs="*", help="overrides for every run, such as model.dim=64")
     given = parser.parse_args(arguments)
     given.work.mkdir(parents=True, exist_ok=True)
     machine = Machine(gpus=0, cores=1)
@@ -105,7 +104,7 @@ def common(given: argparse.Namespace) -> tuple[str, ...]:
 
 
 def first_frontier(config: Config) -> Frontier:
-    """Of the policy that every method starts from. Raises ValueError if it knows all answers, or none."""
+    """The frontier of the common first policy. Raises ValueError if its answers are all correct or all wrong."""
     with started(config) as process:
         engine = build(config, process=process, values=warm_start(config, process=process), is_trained=False)
         found = frontier_of(engine, config=config)
@@ -114,7 +113,7 @@ def first_frontier(config: Config) -> Frontier:
 
 
 def run(method: str, *, given: argparse.Namespace) -> list[tuple[int, float, float]]:
-    """(step, kl, reward) of a method's run. Raises RuntimeError, with the end of its output, if it fails."""
+    """Runs a method. Returns (step, kl, reward) rows. Raises RuntimeError with the end of the output if the run fails."""
     folder = (given.work / method.replace(" ", "_")).resolve()
     every = ("train.eval_every=5",) if "task=dpo" in METHODS[method] else ()
     words = (*METHODS[method], *every, *common(given))
@@ -128,7 +127,7 @@ def run(method: str, *, given: argparse.Namespace) -> list[tuple[int, float, flo
 
 
 def is_done(folder: Path, *, words: Sequence[str]) -> bool:
-    """The folder has a run of these words, and it did not fail."""
+    """Whether the folder has a successful run with these overrides."""
     recorded = folder / "overrides.json"
     if read_summary(folder).get("status") != "done" or not recorded.is_file():
         return False
@@ -136,7 +135,7 @@ def is_done(folder: Path, *, words: Sequence[str]) -> bool:
 
 
 def measured(folder: Path) -> list[tuple[int, float, float]]:
-    """Of a run of GRPO or PPO the means over windows of steps; of DPO its evaluations."""
+    """(step, kl, reward) rows: means over windows of steps for GRPO and PPO, evaluations for DPO."""
     rows = [row for row in read_rows(folder) if row.get("reward") is not None]
     if "rollout_differing" in rows[0]:
         windows = [rows[first : first + WINDOW] for first in range(0, len(rows), WINDOW)]
@@ -152,7 +151,7 @@ def _mean(rows: list[dict], name: str) -> float:
 
 
 def write(points: list[Point], *, to: Path) -> None:
-    """A line per point."""
+    """Writes a line per point."""
     with to.open("w", newline="") as file:
         table = csv.DictWriter(file, fieldnames=list(Point.__dataclass_fields__))
         table.writeheader()
@@ -160,7 +159,7 @@ def write(points: list[Point], *, to: Path) -> None:
 
 
 def draw(points: list[Point], *, frontier: Frontier, to: Path) -> None:
-    """The picture: a line per method, and the most reward above them."""
+    """Draws a line per method and the largest possible reward."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5.5), layout="constrained")

@@ -1,10 +1,10 @@
-"""Random and hostile requests beside ordinary clients: no status 500, no end of the process, /health in time, no growth of memory.
+"""Sends random and hostile requests together with ordinary ones: no status 500, no crash, /health in time, no growth of memory.
 
     python scripts/fuzz_server.py                             10,000 random bodies, 200 hostile ones, 64 ordinary clients
     python scripts/fuzz_server.py --bodies 500 --hostile 10   a shorter run
 
-Starts a server of a tiny random model in a process of its own, on a free port of 127.0.0.1. Prints counts by status, /health's times and the
-server's resident memory. Exit code 1 if one of the limits is not kept.
+Starts a server with a tiny random model in its own process, on a free port of 127.0.0.1. Prints counts by status, the times of /health and the
+server's resident memory. Exit code 1 if a limit is exceeded.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 HEALTH_SECONDS = 0.2  # at the 99th percentile
-GROWTH_BYTES = 200 << 20  # of resident memory between the middle and the end of the run
+GROWTH_BYTES = 200 << 20  # largest growth of resident memory between the middle and the end of the run
 MAX_LEN = 16_384
 _FIELDS = (
     *("model", "prompt", "messages", "stream", "echo", "max_tokens", "max_completion_tokens", "temperature", "top_p", "n"),
@@ -44,7 +44,7 @@ _RAW = (b"", b"{", b"[]", b"null", b"\xff\xfe", b'"a"', b"[" * 50_000, b'{"promp
 
 
 def random_value(chance: random.Random, *, depth: int = 0) -> object:
-    """Anything that JSON, or Python's reading of it, has."""
+    """A random value that Python's json module can parse."""
     simple = [
         None, True, False, 0, 1, -1, 2, 5, 2**31, 2**63, 2**64, -(2**70), 10**400, 0.0, -0.5, 0.5, 1.5, 1e308,
         float("nan"), float("inf"), -float("inf"), "", "a", "\ud83d", "\udc00x", "\x00", "é🔥", "a" * 3000, "1", "NaN",
@@ -64,7 +64,7 @@ _OF_RESPONSES = {"messages": "input", "prompt": "input", "max_tokens": "max_outp
 
 
 def random_body(chance: random.Random) -> tuple[str, bytes]:
-    """A path and a body: mostly a good one with one to three fields that are not."""
+    """A path and a body, mostly valid with one to three invalid fields."""
     is_chat = chance.random() < 0.4
     path = "/v1/chat/completions" if is_chat else "/v1/completions"
     if chance.random() < 0.05:
@@ -87,7 +87,7 @@ def random_body(chance: random.Random) -> tuple[str, bytes]:
 
 
 async def send(url: str, body: tuple[str, bytes], *, chance: random.Random) -> int:
-    """The status; 0 for a client who left early. A stream that ends by an error counts as 500."""
+    """Returns the status; 0 if the client left early. A stream that ends in an error counts as 500."""
     address = httpx.URL(url)
     reader, writer = await asyncio.open_connection(address.host, address.port)
     try:
@@ -118,7 +118,7 @@ async def send(url: str, body: tuple[str, bytes], *, chance: random.Random) -> i
 
 
 def hostile_bodies(count: int) -> list[tuple[str, bytes]]:
-    """30 MB, n=100000, and long prompts with all log-probabilities, in turns."""
+    """Bodies in turns: 30 MB of text, n=100000, and long prompts with all log-probabilities."""
     prompt = json.dumps("ab " * (MAX_LEN // 3 - 10))
     kinds = [
         b'{"prompt": "' + b"a" * (30 << 20) + b'"}',
@@ -151,7 +151,7 @@ async def _ordinary(url: str, *, until: asyncio.Event, seed: int, counts: collec
 
 
 def _health_of_process(url: str, seconds: str) -> None:
-    """In a process of its own, whose clock does not wait for the clients of this script."""
+    """Measures /health in its own process, so that this script's clients do not delay the clock."""
     with httpx.Client(timeout=60) as client:
         deadline, times = time.monotonic() + float(seconds), []
         while time.monotonic() < deadline and not _ended():
@@ -198,7 +198,7 @@ def serve() -> None:
 
 
 async def fuzz(url: str, *, pid: int, bodies: int, hostile: int, clients: int, seed: int) -> bool:
-    """Whether all limits were kept."""
+    """Returns whether all limits hold."""
     statuses: dict[str, collections.Counter] = {
         name: collections.Counter() for name in ("random", "hostile", "ordinary")
     }

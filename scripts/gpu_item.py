@@ -2,7 +2,7 @@
 
     python scripts/gpu_item.py machine | answers | nccl | identity bf16 | memory 2 cpu | speed ztk0 | overlap ztk3+cpu
 
-`--device cpu` runs the same code with small models on a machine without a GPU, to try the script itself: what only a GPU counts is null.
+`--device cpu` tests the script itself on a machine without a GPU: the same code with small models. Values that only a GPU counts are null.
 """
 
 import argparse
@@ -51,7 +51,7 @@ TINY = DecoderConfig(vocab_size=256, dim=64, layers=2, heads=2, kv_heads=1, hidd
 OPTIMIZER = OptimizerPolicy(lr=1e-3, weight_decay=0.1, clip_grad_norm=1.0)
 SEED, STEPS = 0, 20
 TRACED = 3  # steps
-# The host's update has another order of operations: fp32 losses differ by rounding, 16-bit ones by steps of 16-bit numbers.
+# The host's update orders operations differently: fp32 losses differ by fp32 rounding, 16-bit losses by 16-bit rounding.
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
 
 
@@ -98,7 +98,7 @@ def train_step(engine: Engine | PeerEngine, tokens: Tensor, targets: Tensor) -> 
 
 
 def machine(process: Process) -> dict:
-    """Versions, and the rates of copies in bytes per second: between the device and page-locked memory, and within main memory."""
+    """Versions, and copy rates in bytes per second: between the device and page-locked memory, and within main memory."""
     on_gpu, device = process.device.type == "cuda", process.device
     numel = 1 << (28 if on_gpu else 20)
     pinned, host = torch.ones(numel, pin_memory=on_gpu), torch.ones(numel)
@@ -125,7 +125,7 @@ def machine(process: Process) -> dict:
 
 
 def answers(process: Process) -> dict:
-    """A random model answers over a cache of blocks: eagerly, by graphs, and alone.
+    """A random model answers over a block cache: with eager kernels, with CUDA graphs, and without other sequences.
 
     Raises:
         RuntimeError: their tokens differ.
@@ -151,7 +151,7 @@ def answers(process: Process) -> dict:
 
 
 def nccl(process: Process) -> dict:
-    """A world of one: every collective hands back what it was given."""
+    """In a world of one, every collective must return its input."""
     if process.device.type == "cpu":
         return {"bytes": 0}
     source = torch.randn(1 << 20, device=process.device)
@@ -171,7 +171,7 @@ def nccl(process: Process) -> dict:
 
 
 def identity(process: Process, *, precision: str) -> dict:
-    """Digest of the bits of losses and final weights, per stage and tier. Without torch's deterministic mode: a run has none either."""
+    """Digest of the bits of losses and final weights, per stage and tier; like a run, without torch's deterministic mode."""
     config, micro_batch, seq_len, steps = (SMALL, 8, 256, STEPS) if process.device.type == "cuda" else (TINY, 2, 64, 3)
     digests, losses = {}, {}
     with tempfile.TemporaryDirectory(dir=".") as folder:
@@ -199,7 +199,7 @@ def identity(process: Process, *, precision: str) -> dict:
 
 
 def memory(process: Process, *, stage: int, tier: str) -> dict:
-    """Bytes on the device after two steps: by category, by the allocator, by formula. One GPU: nothing is divided."""
+    """Device bytes after two steps: from the ledger by category, from the allocator, and from the formula for one GPU."""
     on_gpu = process.device.type == "cuda"
     config, seq_len = (MEDIUM, 256) if on_gpu else (TINY, 64)
     synchronize(process.device)
@@ -214,7 +214,7 @@ def memory(process: Process, *, stage: int, tier: str) -> dict:
     held = engine.memory.by_category(Tier.device)
     state = {category: held.get(category, 0) for category in ("parameters", "gradients", "optimizer")}
     numel, offloaded = engine.num_parameters, tier != "none"
-    # Offloaded: reduced gradients are stored beside their states at stages 2 and 3, parameters at 3.
+    # Offload moves reduced gradients with their states at stages 2 and 3, and parameters at stage 3.
     formula = numel * (2 * (not offloaded or stage < 3) + 2 * (not offloaded or stage < 2) + 12 * (not offloaded))
     ledger = engine.memory.current(Tier.device)
     slack = (2 << 20) + 0.002 * formula  # rotary tables, the step's scalars, the allocator's rounding; padding
@@ -229,8 +229,8 @@ def memory(process: Process, *, stage: int, tier: str) -> dict:
 
 
 def allocated_bytes() -> int:
-    """What tensors have of the GPU's memory. cuBLAS takes its workspace from the same allocator and keeps it, up to 32 MiB for each thread that
-    multiplies, of which autograd has one of its own: more than the slack."""
+    """Bytes of tensors in the GPU's memory, without cuBLAS's workspaces. cuBLAS keeps up to 32 MiB from the same allocator for each thread that
+    multiplies, autograd's thread included: more than the slack."""
     torch._C._cuda_clearCublasWorkspaces()
     return torch.cuda.memory_allocated()
 
@@ -240,7 +240,7 @@ def allocated_bytes() -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What is trained, and a rank's batch."""
+    """A model and the batch of a rank."""
 
     config: DecoderConfig
     micro_batch: int
@@ -248,26 +248,26 @@ class Shape:
 
     @staticmethod
     def for_device(device: torch.device) -> "Shape":
-        """A model of 1B parameters with the batch that a GPU's memory has room for; on a CPU a tiny one."""
+        """A 1B model with the batch that fits into GPU memory; on a CPU a tiny model."""
         if device.type != "cuda":
             return Shape(config=TINY, micro_batch=2, seq_len=64)
         gigabytes = torch.cuda.get_device_properties(0).total_memory / 1e9
         return Shape(config=LARGE, micro_batch=8 if gigabytes > 100 else 4 if gigabytes > 70 else 1, seq_len=2048)
 
     def batches(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-        """Four, to be used in turn."""
+        """Four batches for use in turn."""
         stream = batches(self.config, micro_batch=self.micro_batch, seq_len=self.seq_len, device=device)
         return [next(stream) for _ in range(4)]
 
 
 def synchronize(device: torch.device) -> None:
-    """The host waits for the device."""
+    """Waits for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def speed(process: Process, *, contender: str) -> dict:
-    """Steps of a training loop that only waits for the device at its end."""
+    """Times steps of a training loop that synchronises with the device only at its end."""
     device, on_gpu = process.device, process.device.type == "cuda"
     shape = Shape.for_device(device)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
@@ -303,7 +303,7 @@ def speed(process: Process, *, contender: str) -> dict:
 
 
 def overlap(process: Process, *, contender: str) -> dict:
-    """What of the copies and collectives of some steps runs behind computing, from a trace."""
+    """The share of copies and collectives that overlaps with computing, from a trace of `TRACED` steps."""
     device = process.device
     shape = Shape.for_device(device)
     step, ready = contender_step(contender, config=shape.config, process=process), shape.batches(device)
@@ -323,7 +323,7 @@ def overlap(process: Process, *, contender: str) -> dict:
         events = json.loads(path.read_text())["traceEvents"]
     found = overlap_of(events, seconds=seconds, steps=TRACED)
     if device.type == "cuda" and found.of_longest is None:
-        raise RuntimeError("the trace has no work of the GPU: nothing to judge; is its profiler (CUPTI) allowed here?")
+        raise RuntimeError("the trace has no work of the GPU: check that the GPU's profiler (CUPTI) may be used here")
     return asdict(found)
 
 
@@ -340,7 +340,7 @@ def contender_step(contender: str, *, config: DecoderConfig, process: Process) -
             kind=name,
             process=process,
             optimizer=OPTIMIZER,
-            # As ztk's: gradients are reduced in bf16, by DDP only if it is told so, and by its hook only with NCCL.
+            # Like ztk, DDP reduces gradients in bf16, with a hook that needs NCCL.
             precision=PrecisionPolicy.named("bf16", reduce_dtype="bf16" if process.device.type == "cuda" else None),
             initial_values=partial(initial_values, model, seed=SEED),
         )
@@ -372,7 +372,7 @@ def plain(config: DecoderConfig, *, device: torch.device) -> Callable[[Tensor, T
 
 
 def matmul_flops(device: torch.device) -> float:
-    """FLOP/s of a large bf16 product here and now: what a data sheet does not know."""
+    """Measured FLOP/s of a large bf16 product, which is lower than the data sheet's rate."""
     n = 8192 if device.type == "cuda" else 256
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):

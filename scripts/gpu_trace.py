@@ -1,4 +1,4 @@
-"""What of a trace's copies and collectives runs behind computing: arithmetic on intervals of Chrome's events.
+"""Computes which share of a trace's copies and collectives overlaps with computing, from intervals of Chrome trace events.
 
 overlap = overlap_of(events, seconds=0.3, steps=3)
 """
@@ -13,10 +13,10 @@ Spans = list[tuple[float, float]]  # microseconds, in order, none touching the n
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """Of one step, seconds. compute: kernels that are no collectives. to_device, from_device: copies. wire: collectives.
+    """Seconds per step. compute: kernels without collectives. to_device, from_device: copies. wire: collectives.
 
-    step: from start to end. hidden: share of copies and collectives during which something computes; None: there were none. of_longest: the
-    step over the longest of the four; None: the trace has no work of a GPU.
+    step: from start to end. hidden: share of copies and collectives during which kernels compute; None without copies and collectives.
+    of_longest: the step divided by the longest of the four; None for a trace without GPU work.
     """
 
     step: float
@@ -29,7 +29,7 @@ class Overlap:
 
 
 def overlap_of(events: Iterable[Event], *, seconds: float, steps: int) -> Overlap:
-    """events: of a trace of `steps` steps that took `seconds` in all."""
+    """The overlap per step. events: a trace of `steps` steps that took `seconds` in total."""
     known = [event for event in events if event.get("ph") == "X"]
     compute = spans(known, keep=lambda event: _is_kernel(event) and not _is_collective(event))
     wire = spans(known, keep=lambda event: _is_kernel(event) and _is_collective(event))
@@ -48,7 +48,7 @@ def overlap_of(events: Iterable[Event], *, seconds: float, steps: int) -> Overla
 
 
 def spans(events: Iterable[Event], *, keep: Callable[[Event], bool]) -> Spans:
-    """When any of the events that are kept runs."""
+    """The intervals in which at least one of the kept events runs."""
     return merged([(event["ts"], event["ts"] + event["dur"]) for event in events if keep(event)])
 
 
@@ -64,7 +64,7 @@ def merged(given: Spans) -> Spans:
 
 
 def common(first: Spans, second: Spans) -> Spans:
-    """When both run; both as `merged` returns them."""
+    """The intersection of two results of `merged`."""
     found, i, j = [], 0, 0
     while i < len(first) and j < len(second):
         start, stop = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])

@@ -2,8 +2,8 @@
 
     python scripts/gpus_rank.py identity bf16 --ranks 2 --device cuda --out FILE [--shared]
 
-Without RANK in the environment it starts the ranks, which are this script again. --shared: all ranks use the first GPU, and their
-collectives go through main memory and gloo, because NCCL takes one rank per GPU.
+Without RANK in the environment the script starts itself on all ranks. --shared: all ranks use the first GPU, and their collectives use gloo
+through main memory, because NCCL allows one rank per GPU.
 """
 
 import argparse
@@ -33,7 +33,7 @@ LAYOUTS = ("0 none", "1 none", "2 none", "3 none", "1 cpu", "3 cpu")
 
 
 class HostedGloo(SeparateMemory):
-    """Collectives of tensors on any device over gloo: through copies in main memory."""
+    """Gloo collectives for tensors on any device, through copies in main memory."""
 
     blocking = True
     checks_labels = False
@@ -81,12 +81,12 @@ class HostedGloo(SeparateMemory):
 
 
 def hosted(group: dist.ProcessGroup, **_: object) -> Transport:
-    """In place of the choice by device."""
+    """Replaces the choice of a transport by device."""
     return SingleRankTransport() if group.size() == 1 else HostedGloo(group=group)
 
 
 def identity(process: Process, *, precision: str) -> dict:
-    """Digests of losses and final weights over the same ranks, per stage and tier: equal among those whose optimizer is in one place."""
+    """Digests of losses and final weights over the same ranks, per stage and tier. They are equal for optimizers in the same memory."""
     on_gpu = process.device.type == "cuda"
     config, micro_batch, seq_len, steps = (gpu_item.SMALL, 4, 256, 10) if on_gpu else (gpu_item.TINY, 2, 64, 3)
     digests = {}
@@ -106,14 +106,14 @@ def identity(process: Process, *, precision: str) -> dict:
 
 
 def volume(process: Process) -> dict:
-    """Bytes that a rank's collectives count in one step, in parameters of two bytes: 2 at stages 0 to 2, 3 at stage 3."""
+    """Counted bytes of a rank's collectives in one step per byte of bf16 parameters: 2 at stages 0 to 2, 3 at stage 3."""
     on_gpu = process.device.type == "cuda"
     config, seq_len = (gpu_item.SMALL, 256) if on_gpu else (gpu_item.TINY, 64)
     counted = {}
     for stage in range(4):
         engine = gpu_item.build(config, process=process, precision="bf16", stage=stage)
         stream = gpu_item.batches(config, micro_batch=2, seq_len=seq_len, device=process.device, rank=process.rank)
-        for _ in range(2):  # the first records the order of uses
+        for _ in range(2):  # the first step records the order of uses
             process.comm.counters.reset()
             gpu_item.train_step(engine, *next(stream))
         moved = process.comm.counters.bytes

@@ -1,4 +1,4 @@
-"""Which function of ztk calls which op of `ztk.kernels`, read from the source: `python scripts/kernel_callers.py`."""
+"""Lists the functions of ztk that call each op of `ztk.kernels`, from the source: `python scripts/kernel_callers.py`."""
 
 import ast
 from collections import defaultdict
@@ -50,11 +50,11 @@ HOT_PATHS = {
 
 
 def callers() -> dict[str, list[str]]:
-    """Op -> "module.function" of each function that names it, in order of files. An op may be called by another op."""
+    """Op -> "module.function" of each function that names the op, in order of files. Ops may call other ops."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.name == "__init__.py" and path.parent.name == "kernels":
-            continue  # it offers all of them
+            continue  # it exports all ops
         text = path.read_text()
         if "kernels" not in text:
             continue  # parsing everything would take seconds

@@ -1,4 +1,4 @@
-"""The other implementations of each op that a benchmark can find: torch's own fused forms, liger-kernel, FlashOptim and FlashAttention 3."""
+"""Other implementations of each op for benchmarks: torch's fused forms, liger-kernel, FlashOptim and FlashAttention 3."""
 
 import importlib.util
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def _sum_of_squares(grad):
 
 
 class _TorchAdamW:
-    """What a training loop runs today: norm, unscale, fused AdamW on float32 states, cast."""
+    """A common training loop's update: norm, unscale, fused AdamW on float32 states, cast."""
 
     def __call__(self, master, *, grad, exp_avg, exp_avg_sq, control, out=None, decoupled=True):
         wide = grad.float()
@@ -95,7 +95,7 @@ def torch_peers() -> dict[str, dict[str, Peer]]:
 
 
 def liger_peers() -> dict[str, dict[str, Peer]]:
-    """liger-kernel's forms, when it is installed."""
+    """liger-kernel's implementations, if it is installed."""
     if importlib.util.find_spec("liger_kernel") is None:
         return {}
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
@@ -124,7 +124,7 @@ def liger_peers() -> dict[str, dict[str, Peer]]:
 
 
 class _FlashOptimAdamW:
-    """FlashOptim's AdamW with states of 8 bits, over one parameter of the same size: its optimizer owns its states."""
+    """FlashOptim's AdamW with 8-bit states over one parameter of the same size, because its optimizer owns its states."""
 
     def __init__(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         self._make = optimizer
@@ -140,7 +140,7 @@ class _FlashOptimAdamW:
 
 
 def flashoptim_peers() -> dict[str, dict[str, Peer]]:
-    """FlashOptim's, when it is installed."""
+    """FlashOptim's implementations, if it is installed."""
     if importlib.util.find_spec("flashoptim") is None:
         return {}
     import flashoptim
@@ -149,7 +149,7 @@ def flashoptim_peers() -> dict[str, dict[str, Peer]]:
 
 
 def flash_attention_peers() -> dict[str, dict[str, Peer]]:
-    """FlashAttention 3's, when it is installed."""
+    """FlashAttention 3's implementations, if it is installed."""
     if importlib.util.find_spec("flash_attn_interface") is None:
         return {}
     from flash_attn_interface import flash_attn_func
@@ -163,7 +163,7 @@ def flash_attention_peers() -> dict[str, dict[str, Peer]]:
 
 
 def all_peers() -> dict[str, dict[str, Peer]]:
-    """Every peer present, by op and name."""
+    """Every installed peer by op and name."""
     peers = torch_peers()
     for found in (liger_peers(), flashoptim_peers(), flash_attention_peers()):
         for op, named in found.items():

@@ -1,4 +1,4 @@
-"""A wandb run (offline) and a picture of rows about kernels, beside the file that has the rows.
+"""Writes an offline wandb run and a picture of rows about kernels, next to the file of the rows.
 
 Each row becomes a step of the run, so wandb shows every column over the ops; the picture has a bar per row.
 """
@@ -19,14 +19,14 @@ INCHES_PER_BAR = 0.18
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """title: of the picture and of the run. column: what the bars show; line: a value to compare them with, or None."""
+    """title: name of the picture and of the run. column: value of the bars. line: an optional value to compare them with."""
 
     title: str
     column: str
     line: float | None = None
 
     def write(self, rows: Sequence[Mapping[str, Any]], *, folder: Path, name: str, labels: Sequence[str]) -> Path:
-        """Writes `folder/name.png` and `name.svg`, and a run below `folder/wandb` unless WANDB_MODE=disabled. labels: of the rows. Rows without
+        """Writes `folder/name.png` and `name.svg`, and a run below `folder/wandb` unless WANDB_MODE=disabled. labels: one per row. Rows without
         the column have no bar. Returns the picture's path."""
         self._log(rows, folder=folder, labels=labels)
         shown = [

@@ -1,6 +1,6 @@
-"""Write docs/kernels.md from data: the ops' counted floors, the newest measured rows per GPU, the ahead-of-time metrics.
+"""Writes docs/kernels.md from data: the ops' counted floors, the newest measured rows per GPU, the ahead-of-time metrics.
 
-`python scripts/kernels_page.py [--aot]` regenerates the page, with `--aot` after compiling every kernel again.
+`python scripts/kernels_page.py [--aot]` writes the page; with `--aot` it compiles every kernel first.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from tests.kernels.aot.cases import CASES
 from ztk.kernels import ALL_OPS
 
 ROOT = Path(__file__).resolve().parents[1]
-AOT_FOLDER = RESULTS / "aot"  # a file per version of Triton
+AOT_FOLDER = RESULTS / "aot"  # one file per version of Triton
 PAGE = ROOT / "docs" / "kernels.md"
 COPY_GB_PER_S, MATMUL_TFLOP_PER_S = 4300, 790  # ceilings measured on one H200, for floors in milliseconds
 ITEMSIZE = 2
@@ -64,9 +64,9 @@ GOALS = {
 
 
 def refresh_aot(ops: str = "") -> None:
-    """Compile every kernel for every target with the Triton at hand, and keep the metrics. ops: only those ops whose name contains it; the rows
-    of the others stay."""
-    # Behind ROOT what this process had: the Triton that names the file may come from there.
+    """Compiles every kernel for every target with the installed Triton and stores the metrics. ops: compile only ops whose name contains it;
+    the rows of the others stay."""
+    # ROOT first, then this process's path, which may hold the Triton that names the file.
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path}
     command = [sys.executable, "-m", "tests.kernels.aot", "--json", *(["--ops", ops] if ops else [])]
@@ -119,7 +119,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def size(shape: Iterable[int]) -> str:
-    """8192x4096; equal neighbours from four on are counted, 24 of 1048576."""
+    """8192x4096; four or more equal sizes are counted: 24 of 1048576."""
     runs = [(length, len(list(same))) for length, same in itertools.groupby(shape)]
     return "x".join(f"({n} of {length})" if n > 3 else "x".join([str(length)] * n) for length, n in runs)
 
@@ -252,13 +252,13 @@ def budget(row: dict) -> str:
 
 
 def each(values: Iterable[object]) -> str:
-    """The values with " / " between them, or the one that they all are."""
+    """The values joined by " / ", or one value if all are equal."""
     texts = ["-" if value is None else f"{value:g}" if isinstance(value, float) else str(value) for value in values]
     return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
 
 
 def write() -> None:
-    """Write the page."""
+    """Writes the page."""
     PAGE.write_text(f"""# Kernels
 
 Find the least bytes and operations of an op, its callers, its measured speed and its compiled code. Measure on your GPU in under nine minutes:

@@ -1,17 +1,17 @@
-"""Kills ranks with SIGKILL at random moments around saves and looks at what is left.
+"""Kills ranks with SIGKILL at random moments around saves and checks the checkpoints that remain.
 
     python scripts/kill_checkpoints.py [--runs 100] [--folder DIR] [--seed 0]
 
-Every run continues from the last one's folder under another random layout (stage, tier, number of ranks, synchronous or
-asynchronous saving), trains, saves after each step, and loses a random rank at a random moment; every sixth run loses it while ranks
-build, connect their savers and load. Disk calls are delayed by random milliseconds, so that kills hit every moment
-of a save. After the kill:
+Every run continues the last one's folder under another random layout (stage, tier, number of ranks, synchronous or asynchronous saves), trains,
+saves after each step, and loses a random rank at a random moment. Every sixth run loses it while ranks build, connect their savers and load.
+Disk calls are delayed by random milliseconds, so that kills hit every moment of a save. After the kill:
 
-* every folder that looks like a checkpoint must verify to the last byte;
-* the latest must be there, and not older than the last save that any rank saw completed;
-* loading it, in the next run and on its layout, must give the state whose hash was taken before it was saved;
+* every complete checkpoint must verify to the last byte;
+* the latest one must exist and be at least as new as the last save that a rank reported;
+* loading it in the next run, in that run's layout, must give the state whose hash was taken before the save;
 * the other ranks must end by themselves within 5 seconds.
-Prints the counts; the exit code is 1 if any of this failed.
+
+Prints the counts; the exit code is 1 if a check failed.
 """
 
 import argparse
@@ -51,7 +51,7 @@ DISK_CALLS = ("pwrite", "fsync", "rename", "replace", "unlink", "rmdir")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """One run's way of sharding and saving."""
+    """How a run shards and saves."""
 
     ranks: int
     stage: int
@@ -74,11 +74,11 @@ class Layout:
         )
 
 
-# What a rank does
+# On a rank
 
 
 def train_until_killed(rank: int, layout: Layout, store: str, pipe: Connection) -> None:
-    """Loads, checks, then trains and saves; tells the parent what it has seen."""
+    """Loads, checks, then trains and saves. Sends the parent each loaded and saved step."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(layout.ranks), ZTK_STORE=store)
     torch.set_num_threads(1)
     try:
@@ -148,7 +148,7 @@ def train(engine: Engine, *, saver: Saver, pipe: Connection) -> None:
 
 
 def state_hash(engine: Engine) -> str:
-    """Over all master weights and moments, in an order that no layout changes."""
+    """The hash of all master weights and moments, in an order that is the same for all layouts."""
     own = [(shard.kind, shard.name, shard.start, shard.value.numpy().tobytes()) for shard in engine.zero.state.shards()]
     total = hashlib.sha256()
     for _, _, _, data in sorted(part for parts in engine.comm.gather_objects(own) for part in parts):
@@ -157,7 +157,7 @@ def state_hash(engine: Engine) -> str:
 
 
 def slow_down(seconds: float, *, seed: int) -> None:
-    """Every disk call of this process takes up to `seconds` longer, the many writes of values a twentieth of that."""
+    """Delays every disk call of this process by up to `seconds`, and each of the many writes of values by a twentieth of that."""
     chance = random.Random(seed)
 
     def slowed(call, *, most: float):
@@ -171,23 +171,23 @@ def slow_down(seconds: float, *, seed: int) -> None:
         setattr(os, name, slowed(getattr(os, name), most=seconds / 20 if name == "pwrite" else seconds))
 
 
-# What the parent does
+# In the parent
 
 
 @dataclass(kw_only=True)
 class Run:
-    """One run seen from outside."""
+    """The parent's record of one run."""
 
     layout: Layout
-    trained: bool = False  # a rank had finished loading
-    loaded: int = 0  # step it continued from
-    saved: int = 0  # last step that a rank saw saved
-    errors: list[str] = field(default_factory=list)  # of the ranks before the kill, or other than a lost peer
+    trained: bool = False  # a rank finished loading
+    loaded: int = 0  # first step of the run
+    saved: int = 0  # last step that a rank reported as saved
+    errors: list[str] = field(default_factory=list)  # of ranks, except the loss of the killed peer
     survivors_seconds: float = 0.0
 
 
 def run_and_kill(layout: Layout, *, chance: random.Random, context) -> Run:
-    """Starts the ranks, waits until all have loaded, or only joined, lets them work for a while, kills one."""
+    """Starts the ranks, waits until they have loaded (or only joined), and kills one after a random time."""
     run = Run(layout=layout)
     with tempfile.TemporaryDirectory() as place:
         processes, pipes = [], []
@@ -199,7 +199,7 @@ def run_and_kill(layout: Layout, *, chance: random.Random, context) -> Run:
             theirs.close()
             pipes.append(mine)
         awaited = "joined" if layout.killed_early else "ready"
-        ready = [_hear(pipe, run=run, until=awaited, seconds=START_SECONDS) for pipe in pipes]
+        ready = [_receive(pipe, run=run, until=awaited, seconds=START_SECONDS) for pipe in pipes]
         if all(ready):
             span = EARLY_SPAN_SECONDS if layout.killed_early else 0.4 + 100 * layout.slow_seconds
             time.sleep(chance.uniform(0, span))
@@ -208,12 +208,12 @@ def run_and_kill(layout: Layout, *, chance: random.Random, context) -> Run:
             run.errors.append("the ranks did not start")
         _await_end(processes, run=run)
         for pipe in pipes:
-            _hear(pipe, run=run, until="the end", seconds=0.1)
+            _receive(pipe, run=run, until="the end", seconds=0.1)
     return run
 
 
-def _hear(pipe: Connection, *, run: Run, until: str, seconds: float) -> bool:
-    """Takes a rank's messages up to one of the kind `until`; False if it ended or fell silent before."""
+def _receive(pipe: Connection, *, run: Run, until: str, seconds: float) -> bool:
+    """Receives a rank's messages up to one of the kind `until`. Returns False if the rank ended or a message took too long."""
     while wait([pipe], timeout=seconds):
         try:
             kind, value = pipe.recv()
@@ -244,7 +244,7 @@ def _await_end(processes: list, *, run: Run) -> None:
 
 
 def moment_of_kill(folder: Path, *, before: set[str], run: Run) -> str:
-    """What the folder's new leftovers say about when the kill came. `before`: the names that were there before the run."""
+    """The moment of the kill, from the folder's new files. `before`: the names before the run."""
     complete = {path.name: read_manifest(path).step for path in checkpoints(folder)}
     newest = max(complete.values(), default=0)
     fresh = [path for path in folder.iterdir() if path.name not in before]
@@ -266,7 +266,7 @@ def moment_of_kill(folder: Path, *, before: set[str], run: Run) -> str:
 
 
 def judge(folder: Path, *, run: Run) -> list[str]:
-    """What must hold after a kill and does not."""
+    """The checks that fail after a kill."""
     faults = list(run.errors)
     for path in checkpoints(folder):
         faults += verify(path).faults
@@ -275,14 +275,14 @@ def judge(folder: Path, *, run: Run) -> list[str]:
     except CheckpointError as error:
         return faults if max(run.loaded, run.saved) == 0 else [*faults, str(error)]
     if step < max(run.loaded, run.saved):
-        faults.append(f"the latest checkpoint is of step {step}, but step {max(run.loaded, run.saved)} was saved")
+        faults.append(f"the latest checkpoint has step {step}, but step {max(run.loaded, run.saved)} was saved")
     return faults
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--folder", type=Path, help="on the disk to test; default: a temporary one")
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to test (default: a temporary one)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="kill-", dir=options.folder))

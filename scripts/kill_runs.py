@@ -1,16 +1,16 @@
-"""Ends runs with SIGTERM and SIGINT at random moments, continues each with the line it printed, and compares with runs that nobody disturbed.
+"""Ends runs with SIGTERM and SIGINT at random moments, continues each with the line it printed, and compares with undisturbed runs.
 
     python scripts/kill_runs.py [--kills 100] [--kinds train,ranks,grpo,sweep] [--seed 0] [--folder DIR] [--at-once 2] [--forks]
 
-A run is killed and continued until it is done; then another begins, until there were so many kills. After every kill:
+A run is killed and continued until it is done; then the next one starts, up to the requested number of kills. After every kill:
 
-* the exit code is 130 (SIGINT) or 143 (SIGTERM), within `END_SECONDS`, and no process of the run is left;
-* the run's newest checkpoint is of the last step in its record; it is missing only before the first step has ended;
-* the command has printed the line that continues the run, or the sweep. That line is what is started next.
+* the exit code is 130 (SIGINT) or 143 (SIGTERM) within `END_SECONDS`, and no process of the run is left;
+* the run's newest checkpoint has the last step of its record; it may be missing only before the end of the first step;
+* the command has printed the line that continues the run or the sweep. The script executes that line next.
 
-At the end the digest is that of the undisturbed run, and every step has one row. Moments: one in five is drawn over the time of a start, the
-others over the steps that are left. --forks: commands are forks of one interpreter that has imported torch, as in the tests, so that a start
-takes a fraction of a second. Prints a line per kill; the exit code is 1 if anything failed.
+At the end the digest equals the undisturbed run's, and every step has one row. One kill in five is drawn over the time of a start, the others
+over the remaining steps. --forks: commands are forks of one interpreter with torch imported, as in the tests, so that a start takes a fraction
+of a second. Prints a line per kill; the exit code is 1 if a check failed.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 END_SECONDS = 20.0
-START_SHARE = 0.2  # of the kills: at any moment of a start
+START_SHARE = 0.2  # share of kills during a start
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 _MODEL = ("model=nano", "launch.threads=1", "logger=disabled", "train.log_every=1")
 _TOKENS = (*_MODEL, "data=synthetic", "data.seq_len=32", "train.micro_batch_size=1", "train.quick=true")
@@ -85,7 +85,7 @@ class Command:
 
 
 def start(words: Sequence[str], *, log: Path, forks: bool) -> Command:
-    """`python run.py WORDS`, what it prints in `log`."""
+    """Starts `python run.py WORDS` with its output in `log`."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     log.unlink(missing_ok=True)
     if not forks:
@@ -108,7 +108,7 @@ def start(words: Sequence[str], *, log: Path, forks: bool) -> Command:
 
 @dataclass(kw_only=True)
 class Trial:
-    """A run or a sweep that is killed again and again. faults: what went wrong."""
+    """A run or a sweep that is killed repeatedly. faults: messages of failed checks."""
 
     kind: str
     folder: Path
@@ -117,7 +117,7 @@ class Trial:
     faults: list[str] = field(default_factory=list)
     line: list[str] = field(default_factory=list)
     kills: int = 0
-    has_ended: bool = False  # by itself, in spite of the last kill
+    has_ended: bool = False  # without a kill
 
     def __post_init__(self) -> None:
         self.line = first_line(self.kind, folder=self.folder)
@@ -167,7 +167,7 @@ class Trial:
         for job in jobs_of(self.folder):
             rows, saved = steps_of(job), newest_of(job)
             if rows and (saved is None or saved < rows[-1]):
-                self.faults.append(f"{job}: step {rows[-1]} is complete and the newest checkpoint is of {saved}")
+                self.faults.append(f"{job}: step {rows[-1]} is complete and the newest checkpoint has step {saved}")
             if rows != list(range(1, len(rows) + 1)):
                 self.faults.append(f"{job}: rows of the steps {rows}")
         found = [text for text in printed.splitlines() if "checkpoint.resume=" in text or "sweep.resume=" in text]
@@ -194,7 +194,7 @@ class Trial:
 
 
 def first_line(kind: str, *, folder: Path) -> list[str]:
-    """The words of an undisturbed run."""
+    """The command line of an undisturbed run."""
     place = "hydra.sweep.dir" if kind == "sweep" else "hydra.run.dir"
     words = [*KINDS[kind], f"{place}={folder}"]
     if kind == "grpo":
@@ -209,7 +209,7 @@ def total_steps(kind: str) -> int:
 
 
 def jobs_of(folder: Path) -> list[Path]:
-    """The run's folder, or those of a sweep's jobs that have started."""
+    """The run's folder, or the folders of a sweep's started jobs."""
     found = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
     return found or ([folder] if (folder / "metrics.jsonl").exists() else [])
 
@@ -224,7 +224,7 @@ def steps_of(job: Path) -> list[int]:
 
 
 def steps_made(folder: Path) -> int:
-    """Of the run, or of all jobs of the sweep together."""
+    """The steps of the run, or of all jobs of the sweep."""
     return sum(len(steps_of(job)) for job in jobs_of(folder))
 
 
@@ -241,7 +241,7 @@ def newest(folder: Path) -> list[int | None]:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Job -> digest, of those that are done."""
+    """Job -> digest, for finished jobs."""
     found = {}
     for job in jobs_of(folder):
         summary = json.loads((job / "summary.json").read_text()) if (job / "summary.json").exists() else {}
@@ -251,7 +251,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Command lines that name a path of the run; a moment later, so that ended ones are gone."""
+    """Command lines of processes with a path of the run, after a moment for ended processes to go."""
     end = time.monotonic() + 2.0
     while True:
         listed = subprocess.run(["ps", "axww", "-o", "stat=,args="], capture_output=True, text=True, check=True).stdout
@@ -262,7 +262,7 @@ def processes_of(folder: Path) -> list[str]:
 
 
 def kill_often(kind: str, *, kills: int, folder: Path, seed: int, forks: bool, say: Callable[[str], None]) -> list[str]:
-    """So many kills of runs of one kind. Returns the faults."""
+    """Kills runs of one kind. Returns the faults."""
     folder.mkdir(parents=True, exist_ok=True)
     undisturbed = folder / "undisturbed"
     began = time.monotonic()
@@ -287,12 +287,12 @@ def kill_often(kind: str, *, kills: int, folder: Path, seed: int, forks: bool, s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=100, help="of all kinds together")
+    parser.add_argument("--kills", type=int, default=100, help="kills over all kinds")
     parser.add_argument(
         "--kinds", default=",".join(KINDS), help="train: 1 rank; ranks: 2 with stage 3 on disk; grpo; sweep"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and signals")
-    parser.add_argument("--folder", type=Path, help="where the runs go; default: a temporary one")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments and signals")
+    parser.add_argument("--folder", type=Path, help="folder for the runs (default: a temporary one)")
     parser.add_argument("--at-once", type=int, default=2, help="kinds that run at the same time")
     parser.add_argument("--forks", action="store_true", help="fork commands from one interpreter")
     given = parser.parse_args(arguments)

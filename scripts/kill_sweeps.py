@@ -1,16 +1,17 @@
-"""Kills the process of a sweep with SIGKILL at random moments, goes on each time, and compares with a sweep that nobody disturbed.
+"""Kills the process of a sweep with SIGKILL at random moments, continues it each time, and compares with an undisturbed sweep.
 
     python scripts/kill_sweeps.py [--kills 20] [--jobs 12] [--steps 6] [--seed 0] [--folder DIR]
 
-The moments are drawn evenly, at most three jobs after the start. At every kill but the first the sweep is going on from the one before. When
-all jobs are done another sweep begins, until there were so many kills. Every sweep ends with a command that nobody
-disturbs, while a second command on the same folder must be refused. Then:
+The moments are drawn evenly, at most three jobs after the start. Every kill but the first hits a sweep that continues a killed one. When all
+jobs are done, another sweep begins, up to the requested number of kills. The last command of a sweep runs undisturbed, while a second command
+on the same folder must be refused. Then:
 
 * every job is done, with the digest and the losses of the undisturbed sweep, bit for bit;
-* no row stands twice: a job has the steps 1, 2, .. once each;
-* no job that was done was started again: its files are those that it had when it was first seen done;
+* a job has each of the steps 1, 2, .. once;
+* no finished job was started again: its files equal the ones when it was first seen done;
 * no process of a killed sweep is left.
-Prints the states that each kill left; the exit code is 1 if any of this failed.
+
+Prints the job states after each kill; the exit code is 1 if a check failed.
 """
 
 import argparse
@@ -27,13 +28,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SPAN_JOBS = 3  # a kill comes before so many jobs would have ended
+SPAN_JOBS = 3  # a kill comes before this many jobs would end
 END_SECONDS = 10.0  # for the ranks of a killed command
 
 
 @dataclass(kw_only=True)
 class Trial:
-    """A sweep that is killed. seen: the files of each job when it was first seen done. faults: what went wrong."""
+    """A sweep that is killed. seen: files of each job when it was first seen done. faults: messages of failed checks."""
 
     folder: Path
     line: Sequence[str]
@@ -42,13 +43,13 @@ class Trial:
     kills: list[str] = field(default_factory=list)
 
     def begin(self) -> subprocess.Popen:
-        """Starts the sweep, or goes on with it."""
+        """Starts or continues the sweep."""
         place = "sweep.resume" if (self.folder / "sweep.json").exists() else "hydra.sweep.dir"
         words = [*self.line, f"{place}={self.folder}"] if place == "hydra.sweep.dir" else [f"{place}={self.folder}"]
         return command(words, log=self.folder.with_suffix(".log"))
 
     def kill(self, process: subprocess.Popen, *, after: float) -> bool:
-        """SIGKILL after so many seconds, then looks at what is left. Returns False if it had ended before."""
+        """Sends SIGKILL after `after` seconds and checks the remaining processes. Returns False if the sweep had ended before."""
         has_ended = True
         try:
             process.wait(timeout=after)
@@ -74,7 +75,7 @@ class Trial:
         return {state: found.count(state) for state in set(found)}
 
     def look(self) -> None:
-        """Notes the files of jobs that are done; those that were done before must have the same."""
+        """Records the files of finished jobs. Files of jobs that were done before must not change."""
         for job, now in done_jobs(self.folder).items():
             before = self.seen.setdefault(job, now)
             if before != now:
@@ -82,7 +83,7 @@ class Trial:
                 self.faults.append(f"job {job} was done and has changed: {', '.join(changed)}")
 
     def finish(self) -> None:
-        """Runs to the end; meanwhile a second command must be refused."""
+        """Runs the sweep to its end. Meanwhile a second command must be refused."""
         process = self.begin()
         while process.poll() is None and not processes_of(self.folder, word="ztk.worker"):
             time.sleep(0.02)
@@ -111,14 +112,14 @@ def command(words: Sequence[str], *, log: Path) -> subprocess.Popen:
 
 
 def processes_of(folder: Path, *, word: str = "") -> list[str]:
-    """Command lines that name a path below `folder`."""
+    """Command lines of processes with a path below `folder`."""
     found = subprocess.run(["ps", "axww", "-o", "pid=,stat=,args="], capture_output=True, text=True, check=True).stdout
     lines = (line for line in found.splitlines() if f"{folder}{os.sep}" in line and word in line)
     return [line.strip() for line in lines if line.split()[1][0] != "Z"]
 
 
 def done_jobs(folder: Path) -> dict[str, dict[str, bytes]]:
-    """Job -> name and content of its files, without checkpoints; of jobs that are done."""
+    """Finished job -> name and content of its files without checkpoints."""
     found = {}
     for summary in folder.glob("*/summary.json"):
         if json.loads(summary.read_text())["status"] == "done":
@@ -132,13 +133,13 @@ def done_jobs(folder: Path) -> dict[str, dict[str, bytes]]:
 
 
 def numbers(files: dict[str, bytes]) -> tuple[str, list[tuple[int, float]]]:
-    """The digest, and step and loss of every row."""
+    """Returns the digest, and step and loss of every row."""
     rows = [json.loads(line) for line in files["metrics.jsonl"].decode().splitlines()]
     return json.loads(files["summary.json"])["loss_digest"], [(row["step"], row["loss"]) for row in rows]
 
 
 def compare(trial: Trial, *, undisturbed: Path, jobs: int, steps: int) -> None:
-    """Every job beside the undisturbed one."""
+    """Compares every job with the undisturbed one."""
     expected, found = done_jobs(undisturbed), done_jobs(trial.folder)
     if len(expected) != jobs or expected.keys() != found.keys():
         trial.faults.append(f"{len(found)} jobs are done and {jobs} were asked for; undisturbed {len(expected)}")
@@ -153,17 +154,17 @@ def compare(trial: Trial, *, undisturbed: Path, jobs: int, steps: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--jobs", type=int, default=12, help="of the sweep: as many learning rates")
-    parser.add_argument("--steps", type=int, default=6, help="of a job; every second one writes a checkpoint")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--folder", type=Path, help="where the sweeps go; default: a temporary one")
+    parser.add_argument("--jobs", type=int, default=12, help="jobs of the sweep, one learning rate each")
+    parser.add_argument("--steps", type=int, default=6, help="steps per job; every second step writes a checkpoint")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
+    parser.add_argument("--folder", type=Path, help="folder for the sweeps (default: a temporary one)")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         return kill_often(given, folder=(given.folder or Path(temporary)).absolute())
 
 
 def kill_often(given: argparse.Namespace, *, folder: Path) -> int:
-    """The undisturbed sweep, the kills, the comparison. Returns the exit code."""
+    """Runs the undisturbed sweep, kills sweeps and compares. Returns the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     rates = ",".join(f"{(number + 1) * 1e-3:g}" for number in range(given.jobs))
     line = (

@@ -1,4 +1,4 @@
-"""ztk's decoder in torch's own modules, as somebody writes it who has no ztk: the same parameters, names and function."""
+"""ztk's decoder written with torch's modules, as in a script without ztk: same parameters, names and function."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from ztk.nn import Decoder, DecoderConfig
 
 
 def plain_decoder(decoder: Decoder) -> "PlainDecoder":
-    """The twin of a dense decoder that has values, with copies of them."""
+    """Copies a dense decoder into torch's modules."""
     twin = PlainDecoder(decoder.config)
     twin.load_state_dict(decoder.state_dict())
     return twin

@@ -1,10 +1,10 @@
-"""Plant 82 mistakes into copies of the kernels and report how many survive the tests' checks: `python scripts/plant_mistakes.py`.
+"""Plants 82 mistakes into copies of the kernels and reports how many survive the tests' checks: `python scripts/plant_mistakes.py`.
 
-Each is a small edit of the kinds that code reviews miss: a mask, an offset, a term, a carry from one round of a loop to the
-next, the width of a reduction, a dtype, two programs on one row. The checks are those of tests/kernels: every shape, variant
-and `reach` of the op against its reference, on the interpreter; first each op of an unchanged copy passes one of them. The exit
-code is 1 when a mistake survives. `--only TEXT` runs the mistakes whose line contains TEXT; `--every N` every Nth of these;
-`--known-good` first runs all of the checks on unchanged copies, which tests/kernels/test_ops.py does with the source itself.
+Each mistake is a small edit of a kind that code reviews miss: a mask, an offset, a term, a value carried between rounds of a loop, the width
+of a reduction, a dtype, two programs on one row. The checks are those in tests/kernels: every shape, variant and `reach` of the op against its
+reference, on the interpreter. Each op of an unchanged copy must pass one of them first. The exit code is 1 if a mistake survives. `--only TEXT`
+runs the mistakes whose line contains TEXT, `--every N` every Nth of these. `--known-good` first runs all checks on unchanged copies, as
+tests/kernels/test_ops.py does with the source itself.
 """
 
 import argparse
@@ -139,7 +139,7 @@ MISTAKES = _mistakes()
 
 
 def poisoned() -> pytest.MonkeyPatch:
-    """torch.empty of NaN, so that what a kernel does not write cannot be right by chance; undo() takes it back."""
+    """Fills torch.empty with NaN, so that values that a kernel does not write are wrong. undo() restores it."""
     patch = pytest.MonkeyPatch()
     for name in ("empty", "empty_like"):
         make = getattr(torch, name)
@@ -177,7 +177,7 @@ def survives(mistake: Mistake, *, folder: Path) -> bool:
 
 
 def check_unchanged(ops: set[str], *, folder: Path) -> None:
-    """Raises AssertionError if an op of a copy without a mistake fails a small shape: then its mistakes would be caught for nothing."""
+    """Raises AssertionError if an op of an unchanged copy fails on a small shape, where every mistake would count as caught."""
     with planted(folder, file="_adam.py", old="beta2", new="beta2") as package:
         patch = poisoned()
         try:
@@ -188,7 +188,7 @@ def check_unchanged(ops: set[str], *, folder: Path) -> None:
 
 
 def outcome(mistake: Mistake) -> str:
-    """SURVIVES, caught, or crashes, which is caught, too: a store without its mask can end the process. In a process of its own."""
+    """SURVIVES, caught, or crashes (also caught): a store without its mask can end the process, so each check runs in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         child = os.fork()
         if child == 0:
@@ -207,10 +207,10 @@ def outcome(mistake: Mistake) -> str:
 
 
 def main() -> int:
-    """Run the chosen mistakes; returns the exit code."""
+    """Runs the chosen mistakes. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="mistakes whose line contains this")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="of these, the first of every N")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="of these, every Nth")
     parser.add_argument("--known-good", action="store_true", help="first check that unchanged copies pass")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -58,7 +58,7 @@ SHAPES = {
 }
 TIED = ("mpt", "nanotron-1.34b", "nanotron-3.57b", "bloom")
 EXPERTS = {"grok1": (8, 2, 32768)}  # experts, experts of a token, hidden width of an expert
-# Of models of transformers, by name, what config.json has.
+# Name -> config.json of a transformers model.
 QWEN3 = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -127,11 +127,9 @@ PLANNED = ("planned_tokens_per_second_per_gpu", "planned_mfu_percent", "planned_
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--missing", action="store_true", help="plan the rows alone that have no planned numbers")
-    parser.add_argument(
-        "--only", default="", help="plan the rows alone whose project, model and hardware have these words"
-    )
-    parser.add_argument("--jobs", type=int, default=1, help="processes that plan")
+    parser.add_argument("--missing", action="store_true", help="plan only rows without planned numbers")
+    parser.add_argument("--only", default="", help="plan only rows whose project, model and hardware have these words")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel processes")
     given = parser.parse_args()
     rows = read_table()
     same: dict[tuple[str, ...], list[dict[str, str]]] = {}  # command line -> its rows
@@ -151,7 +149,7 @@ def main() -> int:
 
 
 def planned(row: dict[str, str]) -> dict[str, str]:
-    """What the plan of a run adds to its row; empty texts where it is refused."""
+    """The planned columns of a run's row; empty if the plan is refused."""
     try:
         plan = ztk.plan_run(*words(row))
     except ValueError as error:
@@ -161,35 +159,35 @@ def planned(row: dict[str, str]) -> dict[str, str]:
     numbers = (
         f"{plan.tokens_per_second_per_gpu:.4g}",
         "" if plan.mfu is None else f"{plan.mfu:.1%}".rstrip("%"),
-        f"{(plan.peak_bytes['device'] + beside(row, plan=plan)) / GIB:.1f}",
+        f"{(plan.peak_bytes['device'] + unplanned_bytes(row, plan=plan)) / GIB:.1f}",
     )
     return dict(zip(PLANNED, numbers, strict=True))
 
 
-def beside(row: dict[str, str], *, plan: ztk.Plan) -> float:
-    """Bytes that a published peak counts beside tensors: nvidia-smi's has CUDA's context and NCCL's buffers, the hardware's reserve."""
+def unplanned_bytes(row: dict[str, str], *, plan: ztk.Plan) -> float:
+    """Bytes in a published peak that are not tensors: nvidia-smi counts CUDA's context and NCCL's buffers, the hardware's reserve."""
     assert plan.hardware is not None
     return plan.hardware.reserve_bytes if row["peak_kind"] == "device" else 0
 
 
 def error(row: dict[str, str]) -> float:
-    """Of the seconds of a step: 0.1 if the plan takes 10 % longer than the run."""
+    """The relative error of a step's seconds: 0.1 if the plan is 10 % slower than the run."""
     return float(row["tokens_per_second_per_gpu"]) / float(row[PLANNED[0]]) - 1
 
 
 def memory_error(row: dict[str, str]) -> float | None:
-    """Of the peak; None where none was published."""
+    """The relative error of the peak; None without a published peak."""
     return float(row[PLANNED[2]]) / float(row["peak_gib"]) - 1 if row["peak_gib"] else None
 
 
 def read_table() -> list[dict[str, str]]:
-    """The published runs, as texts."""
+    """The rows of the table as texts."""
     with open(TABLE, newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
 def write_table(rows: Sequence[dict[str, str]]) -> None:
-    """All rows, over the old table."""
+    """Replaces the table."""
     with open(TABLE, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -211,7 +209,7 @@ def words(row: dict[str, str]) -> list[str]:
 
 
 def parts_of(name: str) -> tuple[str, int | None]:
-    """A model's shape, and its layers if they are others than the shape's: NAME-8-layers is NAME with 8 layers."""
+    """A model's shape, and its number of layers if it differs: NAME-8-layers is NAME with 8 layers."""
     if not name.endswith("-layers"):
         return name, None
     shape, _, layers = name.removesuffix("-layers").rpartition("-")
@@ -241,7 +239,7 @@ def model_words(name: str, *, seq_len: str) -> list[str]:
 
 
 def held_out(row: dict[str, str]) -> bool:
-    """Whether a run is left out while rates are chosen: a third of the runs, by what they are and not by their numbers."""
+    """Whether a run is left out while rates are chosen: a third of the runs, from a hash of the description without its numbers."""
     names = (*("source", "model", "gpus", "hardware", "seq_len", "micro_batch", "accumulation", "stage"), *AXES, "fp8")
     text = "|".join(row[name] for name in names)
     return int(hashlib.sha256(text.encode()).hexdigest(), 16) % 3 == 0
@@ -261,7 +259,7 @@ def layout_of(row: dict[str, str]) -> str:
 
 
 def cells(row: dict[str, str]) -> str:
-    """A row of the page's table: of a planned run, or of one without a plan."""
+    """The cells of a run in the page's table, with or without a plan."""
     published = f"{float(row['tokens_per_second_per_gpu']):g}"
     texts = [
         f"{row['project']}, {row['model']}{' (held out)' if row['held_out'] == 'true' else ''}",
@@ -302,7 +300,7 @@ def page(rows: Sequence[dict[str, str]]) -> Iterator[str]:
 
 
 def family(row: dict[str, str]) -> str:
-    """Of models and layouts."""
+    """The family of the model and the layout."""
     shape, _ = parts_of(row["model"])
     if shape in EXPERTS or shape in OF_TRANSFORMERS:
         return "with experts"

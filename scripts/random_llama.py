@@ -10,7 +10,7 @@ SIZES = {  # name -> width, layers, heads, inner width, vocabulary
 
 
 def random_llama(size: str) -> Any:
-    """The model in fp32, the same at every call. Imports transformers, which a peer's environment need not have."""
+    """The model in fp32, equal in every call. Imports transformers here, because a peer's environment may lack it."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,11 +1,11 @@
-"""Recipes and layouts drawn at random: whatever is drawn, a run's numbers are those of the same recipe on one rank at stage 0.
+"""Compares random recipes in random layouts: a run's numbers must equal the same recipe on one rank at stage 0.
 
     python scripts/random_runs.py --seconds 600 [--seed 0]
 
-A recipe is what decides the numbers (model, data, optimizer, schedule, averages, adapters, losses); a layout is what must not (ranks, stages,
-tiers, recomputation, parts of the model, micro-batches, an interruption that goes on in another layout). Each pair is two runs of
-`python run.py` in fp32 on up to two ranks. Prints per pair the largest difference of a loss, a held-out loss or a gradient norm, relative to
-it, or why the command refuses the layout. Exit code 1 if a run differs or fails. The same seed draws the same pair.
+A recipe contains the choices that decide the numbers: model, data, optimizer, schedule, averages, adapters, losses. A layout contains the
+choices that must not: ranks, stages, tiers, recomputation, parallelism, micro-batches, an interruption that continues in another layout. A
+pair is two runs of `python run.py` in fp32 on up to two ranks. Prints per pair the largest relative difference of a loss, a held-out loss or
+a gradient norm, or the reason why the command refuses the layout. Exit code 1 if a run differs or fails. Equal seeds draw equal pairs.
 """
 
 import argparse
@@ -27,14 +27,14 @@ from tests.commands import run_command
 from tests.hf.finetuning import write_model, write_texts
 
 SEQUENCES, STEPS = 8, 4
-# fp32 sums in another order move a loss by some units of 2e-7, and each step's update carries them on; an optimizer that
-# divides by a gradient's size (AdamW, LAMB, Lion's sign) moves a weight by a part of the learning rate where a gradient is near 0.
+# fp32 sums in another order change a loss by a few 2e-7, and each update carries the change on. Optimizers that divide by a gradient's size
+# (AdamW, LAMB, Lion's sign) change a weight by a part of the learning rate if its gradient is almost 0.
 BOUND = 2e-5
 BOUNDS = {
     "grad_norm": 20 * BOUND,
     "lr": 1e-12,
     "tokens": 1e-12,
-}  # a norm's derivative in the weights is larger than a loss's
+}  # a norm is more sensitive to the weights than a loss
 FAMILIES = ("Llama", "GPT2", "Qwen2Moe", "Gemma2", "Bloom", "Mixtral")
 MOE = ("tiny_moe", "Qwen2Moe", "Mixtral")
 FIXED = (
@@ -49,7 +49,7 @@ FIXED = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """Two command lines with the same numbers. second: of a run that goes on from the first `stop` steps of the layout, in another one."""
+    """Two command lines with equal numbers. second: command line that continues the layout's first `stop` steps in another layout."""
 
     model: str
     recipe: tuple[str, ...]
@@ -73,10 +73,10 @@ def draw(seed: int, *, models: dict[str, Path], texts: Path) -> Pair:
         ]
         if init == "pretrained" and rng.random() < 0.5:
             recipe += ["lora=adapter", f"lora.rank={rng.choice([1, 4])}"]
-    apart = rng.random() < 0.4 and model != "Bloom"  # which does not keep documents apart
+    apart = rng.random() < 0.4 and model != "Bloom"  # Bloom cannot separate documents
     length = (
         {"GPT2": 32, "nano": 128, "tiny_moe": 600}.get(model, 96) if apart else rng.choice([15, 24, 32])
-    )  # some texts end in it
+    )  # some texts end within this length
     recipe += ["data=files", f"data.path={texts}", f"data.seq_len={length}", *["data.packing=documents"] * apart]
     optimizer = rng.choice(["adamw", "adamw", "adam", "sgd", "lion", "lamb", "muon"])
     recipe += [f"optimizer={optimizer}"]
@@ -118,7 +118,7 @@ def draw_layout(rng: random.Random, *, model: str) -> list[str]:
     if kind == "pp2":
         words += rng.choice([[], [f"topology.schedule={rng.choice(['gpipe', 'zero_bubble', 'interleaved'])}"]])
     copies = ranks if kind in ("dp", "ep2") else 1
-    # a balance loss is over a micro-batch of all replicas, and these divide a step before micro-batches do: one is the step
+    # The balance loss is over a micro-batch of all replicas. One micro-batch per step makes it independent of the layout.
     size = SEQUENCES // copies if model in MOE else rng.choice([1, 2, 3, 4])
     return [*words, f"train.micro_batch_size={size}"]
 
@@ -138,7 +138,7 @@ def plain_layout(model: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Of one command. refused: why it does not start; numbers: what a row of a step has, by (step, name)."""
+    """The outcome of one command. refused: the error if it does not start. numbers: (step, name) -> value."""
 
     numbers: dict[tuple[int, str], float]
     refused: str = ""
@@ -146,7 +146,7 @@ class Outcome:
 
 
 def execute(words: tuple[str, ...], *, folder: Path, cache: Path) -> Outcome:
-    """Run one command line to its end."""
+    """Runs one command line to its end."""
     place = folder.parent / f"{folder.name}-cwd"
     place.mkdir(exist_ok=True)
     done = run_command(*FIXED, *words, f"hydra.run.dir={folder}", cwd=place, environment={"XDG_CACHE_HOME": str(cache)})
@@ -166,7 +166,7 @@ def execute(words: tuple[str, ...], *, folder: Path, cache: Path) -> Outcome:
 
 
 def of_layout(pair: Pair, *, work: Path, cache: Path) -> Outcome:
-    """The pair's second run: in its layout, or two steps of it and the others in another one."""
+    """The pair's second run: in one layout, or its first steps in one layout and the others in another."""
     words = (*pair.recipe, *pair.layout)
     if pair.second is None:
         return execute(words, folder=work / "layout", cache=cache)
@@ -183,7 +183,7 @@ def of_layout(pair: Pair, *, work: Path, cache: Path) -> Outcome:
 
 
 def compare(pair: Pair, *, work: Path, cache: Path) -> tuple[str, str]:
-    """(kind, what to print) of a pair; kind is equal, refused, differs or failed."""
+    """(kind, message) of a pair; kind is equal, refused, differs or failed."""
     plain = execute((*pair.recipe, *plain_layout(pair.model)), folder=work / "plain", cache=cache)
     found = plain if plain.refused or plain.failed else of_layout(pair, work=work, cache=cache)
     if found.refused or found.failed:

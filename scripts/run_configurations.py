@@ -1,10 +1,10 @@
-"""Runs `run.py` of one tree with several command lines, one after another, without paying for the imports each time.
+"""Runs `run.py` of one tree with several command lines, one after another, and imports torch only once.
 
     python scripts/run_configurations.py TREE FILE
 
-FILE is a JSON list of objects {"ranks": 2, "arguments": ["zero=stage3", ...], "log": "PATH"}. This process imports torch and the tree's
-training program once and then forks the ranks of each command line, with the variables that torchrun sets, as `run.py`
-expects. Prints one line with the exit codes of the ranks per command line; exit code 1 if one of them is not 0.
+FILE is a JSON list of objects {"ranks": 2, "arguments": ["zero=stage3", ...], "log": "PATH"}. The process imports torch and the tree's training
+program, then forks the ranks of each command line with torchrun's variables, as `run.py` expects. Prints one line of rank exit codes per
+command line; exit code 1 if one of them is not 0.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import time
 import traceback
 from pathlib import Path
 
-# Every rank needs these; a module that a tree lacks costs the ranks an import and nothing else.
+# Modules that every rank needs. If a tree lacks one, the ranks import it themselves.
 PRELOADED = ("torch", "torch.distributed", "numpy", "hydra", "rich.table", "matplotlib.pyplot", "experiments.pretrain")
 SECONDS = 300  # for one command line
 
@@ -27,7 +27,7 @@ SECONDS = 300  # for one command line
 def main() -> int:
     tree, lines = Path(sys.argv[1]).resolve(), json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
     os.chdir(tree)
-    sys.path[0] = str(tree)  # in place of this script's folder
+    sys.path[0] = str(tree)  # replaces this script's folder
     os.environ |= {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg", "PYTHONPATH": str(tree)}  # before torch is imported
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
@@ -61,7 +61,7 @@ def run_line(line: dict) -> list[int]:
             if done:
                 codes[running.pop(child)] = os.waitstatus_to_exitcode(status)
         if any(codes) or time.monotonic() > deadline:
-            deadline = min(deadline, time.monotonic() + 5)  # the others end by themselves, or are killed
+            deadline = min(deadline, time.monotonic() + 5)  # time for the others to end before they are killed
         if running and time.monotonic() > deadline:
             for child in running:
                 os.kill(child, signal.SIGKILL)

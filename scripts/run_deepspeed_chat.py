@@ -3,14 +3,14 @@ its options, on tiny local models and two ranks of this machine.
 
     python scripts/run_deepspeed_chat.py CHECKOUT/applications/DeepSpeed-Chat --work FOLDER [--only REGEX]
 
-Every run adds a line to FOLDER/cells.jsonl and a log; FOLDER/table.md has the last result of each: the last losses and a digest of the
-weights that the script has saved, or the first line of an error. Both must be equal over the stages that run an option: exit code 1 if
-some differ, or if a run ends without losses and without the line of an error. `align overflow` alone differs at stage 0, where DeepSpeed's
-loss scale has no hysteresis: stages 2 and 3 are compared, and all three at one hysteresis, which a wrapper around the scripts'
-`get_train_ds_config` sets. Step 3 has no warm-up of the rate, and losses in fp32, so that updates show in what it prints.
+Every run adds a line to FOLDER/cells.jsonl and a log. FOLDER/table.md has the last result of each: the last losses and a digest of the saved
+weights, or the first line of an error. Results must be equal over the stages that run an option: exit code 1 if some differ, or if a run ends
+without losses and without an error line. Only `align overflow` differs at stage 0, where DeepSpeed's loss scale has no hysteresis. It is
+compared at stages 2 and 3, and at all three with a hysteresis of one, set by a wrapper around the scripts' `get_train_ds_config`. Step 3 has
+no warm-up of the learning rate and fp32 losses, so that updates change the printed losses.
 
 transformers 5 has moved a name that the scripts import (`no_init_weights`), and TensorBoard may be missing: a folder on PYTHONPATH provides
-both, and that wrapper, to the processes it starts.
+both, and the wrapper, to the processes of the run.
 """
 
 import argparse
@@ -33,7 +33,7 @@ STEPS = {
     "ppo": "step3_rlhf_finetuning",
 }
 LORA = "--{0}lora_dim 4 --{0}lora_module_name decoder.layers."
-OPTIONS = {  # by step: option -> its arguments
+OPTIONS = {  # step -> option -> arguments
     **{
         step: {
             "": "",
@@ -108,20 +108,20 @@ def main() -> None:
 
 
 def keep(cell: dict[str, object], *, work: Path) -> None:
-    """Adds the result of a run to those of the folder, and prints it."""
+    """Appends the result of a run to the folder's results and prints it."""
     with (work / "cells.jsonl").open("a") as file:
         file.write(json.dumps(cell) + "\n")
     print(*cell.values(), sep=" | ", flush=True)
 
 
 def code_of(table: str) -> int:
-    """The script's exit code: 1 if a row says that runs differ or failed."""
+    """The script's exit code: 1 if a row of the table has different or failed runs."""
     return int("| differ |" in table or "| failed |" in table)
 
 
 def agreement(row: list[str], *, first: int = 0) -> str:
-    """Whether the results of a row, one per stage, are equal from place `first` on. A run that ends with an error is refused there; one that
-    ends in another way has failed."""
+    """Whether the results of a row, one per stage, are equal from place `first` on. A run with an error line was refused at that stage; a run
+    that ended in another way has failed."""
     compared = row[first:]
     losses = [result for result in compared if result and not result.startswith("exit code")]
     if any(re.match(r"exit code (?!1: )|exit code 1: no error", result) for result in row):
@@ -146,7 +146,7 @@ def write_table(work: Path) -> str:
 
 
 def run(name: str, step: str, stage: int, words: str, *, work: Path, given: argparse.Namespace) -> dict[str, object]:
-    """The cell: name, result (the last losses, or the error) and seconds."""
+    """Runs one script. Returns name, result (the last losses, or the error) and seconds."""
     scripts, log, began = (
         given.scripts.resolve(),
         work / f"{name.replace(' ', '_').replace(',', '')}.log",
@@ -188,8 +188,8 @@ def run(name: str, step: str, stage: int, words: str, *, work: Path, given: argp
 
 
 def digest_of(folder: Path) -> str:
-    """Of every value in the files of weights that a script has saved: folders, names, dtypes and bits. Of tied values the first name counts,
-    since at stage 3 the scripts save no other."""
+    """The digest of all values in a script's saved weight files: folders, names, dtypes and bits. Of tied values the first name counts, because
+    the scripts save only that one at stage 3."""
     import torch
     from safetensors.torch import load_file
 
@@ -224,7 +224,7 @@ def arguments_of(step: str, stage: int, work: Path) -> str:
 
 
 def prepare(work: Path, *, scripts: Path) -> None:
-    """A tokenizer, an OPT, a reward model's file, and the data where the scripts look for them."""
+    """Writes a tokenizer, an OPT, a reward model's file, and the data to the scripts' paths."""
     (work / "completion").mkdir(exist_ok=True)
     (work / "completion" / "sitecustomize.py").write_text(COMPLETION)
     rows = [_row(number) for number in range(50)]

@@ -1,16 +1,16 @@
 """Runs OpenRLHF's scripts train_sft, train_rm and train_dpo, unchanged, under `python -m ztk.deepspeed`: at ZeRO stages 0, 2 and 3 with
-the options that its strategy gives DeepSpeed, on a tiny local model in bf16 and two CPU ranks of this machine.
+the DeepSpeed options of its strategy, on a tiny local model in bf16 and two CPU ranks of this machine.
 
     pip install torchdata
     python scripts/run_openrlhf.py CHECKOUT --work FOLDER [--only REGEX]
 
-CHECKOUT: of https://github.com/OpenRLHF/OpenRLHF, with the folder `openrlhf`. Every run adds a line to FOLDER/cells.jsonl and a log;
-FOLDER/table.md has the last result of each: the last step's loss and gradient norm, and a digest of the weights that the script has saved, or
-the first line of an error. They must be equal over the stages that run an option: exit code 1 if some differ, or if a run fails in another
-way than by an error. `resumed` goes on from the checkpoint of the first of two epochs, and must equal the run without a stop.
+CHECKOUT is a checkout of https://github.com/OpenRLHF/OpenRLHF with the folder `openrlhf`. Every run adds a line to FOLDER/cells.jsonl and a
+log. FOLDER/table.md has the last result of each: the last step's loss and gradient norm and a digest of the saved weights, or the first line
+of an error. Results must be equal over the stages that run an option: exit code 1 if some differ, or if a run fails without an error line.
+`resumed` continues from the checkpoint of the first of two epochs, and must equal the uninterrupted run.
 
-OpenRLHF is made for GPUs: a folder on PYTHONPATH lets its calls of torch.cuda pass, makes its meshes of CPU ranks, and stands in for
-packages that are imported and not used here (flash_attn, pylatexenc), or only take what is logged (wandb).
+OpenRLHF is made for GPUs. A folder on PYTHONPATH replaces its calls of torch.cuda, makes its meshes of CPU ranks, and replaces packages that
+are imported but not used here (flash_attn, pylatexenc) or only receive logs (wandb).
 """
 
 import argparse
@@ -76,7 +76,7 @@ if "RANK" in os.environ:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path, help="a folder that has the folder openrlhf")
+    parser.add_argument("checkout", type=Path, help="a folder that contains the folder openrlhf")
     parser.add_argument("--work", type=Path, required=True, help="an empty folder, or one of an earlier run")
     parser.add_argument("--only", default="", help="a regular expression: names such as 'dpo 3 lora'")
     given = parser.parse_args()
@@ -96,7 +96,7 @@ def options_of(step: str) -> dict[str, str]:
 
 
 def prepare(work: Path) -> None:
-    """The stand-ins, a Llama with a tokenizer of letters, and pairs of which the chosen answer is one text."""
+    """Writes the stand-ins, a Llama with a tokenizer of letters, and pairs that all have the same chosen answer."""
     (work / "stand_ins").mkdir(parents=True, exist_ok=True)
     (work / "stand_ins" / "sitecustomize.py").write_text(STAND_INS)
     if not (work / "model").is_dir():
@@ -107,7 +107,7 @@ def prepare(work: Path) -> None:
 
 
 def run(step: str, *, stage: int, option: str, work: Path, checkout: Path) -> dict[str, object]:
-    """The cell: step, stage, option, result (the last loss, norm and a digest, or the error) and seconds."""
+    """Runs one script. Returns step, stage, option, result (last loss, norm and a digest, or the error) and seconds."""
     name = "_".join(f"{step} {stage} {option}".replace(",", "").split())
     log, saved, began = work / f"{name}.log", work / "out" / f"{step}{stage}", time.monotonic()
     kept = work / "ckpt" / f"{step}{stage}"
@@ -131,7 +131,7 @@ def run(step: str, *, stage: int, option: str, work: Path, checkout: Path) -> di
         errors = re.findall(r"^(?:\[rank\d\]: )?(\w*(?:\.\w+)*(?:Error|Exception)\b.*)", text, flags=re.MULTILINE)
         result = f"exit code {code}: {(errors or ['no error in the log'])[0][:300]}"
     else:
-        logged = re.findall(r'logged (\{"train/[^}]*\})', text)  # behind a bar that ends in no line feed
+        logged = re.findall(r'logged (\{"train/[^}]*\})', text)  # after a progress bar without a line feed
         last = json.loads(logged[-1]) if logged else {"train/loss_mean": "no losses", "train/grad_norm": ""}
         result = f"{last['train/loss_mean']}, {last['train/grad_norm']}; {digest_of(saved)}"
     return cell | {"result": result, "seconds": round(time.monotonic() - began)}

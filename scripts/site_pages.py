@@ -1,7 +1,7 @@
-"""The generated pages of the documentation site: the configuration and the library.
+"""Generates the configuration and library pages of the documentation site.
 
-mkdocs calls these functions (`hooks` in mkdocs.yml). The configuration's page has the source of `run.py --help GROUP`, and every package of
-ztk has a page of its docstrings.
+mkdocs calls these functions (`hooks` in mkdocs.yml). The configuration page is built from the source of `run.py --help GROUP`, and the page of
+each ztk package from its docstrings.
 """
 
 import ast
@@ -38,14 +38,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def packages() -> list[str]:
-    """The packages of ztk with those in its folders (`zero`, `zero.buckets`), in alphabetical order."""
+    """All packages of ztk with subpackages (`zero`, `zero.buckets`), in alphabetical order."""
     files = [*(ROOT / "ztk").glob("*/__init__.py")]
     files += [path for folder in FOLDERS for path in (ROOT / "ztk" / folder).glob("*/__init__.py")]
     return sorted(".".join(path.parent.relative_to(ROOT / "ztk").parts) for path in files)
 
 
 def package_of(home: str) -> str:
-    """The package whose page has the names of the module `ztk.HOME`: the longest beginning of its name that is one."""
+    """The package whose page documents the module `ztk.HOME`: the longest prefix of its name that is a package."""
     parts = home.split(".")[1:]
     names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next(name for name in names if name in packages())
@@ -84,7 +84,7 @@ def library_page() -> str:
     lines = ["# Library", "", "`import ztk` has these names. It imports torch when the first of them is used.", ""]
     lines += ["| name | |", "| --- | --- |"]
     for name in ztk.__all__:
-        home = ztk._HOMES[name]  # where `import ztk` finds it
+        home = ztk._HOMES[name]  # module that defines the name
         defined = home if home != "ztk.deepspeed" else deepspeed_home(name)
         page = "library.md" if name == "parallelize" else f"{package_of(home)}.md"
         lines.append(f"| [`ztk.{name}`]({page}#{defined}.{name}) | {_cell(_first_line(defined, name=name))} |")
@@ -92,12 +92,12 @@ def library_page() -> str:
 
 
 def package_page(package: str) -> str:
-    """What the package exports, from its docstrings, and the names of `import ztk` that its modules define."""
+    """The package's exports, from its docstrings, and the names of `import ztk` that its modules define."""
     if package != "deepspeed":
         homes = sorted(set(ztk._HOMES.values()) - {f"ztk.{name}" for name in packages()})
         modules = [f"::: {home}" for home in homes if package_of(home) == package and home != "ztk.parallel.apply"]
         return "\n\n".join([f"# ztk.{package}", f"::: ztk.{package}", *modules]) + "\n"
-    # Its names are looked up when they are used, so no tool that reads the source finds them.
+    # The names are resolved on access, so tools that read the source cannot find them.
     lines = [
         "# ztk.deepspeed",
         "",
@@ -114,7 +114,7 @@ def package_page(package: str) -> str:
 
 
 def _listed(row: dict[str, str]) -> list[str]:
-    """The names of a module; `*` stands for all that a module of ztk offers."""
+    """The names of a module; `*` stands for all exports of a ztk module."""
     return [name if name != "*" else f"{home}.*" for home, names in row.items() for name in names.split()]
 
 
@@ -124,7 +124,7 @@ def deepspeed_home(name: str) -> str:
 
 
 def _first_line(module: str, *, name: str) -> str:
-    """Of a docstring, without importing the module: torch would take seconds."""
+    """The first line of a docstring, without importing the module: importing torch takes seconds."""
     found = _definition(module, name=name)
     if found is None:
         raise ValueError(f"{module}.{name}: no file of {module} defines it; correct ztk/__init__.py")
@@ -132,7 +132,7 @@ def _first_line(module: str, *, name: str) -> str:
 
 
 def _definition(module: str, *, name: str) -> ast.FunctionDef | ast.ClassDef | None:
-    """Where the module or a file of the package defines the name, or where it imports it from."""
+    """The definition of the name in the module, in a file of the package, or in the module that it is imported from."""
     place = ROOT.joinpath(*module.split("."))
     for path in sorted(place.glob("*.py")) if place.is_dir() else [place.with_suffix(".py")]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -146,5 +146,5 @@ def _definition(module: str, *, name: str) -> ast.FunctionDef | ast.ClassDef | N
 
 
 def _cell(text: str) -> str:
-    """As one cell of a table."""
+    """Escapes a text for one cell of a table."""
     return " ".join(text.split()).replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")

@@ -1,9 +1,9 @@
-"""DeepSpeed's stage 3 with parameters on NVMe (ZeRO-Inference) answers prompts by a Llama of random weights: a part of `check_streaming.py`.
+"""Part of `check_streaming.py`: DeepSpeed's stage 3 with parameters on NVMe (ZeRO-Inference) answers prompts with a random Llama.
 
     PYTHON scripts/streaming_deepspeed.py FOLDER '{"layers": 16, "sequences": 2, ...}'
 
-PYTHON has deepspeed, torch and transformers; its `async_io` is compiled in the first run (needs ninja; Debian: libaio-dev, g++). Prints tokens
-per second as JSON in the last line; the first token of every sequence is left out.
+PYTHON needs deepspeed, torch and transformers. The first run compiles its `async_io` (needs ninja; Debian: libaio-dev, g++). The last line
+has the tokens per second as JSON, without the first token of every sequence.
 """
 
 import json
@@ -14,7 +14,7 @@ import time
 import torch
 
 THREADS, BLOCK, QUEUE = 4, 8 << 20, 4
-BUFFERS = 24  # of a parameter's size: fewer than two layers and what is read ahead have is an error
+BUFFERS = 24  # of a parameter's size; DeepSpeed needs enough for two layers and the prefetched ones
 
 
 def main() -> None:
@@ -27,12 +27,12 @@ def main() -> None:
 
 
 def stored(folder: str, *, layers: int, sizes: dict):
-    """The model, whose parameters are on the disk: two layers are read ahead, and no layer stays."""
+    """The model with parameters on disk: two layers are prefetched and no layer stays in memory."""
     import deepspeed
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
-    )  # not inside Init, which replaces the constructors of tensors
+    )  # outside Init, which replaces tensor constructors
     from transformers.integrations import HfDeepSpeedConfig
 
     layer = 4 * sizes["hidden_size"] ** 2 + 3 * sizes["hidden_size"] * sizes["intermediate_size"]
@@ -54,7 +54,7 @@ def stored(folder: str, *, layers: int, sizes: dict):
         },
         "aio": {"block_size": BLOCK, "queue_depth": QUEUE, "intra_op_parallelism": THREADS, "overlap_events": True},
     }
-    reference = HfDeepSpeedConfig(config)  # transformers asks for it while it lives
+    reference = HfDeepSpeedConfig(config)  # transformers uses it while this reference exists
     torch.manual_seed(0)
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **sizes))
@@ -65,7 +65,7 @@ def stored(folder: str, *, layers: int, sizes: dict):
 
 @torch.no_grad()
 def rate(model, *, tokens: torch.Tensor, count: int) -> float:
-    """Tokens per second, greedily, of `count` tokens per sequence of int64 [sequences, length]."""
+    """Tokens per second of greedy decoding, `count` tokens per sequence. tokens: int64 [sequences, length]."""
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(tokens)}
 
     def seconds(new: int) -> float:

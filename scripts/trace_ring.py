@@ -1,12 +1,12 @@
-"""Attention around a ring under torch's profiler: what is computed while keys and values are exchanged, drawn as lanes.
+"""Profiles ring attention and draws the overlap of computing with the exchange of keys and values as lanes.
 
     python scripts/trace_ring.py --to FOLDER                              2 and 4 ranks, a forward and a backward, seconds
     python scripts/trace_ring.py --to FOLDER --ranks 4 --tokens 8192
 
-Per rank two lanes: blocks of attention on the training thread, and exchanges on the communication thread, which begin when they are
-taken up and end when this rank has sent and received. The share is the time of exchanges during which the rank computes, over all of their
-time. Writes FOLDER/ring-cpN.json, torch's trace of rank 0 for a browser, and FOLDER/ring-cpN.svg. Bytes are counted and held to the formula
-of `ztk.parallel.sequence.ring`; exit code 1 if they are others. On a machine with fewer cores than ranks the ranks also wait for each other.
+Each rank has two lanes: blocks of attention on the training thread, and exchanges on the communication thread. An exchange begins when the
+thread takes it up and ends when this rank has sent and received. The share is the part of the exchange time in which the rank computes. Writes
+FOLDER/ring-cpN.json, torch's trace of rank 0 for a browser, and FOLDER/ring-cpN.svg. Compares counted bytes with the formula of
+`ztk.parallel.sequence.ring`; exit code 1 if they differ. With fewer cores than ranks, the ranks also wait for each other.
 """
 
 import argparse
@@ -36,14 +36,14 @@ Intervals = list[tuple[float, float]]  # milliseconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lanes:
-    """Of one rank. elements: sent around the ring in a forward and a backward."""
+    """The lanes of one rank. elements: number sent around the ring in a forward and a backward."""
 
     spans: dict[str, Intervals]
     elements: int
 
     @property
     def share(self) -> float:
-        """Of the exchanges' time, the part in which the rank computes."""
+        """The part of the exchange time in which the rank computes."""
         total = sum(stop - start for start, stop in self.spans[EXCHANGE])
         hidden = sum(
             max(0.0, min(stop, other) - max(start, begin))
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def traced(process: Process, *, tokens: int, trace: str) -> Lanes:
-    """On a rank: one forward and backward under the profiler, behind one that warms up."""
+    """On a rank: profiles one forward and backward after one of warm-up."""
     comm = process.arrange(Topology(context=process.world_size)).mesh.comm("cp")
     shapes = [(1, tokens // comm.size, heads, HEAD_DIM) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
     query, key, value = (
@@ -90,7 +90,7 @@ def traced(process: Process, *, tokens: int, trace: str) -> Lanes:
     with ExitStack() as stack:
         for name in ("attention_block", "attention_block_backward"):
             stack.enter_context(mock.patch.object(ring, name, _recorded(COMPUTE, getattr(ring, name))))
-        transport = comm._transport  # the exchange itself, on the thread that makes it
+        transport = comm._transport  # runs on the communication thread
         exchange = _recorded(EXCHANGE, transport.all_to_all_uneven)
         stack.enter_context(mock.patch.object(transport, "all_to_all_uneven", exchange))
         run()
@@ -117,7 +117,7 @@ def _recorded(name: str, function: Callable) -> Callable:
 
 
 def draw(lanes: Sequence[Lanes], *, path: Path) -> None:
-    """Two lanes per rank; time from the first of all spans on."""
+    """Draws two lanes per rank; time starts at the first span."""
     figure, axes = plt.subplots(figsize=(10, 0.7 * len(lanes) + 1))
     for rank, each in enumerate(lanes):
         first = min(start for spans in each.spans.values() for start, _ in spans)
