@@ -1,6 +1,6 @@
-"""The table of fields in docs/serving.md: each field is sent to a server, which acts on it, ignores it by its name, or refuses it.
+"""docs/serving_fields.md: each field is sent to a server, which acts on it, ignores it by its name, or refuses it.
 
-python -m tests.serve.test_field_table    writes the table again
+python -m tests.serve.test_field_table    writes the page again
 """
 
 from pathlib import Path
@@ -9,14 +9,17 @@ import httpx
 
 from tests.serve.test_server import Chatting, start
 
-PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
-BEGIN, END = "<!-- fields: written by tests/serve/test_field_table.py -->", "<!-- end of fields -->"
+PAGE = Path(__file__).parents[2] / "docs" / "serving_fields.md"
 TOOL = {"type": "function", "function": {"name": "now"}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1, 2]}}}
 YES, IGNORED, REFUSED, FLAG = "acts", "ignored", "refused", "with a flag"
 # The versions that the columns of the other servers were read from, and the files.
 VLLM, LLAMA = "0.33.0", "0c1e57098"
-SOURCES = f"""\
+INTRODUCTION = f"""\
+# Fields of requests
+
+Look up whether [the server](serving.md#fields) acts on a field of vLLM or llama.cpp, ignores it, or refuses it.
+
 The column of vLLM follows `ChatCompletionRequest` and `CompletionRequest` of version {VLLM}; a field "{FLAG}" acts where a flag of
 `vllm serve` switches it on. The column of llama.cpp follows `tools/server` at commit {LLAMA}: its README, `server-schema.cpp` and
 `server-common.cpp`.
@@ -123,10 +126,10 @@ FIELDS: list[tuple[str, object, str, str]] = [
 ]
 
 
-def table() -> str:
-    """The server acts on each field, ignores it, or refuses it."""
+def page() -> str:
+    """The text of the page: the server acts on each field, ignores it, or refuses it."""
     server = start(tokenizer=Chatting(), max_sequences=8)
-    lines = [SOURCES, "| field | vLLM | llama.cpp | ztk |", "| --- | --- | --- | --- |"]
+    lines = [INTRODUCTION, "| field | vLLM | llama.cpp | ztk |", "| --- | --- | --- | --- |"]
     try:
         for shown, value, vllm, llama in FIELDS:
             field, *route = shown.split()
@@ -134,7 +137,7 @@ def table() -> str:
             lines.append(f"| {' '.join([f'`{field}`', *route])} | {vllm} | {llama} | {own} |")
     finally:
         server.stop()
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 def _sent(server, field: str, value: object, *, is_chat: bool) -> str:
@@ -149,14 +152,8 @@ def _sent(server, field: str, value: object, *, is_chat: bool) -> str:
 
 
 def test_the_page_has_what_the_server_does_with_each_field():
-    page = PAGE.read_text(encoding="utf-8")
-    assert page[page.index(BEGIN) + len(BEGIN) : page.index(END)].strip() == table(), (
-        "python -m tests.serve.test_field_table"
-    )
+    assert PAGE.read_text(encoding="utf-8") == page(), "python -m tests.serve.test_field_table"
 
 
 if __name__ == "__main__":
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(
-        f"{page[: page.index(BEGIN) + len(BEGIN)]}\n\n{table()}\n\n{page[page.index(END) :]}", encoding="utf-8"
-    )
+    PAGE.write_text(page(), encoding="utf-8")
