@@ -1,4 +1,4 @@
-"""What a rollout at stage 3 takes on every tier, beside the formula of docs/rollouts.md: bytes of the ledger, counted on two ranks.
+"""Bytes of a rollout at stage 3 by tier, counted by the ledgers of two ranks and compared with the formula.
 
 P: bytes of the full parameters, U: of the largest unit, R: of the root, which is open during every forward.
 """
