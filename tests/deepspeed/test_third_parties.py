@@ -240,9 +240,10 @@ IMPORTS = [
 
 @pytest.mark.parametrize(("project", "module", "names"), IMPORTS, ids=lambda value: str(value)[:40])
 def test_imports(project, module, names):
-    """Each name is there, and stands in the page's table."""
+    """Each name exists, and the project's row of the page has it."""
     found = module_of(f"deepspeed.{module}")
     for name in names.split():
         assert getattr(found, name) is not None
     text = " ".join(f"`{name}`" for name in names.split())
-    assert f"| {project} | `{module}` | {text} |" in PAGE.read_text()
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {project} | `")]
+    assert any(f"`{module}`: {text}" in row for row in rows)
