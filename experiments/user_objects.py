@@ -31,7 +31,7 @@ def own_model(config: Config) -> nn.Module:
             f"model._target_={config.own['model']['_target_']}: is no nn.Module but a {type(model).__name__}"
         )
     if hasattr(model, "logits"):
-        loss_of, logits_of = model.forward, getattr(model, "logits")  # noqa: B009 - nn.Module says Tensor | Module for any name
+        loss_of, logits_of = model.forward, getattr(model, "logits")  # noqa: B009 - nn.Module types every attribute as Tensor | Module
 
         def forward(batch: Any, *, outputs: bool = False) -> Any:
             return logits_of(batch) if outputs else loss_of(batch)

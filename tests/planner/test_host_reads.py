@@ -89,7 +89,7 @@ def test_a_planted_wait_is_counted(tmp_path, monkeypatch):
     step = Engine.step
 
     def waiting(engine: Engine) -> bool:
-        on_host(engine.control.control, what="planted")
+        on_host(engine.control.control, name="planted")
         return step(engine)
 
     monkeypatch.setattr(Engine, "step", waiting)

@@ -177,8 +177,8 @@ def _indexed(dtype: torch.dtype) -> Iterator[tuple[float, int, Callable[[], obje
 def _layers(rows: int) -> int:
     """Returns how many layers to stack.
 
-    As in a real model, activations have then left the caches before the backward reads them; the largest inputs exceed the caches with
-    one layer.
+    Activations must have left the caches when the backward reads them, as in a real model. The largest inputs exceed the caches with one
+    layer.
     """
     return LAYERS if rows < ROWS[-1] else 1
 

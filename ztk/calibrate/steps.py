@@ -63,7 +63,7 @@ class _Step:
         return max(LEAST, self.seconds - without) / count, (amount - without) / count
 
     def scale(self, hardware: Hardware) -> float:
-        """Returns the ratio of measured to planned work, in which fixed latencies do not count. hardware: with latency and `GRADIENT`."""
+        """Returns the ratio of measured to planned work, without fixed latencies. hardware: must have a latency and `GRADIENT`."""
         others = {kind: points for kind, points in (hardware.curves or {}).items() if kind != GRADIENT}
         work = self.planned(replace(hardware, operation_latency=0.0, curves=others))
         starts = self.planned(hardware) - work

@@ -1,8 +1,8 @@
-"""Drafts from a smaller model (Leviathan et al. 2022, https://arxiv.org/abs/2211.17192), without a rule of acceptance.
+"""Speculative drafts from a smaller model (Leviathan et al. 2022, https://arxiv.org/abs/2211.17192), with exact acceptance.
 
-A draft is drawn as its token will be: with the number that belongs to the position, from the draft model's probabilities after the same
-sampling steps. It counts if it is the token that the model itself draws, so drafts change no token and no log-probability, at any
-temperature; the nearer the two models, the more often both draw the same token from the same number.
+The draft model samples with the same steps and with the random number that belongs to the token's position. A draft is accepted if the large
+model draws the same token with that number. Drafts therefore change no token and no log-probability at any temperature. The closer the two
+models, the more drafts are accepted.
 """
 
 from typing import Protocol
@@ -20,19 +20,19 @@ PROMPT_TOKENS = 2048  # computed at one time
 
 
 class Drafted(Protocol):
-    """The part of a sequence that a draft continues. tokens: prompt and answer. slot: the engine's."""
+    """A sequence that a draft continues. tokens: prompt and answer. slot: number of the engine's slot."""
 
     tokens: list[int]
     slot: int
     sample: int
 
     def draw_steps(self, drafts: list[int], *, vocabulary: int) -> DrawSteps:
-        """Of the draw after these guesses."""
+        """The sampling steps of the draw after these drafts."""
         ...
 
 
 class DraftModel:
-    """A small model with a cache of its own, whose slots are the engine's. count: tokens that it proposes at most."""
+    """A small model with its own cache, which has the engine's slots. count: the largest number of proposed tokens."""
 
     def __init__(self, model: InferenceModel | ModuleModel, *, slots: int, count: int) -> None:
         self.model, self.count = model, count
@@ -40,13 +40,13 @@ class DraftModel:
         self._contents: list[list[int]] = [[] for _ in range(slots)]
 
     def arrange(self, *, slots: int, positions: int) -> None:
-        """Lays the cache out as the engine's."""
+        """Lays out the cache like the engine's."""
         self._cache.arrange(slots=slots, positions=positions)
         kept = [contents[:positions] for contents in self._contents[:slots]]
         self._contents = kept + [[] for _ in range(slots - len(kept))]
 
     def reserve(self, positions: int) -> None:
-        """Room for so many tokens of each sequence."""
+        """Reserves room for `positions` tokens per sequence."""
         self._cache.reserve(positions)
 
     def propose(self, asked: list[tuple[Drafted, int]]) -> list[list[int]]:

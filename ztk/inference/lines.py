@@ -183,8 +183,8 @@ def is_finite(lines: Lines) -> bool:
 
 
 def _kind(work: Work, *, count: int) -> str:
-    """How this number of rows of the work becomes tokens, decided only by the sequence: every row draws one by the temperature alone, or by
-    steps in a kernel, or from tokens that are returned, or the host needs the logits."""
+    """How these rows of the work are sampled: with the temperature only, with selection steps in a kernel, from returned tokens, or on the
+    host from logits. Depends on nothing but the sequence."""
     sampling = work.sequence.sampling
     if not count or _scores(work):
         return _WRITTEN

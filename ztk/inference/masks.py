@@ -110,7 +110,7 @@ def _refused(packed: Tensor, *, size: int) -> Tensor:
 
 @functools.cache
 def _eights(device: torch.device) -> Tensor:
-    """For each byte of a mask the eight bytes of bools that refuse its tokens: int64 [256]."""
+    """A table from a mask's byte to the eight bools of its refused tokens, as one int64: [256]."""
     with torch.inference_mode(False):
         zeros = (torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1 == 0
         return zeros.view(torch.int64).flatten().to(device)
@@ -118,7 +118,7 @@ def _eights(device: torch.device) -> Tensor:
 
 @functools.cache
 def _bits(device: torch.device) -> Tensor:
-    """1, 2, 4, ..., the last one is the sign bit: int32 [32]."""
+    """The bits 1, 2, 4, ... and the sign bit: int32 [32]."""
     with torch.inference_mode(False):
         return torch.tensor([1 << bit for bit in range(_WORD - 1)] + [-(1 << (_WORD - 1))], dtype=torch.int32).to(
             device

@@ -163,13 +163,13 @@ def pack(
     cut: Cut | None = None,
     key: str = "",
     extra: dict[str, Any] | None = None,
-    beside: Sequence[tuple[Path, str]] = (),
+    extra_files: Sequence[tuple[Path, str]] = (),
 ) -> Packed:
     """Writes a model's weights in the format `weights` into the new `folder`. `state`, parameters of any shape, is read
     one layer at a time.
 
-    cut: a tensor-parallel rank's part, to write only that. key, extra: stored in the manifest. beside: files and folders that are copied
-    into it, each with its name there.
+    cut: a tensor-parallel rank's part, to write only that. key, extra: stored in the manifest. extra_files: files and folders to copy
+    into the folder, each with its new name.
 
     Raises:
         FolderTaken: the folder exists and has something in it.
@@ -191,7 +191,7 @@ def pack(
         manifest = _write(partial, subject=subject, reader=reader)
         manifest |= {"weights": weights, "key": key, "extra": extra or {}}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        for original, name in beside:
+        for original, name in extra_files:
             (shutil.copytree if original.is_dir() else shutil.copyfile)(original, partial / name)
         try:
             partial.rename(target)  # takes the place of an empty folder

@@ -76,7 +76,7 @@ def check_rows(model: InferenceModel) -> frozenset[tuple[str, tuple[int, int]]]:
 
 @torch.inference_mode()
 def check_tiles(of: Description) -> None:
-    """Attention's products, one and several in a call. Raises ValueError: a row differs."""
+    """Compares attention's products alone and in calls with others. Raises ValueError if a row differs."""
     odd = differing_tile(of.heads // of.kv_heads, head_dim=of.head_dim, kv_heads=of.kv_heads)
     if odd is not None:
         raise ValueError(
@@ -87,7 +87,7 @@ def check_tiles(of: Description) -> None:
 
 
 def check_products(products: list[Product]) -> frozenset[tuple[str, tuple[int, int]]]:
-    """As `check_rows`, of one product per kind and shape of weight.
+    """Like `check_rows`, for one product per kind and shape of weight.
 
     Raises:
         ValueError: a row differs.

@@ -16,7 +16,7 @@ _SCORES = 8 * BLOCK  # places times blocks of keys: short sequences are batched 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """`length` rows from `row` on belong to the sequence in `slot`, at positions from `start` on. adapter: its number, 0 of the base."""
+    """Rows `row` to `row + length` are tokens of the sequence in `slot` at positions from `start` on. adapter: its number; 0 is the base."""
 
     slot: int
     start: int

@@ -1,11 +1,11 @@
 """Seconds, calls and bytes of every op in a period: `with KernelTimes() as times: ...`, then `times.read()`.
 
 [Note: Times]
-On a GPU an event before and one after the op's launches are recorded in its stream; they are read after the step, with one wait
-for the device in all. So on a GPU that waits for the host, an op's time includes its launch. On a CPU the clock is read
-before and after. Ops of all threads count, in the period in which they begin. Ops of a call wrapped by `behind_step`, such as the update
-during the next forward, count in the period after the one in which it was wrapped, and in full. If an op calls another one,
-as `linear_cross_entropy` does, its time includes the other's.
+On a GPU, events before and after the op's launches are recorded in its stream and read after the step, with a single wait for the
+device. If the GPU waits for the host, an op's time therefore includes its launch. On a CPU the clock is read before and after. Ops of
+all threads count in the period in which they begin. Ops of a call wrapped by `behind_step`, such as the update during the next forward,
+count in full in the period after the one in which it was wrapped. The time of an op that calls another one, such as
+`linear_cross_entropy`, includes the other's.
 """
 
 import threading
@@ -36,7 +36,7 @@ class Ceilings:
     rates: Mapping[torch.dtype, float] = field(default_factory=dict)
 
     def seconds(self, *, num_bytes: int, flops: int, dtype: torch.dtype) -> float:
-        """The floor of a call, in seconds: the longer of moving and computing; computing counts 0 where no rate is known."""
+        """The floor of a call in seconds: the longer of moving and computing. Computing counts 0 for dtypes without a rate."""
         rate = self.rates.get(dtype) or self.rates.get(torch.float32)
         return max(num_bytes / self.memory_bandwidth, flops / rate if rate else 0.0)
 

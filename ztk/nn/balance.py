@@ -24,7 +24,7 @@ from ztk.kernels import router_losses
 class LoadSums:
     """A layer's sums since the metrics were last read; tensors on the device.
 
-    assigned: float64 [E], choices per expert before any was dropped. totals: float64 [4], choices dropped, balance losses, z-losses,
+    assigned: float64 [E], choices per expert, dropped ones included. totals: float64 [4], dropped choices, balance losses, z-losses,
     forwards.
     """
 

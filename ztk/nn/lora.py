@@ -155,7 +155,7 @@ def targets_of(model: nn.Module, *, targets: tuple[str, ...]) -> dict[str, nn.Mo
 
 
 def adapter_values(values: InitialValues, *, model: nn.Module, seed: int) -> InitialValues:
-    """`values`, and for adapters peft's: A uniform within 1 / sqrt(inputs), drawn from `seed`; B zero, so that the model starts as its base."""
+    """Adds peft's initial values for adapters to `values`: A uniform within 1 / sqrt(inputs), from `seed`; B zero, so the base is unchanged."""
     inputs = {name: p.shape[1] for name, p in model.named_parameters() if name.endswith(_A)}
     sizes = {name: p.numel() for name, p in model.named_parameters() if name.endswith(_A)}
 

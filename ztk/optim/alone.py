@@ -1,4 +1,4 @@
-"""Runs one step of a torch optimizer's class over other tensors than its own."""
+"""Runs one step of a torch optimizer's class on tensors that the optimizer does not hold."""
 
 import copy
 from collections import OrderedDict, defaultdict

@@ -4,7 +4,7 @@
     direction = momentum * buffer + (1 - momentum) * g   if nesterov else   buffer
     master    = master * (1 - lr * weight_decay) - lr * scale * orthogonalised(direction)
 
-The first two lines and the last one are elementwise and run on shards; the orthogonalisation needs the matrix. As torch.optim.Muon.
+The first two lines and the last one are elementwise and run on shards; the orthogonalisation needs the matrix. Equals torch.optim.Muon.
 """
 
 import math

@@ -55,10 +55,10 @@ class Reads:
         return next((self.words(name) for name, value in self._found.items() if self.holds(value)), None)
 
     @staticmethod
-    def words(what: str) -> str:
-        """The text of a fault. what: the object that holds parameters."""
+    def words(holder: str) -> str:
+        """The text of a fault. holder: the object that holds parameters."""
         return (
-            f"its step reads {what}, which holds parameters of the model or their id(), and a rank steps over ranges of parameters, which are "
+            f"its step reads {holder}, which holds model parameters or their id(), and a rank steps over ranges of parameters, which are "
             "other objects: mark parameters by an attribute that the step reads (p.no_decay = True), or give them a parameter group of "
             "their own"
         )

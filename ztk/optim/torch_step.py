@@ -22,7 +22,7 @@ from ztk.optim.states import StateFormat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """The states of a parameter that are not rows. scalars: by name. rows: the names of its rows that exist."""
+    """The states of a parameter outside the store. scalars: name -> value. rows: names of the rows that exist in the store."""
 
     scalars: dict[str, Any]
     rows: tuple[str, ...]
@@ -46,12 +46,11 @@ class TorchStep:
         device: torch.device | str = "cpu",
         lr_table: Tensor | None = None,
     ) -> None:
-        """parameters: the trained parameters, by name. device: where the step runs. The optimizer's groups are read at every step, its
-        states are emptied. lr_table: fp32 [steps], multiplies every group's `lr`, one value per update; after the last one it stays
-        constant.
+        """parameters: the trained parameters by name. device: where the step runs. lr_table: fp32 [steps], multiplies every group's `lr`, one
+        value per update; after the last one it stays constant.
 
-        Raises ValueError for an optimizer that cannot run over shards (see `probe`), lacks a parameter or has made steps, and for one that
-        changes `lr` itself or has none, if there is an lr_table.
+        Reads the optimizer's groups at every step and empties its states. Raises ValueError for an optimizer that cannot run over shards (see
+        `probe`), lacks a parameter or has made steps. With an lr_table, also for one that changes `lr` itself or has none.
         """
         name_of = {id(parameter): name for name, parameter in parameters.items()}
         self._optimizer = optimizer

@@ -97,7 +97,7 @@ class Plan:
 
 
 def check_states(optimizer: OptimizerPolicy, *, precision: PrecisionPolicy, ema: EmaPolicy | None) -> None:
-    """Raises ValueError for states, master weights and an average that do not fit together."""
+    """Raises ValueError if the formats of states, master weights and average cannot be combined."""
     if precision.bf16_master and ema is not None:
         raise ValueError(
             "ema: precision.bf16_master=true has no float32 master weights that a moving average could change places with: leave one of "

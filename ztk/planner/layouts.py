@@ -201,8 +201,8 @@ def _exposed(layout: Layout, *, work: Workload) -> float:
 
 
 def _ring(layout: Layout, *, work: Workload) -> float:
-    """Seconds of ring attention's transfers of keys and values: once in the forward, twice in the backward, together with their
-    gradients."""
+    """Seconds of ring attention's transfers: keys and values once in the forward and twice in the backward, where their gradients travel
+    along."""
     if layout.context == 1:
         return 0.0
     tokens = work.micro_batch * work.seq_len / layout.sequence  # of the ring

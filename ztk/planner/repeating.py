@@ -40,7 +40,7 @@ class Counted:
 
 
 class Repeater:
-    """Reads the counters of one traced rank and extends them to the micro-batches that are not traced. lanes: its clock, if any."""
+    """Reads the counters of one traced rank and extrapolates them to all micro-batches. lanes: the rank's clock, if seconds are planned."""
 
     def __init__(self, *, mesh: Mesh, io: IoCounters, tracker: StepTracker, lanes: Lanes | None) -> None:
         self._mesh, self._io, self._tracker, self.lanes = mesh, io, tracker, lanes

@@ -43,8 +43,8 @@ class StepProfiler:
         module: nn.Module | None,
         ledger: MemoryLedger,
     ) -> None:
-        """folder: the run folder. module: the model whose modules are named. ledger: its booked bytes are written together with the
-        memory's course.
+        """folder: the run folder. module: model whose modules are named in the trace. ledger: its bytes are written next to the memory
+        timeline.
         """
         self._policy, self._folder, self._rank, self._device = policy, Path(folder, FOLDER), rank, device
         self._module, self._ledger = module, ledger

@@ -276,7 +276,7 @@ class Answer:
         return offsets
 
     def _named(self, top: dict[int, float]) -> dict[str, float]:
-        """Returns log-probabilities by text. Of tokens with the same text, all but the likeliest are named token_id:5."""
+        """Returns log-probabilities by text. If tokens share a text, only the likeliest has it; the others are named like token_id:5."""
         named: dict[str, float] = {}
         for token, value in list(top.items())[: self._asked.tops]:
             name = self._name(token)

@@ -86,7 +86,9 @@ def pack_model(path: str, *, to: str, weights: str, ema: bool = False) -> Packed
         subject = describe(source.module)
         extra = {"name": source.name}
         key = _key(folder, weights=weights, ema=ema)
-        return pack(to, subject=subject, state=source.state, weights=weights, key=key, extra=extra, beside=source.text)
+        return pack(
+            to, subject=subject, state=source.state, weights=weights, key=key, extra=extra, extra_files=source.text
+        )
     finally:
         source.close()
 

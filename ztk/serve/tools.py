@@ -260,7 +260,7 @@ class CallStream:
         return before, False
 
     def _calls(self, region: str) -> list[CallPiece]:
-        """Returns the calls in a text that begins with a mark or an object; none if it has another form."""
+        """Returns the tool calls in a text that begins with a call mark or a JSON object; an empty list for any other text."""
         text = region.replace(self._mark, "", 1).strip() if region.startswith(self._mark) else region.strip()
         key, found, reader = _ARGUMENTS[self._format], [], json.JSONDecoder()
         try:

@@ -201,8 +201,8 @@ class ModelHooks:
 
 
 def _check_transforms() -> None:
-    """Raises RuntimeError inside torch.func.grad and similar, whose backward runs after weights are released, and inside
-    torch.jit.trace."""
+    """Raises RuntimeError inside torch.jit.trace, and inside torch.func.grad and similar transforms, whose backward runs after the weights
+    are released."""
     if (level := _innermost_transform()) is not None and level.key() in _DIFFERENTIATES:
         raise RuntimeError(
             "torch.func.grad, vjp, jvp, jacrev and hessian do not work on a model at zero stage 3, whose weights are released after its "

@@ -1,4 +1,4 @@
-"""Keys of inference and sampling: how sequences share the engine, and how answers are sampled. Ranges are declared once for both."""
+"""Keys of inference and sampling: how sequences share the engine, and how answers are sampled. Both validate ranges in one place."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

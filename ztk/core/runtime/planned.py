@@ -47,10 +47,10 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
     return nullcontext() if is_planned(device) else torch.autocast(device.type, enabled=False)
 
 
-def note_read(what: str) -> None:
-    """Reports that the host reads `what` from the device here, or would in a run on a GPU. Calls the watcher, if there is one."""
+def note_read(name: str) -> None:
+    """Reports that the host reads the value `name` from the device here, or would read it in a run on a GPU. Calls the watchers."""
     for seen in _watching:
-        seen(what)
+        seen(name)
 
 
 @contextmanager
@@ -63,9 +63,9 @@ def watch_reads(seen: Callable[[str], None]) -> Iterator[None]:
         _watching.remove(seen)
 
 
-def on_host(values: Tensor, *, what: str) -> Tensor:
-    """`values` (any shape) in host memory. Waits for the device. what: name of the values, passed to `watch_reads`."""
-    note_read(what)
+def on_host(values: Tensor, *, name: str) -> Tensor:
+    """`values` (any shape) in host memory. Waits for the device. name: label of the values, passed to `watch_reads`."""
+    note_read(name)
     if not values.is_meta:
         return values.cpu()
     return host_bytes(values.nbytes).view(values.dtype).view(values.shape).copy_(values)
@@ -78,9 +78,9 @@ def in_one_memory(first: Tensor, *, second: Tensor) -> bool:
     return not first.is_meta or is_host_memory(first.untyped_storage()) == is_host_memory(second.untyped_storage())
 
 
-def is_set(flag: Tensor, *, what: str) -> bool:
-    """A device scalar [] as a bool. Waits for the device. False for a planned flag: a plan skips no step. what: see `watch_reads`."""
-    note_read(what)
+def is_set(flag: Tensor, *, name: str) -> bool:
+    """A device scalar [] as a bool. Waits for the device. False for a planned flag: a plan skips no step. name: see `watch_reads`."""
+    note_read(name)
     return not flag.is_meta and bool(flag)
 
 

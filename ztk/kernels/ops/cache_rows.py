@@ -1,9 +1,9 @@
-"""From the projection of a step's rows to attention: norm of heads, rotary embedding, and keys and values into their blocks, in one pass.
+"""Prepares a step's projected rows for attention in one pass: norm of heads, rotary embedding, keys and values into their blocks.
 
     q, k = rope(norm(x)), norm(x) = x / sqrt(mean(x^2) + eps) w over each head        v as it is
 
 Reads and writes (H + 2K) D elements per row. Keys and values go to place p of the cache: position p % 64 of block p / 64; a row whose
-place is negative is not kept. In a cache of bytes they are fp8 (e4m3), divided by their head's scale where there are scales.
+place is negative is not stored. A byte cache stores fp8 (e4m3), divided by the head's scale if there are scales.
 """
 
 import torch
@@ -99,7 +99,7 @@ def _launch(
 def _turned(
     rows, query_norm, key_norm, cos, sin, positions, *, K: int, D: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [M, heads, D] in the dtype that a reference computes in."""
+    """Normalised and rotated queries and keys, and values, [M, heads, D] each, in the reference's compute dtype."""
     wide = rows.to(compute_dtype(rows)).unflatten(1, (-1, D))
     query, key, value = wide.split([wide.shape[1] - 2 * K, K, K], dim=1)
     if query_norm is not None:

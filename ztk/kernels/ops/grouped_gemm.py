@@ -284,7 +284,7 @@ class _GroupedMatmul(torch.autograd.Function):
 def grouped_matmul(
     x: Tensor, weight: Tensor, *, offsets: Tensor, order: Tensor | None = None, position: Tensor | None = None
 ) -> Tensor:
-    """x's rows times the weight of their expert; gradients for x and weight.
+    """Multiplies each row of x by its expert's weight. Differentiable in x and weight.
 
     weight: [E, D, N]; offsets: int32 [E + 1] of slots. Without `order`, x is [S, D] already sorted by expert. With the
     `order` [S] and `position` [T, k] of a `Routing`, x is [T, D] and slot s reads row order[s] // k. Returns [S, N] by slot;

@@ -12,10 +12,10 @@ def _rows(
     logits: Tensor, target: Tensor, *, ignore_index: int, z_loss: float, smoothing: float, grad: Tensor | None,
     weight: float | Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """loss and lse per row, and weight * d_x into `grad` when given, in pieces of full rows.
+    """Computes loss and lse per row, and weight * d_x into `grad` if given, in pieces of full rows.
 
-    torch's softmax is 2.5 times as fast as its exp, so the row's lse is found from the target's probability:
-    lse = x[target] - log(p[target]), unless that probability is too small to carry it.
+    torch's softmax is 2.5 times as fast as its exp. So the lse of a row comes from the target's probability, lse = x[target] - log(p[target]),
+    unless that probability is too small.
     """
     M, V = logits.shape
     loss, lse = (torch.empty(M, dtype=torch.float32, device="cpu") for _ in range(2))

@@ -15,8 +15,8 @@ from ztk.kernels.shared.math import dot
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
-    """Tile, reduction step, warps and pipeline stages. programs: that stay on a processor: of two, one computes while the other one stores its
-    tile and loads the first steps of its next."""
+    """Tile, reduction step, warps and pipeline stages. programs: number per processor. With two, one computes while the other stores its tile
+    and loads the first steps of its next one."""
 
     block_m: int
     block_n: int

@@ -53,7 +53,7 @@ class Assignment:
 
 
 def uniform(like: Tensor) -> Tensor:
-    """float32 random numbers of torch's own generator, in the shape of `like`, from 0 to below 1."""
+    """Uniform float32 numbers in [0, 1) from torch's default generator, in the shape of `like`."""
     return torch.rand(like.shape, device=like.device)
 
 

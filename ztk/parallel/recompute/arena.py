@@ -34,10 +34,10 @@ class Arena:
     """`slots` places for flat tensors of one dtype. A lock guards them, because autograd may drop handles on any thread."""
 
     def __init__(
-        self, *, slots: int, dtype: torch.dtype, device: torch.device, beside: torch.device, on_resize: OnResize
+        self, *, slots: int, dtype: torch.dtype, device: torch.device, compute_device: torch.device, on_resize: OnResize
     ) -> None:
         """See `memory` for the two devices."""
-        self._slots, self._dtype, self._device, self._beside = slots, dtype, device, beside
+        self._slots, self._dtype, self._device, self._compute_device = slots, dtype, device, compute_device
         self._on_resize = on_resize
         self._buffer: Tensor | None = None  # [slots, elements of a place]
         self._free: list[int] = list(reversed(range(slots)))
@@ -77,14 +77,16 @@ class Arena:
             )
         freed = 0 if self._buffer is None else self._buffer.nbytes
         self._buffer = None  # freed before the new one is allocated
-        self._buffer = memory((self._slots, numel), dtype=self._dtype, device=self._device, beside=self._beside)
+        self._buffer = memory(
+            (self._slots, numel), dtype=self._dtype, device=self._device, compute_device=self._compute_device
+        )
         self._on_resize(freed=freed, taken=self._buffer.nbytes)
 
 
-def memory(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device, beside: torch.device) -> Tensor:
-    """A tensor of `shape` on `device`. A CPU tensor is page-locked if `beside` is a GPU, and has no values if it is a plan's device."""
-    if device == beside or device.type != "cpu":
+def memory(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device, compute_device: torch.device) -> Tensor:
+    """A tensor of `shape` on `device`. A CPU tensor is page-locked if `compute_device` is a GPU, and has no values if it is a plan's device."""
+    if device == compute_device or device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
-    if is_planned(beside):
+    if is_planned(compute_device):
         return host_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-    return torch.empty(shape, dtype=dtype, pin_memory=beside.type == "cuda")
+    return torch.empty(shape, dtype=dtype, pin_memory=compute_device.type == "cuda")

@@ -157,14 +157,14 @@ class InputStore:
         """Memory for a part, and the contiguous buffer that contains it or None."""
         device = torch.device("cpu") if self.inputs_on_cpu else part.device
         if not self._policy.contiguous:
-            return Place(tensor=memory(part.shape, dtype=part.dtype, device=device, beside=part.device)), None
+            return Place(tensor=memory(part.shape, dtype=part.dtype, device=device, compute_device=part.device)), None
         key = part.dtype, device, place
         if key not in self._arenas:
             self._arenas[key] = Arena(
                 slots=self._num_checkpoints,
                 dtype=part.dtype,
                 device=device,
-                beside=part.device,
+                compute_device=part.device,
                 on_resize=self._book_arena,
             )
         arena = self._arenas[key]

@@ -59,7 +59,7 @@ class TextCache:
 
     @contextmanager
     def used(self, module: nn.Module, *, spans: list[Span]) -> Iterator[None]:
-        """Runs one forward of `module`, whose attention is `CachedAttention`, on the tokens of `spans`. Slots are texts."""
+        """Connects this cache to the `CachedAttention` layers of `module` for one forward over the tokens of `spans`. A slot is a text."""
         if self._module is not module:
             self._module = module
             self._layers = [part for part in module.modules() if isinstance(part, CachedAttention)]

@@ -116,7 +116,7 @@ class Buffer:
     def load_state_dict(self, state: Mapping[str, Any], *, per_update: int, rank: int, world_size: int) -> None:
         """Restores the result of `state_dict`, on any number of ranks. Samples stay in the order of their numbers.
 
-        per_update: samples of an optimizer step, over all ranks. Raises ValueError in the middle of a rollout with other sizes, whose
+        per_update: samples of an optimizer step, over all ranks. Raises ValueError if a rollout was interrupted with other sizes, whose
         loss weights are for other steps, and if `world_size` does not divide the samples.
         """
         ranks = [part for part in state["ranks"] if part is not None]

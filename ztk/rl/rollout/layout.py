@@ -97,7 +97,7 @@ def lay_out(
     first.
 
     module: a decoder whose results must be bitwise independent of the pack, if required.
-    prompt_lengths: of the texts, int64 [S]. With them, and a module that supports it, common prompts of a pack are computed once.
+    prompt_lengths: int64 [S]. With them, and a module that supports it, common prompts of a pack are computed once.
     """
     S, T = tokens.shape
     if not packs:
@@ -121,7 +121,7 @@ def lay_out(
 def _shared(
     tokens: Tensor, *, lengths: Tensor, prompts: list[tuple[int, ...]], device: torch.device, module: nn.Module
 ) -> Layout:
-    """Lays out every prompt once, then each text's other tokens, short ones first. prompts: of each text."""
+    """Lays out every different prompt once, then the answers, short ones first. prompts: the prompt of each text."""
     order = lengths.argsort(stable=True).tolist()
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
     which, borders = [numbers[prompt] for prompt in prompts], [len(prompt) for prompt in prompts]

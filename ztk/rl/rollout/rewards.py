@@ -92,7 +92,7 @@ class Answered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reward:
-    """A function and the weight of its values in the sum. name: in rows, tables and errors."""
+    """A reward function with its weight in the sum. name: label in rows, tables and errors."""
 
     name: str
     function: RewardFunction

@@ -1,1 +1,1 @@
-"""Flat buffers of parameters, cut into shards: where everything lies in them, how shards are sent, and where parameters and gradients are."""
+"""Flat buffers of parameters, cut into shards: their layout, the collectives of shards, and the placement of parameters and gradients."""

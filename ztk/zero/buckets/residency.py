@@ -181,7 +181,7 @@ class Residency:
 
     @property
     def is_shown(self) -> bool:
-        """Whether the parameters are views of `full`; False if a script gave them other memory."""
+        """Whether the parameters are views of `full`. False if a script has replaced their memory."""
         return self._full is not None and not is_released(self._parameters[0])
 
     def check_fits(self, value: Tensor, *, placement: Placement) -> None:

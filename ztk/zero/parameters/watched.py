@@ -110,7 +110,7 @@ def viewers(parameters: Sequence[nn.Parameter], *, memory: Tensor) -> int | None
 
 
 def _alive(parameter: nn.Parameter) -> list[weakref.ref]:
-    """The references of `parameter` whose tensors exist. A view keeps its base alive, so `p.data.view(-1)` counts, too."""
+    """Live references to tensors that `parameter.data` returned. A view such as `p.data.view(-1)` keeps its base alive, so it counts."""
     return [reference for reference in _returned.get(parameter, ()) if reference() is not None]
 
 

@@ -34,9 +34,9 @@ class TrustRatios:
         self.ratios: dict[str, Tensor] = {}
 
     def run(self, control: Tensor, *, skipped: frozenset[str]) -> None:
-        """Sets `ratios`, on the device of `control`. A collective call of the ranks of every bucket; waits.
+        """Sets `ratios`, on the device of `control`. A blocking collective call of the ranks of every bucket.
 
-        control: of a step that is not skipped, [groups, 16]. skipped: names of parameters that keep their averages.
+        control: [groups, 16], of a step that runs. skipped: names of parameters that keep their averages.
         """
         self.ratios = {}
         for buckets in self._by_comm:

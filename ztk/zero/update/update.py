@@ -125,10 +125,10 @@ class ShardUpdate:
         self._join()
         self._skipped, self._averages = skipped, averages
         if self._fetcher.on_host:
-            control = on_host(control, what="decision to step: states are updated on the host")
+            control = on_host(control, name="decision to step: states are updated on the host")
         # Missed updates are also counted here.
         must_know = self._must_know_of_skips or (self._corrects_bias and skipped)
-        if must_know and is_set(control[0, Control.skip], what="decision to step: the optimizer does not read it"):
+        if must_know and is_set(control[0, Control.skip], name="decision to step: the optimizer does not read it"):
             self._fetcher.drop_ahead()  # without any access to the medium
             return
         if isinstance(self._optimizer, TorchStep):

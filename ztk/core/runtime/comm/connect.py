@@ -79,7 +79,7 @@ def _comm(
     timeout_seconds: float,
     number: int,
 ) -> Comm:
-    """A `Comm`, with a watchdog where the transport needs one. number: counts the calls to connect, the same on all ranks."""
+    """Builds a `Comm`, with a watchdog if the transport cannot check labels. number: index of the call to connect, equal on all ranks."""
     watchdog = None
     if not transport.checks_labels:
         watchdog = Watchdog(

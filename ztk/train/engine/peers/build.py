@@ -84,7 +84,7 @@ def parallelize_peer(
 
 
 def _materialise(model: nn.Module, *, device: torch.device) -> None:
-    """Allocates parameters and buffers on the meta device and ties shared weights again, which `to_empty` separates."""
+    """Allocates meta parameters and buffers on `device`, and ties shared weights again, because `to_empty` separates them."""
     first: dict[nn.Parameter, str] = {}
     tied = {}  # name -> first name of the same parameter
     for name, parameter in model.named_parameters(remove_duplicate=False):
