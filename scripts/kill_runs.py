@@ -103,7 +103,21 @@ def start(words: Sequence[str], *, log: Path, forks: bool) -> Command:
     told = {"arguments": tuple(words), "cwd": os.getcwd(), "environment": environment, "files": list(map(str, files))}
     process = forkserver().Process(target=commands._command, kwargs=told)
     process.start()
+    while ignores(
+        process.pid, number=signal.SIGINT
+    ):  # as the interpreter that forks does, until the fork has its own handlers
+        time.sleep(0.001)
     return Command(process=process, log=log)
+
+
+def ignores(pid: int, *, number: int) -> bool:
+    """Whether a running process ignores a signal. False if it has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 @dataclass(kw_only=True)

@@ -18,6 +18,7 @@ from tests.ranks import forkserver
 from ztk.core.launch.processes import Child, before_start
 
 TIMEOUT_SECONDS = 240
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_command(
@@ -67,9 +68,12 @@ class _ForkedRank:
         prepare = before_start(cores=child.cores)
         sys.stdout.flush()
         sys.stderr.flush()
+        # Until the fork has its own handlers: this process's would note a signal that is the fork's.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         self.pid = os.fork()
         if self.pid == 0:
             _be_rank(child, log=log, prepare=prepare)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def poll(self) -> int | None:
         return self._ask(os.WNOHANG)
@@ -92,6 +96,7 @@ def _be_rank(child: Child, *, log: IO | None, prepare) -> None:
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         words = list(child.command[child.command.index("-m") + 1 :])
         _become(words, environment=dict(child.environment), files=[] if log is None else [log.name] * 2)
         from ztk import worker

@@ -1,8 +1,11 @@
 """Trained weights never vanish: the last step is saved, a run that was ended by a signal resumes, and the newest step answers."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,9 @@ import pytest
 from tests.commands import run_command
 from ztk.cli.jobs import Job
 from ztk.cli.session import Session
+from ztk.config import ConfigError
+from ztk.core.launch.processes import Child, run_children
+from ztk.core.launch.signals import noted_signals
 from ztk.report.status import Status
 
 ROOT = Path(__file__).parents[2]
@@ -70,3 +76,44 @@ def test_an_interrupt_between_composing_and_the_ranks_says_what_to_do(monkeypatc
     monkeypatch.setattr(sys, "argv", ["run.py"])
     assert session.main(compose_and_run) == 130
     assert "interrupted before a run started: nothing has changed, start the command again" in capsys.readouterr().err
+
+
+class Referred:
+    """Its weak references have callbacks, as the import system's locks."""
+
+
+def test_a_signal_that_python_ignored_ends_the_command_before_ranks_start(monkeypatch, tmp_path):
+    started = tmp_path / "started"
+    child = Child(rank=0, command=[sys.executable, "-c", f"open({str(started)!r}, 'w')"], environment={})
+
+    def compose_and_run():
+        referred = Referred()
+        reference = weakref.ref(referred, lambda _: os.kill(os.getpid(), signal.SIGINT))
+        del referred
+        assert reference() is None
+        run_children([child])
+
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    with noted_signals():
+        assert Session().main(compose_and_run) == 130
+    assert not started.exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("error", [AttributeError("a cleanup failed"), ConfigError(["data.seq_len=a: no number"])])
+def test_an_error_that_a_signal_caused_is_an_interrupt(monkeypatch, capsys, number, code, error):
+    def compose_and_run():
+        try:
+            os.kill(os.getpid(), number)
+        finally:
+            raise error
+
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    with noted_signals():
+        if number == signal.SIGINT:
+            assert Session().main(compose_and_run) == code
+        else:
+            with pytest.raises(SystemExit, match=str(code)):
+                Session().main(compose_and_run)
+    assert "interrupted before a run started" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

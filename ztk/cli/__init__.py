@@ -1,6 +1,25 @@
 """The command line on top of Hydra: arguments, jobs, tables of jobs, exit codes. Does not import torch."""
 
-from ztk.cli.command import main
-from ztk.cli.session import Session
+import sys
+from typing import TYPE_CHECKING
 
-__all__ = ["Session", "main"]
+from ztk.core.launch.signals import noted_signals
+
+if TYPE_CHECKING:
+    from ztk.cli.session import Session
+
+
+def main(session: "Session | None" = None) -> int:
+    """Runs the command line in `sys.argv` and returns its exit code. session: holds the results afterwards. Defaults to a new one.
+
+    The imports lie behind the signals' handlers, so that Ctrl-C during them ends the command, too.
+    """
+    with noted_signals():
+        try:
+            from ztk.cli.command import run
+        except KeyboardInterrupt:
+            print(
+                "ztk: interrupted before a run started: nothing has changed, start the command again", file=sys.stderr
+            )
+            return 130
+        return run(session)

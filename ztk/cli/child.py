@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from ztk.cli.command import main
+from ztk.cli import main
 from ztk.cli.session import Session
 
 LINE_REFUSED = 3  # exit code of an invalid command line; if all jobs are refused, the code is 2, as everywhere

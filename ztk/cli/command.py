@@ -1,4 +1,4 @@
-"""The command `ztk`, also available as `python run.py` and `python -m ztk`."""
+"""The command `ztk`, also available as `python run.py` and `python -m ztk`, after its imports."""
 
 import hydra
 from omegaconf import DictConfig
@@ -7,7 +7,7 @@ from ztk.cli.session import Session
 from ztk.config import conf_dir
 
 
-def main(session: Session | None = None) -> int:
+def run(session: Session | None = None) -> int:
     """Runs the command line in `sys.argv` and returns its exit code. session: holds the results afterwards. Defaults to a new one."""
     session = session or Session()
 

@@ -41,6 +41,7 @@ from ztk.core.launch import (
     start_process,
 )
 from ztk.core.launch.output import lasting_output
+from ztk.core.launch.signals import raise_noted
 from ztk.report.folder import OPTIONS, PACKED, write_failed_summary, write_json
 from ztk.report.heartbeat import Heartbeat
 from ztk.report.status import INTERRUPTED, RecordError, Status
@@ -76,27 +77,14 @@ class Session:
         """
         os.environ["HYDRA_FULL_ERROR"] = "1"  # errors propagate to this method instead of Hydra's printer
         os.environ["ZTK_COMMAND"] = shlex.join(sys.argv)  # for env.json of the ranks
-        if self._external is None:
-            signal.signal(signal.SIGTERM, _end)  # until the ranks start; then `run_children` handles signals
+        if self._external is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a rank may wait in a collective, where no handler runs
         with lasting_output():
             return self._main(compose_and_run)
 
     def _main(self, compose_and_run: Callable[[], None]) -> int:
         try:
-            help_text = requested_help(sys.argv[1:])
-            shown = help_text or self._prepare_arguments()
-            if shown is not None:
-                self._print(shown)
-                return Outcome.done
-            compose_and_run()
-        except (HydraException, OmegaConfBaseException) as error:
-            return self._refuse(configuration.refusal(error))
-        except (ConfigError, RecordError) as error:
-            return self._refuse(error)
-        except OSError as error:
-            if self._jobs:
-                raise
-            return self._refuse(ConfigError([f"the run folder cannot be made ({error}): use hydra.run.dir=FOLDER"]))
+            return self._obey(compose_and_run)
         except (KeyboardInterrupt, SystemExit) as error:
             if isinstance(error, SystemExit) and not _is_signal(error.code):
                 raise  # raised by Hydra
@@ -110,6 +98,25 @@ class Session:
             return Outcome.interrupted
         finally:
             self._close_forker()
+
+    def _obey(self, compose_and_run: Callable[[], None]) -> int:
+        """Shows the help, or runs the jobs. Returns the exit code. An error after a signal is the signal's."""
+        try:
+            help_text = requested_help(sys.argv[1:])
+            shown = help_text or self._prepare_arguments()
+            if shown is not None:
+                self._print(shown)
+                return Outcome.done
+            compose_and_run()
+        except Exception as error:
+            raise_noted()
+            if isinstance(error, HydraException | OmegaConfBaseException):
+                return self._refuse(configuration.refusal(error))
+            if isinstance(error, ConfigError | RecordError):
+                return self._refuse(error)
+            if isinstance(error, OSError) and not self._jobs:
+                return self._refuse(ConfigError([f"the run folder cannot be made ({error}): use hydra.run.dir=FOLDER"]))
+            raise
         jobs = self._print_jobs()
         return Outcome.done if self._listing else exit_code(jobs)
 
@@ -138,6 +145,8 @@ class Session:
             status = Status.interrupted
             raise
         except ConfigError as error:
+            status = Status.interrupted
+            raise_noted()
             self._say(str(error))
             status = Status.refused
             if self._sweeping:
@@ -359,10 +368,6 @@ def _shown(flags: list[str]) -> str | None:
     return next(
         (value for flag, value in pairwise(joined) if flag in ("--cfg", "-c") and value in ("job", "all")), None
     )
-
-
-def _end(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 def _is_signal(code: object) -> bool:

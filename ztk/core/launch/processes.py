@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from ztk.core.launch.errors import RankFailure, failure_of_exit
+from ztk.core.launch.signals import raise_noted
 
 _POLL_SECONDS = 0.05
 _REPEAT_SECONDS = 0.5  # a repeated signal within it is ignored: a terminal and a wrapper may both forward a Ctrl-C
@@ -128,6 +129,7 @@ def run_children(
     """
     processes: list[Started] = []
     with _signals() as received, ExitStack() as logs:
+        raise_noted()
         try:
             for child in children:
                 log = None if child.log is None else logs.enter_context(open(child.log, "w"))
