@@ -1,11 +1,14 @@
 """The engine over blocks on CPU tensors that are tagged as a GPU's: no operation mixes devices, and answers have the CPU's bits."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from tests.device_tagged import Tagged, gpu_tensors
 from tests.inference.models import VOCABULARY, build, build_decoder
 from tests.inference.test_blocks import Replayed
+from tests.inference.test_masks import Counting
 from ztk.inference import Generator, InferencePolicy, SamplingParams, graphs
 
 PROMPTS = [[5, 6, 7], [(7 * i) % VOCABULARY for i in range(80)], [11, 12] * 20]
@@ -45,3 +48,34 @@ def test_a_gpu_has_the_answers_of_a_cpu(name, monkeypatch):
     assert found == expected
     assert other.preempted == one.preempted > 0
     assert other._stepper.graphs.captured > 0
+
+
+def test_grammars_add_no_read_of_the_device(monkeypatch):
+    """One read per step brings the drawn tokens of all rows; masks are sent and nothing of them returns."""
+    monkeypatch.setattr(graphs, "CudaCapture", lambda: Replayed.capture)
+    monkeypatch.setattr(Generator, "_advance", torch.no_grad()(Generator._advance.__wrapped__))
+    model, reads = MODELS["native with experts"](), []
+    sampling = [
+        SamplingParams(max_tokens=20, temperature=0.8, seed=first, grammar=Counting(first=first, last=30))
+        for first in range(12, 20)
+    ]
+    found = {}
+    for device in ("cpu", "cuda:0"):
+        with gpu_tensors():
+            generator = Generator(
+                model, policy=InferencePolicy(device=device, cache="blocks", max_model_len=64, cache_tokens=1024)
+            )
+            if device != "cpu":
+                for name in ("cpu", "tolist", "item", "__bool__", "__int__", "__float__"):
+                    monkeypatch.setattr(Tagged, name, counted(getattr(Tagged, name), into=reads))
+            found[device] = [own.tokens for [own] in generator.generate([PROMPTS[0]] * 8, sampling=sampling)]
+    assert found["cuda:0"] == found["cpu"] and all(tokens[-1] == 30 for tokens in found["cpu"])
+    assert len(reads) == max(map(len, found["cpu"])), reads
+
+
+def counted(method: Callable, *, into: list[str]) -> Callable:
+    def read(*args, **kwargs):
+        into.append(method.__name__)
+        return method(*args, **kwargs)
+
+    return read
