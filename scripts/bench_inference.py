@@ -2,16 +2,12 @@
 
     python scripts/bench_inference.py                        100M parameters, fp32, one thread
     python scripts/bench_inference.py --size 4m 100m --json experiments/results/cpu/inference.jsonl
-    python scripts/bench_inference.py --grammars FOLDER      32 requests with a schema or a regex, and as many tokens without
 
 All three decode the same randomly initialised Llama greedily. Each round runs, one after the other: batch 1, 8 rows of equal length, 32
 requests with prompts and answers of different lengths (`generate` pads them into one batch and runs until the longest answer ends), 16 prompts
 with a common prefix, and one long prompt. A ratio divides ztk's tokens per CPU second by transformers'; the long prompt counts prompt tokens,
 the others count answer tokens. The result is the median over rounds. ztk stores weights unchanged, in int8 and in int4. With random weights the
 number of equal tokens has no meaning.
-
-With `--grammars` the model and the tokenizer come from FOLDER. Each round answers 32 requests in a grammar, then the same prompts with the same
-numbers of tokens without one. The ratio compares their tokens per CPU second, including the threads that compute masks.
 """
 
 import argparse
@@ -24,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -40,10 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ztk.core.policies.inference import WEIGHTS
 from ztk.inference import Generator, InferencePolicy, SamplingParams
-from ztk.serve.models import open_model
-from ztk.serve.structured import Compiled, Grammars, Structure
 
-GRAMMAR_GOAL = 0.9
 GOALS = {  # by size, work and weights
     ("100m", "batch 1", "stored"): 0.95,
     ("100m", "batch 1", "int8"): 1.6,
@@ -146,68 +139,6 @@ def by_ztk(generator: Generator, *, work: Work) -> list[list[int]]:
     return [answers[0].tokens for answers in generator.generate(work.prompts, sampling=sampling)]
 
 
-GRAMMARS = {
-    "schema": Structure(
-        kind="json",
-        text=json.dumps({
-            "type": "object",
-            "properties": {
-                "name": {"type": "string", "maxLength": 60},
-                "age": {"type": "integer"},
-                "tags": {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 6, "maxItems": 8},
-                "kind": {"enum": ["person", "company", "other"]},
-            },
-            "required": ["name", "age", "tags", "kind"],
-            "additionalProperties": False,
-        }),
-        param="json_schema",
-    ),
-    "regex": Structure(kind="regex", text=r"([A-Z][a-z]{2,9} ){12}[0-9]{3}-[0-9]{4}", param="guided_regex"),
-}  # fmt: skip
-
-
-def measure_grammars(folder: str, *, rounds: int, answer: int) -> Table:
-    """Tokens per CPU second of 32 requests in each of `GRAMMARS`, and of the same number of tokens without a grammar."""
-    opened = open_model(folder)
-    generator = Generator(opened.module, policy=InferencePolicy(max_sequences=32))
-    grammars = Grammars(opened.tokenizer, vocabulary=opened.vocabulary, ends=opened.ends)
-    prompts = [opened.tokenizer.encode(f"Number {number}: a person is described.\n") for number in range(32)]
-    table = Table(title=f"tokens per CPU second, 32 requests, median of {rounds} rounds")
-    for column in ("grammar", "with", "without", "ratio", "goal"):
-        table.add_column(column, justify="right")
-    for name, structure in GRAMMARS.items():
-        compiled = grammars.compiled(structure)
-        pairs = [
-            _grammar_round(generator, prompts=prompts, grammar=compiled, ends=opened.ends, seed=seed, answer=answer)
-            for seed in range(rounds + 1)
-        ][1:]  # the first one warms up
-        own, other = (statistics.median(part) for part in zip(*pairs, strict=True))
-        ratio = statistics.median(first / second for first, second in pairs)
-        table.add_row(name, f"{own:.1f}", f"{other:.1f}", f"{ratio:.2f}", f"{GRAMMAR_GOAL}")
-    grammars.close()
-    return table
-
-
-def _grammar_round(
-    generator: Generator, *, prompts: list[list[int]], grammar: Compiled, ends: tuple[int, ...], seed: int, answer: int
-) -> tuple[float, float]:
-    """Tokens per CPU second with the grammar and without it."""
-    usual = SamplingParams(temperature=0.8, seed=seed, max_tokens=answer)
-    each = [
-        replace(usual, grammar=grammar, draw_key=(row,), stop_token_ids=ends, max_tokens=answer)
-        for row in range(len(prompts))
-    ]
-    rates = []
-    for _ in range(2):
-        generator.forget_prefixes()
-        start = time.process_time()
-        found = generator.generate(prompts, sampling=each)
-        counts = [len(answers[0].tokens) for answers in found]
-        rates.append(sum(counts) / (time.process_time() - start))
-        each = [replace(usual, draw_key=(row,), max_tokens=count) for row, count in enumerate(counts)]
-    return rates[0], rates[1]
-
-
 def timed(compute: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
     """Returns the CPU seconds of this process and the answers."""
     start = time.process_time()
@@ -262,15 +193,9 @@ def main() -> int:
     parser.add_argument("--answer", type=int, default=32, help="approximate tokens per answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--grammars", metavar="FOLDER", help="run only the requests in grammars, with the model in this folder"
-    )
     parser.add_argument("--json", type=Path, help="append the results to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.grammars:
-        Console().print(measure_grammars(options.grammars, rounds=options.rounds, answer=3 * options.answer))
-        return 0
     table = Table(title=f"tokens per CPU second, {options.threads} threads, median of {options.rounds} rounds")
     for column in (
         "model",
