@@ -141,14 +141,16 @@ def test_text_behind_a_call_that_was_streamed_is_kept(format, text, content, see
 
 
 @pytest.mark.parametrize("size", [1, 5, 100])
-def test_the_end_of_a_call_is_no_part_of_its_arguments(size):
-    """Also where the call ends within a text of its JSON."""
-    text, found = '<tool_call>{"name": "weather", "arguments": {"city": "Ro</tool_call> x', []
-    stream = CallStream(Format.hermes, tools=ASKED, in_pieces=True)
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_the_end_of_a_call_does_not_count_in_its_texts(size, in_pieces):
+    call = '{"name": "weather", "arguments": {"city": "a</tool_call>\\"</tool_call>"}}'
+    text, pieces = f"<tool_call>{call}</tool_call><tool_call>{ONE}</tool_call>", []
+    stream = CallStream(Format.hermes, tools=ASKED, in_pieces=in_pieces)
     for at in range(0, len(text), size):
-        found += stream.push(text[at : at + size])[1]
-    [call] = with_pieces([], pieces=found)
-    assert call.arguments == '{"city": "Ro'
+        pieces += stream.push(text[at : at + size])[1]
+    first, second = with_pieces([], pieces=[*pieces, *stream.finish()[1]])
+    assert json.loads(first.arguments) == {"city": 'a</tool_call>"</tool_call>'}
+    assert (second.name, json.loads(second.arguments)) == ROME
 
 
 def test_a_template_names_its_format():

@@ -4,6 +4,7 @@ A format is how a family of models writes calls: hermes (also Qwen's), llama3 or
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ _MANY = 1 << 16  # calls of an answer; more than it has tokens for
 
 MARKS = {Format.hermes: "<tool_call>", Format.llama3: "<|python_tag|>", Format.mistral: "[TOOL_CALLS]"}
 _END = "</tool_call>"  # of hermes
+_ENDS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|' + _END, re.DOTALL)  # strings, the last one perhaps not complete, and ends of calls
 _ARGUMENTS = {Format.hermes: "arguments", Format.llama3: "parameters", Format.mistral: "arguments"}
 
 
@@ -198,7 +200,7 @@ class CallStream:
                 if not found:
                     break
                 self._is_call = True
-            inside, end, rest = self._waiting.partition(_END)
+            inside, end, rest = _ended(self._waiting)
             if self._format != Format.hermes:
                 calls += self._followed(self._waiting)
                 break
@@ -276,6 +278,15 @@ class CallStream:
         except (ValueError, KeyError, TypeError, RecursionError):
             return []
         return found
+
+
+def _ended(text: str) -> tuple[str, str, str]:
+    """As `text.partition(_END)`, but the mark does not count inside a JSON string."""
+    if _END in text:
+        for found in _ENDS.finditer(text):
+            if found[0] == _END:
+                return text[: found.start()], _END, text[found.end() :]
+    return text, "", ""
 
 
 def _overlap(text: str, *, mark: str) -> int:
