@@ -7,7 +7,7 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
-from ztk.cli import Session
+from ztk.cli.session import Session
 from ztk.config import Machine, compose, from_yaml, to_explained_yaml, to_yaml
 from ztk.config.keys import expected, line_keys, run_keys
 

@@ -47,7 +47,7 @@ def test_a_recorded_configuration_of_an_earlier_release_is_read(old, tmp_path):
 
 
 def test_the_command_prints_the_note(monkeypatch, capsys):
-    from ztk.cli import Session
+    from ztk.cli.session import Session
 
     monkeypatch.setattr("sys.argv", ["run.py", "zero=stage3", "zero.secondary_shards=2"])
     assert Session().main(lambda: None) == 0
