@@ -21,7 +21,8 @@ _MANY = 1 << 16  # calls of an answer; more than it has tokens for
 
 MARKS = {Format.hermes: "<tool_call>", Format.llama3: "<|python_tag|>", Format.mistral: "[TOOL_CALLS]"}
 _END = "</tool_call>"  # of hermes
-_ENDS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|' + _END, re.DOTALL)  # strings, the last one perhaps not complete, and ends of calls
+# Strings, the last one perhaps not complete, and ends of calls.
+_ENDS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|' + _END, re.DOTALL)
 _ARGUMENTS = {Format.hermes: "arguments", Format.llama3: "parameters", Format.mistral: "arguments"}
 
 
