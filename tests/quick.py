@@ -1,12 +1,14 @@
 """`pytest -m quick`: a broad part of the tests in under 2 minutes on 2 cores; `pytest --quick-first` runs it before the others.
 
-Tests marked `slow` are left out; `pytest -m slow` runs them alone, `pytest --slow` with the others. `pytest -m real` runs those that need a
-real model, which `scripts/get_model.py` fetches.
+Tests marked `slow` and those of tests/long.py are left out; `pytest -m slow` runs them alone, `pytest --slow` with the others.
+`pytest -m real` runs those that need a real model, which `scripts/get_model.py` fetches.
 
 Chosen are tests that need no ranks, or few steps on two, and together touch every package.
 """
 
 import pytest
+
+from tests.long import long_ones
 
 # Folders, files and tests. tests/test_quick.py finds entries that match nothing.
 QUICK = (
@@ -76,9 +78,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    named = tuple(argument for argument in config.args if "::" in argument)
+    long = {nodeid for nodeid in long_ones(item.nodeid for item in items) if not nodeid.startswith(named)}
     for item in items:
         if is_quick(item.nodeid):
             item.add_marker("quick")
+        if item.nodeid in long:
+            item.add_marker("slow")
     for marker, is_asked in (("slow", config.getoption("--slow")), ("real", False)):
         marked = {item for item in items if item.get_closest_marker(marker)}
         is_asked = is_asked or marker in config.getoption("markexpr")

@@ -7,13 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.long import LONG, SAMPLED
 from tests.quick import QUICK, is_quick
 
 CHECKOUT = Path(__file__).parents[1]
 
 
 def test_every_entry_names_a_folder_a_file_or_a_test():
-    for entry in QUICK:
+    for entry in (*QUICK, *LONG, *SAMPLED):
         path, _, name = entry.partition("::")
         place = CHECKOUT / path
         assert place.is_file() if name else place.exists(), entry
@@ -52,6 +53,21 @@ def test_slow_tests_run_on_request(tmp_path):
     assert lines_of(tmp_path) == ["test_a.py::test_other PASSED"]
     assert lines_of(tmp_path, "--slow") == ["test_a.py::test_slow PASSED", "test_a.py::test_other PASSED"]
     assert lines_of(tmp_path, "-m", "slow") == ["test_a.py::test_slow PASSED"]
+
+
+def test_a_part_of_the_cases_stays_and_a_test_that_is_named_runs(tmp_path, monkeypatch):
+    (tmp_path / "test_a.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('x', range(9))\ndef test_many(x): pass\ndef test_long(): pass\ndef test_other(): pass\n"
+    )
+    (tmp_path / "conftest.py").write_text(
+        "from tests import long\nfrom tests.quick import pytest_addoption, pytest_collection_modifyitems\n"
+        "long.LONG, long.SAMPLED = ('test_a.py::test_long',), {'test_a.py::test_many': 4}\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: of this test\n")
+    lines = lines_of(tmp_path)
+    assert len(lines) == 3 + 1 and lines == lines_of(tmp_path) and "test_a.py::test_long PASSED" not in lines
+    assert len(lines_of(tmp_path, "--slow")) == 9 + 2
+    assert lines_of(tmp_path, "test_a.py::test_long") == ["test_a.py::test_long PASSED"]
 
 
 def test_tests_of_a_real_model_run_by_their_marker_alone(tmp_path):

@@ -1,4 +1,4 @@
-"""The static budgets: every kernel compiled for every target, in a process that does not interpret."""
+"""The static budgets: every kernel compiled for sm_90, and with `--slow` for every target, in a process that does not interpret."""
 
 import ast
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ztk.kernels
-from tests.kernels.aot.case import TARGETS
+from tests.kernels.aot.case import NVIDIA_TARGETS, TARGETS
 from tests.kernels.aot.cases import CASES
 from tests.kernels.aot.sass import before_the_wait, dissect_sass, programs_per_processor
 
@@ -21,9 +21,14 @@ COLUMNS = {
 
 
 @pytest.fixture(scope="session")
-def rows():
+def targets(request):
+    return TARGETS if request.config.getoption("--slow") else ("sm_90",)
+
+
+@pytest.fixture(scope="session")
+def rows(targets):
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "tests.kernels.aot", "--json"]
+    command = [sys.executable, "-m", "tests.kernels.aot", "--json", *(f"--arch={target}" for target in targets)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr[-2000:]
     return json.loads(done.stdout)
@@ -34,18 +39,19 @@ def test_every_budget_holds(rows):
     assert not broken, "\n".join(broken)
 
 
-def test_every_case_is_reported(rows):
+def test_every_case_is_reported(rows, targets):
     assert CASES.keys() == {spec.name for spec in ztk.kernels.ALL_OPS}
-    expected = sorted((case.name, arch) for cases in CASES.values() for case in cases for arch in case.targets)
-    assert sorted((row["kernel"], row["arch"]) for row in rows) == expected
-    assert {row["arch"] for row in rows} == set(TARGETS)
+    every = [(case.name, arch) for cases in CASES.values() for case in cases for arch in case.targets]
+    assert sorted((row["kernel"], row["arch"]) for row in rows) == sorted(one for one in every if one[1] in targets)
+    assert {row["arch"] for row in rows} == set(targets)
     assert all(row.keys() >= COLUMNS for row in rows)
 
 
-def test_fused_adamw_stays_small(rows):
+def test_fused_adamw_stays_small(rows, targets):
     """The budget that makes it memory-bound: written here too, so that loosening the spec does not go unnoticed."""
     adamw = [row for row in rows if row["kernel"].startswith("_adamw[") and row["arch"].startswith("sm_")]
-    assert len(adamw) == 9  # one group, and a bucket's groups by a table, in two sizes; three architectures
+    # One group, and a bucket's groups by a table, in two sizes.
+    assert len(adamw) == 3 * len({row["arch"] for row in rows} & set(NVIDIA_TARGETS)) > 0
     for row in adamw:
         assert row["programs_per_processor"] >= 12 and row["instructions_per_element"] <= 64, row
         assert row["barriers"] == row["spills"] == row["stack_bytes"] == 0, row

@@ -1,0 +1,69 @@
+"""Tests that take long: `pytest --slow` runs all of them, an ordinary run leaves the first list out and takes a part of the second.
+
+Each has shorter neighbours in the ordinary run. A test that is named on the command line with `::` always runs.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable
+
+# Files and functions. tests/test_quick.py finds entries that match nothing.
+LONG = (
+    "tests/cli/test_calls.py::test_a_quick_sweep_returns_its_frames_goes_on_and_has_the_bits_of_runs_of_their_own",
+    "tests/cli/test_sweep.py::test_repeats_are_interleaved_and_two_commands_exclude_each_other",
+    "tests/cli/test_wheel.py::test_its_help_and_exit_codes_are_those_of_run_py",
+    "tests/documents/test_tutorials.py::test_serve",
+    "tests/experiments/test_distill.py::test_losses_have_the_same_bits_at_every_stage_and_tier",
+    "tests/experiments/test_elastic.py::test_torchrun_goes_on_with_more_ranks_and_starts_them_again",
+    "tests/experiments/test_serve.py::test_a_certificate_makes_it_https",
+    "tests/hf/test_scripts.py::test_accelerate_launch",
+    "tests/parallel/topology/test_quantized_collectives.py::test_training_goes_on_with_all_three",
+    "tests/planner/test_here.py::test_ranks_measure_together",
+    "tests/report/test_tracker.py::test_tensorboard_has_the_rows_of_the_run_also_after_it_was_resumed",
+    "tests/test_examples.py::test_a_run_resumes_under_another_layout",
+)
+
+# Functions with many cases, and which part of the cases an ordinary run takes: every second, third, ...
+SAMPLED = {
+    "tests/checkpoint/test_compact.py::test_a_resumed_run_has_the_same_bits_in_another_layout": 2,
+    "tests/checkpoint/test_resume.py::test_losses_and_weights_have_the_same_bits": 2,
+    "tests/cli/test_run.py::test_torchrun_makes_one_folder_and_shows_the_error": 2,
+    "tests/config/test_config.py::test_every_option_composes": 2,
+    "tests/deepspeed/test_written.py::test_what_is_written_between_steps_counts_or_is_an_error": 2,
+    "tests/experiments/test_serve.py::test_a_rank_that_dies_ends_the_process_in_time_whatever_the_other_does": 2,
+    "tests/hf/test_rollouts.py::test_rollouts_have_the_trainers_bits_at_every_stage": 2,
+    "tests/hf/test_sequences.py::test_losses_are_those_of_one_rank": 2,
+    "tests/hf/test_trl.py::test_losses_are_those_without_deepspeed": 3,
+    "tests/kernels/test_adamw_variants.py::test_cuts_equal_the_full": 2,
+    "tests/kernels/test_kept_launches.py::test_a_key_without_one_of_its_values_is_found": 2,
+    "tests/notebooks/test_notebooks.py::test_the_quick_form_holds": 3,
+    "tests/parallel/moe/test_parallel.py::test_experts_go_with_every_other_axis": 2,
+    "tests/parallel/recompute/test_run.py::test_every_bit_is_as_without": 2,
+    "tests/parallel/topology/test_checkpoints.py::test_any_topology_to_any_topology": 2,
+    "tests/parallel/topology/test_context.py::test_losses_and_norms_are_those_of_one_rank": 2,
+    "tests/parallel/topology/test_layouts.py::test_within_a_layout_no_stage_and_no_tier_changes_a_bit": 2,
+    "tests/parallel/topology/test_matrix.py::test_a_step_in_16_bits_is_as_exact_as_on_one_rank": 3,
+    "tests/parallel/topology/test_matrix.py::test_every_layout_computes_what_one_rank_computes": 2,
+    "tests/planner/test_combinations.py::test_a_sample_of_combinations_runs": 2,
+    "tests/rl/rollout/test_runs.py::test_samples_and_losses_have_the_same_bits_in_every_layout": 2,
+    "tests/rl/rollout/test_runs.py::test_the_first_samples_do_not_depend_on_the_number_of_ranks": 2,
+    "tests/test_examples.py::test_it_learns": 3,
+    "tests/zero/test_compact.py::test_every_stage_and_tier_gives_the_same_bits": 2,
+    "tests/zero/test_random_layouts.py::test_bits_are_those_of_stage_0": 2,
+}
+
+
+def long_ones(nodeids: Iterable[str]) -> set[str]:
+    """Tests that an ordinary run leaves out. Of a sampled function it takes the cases with the lowest hashes, so that which values meet which
+    does not follow the order of parameters."""
+    found, cases = set(), defaultdict(list)
+    for nodeid in nodeids:
+        function = nodeid.partition("[")[0]
+        if function in SAMPLED:
+            cases[function].append(nodeid)
+        elif function in LONG or nodeid.partition("::")[0] in LONG:
+            found.add(nodeid)
+    for function, own in cases.items():
+        own.sort(key=lambda nodeid: hashlib.blake2b(nodeid.encode()).digest())
+        found.update(own[-(-len(own) // SAMPLED[function]) :])
+    return found
