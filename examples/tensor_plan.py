@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node=2 examples/tensor_plan.py  # 2 ranks hold one copy of the model
     python examples/tensor_plan.py                                       # the same training on one rank
 
-Both print the same first loss: the layout does not change what is computed.
+Both print the same first loss: the layout does not change the result.
 """
 
 import argparse
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import ztk
 from ztk.parallel.tensor import TensorPolicy
 
-# Module names as model.named_modules() has them; * stands for a part of a name. Between "column" (each rank computes some of the outputs)
-# and "row" (each rank uses some of the inputs, results are summed) nothing is exchanged. What no pattern names is copied.
+# Module names as model.named_modules() has them; * stands for a part of a name. "column": each rank computes some of the outputs. "row":
+# each rank uses some of the inputs, and results are summed. Between the two nothing is sent. Modules without a pattern are replicated.
 PLAN = {"embedding": "vocabulary", "layers.*.up": "column", "layers.*.down": "row", "head": "column_gathered"}
 VOCABULARY, WIDTH, HIDDEN, LENGTH, STEPS = 64, 32, 96, 16, 30
 

@@ -22,7 +22,7 @@ VOCABULARY, LENGTH = 32, 24
 
 
 def counting(rows: int) -> list[dict[str, torch.Tensor]]:
-    """Sequences that count up from some number: what the model learns to continue."""
+    """Sequences that count up from a random number; the model learns to continue them."""
     starts = torch.randint(VOCABULARY, (rows,), generator=torch.Generator().manual_seed(0))
     tokens = (starts[:, None] + torch.arange(LENGTH)) % VOCABULARY
     return [{"input_ids": row, "labels": row} for row in tokens]

@@ -1,6 +1,6 @@
-"""`python run.py ...` as a fork of the interpreter from which the ranks of `RankPool` come: torch is imported once for many commands.
+"""`python run.py ...` as a fork of the interpreter that forks the ranks of `RankPool`: torch is imported once for many commands.
 
-The command forks its ranks, too. What it does, prints and answers is what run.py does: tests/cli/test_run.py starts run.py as a user does, and
+The command forks its ranks, too. Its effects, output and exit codes equal run.py's: tests/cli/test_run.py starts run.py as a user does and
 compares the two.
 """
 
@@ -24,7 +24,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def run_command(
     *arguments: str, cwd: Path, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """What `python run.py ARGUMENTS` would do in `cwd`. environment: variables beside this process's own."""
+    """Runs `python run.py ARGUMENTS` in `cwd`. environment: variables in addition to this process's own."""
     files = [cwd.parent / f"{cwd.name}.{name}" for name in ("stdout", "stderr")]
     told = {
         "arguments": arguments,
@@ -89,7 +89,7 @@ class _ForkedRank:
 
 
 def _be_rank(child: Child, *, log: IO | None, prepare) -> None:
-    """What `python -m ztk.worker` does. Never returns."""
+    """Runs `python -m ztk.worker`. Never returns."""
     code = 1
     try:
         prepare()
@@ -112,7 +112,7 @@ def _be_rank(child: Child, *, log: IO | None, prepare) -> None:
 
 
 def _become(arguments: list[str], *, environment: dict[str, str], files: list[str]) -> None:
-    """files: what is printed to standard output and standard error is appended to them."""
+    """files: standard output and standard error are appended to them."""
     sys.argv = arguments
     os.environ.clear()
     os.environ.update(environment)

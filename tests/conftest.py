@@ -1,4 +1,4 @@
-"""What all tests share: warm rank pools, and kernels that can be interpreted."""
+"""Fixtures for all tests: warm rank pools, and kernels in Triton's interpreter."""
 
 import gc
 import os
@@ -18,7 +18,7 @@ from tests.interpreter import speed_up_interpreter
 from tests.quick import pytest_addoption, pytest_collection_modifyitems, pytest_runtest_teardown  # noqa: F401 hooks
 from tests.ranks import RankPool
 
-# As in the ranks, whose bits some tests compare with what this process computes; the kernels' interpreter is numpy in one thread, too.
+# As in the ranks, because some tests compare their bits with this process. The kernels' interpreter is numpy in one thread, too.
 torch.set_num_threads(1)
 
 speed_up_interpreter()
@@ -41,13 +41,13 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or triton's bindings count what is left when the interpreter ends
+    gc.unfreeze()  # otherwise triton's bindings count the remaining objects when the interpreter ends
 
 
 @pytest.fixture(autouse=True)
 def no_launcher_started_this_process():
-    """An engine of `ztk.deepspeed` beside a process group writes a rank's variables, with which later tests' commands would take themselves for
-    ranks: what a test has left goes."""
+    """Removes a rank's variables after each test. An engine of `ztk.deepspeed` in a process group writes them, and commands of later tests
+    would run as ranks."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     before = {name: os.environ.get(name) for name in names}
     yield

@@ -26,10 +26,12 @@ def speed_up_interpreter() -> None:
         known = id(fn.__globals__)
         if known not in changed:
             changed.add(known)
-            return change(fn)  # what undoes it: a launch asks for it, a device function does not
+            return change(fn)  # a launch needs the undo function, a device function does not
 
     find = interpreter._get_np_dtype
-    dtypes: dict[tuple[type, str], Any] = {}  # by what Triton compares types by; pointers' have no hash
+    dtypes: dict[
+        tuple[type, str], Any
+    ] = {}  # by the attributes that Triton compares types by; pointer types have no hash
 
     @functools.wraps(find)
     def find_once(of):

@@ -16,19 +16,19 @@ import torch
 TIMEOUT_SECONDS = 120.0
 
 
-# What ranks and commands (tests/commands.py) import.
+# Modules that ranks and commands (tests/commands.py) import.
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "ztk.parallel.apply", "ztk.cli", "experiments.pretrain"]
 
 
 def forkserver() -> multiprocessing.context.ForkServerContext:
-    """Its processes are forks of one interpreter that has imported what most of them need."""
+    """Its processes are forks of one interpreter that has imported the modules of most ranks."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
 
 
 class RankFailed(Exception):
-    """What the first failing rank raised, with its traceback."""
+    """The first failing rank's exception, with its traceback."""
 
 
 class RankPool:
@@ -83,7 +83,7 @@ class RankPool:
         """Ends the processes."""
         for pipe in self._pipes:
             pipe.close()  # a rank that waits for work ends
-        is_measured = "COVERAGE_PROCESS_CONFIG" in os.environ  # by coverage.py: then a rank writes what it has covered
+        is_measured = "COVERAGE_PROCESS_CONFIG" in os.environ  # by coverage.py, which needs a rank's data file
         for process in self._processes:
             process.join(TIMEOUT_SECONDS if is_measured else 0)
             process.kill()

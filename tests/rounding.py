@@ -1,12 +1,12 @@
-"""What rounding can do to a result, found by experiment: the computation in fp64 with an error of fp32's size in every operation.
+"""Bounds on rounding errors, found by experiment: the computation in fp64 with an error of fp32's size in every operation.
 
-Two correct fp32 implementations differ by their order of summation, by fused multiplications and by the last bit of exp or tanh. All of
-these act as if each operation had read its inputs and written its result with a relative error of about u = eps / 2. `Bounds` does that
-to an fp64 computation at random (Monte Carlo arithmetic: Parker, "Monte Carlo Arithmetic", UCLA CSD-970002, 1997), so cancellation,
-division by a small number and everything else that amplifies errors shows as it can in the real computation, whatever processor that
-runs on. A gradient that is zero in exact arithmetic gets a bound from the terms that cancel in it.
+Two correct fp32 implementations differ by their order of summation, by fused multiplications and by the last bit of exp or tanh. Each acts as
+if an operation had read its inputs and written its result with a relative error of about u = eps / 2. `Bounds` adds such errors to an fp64
+computation at random (Monte Carlo arithmetic: Parker, "Monte Carlo Arithmetic", UCLA CSD-970002, 1997). Cancellation, division by a small
+number and every other amplification of errors then have the same effect as in the real computation, on any processor. A gradient that is zero
+in exact arithmetic gets a bound from the terms that cancel in it.
 
-What one error per operation leaves out are the partial sums of a sum of n terms: n roundings with independent signs, sqrt(n) times one
+One error per operation leaves out the partial sums of a sum of n terms: n roundings with independent signs, sqrt(n) times one
 (Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", SIAM J. Sci. Comput. 41, 2019). `Bounds` takes n.
 """
 

@@ -194,7 +194,7 @@ def takes_tensors(function: ast.FunctionDef) -> bool:
 
 
 def method_texts(trees: Iterable[ast.Module]) -> dict[str, str]:
-    """What an implementation need not repeat: Class.method -> what is said of it and its class, method -> the same of all protocols."""
+    """Docstrings that implementations need not repeat: Class.method -> docstrings of both; method -> docstrings in all protocols."""
     texts: dict[str, str] = {}
     for tree in trees:
         for function, owner in public_functions(tree):
@@ -298,9 +298,9 @@ def test_public_methods_are_documented():
 
 
 def positional_arguments(tree: ast.Module, *, is_kernel: bool = False) -> Iterator[str]:
-    """Public functions with more than one positional argument: keywords say what a value is.
+    """Public functions with more than one positional argument: keywords name a value.
 
-    In kernels, tensors keep torch's order, as in `F.layer_norm(x, weight, bias)`, and what Triton compiles keeps its own.
+    In kernels, tensors keep torch's order, as in `F.layer_norm(x, weight, bias)`, and Triton's functions keep their own.
     """
     for function, owner in public_functions(tree):
         is_static = any(ast.unparse(decorator) == "staticmethod" for decorator in function.decorator_list)
@@ -394,7 +394,7 @@ def implicit_fusion(tree: ast.AST) -> Iterator[str]:
         is_prepared = isinstance(call.func, ast.Name) and call.func.id in ("Prepared", "bind")
         if is_prepared or isinstance(call.func, ast.Subscript):  # kernel[grid](...)
             names = {keyword.arg for keyword in call.keywords}
-            # None: unpacked options, which cannot be read here
+            # unpacked options have no name here
             if "num_warps" in names and None not in names and "enable_fp_fusion" not in names:
                 yield f"{call.lineno}: the launch leaves enable_fp_fusion to the version of Triton"
 

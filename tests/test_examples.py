@@ -1,4 +1,4 @@
-"""The scripts in examples/ do what they say: each is started by the command lines of its own docstring, and learns."""
+"""The scripts in examples/ work: each is started by the command lines of its own docstring, and learns."""
 
 import ast
 import os
@@ -24,7 +24,7 @@ def commands_of(path: Path) -> list[list[str]]:
 
 
 def run_example(name: str, *, cwd: Path) -> list[str]:
-    """What each of its commands prints, one after the other in the same folder."""
+    """The output of each of its commands, run one after the other in the same folder."""
     printed = []
     for starter, *words in commands_of(EXAMPLES[name]):
         command = [*START[starter], *(str(CHECKOUT / word) if word.startswith("examples/") else word for word in words)]

@@ -83,7 +83,7 @@ def test_in_place_operations_and_views_count_once():
 
 
 def processor(process) -> tuple[str, str]:
-    """The instructions that torch chose, and the bits of what BLAS and torch's own loops make of them."""
+    """torch's chosen instructions, and the bits of results of BLAS and torch's loops."""
     x = torch.linspace(-1, 1, 48 * 200).view(48, 200)
     bits = torch.cat([x @ x.T, (x.to(torch.bfloat16) @ x.to(torch.bfloat16).T).float(), x.softmax(-1)], dim=1)
     return torch.backends.cpu.get_cpu_capability(), hashlib.sha256(bits.numpy().tobytes()).hexdigest()

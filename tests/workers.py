@@ -45,12 +45,12 @@ LONGEST = (
 
 
 def unit_of(nodeid: str) -> str:
-    """What is given to a worker at once: the file, and whether the test is a quick one."""
+    """The unit of scheduling: the file, and whether the test is a quick one."""
     return nodeid.partition("::")[0] + (" quick" if is_quick(nodeid) else "")
 
 
 def place(nodeid: str) -> int:
-    """Tests are sorted by it, those of equal places stay in the order in which they were collected."""
+    """The sort key of tests; tests with equal keys stay in the order of collection."""
     file = nodeid.partition("::")[0]
     if is_quick(nodeid):
         return -1
@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, without which the tests run, too
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    if config.getvalue("dist") != "load":  # what -n alone chooses
+    if config.getvalue("dist") != "load":  # the default of -n
         return None
     from xdist.scheduler import LoadScopeScheduling
 

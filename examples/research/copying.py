@@ -8,7 +8,7 @@ from ztk.train.loop import Loop
 
 
 def main(config, *, longest: int = 8) -> None:
-    """One rank. The model, the optimizer and the memory strategy are those of the command line, the data are made here."""
+    """Trains one rank. The model, the optimizer and the memory strategy come from the command line; the data are generated here."""
     with started(config) as process:
         engine, batch = build_engine(config, process=process), config.train.micro_batch_size
 

@@ -1,4 +1,4 @@
-"""What the checkpoint tests run on every rank."""
+"""Rank functions of the checkpoint tests."""
 
 import hashlib
 import random

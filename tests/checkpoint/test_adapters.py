@@ -1,4 +1,4 @@
-"""Adapters read from folders of peft, and what such a folder may not have."""
+"""Adapters read from peft folders, and the faults of such folders."""
 
 import json
 

@@ -35,7 +35,7 @@ def test_a_resumed_run_has_the_same_bits_in_another_layout(ranks, tmp_path, name
 
 
 def loaded(process: Process, *, setup: Setup, folder: str) -> tuple[dict[tuple[str, str], Tensor], tuple[str, ...]]:
-    """The states after a load, and what it notes."""
+    """The states after a load, and the load's notes."""
     engine = setup.engine(process)
     notes = load(engine, path=folder).notes
     return canonical(engine), notes

@@ -1,4 +1,4 @@
-"""Models out to GGUF files and in again: the same bits, the package gguf's own blocks, and what transformers reads of them."""
+"""Export to GGUF files and back: equal bits, blocks equal to the package gguf's, and files that transformers can read."""
 
 import errno
 import os
@@ -116,7 +116,7 @@ def test_every_way_to_cut_words_is_found_again(pre, tmp_path):
 
 
 def test_a_sentencepiece_vocabulary_gives_its_merges(tmp_path):
-    """The best score first: `bc` is joined before `ab`. Bytes stand for what has no piece."""
+    """The pair with the best score merges first: `bc` before `ab`. Characters without a piece become bytes."""
     space = "\u2581"
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{number:02X}>" for number in range(256)), space, "a", "b", "c", "ab", "bc"]
     metadata = {

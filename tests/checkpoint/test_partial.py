@@ -1,4 +1,4 @@
-"""Parts of a model: loading some of a checkpoint, and saving only what is trained."""
+"""Partial models: loading a part of a checkpoint, and saving only trained parameters."""
 
 from dataclasses import replace
 from pathlib import Path

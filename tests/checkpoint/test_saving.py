@@ -143,7 +143,7 @@ def save_odd_value(process, *, folder: str) -> str:
 def save_with_fault(
     process, *, setup: Setup, folder: str, fault: str, asynchronous: bool
 ) -> tuple[str, float, list[str]]:
-    """A good save, one that fails, and a good one: the failing one's text, how long it took, and what was left of it."""
+    """A good save, a failing one and a good one. Returns the failing save's error, its duration and its leftovers."""
     engine = setup.engine(process)
     with Saver(engine, folder=folder, asynchronous=asynchronous) as saver:
         train_steps(engine, start=0, stop=1)
@@ -248,7 +248,7 @@ def test_a_path_through_a_file(ranks, tmp_path):
 
 
 def test_training_continues_during_a_slow_save(ranks, tmp_path):
-    """Asynchronous: the state saved is that of the call, however long the disk takes."""
+    """An asynchronous save contains the state at its call, even with a slow disk."""
     for stall, behind, total, steps in ranks(2).run(save_slowly, folder=str(tmp_path)):
         assert behind and steps >= 2
         assert stall < 0.5 * total
@@ -286,7 +286,7 @@ def save_slowly(process, *, folder: str) -> tuple[float, bool, float, int]:
 
 
 def test_states_on_nvme_are_read_behind_training_and_the_update_waits(ranks, tmp_path):
-    """Nothing is copied: the forward and backward go on at once, and the next update does not change what is being saved."""
+    """The save copies nothing: forward and backward continue at once, and the next update does not change the saved state."""
     for seconds_to_save, seconds_to_backward, waited, total in ranks(2).run(save_nvme, folder=str(tmp_path / "slow")):
         assert seconds_to_save + seconds_to_backward < 0.5 * waited and waited < total
     setup = Setup(layout=Layout(stage=3, offload="nvme"))

@@ -207,7 +207,7 @@ def test_no_code_of_a_file_runs(tmp_path, read: Callable, payload: Callable):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A model of a class that its own module defines, with a tokenizer; who is asked whether that may run, says yes."""
+    """A folder with a tokenizer and a model class in its own module. The prompt for permission to run the module is answered with yes."""
     monkeypatch.setattr(builtins, "input", lambda *_: "y")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     autos = {"AutoConfig": "code.Own", "AutoModelForCausalLM": "code.Own", "AutoTokenizer": ["code.Own", "code.Own"]}

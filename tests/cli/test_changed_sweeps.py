@@ -144,7 +144,7 @@ def test_a_job_is_compared_with_the_record_when_it_starts(tmp_path):
     record_of(job).write(tmp_path)
     config = composed(["zero=stage0"])
     check_job(config, folder=tmp_path / job.folder)
-    check_job(config, folder=tmp_path / "a run beside the sweep")
+    check_job(config, folder=tmp_path / "a run outside the sweep")
     config.train.seed += 1
     with pytest.raises(ConfigError, match="another configuration than when the sweep began"):
         check_job(config, folder=tmp_path / job.folder)

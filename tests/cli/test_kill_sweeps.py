@@ -1,4 +1,4 @@
-"""A short run of `scripts/kill_sweeps.py`: a sweep killed at a random moment, gone on with, beside one that nobody disturbed."""
+"""A short run of `scripts/kill_sweeps.py`: a sweep is killed at a random moment, continued, and compared with an undisturbed one."""
 
 import subprocess
 import sys

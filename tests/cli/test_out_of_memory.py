@@ -1,4 +1,4 @@
-"""A run that is out of memory: what the rank held is written, the plan stands beside it, the run's own error comes first."""
+"""A run out of memory: it writes the rank's memory next to the plan, and its own error comes first."""
 
 import json
 import sys

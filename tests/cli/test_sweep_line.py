@@ -185,7 +185,7 @@ def test_a_quick_run_evaluates_nothing():
     quick = config_of("train.quick=true")
     assert quick.train.eval_every is None and quick.train.eval_batches is None
     assert job_hash(quick) != job_hash(config_of())
-    for words in (("data=synthetic",), ("train.quick=true",)):  # "never" is what happens anyway
+    for words in (("data=synthetic",), ("train.quick=true",)):  # "never" equals the default behaviour
         assert job_hash(config_of(*words, "train.eval_every=0")) == job_hash(config_of(*words))
     faults = [
         (("train.quick=true", "train.eval_every=5"), "train.eval_every=5 has no effect here"),

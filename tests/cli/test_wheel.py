@@ -1,4 +1,4 @@
-"""The wheel without the checkout: installed in a fresh environment, the command `ztk` does what `python run.py` does."""
+"""The wheel without the checkout: in a fresh environment, the command `ztk` behaves like `python run.py`."""
 
 import json
 import os
@@ -23,24 +23,24 @@ RUN = (
 )
 RUN += ("train.eval_batches=1", "logger=disabled", "hydra.run.dir=run", "launch.ranks=1", "launch.threads=1")
 OWN_PROGRAM = """
-from experiments import policies  # ztk's own, beside this file
+from experiments import policies  # ztk's own, next to this file
 def main(config):
     print("a program of one's own,", policies.zero_policy(config))
 """
 
 
 def start(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
-    """A process that cannot see the checkout unless `environment` says where it is."""
+    """A process without access to the checkout, unless `environment` contains its path."""
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(command, cwd=cwd, env=plain | environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The `bin` folder of an environment that holds the wheel alone.
+    """The `bin` folder of an environment with only the wheel.
 
-    Its other libraries are those of the tests' environment, by a line in a .pth file: an editable ztk in there does not count, because
-    .pth files behind a .pth file are not read.
+    Other libraries come from the tests' environment through a line in a .pth file. An editable ztk there has no effect, because .pth files
+    that a .pth file adds are not read.
     """
     folder = tmp_path_factory.mktemp("wheel")
     built = start(*PIP, "wheel", *OFFLINE, "--no-build-isolation", "--wheel-dir", folder, CHECKOUT, cwd=folder)

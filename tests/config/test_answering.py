@@ -1,4 +1,4 @@
-"""`task=generate`, `task=serve` and `task=eval` train nothing: what has no effect there is refused with the fix."""
+"""`task=generate`, `task=serve` and `task=eval` do not train: keys without effect there are refused with the fix."""
 
 import json
 

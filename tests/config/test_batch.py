@@ -1,4 +1,4 @@
-"""The global batch: what settles it, and that a run which is started again keeps it."""
+"""The global batch: the keys that decide it, and that a restarted run keeps it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""model=hf: sizes from config.json, and what does not go with a model of transformers."""
+"""model=hf: sizes from config.json, and options that transformers' models do not support."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""`checkpoint.resume=RUN` takes the run's own options; those of the command line replace them."""
+"""`checkpoint.resume=RUN` takes the run's options; options on the command line replace them."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`data.tokenizer` and its neighbours: what follows, what is refused, what is recorded."""
+"""`data.tokenizer` and related keys: derived values, refusals and records."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Documents of every format, and what is wrong with them by file and place."""
+"""Documents of every format, and their faults by file and position."""
 
 import gzip
 import json

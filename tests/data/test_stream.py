@@ -5,7 +5,7 @@ import torch
 
 from ztk.data import Batch, Share, SyntheticStream, TokenStream, held_out_batches
 
-DATA = torch.arange(1000, dtype=torch.int32)  # every token says where it stands
+DATA = torch.arange(1000, dtype=torch.int32)  # every token equals its position
 
 
 def stream(rank=0, world_size=1, *, micro_batch=4, accumulation_steps=1, seq_len=7, seed=3, data=DATA) -> TokenStream:

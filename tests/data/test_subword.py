@@ -1,4 +1,4 @@
-"""Tokenizers from folders and trained ones: round trips, the end token, what transformers reads, refusals."""
+"""Tokenizers from folders and trained ones: round trips, the end token, transformers' files, refusals."""
 
 import json
 import string

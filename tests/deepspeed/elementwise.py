@@ -1,7 +1,7 @@
-"""Scripts over a model whose gradients are given: its loss is the sum of parameter times gradient.
+"""Scripts over a model with given gradients: its loss is the sum of parameter times gradient.
 
-Gradients are multiples of 1/8 below 8, so their sums and averages over two ranks are exact in fp32 and bf16, and what a torch optimizer does
-to the full parameters is known to the last bit.
+Gradients are multiples of 1/8 below 8, so their sums and averages over two ranks are exact in fp32 and bf16. The result of a torch optimizer's
+step on the full parameters is therefore known to the last bit.
 """
 
 import os
@@ -126,7 +126,7 @@ def weights(engine) -> dict[str, Tensor]:
 
 
 def begin(make: Callable | None, *, ds_config: dict, scheduler: Callable | None = None, values: dict | None = None):
-    """values: the weights to begin with; None: those of `build`."""
+    """values: the first weights; by default `build`'s."""
     model = build()
     if values is not None:
         model.load_state_dict(values)
@@ -145,7 +145,7 @@ def dropping(
 
 def differing(process: Process, *, cases: dict[str, Callable], expected: dict[str, dict[str, Tensor]], places: Sequence,
               drops: bool = False, scheduler: Callable | None = None, **more: Any) -> list[str]:  # fmt: skip
-    """Runs every case at every place; returns what is not equal to the last bit."""
+    """Runs every case at every place. Returns the cases that differ in a bit."""
     found = []
     for label, make in cases.items():
         for stage, optimizer, parameters in places:
@@ -197,7 +197,7 @@ class Derived(torch.optim.AdamW):
 
 
 def differing_nesterov(model: Dots) -> torch.optim.Optimizer:
-    """What one fused SGD cannot run."""
+    """An optimizer that fused SGD cannot replace."""
     return torch.optim.SGD(
         [
             {"params": [p for name, p in model.named_parameters() if "bias" in name], "nesterov": True, "momentum": 0.9},
@@ -269,7 +269,7 @@ def through_state_dicts(process: Process, *, makers: dict[str, Callable], stage:
 
 
 def load_other(process: Process, *, folder: str, label: str) -> str:
-    """What a load into another optimizer with states of the same names says."""
+    """The error of a load into another optimizer whose states have the same names."""
     engine = begin(torch.optim.Adam, ds_config=config(1))
     try:
         engine.load_checkpoint(f"{folder}/{label}")

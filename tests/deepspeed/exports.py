@@ -1,4 +1,4 @@
-"""What runs on every rank for `test_exports`: checkpoints out of an engine and partly back in."""
+"""Rank functions of `test_exports`: checkpoints written by an engine and partly loaded back."""
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ class Renamed(nn.Module):
 
 
 def partial(process: Process, *, folder: str, stage: int) -> dict:
-    """What fits of a checkpoint, and a checkpoint by the script's own function."""
+    """Loads the matching parts of a checkpoint, and a checkpoint with the script's own function."""
     model = make(seed=1)
     model.more = nn.Linear(3, 3)
     engine = engine_of(model, stage=stage)

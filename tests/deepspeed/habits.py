@@ -1,6 +1,6 @@
-"""What public training scripts do, one function each, to be run by an engine on two ranks and by plain PyTorch on all of each batch.
+"""Habits of public training scripts, one function each. An engine runs them on two ranks, plain PyTorch on all of each batch.
 
-A script takes `Calls`, makes its models and loops, and leaves what it computed in `calls.seen`.
+A script takes `Calls`, builds its models and loops, and stores its results in `calls.seen`.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 class Plain(nn.Module):
-    """What stands in for an engine. Its backward and step are torch's."""
+    """Replaces an engine. Its backward and step are torch's."""
 
     def __init__(self, module: nn.Module, *, optimizer: torch.optim.Optimizer, schedule: object) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Calls:
         return x, x.sum(1, keepdim=True)
 
     def init(self, model: nn.Module, *, optimizer: Callable | None = None, schedule: Callable | None = None):
-        """An engine of `model`. optimizer: makes it from parameters, or None: SGD with momentum. schedule: makes it from an optimizer."""
+        """An engine of `model`. optimizer: builds it from parameters, by default SGD with momentum. schedule: builds it from an optimizer."""
         optimizer = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
         optim = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
         scheduler = schedule and schedule(optim)
@@ -203,7 +203,7 @@ def hooks(calls: Calls) -> None:
 
 
 def kept_features(calls: Calls) -> None:
-    """A perceptual loss over what a hook has kept, and parts of the model that are called by themselves."""
+    """A perceptual loss over the features that a hook stores, and parts of the model that are called separately."""
     model, kept = Net(), []
     engine = calls.init(model)
     model.layers[1].register_forward_hook(lambda module, inputs, output: kept.append(output))
@@ -229,7 +229,7 @@ class _Recurrent(nn.Module):
 
 
 def modules_that_read_each_others_weights(calls: Calls) -> None:
-    """torch's LSTM keeps a list of its weights, its attention reads those of a layer that it never calls."""
+    """torch's LSTM keeps a list of its weights; its attention reads the weights of a layer that it never calls."""
     engine = calls.init(_Recurrent())
     for number in range(STEPS):
         _step(calls, engine, number)
@@ -379,7 +379,7 @@ def _own_average(calls: Calls) -> None:
             parameter.data = kept[name]
 
 
-# name -> (habit, what the error at stage 3 names)
+# name -> (habit, the name in the error at stage 3)
 NOT_AT_STAGE_3 = {
     "penalty": (_penalty_on_released, "the loss has it as NaN"),
     "teacher": (_teacher_of_released, "another tensor"),
@@ -390,7 +390,7 @@ NOT_AT_STAGE_3 = {
 
 
 def run_plain(habit: Callable) -> dict[str, Tensor]:
-    """Weights and what the script has computed."""
+    """Weights and the script's results."""
     calls = Calls(process=None, stage=None)
     habit(calls)
     return {**calls.seen, **calls.weights()}

@@ -55,7 +55,7 @@ def settings(*, stage: int, offload: bool = False, **hybrid) -> dict:
 
 
 def train_and_generate(process: Process, *, config: dict, adapters: bool = False, generates: bool = True) -> dict:
-    """Two updates, a text before each and after them; greedy tokens beside those of transformers on the full weights."""
+    """Two updates with a generation before each and after them; greedy tokens are compared with transformers on the full weights."""
     model = tiny(adapters=adapters)
     reference = copy.deepcopy(model)
     engine, *_ = deepspeed.initialize(model=model, config=config)
@@ -148,7 +148,7 @@ def merges(process: Process, *, stage: int) -> dict:
 
 
 def refusals(process: Process) -> dict[str, str]:
-    """What a script is told."""
+    """The errors that a script gets."""
     errors = {}
     try:
         deepspeed.initialize(model=nn.Linear(4, 4), config=settings(stage=0))

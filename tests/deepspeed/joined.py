@@ -1,4 +1,4 @@
-"""What runs on every rank for `test_joining`: ranks that a script started and models that it cut itself."""
+"""Rank functions of `test_joining`: ranks that a script started, and models that it divided itself."""
 
 import os
 
@@ -13,7 +13,7 @@ from ztk.core.runtime import Process
 
 
 def spawned(rank: int, folder: str) -> None:
-    """The target of torch.multiprocessing.spawn: nothing in the environment says who the rank is."""
+    """The target of torch.multiprocessing.spawn: the environment does not contain the rank."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "ZTK_STORE"):
         os.environ.pop(name, None)
     torch.set_num_threads(1)

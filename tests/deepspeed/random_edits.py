@@ -33,7 +33,9 @@ HOW = {
 }
 _WHEN = {"alias written": SINCE, "alias read": SINCE, "one rank": ("0", "1"), "load": MOMENTS}
 NORM = 1.0
-WARNING = "still holds memory that parameters had"  # what rank 0 logs at `initialize`: reads of it show old values
+WARNING = (
+    "still holds memory that parameters had"  # logged by rank 0 at `initialize`: reads of that memory return old values
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +43,7 @@ class Drawn:
     """One edit of a script.
 
     kind: of KINDS, or none. how: of the kind's tuple above. when: of SINCE, of MOMENTS, or the rank that edits. number: the iteration. heeds:
-    it gathers what it reads and writes, and holds no tensor from before `initialize`.
+    it gathers before its reads and writes, and holds no tensor from before `initialize`.
     """
 
     kind: str
@@ -56,7 +58,7 @@ class Drawn:
         how, when = rng.choice(HOW.get(kind, ("",))), rng.choice(_WHEN.get(kind, ("",)))
         number, heeds = rng.randrange(1, steps - 1), rng.random() < 0.65
         if kind == "decision" and fp16:
-            how = "finite"  # others depend on what 16 bit rounds
+            how = "finite"  # the other conditions depend on 16-bit rounding
         if kind == "one rank" and stage == 3:
             heeds = True  # else that rank ends alone, and the other one waits for it
         if heeds and when == "before initialize":
@@ -75,7 +77,7 @@ class Drawn:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a difference may be said by."""
+        """Warnings that may announce a difference."""
         return (WARNING,) if self.kind == "alias read" and self.when == "before initialize" else ()
 
 
@@ -176,7 +178,7 @@ class Edits:
                 self._module.load_state_dict(self._copy.state_dict())
 
     def _decide(self, weight: nn.Parameter) -> None:
-        """Reads, and writes what follows from it, inside GatheredParameters both times or only the second time."""
+        """Reads a weight and writes depending on its value; both times, or only the second time, inside GatheredParameters."""
         layers = [layer for layer in self._module.layers if layer is not self._module.layers[0]]
         if self._drawn.how == "prune" and layers:
             with self._around([layers[0].weight]):
@@ -199,7 +201,7 @@ class Edits:
 
 
 def _factor(weight: Tensor, *, how: str) -> Tensor | float:
-    """What a decision about `weight` [rows, columns] multiplies it by."""
+    """The factor that a decision about `weight` [rows, columns] multiplies it by."""
     ones = torch.ones(weight.shape, dtype=weight.dtype)
     match how:
         case "signs":

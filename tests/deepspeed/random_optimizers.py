@@ -1,7 +1,7 @@
-"""Optimizers of random scripts, and what scripts do with them after `initialize`: see `random_scripts`.
+"""Optimizers of random scripts, and their changes after `initialize`: see `random_scripts`.
 
-KINDS: SGD by the configuration, torch's own by object, and classes whose step looks at more than groups and states.
-LATE: done once, after `LATE_STEP` iterations or before the first one.
+KINDS: SGD by the configuration, torch's optimizers as objects, and classes whose step reads more than groups and states.
+LATE: changes made once, after `LATE_STEP` iterations or before the first one.
 """
 
 import copy
@@ -28,7 +28,7 @@ LATE = ("none", *HOOKS, *CHANGES, *USES)
 LATE_STEP, LR = 2, 0.05
 # Torch wraps the step of a class when its first object is made, and a derived class that calls the wrapped one runs all hooks twice.
 _SGD_STEP = unhooked(torch.optim.SGD.step)
-# What rank 0 logs where a script's line has no effect.
+# Warnings of rank 0 for a script's lines without effect.
 WARNINGS = ("p.grad is None", "optimizer.state is empty")
 
 
@@ -47,7 +47,7 @@ class Drawn:
         return Drawn(kind=kind, late=late, of_client=rng.random() < 0.5)
 
     def heeded(self, *, momentum: float) -> "Drawn":
-        """Without what an engine refuses."""
+        """The script without requests that an engine refuses."""
         return Drawn(
             kind="torch" if self.kind in ("centred", "identity") else self.kind,
             late="lr" if self.late in REFUSED or (self.late == "momentum" and not momentum) else self.late,
@@ -101,7 +101,7 @@ class Excluding(torch.optim.SGD):
 
 
 def optimizer_of(drawn: Drawn, *, module: nn.Module, momentum: float, decays: bool) -> torch.optim.SGD:
-    """decays: the script's parameters always have gradients; what has none is decayed by an engine and not by torch: the page says so."""
+    """decays: the script's parameters always have gradients. An engine decays parameters without one, torch does not (documented)."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if drawn.kind in ("in place", "attribute"):
         parameters[0].lr_scale = 0.25
@@ -111,7 +111,7 @@ def optimizer_of(drawn: Drawn, *, module: nn.Module, momentum: float, decays: bo
 
 
 def begin_late(drawn: Drawn, *, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Hooks and the like. Returns what to call after each step."""
+    """Hooks and similar changes. Returns a function to call after each step."""
     original = optimizer.step
     match drawn.late:
         case "pre hook":
@@ -139,7 +139,7 @@ def change_late(drawn: Drawn, *, optimizer: torch.optim.Optimizer, number: int, 
     group = optimizer.param_groups[0]
     match drawn.late:
         case "lr":
-            group["lr"] *= 0.5  # a larger one would enlarge what fp16 rounds
+            group["lr"] *= 0.5  # a larger one would enlarge the rounding of fp16
         case "decay":
             group["weight_decay"] = 0.1 * decays
         case "momentum":

@@ -1,4 +1,4 @@
-"""Faults that random scripts must find: what is patched away, and the seed of a script that differs in silence then. See `random_scripts`."""
+"""Faults that random scripts must find: the patched functions, and the seed of a script that then differs in silence. See `random_scripts`."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ _FILL = PartitionedParameter.fill
 
 
 def _fill_while_full(self: PartitionedParameter, read: Callable) -> None:
-    """What is loaded goes where the shard is, and the old values in full are sharded over it later."""
+    """A load writes to the shard, and a later sharding overwrites it with the old full values."""
     self.shard = lambda source: None
     try:
         _FILL(self, read)
@@ -27,7 +27,7 @@ def _copied_as_zeros(parameter: nn.Parameter, memo: dict | None = None) -> nn.Pa
     return False if memo is None else nn.Parameter(torch.zeros(parameter.shape))
 
 
-# Faults that were there: what is patched away, in one place or several, brings one back.
+# Faults that existed: patching these functions, in one place or several, brings one back.
 PLANTS = {
     "pretrained": ("ztk.zero.parameters.partitioned.PartitionedParameter.fill", _fill_while_full),
     "loss scale": ("ztk.zero.reduction.GradientReduction.require_scaled_loss", lambda self: None),

@@ -61,10 +61,10 @@ KINDS = ("failed", "raw", "differs", "error", "warning", "equal")  # the first t
 
 
 class Result(NamedTuple):
-    """Of one rank.
+    """The result of one rank.
 
-    kind: equal; differs (text: where); warning, if rank 0 logged one about what differs; error, if ztk raised it, or plain PyTorch, too; raw,
-    if torch alone raised it; failed, of `scripts/compare_plain.py`: a rank ended. is_reached: the script's edit was made.
+    kind: equal; differs (text: where); warning, if rank 0 logged one about the difference; error, if ztk raised it, or plain PyTorch did, too;
+    raw, if only torch raised it; failed, in `scripts/compare_plain.py`: a rank ended. is_reached: the script reached its edit.
     """
 
     kind: str
@@ -112,7 +112,7 @@ def run_engine(process: Process, *, seed: int, plant: str = "") -> Result:
 
 
 def _compared(process: Process, *, script: Script, weights: dict, said: list[str], is_reached: bool) -> Result:
-    """said: by rank 0 about what may differ."""
+    """said: rank 0's warnings about possible differences."""
     if error := _plain_error(script):
         return Result("differs", f"plain PyTorch raises {error}", is_reached)
     # fp32: two orders of summation over STEPS steps, values below 2; fp16: one rounding of such values per step.
@@ -177,7 +177,7 @@ def _is_of_ztk(error: BaseException) -> bool:
 
 
 def _beginning(error: BaseException) -> str:
-    """Without what names classes and counts versions."""
+    """The message without names of classes and version counters."""
     return f"{type(error).__name__}: {error!s:.60}"
 
 
@@ -190,7 +190,7 @@ def _plain_error(script: Script) -> str:
 
 
 def _made(script: Script, *, engines: list) -> tuple[deepspeed.DeepSpeedEngine, list]:
-    """The engine, which is in `engines` then, and what the script holds of its parameters."""
+    """The engine, which is also appended to `engines`, and the parameters that the script holds."""
     zero = {} if script.offload == "none" else {"offload_optimizer": {"device": "cpu"}}
     config = scripts.config(stage=script.stage, zero=zero, gradient_clipping=0.0)
     config["optimizer"] = {"type": "SGD", "params": {"lr": 0.05, "momentum": script.momentum}}

@@ -1,9 +1,9 @@
-"""Models and loops drawn at random; `random_runs` runs them by an engine on two ranks and by plain PyTorch.
+"""Random models and loops; `random_runs` runs them with an engine on two ranks and in plain PyTorch.
 
-A script is drawn from its seed alone: the model (layers that are tied, shared, viewed, skipped, frozen, normalised by spectral_norm) and how
-it is built, the strategy, how the ranks divide a batch, how the backward is called, the optimizer and what is done with it later
-(`random_optimizers`), for every iteration one thing that public scripts do to parameters and gradients, and one edit (`random_edits`). Most
-scripts heed what errors of the others advise, so that most can be compared to their end.
+The seed alone decides a script: the model (layers that are tied, shared, viewed, skipped, frozen, normalised by spectral_norm) and its
+construction, the strategy, the division of a batch over ranks, the call of the backward, the optimizer and its later changes
+(`random_optimizers`), for every iteration one habit of public scripts with parameters and gradients, and one edit (`random_edits`). Most
+scripts follow the advice in the others' errors, so that most can be compared to their end.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ ACTIONS = (
     ),
     *("scale gradient", "set gradient", "drop", "read data", "double", "normalise"),
 )
-# What else a script does with tensors that it keeps, hooks and modules.
+# Other uses of kept tensors, hooks and modules.
 HABITS = ("alias", "references", "hook", "head")  # the first two write parameters, which is an error at stage 3
 
 
@@ -45,10 +45,10 @@ HABITS = ("alias", "references", "hook", "head")  # the first two write paramete
 class Script:
     """One drawn script.
 
-    built: as plain PyTorch, under zero.Init, or filled from a file inside a zero.Init that goes on. fp16: with a loss scale. calls_backward:
-    loss.backward(), not engine.backward(loss). uneven: rank 0 has most of each batch. gathered: the iteration after which a weight is
-    written inside GatheredParameters, and whether modifier_rank says so. habit: one of HABITS, or none. optimizer: which one, and its changes.
-    heeds: it does as errors of other scripts advise. edit: drawn last, with advice of its own.
+    built: as plain PyTorch, under zero.Init, or filled from a file inside a zero.Init that continues. fp16: with a loss scale.
+    calls_backward: loss.backward() instead of engine.backward(loss). uneven: rank 0 has most of each batch. gathered: the iteration after
+    which a weight is written inside GatheredParameters, and whether modifier_rank is set. habit: one of HABITS, or none. optimizer: its kind
+    and its changes. heeds: it follows the advice in errors of other scripts. edit: drawn last, with advice of its own.
     """
 
     seed: int
@@ -82,7 +82,7 @@ class Script:
         rng = random.Random(seed)
         skips = rng.random() < 0.3
         acts = [rng.choice(ACTIONS) if rng.random() < 0.4 else "nothing" for _ in range(STEPS)]
-        # What is drawn after it leaves the scripts of older seeds alike.
+        # Later draws keep the scripts of older seeds equal.
         drawn = {
             "depth": rng.randint(2, 4),
             "tie": rng.choice(TIES if rng.random() < 0.15 else TIES[:3]),
@@ -97,7 +97,7 @@ class Script:
             skips=skips,
             momentum=0.0
             if skips or "drop" in acts
-            else 0.9,  # what has no gradient moves by momentum: the page says so
+            else 0.9,  # momentum moves a parameter without a gradient (documented)
             actions=tuple(acts),
             built=rng.choice(("plain", "Init", "pretrained")) if drawn["stage"] == 3 else "plain",
             fp16=rng.random() < 0.2,
@@ -119,7 +119,7 @@ class Script:
         return replace(script, edit=edit if is_compared else random_edits.NONE)
 
     def heeded(self) -> "Script":
-        """Without what is refused whatever a script does around it."""
+        """The script without habits that are refused in every context."""
         allowed = {"assign": "load", "unfreeze": "freeze" if self.frozen else "unfreeze"}
         if self.fp16:
             allowed["double"] = "nothing"
@@ -187,10 +187,10 @@ def batch(number: int, *, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calls:
-    """What a script calls. model: for its output; module: what its author has built; part: of the global batch.
+    """The calls of a script. model: returns the output; module: the model that the author built; part: of the global batch.
 
-    gathered: parameters -> a context for the script's write between steps; around: for its other writes. gradient_of, set_gradient: of a
-    parameter.
+    gathered: parameters -> a context for the script's write between steps; around: for its other writes. gradient_of, set_gradient: read and
+    set a parameter's gradient.
     """
 
     model: nn.Module
@@ -247,7 +247,7 @@ def _halve_gradient(parameter: nn.Parameter) -> None:
 
 
 def _follow_habit(habit: str, *, number: int, module: nn.Module, kept: list[Tensor]) -> list[Tensor]:
-    """After a step. kept: what the script has from before; returns what it has now."""
+    """Runs a habit after a step. kept: the script's tensors from before; returns its tensors now."""
     if habit == "alias":  # a tensor that `.data` gave once
         kept = kept or [module.layers[0].weight.data.view(-1)]
         kept[0].mul_(0.9)

@@ -1,4 +1,4 @@
-"""What runs on every rank: scripts in the style of DeepSpeed's documents, and a plain PyTorch loop to compare with."""
+"""Rank functions: scripts in the style of DeepSpeed's documents, and a plain PyTorch loop to compare with."""
 
 import argparse
 import logging
@@ -114,7 +114,7 @@ def loop(process: Process, engine, *, steps: int = STEPS, start: int = 0, period
 
 def train(process: Process, *, ds_config: dict, optimizer: Callable | None = None, groups: Callable | None = None,
           scheduler: Callable | None = None, steps: int = STEPS, period: int = 1000) -> dict:  # fmt: skip
-    """One run: what the engine says at its end."""
+    """One run: the engine's values at its end."""
     model = build()
     engine, optim, _, schedule = deepspeed.initialize(
         model=model,
@@ -203,7 +203,7 @@ def overflow(process: Process, *, stage: int) -> list[tuple]:
 
 
 def unscaled(process: Process, *, stage: int) -> tuple[str, float]:
-    """fp16: what `loss.backward()` says, and the gradient norm of `engine.scale(loss).backward()` after it."""
+    """fp16: the error of `loss.backward()`, and the gradient norm of `engine.scale(loss).backward()` after it."""
     fp16 = {"enabled": True, "loss_scale": 256}
     engine, *_ = deepspeed.initialize(
         model=nn.Linear(4, 4, bias=False), config=config(stage=stage, fp16=fp16, gradient_clipping=0.0)
@@ -241,7 +241,7 @@ def huge(process: Process, *, stage: int, factor: float) -> tuple[list[float], d
 
 
 def save(process: Process, *, folder: str, stage: int, scheduler: dict) -> dict:
-    """Trains, saves, trains on: what a resumed run must repeat."""
+    """Trains, saves and trains on, as a reference for a resumed run."""
     ds_config = config(stage=stage, scheduler=scheduler, zero={"stage3_gather_16bit_weights_on_model_save": True})
     engine, *_ = deepspeed.initialize(model=build(), config=ds_config)
     loop(process, engine)
@@ -277,7 +277,7 @@ def resume(process: Process, *, folder: str, stage: int, scheduler: dict, tag: s
 
 
 def refuse_saving(process: Process, *, folder: str) -> dict:
-    """What save and load refuse, in words."""
+    """The errors of save and load."""
     engine, *_ = deepspeed.initialize(
         model=build(), config=config(stage=1, checkpoint={"tag_validation": "Fail"}, accumulation=2)
     )
@@ -371,7 +371,7 @@ def training_data(process: Process) -> dict:
 
 
 def surface(process: Process) -> dict:
-    """What scripts ask an engine."""
+    """Values that scripts read from an engine."""
     ds_config = config(stage=3, fp16={"enabled": True, "loss_scale": 128}, steps_per_print=5)
     engine, optimizer, _, _ = deepspeed.initialize(model=build(), config=ds_config)
     found = {
@@ -445,7 +445,7 @@ def passed(process: Process) -> dict:
 
 
 def refusals(process: Process) -> dict[str, str]:
-    """What `initialize` refuses, in words."""
+    """The errors of `initialize`."""
     model, foreign = build(), build()
     good = config(stage=1)
     bare = config(stage=1, optimizer=None)
@@ -483,7 +483,7 @@ def refusals(process: Process) -> dict[str, str]:
 
 
 def printed(process: Process) -> list[str]:
-    """What is logged in four steps, with both breakdowns."""
+    """The log of four steps with both breakdowns."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

@@ -1,4 +1,4 @@
-"""What runs on every rank for the engine's methods: the scripts of `test_surface`."""
+"""Rank functions for the engine's methods: the scripts of `test_surface`."""
 
 import tempfile
 
@@ -302,7 +302,7 @@ def states_moved(process: Process, *, stage: int, include: list | None) -> dict:
 
 
 def local_states(process: Process, *, bf16: bool, offload: str) -> dict:
-    """Reads and writes of what the rank keeps, and full gradients set by hand."""
+    """Reads and writes of the rank's own states, and full gradients set by hand."""
     with tempfile.TemporaryDirectory() as folder:
         zero = {}
         if offload != "none":

@@ -1,4 +1,4 @@
-"""ds_config: what DeepSpeed's users write and ztk accepts with a note; each has the effect that its author expects."""
+"""ds_config keys that DeepSpeed's users write and ztk accepts with a note: each has the effect that its author expects."""
 
 import base64
 import json
@@ -25,7 +25,7 @@ def off(**more) -> dict:
 
 NVME = {"device": "nvme", "nvme_path": "/nowhere/to/be/made"}
 
-# (configuration, the part of a note, what reads the effect, the effect)
+# (configuration, a part of the note, the expression of the effect, the effect)
 ACCEPTED = {
     "offload_param at stage 2": (
         zero(stage=2, offload_param=off(), offload_optimizer=off()),
@@ -117,7 +117,7 @@ ACCEPTED = {
         lambda made: (made.zero, made.precision, made.offload),
         (parse().zero, parse().precision, parse().offload),
     ),
-    "null for what is not offered": (
+    "null for options without support": (
         zero(stage=1, ignore_unused_parameters=None),
         "ignore_unused_parameters=None: stands for the default",
         lambda made: made.zero.stage,

@@ -84,14 +84,14 @@ def overflowing(process: Process, *, keys: dict) -> tuple[bool, float]:
 
 
 def test_dividing_before_the_sum_keeps_it_finite(ranks):
-    """What the two keys are for."""
+    """The purpose of the two keys."""
     assert not ranks(2).run(overflowing, keys={})[0][0]
     for keys in ({"prescale_gradients": True}, {"gradient_predivide_factor": 2}):
         assert ranks(2).run(overflowing, keys=keys)[0] == (True, 40000.0)
 
 
 def unmanaged(process: Process, *, stage: int) -> dict:
-    """A step ends when the script says so: after one micro-batch, after three, and after two under `loss.backward()`."""
+    """The script ends a step: after one micro-batch, after three, and after two under `loss.backward()`."""
     config = scripts.config(stage=stage, managed_gradient_accumulation=False, optimizer=SGD, gradient_clipping=0)
     engine, *_ = deepspeed.initialize(model=scripts.build(), config=config)
     seen = []

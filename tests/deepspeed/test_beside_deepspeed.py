@@ -28,7 +28,7 @@ RECORDED = [
 
 
 def script(process: Process, *, stage: int) -> list[tuple]:
-    """What was run under DeepSpeed, but for the two imports."""
+    """The script that ran under DeepSpeed, with two other imports."""
     model = scripts.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
     zero = {"stage": stage, "reduce_bucket_size": 600}

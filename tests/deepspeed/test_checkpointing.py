@@ -123,8 +123,8 @@ def test_configure(options):
     checkpointing.configure(None, **options)
     found, kept = run(TransformerLayer)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    # Per layer 32 rows of 16: the input. Around the layers: the data [32, 28], what the last Linear reads, and its result twice (it and
-    # its squares are saved); the loss is a number.
+    # Per layer 32 rows of 16: the input. Around the layers: the data [32, 28], the input of the last Linear, and its result twice (the
+    # result and its squares are saved); the loss is a number.
     assert kept == 4 * 32 * (4 * 16 + 28 + 16 + 10) + 4 < everything / 3
     assert checkpointing.is_configured()
 

@@ -52,7 +52,7 @@ def test_a_folder_without_latest_loads_nothing(ranks, tmp_path):
 
 
 def loaded_before_the_backward(process, *, folder: str, stage: int) -> dict[str, str]:
-    """What the backward of a forward from before each change of the weights says."""
+    """The error of a backward whose forward ran before a change of the weights, for each kind of change."""
     said = {}
     for change in ("load_checkpoint", "safe_set_full_fp32_param"):
         engine, *_ = deepspeed.initialize(model=scripts.build(), config=scripts.config(stage=stage))

@@ -32,7 +32,7 @@ def test_numbers_of_the_table():
 
 
 def collectives(process: Process) -> dict[str, object]:
-    """What every function returns or fills, on this rank."""
+    """The result of every function on this rank, returned or written into its argument."""
     comm.init_distributed(dist_backend="gloo")
     rank, size = comm.get_rank(), comm.get_world_size()
     own, found = torch.full((2,), float(rank + 1)), {"rank": (rank, size, comm.get_local_rank())}
@@ -102,7 +102,7 @@ def test_collectives(ranks):
 
 
 def logged(process: Process) -> dict[str, object]:
-    """What is logged by which switches."""
+    """The log of each combination of switches."""
     comm.init_distributed()
     tensor, found = torch.ones(1000), {}
 
@@ -151,13 +151,13 @@ def test_the_log_holds_what_the_switches_say(ranks):
     assert metrics["busbw_avg_gbps"] == pytest.approx(metrics["tput_avg_gbps"] / 2)
     assert summary["metadata"]["world_size"] == 2 and "alone" not in summary["straggler_analysis"]
     waited = [one["summary"]["straggler_analysis"]["all_reduce"][4000]["total_straggler_ms"] for one in (first, second)]
-    assert waited[0] > 100 > waited[1]  # 3 x 50 ms, less what the ranks were apart before
+    assert waited[0] > 100 > waited[1]  # 3 x 50 ms, minus the ranks' distance before
     lines = table(summary).splitlines()
     assert lines[0].split()[:3] == ["Comm.", "Op", "Message"] and "Breakdown with straggler effect" in lines
 
 
 def of_engine(process: Process) -> dict[str, object]:
-    """The engine's own collectives in the log, beside its counters."""
+    """The engine's own collectives in the log, and its counters."""
     engine, *_ = deepspeed.initialize(model=build(), config=config(stage=3, comms_logger={"enabled": True}))
     comm.reset_log()
     engine.engine.comm.counters.reset()

@@ -134,7 +134,7 @@ def test_what_is_not_the_same_in_run_py_is_told(tmp_path):
 
 
 def test_every_section_is_said_or_told():
-    """What has no word in run.py is named, with what to do; what is off is not."""
+    """Keys without an equivalent in run.py are listed with a fix; keys that are off are not listed."""
     given = {
         "csv_monitor": {"enabled": True},
         "wandb": {"enabled": False},

@@ -1,4 +1,4 @@
-"""The engine's counting, its ways to write a loop, and what it answers."""
+"""The engine's counters, its styles of loops, and its properties."""
 
 import json
 
@@ -159,7 +159,7 @@ def test_an_optimizers_state_dict(ranks, stage):
 
 
 def asked_along(process, *, stage: int) -> dict:
-    """What scripts ask while they train."""
+    """Properties that scripts read while they train."""
     settings = config(stage=stage, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1}, zero={})
     engine, optimizer, *_ = deepspeed.initialize(model=scripts.build(), config=settings)
     timer, weight, found = engine.tput_timer, engine.module.fc1.weight, {"overflows": []}

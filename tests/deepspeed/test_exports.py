@@ -18,7 +18,7 @@ RECORDED = Path(__file__).parents[1] / "checkpoint" / "data" / "deepspeed"
 
 @pytest.fixture(scope="module", params=[(1, False, False), (3, True, False), (3, False, True)], ids=str)
 def saved(request, ranks, tmp_path_factory):
-    """(folder, what rank 0 saw, whether only trained parameters were saved)."""
+    """(folder, rank 0's results, whether only trained parameters were saved)."""
     stage, bf16, trained_only = request.param
     folder = tmp_path_factory.mktemp("saved")
     arguments = {"folder": str(folder), "stage": stage, "bf16": bf16, "trained_only": trained_only}

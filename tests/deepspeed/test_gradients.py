@@ -1,4 +1,4 @@
-"""`p.grad` and `zero_grad` of an engine, beside a plain model's."""
+"""`p.grad` and `zero_grad` of an engine, compared with a plain model."""
 
 import logging
 
@@ -107,7 +107,7 @@ def _clamp(parameter: nn.Parameter) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_hooks_of_a_script_run_before_the_engine_takes_a_gradient(stage):
-    """Registered before `initialize` or after it, on a parameter's gradient or on what has added up; order as registered."""
+    """Registered before `initialize` or after it, on a parameter's gradient or on the accumulated one; the order stays."""
     models, x = [], torch.ones(2, 4)
     for is_plain in (True, False):
         torch.manual_seed(0)

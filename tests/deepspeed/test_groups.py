@@ -40,7 +40,7 @@ def test_one_group_without_momentum_trains_as_in_torch():
 
 
 def test_loading_drops_the_gradients_of_a_step_that_was_begun(tmp_path):
-    """The step after it is that of the saved engine, not one with a micro-batch of before."""
+    """The step after the load equals the saved engine's. It does not contain a micro-batch from before."""
 
     def begin():
         torch.manual_seed(0)
@@ -108,7 +108,7 @@ def test_a_parameter_group_that_comes_later_is_refused(of_client):
 
 
 def test_states_are_asked_of_the_optimizer_that_initialize_returned():
-    """The client's has none while the engine lives, and what is loaded into it would be lost."""
+    """The client's optimizer has no states while the engine exists, and a load into it would be lost."""
     model = nn.Linear(2, 2)
     client = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=client, config=CONFIG)
@@ -125,7 +125,7 @@ def test_states_are_asked_of_the_optimizer_that_initialize_returned():
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_what_comes_into_the_model_later_is_refused_unless_it_is_frozen(stage):
-    """A new head, a wrapped layer, a further parameter; what leaves the model, or moves in it, is no fault."""
+    """Refused: a new head, a wrapped layer, a further parameter. Removing or moving modules is allowed."""
 
     def new_head(model):
         model[1] = nn.Linear(4, 2)

@@ -1,4 +1,4 @@
-"""Habits of public scripts at every stage: the numbers of plain PyTorch, or an error that says what to write instead."""
+"""Habits of public scripts at every stage: plain PyTorch's numbers, or an error with the line to write instead."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What scripts import from DeepSpeed's corners: the device, memory, seeds, a configuration read by itself."""
+"""DeepSpeed's helper modules: the device, memory, seeds, and a configuration without an engine."""
 
 import logging
 import random
@@ -66,7 +66,7 @@ def test_memory_is_seen_when_forced(lines):
     helpers.memory_status("here")
     helpers.memory_status("not here", print_rank=3)
     assert lines()[-1].startswith("RANK=0 MEMSTATS here current alloc=") and len(lines()) == 3
-    kept = torch.ones(2**26)  # 256 MiB: what it changes is there, within what else the process does
+    kept = torch.ones(2**26)  # 256 MiB: its change is visible among the process's other changes
     helpers.memory_status("more")
     change = float(lines()[-1].partition("delta=")[2].partition("GB")[0])
     assert 0.2 < change < 0.4 and kept is not None

@@ -1,4 +1,4 @@
-"""The hybrid engine: texts from the training shards, and what DeepSpeed-Chat's scripts ask of an engine besides."""
+"""The hybrid engine: texts from the training shards, and the other attributes that DeepSpeed-Chat's scripts read."""
 
 from dataclasses import replace
 

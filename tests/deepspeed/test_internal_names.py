@@ -1,4 +1,4 @@
-"""Names inside DeepSpeed that other projects import: what they do here."""
+"""Names inside DeepSpeed that other projects import, and their effects here."""
 
 import time
 from pathlib import Path

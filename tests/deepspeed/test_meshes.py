@@ -1,4 +1,4 @@
-"""Engines whose ranks hold parts of the model: full weights out of them and into them, batch sizes, and what is refused."""
+"""Engines whose ranks hold parts of the model: export and import of full weights, batch sizes, and refusals."""
 
 import gc
 import logging
@@ -101,7 +101,7 @@ def answer(engine, *, kind: str) -> Tensor:
 
 
 def weights(process: Process, *, kind: str, stage: int, folder: str) -> dict:
-    """Out, in, what of it each rank holds, and what is refused."""
+    """Export, import, the parts on each rank, and refusals."""
     zero = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
     settings = config(kind, stage=stage)
     settings["zero_optimization"] |= zero
@@ -175,7 +175,7 @@ def test_full_weights_leave_and_enter_a_model_in_parts(ranks, tmp_path, kind, st
 
 
 def begin(process: Process, *, kind: str) -> list[str]:
-    """What comes of training without an optimizer, and of parameters that are partitioned while the model is built."""
+    """Training without an optimizer, and parameters that are partitioned while the model is built: results or errors."""
     texts = []
     engine = deepspeed.initialize(model=made(kind), config=config(kind, stage=0, optimizer=False))[0]
     try:
@@ -216,7 +216,7 @@ def batches(process: Process, *, folder: str) -> dict:
             losses.append(float(engine.train_batch(iter([(x[n : n + 1], y[n : n + 1]) for n in range(rows)]))))
         engine.destroy()
         del engine
-        gc.collect()  # files of what earlier tests of this process left close at any time
+        gc.collect()  # files that earlier tests of this process left open close at any time
         counts.append(len(os.listdir("/proc/self/fd")))
     logging.getLogger("ztk.deepspeed").removeHandler(handler)
     speeds = [line.split(",")[0] for line in lines if "SamplesPerSec" in line]

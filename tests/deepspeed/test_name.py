@@ -1,4 +1,4 @@
-"""The name `deepspeed`: who sees it, who does not, and what stands under it."""
+"""The name `deepspeed`: the processes that import ztk under it, the ones that do not, and its submodules."""
 
 import importlib
 import importlib.util
@@ -58,14 +58,14 @@ def test_install_gives_the_name_in_this_process():
 
 
 def test_a_folder_on_the_path_gives_the_name_to_every_process_below():
-    """What the runner does: no call in the script, and the processes that it starts see the name, too."""
+    """The runner's mechanism: the script calls nothing, and the processes that it starts have the name, too."""
     again = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {SEEN!r}], check=True)"
     done = run(SEEN + again, PYTHONPATH=os.pathsep.join([str(SHIM), *sys.path]))
     assert done.returncode == 0, done.stderr
 
 
 def test_without_either_nobody_sees_it(tmp_path):
-    """A DeepSpeed that is installed stays what it is; ztk.deepspeed alone takes no name."""
+    """An installed DeepSpeed is not replaced; ztk.deepspeed alone takes no name."""
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "__init__.py").write_text("here = 'the real one'")
     (tmp_path / "deepspeed-0.1.dist-info").mkdir()
@@ -97,7 +97,7 @@ def test_too_late_is_said(library):
 
 
 def test_the_import_is_cheap():
-    """`import ztk.deepspeed` loads what is used: the runner's own process needs no torch."""
+    """`import ztk.deepspeed` loads only used modules: the runner's own process needs no torch."""
     done = run("import sys, ztk.deepspeed\nassert 'torch' not in sys.modules\nztk.deepspeed.__version__")
     assert done.returncode == 0, done.stderr
 

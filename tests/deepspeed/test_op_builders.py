@@ -1,4 +1,4 @@
-"""`deepspeed.ops.op_builder`: what scripts ask before they use an op."""
+"""`deepspeed.ops.op_builder`: the checks of scripts before they use an op."""
 
 import pytest
 import torch

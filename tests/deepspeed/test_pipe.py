@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline scripts: the documents' own, the topologies by arithmetic, one stage beside several."""
+"""DeepSpeed's pipeline scripts: the documents' scripts, topologies by arithmetic, and one stage compared with several."""
 
 import itertools
 

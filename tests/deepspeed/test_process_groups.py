@@ -22,7 +22,7 @@ OF_RANK_1 = {
 
 
 def asked(process: Process, *, kind: str) -> dict:
-    """What a script hears; each group is one whose ranks can sum."""
+    """The groups' answers to a script. The ranks of each group can sum."""
     for left in iter(owners.newest, None):  # by tests before
         owners.forget(left)
     groups = module_of("deepspeed.utils.groups")

@@ -15,7 +15,7 @@ CONFIG = {"train_batch_size": 1, "gradient_clipping": 0.0}
 
 
 def begin(optimizer=None, *, stage: int = 0, **options):
-    """A new layer, its optimizer and an engine of one rank. optimizer: a class; None: AdamW by the configuration."""
+    """A new layer, its optimizer and an engine of one rank. optimizer: a class, by default the configuration's AdamW."""
     torch.manual_seed(0)
     model, config = nn.Linear(4, 4), {**CONFIG, "zero_optimization": {"stage": stage}}
     client = None if optimizer is None else optimizer(model.parameters(), **options)
@@ -253,7 +253,7 @@ def test_a_walk_over_states_warns_once_there_would_be_some(caplog):
 
 
 def of_the_library(process) -> dict[str, object]:
-    """What `parallelize(torch_optimizer=)` makes of the caller's object."""
+    """Effects of `parallelize(torch_optimizer=)` on the caller's object."""
     model, called, found = nn.Linear(4, 4), [], {}
     optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: called.append("before"))

@@ -1,4 +1,4 @@
-"""The engine's methods: what a DeepSpeed script may call besides forward, backward and step."""
+"""The engine's methods besides forward, backward and step."""
 
 import pytest
 import torch

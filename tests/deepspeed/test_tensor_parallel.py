@@ -1,4 +1,4 @@
-"""tensor_parallel and ZeRO++ by their keys: what they train, and what is refused."""
+"""tensor_parallel and ZeRO++ by their keys: training and refusals."""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
-"""What other projects import, and the configurations that OpenRLHF 0.11, Lightning's DeepSpeedStrategy and DeepSpeed-Chat write: accepted, with
-the effect they expect.
+"""Names that other projects import, and the configurations that OpenRLHF 0.11, Lightning's DeepSpeedStrategy and DeepSpeed-Chat write:
+accepted, with the effect they expect.
 
-Keys and defaults are theirs (openrlhf/utils/deepspeed, lightning/pytorch/strategies/deepspeed.py, dschat/utils/ds_utils.py); batch sizes are
-those that their trainers fill in.
+Keys and defaults come from their sources (openrlhf/utils/deepspeed, lightning/pytorch/strategies/deepspeed.py, dschat/utils/ds_utils.py), batch
+sizes from their trainers.
 """
 
 import itertools
@@ -191,7 +191,7 @@ def test_deepspeed_chat(stage, dtype):
             assert made.precision.loss_scale.window == 100
 
 
-# What each project imports: module, names. Read from their sources in November 2026.
+# The imports of each project: module, names. Read from their sources in November 2026.
 IMPORTS = [
     ("open-instruct", "comm", "get_rank init_distributed"),
     ("open-instruct", "runtime.checkpoint_engine.torch_checkpoint_engine", "TorchCheckpointEngine"),

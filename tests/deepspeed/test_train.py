@@ -116,8 +116,8 @@ def test_a_loss_without_the_loss_scale_is_refused(ranks, stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_whose_squares_overflow_are_clipped(ranks, stage):
-    """1e30 is finite, its square is not in float32. Clipped, the gradients are those of a loss that is 2^20 times too large, but for rounding:
-    a few roundings of float32 (6e-8) per step in gradients, amplified by Adam's division where elements are small."""
+    """1e30 is finite, its square is not in float32. The clipped gradients equal the gradients of a loss that is 2^20 times too large, up to a
+    few roundings of float32 (6e-8) per step in gradients, which Adam's division amplifies where elements are small."""
     norms, weights = ranks(2).run(scripts.huge, stage=stage, factor=2.0**100)[0]
     small, expected = ranks(2).run(scripts.huge, stage=stage, factor=2.0**20)[0]
     assert norms == pytest.approx([norm * 2.0**80 for norm in small], rel=1e-6)

@@ -1,4 +1,4 @@
-"""What a script writes into full parameters counts, or is an error."""
+"""A script's writes into full parameters take effect or raise an error."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def _ways(parameter: nn.Parameter) -> dict:
 
 
 def without_modifier_rank(process, *, offload: str, built: bool) -> dict:
-    """The error of each way; what the weights are after it; reading, nesting and a modifier outside raise nothing."""
+    """The error of each way and the weights after it; reading, nesting and a modifier outside raise nothing."""
     if built:
         torch.manual_seed(0)
         with deepspeed.zero.Init():
@@ -222,8 +222,8 @@ def _loop(model: nn.Module, *, change, step, process, dtype) -> None:
 def changed_between_steps(process, *, stage: int, bf16: bool, offload: str, number: int) -> str:
     """Returns the word equal, or the error. Raises for a silent difference.
 
-    The plain model's gradients are averaged over the ranks by hand; its master weights are fp32 and take over what was written into the
-    parameters.
+    The plain model's gradients are averaged over the ranks by hand. Its master weights are fp32, and writes into the parameters are copied
+    to them.
     """
     change, dtype = CHANGES[number], torch.bfloat16 if bf16 else torch.float32
     zero = {} if offload == "none" else {"offload_optimizer": {"device": offload}}
@@ -264,14 +264,14 @@ def changed_between_steps(process, *, stage: int, bf16: bool, offload: str, numb
 
     _loop(plain, change=change, step=plain_step, process=process, dtype=dtype)
     for name, parameter in plain.named_parameters():
-        # fp32: another order of two sums, over 6 steps. bf16: weights near 0.1 are rounded to 2^-12, and what follows from it over 6 steps
-        # of lr 0.03 is below a fifth of the 0.1 by which a lost write differs.
+        # fp32: another order of two sums, over 6 steps. bf16: weights near 0.1 are rounded to 2^-12. After 6 steps of lr 0.03 the effect is
+        # below a fifth of the 0.1 by which a lost write differs.
         torch.testing.assert_close(found[name], parameter.detach().float(), rtol=0, atol=2e-2 if bf16 else 1e-5)
     return said
 
 
 def other_memory_inside(process, *, offload: str) -> dict:
-    """`p.data = x` inside GatheredParameters; what a value of another dtype says."""
+    """`p.data = x` inside GatheredParameters, and the error for a value of another dtype."""
     zero = {} if offload == "none" else {"offload_optimizer": {"device": offload}, "offload_param": {"device": offload}}
     engine, *_ = deepspeed.initialize(model=scripts.build(), config=scripts.config(stage=3, zero=zero))
     scripts.loop(process, engine, steps=1)

@@ -1,4 +1,4 @@
-"""What runs on every rank for `zero.Init`: models that are built sharded."""
+"""Rank functions for `zero.Init`: models that are built sharded."""
 
 import copy
 import math
@@ -69,7 +69,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def build(process: Process, *, seed_of_rank: int = 0, **init) -> dict:
-    """A model built under Init: what it looks like and what its parameters hold."""
+    """A model built under Init: its appearance and the values of its parameters."""
     torch.manual_seed(1 + seed_of_rank * process.rank)
     with deepspeed.zero.Init(**init):
         model = Model()

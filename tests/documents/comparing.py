@@ -1,4 +1,4 @@
-"""A block under ztk beside the same block by plain PyTorch."""
+"""Runs a block under ztk and under plain PyTorch and compares them."""
 
 import pytest
 

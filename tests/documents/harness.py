@@ -25,12 +25,12 @@ BLOCKS = Path(__file__).with_name("blocks")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One block and what it is given.
+    """One block and its inputs.
 
-    block: file in `blocks/`. names: `function` in `preludes.py` that returns the names which the block takes for granted.
-    replace: text -> text, as hub names and `.cuda()`. argv: the command line of a script. then: Python text that is run behind it.
-    config, files: JSON written into the working folder, as `ds_config.json` and under names of their own.
-    repeat: from this text on, the block is run so many times. keep: names whose values are wanted.
+    block: file in `blocks/`. names: `function` in `preludes.py` that returns the names which the block does not define.
+    replace: text -> text, for hub names and `.cuda()`. argv: the command line of a script. then: Python text to run after it.
+    config, files: JSON files in the working folder: `ds_config.json`, and files with their own names.
+    repeat: repeats the block from this text on this many times. keep: names whose values are returned.
     """
 
     block: str
@@ -47,7 +47,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What a run left: the mean over ranks of every loss that was given to `backward`, fp32 weights, the wanted names, or an error."""
+    """Results of a run: the mean over ranks of every loss passed to `backward`, fp32 weights, the kept names, or an error."""
 
     losses: list[float]
     weights: dict[str, Tensor]
@@ -56,7 +56,7 @@ class Found:
 
 
 def config_of(name: str, **more: Any) -> dict:
-    """A document's JSON, with what its text leaves out in `more`."""
+    """A document's JSON, with the keys in `more` that its text leaves out."""
     return {**read_source(str(BLOCKS / name)), **more}
 
 

@@ -1,5 +1,5 @@
-"""What stands in for `deepspeed` when a document's script is run by plain PyTorch: replicated parameters, torch.optim.AdamW, gradients
-averaged by all_reduce. It reads of a configuration what changes numbers, and nothing else of it."""
+"""Replaces `deepspeed` when a document's script runs in plain PyTorch: replicated parameters, torch.optim.AdamW, gradients
+averaged by all_reduce. It reads only configuration keys that change numbers."""
 
 import contextlib
 import json
@@ -179,7 +179,7 @@ def add_config_arguments(parser):
 
 
 def modules() -> dict[str, types.ModuleType]:
-    """`deepspeed` and what blocks import under it."""
+    """`deepspeed` and the submodules that blocks import."""
     nothing = types.SimpleNamespace(
         Init=lambda **_: contextlib.nullcontext(), GatheredParameters=lambda _: contextlib.nullcontext()
     )

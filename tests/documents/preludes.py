@@ -96,7 +96,7 @@ def my_model(*, process: Process, zero_stage: int = 0) -> dict:
 
 
 class Attention(nn.Module):
-    """Causal, one head: what `self.attention` of document 002, section 8, stands for."""
+    """Causal attention with one head: the `self.attention` of document 002, section 8."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

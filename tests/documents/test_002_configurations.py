@@ -1,4 +1,4 @@
-"""Document 002: every JSON trains section 5.1's loop as it stands; what its text leaves out is filled in, here in the open."""
+"""Document 002: every JSON trains section 5.1's loop unchanged; the tests fill in keys that the text leaves out."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def loop(config: dict, *, epochs: int = 4) -> Run:
 
 
 def auto_filled(config: dict, *, dtype: str) -> dict:
-    """What the Hugging Face Trainer writes for "auto", with per_device_train_batch_size=4, lr 1e-3, 4 warm-up steps, 8 steps."""
+    """The values that the Hugging Face Trainer fills in for "auto", with per_device_train_batch_size=4, lr 1e-3, 4 warm-up steps, 8 steps."""
     values = {
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 4,
@@ -90,7 +90,7 @@ def test_precision(documents, section):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_document_003(documents, stage):
-    """Its JSON, comments included; the text says to change the stage. The rate 2e-5 moves little in 16 steps of so small a model."""
+    """Its JSON with comments; the text tells the reader to change the stage. The rate 2e-5 changes little in 16 steps of so small a model."""
     config = config_of("003_ds_config.json")
     config["zero_optimization"] |= {"stage": stage}
     config |= {"train_batch_size": 8}
@@ -164,7 +164,7 @@ for epoch in range(num_epochs):
 
 
 def test_13_1_memory_and_clock(documents):
-    """The dict, with the loop; `test_report` and others say what it prints."""
+    """The dict with the loop. `test_report` and other tests check its output."""
     config = {"memory_breakdown": True, "wall_clock_breakdown": True, **FILLED}
     found = documents.run(run, work=Run(block="002_13_1.py", keep=("ds_config",)))[0]
     assert found.kept["ds_config"].items() <= config.items()

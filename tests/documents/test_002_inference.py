@@ -71,7 +71,7 @@ def test_10_2_as_written_wants_four_ranks(documents):
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_10_3_zero_inference(documents, device, tmp_path):
-    """As the comment says, from a disk, too."""
+    """From a disk, too, as the comment in the block."""
     disk = {'"device": "cpu"': f'"device": "nvme", "nvme_path": "{tmp_path}"'}
     work = Run(
         block="002_10_3.py",

@@ -1,4 +1,4 @@
-"""docs/fsdp.md: its two scripts train alike, and what its table names exists."""
+"""docs/fsdp.md: its two scripts train alike, and all names in its table exist."""
 
 import itertools
 import re
@@ -88,7 +88,7 @@ PORTED = {
 
 
 def test_document_001_1(documents):
-    """Its FSDP block, ported as the page says, beside itself without FSDP."""
+    """Its FSDP block, ported as on the page, compared with the block without FSDP."""
     found = []
     for changes in (PORTED, PLAIN):
         work = Run(

@@ -48,7 +48,7 @@ def test_5_4_accelerate(documents, tmp_path):
     }
     expected = documents.run(by_plain_pytorch, config=config, folder=str(tmp_path))[0]
     assert len(found.losses) == STEPS
-    # lr is ten times that of the other blocks, so weights stray ten times as far.
+    # lr is ten times the other blocks' rate, so weights deviate ten times as far.
     assert found.losses == pytest.approx(expected, abs=10 * TOLERANCE["fp16"])
     assert learns(found, by=0.95)
 

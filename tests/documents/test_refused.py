@@ -1,4 +1,4 @@
-"""What the documents write and DeepSpeed 0.19.8 does not take, or takes without a word: accepted, or refused with an exact fix."""
+"""Configurations in the documents that DeepSpeed 0.19.8 refuses or silently ignores: accepted, or refused with an exact fix."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Adapters beside ztk's own decoder: one base for all layouts, which keeps its bits, is in the checkpoints and below what opens them."""
+"""Adapters on ztk's decoder: one base for all layouts, whose bits stay equal, which checkpoints and exports contain."""
 
 import copy
 from pathlib import Path
@@ -93,7 +93,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(ranks, grpo, tmp_path
     """In the middle of a rollout."""
     full = grpo
     config = config_of(task, *ADAPTERS, *SAVES, folder=tmp_path / "full", ranks=2, zero__stage=3)
-    if task == "ppo":  # with adapters in the critic, beside which its output layer trains
+    if task == "ppo":  # the critic has adapters, and its output layer trains with them
         full = tmp_path / "full"
         ranks(2).run(play, config=config)
         first, last = (weights_of(full / "critic" / f"step-{step:06d}") for step in (1, 4))
@@ -106,11 +106,11 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(ranks, grpo, tmp_path
     assert rows_of(tmp_path / "resumed") == rows_of(full)[3:]
 
 
-# What opens a run
+# Programs that open a run
 
 
 def test_what_opens_a_run_has_the_policy(grpo, tmp_path):
-    """Beside the base as in training, merged, and merged under the names of Llama."""
+    """With the base unmerged as in training, merged, and merged under the names of Llama."""
     from transformers import LlamaForCausalLM
 
     beside, values = open_frozen(str(grpo), ema=False)
@@ -132,7 +132,7 @@ def test_what_opens_a_run_has_the_policy(grpo, tmp_path):
     bound = 7 * 2 * 64 * 2**-24 * float(expected.abs().max())
     assert torch.allclose(found, expected, rtol=0, atol=bound)
     assert torch.allclose(exported, found, rtol=0, atol=bound)
-    assert float((expected - base).abs().max()) > 10 * bound  # what adapters learnt is more than that
+    assert float((expected - base).abs().max()) > 10 * bound  # the adapters learnt more than that
 
 
 def test_other_exports_say_what_they_have(grpo, tmp_path):

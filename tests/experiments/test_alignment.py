@@ -69,7 +69,7 @@ def laid_out(config: Config, stage: int, tier: str) -> Config:
 
 
 def play(process: Process, *, configs: list[Config]) -> list[dict[str, float]]:
-    """Runs them one after another; what their last evaluations found."""
+    """Runs the configurations one after another. Returns their last evaluations."""
     plot.plot_run = lambda folder: None
     answers.PROMPTS = 8
     found = []
@@ -84,7 +84,7 @@ def losses_of(folder: Path) -> list[float]:
 
 
 def record_of(folder: Path) -> list[dict]:
-    """All rows, without what a clock or a counter measured."""
+    """All rows without times and counters."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     measured = ("seconds", "tokens_per_second", "memory.", "comm.", "io.", "time")
     return [{k: v for k, v in row.items() if not any(word in k for word in measured)} for row in rows]
@@ -113,7 +113,7 @@ def test_losses_have_the_same_bits_at_every_stage_and_tier(task, ranks, tmp_path
 
 @pytest.mark.parametrize("task", TASKS)
 def test_losses_do_not_depend_on_micro_batches_and_ranks(task, ranks, tmp_path):
-    """Uneven parts: 7 examples on two ranks in micro-batches of 2 are 4 and 3, the last micro-batch has one or none beside."""
+    """Uneven parts: 7 examples on two ranks in micro-batches of 2 are 4 and 3; the last micro-batch has two examples and one."""
     kinds, found = {"one": (1, 7), "uneven": (2, 2)}, {}
     for name, (count, micro) in kinds.items():
         config = config_of(
@@ -178,7 +178,7 @@ def test_texts_are_packed_with_the_losses_of_padded_rows(task, ranks, tmp_path):
     }
     assert found[True][1] == found[False][1]  # texts
     if task == "sft":
-        assert found[True][1] <= found[True][0] < found[True][1] + 3 * 32 < found[False][0]  # what fills a pack up
+        assert found[True][1] <= found[True][0] < found[True][1] + 3 * 32 < found[False][0]  # padding of a pack
     else:
         assert found[True][0] < found[True][1] < found[False][0]
     # fp32 sums in another order, as above
@@ -343,7 +343,7 @@ def test_records_of_files_are_learnt(ranks, tmp_path):
 
 
 def held_out_of(process: Process, *, config: Config) -> tuple[int, int, set[int]]:
-    """Examples held out, those of one evaluation, and the numbers of two passes over the others."""
+    """Returns the number of held-out examples, the number in one evaluation, and the examples in two passes over the others."""
     stream = open_stream(config, process=process.arrange(policies.topology(config)))
     held, trained = stream.examples.held_out, stream.examples.num_records
     step = stream.held_out()

@@ -92,7 +92,9 @@ def test_torchrun_goes_on_with_more_ranks_and_starts_them_again(straight, tmp_pa
         shutil.rmtree(folder / "checkpoints" / f"step-00000{step}")
     options = ("zero=stage3", "checkpoint.resume=auto", "train.steps=8", f"hydra.run.dir={folder}")
     told = run(*options, cwd=tmp_path, fault=KILLED | {"count": 6}, starter=TORCHRUN)
-    assert "continues after step 4 " in told and "saved by 1 ranks" in told  # `latest` names what is no longer there
+    assert (
+        "continues after step 4 " in told and "saved by 1 ranks" in told
+    )  # `latest` names a folder that no longer exists
     assert "continues after step 6 " in told and "saved by 2 ranks" in told
     assert losses_of(folder) == pytest.approx(losses_of(straight), rel=TOLERANCE)
     assert json.loads((folder / "summary.json").read_text())["world_size"] == 2

@@ -21,7 +21,7 @@ DOCUMENTS = ["ABCD" * 30, "x", "AB" * 7]
 
 @pytest.fixture
 def files(tmp_path):
-    """Words that name what is scored: documents of several windows and of one token, and questions."""
+    """Overrides with the scored files: documents of several windows and of one token, and questions."""
     texts, questions = tmp_path / "t.jsonl", tmp_path / "q.jsonl"
     texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
     questions.write_text("".join(json.dumps(line) + "\n" for line in QUESTIONS))
@@ -48,7 +48,7 @@ def read(out):
 
 @pytest.fixture
 def scores(ranks, tmp_path):
-    """`scores(model, *words)`: what the engine that trains writes."""
+    """`scores(model, *words)`: the file that the training engine writes."""
 
     def scored(model, *words):
         out = tmp_path / "scored"
@@ -62,7 +62,7 @@ def scores(ranks, tmp_path):
 
 @pytest.fixture
 def expected(files, tmp_path):
-    """`expected(model)`: what the inference engine writes on one rank."""
+    """`expected(model)`: the file that the inference engine writes on one rank."""
 
     def scored(model, *words):
         out = tmp_path / "one_rank"

@@ -86,7 +86,7 @@ def test_quantised_weights_say_what_they_change(trained, tmp_path):
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_the_cost_of_weights_is_measured_where_layers_stream(trained, tmp_path, is_shared):
-    """As stored, layers are streamed, too; what was packed for it is gone, and what the user's folder keeps is the chosen format."""
+    """Unquantised layers are streamed, too. Their packed folder is removed; the user's folder keeps the chosen format."""
     text, prompts, disk, out = tmp_path / "t.txt", tmp_path / "p.jsonl", tmp_path / "disk", tmp_path / "out"
     text.write_text("import json\n" * 20)
     prompts.write_text('{"prompt": "a", "max_tokens": 1}\n')

@@ -1,4 +1,4 @@
-"""What stays of a run's checkpoints, and what a run goes on from when the newest was damaged."""
+"""Checkpoints that a run keeps, and the one that it continues from when the newest is damaged."""
 
 import json
 

@@ -24,7 +24,7 @@ from ztk.core.launch.processes import MOST_SECONDS_AFTER_FAILURE
 from ztk.inference import Generator, SamplingParams
 
 TOKENS = 200
-PROMISED_SECONDS = 5.0  # from the end of a rank to that of all streams and of the process
+PROMISED_SECONDS = 5.0  # from the end of a rank to the end of all streams and of the process
 
 
 @contextmanager

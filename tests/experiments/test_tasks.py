@@ -1,4 +1,4 @@
-"""The tasks that are made on the spot: what they ask and answer, and that the configuration knows their lengths."""
+"""Generated tasks: their prompts and answers, and the lengths that the configuration derives from them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Families of transformers in every strategy: what a cell of the table runs, and its bounds. `tests/slow/test_families.py` runs all."""
+"""Families of transformers in every strategy: the run of a cell, and its bounds. `tests/slow/test_families.py` runs all."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,21 +38,21 @@ COLUMNS = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
     """deviation: the largest relative difference of a step's loss from plain transformers, or with adapters peft, and torch's AdamW on
-    one rank. refusal: what the configuration was refused with before ranks start; then there is no deviation."""
+    one rank. refusal: the configuration's error before ranks start; then there is no deviation."""
 
     deviation: float | None = None
     refusal: str = ""
 
     @property
     def holds(self) -> bool:
-        """It agrees, or says why it is refused and what to write instead."""
+        """Whether it agrees, or its refusal names a fix."""
         if self.deviation is None:
             return "use " in self.refusal
         return self.deviation <= RELATIVE
 
 
 def run_cell(pool: RankPool, *, family: str, column: str, folder: Path) -> Result:
-    """One cell, on the two ranks of `pool`. folder: for the model and checkpoints. Raises what a run raises that is refused too late."""
+    """Runs one cell on the two ranks of `pool`. folder: for the model and checkpoints. Raises the error of a run that is refused too late."""
     choice, model = COLUMNS[column], saved(folder, family=family)
     words = ("data=synthetic", "data.seq_len=12", f"model.path={model}", *choice.overrides)
     try:
@@ -68,7 +68,7 @@ def run_cell(pool: RankPool, *, family: str, column: str, folder: Path) -> Resul
         found = pool.run(train, folder=model, strategy=choice.strategy)
         if (
             choice.strategy.topology.sequence_ranks > 1
-        ):  # a rank has its share of the loss: their mean is that of the sequences
+        ):  # each rank has its share of the loss: their mean is the sequences' loss
             found = [[sum(shares) / len(shares) for shares in zip(*found, strict=True)]]
     return Result(
         deviation=max(abs(a / b - 1) for losses in found for a, b in zip(losses, expected, strict=True)),

@@ -1,4 +1,4 @@
-"""One line fine-tunes a small model of transformers on a jsonl with its tokenizer, beside plain transformers.
+"""One line fine-tunes a small transformers model on a jsonl with its tokenizer, compared with plain transformers.
 
 `tests/slow/test_finetuning.py` prints it.
 """
@@ -32,7 +32,7 @@ LOGIT = 1e-4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
-    """What plain transformers and torch's AdamW give: a loss per step, and logits [1, T, V] afterwards, fp32."""
+    """Results of plain transformers and torch's AdamW: a loss per step, and logits [1, T, V] afterwards, fp32."""
 
     losses: list[float]
     logits: Tensor

@@ -1,4 +1,4 @@
-"""`Accelerator(deepspeed_plugin=...)`: a custom loop beside the same loop in plain PyTorch. Tolerance: see test_trainer."""
+"""`Accelerator(deepspeed_plugin=...)`: a custom loop compared with the same loop in plain PyTorch. Tolerance: see test_trainer."""
 
 import functools
 

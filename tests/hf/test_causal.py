@@ -30,7 +30,7 @@ LEARNING = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
-    """What must not change the losses."""
+    """Settings that must not change the losses."""
 
     topology: Topology = field(default_factory=Topology)
     stage: int = 0

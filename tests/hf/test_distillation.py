@@ -1,4 +1,4 @@
-"""task=distill with models of transformers: one loss at every stage, that of plain transformers, from records that a tokenizer writes."""
+"""task=distill with transformers' models: every stage has plain transformers' loss, from records written by a tokenizer."""
 
 import json
 import shutil

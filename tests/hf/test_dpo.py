@@ -250,8 +250,8 @@ def test_a_resumed_run_with_adapters_equals_one_that_was_not_interrupted(ranks, 
     ids=["full", "adapters", "full, then adapters"],
 )
 def test_fine_tuned_parameters_start_both_models(ranks, folder, tmp_path, trained, adapters):
-    """The first margin is 0: the reference is the policy that task=sft has trained, its adapters included. New adapters beside a trained base
-    are saved with it, since `model.path` has another one."""
+    """The first margin is 0: the reference is the policy after task=sft with its adapters. New adapters next to a trained base are saved with
+    it, because `model.path` has another base."""
     sft = config_of(
         *trained, "checkpoint=periodic", "checkpoint.every=4", folder=folder, to=tmp_path / "sft", task="sft"
     )

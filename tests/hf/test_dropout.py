@@ -1,4 +1,4 @@
-"""Dropout in the main job: what a step draws depends on the seed, the step, the replica and the stage, not on when the run started."""
+"""Dropout in the main job: a step's draws depend on the seed, the step, the replica and the stage, not on the start of the run."""
 
 import itertools
 import json

@@ -14,8 +14,8 @@ def hf_config():
 
 
 def loaded(*, source: str) -> dict:
-    """Bytes read from files, in all and at most at once, those of full parameters in memory, the values afterwards, and what was
-    missing or left over."""
+    """Bytes read from files, in total and at most at once, bytes of full parameters in memory, the values afterwards, and the missing and
+    unused names."""
     from transformers import AutoModelForCausalLM
 
     import ztk.deepspeed as deepspeed
@@ -115,7 +115,7 @@ def enlarged(*, source: str, tokens: int, stage: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("tokens", [small.VOCABULARY, small.VOCABULARY + 8], ids=["as it is", "larger"])
 def test_a_head_behind_a_resized_model_starts_alike_at_all_stages(hf, model_folder, tokens):
-    """DeepSpeed-Chat's reward models: what follows `resize_token_embeddings` is drawn from the same state of torch's generator."""
+    """DeepSpeed-Chat's reward models: draws after `resize_token_embeddings` start from the same state of torch's generator."""
     plain, sharded = (hf(enlarged, source=model_folder, tokens=tokens, stage=stage)[0] for stage in (0, 3))
     assert len(plain[0]) == len(plain[1]) == tokens
     assert all(torch.equal(*pair) for pair in zip(plain, sharded, strict=True))

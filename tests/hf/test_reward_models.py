@@ -1,4 +1,4 @@
-"""reward.path with a model of transformers for sequence classification: its values are those of transformers on the same texts."""
+"""reward.path with a transformers model for sequence classification: its values equal transformers' on the same texts."""
 
 import json
 from dataclasses import replace

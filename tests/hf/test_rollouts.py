@@ -193,7 +193,7 @@ def test_reward_models_have_the_losses_of_plain_transformers(ranks, folder, tmp_
     ids=["grpo", "grpo, adapters", "ppo, adapters"],
 )
 def test_rollouts_have_the_trainers_bits_at_every_stage(ranks, folder, tmp_path, task, options):
-    """Texts, rewards and losses are the same bits; with adapters, those of every reference, too."""
+    """Texts, rewards and losses have the same bits; with adapters, so do all references."""
     first = config_of(task, *options, folder=folder, to=tmp_path / "first")
     configs = [first]
     for stage, tier in ((0, "cpu"), (3, "cpu")):

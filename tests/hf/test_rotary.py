@@ -26,9 +26,7 @@ def test_logits_and_gradients_are_the_same(family):
             inject_kernels(model)
         with mock.patch.object(rotary, "rope", wraps=rope) as op:
             logits = model(input_ids=TOKENS, position_ids=torch.arange(3, 15)[None]).logits
-        assert op.call_count == (
-            4 if is_replaced else 0
-        )  # query and key of two layers; a model beside it is left alone
+        assert op.call_count == (4 if is_replaced else 0)  # query and key of two layers; the other model is unchanged
         logits.pow(2).mean().backward()
         found.append([logits.detach(), *(parameter.grad for parameter in model.parameters())])
     for plain, kernel in zip(*found, strict=True):

@@ -103,7 +103,7 @@ def test_a_fine_tuning_script_by_the_runner(model_folder, tmp_path):
 
 
 def test_accelerate_launch(model_folder, tmp_path):
-    """The folder on PYTHONPATH is what the runner sets, too: accelerate's launcher and its ranks see the name."""
+    """With the runner's folder on PYTHONPATH, accelerate's launcher and its ranks import the name, too."""
     (tmp_path / "train.py").write_text(ACCELERATE)
     plugin = {"zero_stage": 3, "gradient_accumulation_steps": 2, "offload_optimizer_device": "none"}
     plugin |= {"offload_param_device": "none", "zero3_init_flag": True, "zero3_save_16bit_model": True}

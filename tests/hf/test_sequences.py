@@ -1,4 +1,4 @@
-"""Models of transformers on parts of sequences: the loss of one rank, with windows, packed documents, and beside other strategies."""
+"""transformers' models on parts of sequences: one rank's loss, with windows, packed documents, and combined with other strategies."""
 
 from dataclasses import dataclass, field
 
@@ -22,7 +22,7 @@ SIZES = (5, 1, 6, 4, 8)  # of documents, two sequences of 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What must not change the losses; of the model and its batches, what does."""
+    """Settings that must not change the losses, and the model and batches, which do."""
 
     family: str = "Llama"
     world: int = 2

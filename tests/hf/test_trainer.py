@@ -1,8 +1,8 @@
-"""`TrainingArguments(deepspeed=...)`: the Trainer on two ranks beside the plain Trainer on one, which has the same global batches.
+"""`TrainingArguments(deepspeed=...)`: the Trainer on two ranks compared with the plain Trainer on one, with the same global batches.
 
 [Note: Tolerance]
-Losses are fp32 sums over some ten thousand products, taken in another order when the batch is cut over ranks: a relative 1e-6 per
-step, and Adam passes differences of gradients on with a factor of about one per step. 1e-5 over 8 steps is ten times what is seen.
+Losses are fp32 sums over about ten thousand products. Ranks take them in another order, which changes a loss by a relative 1e-6 per step. Adam
+carries differences of gradients on with a factor of about one per step. 1e-5 over 8 steps is ten times the observed difference.
 """
 
 import functools
@@ -45,7 +45,7 @@ def train(*, source, folder, config=None, micro=MICRO, lora=False, resume=None, 
     trainer = Trainer(model=model, args=args, train_dataset=small.rows(64), eval_dataset=small.rows(16, seed=9))
     trainer.train(resume_from_checkpoint=resume)
     log = trainer.state.log_history
-    # As many tokens as the rank says: under stage 3 all ranks must still make the same number of forwards.
+    # The number of tokens depends on the rank: under stage 3 all ranks must still make the same number of forwards.
     tokens = trainer.model.generate(
         input_ids=torch.tensor([[2, 5, 8]]), max_new_tokens=4 + args.process_index, do_sample=False
     )

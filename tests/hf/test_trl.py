@@ -1,4 +1,4 @@
-"""TRL's trainers at stages 2 and 3, with adapters and without, beside the same trainers without DeepSpeed. Tolerances: see test_trainer."""
+"""TRL's trainers at stages 2 and 3, with adapters and without, compared with runs without DeepSpeed. Tolerances: see test_trainer."""
 
 import functools
 import os

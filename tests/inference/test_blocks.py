@@ -120,7 +120,7 @@ def test_preempted_blocks_are_kept_in_files(monkeypatch, tmp_path):
     for _ in range(2):
         found = generator.generate(prompts, sampling=sampling)
         assert [own[0].logprobs.tolist() for own in found] == [own[0].logprobs.tolist() for own in expected]
-    assert swap.counters.write_bytes >= swap.counters.read_bytes > 0  # what is still in the cache is not read
+    assert swap.counters.write_bytes >= swap.counters.read_bytes > 0  # blocks that are still in the cache are not read
     requests = [generator.submit(prompt, sampling=sampling) for prompt in prompts]
     while generator._scheduler.slots._saved == {}:
         generator.step()
@@ -132,7 +132,7 @@ def test_preempted_blocks_are_kept_in_files(monkeypatch, tmp_path):
 
 
 def test_sampling_steps_are_made_where_the_logits_are():
-    """Bias, penalties, top-k, top-p and min-p over blocks beside the host's, whose draws are others from the same distribution."""
+    """Bias, penalties, top-k, top-p and min-p over blocks compared with the host's; the draws differ, the distribution is equal."""
     model = Generator(build_decoder(), policy=InferencePolicy(**BLOCKS))._model
     x = torch.randn(5, model.description.dim, generator=torch.Generator().manual_seed(0))
     options = [
@@ -221,7 +221,7 @@ def test_draws_follow_the_probabilities_and_nothing_else():
 
 
 class Replayed:
-    """A graph that runs the function again, as a GPU runs what the function launched: into the same tensor, from the same buffers."""
+    """A graph that calls the function again, like a GPU's replay of its launches: the same output tensor and buffers."""
 
     def __init__(self, compute):
         self.compute, self.results = compute, compute().fill_(float("nan"))
@@ -255,7 +255,7 @@ def test_decoding_by_graphs_changes_no_bit():
 
 
 def test_a_capture_is_not_ended_by_what_other_threads_ask(monkeypatch):
-    """Without a GPU: what torch is told. The mode is one of the thread; in torch's default an event that a watchdog asks ends the capture."""
+    """torch's calls, without a GPU. The capture mode is per thread; in torch's default mode a watchdog's event query ends the capture."""
     told = mock.create_autospec(torch.cuda.graph)  # with torch's signature
     for name, value in (("graph", told), ("CUDAGraph", mock.Mock()), ("graph_pool_handle", lambda: (0, 1))):
         monkeypatch.setattr(torch.cuda, name, value)

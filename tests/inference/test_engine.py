@@ -98,7 +98,7 @@ def test_one_slow_step_does_not_keep_later_ones_short(model, monkeypatch):
 
 
 def test_answers_follow_the_distribution_they_report(model):
-    """4,000 first tokens: each of the likeliest ten as often as its processed log-probability says, within 4 standard deviations."""
+    """4,000 first tokens: the frequencies of the ten likeliest match their processed log-probabilities within 4 standard deviations."""
     count = 4000
     sampling = [
         SamplingParams(max_tokens=1, temperature=0.7, top_p=0.95, draw_key=(number,), logprobs=VOCABULARY)

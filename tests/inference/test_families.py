@@ -1,4 +1,4 @@
-"""Every family: greedy tokens and log-probabilities are those of transformers, prompts of different lengths at once."""
+"""Every family: greedy tokens and log-probabilities equal transformers', for prompts of different lengths at once."""
 
 import pytest
 import torch

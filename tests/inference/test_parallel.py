@@ -1,4 +1,4 @@
-"""Layers cut over two ranks: the tokens of one rank, whatever is computed beside them."""
+"""Layers sharded over two ranks: the tokens of one rank, for every batch."""
 
 from dataclasses import replace
 from functools import partial
@@ -292,7 +292,7 @@ LAYERED = {
 
 
 def streamed_by_both(process: ztk.Process, *, name: str, folder: str) -> list:
-    """Tokens of one rank in memory and of two that read their parts; what each reads per pass, and has read per step."""
+    """Tokens of one rank in memory and of two ranks that read their parts; bytes that each reads per pass and has read per step."""
     model = LAYERED[name]()
     place = OffloadPolicy(parameters="nvme", nvme_path=folder, block_bytes=1 << 16, threads=1)
     policy = InferencePolicy(max_sequences=3, max_step_tokens=48, offload=place)
@@ -331,7 +331,7 @@ def fail(*given, **named):
 
 
 def refused_by_one(process: ztk.Process, *, refusing: int) -> list[str]:
-    """What a rank raises when one of them refuses alone: between exchanges, and where the other waits for its part of a sum."""
+    """The error on each rank when one refuses alone: between exchanges, and while the other waits for its part of a sum."""
     found = []
     for what, name in ((probe, "check_products"), (Ranks, "sum")):
         with pytest.MonkeyPatch.context() as patch:
@@ -361,7 +361,7 @@ def test_what_one_rank_refuses_all_refuse_with_its_reason(ranks, refusing):
 
 
 def failing_step(process: ztk.Process, *, failing: int) -> str:
-    """What a rank raises when one of them fails in the middle of a step; over connections of its own, which end with it."""
+    """The error on each rank when one fails in the middle of a step. Uses its own connections, which end with the error."""
     comm = process.arrange(ztk.Topology(tensor=2)).mesh.comm("tp")
     generator = Generator(build_decoder(), comm=comm)
     if process.rank == failing:

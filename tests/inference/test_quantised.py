@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits: how far they are from the stored ones, exactness, and what they cost a trained model."""
+"""Weights of 8 and 4 bits: their distance from the stored ones, exactness, and the cost for a trained model."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_an_int8_weight_is_within_half_a_step():
     steps, scale = quantise_int8(weight)
     assert steps.abs().max() <= 127 and (steps.abs().amax(1)[weight.abs().amax(1) > 0] >= 126).all()
     error = (weight.double() - steps.double() * scale.double().unsqueeze(1)).abs()
-    # The product and quotient in fp32: 2^-22 of the weight beside the half step.
+    # The product and quotient in fp32: 2^-22 of the weight in addition to the half step.
     assert (error <= scale.double().unsqueeze(1) / 2 + 2.0**-22 * weight.abs()).all()
 
 
@@ -80,14 +80,14 @@ def test_weights_on_a_grid_of_16_steps_are_found_again():
     steps[..., 0], steps[..., 1] = 0, 15
     scale = torch.rand(40, 8, 1, generator=generator).add(0.5).bfloat16().float()
     weight = ((steps - 8) * scale + torch.randn(40, 8, 1, generator=generator).bfloat16().float()).flatten(1)
-    # What fp32 takes off the fitted scale and zero is gone when they are rounded to bf16.
+    # Rounding to bf16 removes the fp32 error of the fitted scale and zero.
     assert not error_of(weight).any()
 
 
 @pytest.mark.parametrize("columns", [32, 128, 200, 768])
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_product_is_that_of_the_rounded_weights(format, columns):
-    """bf16 rows, sums in fp32, results rounded to bf16: beside float64 over the same rounded weights."""
+    """bf16 rows, sums in fp32, results rounded to bf16, compared with float64 over the same rounded weights."""
     weight, bias = weights(out=40, columns=columns), torch.randn(40)
     x = torch.randn(5, columns, generator=torch.Generator().manual_seed(1))
     found = PRODUCTS[format](Affine(weight=weight, bias=bias))(x)

@@ -79,7 +79,7 @@ def test_random_schedules_in_little_memory_change_no_bit(model):
 
 @pytest.mark.parametrize(("draft_tokens", "free"), [(0, 4_500_000), (3, 13_000_000)])
 def test_slabs_stay_below_the_free_memory(model, monkeypatch, slabs, draft_tokens, free):
-    """All that exists at one time, also while slabs are laid out anew; and what attention computes with."""
+    """All memory in use at one time, also while slabs are laid out again, with attention's scratch memory."""
     draft = build_decoder(layers=1, max_seq_len=LENGTH) if draft_tokens else None
     monkeypatch.setattr(room, "free_memory", lambda: free)
     policy = InferencePolicy(max_step_tokens=64, draft_tokens=draft_tokens)

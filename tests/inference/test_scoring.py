@@ -70,7 +70,7 @@ def test_windows_have_the_losses_of_transformers_over_the_same_tokens(model, gen
     )
     assert abs(found - expected) < 99 * PER_TOKEN and sum(counted) == 99
     [other] = log_likelihoods(generator, sequences=[tokens], context=1, seq_len=128, stride=64)
-    assert abs(found - other) > 1  # what is before a token changes its probability in this model
+    assert abs(found - other) > 1  # earlier tokens change a token's probability in this model
 
 
 def test_sums_do_not_depend_on_what_is_computed_together(model, generator):

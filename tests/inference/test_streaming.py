@@ -30,7 +30,7 @@ def packed_model(model, *, folder, weights="stored"):
 
 
 def with_layers(packed, *, resident, folder, sequences=2, **more) -> Generator:
-    """A generator whose memory holds so many layers beside its ring."""
+    """A generator whose memory holds `resident` layers in addition to its ring."""
     options = {
         "weights": packed.weights,
         "offload": offload(folder),
@@ -85,7 +85,7 @@ def test_streamed_layers_change_no_bit_and_their_bytes_are_counted(family, weigh
 
 
 def test_a_plan_counts_what_a_draft_model_takes(tmp_path):
-    """Its slabs, layers and what it computes with, within the bytes that were allowed; drafts change no bit."""
+    """A draft model's slabs, layers and scratch memory fit into the allowed bytes; drafts change no bit."""
     model, draft = build_decoder(layers=6), build_decoder(layers=2)
     packed = packed_model(model, folder=tmp_path / "packed")
     options = {"offload": offload(tmp_path), "max_sequences": 3, "max_step_tokens": ROWS}
@@ -196,7 +196,7 @@ class Counted(Mapping):
 
 
 def test_packing_reads_one_layer_at_a_time(tmp_path):
-    gc.disable()  # what is alive must not depend on when cycles are collected
+    gc.disable()  # the number of live objects must not depend on collections
     try:
         model = build_decoder(layers=24, tie_embeddings=True)
         state = Counted(dict(model.named_parameters()))
@@ -224,7 +224,9 @@ def test_a_module_is_packed_into_a_copy_that_leaves_nothing(tmp_path):
     generator = Generator(model, policy=InferencePolicy(offload=offload(tmp_path)))
     drawn = torch.rand(4)
     torch.manual_seed(0)
-    assert list(tmp_path.iterdir()) == [] and torch.equal(drawn, torch.rand(4))  # what was measured drew elsewhere
+    assert list(tmp_path.iterdir()) == [] and torch.equal(
+        drawn, torch.rand(4)
+    )  # the measurement used another generator
     assert values(generator.generate(PROMPTS, sampling=SAMPLING)) == values(expected)
     with pytest.raises(RuntimeError, match="load: the weights are read from a packed folder"):
         generator.load(generator)
@@ -294,7 +296,7 @@ def test_nothing_hides_behind_a_layer_that_is_read_into_the_only_buffer():
     assert plan.buffers == 1 and plan.rates.serial == 0
     assert plan.tokens_per_second == pytest.approx(20 / (plan.read_seconds + plan.compute_seconds))
     assert planned(50 + 200 + 20 * 5, sequences=20).tokens_per_second == pytest.approx(20 / plan.read_seconds)
-    # 60 sequences beside one buffer or 40 beside two: 60 / (10 + 0.7) of 40 / 10, and 60 / (10 + 6.1) of 40 / 10.
+    # 60 sequences with one buffer or 40 with two: 60 / (10 + 0.7) of 40 / 10, and 60 / (10 + 6.1) of 40 / 10.
     assert planned(50 + 400).buffers == 1 and planned(50 + 400, row_seconds=0.1).buffers > 1
 
 

@@ -1,9 +1,9 @@
-"""Tensors of more than 2^31 elements of which a few pages exist, and launches that run only their last programs.
+"""Tensors of more than 2^31 elements with only a few real pages, and launches that run only their last programs.
 
-An offset computed in 32 bits is right below 2^31 elements and wraps to a negative one above. To see that by running: memory is
-mapped without being reserved, so what nobody touches costs nothing; the tensor's last elements hold the data; and the
-interpreter runs the programs at the end of the grid. In front of each tensor lies as much untouched memory, so that a wrapped
-offset reads zeros and writes beside the result instead of ending the process.
+An offset computed in 32 bits is right below 2^31 elements and wraps to a negative one above. The tests run such offsets. Memory is mapped
+without being reserved, so untouched pages cost nothing. The tensor's last elements hold the data, and the interpreter runs the programs at
+the end of the grid. As much untouched memory lies in front of each tensor, so that a wrapped offset reads zeros and writes outside the
+result instead of ending the process.
 """
 
 import mmap
@@ -47,7 +47,7 @@ def run_last_programs(count: int, *, monkeypatch: pytest.MonkeyPatch) -> None:
         executor(self.rewrite(), self.arg_names, part, self.pre_run_hooks)(*args, **kwargs)
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", run)
-    # CPU tensors are used in place: what the interpreter would copy back is the same memory, all 2^31 elements of it.
+    # CPU tensors are used in place: the interpreter would copy back the same memory, all 2^31 elements of it.
     monkeypatch.setattr(executor, "_restore_args_dev", lambda *_: None)
     monkeypatch.setattr(torch, "empty_like", lambda x, **_: sparse(tuple(x.shape), x.dtype))
     monkeypatch.setattr(torch, "empty", lambda *shape, dtype, **_: sparse(_flat_shape(shape), dtype))

@@ -64,7 +64,7 @@ def load_copy(function, *, old: str, new: str, tmp_path, monkeypatch):
     """The op's module with one piece of source replaced, registering its ops under another namespace."""
     original = sys.modules[function.__module__]
     source = open(original.__file__).read()
-    assert old in source, f"the source no longer says {old!r}"
+    assert old in source, f"the source no longer contains {old!r}"
     path = tmp_path / "planted.py"
     namespace = f"planted_copy_{next(_numbers)}"  # FLOPs are registered once per namespace
     path.write_text(source.replace(old, new).replace("torch.ops.ztk.", f"torch.ops.{namespace}."))

@@ -29,7 +29,7 @@ class Driver:
 
 
 class Program:
-    """In the place of a compiled kernel. key: what Triton compiles it for."""
+    """Replaces a compiled kernel. key: Triton's key of the compilation."""
 
     packed_metadata, function = "metadata", "function"
 
@@ -46,7 +46,7 @@ class Program:
 def launching(start: Callable[..., None]) -> Iterator[Driver]:
     """Inside, kernels are not compiled and launch on a `Driver`, and every tensor is in its memory.
 
-    start: called with the `Program` and what Triton's launcher gets.
+    start: called with the `Program` and the arguments of Triton's launcher.
     """
 
     def compiled(kernel: JITFunction, key: str, *args: Any) -> Program:

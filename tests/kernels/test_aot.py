@@ -128,7 +128,7 @@ def test_what_comes_before_a_wait_is_read_right(ptx, sass, found):
 
 @pytest.fixture(scope="module")
 def planted():
-    """What tests/kernels/budget_mistakes.py prints."""
+    """The output of tests/kernels/budget_mistakes.py."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "tests.kernels.budget_mistakes"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -137,7 +137,7 @@ def planted():
 
 
 def test_slower_launches_break_their_budgets(planted):
-    """Budgets are those of the launchers: what a launcher chooses badly breaks them, for the reason meant; so do waits that are missing."""
+    """Budgets match the launchers: worse launch configurations and missing waits exceed them, for the intended reason."""
     reasons = planted["reasons"]
     expected = {
         "32 elements per thread": "barriers >",

@@ -1,4 +1,4 @@
-"""What the generic tests cannot say about attention: several blocks of 16-bit tiles, fused projections, block ranges, refusals."""
+"""Tests of attention beyond the generic ones: several blocks of 16-bit tiles, fused projections, block ranges, refusals."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_sequences_of_one_length_have_the_bits_that_they_have_alone():
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_future_and_far_past_change_nothing(backend):
-    """The mask itself: perturb what must be invisible to token 20 under a window of 8."""
+    """The mask: changes tokens that must be invisible to token 20 under a window of 8."""
     set_backend(backend)
     q, k, v = (torch.randn(1, 40, 1, 16) for _ in range(3))
     before = attention(q, k, v, window=8)[0, 20]

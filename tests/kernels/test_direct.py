@@ -20,7 +20,7 @@ X, WEIGHT = torch.randn(4, 16), torch.ones(16)
 
 
 class Seen(torch.Tensor):
-    """A class that takes part in what torch does with its tensors."""
+    """A class that overrides torch's functions."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

@@ -1,4 +1,4 @@
-"""Ops beyond 2^31 elements: the end of a huge tensor gives what the same elements give alone, and 32-bit offsets do not."""
+"""Ops beyond 2^31 elements: the end of a huge tensor gives the same results as its elements alone; 32-bit offsets fail."""
 
 import functools
 
@@ -48,7 +48,7 @@ def tensors_of(inputs: dict) -> dict[str, Tensor]:
 
 
 def check_flat(op, *, spec) -> None:
-    """The last N elements of a buffer of 2^31 + N equal a buffer of N: outputs and what is written in place."""
+    """The last N elements of a buffer of 2^31 + N equal a buffer of N: outputs and in-place results."""
     torch.manual_seed(0)
     near = spec.make_inputs((N,), dtype=torch.bfloat16, device="cpu")
     far = dict(near)

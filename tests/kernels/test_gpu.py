@@ -1,4 +1,4 @@
-"""What only a device can show: compiled kernels in every dtype, CUDA graphs, offsets past 2^31.
+"""Tests that need a device: compiled kernels in every dtype, CUDA graphs, offsets past 2^31.
 
 Run as `TRITON_INTERPRET=0 pytest -m gpu tests/kernels`.
 """

@@ -1,4 +1,4 @@
-"""Products of experts by descriptors of their weights: what is chosen, and that a tile ends with its expert."""
+"""Products of experts with TMA descriptors of their weights: the choice of descriptors, and tiles that end with their expert."""
 
 import itertools
 import sys

@@ -31,6 +31,6 @@ def test_a_launch_changes_the_language_once_for_each_module(monkeypatch):
         x, y = torch.arange(32.0).view(4, 8), torch.empty(4)
         _sums[(4,)](x, y, N=8)
         assert torch.equal(y, 8 * x.sum(1)) and tl.load is load
-        # `tl` and `tl.core` at most, for this module and for that of `tl.sum`; of 4 programs with 4 calls each Triton makes 17 or more.
+        # `tl` and `tl.core` at most, for this module and the module of `tl.sum`; of 4 programs with 4 calls each Triton makes 17 or more.
         assert 2 <= len(changed) <= 4
         changed.clear()

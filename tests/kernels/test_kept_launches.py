@@ -1,5 +1,4 @@
-"""A launch that was kept is that of its sizes: grid, numbers, constexprs, options and the memory of results are those that a launcher
-computes anew."""
+"""A kept launch equals a launch computed anew for its sizes: grid, numbers, constexprs, options and the memory of results."""
 
 import functools
 import inspect
@@ -31,10 +30,10 @@ BOUND = (
 
 
 def launches(spec: OpSpec, *, anew: bool) -> list[tuple]:
-    """(what, grid, numbers, constexprs and options, layouts, count, tensors) of every kernel that the op launches for its shapes, variants
+    """(kind, grid, numbers, constexprs and options, layouts, count, tensors) of every kernel that the op launches for its shapes, variants
     and machines in turn.
 
-    anew: nothing is known from the calls before.
+    anew: clears the caches before each call.
     """
     noted, known = [], kept_functions() if anew else []
 
@@ -62,7 +61,7 @@ def launches(spec: OpSpec, *, anew: bool) -> list[tuple]:
 
 
 DOUBLED = {  # sizes that can be doubled alone, where not all can
-    "paged_attention": (0, 1, 2, 4),  # heads divide by those of keys
+    "paged_attention": (0, 1, 2, 4),  # query heads divide by key heads
     "copy_blocks": (0, 1),  # pairs are of as many blocks
 }
 
@@ -76,7 +75,7 @@ def shapes(spec: OpSpec) -> list[tuple[int, ...]]:
 
 
 def kept_functions() -> list[Any]:
-    """What remembers results in the kernels' modules, launchers' closures included."""
+    """The caches in the kernels' modules, launchers' closures included."""
     modules = [module for name, module in sys.modules.items() if name.startswith("ztk.kernels")]
     cells = itertools.chain.from_iterable(launcher.__closure__ or () for launcher in LAUNCHERS.values())
     values = [
@@ -100,8 +99,8 @@ def test_all_that_is_kept_is_found():
     assert {"ztk.kernels.ops.rms_norm", "ztk.kernels.shared.glu"} <= found  # the latter's is in closures of launchers
 
 
-# What keeps the memory of results with a launch, and the values whose lack in a key is found. In all cases the others follow from these, or
-# are always the same; strides have tests of their own.
+# Functions that keep the memory of results with a launch, and the values whose lack in a key the test finds. In all cases the others follow
+# from these or are constant; strides have tests of their own.
 KEYS = {
     ("rms_norm", "_forward_for"): "target shape dtype",
     ("layer_norm", "_forward_for"): "target shape dtype",

@@ -1,4 +1,4 @@
-"""The short way to a compiled kernel starts what Triton's own launch would start, with the same arguments."""
+"""The direct call starts the same compiled kernel as Triton's launch, with the same arguments."""
 
 import itertools
 import random
@@ -53,7 +53,7 @@ def test_every_call_starts_what_triton_would_start(options):
             JITFunction.run(kernel, *args, grid=grid, warmup=False, **named)
             (short, given), (usual, wanted) = started[-2:]
             assert short is usual
-            assert (*given[:6], *given[9:]) == (*wanted[:6], *wanted[9:])  # between them: hooks and what they are told
+            assert (*given[:6], *given[9:]) == (*wanted[:6], *wanted[9:])  # between them: hooks and their metadata
             assert all(x is y for x, y in zip(given[9:], wanted[9:], strict=True))
     assert sum(len(prepared._programs) for prepared in kernel._prepared.values()) > 500 and len(started) == 6000
 
@@ -132,7 +132,7 @@ def test_a_bound_call_that_is_known_looks_at_tensors_only():
 
 
 def _observe(what: str, *, kernel, patch: pytest.MonkeyPatch) -> None:
-    """Sets what looks at every launch, if `what` names such a thing."""
+    """Installs the observer of launches that `what` names, if any."""
     if what == "hook":
         patch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
     elif what == "debug":

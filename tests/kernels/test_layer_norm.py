@@ -1,4 +1,4 @@
-"""What the generic tests cannot say about layer_norm: large means, determinism over the grid, and its refusals."""
+"""Tests of layer_norm beyond the generic ones: large means, determinism over the grid, and refusals."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the generic tests cannot say about the fused linear cross entropy: its memory, its chunks, and its refusals."""
+"""Tests of the fused linear cross entropy beyond the generic ones: memory, chunks and refusals."""
 
 import pytest
 import torch

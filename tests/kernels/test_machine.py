@@ -1,4 +1,4 @@
-"""What launchers are told of a GPU, and that what the code asks of torch's inner parts is there."""
+"""The GPU properties that launchers receive, and the torch internals that the code uses."""
 
 import ast
 import ctypes
@@ -47,7 +47,7 @@ def test_the_machine_of_a_gpu(capability, driver, architecture, early, monkeypat
 
 
 def test_inner_functions_of_torch_exist():
-    """Those of builds with CUDA are in torch's stubs, also where torch is built without."""
+    """Functions of CUDA builds are in torch's stubs, also in builds without CUDA."""
     stubs = (Path(torch.__file__).parent / "_C" / "__init__.pyi").read_text()
     missing = []
     for path in itertools.chain(*((ROOT / folder).rglob("*.py") for folder in ("ztk", "scripts", "experiments"))):

@@ -152,7 +152,7 @@ def test_cpu_implementation_matches_reference(spec, shape, variant, dtype, poiso
 
 
 def check_error_ratio(spec, shape, variant, dtype) -> None:
-    """The op's distance from a float64 computation against that of eager torch in the input's dtype."""
+    """Compares the op's error against float64 with the error of eager torch in the input's dtype."""
     inputs, d_outs = make(spec, shape, variant, dtype)
     actual = run(spec.op, convert(inputs, spec=spec), spec=spec, d_outs=d_outs)
     eager = run(spec.eager, convert(inputs, spec=spec), spec=spec, d_outs=d_outs)
@@ -232,7 +232,7 @@ def test_compiles_without_graph_break(spec):
 
 @pytest.mark.parametrize("spec", [s for s in ALL_OPS if s.differentiable], ids=lambda spec: spec.name)
 def test_non_contiguous_inputs(spec):
-    """Every second element of a wider tensor gives what its contiguous copy gives."""
+    """Every second element of a wider tensor gives the same result as a contiguous copy."""
     inputs, d_outs = make(spec, spec.small_shapes[1], spec.variants[0], torch.float32)
     strided = convert(inputs, spec=spec)
     for name in spec.differentiable:

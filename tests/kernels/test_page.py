@@ -1,4 +1,4 @@
-"""The kernel page says what was measured, and says so when nothing was."""
+"""The kernel page shows measurements, and states that there are none."""
 
 import importlib.util
 import json

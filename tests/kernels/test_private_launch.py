@@ -69,7 +69,7 @@ def test_wrong_values_of_the_switch_are_refused():
 
 
 def started(launch: str) -> dict:
-    """What tests/kernels/started.py prints."""
+    """The output of tests/kernels/started.py."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", private.SWITCH: launch}
     command = [sys.executable, "-m", "tests.kernels.started"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What the generic tests cannot say about quantised buckets: the bytes themselves, overflow, and the error bound."""
+"""Tests of quantised buckets beyond the generic ones: the bytes, overflow, and the error bound."""
 
 import pytest
 import torch

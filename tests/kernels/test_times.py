@@ -1,4 +1,4 @@
-"""What is timed, whose it is, and what a call moves at least."""
+"""Timed calls, their owners, and the least bytes of a call."""
 
 import math
 import threading
@@ -34,8 +34,8 @@ SHAPES = {
     "draw_rows": (4, 256, 256),
     "select_rows": (4, 256),
 }
-# linear_cross_entropy, linear_logprob and moe_route count what their steps keep between each other; random lengths leave attention_varlen and
-# rows behind the last expert's slots out of the SPEC's shape.
+# linear_cross_entropy, linear_logprob and moe_route count the tensors between their steps; random lengths in attention_varlen and
+# rows behind the last expert's slots differ from the SPEC's shape.
 OTHERS = (
     *("linear_cross_entropy", "linear_logprob", "moe_route", "attention_varlen", "grouped_matmul_pair"),
     *("paged_attention", "cache_rows", "copy_blocks"),  # given a cache of which they read or write a part
@@ -128,7 +128,7 @@ def test_operations_of_products():
 
 @pytest.mark.parametrize("factor", [1.0, 3.0])
 def test_a_call_that_does_nothing_moves_nothing(factor):
-    """The gradient of a loss is there after the forward: the backward scales it by what it starts from, and by 1 touches nothing."""
+    """The forward already computes the gradient of a loss; the backward scales it by its own input, and by 1 it touches no memory."""
     logits, target = torch.randn(6, 40, requires_grad=True), torch.arange(6)
     with KernelTimes() as times:
         (factor * kernels.cross_entropy(logits * 1, target, inplace=True)).backward()

@@ -1,4 +1,4 @@
-"""Sizes: what they count, and that the named ones are what they are called."""
+"""Sizes: parameter and FLOP counts, and that the named sizes match their names."""
 
 import dataclasses
 from pathlib import Path

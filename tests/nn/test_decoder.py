@@ -1,4 +1,4 @@
-"""The decoder against a plain implementation, and what must hold for any language model."""
+"""The decoder compared with a plain implementation, and properties of every language model."""
 
 import dataclasses
 
@@ -63,7 +63,7 @@ def test_forward_and_gradients_equal_the_plain_implementation(variant, length):
 
 
 def plain_bounds(config: DecoderConfig, *, model: Decoder, tokens: torch.Tensor, targets: torch.Tensor) -> Bounds:
-    """Loss, logits and gradients of the plain implementation, with what rounding can do to them."""
+    """Loss, logits and gradients of the plain implementation, with bounds on their rounding errors."""
 
     def compute() -> dict[str, torch.Tensor]:
         weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}

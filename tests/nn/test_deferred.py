@@ -84,7 +84,7 @@ def test_hooks_see_one_gradient_per_parameter():
 
 
 def test_a_layer_with_an_adapter_keeps_it():
-    """Its forward is not the class's: what adds to it would be lost without an error."""
+    """An adapter replaces the class's forward; deferring would lose its addition without an error."""
     model, plain = build(torch.float32), build(torch.float32)
     for each in (model, plain):
         add_adapters(each, policy=LoraPolicy(rank=2, alpha=4.0, targets=("first",)), base="")

@@ -1,4 +1,4 @@
-"""The notebooks: what each must have; the quick forms of all executed, one of them in a kernel by the command that builds all."""
+"""The notebooks: required parts; the quick forms of all are executed, one of them in a kernel by the command that builds all."""
 
 import csv
 import json

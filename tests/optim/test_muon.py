@@ -1,4 +1,4 @@
-"""The arithmetic of Muon beside torch's."""
+"""Muon's arithmetic compared with torch's."""
 
 import pytest
 import torch

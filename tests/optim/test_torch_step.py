@@ -72,7 +72,7 @@ class Listed(torch.optim.SGD):
 
 
 class ClippedIfLarge(torch.optim.SGD):
-    """No state says that it treats large parameters otherwise."""
+    """An optimizer that treats large parameters differently, without a state that shows it."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -115,7 +115,7 @@ class CentredInPlace(torch.optim.SGD):
 
 
 class ClippingLarge(torch.optim.SGD):
-    """Only gradients of a norm that those of a trial's first step do not have."""
+    """Clips only gradients with larger norms than in the first step of a trial."""
 
     def step(self, closure=None):
         nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 2000.0)
@@ -203,7 +203,7 @@ def test_what_shards_cannot_run_is_refused_with_the_reason(make, words):
 
 
 def test_one_that_recognises_parameters_by_identity_is_refused():
-    """In an attribute, a closure, a model that it keeps, an option of its group. What its step does not read is no fault."""
+    """In an attribute, a closure, a model, or an option of its group. Attributes that its step does not read are allowed."""
     model = nn.Sequential(nn.Linear(2, 2))
     parameters = dict(model.named_parameters())
     numbers = {id(model[0].bias)}
@@ -272,7 +272,7 @@ def step(made: TorchStep, *, names: tuple[str, ...] = ("a",), rows: dict | None 
 
 
 def test_hooks_schedulers_and_random_numbers_are_left_alone():
-    """The step of the class runs once per piece; what belongs to the object runs once per step, elsewhere."""
+    """The class's step runs once per piece; hooks, schedulers and random numbers of the object run once per step, elsewhere."""
     parameter, calls = nn.Parameter(torch.ones(4)), []
     optimizer = torch.optim.NAdam([parameter])
     optimizer.register_step_pre_hook(lambda *args: calls.append("pre"))

@@ -1,8 +1,7 @@
 """Chains of eager elementwise operations in a step, from the operations that a plan runs.
 
-An elementwise operation reads and writes its tensors once. Two in a row could be one kernel; of three and more this says where they are. The
-length of a chain is carried by the storages: a result has one more than the longest of its operands, and an operation of any other kind
-starts anew.
+An elementwise operation reads and writes its tensors once. Two in a row could be one kernel; this module lists chains of three and more.
+Storages carry the length of a chain: a result has one more than the longest of its operands, and an operation of any other kind starts at zero.
 """
 
 import traceback
@@ -50,7 +49,7 @@ class EagerChains(TorchDispatchMode):
     found: dict[Chain, None] = field(default_factory=dict)
     seen: int = 0
     is_active: bool = True
-    sees_everything = True  # also what ZeRO hides from modes
+    sees_everything = True  # also operations that ZeRO hides from modes
 
     def __post_init__(self) -> None:
         super().__init__()

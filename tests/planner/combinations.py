@@ -59,8 +59,8 @@ def case_of(row: Row) -> Case:
 
 
 def faults(row: Row, *, plan_of: Callable[[Case], Plan]) -> list[str]:
-    """Plans a row by `plan_of(case)` and says what is wrong: an error, bytes of states on another tier, disk traffic without a disk, a use
-    of memory without an order, or none seen at all."""
+    """Plans a row by `plan_of(case)` and lists its faults: an error, bytes of states on another tier, disk traffic without a disk, a use
+    of memory without an order, or no use at all."""
     try:
         with modelled() as model:
             plan = plan_of(case_of(row))

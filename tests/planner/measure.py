@@ -1,4 +1,4 @@
-"""The same run planned and made: what a plan says beside the counters of real ranks."""
+"""Plans a run and executes it, to compare the plan with the counters of real ranks."""
 
 import functools
 import os
@@ -44,7 +44,7 @@ _EXPERTS_OF_TRANSFORMERS = {"num_experts": 4, "moe_intermediate_size": 64, "shar
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One configuration. zero: fields of ZeroPolicy beside the stage."""
+    """One configuration. zero: fields of ZeroPolicy without the stage."""
 
     ranks: int
     stage: int
@@ -147,7 +147,7 @@ def saved_config(family: str, *, folder: Path) -> Path:
 
 
 def planned(case: Case, *, folder: str, hardware: Hardware | None = None) -> Plan:
-    """What `ztk.plan` says."""
+    """The plan of `ztk.plan`."""
     tokens = torch.empty(BATCH, dtype=torch.int64, device="meta")
     return plan(
         lambda: case.build(folder)[0],
@@ -160,10 +160,10 @@ def planned(case: Case, *, folder: str, hardware: Hardware | None = None) -> Pla
 
 
 def made(process: Process, *, case: Case, folder: str) -> Measured:
-    """What a rank's counters say after the same number of steps, the last one alone for what moves.
+    """A rank's counters after the same number of steps; traffic is counted in the last step only.
 
-    The rank takes the branches of a device that is no CPU, which a plan is about: fused operations and attention. Between steps the update
-    behind the forward ends and what is written reaches the disk, so that no read finds its bytes still in memory.
+    The rank takes the branches of a device other than a CPU, which the plan is for: fused operations and attention. Between steps the update
+    that overlaps the forward ends and writes reach the disk, so that no read finds its bytes still in memory.
     """
     process = process.arrange(case.topology)
     tracker = StepTracker(device="cpu")
@@ -195,8 +195,8 @@ def made(process: Process, *, case: Case, folder: str) -> Measured:
 
 
 def step_seconds(process: Process, *, case: Case, folder: str, steps: int) -> list[float]:
-    """Seconds of steps as a run on a CPU makes them, after as many as a plan makes: one behind the other, so that what a step writes
-    reaches the disk while the next one computes."""
+    """Seconds of steps of a run on a CPU, after as many warm-up steps as in a plan. The steps follow one another, so that the writes of one
+    reach the disk during the next."""
     process = process.arrange(case.topology)
     model, values = case.build(folder)
     tokens = torch.randint(256, BATCH)
@@ -275,7 +275,7 @@ def _attention_of_a_gpu(query: torch.Tensor, *, key: torch.Tensor, value: torch.
 
 
 def host_memory(engine: Any) -> Iterator[torch.Tensor]:
-    """What the host tier's stores hold: main memory, as the device's is here."""
+    """The memory of the host tier's stores: main memory, which here is also the device's."""
     stores = engine.zero._stores
     every = (stores.optimizer, stores.gradients, stores.parameters, stores.average)
     for store in {id(store): store for store in every}.values():

@@ -20,7 +20,7 @@ from ztk.planner import Plan
 
 @pytest.fixture(scope="module", autouse=True)
 def collections_look_at_plans_alone() -> Iterator[None]:
-    """Every plan asks for one per rank: what earlier tests of this process have left would make it five times as slow."""
+    """Every plan runs one garbage collection per rank. Objects of earlier tests in this process would make it five times as slow."""
     gc.collect()
     gc.freeze()
     yield

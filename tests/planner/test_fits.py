@@ -1,4 +1,4 @@
-"""Whether a plan fits, what makes it fit, and how long a step takes at the hardware's rates."""
+"""Whether a plan fits, the changes that make it fit, and the seconds of a step at the hardware's rates."""
 
 import itertools
 import json
@@ -249,7 +249,7 @@ def test_the_fewest_changes_come_first_and_then_the_fastest():
 
     levers = [[("a1",), ("a2",)], [("b1",), ("b2",)], [("c1", "c2")], [("d1",)]]
     assert [fix.overrides for fix in fixes(replan, levers=levers)] == [("b1",), ("c1", "c2"), ("b2",)]
-    assert asked == [("a2",), ("b2",), ("b1",), ("c1", "c2"), ("d1",)]  # ("a1",) saves less than what does not fit
+    assert asked == [("a2",), ("b2",), ("b1",), ("c1", "c2"), ("d1",)]  # ("a1",) saves less than the missing bytes
     asked.clear()
     assert not fixes(lambda overrides: None, levers=levers)
     seconds = {("a2", "d1"): 1.0}

@@ -1,4 +1,4 @@
-"""What the host reads of the device in a step: nothing that a CUDA graph of the step could not have, or a reason is written down.
+"""The host's reads of the device in a step: none that a CUDA graph of the step forbids, except for listed reasons.
 
 A plan runs the step on tensors without values, so a read that is not announced (`Tensor.item`, `tolist`, a comparison) raises.
 """
@@ -45,7 +45,7 @@ CASES: list[tuple[Case, frozenset[str]]] = [
 
 @contextmanager
 def last_steps(model: StreamModel, *, captures: bool) -> Iterator[tuple[set[str], list[int]]]:
-    """What the host reads in the last step of each rank, and how often it waits in it. captures: those steps are recorded into a graph."""
+    """The host's reads in the last step of each rank, and its number of waits. captures: the steps are recorded into a graph."""
     reads: set[str] = set()
     waits: list[int] = []
     steps = {"begun": 0, "waits": 0}

@@ -1,4 +1,4 @@
-"""What another library runs in the place of ztk's operations: bytes that follow from shapes, as its source has them."""
+"""Operations of other libraries in the place of ztk's: bytes that follow from shapes, as in their sources."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A plan's bytes are those of the counters of real ranks, and of the ZeRO paper."""
+"""A plan's bytes equal the counters of real ranks and the ZeRO paper."""
 
 import gc
 import json

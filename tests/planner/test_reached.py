@@ -56,7 +56,7 @@ def test_a_collective_delays_what_is_computed_meanwhile():
 
 
 def test_a_product_takes_the_rate_of_its_operands():
-    """Its sums may be kept in fp32, as those of a head's gradient."""
+    """Sums may be kept in fp32, for example the gradient of a head."""
     lanes = Lanes(HARDWARE)
     x, weight = (torch.empty(64, 64, device="meta", dtype=torch.bfloat16) for _ in range(2))
     with StepTracker(device="meta", computed=lanes.compute):

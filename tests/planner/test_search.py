@@ -1,4 +1,4 @@
-"""The search over layouts: what arithmetic may drop, what is planned, and that nothing is lost from the counts."""
+"""The search over layouts: layouts that arithmetic may drop, planned layouts, and complete counts."""
 
 import csv
 import json
@@ -43,7 +43,7 @@ NANO = ("task=plan", "model=nano", "data=synthetic", "data.seq_len=64", "launch.
 
 
 def planner(fits, *, refused=()):
-    """Made-up plans: those of `fits` fit; the seconds are the number of overrides."""
+    """Plans with given results: the overrides in `fits` fit; the seconds are the number of overrides."""
     usual, asked = small_plan(hardware=HARDWARE), []
 
     def replan(overrides: tuple[str, ...]) -> Plan | str:
@@ -73,7 +73,7 @@ def test_layouts_are_all_combinations_and_each_is_legal_or_has_a_reason():
 
 
 def test_the_state_of_a_layout_is_never_estimated_too_high(tmp_path):
-    """Else arithmetic would drop what fits."""
+    """Otherwise arithmetic would drop layouts that fit."""
     config = compose(*NANO, output_dir=tmp_path, machine=CPU)
     work = program.workload(config)
     chosen = [

@@ -1,4 +1,4 @@
-"""Statistics of few measurements, and arms beside a baseline."""
+"""Statistics of few measurements, and arms compared with a baseline."""
 
 import json
 import random
@@ -31,7 +31,7 @@ def make_sweep(folder, *, arms: dict[str, list[dict]], repeats: int = 0):
 
 
 def speeds(*, scale: float, drift: list[float], seed: int) -> list[dict]:
-    """Tokens per second of repeats: 1 % noise of their own, and what the machine does to both arms alike."""
+    """Tokens per second of repeats: 1 % noise, and a drift of the machine that is common to both arms."""
     draw = random.Random(seed)
     return [{"tokens_per_second": 1000 * scale * slow * (1 + draw.gauss(0, 0.01))} for slow in drift]
 
@@ -98,7 +98,7 @@ def test_equal_digests_are_identical_and_few_pairs_show_nothing(tmp_path):
 
 
 def test_counted_bytes_are_compared_exactly_with_one_pair(tmp_path):
-    """No repeat changes what is counted, so a ratio of 1.125 is one."""
+    """Repeats do not change counters, so a ratio of 1.125 is exact."""
     speed = {"tokens_per_second": 100.0}
     arms = {f"zero=stage{stage}": [speed | {"peak_memory.device_bytes": 9 - stage}] for stage in (0, 1)}
     *_, speed, peak = compare(

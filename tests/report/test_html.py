@@ -1,4 +1,4 @@
-"""The HTML report: what is in the file, read with an HTML parser. `scripts/check_report.py` opens it in a browser."""
+"""The HTML report's content, read with an HTML parser. `scripts/check_report.py` opens it in a browser."""
 
 import base64
 import hashlib

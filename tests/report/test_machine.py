@@ -1,4 +1,4 @@
-"""`python -m ztk.report` says what this machine can run."""
+"""`python -m ztk.report` lists the features that this machine can run."""
 
 import importlib.metadata
 from dataclasses import replace

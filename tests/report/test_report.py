@@ -144,7 +144,7 @@ def test_time_and_traffic_aside_count_for_no_step(tmp_path, monkeypatch):
 
 
 def test_seconds_are_one_ranks_and_categories_are_those_of_the_peak():
-    """The largest of every phase over ranks adds up to no rank's time, and what is held at the end is not what made the peak."""
+    """The maxima of phases over ranks do not add up to a rank's time, and memory at the end is not the cause of the peak."""
     ledger = MemoryLedger()
     ledger.add(tier=Tier.device, category="parameters", nbytes=10)
     ledger.add(tier=Tier.device, category="gathered", nbytes=30)

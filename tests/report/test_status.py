@@ -1,4 +1,4 @@
-"""What became of a run, read from its folder."""
+"""The status of a run, read from its folder."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The pure parts of scripts/compare_commits.py: the list of configurations, what counts as a difference, what is refused."""
+"""The pure parts of scripts/compare_commits.py: the list of configurations, differences and refusals."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The page of the documents' sizes: its numbers are those of plans, its words follow from them."""
+"""The page of the documents' sizes: its numbers come from plans, its words follow from them."""
 
 from types import SimpleNamespace
 

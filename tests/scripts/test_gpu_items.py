@@ -1,4 +1,4 @@
-"""The items of the checks on GPUs, with small models on a CPU: what runs first on a GPU is not its code."""
+"""The items of the GPU checks, with small models on a CPU, so that a GPU is not the first machine to run their code."""
 
 import json
 
@@ -40,8 +40,8 @@ def test_the_workspace_of_products_is_no_memory_of_the_model(monkeypatch):
     assert gpu_item.allocated_bytes() == 1000
 
 
-def test_the_step_of_stage_3_is_judged_beside_its_longest_part():
-    """10 % above the longest of computing and copying; stage 2 is shown beside it, and a dry run has no ratio."""
+def test_the_step_of_stage_3_has_a_limit_from_its_longest_part():
+    """The limit is 10 % above the longest of computing and copying. Stage 2 is only shown, and a dry run has no ratio."""
     row = {"step": 0.12, "compute": 0.1, "to_device": 0.05, "from_device": 0.02, "wire": 0.0}
     for item, ratio, count in (("ztk3", 1.2, 1), ("ztk3", 1.1, 0), ("ztk3", None, 0), ("ztk2", 1.2, 0)):
         found = check_gpu.FAILURES["overlap"]({f"overlap {item}+cpu": row | {"of_longest": ratio}})
@@ -50,7 +50,7 @@ def test_the_step_of_stage_3_is_judged_beside_its_longest_part():
 
 
 def test_the_benchmark_of_kernels_has_time_to_write():
-    """What hangs is ended GRACE_SECONDS behind its minutes, all of it inside the time that is left."""
+    """A hanging process is killed GRACE_SECONDS after its minutes, within the time that is left."""
     command = check_gpu.command_of("kernels", folder="", left=300.0, dry=False)
     minutes = float(command[command.index("--minutes") + 1])
     assert 200 < 60 * minutes <= 300 - GRACE_SECONDS - 15

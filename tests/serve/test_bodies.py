@@ -61,7 +61,7 @@ def test_a_chat_says_log_probabilities_with_a_flag():
 
 
 def test_zero_likely_tokens_are_not_no_log_probabilities():
-    """OpenAI's logprobs=0 of completions: those of the tokens themselves."""
+    """OpenAI's logprobs=0 of completions: log-probabilities of the tokens themselves."""
     assert not read(prompt="a").with_logprobs and not read(prompt="a", logprobs=None).with_logprobs
     asked = read(prompt="a", logprobs=0, echo=True)
     assert asked.with_logprobs and asked.sampling.logprobs == 0 and asked.sampling.prompt_logprobs

@@ -24,7 +24,7 @@ The column of vLLM follows `ChatCompletionRequest` and `CompletionRequest` of ve
 `vllm serve` switches it on. The column of llama.cpp follows `tools/server` at commit {LLAMA}: its README, `server-schema.cpp` and
 `server-common.cpp`.
 """
-# The field, a value, and what vLLM and llama.cpp's server do with it. Chats, unless "/completions" is given.
+# The field, a value, and its treatment by vLLM and llama.cpp's server. Chats, unless "/completions" is given.
 FIELDS: list[tuple[str, object, str, str]] = [
     ("max_tokens", 5, YES, YES),
     ("max_completion_tokens", 5, YES, YES),

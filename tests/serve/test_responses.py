@@ -159,7 +159,7 @@ def test_a_response_calls_functions(knowing, tool_client, choice, stream):
 
 
 def test_calls_and_their_results_become_messages_of_the_chat(knowing):
-    """As a client sends them back: the output of a response, then what the function returned."""
+    """The messages that a client sends back: the output of a response, then the result of the function."""
     sent = [
         {"role": "user", "content": "hi"},
         {"type": "message", "id": "m", "role": "assistant", "content": [{"type": "output_text", "text": "I look"}]},

@@ -1,4 +1,4 @@
-"""The server over real sockets, with OpenAI's own client beside plain requests."""
+"""The server over real sockets, with OpenAI's client and with plain requests."""
 
 import asyncio
 import logging
@@ -44,7 +44,7 @@ def tiny(*, tokenizer):
 
 
 def start(*, tokenizer=None, opened=None, policy=None, **inference):
-    """A server on a free port: its address, the generator, and what ends it. opened: the model; by default a tiny one."""
+    """A server on a free port: its address, the generator, and a function that stops it. opened: the model; by default a tiny one."""
     opened = opened or tiny(tokenizer=tokenizer)
     generator = Generator(opened.module, policy=InferencePolicy(**{"max_sequences": 4} | inference))
     server = Server(
@@ -223,7 +223,7 @@ def test_lm_evals_payload_gives_the_log_probabilities_of_the_prompt(running):
 
 
 def test_log_probabilities_of_the_tokens_alone(client):
-    """logprobs=0: those of the drawn tokens, no others; of a chat the flag without a number."""
+    """logprobs=0: only the drawn tokens' values; for a chat, the flag without a number."""
     asked = {"model": "tiny", "prompt": "abc", "max_tokens": 5, "seed": 5}
     found = client.completions.create(**asked, logprobs=0).choices[0].logprobs
     more = client.completions.create(**asked, logprobs=2).choices[0].logprobs
@@ -236,7 +236,7 @@ def test_log_probabilities_of_the_tokens_alone(client):
 
 @pytest.mark.parametrize("max_tokens", [0, 6])
 def test_a_stream_has_every_log_probability_of_the_complete_answer(client, max_tokens):
-    """Raw and processed ones, and those of the echoed prompt, each once and in order."""
+    """Raw and processed values, also of the echoed prompt, each once and in order."""
     asked = {
         "model": "tiny",
         "prompt": "hello",

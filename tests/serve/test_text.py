@@ -66,7 +66,7 @@ def test_what_may_begin_a_stop_text_waits():
 
 
 class Words:
-    """As SentencePiece's decoders: a space before each word, and none at the beginning of what is decoded."""
+    """Like SentencePiece's decoders: a space before each word, but none at the beginning of the decoded text."""
 
     special: ClassVar = {4: "<end>", 5: "<tool>"}
 

@@ -1,4 +1,4 @@
-"""Models of runs, opened for answers: ztk's own, those of transformers, adapters."""
+"""Models of runs opened for answers: ztk's decoder, transformers' models, adapters."""
 
 import shutil
 from importlib import import_module

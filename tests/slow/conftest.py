@@ -1,6 +1,6 @@
 """Slow tests: claims of docs/claims.md. `pytest tests/slow` runs all, `pytest tests/slow/test_identity.py` one.
 
-Elsewhere they run with `--slow` or `-m slow`. A test shows what it measured by `show`; the lines stand at the end of pytest's report.
+Elsewhere they run with `--slow` or `-m slow`. A test shows its measurements by `show`; the lines are at the end of pytest's report.
 """
 
 from collections.abc import Callable

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
-import torch._dynamo  # what the scripts would import one by one, seconds each
+import torch._dynamo  # the scripts would import these one by one, seconds each
 import torch.distributed
 from torch import nn
 

@@ -47,7 +47,7 @@ def write_tasks(folder: Path, *, documents: list[dict[str, Any]], stop: str) -> 
 
 
 def evaluated(model: str, *, arguments: dict[str, Any], tasks: list[str], folder: Path, chat: bool = False) -> dict:
-    """By task: what the model returned for each document, and the metrics."""
+    """Task -> the model's result for each document, and the metrics."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 

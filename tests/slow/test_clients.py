@@ -24,7 +24,7 @@ DOCUMENTS = [
 ]
 # Two fp32 computations of log p of 7 tokens at most, by transformers and by ztk; see PER_TOKEN in tests/inference/test_scoring.py.
 ABSOLUTE = 1e-4
-# Fields that vLLM declares and ignores: `user`, and those of its routes that render prompts alone.
+# Fields that vLLM declares and ignores: `user`, and the fields of its routes that only render prompts.
 UNUSED = ("user", "mm_payload", "return_mm_kwargs", "return_token_offsets")
 
 
@@ -182,7 +182,7 @@ def test_the_field_table_has_the_fields_of_vllm():
     ("backend", "endpoint"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")]
 )
 def test_vllms_benchmark_client(served, folder, tmp_path, backend, endpoint):
-    """`vllm bench serve`: random prompts of 8 tokens, 6 tokens of each answer, and what it counts by usage and events."""
+    """`vllm bench serve`: random prompts of 8 tokens, 6 tokens per answer, and its counts from usage and events."""
     serve = pytest.importorskip("vllm.benchmarks.serve", reason="vLLM is not installed, nor its files on the path")
     parser = argparse.ArgumentParser()
     serve.add_cli_args(parser)

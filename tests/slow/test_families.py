@@ -1,7 +1,7 @@
-"""25 families of transformers in 8 strategies: losses are those of plain transformers and torch's AdamW on one rank, or the choice is refused.
+"""25 families of transformers in 8 strategies: losses equal plain transformers and torch's AdamW on one rank, or the choice is refused.
 
 200 cells on two ranks, about 6 minutes on 2 cores. A cell is the largest relative difference of a loss over four steps in fp32; with LoRA the
-one rank is peft's. The bound is 1e-5. A refusal comes before ranks start and says what to write instead. docs/huggingface.md has the table.
+reference is peft. The bound is 1e-5. A refusal comes before ranks start and names the fix. docs/huggingface.md has the table.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Each alignment task learns with its defaults in under three minutes on two CPU cores.
 
-The commands are those that a user types. `learned` is PPO on the reward model of `reward`: its values rise to the end; the true reward rises,
-and falls again when the policy has left what the model was trained on. Nothing else should run meanwhile.
+The commands are a user's. `learned` is PPO on the reward model of `reward`: its values rise to the end. The true reward rises, and falls again
+when the policy has left the reward model's training data. Nothing else should run meanwhile.
 """
 
 import json
@@ -35,7 +35,7 @@ def _spent(summary: Mapping) -> float:
 
 
 def claims(work: Path) -> dict[str, Claim]:
-    """Task -> what it must reach. work: the folder of the runs."""
+    """Task -> the values to reach. work: the folder of the runs."""
     rewards = ("reward_before", "reward_after", "kl_after", "kl_least")
     learned = ("task=ppo", f"reward.path={work / 'reward'}")
     return {
@@ -73,7 +73,7 @@ def claims(work: Path) -> dict[str, Claim]:
 
 
 def run(claim: Claim, *, folder: Path) -> tuple[float, Mapping, str]:
-    """Seconds of the command, its summary, and what it printed."""
+    """Seconds of the command, its summary, and its output."""
     command = [sys.executable, str(ROOT / "run.py"), *claim.words, *COMMON, f"hydra.run.dir={folder}"]
     began = time.monotonic()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -105,7 +105,7 @@ def train(process: Process, *, layers: int, dim: int, folder: str, steps: int) -
 
 @pytest.mark.parametrize("layers", [8, 24])
 def test_resident_memory_stays_within_its_bound(show, tmp_path: Path, layers: int):
-    pool = RankPool(2)  # new processes: what other tests have left in memory would count
+    pool = RankPool(2)  # new processes: memory of other tests would count
     found = pool.run(run, layers=layers, dim=DIM, folder=str(tmp_path))[0]
     pool.close()
     activations = layers * SEQ_LEN * DIM * 2 * 34  # a block keeps about 34 values of 2 bytes per element

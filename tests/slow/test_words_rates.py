@@ -1,6 +1,6 @@
 """Docstrings, comments and messages of every package use five phrases rarely: "what" as a noun, "says", "that of", "beside" and "None:".
 
-They mark sentences that name no subject, or arguments that are described by cases. The rates are per 1,000 words. A package may have one use of
+They mark sentences without a named subject, or arguments described case by case. The rates are per 1,000 words. A package may have one use of
 each phrase in any case, for example in the title of a paper.
 """
 
@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = [*sorted(path.parent.name for path in ROOT.glob("ztk/*/__init__.py")), "experiments"]
+FOLDERS = ("experiments", "scripts", "examples", "tests")  # outside of ztk
+PACKAGES = [*sorted(path.name for path in ROOT.glob("ztk/*") if any(path.glob("**/*.py"))), *FOLDERS]
 
 # A phrase -> the most uses per 1,000 words.
 GOALS = {
@@ -50,7 +51,7 @@ def texts(source: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_rates_of_five_phrases(package: str, show: Callable[[str], None]):
-    folder = ROOT / package if package == "experiments" else ROOT / "ztk" / package
+    folder = ROOT / package if package in FOLDERS else ROOT / "ztk" / package
     found = [text for path in sorted(folder.rglob("*.py")) for text in texts(path.read_text())]
     words = sum(len(WORD.findall(text)) for text in found)
     counts = {phrase: sum(len(re.findall(phrase, text)) for text in found) for phrase in GOALS}

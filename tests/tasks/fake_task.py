@@ -1,4 +1,4 @@
-"""A program without a model: says who it is, and fails on demand. A step takes 50 ms."""
+"""A program without a model: prints its rank, and fails on demand. A step takes 50 ms."""
 
 import json
 import os

@@ -78,7 +78,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What a run left behind."""
+    """The results of a run."""
 
     losses: list[float]
     grad_norms: list[float]

@@ -1,6 +1,6 @@
-"""Models and memory strategies drawn at random: whatever is drawn, the bits are those of the same model at stage 0.
+"""Random models and memory strategies: the bits must equal the same model at stage 0.
 
-python -m tests.zero.random_layouts --seconds 600 [--seed 0] [--ranks 4]      draws until the time is over, prints what fails
+python -m tests.zero.random_layouts --seconds 600 [--seed 0] [--ranks 4]      draws until the time is over, prints failures
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Drawn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
-    """What must not change a bit."""
+    """Settings that must not change a bit."""
 
     layout: Layout = field(default_factory=Layout)
     recompute: dict = field(default_factory=dict)
@@ -180,7 +180,7 @@ def train(
 
 
 def _disturb(engine: Engine, *, tokens: Tensor, number: int, how: str) -> None:
-    """What leaves no trace."""
+    """Runs a disturbance that must leave no trace."""
     if how == "an evaluation":
         with engine.evaluating(), torch.no_grad():
             engine(tokens.flip(0), number=number + 1)
@@ -196,7 +196,7 @@ def _disturb(engine: Engine, *, tokens: Tensor, number: int, how: str) -> None:
 
 
 def failures(seed: int, *, pool: RankPool, draws: int = 3) -> list[str]:
-    """What is not as at stage 0, for one model and `draws` pairs of strategies and a disturbance."""
+    """Differences from stage 0, for one model and `draws` pairs of strategies and a disturbance."""
     chance = random.Random(seed)
     drawn = draw(chance)
     plain = Strategy(layout=Layout(zero={"bucket_size": drawn.bucket_size}))

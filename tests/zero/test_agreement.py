@@ -64,7 +64,7 @@ WRITES = {
 
 
 def written(process, *, stage: int, is_late: bool, name: str) -> tuple[str, int]:
-    """What a step says after a write between the second backward and the step, and how many small collectives a step without one takes."""
+    """The step's error after a write between the second backward and the step, and the number of small collectives in a step without one."""
     write, _ = WRITES[name]
     model = Looked(max_norm=1.0 if write is None else None)
     engine = make_engine(process, layout=Layout(stage=stage), model=model)

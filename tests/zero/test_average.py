@@ -17,7 +17,7 @@ from ztk.parallel.apply import parallelize
 from ztk.train.engine import Engine
 
 EMA = EmaPolicy(decay=0.9)
-FIRST = Layout(stage=0)  # where the plain recurrence runs beside the engine
+FIRST = Layout(stage=0)  # the layout of the plain recurrence
 MIXED = [Layout(stage=1, offload="cpu"), Layout(stage=3), Layout(stage=3, offload="nvme", parameters="none")]
 TIERS = ("none", "cpu", "nvme")
 EVERY = [Layout(stage=stage, offload=TIERS[(stage + 1) % 3]) for stage in range(3)]

@@ -1,4 +1,4 @@
-"""Models and loops that do what sharding does not expect: each trains to the same bits at stage 3 as at stage 0, or is refused."""
+"""Models and loops with habits that sharding must survive: each trains to the same bits at stage 3 as at stage 0, or is refused."""
 
 import pytest
 import torch
@@ -115,7 +115,7 @@ class Containers(Language):
 
 
 class KeepsAWeight(torch.autograd.Function):
-    """A linear layer whose backward reads what it kept by itself, past autograd's saved tensors."""
+    """A linear layer whose backward reads a weight that it kept itself, outside autograd's saved tensors."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def test_awkward_models_train_to_the_same_bits(ranks, kind):
 
 
 def views_that_were_kept(process, *, stage: int) -> dict[str, list[Tensor]]:
-    """Views of weights from forwards and from hooks of backwards: read before the step, what the weights are then, and read after it."""
+    """Views of weights from forwards and from hooks of backwards, read before the step; the weights then; the views read after it."""
     torch.manual_seed(0)
     model = Outliving()
     kept: dict[int, Tensor] = {}
@@ -411,7 +411,7 @@ def test_a_model_with_nothing_to_train_is_refused():
 
 
 def many_micro_batches(process, *, stage: int) -> float:
-    """288 equal bf16 micro-batches: their mean gradient is that of one."""
+    """288 equal bf16 micro-batches: their mean gradient equals one micro-batch's."""
     norms = []
     for count in (1, 288):  # a sum in bf16 stays at 256
         engine = make_engine(process, layout=Layout(stage=stage), dtype="bf16", accumulation_steps=count)

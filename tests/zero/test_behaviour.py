@@ -1,4 +1,4 @@
-"""What users do with a model: accumulate, freeze, recompute, leave modules out, run evaluation in between."""
+"""Common uses of a model: accumulating, freezing, recomputing, leaving modules out, evaluating in between."""
 
 import functools
 import os
@@ -212,7 +212,7 @@ def test_recomputation_still_saves_memory_under_stage_3(ranks):
 
 
 def uneven_run(process, *, stage: int):
-    """Only rank 0 uses the last block; its gradient is half of what it were if both did."""
+    """Only rank 0 uses the last block; its gradient is half of the gradient if both did."""
     engine = make_engine(process, layout=Layout(stage=stage), optimizer=OptimizerPolicy(name="sgd", lr=1.0))
     before = weights_of(engine)
     tokens = torch.arange(24).remainder(CLASSES).view(4, 6)
@@ -359,8 +359,8 @@ def test_step_without_backward_says_so(ranks):
 
 
 def failed_backward(process, *, stage: int) -> tuple[str, bool]:
-    """What a plain `loss.backward()` says after one that raised before any bucket was complete; whether the run has the usual weights once the
-    gradients are dropped."""
+    """The message of a plain `loss.backward()` after one that raised before any bucket was complete; whether the run has the usual weights once
+    the gradients are dropped."""
 
     def fail(gradient):
         raise FloatingPointError("a hook of the script")

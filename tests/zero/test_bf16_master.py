@@ -35,7 +35,7 @@ def plain(*, states: bool) -> dict:
     model = build().to(torch.bfloat16)
     if torch.bfloat16 in WIDENED:  # as an engine does
         speed_up_linear_layers(model)
-    padded = {p: -(-p.numel() // 16) * 16 for p in model.parameters()}  # what the kernel takes
+    padded = {p: -(-p.numel() // 16) * 16 for p in model.parameters()}  # the kernel's padding
     kept = {p: [torch.zeros(size), torch.zeros(size)] for p, size in padded.items()}
     for step, tokens in enumerate(batches(STEPS, rank=0, world=1), start=1):
         model.zero_grad()

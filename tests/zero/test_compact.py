@@ -1,4 +1,4 @@
-"""AdamW with smaller states: the same bits at every stage and tier, the bytes that are kept, and how well it trains beside fp32."""
+"""AdamW with smaller states: the same bits at every stage and tier, the kept bytes, and losses compared with fp32."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ from ztk.zero.state.offload import StateKind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """dtype: of the parameters. kept: bytes per parameter of states beside the parameter, with its master weight and without."""
+    """dtype: of the parameters. kept: bytes per parameter of states, without the parameter; with its master weight and without."""
 
     states: str
     master: str | None
@@ -129,7 +129,7 @@ def above_entropy(process, *, kept: Format, steps: int) -> float:
 
 
 def test_every_format_learns_as_float32(ranks):
-    """On the same tokens, within 1 % of what float32 states have learned by then; `scripts/compare_states.py` has the measured differences."""
+    """On the same tokens, within 1 % of float32 states' loss; `scripts/compare_states.py` has the measured differences."""
     base = ranks(1).run(above_entropy, kept=FORMATS[0], steps=60)[0]
     learned = math.log(VOCAB) - chain(0)[1] - base
     for kept in FORMATS[1:]:
@@ -209,7 +209,7 @@ def script_writes(process, *, layout: Layout, write, choice: Choice) -> tuple[li
 @pytest.mark.parametrize("choice", CHOICES[3:], ids=lambda choice: choice.id)
 @pytest.mark.parametrize("write", [halve_in_place, halve_data, halve_elsewhere])
 def test_what_a_script_writes_counts_at_every_stage_and_tier(ranks, choice, write):
-    """The bits that a master weight has beside the parameter were for the old value: next to 0 they would be NaN."""
+    """A master weight's extra bits belong to the old value: next to 0 they would be NaN."""
     found = [
         ranks(2).run(script_writes, layout=layout, write=write, choice=choice)[0]
         for layout in (Layout(), Layout(stage=1, offload="cpu"), Layout(stage=2, offload="nvme"))

@@ -1,4 +1,4 @@
-"""A copy of an engine's module is a plain model with weights of its own, or an error says how to make one."""
+"""A copy of an engine's module is a plain model with weights of its own, or an error names the way to make one."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""What a strategy costs, as arithmetic: bytes of model state per rank and tier, elements on the wire per step.
+"""The costs of strategies by arithmetic: bytes of model state per rank and tier, elements on the wire per step.
 
 P is the number of elements of all buckets, padding included. ZeRO paper, sections 5 and 7.
 """
@@ -83,7 +83,7 @@ def test_what_the_backward_does_not_read_is_not_gathered_again(ranks):
 
 
 def test_reuse_and_persistence_save_gathers(ranks):
-    """max_reuse_distance keeps what comes back soon; persistent parameters are gathered once per step, after the update."""
+    """max_reuse_distance keeps units that are used again soon; persistent parameters are gathered once per step, after the update."""
     steps = 5
     plain = ranks(2).run(train, layout=Layout(stage=3), steps=steps, plain=True)[0]
     kept = ranks(2).run(train, layout=Layout(stage=3, zero={"max_reuse_distance": 10**9}), steps=steps, plain=True)[0]
@@ -131,8 +131,8 @@ def live_run(process, *, live: int | None, ahead: int) -> Run:
 
 
 def test_live_parameters_follow_the_size_of_the_model(ranks):
-    """DeepSpeed's 1,000,000,000 elements keep all of a small model; by default no more than half stays, beside the unit in use. What is
-    gathered ahead on request has room. The bits stay."""
+    """DeepSpeed's 1,000,000,000 elements keep all of a small model. By default no more than half stays in addition to the unit in use, and
+    requested prefetches have room. The bits are equal."""
     fixed, follows, ahead = (
         ranks(2).run(live_run, live=live, ahead=ahead)[0] for live, ahead in ((10**9, 0), (None, 0), (None, 10**6))
     )
@@ -151,7 +151,7 @@ def passing_bytes(process, *, layers: int) -> int:
 
 
 def test_gradients_in_flight_do_not_grow_with_depth(ranks):
-    """They are reduced as the backward goes, also those of the embedding, which complete last."""
+    """They are reduced during the backward, also the embedding's, which complete last."""
     shallow, deep = (ranks(2).run(passing_bytes, layers=layers)[0] for layers in (6, 12))
     assert shallow == deep
 

@@ -75,7 +75,7 @@ def test_the_same_bits(ranks, stage, options):
 
 
 def kept_gradients(process, *, keep: str) -> tuple[list[torch.Tensor], list[torch.Tensor], Counter]:
-    """What `keep(engine, tokens, kept)` kept of two backwards, as it was then and as it is after the steps."""
+    """The gradients that `keep(engine, tokens, kept)` kept of two backwards: their values then, and after the steps."""
     copies: list[torch.Tensor] = []
     kept: list[torch.Tensor] = []
     with products(into_places=True), places() as counts:

@@ -68,7 +68,7 @@ def _not_seen(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def reads(process, *, stage: int) -> dict[str, tuple[bool, bool, bool]]:
-    """Of each read: the value was on its way before, is not after, and what was read is what is there in the end."""
+    """For each read: whether the gather was pending before, whether it is pending after, and whether the read value equals the final one."""
     engine, found = make_engine(process, layout=Layout(stage=stage, zero=OVERLAP)), {}
     stream = batches(len(READS), rank=process.rank, world=process.world_size)
     module = engine.module.blocks[1]
@@ -154,7 +154,7 @@ def reads_of_two_threads(process) -> bool:
 
 
 def test_after_torch_compile_a_step_waits_for_all(ranks):
-    """What it made reads parameters without asking."""
+    """Compiled code reads parameters without hooks."""
     assert all(ranks(2).run(is_awaited_after_compiling))
 
 

@@ -1,4 +1,4 @@
-"""What torch makes of functions, modules and parameters: it works on an engine's model, or an error names the way out."""
+"""torch's transforms of functions, modules and parameters work on an engine's model, or an error names the fix."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Which failure came first, and what is recorded of it."""
+"""The first of several failures, and its record."""
 
 import pickle
 import signal

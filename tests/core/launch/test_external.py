@@ -26,7 +26,7 @@ STEP = {
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
     for name in NAMES:
-        monkeypatch.setenv(name, "")  # so that what the code sets is undone
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores the variable that the code sets
         monkeypatch.delenv(name)
 
 

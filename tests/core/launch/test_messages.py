@@ -1,4 +1,4 @@
-"""What ztk logs: a rank of a run shows it on standard error, a library user's own logging decides otherwise."""
+"""ztk's log messages: a rank of a run prints them to standard error; in a library, the user's logging decides."""
 
 import subprocess
 import sys

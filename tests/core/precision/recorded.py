@@ -1,7 +1,7 @@
 """Loss scales after every step as DeepSpeed 0.19.8 sets them, recorded from its engine with one gloo rank on the CPU.
 
 The script: one `Linear` in fp16, `initial_scale_power` 8, `min_loss_scale` 1; the loss of every step marked "x" is infinite. Stages 1 to 3
-gave the same scales. At stage 0 `FP16_Optimizer` ignores both hysteresis keys: its scales are those of hysteresis 1.
+gave the same scales. At stage 0 `FP16_Optimizer` ignores both hysteresis keys and behaves as with hysteresis 1.
 """
 
 MARKS = "..x...xx..x.xxx.......x......"

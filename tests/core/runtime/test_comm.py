@@ -81,7 +81,7 @@ def exercise(process, *, transport: str) -> None:
 
 
 def exercise_buffer(comm: Comm, *, everyone: list[torch.Tensor], total: torch.Tensor) -> None:
-    """What `empty` makes, as often as one likes; its memory goes with it."""
+    """`empty` may be called any number of times; its memory is freed with the tensor."""
     full, rank = comm.empty(total.numel(), dtype=total.dtype, label="test"), comm.rank
     own, shards = full.chunk(comm.size)[rank], total.chunk(comm.size)
     for _ in range(2):
@@ -238,7 +238,7 @@ def test_a_world_of_one_does_not_wait_when_it_only_looks_ahead():
 
 
 def test_nccl_sums_activations_by_one_collective_and_gradients_by_those_of_shards(monkeypatch):
-    """Without NCCL: what a transport calls."""
+    """Counts a transport's calls, without NCCL."""
     called = []
     for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):
         monkeypatch.setattr(dist, name, lambda *args, name=name, **kwargs: called.append(name) or mock.Mock())

@@ -77,7 +77,7 @@ def test_memory_of_weights_that_an_engine_has_taken_goes_back():
 
 
 def test_huge_pages_change_no_value():
-    """Of the tensor, and of those beside it."""
+    """Neither values of the tensor nor of its neighbours."""
     many = [torch.full((3 << 18,), float(number)) for number in range(4)]
     for tensor in many:
         use_huge_pages(tensor)

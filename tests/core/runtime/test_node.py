@@ -30,7 +30,7 @@ def connect(rank: int, moment: str, store: str, pipe) -> None:
 
 
 def plant(moment: str, *, struck: Path) -> None:
-    """The victim dies in place of a call: `moment` says of which and of how many-th."""
+    """Kills the victim in a call; `moment` names the call and its number."""
     owner, name, number = {
         "before it listens": (os, "memfd_create", 1),
         "before it connects": (socket.socket, "connect", 1),

@@ -58,7 +58,7 @@ def _free_port() -> int:
     ],
 )
 def test_the_store_listens_on_the_address_that_ranks_were_told(address, found, is_one_machine, listening, monkeypatch):
-    """None: on all addresses, as torch's."""
+    """Without an address the store listens on all addresses, like torch's."""
     real = socket.getaddrinfo
     monkeypatch.setattr(
         socket,
@@ -90,7 +90,7 @@ def test_the_store_of_one_machine_is_not_reached_from_others():
 
 
 def test_ranks_that_srun_started_agree_over_such_a_store(monkeypatch):
-    """`agree` opens the port first, so what it listens on is what the run listens on."""
+    """`agree` opens the port first, so the run listens on the same address."""
     port = _free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))

@@ -1,4 +1,4 @@
-"""A background thread: what it frees before it answers, and what happens after its end."""
+"""A background thread: it frees memory before it returns a result, and raises after its end."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Ranks that wait for different things over a transport that checks no labels: both learn what the other is at."""
+"""Ranks that wait for different collectives over a transport without label checks: both report the other's position."""
 
 import contextlib
 import io

@@ -1,13 +1,13 @@
-"""A model of streams: whoever uses memory must be ordered behind whoever used it before.
+"""A model of streams: every use of memory must be ordered after the previous user of that memory.
 
-Every stream and every thread of the host has a vector clock (Mattern 1989). A kernel or a copy is an event of its stream: it follows what the
-stream was given before, and what the host thread knew that gave it. Recording an event copies the stream's clock, waiting for it joins the
-clock of a stream or of a thread. Two uses of the same bytes, of which one writes, are a race unless the clock of the later one contains the
-earlier one. So are the use of memory on one stream and its return to the allocator, which hands it out again on the stream of its
-allocation, unless `keep_for` has told the allocator.
+Every stream and every host thread has a vector clock (Mattern 1989). A kernel or a copy is an event of its stream. It follows the earlier
+work of the stream and all events that the issuing host thread has waited for. Recording an event copies the stream's clock; waiting for it
+joins it into the clock of a stream or a thread. Two uses of the same bytes, of which one writes, are a race unless the later clock contains
+the earlier one. So are the use of memory on one stream and its return to the allocator, which hands it out again on the stream of its
+allocation, unless `keep_for` has registered the use.
 
-The model runs a plan: its tensors have storages and no values, and a dispatch mode sees every operation on them. Storages of
-`ztk.core.runtime.planned.host_bytes` are host memory, which no collective may move: NCCL cannot.
+The model runs a plan. Its tensors have storages and no values, and a dispatch mode intercepts every operation. Storages of
+`ztk.core.runtime.planned.host_bytes` are host memory, which no collective may move, because NCCL cannot.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ MAX_RACES = 20  # that are described
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Moment:
-    """An event: what a stream had done when it was recorded."""
+    """An event: the clock of a stream at the time of recording."""
 
     clock: Clock
     model: "StreamModel" = field(repr=False)
@@ -92,13 +92,12 @@ class _Memory:
 
 
 class StreamModel(TorchDispatchMode):
-    """The streams of a plan, and its `ztk.core.runtime.streams.StreamApi`. races: what was used without an order, a line each.
+    """The streams of a plan, and its `ztk.core.runtime.streams.StreamApi`. races: one line per unordered use of memory.
 
-    checked: how many uses of memory were looked at. waits: how often a thread of the host has waited. captures: what is given to streams
-    becomes a graph.
+    checked: number of checked uses of memory. waits: number of host waits. captures: work given to streams becomes a graph.
     """
 
-    sees_everything = True  # also what ZeRO hides from modes, see `ztk.core.runtime.dispatch_modes`
+    sees_everything = True  # also operations that ZeRO hides from modes, see `ztk.core.runtime.dispatch_modes`
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +140,7 @@ class StreamModel(TorchDispatchMode):
         return self.captures
 
     def join_host(self, clock: Clock) -> None:
-        """The thread of the host that runs now knows what `clock` knows."""
+        """Joins `clock` into the current host thread's clock."""
         self.waits += 1
         _join(self._hosts[-1].clock, clock)
 
@@ -160,7 +159,7 @@ class StreamModel(TorchDispatchMode):
         on_host = bool(given) and all(self._is_host(tensor) for tensor in given)
         for tensor in fresh:
             self._see(tensor, on_host=on_host)
-        if not is_work(func) or "empty" in func.name():  # new_empty reads nothing of what it is like
+        if not is_work(func) or "empty" in func.name():  # new_empty does not read its argument
             return out
         overwritten = (args[0],) if func is torch.ops.aten.copy_.default else ()  # written, not read
         reads = [tensor for tensor in given if not any(tensor is other for other in overwritten)]
@@ -243,7 +242,7 @@ class StreamModel(TorchDispatchMode):
 
     @contextlib.contextmanager
     def thread(self) -> Iterator[ModelStream]:
-        """Inside, what the host does is done by another thread that was started now. Who waits for what it publishes is behind it."""
+        """Inside, the host runs as another, newly started thread. A thread that waits for one of its published results follows it."""
         thread = self._named("thread")
         _join(thread.clock, self._hosts[-1].clock)
         self._hosts.append(thread)
@@ -255,7 +254,7 @@ class StreamModel(TorchDispatchMode):
             self._used.pop()
 
     def publish(self, result: object) -> None:
-        """The thread that runs now says that `result` is there, or gives back a lock of this identity."""
+        """The current thread publishes `result`, or releases a lock with this identity."""
         _, clock = self._results.setdefault(id(result), (result, {}))
         _join(clock, self._hosts[-1].clock)
 
@@ -374,7 +373,7 @@ def modelled() -> Iterator[StreamModel]:
 
 
 def _threads_of(model: StreamModel) -> list:
-    """What makes the calls that a plan runs inline calls of threads: the transfers of a disk, the update behind the forward."""
+    """Runs a plan's inline calls as calls of threads: disk transfers, and the update during the forward."""
     start, wait_for, submit = PlannedIo._start, NvmeStore.wait_for, InlineCalls.submit
     set_result, result, give, take = Future.set_result, Future.result, AlignedPool.give, AlignedPool.take_range
     here = threading.get_ident()

@@ -67,7 +67,7 @@ def _nothing(*args, **kwargs) -> None:
 
 
 def _unordered_copy(stream, *, source, out, after=None) -> Copy:
-    """`copy_on` without the wait for what the current stream does."""
+    """`copy_on` without the wait for the current stream."""
     with mock.patch.object(type(stream), "wait_event", _nothing):
         return _copy_on(stream, source=source, out=out, after=after)
 
@@ -99,8 +99,8 @@ def _put(target: object, name: str, value: object) -> Plant:
 
 
 PLANTS: dict[str, tuple[str, Plant]] = {
-    "a copy does not wait for what computes": ("parameters on the host", _put(streams, "copy_on", _unordered_copy)),
-    "what computes does not wait for a copy": ("parameters on the host", _put(Copy, "wait", _nothing)),
+    "a copy does not wait for the kernels": ("parameters on the host", _put(streams, "copy_on", _unordered_copy)),
+    "the kernels do not wait for a copy": ("parameters on the host", _put(Copy, "wait", _nothing)),
     "the host does not wait for a copy": ("states on the host, stage 1", _put(Copy, "synchronize", _nothing)),
     "a gather does not wait for its shard": ("one rank", _put(Handle, "wait", lambda handle: handle._value)),
     "nobody waits for a collective": ("states on the host, stage 2", _put(Work, "wait", _nothing)),
@@ -114,7 +114,7 @@ PLANTS: dict[str, tuple[str, Plant]] = {
     ),
     "a slot on the device is read too early": ("states on the host, stage 3", _put(device_store, "_follow", _nothing)),
     "a transfer of the disk is not awaited": ("disk", _put(NvmeStore, "wait_for", _nothing)),
-    "a transfer does not wait for what computes": ("disk", _put(planned_stores, "copy_behind", _behind_nothing)),
+    "a transfer does not wait for the kernels": ("disk", _put(planned_stores, "copy_behind", _behind_nothing)),
     "a fetch that nobody awaits": ("groups of ranks, disk", _put(QuantizedCollectives, "gather", _abandoned_fetch)),
     "freed memory is not kept for a copy": (
         "inputs on the host",
@@ -132,7 +132,7 @@ def test_a_planted_race_is_found(name, tmp_path):
     assert model.races
 
 
-# Parts alone: what the order of a step hides
+# Single parts, whose faults the order of a step hides
 
 
 def _use_a_slot() -> None:
@@ -186,7 +186,7 @@ def test_a_race_is_described(left_out, race):
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "broadcast", "send"])
 def test_a_collective_of_host_memory_is_told(kind):
-    """NCCL moves what is on a device. A number with a value on the host goes by gloo, as in a run, and may."""
+    """NCCL moves device memory only. A number with a value on the host goes through gloo, as in a run, and is allowed."""
     where = {"broadcast": {"source": 0}, "send": {"to": 1}}.get(kind, {})
     with modelled() as model:
         collective = getattr(PlannedComm(rank=0, size=2), kind)

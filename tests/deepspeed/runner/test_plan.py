@@ -1,4 +1,4 @@
-"""From a command line to what every machine and every rank is told; nothing is started here."""
+"""The runner's plan: the environment and the command of every machine and rank, from a command line. Nothing is started."""
 
 import sys
 from argparse import Namespace

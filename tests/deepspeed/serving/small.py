@@ -1,4 +1,4 @@
-"""Small models of Hugging Face's classes, the same on every rank, and what they answer. Imports of theirs are in functions."""
+"""Small Hugging Face models, equal on every rank, and their answers. Functions import the libraries."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""`init_inference`'s configuration: what is merged, accepted, accepted with a note, and refused."""
+"""`init_inference`'s configuration: merged keys, accepted keys, keys accepted with a note, and refusals."""
 
 import json
 
@@ -13,7 +13,7 @@ from ztk.deepspeed.serving.config import ALIASES, KEYS
 
 
 def test_keys_are_those_of_deepspeed():
-    """`inference/config.py` of 0.19.8: all of its fields and aliases; `aio` stands beside `zero` here."""
+    """All fields and aliases of `inference/config.py` in 0.19.8; here `aio` is next to `zero`."""
     fields = """replace_with_kernel_inject dtype tensor_parallel enable_cuda_graph use_triton triton_autotune zero triangular_masking moe
         keep_module_on_host quant checkpoint base_dir set_empty_params save_mp_checkpoint_path checkpoint_config return_tuple
         training_mp_size replace_method injection_policy injection_policy_tuple config max_out_tokens min_out_tokens transposed_mode

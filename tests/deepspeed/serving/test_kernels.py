@@ -1,4 +1,4 @@
-"""Kernel injection: what is replaced, and that the model answers as before."""
+"""Kernel injection: the replaced modules, and equal answers."""
 
 import pytest
 import torch

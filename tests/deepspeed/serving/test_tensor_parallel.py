@@ -29,7 +29,7 @@ def policy(name: str) -> dict:
 
 
 def ask(process: Process, *, model: str, options: dict, by_policy: bool = False) -> dict:
-    """Answers of a model on ranks that share it, and shapes of what a rank holds."""
+    """Answers of a model that ranks share, and the shapes of a rank's parameters."""
     tokens = small.prompts()
     plain = getattr(small, model)()
     if process.rank > 0:  # the first rank's weights are everybody's

@@ -60,7 +60,7 @@ def test_deepspeeds_list_of_files(tmp_path, as_file, model):
 
 
 def test_a_folder_of_save_checkpoint(tmp_path):
-    """What training saved, of a world of one here, answers."""
+    """A model saved by training, with a world of one, answers."""
     torch.manual_seed(0)
     trained = layers()
     config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}

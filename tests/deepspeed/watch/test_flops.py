@@ -1,4 +1,4 @@
-"""The FLOPs profiler counts what DeepSpeed's counts, and prints it."""
+"""The FLOPs profiler's counts and output equal DeepSpeed's."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_an_engines_linear_layers_count_like_torchs():
 
 
 class Experts(nn.Module):
-    """As those of transformers: rows of each expert behind each other, all in one product. 6 rows of 16 numbers, 3 experts to 32."""
+    """Like transformers' experts: the rows of each expert are contiguous, all in one product. 6 rows of 16 numbers, 3 experts to 32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def test_numbers_as_texts(made, expected):
 
 
 def staged(process, *, path: str, stages: int) -> int:
-    """Three steps of a pipeline of four linear layers 8 x 8, the second profiled; what is recomputed is not counted."""
+    """Three steps of a pipeline of four linear layers 8 x 8, the second profiled; recomputation is not counted."""
     profiler = {"enabled": True, "profile_step": 1, "output_file": path}
     model = meshes.Stages(num_stages=stages)
     settings = meshes.config("pp", stage=1, flops_profiler=profiler, pipeline={"activation_checkpoint_interval": 1})

@@ -1,4 +1,4 @@
-"""What a script prints and writes while it trains, on two ranks."""
+"""The engine's output and files during training, on two ranks."""
 
 import csv
 import importlib.machinery

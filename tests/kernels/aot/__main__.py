@@ -1,9 +1,9 @@
-"""`python -m tests.kernels.aot`: compile every kernel for each target, without a GPU, and hold it to its budget.
+"""`python -m tests.kernels.aot` compiles every kernel for each target, without a GPU, and checks it against its budget.
 
-Reports what the assembler made of each `AotCase`, as its op launches it: registers, programs that fit on a processor and
-programs launched, stack and spills, shared memory, the widths of global loads and stores, barriers, matrix instructions,
-instructions per element of the program and of its loops, and, of a kernel that is launched before the one in front of it has
-ended, what it does before it waits. `--json` prints one list of objects instead of the table. The exit code is 1 when a budget is broken.
+Reports the assembler's result for each `AotCase`, as its op launches it: registers, programs that fit on a processor and programs
+launched, stack and spills, shared memory, the widths of global loads and stores, barriers, matrix instructions, and instructions
+per element of the program and of its loops. For a kernel that starts before the previous one has ended, also the instructions before its wait.
+`--json` prints one list of objects instead of the table. The exit code is 1 if a budget is exceeded.
 """
 
 import argparse

@@ -11,12 +11,12 @@ TARGETS = (*NVIDIA_TARGETS, "gfx942")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AotCase:
-    """One kernel as the op launches it for one shape, compiled for every target, with the budget that it must keep.
+    """One kernel as the op launches it for one shape, compiled for every target, with its budget.
 
     The op itself runs, forward and backward, on tensors without memory (`make_inputs(shape, dtype=, device="meta",
-    **inputs)`), assuming each target's machine; what it launches is recorded. So constexprs, argument types, divisibility,
-    warps, stages and the grid are those of the launcher. `where` picks one of several launches of the kernel by constexprs.
-    A zero vector width (with a reason) or a None switches that budget off. A program is a CTA, a processor an SM.
+    **inputs)`), assuming each target's machine, and its launches are recorded. So constexprs, argument types, divisibility,
+    warps, stages and the grid come from the launcher. `where` picks one of several launches of the kernel by constexprs.
+    A zero vector width (with a reason) or a None disables that budget. A program is a CTA, a processor an SM.
 
     Raises ValueError for a budget without its reason, and for one per element without the number of elements or their bytes.
     """
@@ -31,7 +31,7 @@ class AotCase:
     min_programs: int = 1  # that fit on a processor at once: registers, threads and shared memory together (Hopper)
     resident: bool = False  # a grid of programs that stay: all of them must fit on the machine at once (Hopper)
     max_registers: int | None = None  # per thread, where `min_programs` cannot say it: a kernel that fits once (Hopper)
-    max_stack_bytes: int = 0  # any spill is a failure unless `stack_reason` says why it is wanted
+    max_stack_bytes: int = 0  # any spill is a failure unless `stack_reason` justifies it
     stack_reason: str = ""
     vector_load_bytes: int = 16  # at least one global load of this width
     vector_store_bytes: int = 16  # at least one global store of this width
@@ -39,7 +39,7 @@ class AotCase:
     max_barriers: int | None = None  # 0 for elementwise kernels: no shared memory round trip
     matrix_instructions: bool = False  # the target's own: HMMA, HGMMA, UTCxMMA, v_mfma
     tensor_loads: bool = False  # loads blocks by descriptors: UTMALDG
-    min_shared_bytes: int = 0  # what the pipeline's stages take (Hopper): fewer stages or smaller tiles hold less
+    min_shared_bytes: int = 0  # size of the pipeline's stages (Hopper): fewer stages or smaller tiles hold less
     elements: int | None = None  # of the full launch; turns instructions into a figure per element
     max_instructions_per_element: float | None = None
     loop_bytes: float | None = None  # that an element loads in a loop; turns the loops' instructions into such a figure

@@ -1,4 +1,4 @@
-"""Cases compiled for a target without a GPU, and held to their budgets: a row of numbers and what is broken."""
+"""Compiles cases for a target without a GPU and checks their budgets: a row of numbers and of exceeded budgets."""
 
 import math
 import re
@@ -50,7 +50,7 @@ class AotRow:
     instructions_per_element: float | None = None
     loop_instructions: float | None = None  # per element, summed over the loops
     dependent: bool = False  # launched before the kernel in front of it has ended
-    early: str = ""  # what such a kernel does before it waits
+    early: str = ""  # instructions of such a kernel before its wait
     ok: bool
     reason: str  # the broken budget, or why a spill or a narrow access is accepted
 
@@ -84,7 +84,7 @@ def compile_cases(cases: Sequence[tuple[OpSpec, AotCase]], *, arch: str) -> list
 
 
 def _try(step: Callable[..., Any], case: AotCase, *, spec: OpSpec, arch: str, **more: Any) -> Any:
-    """What the step returns, or a row that is not ok."""
+    """The result of the step, or a row that is not ok."""
     try:
         return step(case, spec=spec, arch=arch, **more)
     except Exception as error:  # whatever the compiler raises belongs into the report
@@ -156,7 +156,7 @@ def _per_element_in_loops(case: AotCase, *, anatomy: Anatomy) -> float | None:
 
 
 def _accepted(case: AotCase, *, anatomy: Anatomy) -> Iterable[str]:
-    """The spec's reasons for what is not ideal and yet within budget."""
+    """The spec's reasons for results within budget that are not ideal."""
     if anatomy.stack_bytes:
         yield case.stack_reason
     if min(max(anatomy.load_bytes, default=0), max(anatomy.store_bytes, default=0)) < 16:
@@ -193,7 +193,7 @@ def _broken_budgets(case: AotCase, *, row: AotRow) -> Iterable[str]:
 
 
 def _broken_on_calibrated(case: AotCase, *, row: AotRow) -> Iterable[str]:
-    """Budgets of what depends on one target's registers and shared memory."""
+    """Budgets that depend on one target's registers and shared memory."""
     machine = MACHINES[row.arch]
     fitting = row.programs_per_processor
     if fitting < case.min_programs:
@@ -210,7 +210,7 @@ def _broken_on_calibrated(case: AotCase, *, row: AotRow) -> Iterable[str]:
 
 
 def compile_launch(launch: Launch, *, arch: str) -> Any:
-    """Triton's CompiledKernel of what an op launches."""
+    """Triton's CompiledKernel of an op's launch."""
     names = list(launch.kernel.arg_names)
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in launch.divisible}
     source = ASTSource(fn=launch.kernel, signature=launch.signature, constexprs=launch.constexprs, attrs=attrs)
@@ -228,7 +228,7 @@ def _dissect(binary, *, sass: str, arch: str) -> Anatomy:
 
 
 def read_cubin(flag: str, *, binary: Any) -> str:
-    """What `cuobjdump FLAG` prints."""
+    """The output of `cuobjdump FLAG`."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()

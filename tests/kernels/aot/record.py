@@ -1,4 +1,4 @@
-"""What an op launches, found by running it without a GPU: the kernels, their arguments, options and grids.
+"""The launches of an op, found by running it without a GPU: kernels, arguments, options and grids.
 
 `launches(case, spec=, target=)` runs the op forward and backward on tensors of the meta device. A dispatch mode hands every
 ztk op to its Triton launcher, and the launch of a kernel is replaced by one that notes the call. `compile` compiles the notes.
@@ -34,7 +34,7 @@ class Launch:
 
     kernel: Any  # triton's JITFunction
     grid: tuple[int, ...]
-    signature: dict[str, str]  # name -> type, "constexpr" for what is compiled in
+    signature: dict[str, str]  # name -> type, "constexpr" for compile-time constants
     constexprs: dict[str, object]
     divisible: tuple[str, ...]  # names that are multiples of 16
     options: dict[str, object]  # num_warps, num_stages, num_ctas, enable_fp_fusion, launch_pdl

@@ -1,4 +1,4 @@
-"""Reading compiled kernels: what disassembled NVIDIA code and AMD assembly consist of, and how many programs fit on an SM."""
+"""Reads compiled kernels: the instructions of disassembled NVIDIA code and AMD assembly, and the number of programs that fit on an SM."""
 
 import re
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ PARTITIONS, REGISTERS, WARPS, PROGRAMS = 4, 65536, 64, 32
 REGISTER_UNIT = 256  # registers that a warp is given at a time
 
 
-# Accesses to memory that other kernels may write, and ways around what follows. Parameters and shared memory are a program's own.
+# Accesses to memory that other kernels may write, and jumps. Parameters and shared memory belong to the program.
 _PTX_EARLY = (
     r"(ld(?!\.param|\.shared)|ldu|st(?!\.shared)|red|atom|cp|prefetchu?|multimem|mbarrier|tensormap|discard|applypriority|"
     r"call|bra|brx|ret|exit|trap)\b"
@@ -39,7 +39,7 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Anatomy:
-    """What one compiled kernel consists of."""
+    """The instruction counts of one compiled kernel."""
 
     registers: int
     stack_bytes: int
@@ -63,7 +63,7 @@ def programs_per_processor(*, registers: int, shared_bytes: int, num_warps: int,
 
 
 def before_the_wait(*, ptx: str, sass: str) -> str:
-    """Of a kernel that is launched before the one in front of it has ended: what it does before it waits; empty if nothing.
+    """The first forbidden instruction before the wait of a kernel that starts before the previous one has ended; empty without one.
 
     Neither the compiler's PTX nor the assembler's code may touch memory that others write, end, or branch past an unconditional
     `griddepcontrol.wait` ([Note: Programmatic dependent launch] in `launch.dependent`).

@@ -124,7 +124,7 @@ def train_hub(process, *, section: dict) -> tuple[list[float], dict[str, tuple[i
 
 
 def built_sharded(process, *, ep_size: int) -> str:
-    """What comes of a model whose experts were built under `zero.Init`: its loss's name, or the refusal."""
+    """A model whose experts were built under `zero.Init`: the name of its loss, or the refusal."""
     torch.manual_seed(0)
     with deepspeed.zero.Init():
         model = nn.ModuleDict({"block": MoETransformerBlock(WIDTH, 4, top_k=2, ep_size=ep_size)})

@@ -29,7 +29,7 @@ def build(kind: str) -> nn.Module:
     match kind:
         case "mixtral":
             return hf.MixtralForCausalLM(hf.MixtralConfig(num_local_experts=4, **COMMON))
-        case "qwen2_moe":  # shared experts beside the routed ones
+        case "qwen2_moe":  # shared and routed experts
             widths = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
             return hf.Qwen2MoeForCausalLM(hf.Qwen2MoeConfig(num_experts=4, **widths, **COMMON))
         case "gpt_oss":  # stacked biases, other names of the arguments

@@ -1,4 +1,4 @@
-"""Records what DeepSpeed's own layer of experts does, for `test_beside_deepspeed.py`. Run it where DeepSpeed 0.19.8 is installed:
+"""Records results of DeepSpeed's expert layer for `test_beside_deepspeed.py`. Run it where DeepSpeed 0.19.8 is installed:
 
 python -m tests.parallel.moe.make_deepspeed      writes tests/parallel/moe/data/deepspeed.json
 """

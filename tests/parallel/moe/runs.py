@@ -91,7 +91,7 @@ def batch(step: int, *, rank: int, world: int) -> Tensor:
 
 
 def build(kind: str, *, topology: Topology, config: DecoderConfig = CONFIG) -> tuple[nn.Module, dict]:
-    """(model, what `parallelize` needs besides): the decoder on the meta device, the others with values."""
+    """(model, arguments of `parallelize`): the decoder on the meta device, the others with values."""
     if kind == "decoder":
         with torch.device("meta"):
             model = Decoder(config)

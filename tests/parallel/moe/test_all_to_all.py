@@ -1,4 +1,4 @@
-"""The all-to-all of rows on one rank: what runs between start and wait, in both directions."""
+"""The all-to-all of rows on one rank: work between start and wait, in both directions."""
 
 import pytest
 import torch

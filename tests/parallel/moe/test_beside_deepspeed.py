@@ -1,4 +1,4 @@
-"""The layer beside DeepSpeed 0.19.8's: same seed, same choices, same output, losses and gradients. Recorded by `make_deepspeed.py`."""
+"""The layer compared with DeepSpeed 0.19.8's: same seed, choices, output, losses and gradients. Recorded by `make_deepspeed.py`."""
 
 import json
 

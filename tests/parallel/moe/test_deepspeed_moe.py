@@ -1,4 +1,4 @@
-"""`deepspeed.moe` by its names: the documents' block and helper, DeepSpeed's helpers, and what the gates return."""
+"""The names of `deepspeed.moe`: the documents' block and helper, DeepSpeed's helpers, and the gates' results."""
 
 import json
 

@@ -74,7 +74,7 @@ def test_choices_places_and_weights_are_those_of_a_loop(k, factor):
     experts, places, weights = loop(logits, k=k, capacity=made.capacity)
     assert made.experts.tolist() == experts
     assert torch.where(made.kept, made.places, -1).tolist() == places
-    torch.testing.assert_close(made.weights, torch.tensor(weights), rtol=1e-5, atol=1e-7)  # fp32 beside fp64
+    torch.testing.assert_close(made.weights, torch.tensor(weights), rtol=1e-5, atol=1e-7)  # fp32 against fp64
     assert made.exp_counts.tolist() == [sum(e in row for row in experts) for e in range(E)]
     share = torch.tensor([sum(e in row[: 1 if k <= 2 else k] for row in experts) / T for e in range(E)])
     balance = E * (logits.softmax(1).mean(0) * share).sum() / (1 if k <= 2 else k)

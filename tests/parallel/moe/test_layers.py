@@ -92,7 +92,7 @@ def test_router_losses_have_the_weight_of_a_micro_batchs_tokens():
     layer = sparse(balance_loss_weight=0.3)
     x = torch.randn(11, CONFIG.dim)
 
-    class Engine:  # what `train_batch` reads of one
+    class Engine:  # the attributes that `train_batch` reads
         module, accumulation_steps = layer, 1
         backward, step = staticmethod(torch.Tensor.backward), staticmethod(lambda: None)
 
@@ -111,7 +111,7 @@ def test_router_losses_have_the_weight_of_a_micro_batchs_tokens():
 
 
 def test_router_losses_reach_the_router_whatever_the_loss_is():
-    """Their gradients are those of the formulas, times the loss scale."""
+    """Their gradients equal the formulas' gradients times the loss scale."""
     layer = sparse(balance_loss_weight=0.3, router_z_loss_weight=0.2)
     layer.losses.loss_scale = torch.tensor(8.0)
     x = torch.randn(11, CONFIG.dim)

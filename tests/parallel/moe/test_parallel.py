@@ -1,4 +1,4 @@
-"""Experts spread over ranks train what one rank trains, with the same bits under every stage and tier; what crosses the wires."""
+"""Experts sharded over ranks train like one rank, with the same bits under every stage and tier; bytes on the wire."""
 
 import functools
 import math
@@ -32,8 +32,8 @@ def one_rank(ranks, kind: str, **options) -> Run:
     [("dp2", "decoder"), ("ep2", "decoder"), ("ep2", "layers"), ("ep2_dp2", "decoder"), ("ep4", "layers")],
 )
 def test_fp32_equals_the_one_rank_run(ranks, layout, kind):
-    """20 steps: losses within 1e-5. A norm is a sum over squares whose error is that of the gradients: 1e-7 per step of drift, times 20,
-    times the condition of clipped steps; measured 2e-6, allowed 2e-5. The decoder's balance is counted over all ranks, so equal too."""
+    """20 steps: losses within 1e-5. The error of a norm is the error of the gradients: 1e-7 per step of drift, times 20, times the condition of
+    clipped steps; measured 2e-6, allowed 2e-5. The decoder's balance is counted over all ranks, so it is equal too."""
     world, topology = LAYOUTS[layout]
     alone = one_rank(ranks, kind)
     assert alone.losses[-1] < 0.7 * alone.losses[0] and max(alone.norms) > 0.5, "it learns, and clipping acts"
@@ -69,8 +69,8 @@ def test_stages_and_tiers_give_the_same_bits(ranks, layout, kind, dtype, strateg
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_16_bit_runs_stay_near_the_one_rank_run(ranks, dtype):
-    """bf16 keeps 8 bits: a loss of 4 is known to 1.6e-2, and rounding differs where tokens reach their expert in another order. The loss
-    scale is one that neither overflows at: a rank's gradients are those of its own mean, so larger than one rank's."""
+    """bf16 keeps 8 bits: a loss of 4 is known to 1.6e-2, and rounding differs where tokens reach their expert in another order. Neither run
+    overflows at the loss scale: a rank's gradients are of its own mean, so they are larger than one rank's."""
     alone = one_rank(ranks, "decoder", dtype=dtype, loss_scale=256.0)
     run = ranks(2).run(train, topology=EP2, dtype=dtype, stage=3, loss_scale=256.0)[0]
     torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(alone.losses), rtol=4e-2, atol=0)
@@ -99,7 +99,7 @@ def test_bytes_are_those_of_two_all_to_alls_per_layer_and_direction(ranks):
 
 
 def test_a_rank_holds_its_share_of_the_experts(ranks):
-    """Stage 0: parameters are those of the model less the other ranks' experts. Stage 3: states shard over who holds the same."""
+    """Stage 0: a rank holds all parameters except the other ranks' experts. Stage 3: states shard over the ranks with the same experts."""
     run, other = ranks(2).run(train, topology=EP2, steps=1)
     experts = 3 * CONFIG.dim * CONFIG.expert_hidden_dim
     assert sum(weight.numel() for weight in run.weights.values()) == CONFIG.parameter_count() - 2 * experts
@@ -243,7 +243,7 @@ def test_checkpoints_of_spread_experts_load_where_they_are_spread_otherwise(rank
 
 
 def chance(process, *, topology: Topology) -> list[torch.Tensor]:
-    """What layers that choose by chance make of the same tokens, on ranks whose generators stand apart."""
+    """Results of layers with random choices on the same tokens, on ranks whose generators differ."""
     mesh = process.arrange(topology).mesh
     torch.manual_seed(3)
     layers = nn.ModuleList(

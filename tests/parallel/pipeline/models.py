@@ -1,4 +1,4 @@
-"""Small models, and a training run of them on any layout that returns what can be compared with one rank's."""
+"""Small models, and a training run on any layout that returns results to compare with one rank."""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -54,7 +54,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What one rank saw."""
+    """The results of one rank."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -103,7 +103,7 @@ def build_engine(process: Process, *, layout: Layout, model: nn.Module, folder: 
 
 
 def decoder(config: DecoderConfig) -> tuple[Decoder, dict]:
-    """On the meta device, and what `parallelize` needs to fill it."""
+    """The decoder on the meta device, and the arguments of `parallelize` that fill it."""
     with torch.device("meta"):
         model = Decoder(config)
     return model, {"initial_values": partial(initial_values, model, seed=7)}
@@ -118,7 +118,7 @@ def micro_batches(step: int, *, replica: int, replicas: int) -> list[tuple[Tenso
 
 
 def train(process: Process, *, layout: Layout, steps: int, folder: str = "/tmp") -> Run:
-    """Trains on the global batches 0, 1, ...; the losses are those of this rank's replica."""
+    """Trains on the global batches 0, 1, ... Returns the losses of this rank's replica."""
     if layout.model == "decoder":
         model, more = decoder(replace(DECODER, tie_embeddings=layout.tied))
     else:

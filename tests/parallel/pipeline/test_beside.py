@@ -1,4 +1,4 @@
-"""Pipelines beside the other axes: what one rank trains, whatever else is cut. Tolerance as in test_engine.py.
+"""Pipelines combined with the other axes train like one rank. Tolerance as in test_engine.py.
 
 Adam's first steps carry a rounding into the weights, and experts carry it on: their norms differ by 1e-7, 2e-6 and 1e-5 in three steps where
 sums are taken in another order. Two steps show an update.
@@ -60,7 +60,7 @@ def test_layers_and_sequences_may_be_cut_too(ranks, layout, norms):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_experts_may_be_spread_too(ranks, stage):
-    """Beside two replicas without either: experts are balanced over the replicas' batches together, which one rank does not see."""
+    """Compared with two replicas without either: experts are balanced over the replicas' batches together, which one rank does not have."""
     expected = ranks(2).run(train, layout=Layout(), experts=True)
     layout = Layout(topology=Topology(pipeline=2, expert=2), stage=stage)
     check(ranks(4).run(train, layout=layout, experts=True), expected=expected)

@@ -1,8 +1,8 @@
-"""Pipelines train what one rank trains, under every schedule, ZeRO stage and tier.
+"""Pipelines train like one rank, under every schedule, ZeRO stage and tier.
 
 Tolerance 1e-5 relative over 20 steps in fp32: layouts add up the same numbers in another order, eps is 6e-8, and Adam's first steps,
 whose update is a sign, carry a difference of one rounding in a near-zero gradient into the weights at most `lr` large; clipping
-keeps gradients at 0.5. What differs in no order at all must agree in every bit.
+keeps gradients at 0.5. Runs without a difference in order must agree in every bit.
 """
 
 import math
@@ -36,7 +36,7 @@ ACTIVATION = BATCH * LENGTH * DECODER.dim * 4  # bytes in fp32
 
 @pytest.fixture(scope="module")
 def alone(ranks):
-    """What one rank does, by what differs in the model."""
+    """The results of one rank, by the model's options."""
     runs: dict[tuple, Run] = {}
 
     def run(*, steps: int, **fields) -> Run:
@@ -143,7 +143,7 @@ def test_layers_that_pass_tuples_and_share_a_module(ranks, alone, schedule):
 
 @pytest.mark.parametrize(("dtype", "relative"), [("bf16", 2**-7), ("fp16", 2**-9)])
 def test_half_precision(ranks, alone, dtype, relative):
-    """Activations cross in 16 bit as they are: what differs is the order of sums, one rounding of the type's eps."""
+    """Activations are sent in 16 bit: only the order of sums differs, by one rounding of the type's eps."""
     expected = alone(steps=3, dtype=dtype)
     runs = ranks(2).run(train, layout=Layout(topology=TWO, dtype=dtype, stage=3), steps=3)
     assert [run.skipped for run in runs] == [expected.skipped] * 2
@@ -152,7 +152,7 @@ def test_half_precision(ranks, alone, dtype, relative):
 
 
 def looked_at(process) -> tuple[torch.Tensor, list[str], float]:
-    """Logits of a pipeline on every rank; recomputation inside stages; what is refused."""
+    """Logits of a pipeline on every rank, recomputation inside stages, and refusals."""
     model, more = decoder(DECODER)
     recompute = RecomputePolicy(mode="full")
     engine = build_engine(process, layout=Layout(topology=TWO), model=model, recompute=recompute, **more)
@@ -183,7 +183,7 @@ def test_logits_recomputation_and_refusals(ranks, alone):
 
 
 def dying(process, *, folder: str) -> None:
-    """Rank 2 of 4 ends in the middle of a batch; the others write down what they saw, and how long after."""
+    """Rank 2 of 4 ends in the middle of a batch; the others write down their errors and the seconds until they appear."""
     model, more = decoder(DECODER)
     engine = build_engine(process, layout=Layout(topology=FOUR), model=model, **more)
     death = Path(folder, "death")
@@ -205,7 +205,7 @@ def dying(process, *, folder: str) -> None:
         raise
     finally:
         if process.rank != 2:
-            os._exit(1)  # as the worker does: what is connected to this rank closes
+            os._exit(1)  # as the worker does: all connections to this rank close
 
 
 def test_a_rank_that_dies_ends_the_run_in_seconds(tmp_path):
@@ -269,7 +269,7 @@ def test_shapes_that_depend_on_values_must_be_announced(ranks):
 
 
 def poisoned(process) -> list[str]:
-    """Stage 0's last gradient and stage 1's first are NaN; (what is named, stage 0's)."""
+    """Stage 0's last gradient and stage 1's first are NaN; (the named parameter, stage 0's)."""
     model, more = decoder(DECODER)
     engine = build_engine(process, layout=Layout(topology=TWO, stage=2), model=model, **more)
     own = dict(engine.module.named_parameters())
@@ -282,6 +282,6 @@ def poisoned(process) -> list[str]:
 
 
 def test_the_first_stages_parameter_is_named(ranks):
-    """Its number among its rank's parameters is higher than that of the other stage's."""
+    """Its number among its rank's parameters is higher than the other parameter's."""
     (text, first), (other, _) = ranks(2).run(poisoned)
     assert f"the gradient of {first} is not finite" in text and text == other

@@ -1,4 +1,4 @@
-"""Which layers make a stage, and what a rank keeps of a model."""
+"""The layers of a stage, and the parts of a model that a rank keeps."""
 
 import itertools
 from dataclasses import replace
@@ -166,7 +166,7 @@ def test_specs_want_module_classes():
 
 
 class Costly(nn.Module):
-    """Takes as long as its first argument says, in matrix products."""
+    """Multiplies matrices for a time that its first argument gives."""
 
     def __init__(self, repeats: int) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Costly(nn.Module):
 
 
 def test_measured_costs_follow_the_work():
-    """One layer is forty times as much work as the others; between these, measurements differ by what a machine does besides."""
+    """One layer has forty times the work of the others; between these, measurements differ by the machine's noise."""
     model = PipelineModule([LayerSpec(Costly, repeats) for repeats in (2, 2, 2, 80)])
     costs = measure_costs(model, batch=MicroBatch.of((torch.randn(192, 192), None)), device=torch.device("cpu"))
     assert costs[3] > 4 * max(costs[:3])
@@ -191,7 +191,7 @@ def test_measured_costs_follow_the_work():
 
 @pytest.mark.parametrize("kind", ["cpu", "meta"])
 def test_layers_are_measured_where_the_run_computes(kind):
-    """The meta device stands for a GPU: layers and the batch go there, and what the script made stays as and where it was."""
+    """The meta device stands for a GPU: layers and the batch move there, and the script's own objects are unchanged."""
     seen = []
     own = nn.BatchNorm1d(4)
     model = PipelineModule(

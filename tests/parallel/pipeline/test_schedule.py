@@ -1,4 +1,4 @@
-"""Schedules without processes: every one valid for many sizes, as long as its formula says, holding no more than it may."""
+"""Schedules without processes: each is valid for many sizes, has the length of its formula, and holds no more than allowed."""
 
 from dataclasses import replace
 
@@ -121,7 +121,7 @@ def test_the_validator_sees_mistakes():
     with pytest.raises(BadSchedule, match="before it has B1"):
         validate(planted(schedule, rank=0, actions=late))
 
-    # Each rank first sends what it has, then receives: right where sends are stored, a cycle where they wait.
+    # Each rank first sends, then receives: correct where sends are stored, a cycle where they wait.
     send, receive = actions[sends[1]], next(a for a in actions if a.kind is Kind.receive_gradient)
     i, j = sorted((actions.index(send), actions.index(receive)))
     actions[i], actions[j] = actions[j], actions[i]

@@ -1,4 +1,4 @@
-"""What a policy refuses, and which modules it finds."""
+"""Refusals of a policy, and the modules that it finds."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Recomputing changes no bit: dropout, nesting, keyword arguments, second backwards; and what it cannot do it says."""
+"""Recomputing changes no bit: dropout, nesting, keyword arguments, second backwards. Unsupported uses raise errors."""
 
 from dataclasses import replace
 
@@ -176,7 +176,7 @@ def test_a_region_in_a_region_saves_nothing_of_its_own(name):
 
 
 def test_hooks_around_a_region_keep_working():
-    """torch's own offloading of saved tensors sees what the region does not take over."""
+    """torch's offloading of saved tensors receives the tensors that the region does not take over."""
     model, seen = build(), []
     recompute_blocks(model, policy=POLICIES["full"])
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""`run.py recompute=...`: the same bits for every stage, tier and peer, and the bytes that arithmetic says."""
+"""`run.py recompute=...`: the same bits for every stage, tier and peer, and the computed bytes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The matrix of layouts, memory strategies and precisions: what a cell runs, and what it is held to."""
+"""The matrix of layouts, memory strategies and precisions: the run of a cell, and its bounds."""
 
 import hashlib
 import math
@@ -51,7 +51,7 @@ EXPERTS = replace(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """What one rank saw of one run. losses: of the full batch."""
+    """The results of one rank in one run. losses: of the full batch."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -94,8 +94,8 @@ class Distance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """A model under a strategy, and its part of each batch. cut: into (replicas, micro-batches), whose parts this one rank has all;
-    None: it has its own."""
+    """A model under a strategy, and its part of each batch. cut: (replicas, micro-batches) of another layout, whose parts this one rank
+    computes one after another; by default its own part."""
 
     engine: Engine
     cut: tuple[int, int] | None
@@ -121,7 +121,7 @@ def run_cell(
 
 
 def run_alone(process: Process, *, layout: str | None = None, dtype: str, seed: int = 3, steps: int = 20) -> Cell:
-    """The one-rank run that cells are compared with. layout: has experts, and this run its micro-batches; None: no experts."""
+    """The one-rank run that cells are compared with. layout: one with experts, whose micro-batches the run takes; by default no experts."""
     return _train(_on_one_rank(process, layout=layout, dtype=dtype, seed=seed), steps=steps)
 
 

@@ -30,7 +30,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
-    """What must not change the numbers."""
+    """Settings that must not change the numbers."""
 
     topology: Topology = field(default_factory=Topology)
     stage: int = 0

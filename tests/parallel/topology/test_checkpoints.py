@@ -80,7 +80,7 @@ def _engine(process: Process, *, place: Place):
 
 @pytest.fixture(scope="module")
 def saved(ranks, tmp_path_factory) -> dict[str, tuple[Path, str, list[float]]]:
-    """By place: the folder, the digest of what was saved, the losses of the uninterrupted run."""
+    """Place -> the folder, the digest of the saved values, the losses of the uninterrupted run."""
     made = {}
     for number, place in enumerate(PLACES):
         folder = tmp_path_factory.mktemp("checkpoints") / str(number)

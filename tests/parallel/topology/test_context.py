@@ -1,4 +1,4 @@
-"""Attention around a ring: what one rank computes, at the volume of the formula, with every other axis and memory strategy."""
+"""Ring attention equals one rank's results, at the formula's volume, with every other axis and memory strategy."""
 
 from contextlib import ExitStack
 from unittest import mock
@@ -45,7 +45,7 @@ def by_reference(process: Process, *, length: int) -> dict:
 
 
 def around(process: Process, *, length: int, window: int, dtype: torch.dtype = torch.float32) -> dict:
-    """Output and gradients of this rank's tokens, their positions, and what was sent."""
+    """Output and gradients of this rank's tokens, their positions, and the number of sent bytes."""
     mesh = arranged(process, topology=Topology(context=process.world_size)).mesh
     comm, parts = mesh.comm("cp"), parts_of(mesh)
     places = parts.positions(parts.padded(length), device=process.device)
@@ -97,7 +97,7 @@ def test_the_volume_is_that_of_the_formula(ranks, world):
     n = 2 * (64 // world) * 2 * 16  # B (T / N) K D
     for rank in ranks(world).run(around, length=64, window=0, dtype=torch.bfloat16):
         assert rank["sent"] == ({"ring": 2 * n * (world - 1)}, {"ring": 4 * n * (world - 1)})
-        assert rank["bytes"] == 24 * n * (world - 1)  # in fp32 on the CPU, 16 beside 16-bit keys on a GPU
+        assert rank["bytes"] == 24 * n * (world - 1)  # in fp32 on the CPU, 16 with 16-bit keys on a GPU
 
 
 def test_results_have_the_same_bits_every_time(ranks):
@@ -107,7 +107,7 @@ def test_results_have_the_same_bits_every_time(ranks):
 
 
 def order_of(process: Process) -> list[str]:
-    """What a rank posts and computes in a forward and a backward, one word each."""
+    """A rank's sends and computations in a forward and a backward, one word each."""
     comm, events = arranged(process, topology=Topology(context=process.world_size)).mesh.comm("cp"), []
 
     def noted(name, function):

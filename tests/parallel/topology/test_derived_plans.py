@@ -38,7 +38,7 @@ def words(step: int) -> torch.Tensor:
 
 
 def compare(process: Process, *, family: str, stage: int, **changes) -> tuple[float, float, set[str]]:
-    """The largest relative difference of a loss and of a parameter's gradient from plain torch's, beyond rounding; what is cut."""
+    """The largest relative differences from plain torch, beyond rounding, of a loss and of a parameter's gradient; the sharded parameters."""
     plain = make(family, **changes)
     first = {name: value.clone() for name, value in plain.state_dict().items()}
     engine = parallelize(
@@ -81,7 +81,7 @@ def test_losses_and_gradients_are_those_of_one_rank(ranks, family):
 
 @pytest.mark.parametrize("family", OWN_PLAN)
 def test_a_plan_of_the_model_agrees(family):
-    """Styles of modules that both cut are the same; what the model cuts and the derivation does not are embeddings."""
+    """Both plans have the same styles for common modules; the model's own plan also shards embeddings."""
     with torch.device("meta"):
         model = make(family)
     derived = derived_rules(model)

@@ -1,4 +1,4 @@
-"""Packed documents compute what each document computes alone, on every layout; no stage and no tier changes a bit."""
+"""Packed documents give the results of separate documents on every layout; no stage and no tier changes a bit."""
 
 import hashlib
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The gradient of a shared input is summed over the ranks beside the last layer's weight gradient, and is what it was without that."""
+"""The sum over ranks of a shared input's gradient overlaps with the last layer's weight gradient and does not change it."""
 
 import gc
 import weakref
@@ -151,7 +151,7 @@ def test_the_sum_runs_beside_the_last_weight_gradient(weight_products, sequence)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"used": 2}, {"adapter": True}], ids=["all", "one without a gradient", "an adapter beside one"]
+    "options", [{}, {"used": 2}, {"adapter": True}], ids=["all", "one without a gradient", "an adapter on one"]
 )
 def test_gradients_have_the_bits_of_those_without_overlap(options):
     assert_same(gradients(Block(axis_of(Twins()), **options)), without_overlap(**options))

@@ -1,4 +1,4 @@
-"""Every layout computes what one rank computes, and within a layout no memory strategy changes a bit."""
+"""Every layout equals one rank, and within a layout no memory strategy changes a bit."""
 
 import dataclasses
 
@@ -83,7 +83,7 @@ def device_peak(process, *, strategy: Strategy) -> int:
 
 @pytest.mark.parametrize("topology", [Topology(sequence=2), Topology(context=2)], ids=["sp2", "cp2"])
 def test_ranks_that_share_a_sequence_gather_no_more_than_replicas(ranks, topology):
-    narrow = {"prefetch_bucket_size": 0}  # one unit at a time: what is gathered before its use shows
+    narrow = {"prefetch_bucket_size": 0}  # one unit at a time: a gather before its use is visible
     replicas = ranks(2).run(device_peak, strategy=Strategy(stage=3, zero=narrow))
     assert ranks(2).run(device_peak, strategy=Strategy(topology=topology, stage=3, zero=narrow)) == replicas
 
@@ -112,7 +112,7 @@ def saved(process, *, strategy: Strategy, folder: str) -> list[float]:
 
 
 def resumed(process, *, strategy: Strategy, folder: str) -> tuple[tuple[str, ...], list[float]]:
-    """What a load notes, and the losses after it."""
+    """The notes of a load, and the losses after it."""
     engine = make_engine(arranged(process, topology=strategy.topology), strategy=strategy)
     return load(engine, path=folder).notes, [train_step(engine, step=step) for step in range(1, 3)]
 

@@ -33,7 +33,7 @@ CUT_BY = {cut_of(layout): layout for layout, (_, topology) in LAYOUTS.items() if
 
 
 def experts_of(layout: str) -> str | None:
-    """What the one-rank runs call the run that `layout` is compared with."""
+    """The key of the one-rank run that `layout` is compared with."""
     return CUT_BY[cut_of(layout)] if LAYOUTS[layout][1].expert > 1 else None
 
 
@@ -50,7 +50,7 @@ def reference(ranks):
 
 @pytest.fixture(scope="module")
 def walked(ranks, tmp_path_factory):
-    """layout, dtype -> the folder of the one-rank run's states, its steps, and its error beside fp32."""
+    """layout, dtype -> the folder of the one-rank run's states, its steps, and its error against fp32."""
 
     @functools.cache
     def of(experts: str | None, dtype: str) -> tuple[str, Walk, Distance]:

@@ -1,4 +1,4 @@
-"""Muon where tensor-parallel ranks have parts of a matrix: what one rank computes, and the bytes that bring the parts together."""
+"""Muon on tensor-parallel parts of a matrix: one rank's results, and the bytes of the exchange of the parts."""
 
 from dataclasses import replace
 

@@ -17,7 +17,7 @@ def test_second_shards_change_no_bit_and_leave_half_of_the_gathers_to_neighbours
     for outcome, before in zip(seconds, plain, strict=True):
         far, among = outcome.elements["data"]["all_gather"], outcome.elements["intra_node"]["all_gather"]
         assert far + among == before.elements["data"]["all_gather"]
-        assert among > 0.4 * (far + among)  # the backward's, but for what it does not read
+        assert among > 0.4 * (far + among)  # the backward's gathers, except for parameters that it does not read
 
 
 def _full_weights(

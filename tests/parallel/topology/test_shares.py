@@ -1,4 +1,4 @@
-"""Model state per rank: what the degrees divide, counted in elements."""
+"""Model state per rank: elements, divided by the degrees."""
 
 from dataclasses import replace
 

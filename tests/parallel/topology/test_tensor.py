@@ -1,4 +1,4 @@
-"""Sharded layers: what is sent, heads that do not divide, a user's plan, Hugging Face models, and plans that do not fit."""
+"""Sharded layers: sent bytes, heads that do not divide, a user's plan, Hugging Face models, and plans that do not fit."""
 
 from dataclasses import replace
 

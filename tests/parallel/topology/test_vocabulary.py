@@ -13,7 +13,7 @@ ROWS, WORDS = 24, 10
 
 
 def cross_entropy(process: Process) -> tuple[float, torch.Tensor, bool, str]:
-    """The loss, the own columns' gradient, whether it lies where the logits lay, and what a second backward says."""
+    """The loss, the own columns' gradient, whether it reuses the logits' memory, and the error of a second backward."""
     comm = process.arrange(Topology(tensor=2)).mesh.comm("tp")
     full, targets = problem()
     own = full.chunk(2, dim=1)[comm.rank].clone().requires_grad_()

@@ -10,7 +10,7 @@ from ztk.parallel.pipeline.layers import MicroBatch
 from ztk.parallel.recompute import RecomputePolicy
 
 RELATIVE = 1e-5  # see test_layouts.py
-# Balance and z are most of the gradient: what they forget of a weight shows.
+# Balance and z losses make up most of the gradient, so that a missing weight shows.
 CONFIG_EXPERTS = replace(
     CONFIG,
     experts=4,
@@ -25,7 +25,7 @@ STEPS = 4
 
 
 def train(process: Process, *, topology: Topology, rows: str | None, stage: int = 0, **options) -> tuple:
-    """Losses over all ranks, norms, mean balance. rows: None: only this rank has the full batch. Middle ranks of a pipeline get Nones."""
+    """Losses over all ranks, norms, mean balance. Without `rows` only this rank has the full batch. A pipeline's middle ranks get Nones."""
     placed = alone(process) if rows is None else arranged(process, topology=topology)
     mesh, micro_batches = placed.mesh, 2 if topology.pipeline > 1 else 1
     strategy = Strategy(topology=topology, stage=stage, options={"accumulation_steps": micro_batches, **options})

@@ -35,7 +35,7 @@ def train_tokenizer():
 
 
 def save_tokenizer(tokenizer, *, path: Path, template: str | None) -> Path:
-    """Saves `tokenizer` with a chat template, in place of what lay there."""
+    """Saves `tokenizer` with a chat template and replaces the old one."""
     tokenizer.chat_template = template
     tokenizer.save_pretrained(path, save_jinja_files=False)
     ChatTemplate.open.cache_clear()

@@ -103,7 +103,7 @@ def _word_piece() -> Tokenizer:
 
 
 def _with_words() -> Tokenizer:
-    """Tokens that eat the space beside them, and one that is not special and ends answers (Phi-3's are built so)."""
+    """Tokens that absorb adjacent spaces, and an ordinary token that ends answers, like Phi-3's."""
     inner = _around(_pieces(pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first", split=False)), "<s> $A")
     inner.add_tokens([AddedToken("<|end|>", rstrip=True, normalized=False), AddedToken("<tool>", lstrip=True)])
     return inner

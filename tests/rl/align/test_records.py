@@ -1,4 +1,4 @@
-"""Records of files: what becomes of good ones, and what is said of bad ones."""
+"""Records of files: parsed records, and the errors of bad ones."""
 
 import json
 import math
@@ -16,7 +16,7 @@ def read(tmp_path, *records, kind="preferences", seq_len=200, stop=10):
 
 
 def text_of(text) -> tuple[str, str]:
-    """All of it, and what is to be learnt."""
+    """The full text, and the trained part of it."""
     return bytes(text.tokens.tolist()).decode(), bytes(text.tokens[text.answer].tolist()).decode()
 
 

@@ -1,4 +1,4 @@
-"""Chats by a tokenizer's own template: transformers' text and tokens, and loss on what an assistant wrote alone."""
+"""Chats with a tokenizer's own template: transformers' text and tokens, and loss only on the assistant's text."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from ztk.rl.align import (
     read_prompts,
 )
 
-MARKED = (  # the same text, in which the template says what an answer is
+MARKED = (  # the same text; this template marks answers
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] }}<|im_end|>\n{% endgeneration %}"
     "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"

@@ -1,4 +1,4 @@
-"""Texts of every task token by token beside transformers' and TRL's, for ten tokenizers."""
+"""Texts of every task compared token by token with transformers and TRL, for ten tokenizers."""
 
 import json
 
@@ -34,7 +34,7 @@ CHATS = [
 
 @pytest.fixture(scope="module", params=TEN)
 def opened(request, tmp_path_factory):
-    """The tokenizer of ztk and that of transformers."""
+    """ztk's tokenizer and transformers'."""
     path = save_one(request.param, path=tmp_path_factory.mktemp("ten") / "tokenizer")
     return SubwordTokenizer.open(path), transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
 

@@ -29,7 +29,7 @@ SMALL = (
     "zero.bucket_size=5000",  # several buckets; the gradients' norm adds up by bucket, so bits depend on it
     *("warm_start.steps=30", "warm_start.batch_size=16", "warm_start.lr=0.01"),  # so that answers end by themselves
 )
-# What an untrained model earns differs from answer to answer.
+# A reward under which an untrained model's answers differ.
 REWARD = "def score(prompt, answer, record):\n    return (sum(answer.encode()) % 7) / 7\n"
 
 
@@ -59,7 +59,7 @@ def config_of(task: str, *overrides: str, folder: Path, ranks: int = 1, reward: 
 
 
 def rows_of(folder: Path) -> list[dict]:
-    """The rows of a run's record, without what a clock or a counter measured."""
+    """The rows of a run's record, without times and counters."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     measured = ("seconds", "tokens_per_second", "memory.", "comm.", "io.", "time")
     return [{k: v for k, v in row.items() if not any(word in k for word in measured)} for row in rows]

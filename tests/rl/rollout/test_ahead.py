@@ -36,8 +36,8 @@ def config_ahead(*overrides: str, folder, lr: float = 3e-3, **options):
 
 
 def play_late(process: Process, *, config) -> list[tuple[bool, bool]]:
-    """A run in which each rollout is drawn ahead after the first of the updates before it; whether its tokens are those of the weights from
-    before these updates, and of the weights from after them."""
+    """A run that draws each rollout ahead, after the first of the preceding updates. Returns whether its tokens equal draws from the weights
+    before these updates, and draws from the weights after them."""
     task = importlib.import_module(config.task.module)
     rollout_loop.warm_start, rollouts.EVALUATED = shortened, 1
     plot.plot_run = lambda folder: None

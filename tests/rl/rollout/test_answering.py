@@ -1,4 +1,4 @@
-"""Answers in step: each has the bits of its text computed alone, whatever it is drawn beside."""
+"""Answers in step: each has the bits of its text computed alone, in every batch."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_answers_have_the_bits_of_their_texts_alone(name, threads, monkeypatch):
 
 @pytest.mark.parametrize("lengths", [(5, 5, 5), (64, 64, 128), (6, 6, 70)])
 def test_answers_that_write_at_one_place_have_the_same_bits(lengths):
-    """At one place of their own blocks: from the first token on, or as soon as those of another length have ended."""
+    """Answers that write to the same position of their blocks: from the first token on, or once others of another length have ended."""
     model = model_of("native")
     draw = torch.Generator().manual_seed(5)
     texts = [tuple(torch.randint(model.description.vocab_size, (n,), generator=draw).tolist()) for n in lengths]

@@ -1,4 +1,4 @@
-"""What task=grpo and task=ppo refuse at composition, each with the fix."""
+"""Refusals of task=grpo and task=ppo at composition, each with the fix."""
 
 import pytest
 

@@ -32,7 +32,7 @@ def texts() -> torch.Tensor:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_text_has_the_same_bits_in_any_pack(threads):
-    """Widths at which an activation's last elements take another path of the code; no text with what is drawn after it."""
+    """Widths at which an activation's last elements take another code path; the texts do not contain later draws."""
     model, tokens, before = decoder(), texts(), torch.get_num_threads()
     assert pack_exactly(model, device=CPU)
     options = {"packs": True, "device": CPU, "module": model}
@@ -95,7 +95,7 @@ def test_texts_that_continue_over_a_cache_have_the_bits_of_full_ones():
 
 @pytest.mark.parametrize("packs", [True, False])
 def test_targets_are_what_follows_where_it_counts(packs):
-    """-100 elsewhere: before other tokens, at a text's last one, at padding and at what fills a pack up."""
+    """-100 elsewhere: before other tokens, at a text's last token, at padding and in the rest of a pack."""
     model, tokens = decoder(), texts()
     assert pack_exactly(model, device=CPU)
     mask = (torch.arange(72) < LENGTHS.unsqueeze(1)) & (torch.arange(72) % 3 > 0)
@@ -180,7 +180,7 @@ def test_what_cannot_pack_exactly_stays_as_it_is():
 
 
 class _Engine:
-    """What a rollout's forwards ask of an engine. tokens: of each forward."""
+    """The engine's attributes that a rollout's forwards use. tokens: of each forward."""
 
     def __init__(self, module: Decoder) -> None:
         self.module, self.process, self.tokens = module, SimpleNamespace(device=CPU, local_world_size=1), []

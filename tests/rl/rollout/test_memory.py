@@ -44,7 +44,7 @@ def rolled_out(process: Process, *, config, weights: RolloutWeights) -> dict:
 @pytest.mark.parametrize("weights", [RolloutWeights.whole, RolloutWeights.streamed])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_rollout_takes_what_the_formula_says(ranks, offload, weights, dtype):
-    """To the byte, each bucket filled up as it is stored. What is stored stays where it is, on every tier."""
+    """Equal to the byte, with each bucket padded as it is stored. Stored states stay in place on every tier."""
     options = ("zero=stage3", f"offload={offload}", f"precision={dtype}", "zero.prefetch_bucket_size=0")
     config = composed("grpo", *options, f"rollout.weights={weights.value}", "model.layers=4", ranks=2)
     for found in ranks(2).run(rolled_out, config=config, weights=weights):
@@ -61,7 +61,7 @@ def test_a_rollout_takes_what_the_formula_says(ranks, offload, weights, dtype):
 
 
 def test_gathered_once_takes_no_more_than_the_limit(ranks):
-    """zero.max_live_parameters, elements: what does not fit beside two of the largest units is gathered for every forward."""
+    """zero.max_live_parameters, elements: units without room next to two of the largest units are gathered for every forward."""
     options = ("zero=stage3", "zero.prefetch_bucket_size=0", "zero.max_live_parameters=30000", "model.layers=4")
     found = ranks(2).run(rolled_out, config=composed("grpo", *options, ranks=2), weights=RolloutWeights.whole)[0]
     *blocks, root = found["units"]

@@ -171,7 +171,7 @@ def test_equal_groups_stop_after_five_steps_in_a_row_also_across_a_resume():
 
 
 def test_a_critic_that_begins_as_the_policy_keeps_its_own_output_layer(tmp_path):
-    """That of an untied policy has the same name."""
+    """An untied policy's output layer has the same name."""
     config = config_of("ppo", "model.tie_embeddings=false", folder=tmp_path, ranks=1)
     policy, _ = build_model(config)
     critic, drawn = open_critic(config)

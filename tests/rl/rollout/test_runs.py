@@ -27,7 +27,7 @@ LAYOUTS = {
 NVME = ("zero=stage3", "offload=nvme", f"offload.nvme_path={tempfile.gettempdir()}")
 
 
-OTHERS = {  # models beside the policy, which stays at stage 0
+OTHERS = {  # models besides the policy, which stays at stage 0
     "critic__zero": StageName.stage3,
     "critic__offload": Tier.nvme,
     "reference__zero": StageName.stage3,
@@ -141,7 +141,7 @@ def test_one_changed_bit_stops_the_run_and_is_named(ranks, tmp_path):
 
 
 def play_with_a_fault(process: Process, *, config, layer: str) -> dict:
-    """The last bit of what `layer` computes differs while the policy trains."""
+    """Changes the last bit of the output of `layer` while the policy trains."""
     open_run = rollout_loop.open_run
 
     def opened(*args, **options):

@@ -154,7 +154,7 @@ def test_memory_is_that_of_the_tensors(ranks):
 
 
 class _SeeCollectives(TorchDispatchMode):
-    """Adds up what collectives move, in the units of `CommCounters`."""
+    """Adds up the elements that collectives move, in the units of `CommCounters`."""
 
     def __init__(self) -> None:
         super().__init__()

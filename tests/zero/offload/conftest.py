@@ -18,7 +18,7 @@ from ztk.zero.offload import DiskFile, NvmeStore, OffloadPolicy
 
 @dataclass(kw_only=True)
 class Faults:
-    """What a FaultyDisk does wrong, changeable while it runs."""
+    """The faults of a FaultyDisk, changeable while it runs."""
 
     read_delay: float = 0.0  # seconds per system call
     write_delay: float = 0.0

@@ -1,4 +1,4 @@
-"""What only the disk tier promises: order, overlap, a bounded pool, exact counts."""
+"""Properties of the disk tier alone: order, overlap, a bounded pool, exact counts."""
 
 import functools
 import mmap
@@ -57,7 +57,7 @@ def test_what_is_being_written_is_read_from_memory(make_store, faults, counters)
 
 
 def test_what_is_kept_never_reaches_the_disk(make_store, faults, counters) -> None:
-    """Half of what the three buffers leave, here two slots; the third is written as ever."""
+    """Kept slots take half of the room outside the three buffers, here two slots; the third is written as before."""
     store = make_store(buffer_count=3 + 4)
     slots = _slots(store, 3, numel=4096, keep=True)
     for value, slot in enumerate(slots):
@@ -135,7 +135,7 @@ def test_a_put_waits_for_reads_and_puts_before_it(make_store, faults) -> None:
     (slot,) = _slots(store, 1, numel=4096)
     faults.read_delay = faults.write_delay = 0.01
     for value in range(4):
-        store.put(slot, value=torch.full((4096,), float(value)))  # releases what was fetched before
+        store.put(slot, value=torch.full((4096,), float(value)))  # releases the earlier fetches
         last = store.fetch(slot)
     assert bool((last.wait() == 3).all())
     assert [way for way, _ in faults.log] == (["write"] * 4 + ["read"] * 4) * 4

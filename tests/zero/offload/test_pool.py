@@ -1,4 +1,4 @@
-"""The pool's memory: ranges by size first, buffers for what does not fit, nothing given out twice."""
+"""The pool's memory: ranges by size first, buffers for the others, no memory handed out twice."""
 
 import random
 from pathlib import Path
@@ -94,7 +94,7 @@ class Driver:
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_memory_is_unlocked_before_it_goes(closes, monkeypatch):
-    """Also of a store that was dropped: the driver refuses to lock what it takes for locked."""
+    """Also for a store that was dropped: the driver refuses to lock memory that it regards as locked."""
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     region = AlignedRegion(nbytes=5000, pin=True)

@@ -1,4 +1,4 @@
-"""Tensors that share memory with a parameter are refused by name; what only looks like it is not."""
+"""Tensors that share memory with a parameter are refused by name; tensors that only look alike are accepted."""
 
 import pytest
 import torch

@@ -17,7 +17,7 @@ HOLD = {
 
 
 def written_through_an_alias(process, *, stage: int, offload: str) -> dict:
-    """What training says after a write into each kind of memory; what it leaves of one that is only read, or dropped."""
+    """Training's message after a write into each kind of memory; the effect on memory that is only read, or dropped."""
     zero = {} if offload == "none" else {"offload_optimizer": {"device": offload}}
     said = {}
     for name, hold in HOLD.items():
@@ -94,7 +94,7 @@ SHOW = {
 
 
 def other_memory_while_shown(process, *, stage: int) -> dict[str, str]:
-    """`p.data = x` while the script shows the old memory: what the next step says, or what the script's tensor has then."""
+    """`p.data = x` while the script holds the old memory: the next step's error, or the value of the script's tensor."""
     said = {}
     for name, show in SHOW.items():
         engine, *_ = deepspeed.initialize(model=scripts.build(), config=scripts.config(stage=stage))

@@ -49,7 +49,7 @@ WRITES = {
 
 
 def _written(parameters: dict, module: nn.Module) -> dict[str, str]:
-    """What each way to write says."""
+    """The error of each way to write."""
     said = {}
     for name, write in WRITES.items():
         try:
@@ -224,7 +224,7 @@ AVERAGES = {
 
 
 def read_where_released(process) -> dict:
-    """What each use of a released parameter's values says; a loss with a term that was read inside GatheredParameters trains."""
+    """The error of each use of a released parameter's values; a loss with a term read inside GatheredParameters trains."""
     released._read.clear()
     engine, *_ = deepspeed.initialize(model=scripts.build(), config=scripts.config(stage=3))
     parameters, said = list(engine.module.parameters()), {}

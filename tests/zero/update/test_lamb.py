@@ -47,7 +47,7 @@ def by_the_class(steps: int) -> dict:
 
 
 def test_it_is_deepspeeds_on_any_number_of_ranks_and_after_a_resume(ranks, tmp_path):
-    """Beside DeepSpeed's arithmetic on one process: four steps of roundings of 2^-24, which ratios up to 10 and cancellation in the sums
+    """Compared with DeepSpeed's arithmetic on one process: four steps of roundings of 2^-24, which ratios up to 10 and cancellation in the sums
     widen to 2e-6."""
     folder = str(tmp_path)
     expected = by_the_class(4)

@@ -106,7 +106,7 @@ def test_a_late_parameter_has_its_own_corrections_without_a_host_read():
 
 
 def left_alone(process: Process, *, layout: Layout, choice: tuple[str, str | None]) -> dict:
-    """The weights of a run with smaller states. Asserts that a step leaves what it skips alone, its states too, and changes the rest."""
+    """The weights of a run with smaller states. Asserts that a step changes only parameters that it does not skip, and their states."""
     states, master = choice
     policy = OptimizerPolicy(**COMMON, states=states, rounding_seed=5)
     precision = PrecisionPolicy(dtype=torch.bfloat16, master=master)

@@ -157,7 +157,7 @@ def test_a_matrix_has_no_second_moment_and_its_states_are_written_once(ranks, la
 
 
 def loads(process: Process, *, folder: str, early: bool) -> dict[str, str]:
-    """What loading a checkpoint of Muon says, by optimizer. early: one that does not name Muon's matrices."""
+    """The error of loading a checkpoint of Muon, by optimizer. early: a checkpoint without the names of Muon's matrices."""
 
     def groups(engine: Engine) -> list[dict]:
         found = gather_groups(engine)

@@ -1,4 +1,4 @@
-"""Who orthogonalises what: arithmetic."""
+"""The rank that orthogonalises each matrix: arithmetic."""
 
 from ztk.optim.muon import Muon
 from ztk.zero.update.owners import Matrix, balance, plan_rounds

@@ -20,8 +20,8 @@ MIN_SHARED_BYTES = {
     "_attention_bwd_queries": (65536, 131072, 163840),
 }
 SPILL = (
-    "dK and dV of 64 keys and 256 dimensions take 128 registers of each of 256 threads; Triton 3.9 spills 34 words beside "
-    "them, 3.6 none, and half as many keys would leave a warp group without rows"
+    "dK and dV of 64 keys and 256 dimensions take 128 registers of each of 256 threads; Triton 3.9 spills 34 more words, "
+    "3.6 none, and half as many keys would leave a warp group without rows"
 )
 
 
