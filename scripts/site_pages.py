@@ -16,6 +16,7 @@ from ztk.deepspeed.names.table import MODULES, TOP
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("core", "parallel", "rl", "train", "zero")  # packages by role; their own `__init__` imports nothing
+HEADED = "\n    options:\n      show_root_heading: true\n"  # without it, an object of its own has neither a heading nor an anchor
 CONFIGURATION, LIBRARY, PACKAGES = "reference/configuration.md", "reference/library.md", "reference/{}.md"
 
 
@@ -85,10 +86,10 @@ def library_page() -> str:
     lines += ["| name | |", "| --- | --- |"]
     for name in ztk.__all__:
         home = ztk._HOMES[name]  # module that defines the name
-        defined = home if home != "ztk.deepspeed" else deepspeed_home(name)
+        defined = defining_module(home, name=name)
         page = "library.md" if name == "parallelize" else f"{package_of(home)}.md"
         lines.append(f"| [`ztk.{name}`]({page}#{defined}.{name}) | {_cell(_first_line(defined, name=name))} |")
-    return "\n".join([*lines, "", "::: ztk.parallel.apply.parallelize", ""])
+    return "\n".join([*lines, "", f"::: ztk.parallel.apply.parallelize{HEADED}", ""])
 
 
 def package_page(package: str) -> str:
@@ -96,7 +97,9 @@ def package_page(package: str) -> str:
     if package != "deepspeed":
         homes = sorted(set(ztk._HOMES.values()) - {f"ztk.{name}" for name in packages()})
         modules = [f"::: {home}" for home in homes if package_of(home) == package and home != "ztk.parallel.apply"]
-        return "\n\n".join([f"# ztk.{package}", f"::: ztk.{package}", *modules]) + "\n"
+        missed = [name for name, home in ztk._HOMES.items() if home == f"ztk.{package}" and is_missed(home, name=name)]
+        names = [f"::: {defining_module(f'ztk.{package}', name=name)}.{name}{HEADED}" for name in sorted(missed)]
+        return "\n\n".join([f"# ztk.{package}", f"::: ztk.{package}", *modules, *names]) + "\n"
     # The names are resolved on access, so tools that read the source cannot find them.
     lines = [
         "# ztk.deepspeed",
@@ -105,7 +108,7 @@ def package_page(package: str) -> str:
         "",
     ]
     for home, names in sorted(TOP.items()):
-        lines += [f"::: {home}.{name}\n" for name in names.split() if _definition(home, name=name)]
+        lines += [f"::: {home}.{name}{HEADED}" for name in names.split() if _definition(home, name=name)]
     lines += ["## Modules", "", "| module | names |", "| --- | --- |"]
     for module, row in sorted(MODULES.items()):
         names = f"as `{row}`" if isinstance(row, str) else ", ".join(f"`{name}`" for name in _listed(row))
@@ -118,9 +121,21 @@ def _listed(row: dict[str, str]) -> list[str]:
     return [name if name != "*" else f"{home}.*" for home, names in row.items() for name in names.split()]
 
 
-def deepspeed_home(name: str) -> str:
-    """The module of ztk that defines this name of `deepspeed`."""
-    return next(home for home, names in TOP.items() if name in names.split())
+def is_missed(home: str, *, name: str) -> bool:
+    """Whether a package's own docstrings leave the name out: it has no `__all__`, or a module of that name hides it."""
+    place = ROOT.joinpath(*home.split("."))
+    return "__all__" not in (place / "__init__.py").read_text(encoding="utf-8") or (place / f"{name}.py").exists()
+
+
+def defining_module(home: str, *, name: str) -> str:
+    """The module under which the reference has a name of `import ztk`."""
+    if home == "ztk.deepspeed":
+        return next(module for module, names in TOP.items() if name in names.split())
+    place = ROOT.joinpath(*home.split("."), "__init__.py")
+    if not place.exists() or not is_missed(home, name=name):
+        return home
+    nodes = [node for node in ast.parse(place.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
+    return next(str(node.module) for node in nodes if name in [alias.name for alias in node.names])
 
 
 def _first_line(module: str, *, name: str) -> str:

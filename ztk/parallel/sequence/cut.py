@@ -45,8 +45,7 @@ def cut_sequences(model: Any, *, mesh: Mesh, tokens_cut_along_tp: bool = False) 
 
     Raises:
         ValueError: for a model that is not the native decoder and has no method `divisible()` that returns a `Divisible`, and for heads
-        that
-            the ranks do not divide; when the model is called, for sequences that they do not divide, and experts with padding.
+            that the ranks do not divide; when the model is called, for sequences that they do not divide, and experts with padding.
     """
     parts_of = _divisible(model)
     context, heads = mesh.comm("cp"), mesh.comm("sp")
