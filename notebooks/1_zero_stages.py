@@ -13,7 +13,7 @@
 # %% [markdown]
 # # ZeRO stages: memory, wire and speed
 #
-# **Question.** What does each ZeRO stage save, and what does it cost?
+# **Question.** How much memory does each ZeRO stage save, and how much communication does it cost?
 #
 # Rajbhandari et al. (ZeRO, 2020) count bytes. With 16-bit parameters and gradients and Adam in 32 bits a parameter takes 2 + 2 + 12 bytes.
 # Stage 1 shards the 12 over the N ranks, stage 2 also the gradients, stage 3 also the parameters. Stages 0 to 2 send 2 elements per
@@ -138,8 +138,8 @@ figure.done()
 # %% [markdown]
 # ## Claims
 #
-# Memory and wire are counted, so they hold exactly. Buffers are padded to a multiple of the ranks, which is all that separates the formula from
-# the counters. Losses are those of one training: stages change where numbers are kept, not what they are.
+# Memory and wire are counted, so the claims hold exactly. Only the padding of buffers to a multiple of the ranks separates the formula from the
+# counters. All stages have the same losses: a stage changes where numbers are stored, not their values.
 
 # %%
 states = [group[0] for group in grouped(found, by="zero", metric="state", order=OPTIONS)]

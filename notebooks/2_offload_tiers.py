@@ -15,9 +15,9 @@
 #
 # **Question.** From which batch on is training with offloaded optimizer states as fast as without?
 #
-# ZeRO-Offload and ZeRO-Infinity keep Adam's states outside of the device. What that moves in a step depends on the parameters alone: on NVMe
-# 12 bytes per parameter are read and 12 written (master weights and two moments in 32 bits), whatever the batch. What the device computes grows
-# with the batch. So the ratio of step times must fall towards 1.
+# ZeRO-Offload and ZeRO-Infinity keep Adam's states outside of the device. The traffic of a step depends only on the parameters: NVMe reads
+# 12 bytes per parameter and writes 12 (master weights and two moments in 32 bits) for any batch. The device's computing time grows with the
+# batch, so the ratio of step times must fall towards 1.
 
 # %%
 import subprocess
@@ -38,12 +38,12 @@ REPEATS = choose(6, quick=1)
 # %% [markdown]
 # ## Prediction
 #
-# `python -m ztk.calibrate` measures what this machine computes and moves in a second. With it a plan has seconds: a lane for computing, for the
-# wire, for main memory and for the disk. On a CPU the same cores compute, reduce and update, so a step can hide the disk alone: that is
-# the plan. A step that hides nothing takes as long as all lanes together. A run should lie between.
+# `python -m ztk.calibrate` measures this machine's rates of computing and copying. With them a plan has seconds: a lane for computing, for the
+# wire, for main memory and for the disk. On a CPU the same cores compute, reduce and update, so a step can hide only the disk. The plan
+# assumes this. A step that hides nothing takes as long as all lanes together. A run should lie between the two.
 
 # %%
-# the quick form measures nothing that takes long: its plans are those of a device that has a data sheet
+# the quick form measures no rates: it plans for a device with a data sheet
 hardware = FOLDER / "hardware.json"
 HARDWARE = choose(("hardware=here", f"hardware.file={hardware}"), quick=("hardware=a100_80",))
 if "hardware=here" in HARDWARE and not hardware.exists():
@@ -67,7 +67,7 @@ plans = {
 
 
 def planned(plan):
-    """Seconds of a step that hides what it can."""
+    """Seconds of a step that hides the disk."""
     return plan.time.seconds
 
 
@@ -136,8 +136,8 @@ figure.done()
 # %% [markdown]
 # ## Claims
 #
-# Bytes are counted, so claims about them hold exactly. Seconds need a quiet machine: an interval that is wide or lies above the upper line
-# says that something else ran beside.
+# Bytes are counted, so claims about them hold exactly. Seconds need an idle machine: a wide interval, or one above the upper line, shows
+# that other programs ran.
 
 # %%
 flat = [value for group in written for value in group]
@@ -153,7 +153,7 @@ claim(
     holds=all(planned(plan) >= plans["none", batch].time.seconds for (_, batch), plan in plans.items()),
 )
 claim(
-    "what the disk can cost at most, as planned, falls with every larger batch",
+    "the planned upper bound of the disk's cost falls with every larger batch",
     holds=bounds == sorted(bounds, reverse=True),
     full_only=True,
 )

@@ -13,11 +13,11 @@
 # %% [markdown]
 # # fp32, bf16 and fp16
 #
-# **Question.** How far do 16-bit losses lie from those in 32 bits, compared with what another seed changes? And does a ZeRO stage change any
+# **Question.** How far are 16-bit losses from 32-bit losses, compared with the effect of another seed? And does a ZeRO stage change any
 # of them?
 #
 # bf16 rounds to 8 significant bits, fp16 to 11, fp32 to 24. If rounding errors add up in proportion to one rounding, fp16 lies 8
-# times nearer to fp32 than bf16. A stage only says where numbers are kept, so it may change nothing at all.
+# times nearer to fp32 than bf16. A stage only decides where numbers are stored, so it must not change a loss.
 
 # %%
 import numpy
@@ -36,7 +36,7 @@ STAGES = choose([0, 1, 2, 3], quick=[0, 3])
 # ## Measurement
 
 # %%
-# fp16 begins with a loss scale that overflows nowhere: a skipped step would be one of training, not of rounding
+# fp16 begins with a loss scale that does not overflow: a skipped step would be a difference of training, not of rounding
 EXTRA = {"fp32": (), "bf16": (), "fp16": ("precision.loss_scale.initial=256",)}
 found = {
     dtype: ztk.sweep(

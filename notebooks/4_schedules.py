@@ -13,11 +13,11 @@
 # %% [markdown]
 # # Pipeline schedules: the bubble against the micro-batches
 #
-# **Question.** How much of the time do pipeline stages wait, and what does a schedule change about it?
+# **Question.** How much of the time do pipeline stages wait, and how much does a schedule reduce it?
 #
 # With p stages and m micro-batches, GPipe and 1F1B leave `(p - 1) / (m + p - 1)` of the time idle (Megatron-LM); v stages per rank leave
-# `(p - 1) / (v m + p - 1)`. Zero-bubble schedules (Qi et al., 2023) split the backward: the gradients of weights wait for
-# nobody and fill the gaps.
+# `(p - 1) / (v m + p - 1)`. Zero-bubble schedules (Qi et al., 2023) split the backward: no other stage waits for the gradients of weights,
+# so they fill the gaps.
 
 # %%
 from charts import COLOURS, Figure, choose, claim, runs_folder
@@ -32,8 +32,8 @@ MICRO_BATCHES = [4, 8, 16, 32]
 # %% [markdown]
 # ## Prediction
 #
-# A schedule is data: a list of actions for each rank. `simulate` executes it with equal costs for a forward, for the
-# gradient of a stage's input and for that of its weights. The lines are the formulas; what the simulation finds is printed beside them.
+# A schedule is data: a list of actions for each rank. `simulate` executes it with equal costs for a forward, for the gradient of a stage's
+# input and for the gradient of its weights. The lines are the formulas; the simulated values are printed next to them.
 
 # %%
 lines = {
@@ -48,7 +48,7 @@ lines = {
 
 
 def timeline(name, *, count, stages=STAGES):
-    """What every rank computes when. A stage of a rank that has two costs half as much."""
+    """The simulated timeline of every rank. If a rank has two stages, each costs half as much."""
     virtual = SCHEDULES[name]
     schedule = make_schedule(name, num_ranks=stages, num_micro_batches=count, virtual_stages=virtual)
     unit = 1 / virtual
@@ -64,7 +64,7 @@ for name in SCHEDULES:
         ),
     )
 claim(
-    "the simulated bubbles are those of the formulas",
+    "the simulated bubbles equal the formulas",
     holds=all(abs(a - b) < 1e-9 for name in SCHEDULES for a, b in zip(simulated[name], lines[name], strict=True)),
 )
 
@@ -168,8 +168,8 @@ figure.done()
 # %% [markdown]
 # ## Claims
 #
-# The stages of a real model have no equal cost (the last one also has the loss), and processes share the machine: measured shares follow the
-# formulas in their order and not to the digit.
+# The stages of a real model have different costs (the last one also has the loss), and processes share the machine: measured shares follow the
+# order of the formulas, not their digits.
 
 # %%
 middle = runs.groupby(["topology.schedule", "train.accumulation_steps"])["idle"].median()

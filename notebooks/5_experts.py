@@ -67,7 +67,7 @@ found = {
 points = choose([1, 10, 20, 30, 45, 60], quick=[1, 2, 4])
 losses = {}
 for name, one in found.items():
-    # the mean of ten steps: single batches differ more than the arms
+    # the mean of ten steps: the loss of a single batch varies more than the arms differ
     history = one.history.pivot(index="step", columns="run", values="loss").rolling(10, min_periods=1).mean()
     losses[name] = history[one.runs["run"].tolist()]
 figure = Figure(
@@ -95,7 +95,7 @@ figure.done()
 # %% [markdown]
 # ## Claims
 #
-# Pairs share a seed, so the ratio of pairs is what differs.
+# Pairs share a seed, so the claim is about ratios of pairs.
 
 # %%
 last = {name: losses[name].iloc[-1].tolist() for name in ARMS}

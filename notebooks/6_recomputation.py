@@ -13,11 +13,11 @@
 # %% [markdown]
 # # Recomputation: memory against time
 #
-# **Question.** What does recomputing activations in the backward save, and what does it cost?
+# **Question.** How much memory does recomputing activations in the backward save, and how much time does it cost?
 #
-# With `recompute=full` a block keeps only its input and runs again in the backward (Chen et al., 2016): a third forward for two, so
-# a step of 1 + 2 units takes 1 + 1 + 2, at most 4/3. `every2` does so for every second block. `selective` keeps the results
-# of matrix products and attention and recomputes the rest (Korthikanti et al., 2022), which costs few operations.
+# With `recompute=full` a block keeps only its input and runs again in the backward (Chen et al., 2016): a second forward. A step of 1 + 2 units
+# then takes 1 + 1 + 2, at most 4/3. `every2` recomputes every second block. `selective` keeps the results of matrix products and attention
+# and recomputes the rest (Korthikanti et al., 2022), which costs few operations.
 
 # %%
 from charts import Figure, choose, claim, grouped, runs_folder
@@ -87,7 +87,7 @@ figure.done()
 for mode in MODES:
     print(f"{mode:<10} planned {plans[mode]['peak_memory.device_bytes'] / 1e6:.3f} MB, counted {peaks[mode]:.3f} MB")
 claim(
-    "the planned peaks are the counted ones, within 0.1 %",
+    "the planned peaks equal the counted ones within 0.1 %",
     holds=all(abs(plans[mode]["peak_memory.device_bytes"] / 1e6 / peaks[mode] - 1) < 1e-3 for mode in MODES),
 )
 claim(

@@ -13,20 +13,20 @@
 # %% [markdown]
 # # Compact optimizer states
 #
-# **Question.** What do AdamW's states save in fewer bits, and do they change the loss more than another seed does?
+# **Question.** How much memory do smaller AdamW states save, and do they change the loss more than another seed does?
 #
-# Beside a bf16 parameter AdamW keeps 12 bytes: a master weight and two moments in fp32. With `optimizer.states=bf16` the moments have 2 bytes
-# each. `precision.master=stochastic` drops the master weight: the bf16 parameter is updated itself and rounded stochastically, so that small
-# updates are not lost on average. `optimizer.states=8bit` keeps 8 more bits of the weight and moments of 8 bits, with one scale per 32 elements
-# (Dettmers et al., 2022). Rounding that is right on average should add noise and no bias: pairs of one seed stay nearer to
-# each other than seeds do, at every length of the run.
+# In addition to a bf16 parameter AdamW keeps 12 bytes: a master weight and two moments in fp32. With `optimizer.states=bf16` the moments have
+# 2 bytes each. `precision.master=stochastic` drops the master weight: the bf16 parameter itself is updated and rounded stochastically, so that
+# small updates are not lost on average. `optimizer.states=8bit` keeps 8 more bits of the weight and moments of 8 bits, with one scale per 32
+# elements (Dettmers et al., 2022). Unbiased rounding should add noise and no bias: runs with the same seed stay closer to each other than runs
+# with different seeds, at every length of the run.
 
 # %%
 from charts import Figure, choose, claim, runs_folder
 
 import ztk
 
-# name -> (optimizer.states, precision.master), bytes per parameter beside the parameter and its gradient
+# name -> (optimizer.states, precision.master), bytes per parameter without the parameter and its gradient
 FORMATS = {
     "fp32": (("fp32", "fp32"), 12.0),
     "bf16": (("bf16", "fp32"), 8.0),
@@ -57,7 +57,7 @@ for name, plan in plans.items():
 # %% [markdown]
 # ## Measurement
 #
-# Repeats have the seeds 0 to n - 1: of the first weights, the text and the bits of rounding.
+# Repeats have the seeds 0 to n - 1, which decide the first weights, the text and the rounding bits.
 
 # %%
 found = {
@@ -100,7 +100,7 @@ figure.measured(places, values=[kept[name] for name in NAMES], series="states", 
 figure.axes("memory").set_xticks(places, [name.replace(", ", ",\n") for name in NAMES])
 far = figure.axes("distance from fp32 states")
 for name in compact:
-    # the first loss is that of the same weights: a distance of 0, which a logarithm does not show
+    # the first loss has equal weights: a distance of 0, which a logarithmic axis cannot show
     figure.measured(
         points[1:],
         values=[distance[name].loc[step].tolist() for step in points[1:]],
@@ -132,7 +132,7 @@ for name in NAMES:
 # 8-bit states round the first weights to 24 bits and these to 16, so some of their bf16 weights are the other neighbour
 for name in [name for name in compact if name.startswith("bf16")]:
     claim(
-        f"{name}: the first loss is that of fp32 states, bit for bit",
+        f"{name}: the first loss equals fp32 states' loss, bit for bit",
         holds=float(distance[name].loc[1].max()) == 0.0,
     )
 claim(

@@ -1,4 +1,4 @@
-"""What the notebooks share: where results go, charts with their data, claims.
+"""Shared by the notebooks: folders of results, charts with their data, claims.
 
 A figure shows predictions as lines and measurements as points with their 95 % bootstrap intervals, or from the smallest to the largest where
 there are fewer than six. It is written as SVG, its numbers as CSV, and below it stand n, machine and commit, which are read from the runs.
@@ -43,13 +43,13 @@ def choose(full, *, quick):
 
 
 def runs_folder(name: str) -> Path:
-    """Where a notebook's runs are. A notebook that is executed again goes on with them."""
+    """The folder of a notebook's runs. A second execution continues with them."""
     return FOLDER / "runs" / name
 
 
 def claim(text: str, *, holds: bool, full_only: bool = False) -> None:
-    """Prints the claim, or raises AssertionError with it. full_only: it is about seconds or about a median of many steps, which the few
-    short runs of the quick form do not show."""
+    """Prints the claim, or raises AssertionError with it. full_only: a claim about seconds or about a median of many steps, which the few
+    short runs of the quick form cannot show."""
     if full_only and QUICK:
         print(f"not judged in the quick form: {text}")
         return
@@ -111,7 +111,7 @@ class Figure:
         self._colours: dict[str, str] = {}
 
     def axes(self, panel: str | None = None) -> Axes:
-        """For what lines and points do not show."""
+        """Adds elements other than lines and points."""
         return self._axes[panel or next(iter(self.panels))]
 
     def predicted(
@@ -124,7 +124,7 @@ class Figure:
         style: str = "-",
         words: str = "predicted",
     ) -> None:
-        """A line. words: what its legend says beside the name of the series."""
+        """Adds a line. words: text of its legend after the name of the series."""
         title = panel or next(iter(self.panels))
         colour = self._colour(series)
         self.axes(title).plot(x, y, style, color=colour, linewidth=1.6, zorder=2, label=f"{series}, {words}")
@@ -231,7 +231,7 @@ def _bar(found: Interval) -> tuple[float, float]:
 
 
 def _short(commit: str) -> str:
-    """With the + that says that files were changed."""
+    """The short hash, with + for changed files."""
     return commit[:12] + "+" * commit.endswith("+")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 LONG = (
     "tests/cli/test_calls.py::test_a_quick_sweep_returns_its_frames_goes_on_and_has_the_bits_of_runs_of_their_own",
     "tests/cli/test_sweep.py::test_repeats_are_interleaved_and_two_commands_exclude_each_other",
-    "tests/cli/test_wheel.py::test_its_help_and_exit_codes_are_those_of_run_py",
+    "tests/cli/test_wheel.py::test_its_help_and_exit_codes_equal_run_pys",
     "tests/documents/test_tutorials.py::test_serve",
     "tests/experiments/test_distill.py::test_losses_have_the_same_bits_at_every_stage_and_tier",
     "tests/experiments/test_elastic.py::test_torchrun_goes_on_with_more_ranks_and_starts_them_again",
@@ -32,7 +32,7 @@ SAMPLED = {
     "tests/deepspeed/test_written.py::test_what_is_written_between_steps_counts_or_is_an_error": 2,
     "tests/experiments/test_serve.py::test_a_rank_that_dies_ends_the_process_in_time_whatever_the_other_does": 2,
     "tests/hf/test_rollouts.py::test_rollouts_have_the_trainers_bits_at_every_stage": 2,
-    "tests/hf/test_sequences.py::test_losses_are_those_of_one_rank": 2,
+    "tests/hf/test_sequences.py::test_losses_equal_one_rank": 2,
     "tests/hf/test_trl.py::test_losses_are_those_without_deepspeed": 3,
     "tests/kernels/test_adamw_variants.py::test_cuts_equal_the_full": 2,
     "tests/kernels/test_kept_launches.py::test_a_key_without_one_of_its_values_is_found": 2,
@@ -40,16 +40,16 @@ SAMPLED = {
     "tests/parallel/moe/test_parallel.py::test_experts_go_with_every_other_axis": 2,
     "tests/parallel/recompute/test_run.py::test_every_bit_is_as_without": 2,
     "tests/parallel/topology/test_checkpoints.py::test_any_topology_to_any_topology": 2,
-    "tests/parallel/topology/test_context.py::test_losses_and_norms_are_those_of_one_rank": 2,
+    "tests/parallel/topology/test_context.py::test_losses_and_norms_equal_one_rank": 2,
     "tests/parallel/topology/test_layouts.py::test_within_a_layout_no_stage_and_no_tier_changes_a_bit": 2,
     "tests/parallel/topology/test_matrix.py::test_a_step_in_16_bits_is_as_exact_as_on_one_rank": 3,
-    "tests/parallel/topology/test_matrix.py::test_every_layout_computes_what_one_rank_computes": 2,
+    "tests/parallel/topology/test_matrix.py::test_every_layout_equals_one_rank": 2,
     "tests/planner/test_combinations.py::test_a_sample_of_combinations_runs": 2,
     "tests/rl/rollout/test_runs.py::test_samples_and_losses_have_the_same_bits_in_every_layout": 2,
     "tests/rl/rollout/test_runs.py::test_the_first_samples_do_not_depend_on_the_number_of_ranks": 2,
     "tests/test_examples.py::test_it_learns": 3,
     "tests/zero/test_compact.py::test_every_stage_and_tier_gives_the_same_bits": 2,
-    "tests/zero/test_random_layouts.py::test_bits_are_those_of_stage_0": 2,
+    "tests/zero/test_random_layouts.py::test_bits_equal_stage_0": 2,
 }
 
 

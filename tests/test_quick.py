@@ -22,7 +22,7 @@ def test_every_entry_names_a_folder_a_file_or_a_test():
         assert not name or name in functions, entry
 
 
-def test_an_entry_stands_for_what_is_below_it(monkeypatch):
+def test_an_entry_includes_the_tests_below_it(monkeypatch):
     monkeypatch.setattr(
         "tests.quick.QUICK", ("tests/nn", "tests/zero/test_a.py", "tests/parallel/moe/test_b.py::test_c")
     )

@@ -55,7 +55,7 @@ def test_a_mistake_in_one_element_is_not():
         bounds().check_elements("d_q", found)
 
 
-def test_a_bound_is_near_what_rounding_does():
+def test_a_bound_is_near_the_rounding_error():
     """Some units in the last place for results of common size; for one that is zero in exact arithmetic, of the terms that cancel."""
     eps = torch.finfo(torch.float32).eps
     limits = bounds()

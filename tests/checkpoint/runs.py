@@ -65,7 +65,7 @@ def train_steps(engine: Engine, *, start: int, stop: int) -> list[float]:
 
 
 def canonical(engine: Engine) -> dict[tuple[str, str], Tensor]:
-    """Every state element of the model, by kind and name, complete, on every rank."""
+    """All states of the model by kind and name, complete, on every rank."""
     own = [
         (shard.kind, shard.name, shard.part, shard.start, shard.value.clone().cpu())
         for shard in engine.zero.state.shards()
@@ -92,7 +92,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def full_weights(engine: Engine) -> str:
-    """A hash over the parameters as the model computes with them."""
+    """A hash of the parameters in the model's compute dtype."""
     return digest({("parameter", name): value.float().clone() for name, value in engine.zero.full_parameters()})
 
 
@@ -131,7 +131,7 @@ def train_and_save(process: Process, *, setup: Setup, folder: str, save_at: int,
 
 
 def resume(process: Process, *, setup: Setup, folder: str, stop: int) -> Outcome:
-    """A new engine with other values in everything continues from the folder's latest checkpoint."""
+    """A new engine with different values continues from the folder's latest checkpoint."""
     seed_all(process, seed=99)
     engine = setup.engine(process)
     report = load(engine, path=folder)
@@ -163,7 +163,7 @@ def save_some(
 
 
 def try_load(process: Process, *, setup: Setup, path: str, **options) -> str:
-    """The error's text, or "" if there is none."""
+    """Loads a checkpoint. Returns the text of the error, or ""."""
     engine = setup.engine(process)
     try:
         load(engine, path=path, **options)

@@ -36,7 +36,7 @@ def saved(model, *, folder, **options):
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_a_folder_of_peft_adds_what_its_merge_adds(case, tmp_path):
+def test_a_folder_of_peft_equals_its_merge(case, tmp_path):
     family = "gpt2" if case == "conv1d" else "llama"
     base = build(family)
     merged = saved(build(family), folder=tmp_path, **OPTIONS[case]).merge_and_unload()

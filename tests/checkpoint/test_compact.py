@@ -78,7 +78,7 @@ BOUNDS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_format_takes_float32_rounded_once_and_says_so(ranks, saved, name):
+def test_a_format_takes_float32_rounded_once_with_a_note(ranks, saved, name):
     folder, states = saved(Setup(dtype="bf16"))
     rounded, (note,) = ranks(1).run(loaded, setup=FORMATS[name], folder=folder)[0]
     assert note.startswith(str(Path(folder) / "step-")) and "rounded once" in note

@@ -122,7 +122,7 @@ def test_import_renames(ranks, tmp_path):
 
 
 class Normed(nn.Module):
-    """With buffers, one of them a whole number, and something frozen."""
+    """A model with buffers, one of them an integer, and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ TEXT = "Hello, it's 12345!\n\n<|im_start|>Hi  there<|im_end|> \u00fcber"
 
 
 def save(folder: Path, *, family: str) -> dict[str, torch.Tensor]:
-    """A tiny model whose matrices fp16 holds, with a tokenizer and a template; its weights."""
+    """Saves a tiny model with a tokenizer and a template; its matrices are exact in fp16. Returns its weights."""
     model = build(family, **WIDE)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -72,7 +72,7 @@ def test_transformers_reads_the_file_alike(family, kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
-def test_blocks_are_those_of_the_package(kind, tmp_path):
+def test_blocks_equal_the_packages(kind, tmp_path):
     weights = save(tmp_path / "own", family="qwen3")  # whose rows stay where they are
     export_gguf(tmp_path / "own", to=tmp_path / "model.gguf", kind=kind)
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}

@@ -24,7 +24,7 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def train_decoder(process, *, config: DecoderConfig, folder: str) -> Tensor:
-    """One step, a save; the logits after it."""
+    """Trains one step and saves. Returns the logits after it."""
     torch.manual_seed(0)
     engine = make_engine(process, layout=Layout(stage=3), model=Decoder(config))
     engine.backward(engine(TOKENS, TOKENS.roll(-1, dims=1)))
@@ -120,7 +120,7 @@ def test_a_model_of_transformers_keeps_its_names_and_configuration(ranks, tmp_pa
 
 
 def adapted() -> peft.PeftModel:
-    """A Llama with adapters, its values the same on every call."""
+    """A Llama with adapters and equal values in every call."""
     torch.manual_seed(3)
     policy = peft.LoraConfig(
         r=4, lora_alpha=7, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"], init_lora_weights=False

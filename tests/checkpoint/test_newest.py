@@ -74,7 +74,7 @@ def test_an_older_one_is_not_tried_after_another_optimizer(ranks, copy):
 
 
 def newest(process, *, folder: str) -> tuple[str, tuple[str, ...], list[str], str]:
-    """Name, faults, this rank's warnings, and a hash of all states."""
+    """Loads the newest checkpoint. Returns its name, the faults, this rank's warnings, and a hash of all states."""
     engine = SETUP.engine(process)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

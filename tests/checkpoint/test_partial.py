@@ -43,7 +43,7 @@ def saved(ranks, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("layout", [Layout(stage=0), SETUP.layout], ids=lambda layout: layout.id)
-def test_patterns_choose_what_is_loaded_and_the_rest_stays(ranks, saved, layout):
+def test_patterns_choose_the_loaded_parameters_and_the_rest_stays(ranks, saved, layout):
     chosen = ("blocks.0.*", "*.down.weight")
     setup = replace(SETUP, layout=layout)
     full = masters(ranks(2).run(load_part, setup=setup, folder=str(saved))[0][1])

@@ -65,7 +65,7 @@ def test_leftovers_of_a_killed_save_are_removed_by_the_next(ranks, tmp_path):
 
 
 def test_a_second_writer_of_a_folder_is_refused_and_removes_nothing(ranks, tmp_path):
-    """It would remove the first one's temporary folder while that is written."""
+    """The second writer would remove the first one's temporary folder."""
     text, during, after = ranks(1).run(save_beside_another, folder=str(tmp_path))[0]
     assert "another run or engine is saving checkpoints" in text
     assert during == ["latest", "step-000001", "step-000002.tmp-00ff"]

@@ -86,7 +86,7 @@ def scripted(file: Path, *, witness: Path) -> None:
     witness.unlink(missing_ok=True)
 
 
-def test_the_payloads_run_where_nobody_looks(tmp_path):
+def test_the_payloads_run_without_the_checks(tmp_path):
     witness = tmp_path / "witness"
     for payload in (pickled, pickled_without_zip, scripted):
         payload(tmp_path / "file.pt", witness=witness)

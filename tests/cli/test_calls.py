@@ -115,7 +115,7 @@ def waited(condition) -> bool:
 
 
 def reply_to(asked: str, *, client) -> dict:
-    """The reply to one request: a kernel that was slow to start has been asked for its version more than once, and answers each time."""
+    """Returns the reply to one request. A kernel that started slowly may also have answered several version requests."""
     while (message := client.get_shell_msg(timeout=WAITING))["parent_header"]["msg_id"] != asked:
         pass
     return message["content"]

@@ -48,7 +48,7 @@ def test_forks_fail_and_end_as_processes_do(forker, tmp_path):
 
 
 def test_what_runs_in_a_fork_looks_nothing_up(monkeypatch):
-    """See [Note: Forking with threads]: a name that is looked up in the fork could wait for a lock that no thread there gives back."""
+    """See [Note: Forking with threads]: a lazy import in the fork could wait for a lock that no thread there releases."""
     looked_up = []
 
     class Library:

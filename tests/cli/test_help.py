@@ -32,7 +32,7 @@ def test_every_group_option_and_key_has_a_meaning():
     assert not unsaid and all(group.meaning for group in REFERENCE.values())
 
 
-def test_defaults_are_those_of_the_option_files():
+def test_defaults_come_from_the_option_files():
     defaults = {key.name: key.default for group in REFERENCE.values() for key in group.keys}
     assert defaults["train.steps"] == "300; 150 with task=dpo, task=grpo, task=ppo"
     assert defaults["advantage.baseline"] == (

@@ -64,7 +64,7 @@ def test_killed_runs_resume_to_the_digest_of_an_undisturbed_run(tmp_path):
 
 
 @pytest.mark.parametrize("resumes", [False, True], ids=["new run", "run that continues"])
-def test_an_interrupt_between_composing_and_the_ranks_says_what_to_do(monkeypatch, capsys, tmp_path, resumes):
+def test_an_interrupt_before_the_ranks_start_prints_the_next_command(monkeypatch, capsys, tmp_path, resumes):
     session = Session()
     if resumes:
         (tmp_path / "summary.json").write_text("{}")

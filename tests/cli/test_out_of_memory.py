@@ -20,7 +20,7 @@ ERRORS = (torch.OutOfMemoryError("tried to allocate 2.00 GiB"), ValueError("no")
 
 @pytest.fixture
 def failed(tmp_path, monkeypatch):
-    """Makes a rank of a run fail with an error, a ledger alive; returns the run's folder."""
+    """Makes a rank of a run fail with an error while a ledger exists. Returns the run's folder."""
     config = compose(*WORDS, output_dir=tmp_path, machine=Machine(gpus=0, cores=2))
     save(config, path=tmp_path / "config.yaml")
     monkeypatch.setattr(worker, "log_to", lambda path: sys.stderr)
@@ -39,7 +39,7 @@ def failed(tmp_path, monkeypatch):
     return fail
 
 
-def test_what_was_held_stands_beside_the_plan(failed, capsys):
+def test_held_memory_is_shown_next_to_the_plan(failed, capsys):
     folder = failed(ERRORS[0])
     assert json.loads(memory_path(folder, rank=0).read_text())["booked"]["device"]["only here"] >= 123_000_000
     capsys.readouterr()

@@ -24,7 +24,7 @@ UNPLANNED = JobPlan(values={}, reason="task=sft is not planned")
 
 
 def test_a_job_that_does_not_fit_is_recorded_and_not_started(tmp_path):
-    """The other job is of a task that nobody plans: it runs."""
+    """The other job has a task without plans: it runs."""
     line = (
         *FAKE[:2],
         "-m",

@@ -53,7 +53,7 @@ def test_a_refused_command_leaves_nothing(tmp_path):
     assert not folders(tmp_path) and not list(tmp_path.rglob("*.yaml"))
 
 
-def test_a_forked_command_does_what_a_started_one_does(tmp_path):
+def test_a_forked_command_equals_a_started_one(tmp_path):
     """tests/commands.py stands for run.py in other files: the same code, output and files."""
     plan = {"rank": 1, "step": 1, "how": "raise"}
     failing = (*FAKE, "train.steps=3", "launch.ranks=2", "hydra.run.dir=run")
@@ -131,7 +131,7 @@ def test_torchrun_makes_one_folder_and_shows_the_error(fails, tmp_path):
 
 
 def test_a_closed_pipe_ends_no_run(tmp_path):
-    """As `run.py ... | head -1`, with errors in the same pipe."""
+    """Like `run.py ... | head -1`, with standard error in the same pipe."""
     words = (*FAKE, "launch.ranks=1", "train.steps=3", "hydra.run.dir=run")
     command = [sys.executable, str(CHECKOUT / "run.py"), *words]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

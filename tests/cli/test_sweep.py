@@ -32,7 +32,7 @@ def everything(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-def test_what_failed_starts_again_and_what_is_done_stays(tmp_path):
+def test_failed_jobs_start_again_and_finished_ones_stay(tmp_path):
     plan = {"rank": 1, "step": 0, "how": "raise", "stage": 1}
     line = (*FAKE, "-m", "zero=stage0,stage1", "train.steps=1", "launch.ranks=2", "hydra.sweep.dir=D")
     done = run(*line, cwd=tmp_path, plan=plan)

@@ -74,7 +74,7 @@ def test_it_trains_as_the_checkout_does(installed, tmp_path):
     assert found["ztk"]["loss_digest"] == found["run.py"]["loss_digest"]
 
 
-def test_a_program_of_ones_own_stands_beside_those_it_brings(installed, tmp_path):
+def test_a_users_program_runs_next_to_ztks(installed, tmp_path):
     (tmp_path / "experiments").mkdir()
     (tmp_path / "experiments" / "own.py").write_text(OWN_PROGRAM)
     done = start(installed / "ztk", "task.module=experiments.own", "launch.ranks=1", "zero=stage1", cwd=tmp_path)
@@ -82,7 +82,7 @@ def test_a_program_of_ones_own_stands_beside_those_it_brings(installed, tmp_path
     assert "a program of one's own, ZeroPolicy(stage=1" in done.stdout
 
 
-def test_its_help_and_exit_codes_are_those_of_run_py(installed, tmp_path):
+def test_its_help_and_exit_codes_equal_run_pys(installed, tmp_path):
     for line, code in ((("--help",), 0), (("zero=stage9",), 2)):
         told = [start(*c, *line, cwd=tmp_path) for c in ((installed / "ztk",), (sys.executable, CHECKOUT / "run.py"))]
         assert [done.returncode for done in told] == [code, code]

@@ -78,7 +78,7 @@ def test_a_plan_gives_the_cache_its_memory(words):
 
 
 def test_a_gpu_has_a_cache_of_blocks(words):
-    """Where there is one, unless something is asked for that the CPU alone has."""
+    """A GPU uses a cache of blocks, unless the request needs an option that only the CPU has."""
     blocks = composed(
         *words, "inference.cache=blocks", "weights=fp8", "inference.cache_dtype=fp8", "inference.exact=false"
     )

@@ -114,7 +114,7 @@ def test_the_starting_process_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(conf_dir()).parent).returncode == 0
 
 
-def test_every_option_file_says_what_it_is():
+def test_every_option_file_has_a_description():
     assert [path for path in Path(conf_dir()).glob("*/*.yaml") if not path.read_text().startswith("# ")] == []
 
 
@@ -164,7 +164,7 @@ def test_names_are_refused_all_at_once_with_what_was_meant():
         ("output_dir=/x", "hydra.run.dir=FOLDER"),
     ],
 )
-def test_wrong_names_and_values_say_what_is_right(override, meant):
+def test_errors_of_wrong_names_and_values_name_the_right_ones(override, meant):
     (fault,) = faults(override)
     assert meant in fault
 
@@ -391,7 +391,7 @@ def test_threads_follow_the_environment(monkeypatch):
     assert composed("launch.threads=5").launch.threads == 5
 
 
-def test_host_memory_is_pinned_beside_a_gpu_alone():
+def test_host_memory_is_pinned_only_with_a_gpu():
     assert composed("offload=cpu", machine=GPU).offload.pin_memory is True
     assert composed("offload=cpu", "offload.pin_memory=false", machine=GPU).offload.pin_memory is False
     assert composed("offload=cpu").offload.pin_memory is None

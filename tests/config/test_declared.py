@@ -100,7 +100,7 @@ def test_every_default_is_accepted():
 
 
 def test_what_may_not_act_can_be_none():
-    """A key that a run leaves out is None there."""
+    """A key without effect in a run is None there."""
     typed = {name: key for name, key in run_keys().items() if key.acts and key.hint is not Any}
     assert [name for name, key in typed.items() if " or null" not in expected(key.hint)] == []
 

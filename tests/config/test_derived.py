@@ -72,7 +72,7 @@ def test_rates_of_pretrained_weights_follow_the_task(folder, tmp_path, words, ra
 
 
 def test_a_small_model_keeps_its_rates(tmp_path):
-    """The tasks' option files were measured with it, from other weights, too."""
+    """The tasks' option files were measured with this model, also with other weights."""
     assert composed("task=sft").optimizer.lr == 3e-3
 
 

@@ -82,7 +82,7 @@ def test_a_micro_batch_alone_is_per_rank(file, tmp_path):
     )
 
 
-def test_what_changes_nothing_is_told(file):
+def test_keys_without_effect_are_noted(file):
     word = file(csv_monitor={"enabled": True}, wall_clock_breakdown=True, aio={"queue_depth": 8})
     notes = expand_ds_config([word], machine=TWO).notes
     assert {note.partition(":")[0] for note in notes} >= {"csv_monitor", "wall_clock_breakdown", "scheduler"}

@@ -16,7 +16,7 @@ def test_it_is_off_and_no_part_of_the_experiment():
     assert job_hash(composed()) == job_hash(composed("kernels.log_every=10"))
 
 
-def test_a_gpu_run_takes_what_floors_need_of_its_hardware():
+def test_a_gpu_run_takes_peak_rates_from_its_hardware():
     config = composed("kernels.log_every=10", "hardware=h200", machine=GPU)
     assert config.hardware.name == "h200" and config.hardware.memory_bandwidth == 4.8e12
     assert config.hardware.pcie_bandwidth is None and config.hardware.capacity_bytes is None

@@ -21,7 +21,7 @@ def test_every_renamed_key_is_tested_and_its_new_name_exists():
 
 
 @pytest.mark.parametrize("old", RENAMED)
-def test_the_old_name_does_what_the_new_one_does(old, tmp_path):
+def test_the_old_name_has_the_effect_of_the_new_one(old, tmp_path):
     others, text, value = USES[old]
     config = compose(*others, f"{old}={text}", output_dir=tmp_path, machine=CPU)
     assert read(config, key=RENAMED[old]) == value

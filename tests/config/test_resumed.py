@@ -32,8 +32,8 @@ def test_the_options_of_the_run_are_taken(run, below):
     check_resumed(config)
 
 
-def test_paths_of_the_run_are_those_of_its_folder(tmp_path, monkeypatch):
-    """Even one whose name is a word for another key."""
+def test_paths_of_a_resumed_run_keep_its_working_folder(tmp_path, monkeypatch):
+    """Even if a path has the name of a key group."""
     started, run = tmp_path / "started", tmp_path / "run"
     (started / "train").mkdir(parents=True)
     (started / "train" / "text.txt").write_text("text " * 100)

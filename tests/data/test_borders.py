@@ -49,7 +49,7 @@ def weighted(batches) -> torch.Tensor:
 
 
 def over_tokens(batches) -> torch.Tensor:
-    """The same of means over all tokens, as routers' losses are."""
+    """The same for means over all tokens, as in router losses."""
     return sum(batch.token_weight * batch.tokens.double().mean() for batch in batches) / len(batches)
 
 

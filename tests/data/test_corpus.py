@@ -158,7 +158,7 @@ def test_refusals_name_path_and_fix(text, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
-def test_refuses_what_may_not_be_read_or_written(text, tmp_path):
+def test_refuses_unreadable_and_unwritable_files(text, tmp_path):
     (text / "a.txt").chmod(0)
     with pytest.raises(ValueError, match=r"a\.txt: cannot be read"):
         opened(str(text), tmp_path)

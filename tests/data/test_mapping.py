@@ -21,7 +21,7 @@ def data(tmp_path):
 
 
 def file_bytes() -> int:
-    """Of mapped files that are in this process's memory."""
+    """Bytes of mapped files in this process's memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssFile"))
 
@@ -38,7 +38,7 @@ def test_dropped_pages_leave_memory_and_are_read_again(data):
     assert int(data.sum()) == total == SIZE // 256 * sum(range(256))
 
 
-def test_a_stream_drops_what_it_has_read(data, monkeypatch):
+def test_a_stream_releases_read_pages(data, monkeypatch):
     """About every MAPPED_BYTES, with the sequences that it has without."""
     share = Share(micro_batch=4)
     plain, found = (TokenStream(own, seq_len=1000, share=share, seed=1) for own in (data.clone(), data))

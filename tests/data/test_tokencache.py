@@ -120,7 +120,7 @@ def test_a_second_opening_tokenises_nothing(lines, tmp_path, monkeypatch):
     assert len(tokenizer.given) == 200
 
 
-def test_a_build_says_how_far_it_is(lines, tmp_path, monkeypatch):
+def test_a_build_reports_its_progress(lines, tmp_path, monkeypatch):
     monkeypatch.setattr(tokencache, "BATCH_CHARACTERS", 300)
     seen = []
     open_part(

@@ -159,7 +159,7 @@ def gradual_unfreezing(calls: Calls) -> None:
 
 
 def moved_rates(calls: Calls) -> None:
-    """Groups, and numbers in them that a script changes by hand."""
+    """Parameter groups, and values in them that a script changes."""
 
     def groups(parameters: list) -> torch.optim.Optimizer:
         wide, narrow = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim == 1]
@@ -174,7 +174,7 @@ def moved_rates(calls: Calls) -> None:
 
 
 def torch_schedules(calls: Calls) -> None:
-    """One that the engine steps, and one that the script steps over the returned optimizer."""
+    """One scheduler that the engine steps, and one that the script steps with the returned optimizer."""
 
     def schedule(optimizer: torch.optim.Optimizer) -> object:
         first = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.1, 2)
@@ -397,7 +397,7 @@ def run_plain(habit: Callable) -> dict[str, Tensor]:
 
 
 def run_engine(process: Process, *, habit: Callable, stage: int) -> dict[str, Tensor] | str:
-    """The same, or the text of the error with which the script ends."""
+    """Weights and results under an engine, or the text of the error that ends the script."""
     calls = Calls(process=process, stage=stage)
     try:
         with warnings.catch_warnings():

@@ -75,7 +75,7 @@ class Cut(nn.Module):
 
 
 class Mpu:
-    """Two ranks share one model; or each has its own."""
+    """Two ranks share one model, or each has its own."""
 
     def __init__(self, *, model_ranks: int, data_group: object = None) -> None:
         self._model_ranks, self._data_group = model_ranks, data_group

@@ -83,7 +83,7 @@ def script_of(seed: int, *, plant: str = "") -> Script:
 
 
 def run_engine(process: Process, *, seed: int, plant: str = "") -> Result:
-    """The script of `seed` on this rank, compared with plain PyTorch."""
+    """Runs the script of `seed` on this rank and compares it with plain PyTorch."""
     script, messages, engines = script_of(seed, plant=plant), [], []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -219,7 +219,7 @@ def _optimizer(script: Script, *, model: Model) -> torch.optim.SGD:
 
 
 def _loaded(model: Model, *, script: Script) -> Model:
-    """With values of a file, where the script has one."""
+    """Loads the values of a file, if the script has one."""
     generator = torch.Generator().manual_seed(script.seed)
     for parameter in model.parameters() if script.built == "pretrained" else ():
         values = torch.randn(parameter.numel(), generator=generator) / WIDTH**0.5

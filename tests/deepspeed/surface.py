@@ -125,7 +125,7 @@ def compiled(process: Process, *, stage: int, compile_it: bool) -> dict:
 
 
 def edited(process: Process) -> dict:
-    """A script changes rates between steps, freezes, reads and loads module states."""
+    """A script changes learning rates between steps, freezes parameters, and reads and loads module states."""
     model = scripts.build()
     groups = [{"params": model.fc1.parameters(), "lr": 1e-2}, {"params": model.fc2.parameters(), "lr": 0.0}]
     engine, optimizer, _, _ = deepspeed.initialize(model=model, model_parameters=groups, config=scripts.config(stage=3))
@@ -164,7 +164,7 @@ def edited(process: Process) -> dict:
 
 
 class Experts(nn.Module):
-    """Every rank uses another expert, and the last rank none at all in the second step."""
+    """Every rank uses another expert; in the second step the last rank uses none."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ def test_a_sum_over_ranks(ranks, stage, accumulation, clip):
     ],
 )
 def test_dividing_before_the_sum_is_the_same_mean(ranks, stage, accumulation, keys):
-    """By powers of two, so bit by bit."""
+    """Scales are powers of two, so results are bitwise equal."""
     runs = [
         ranks(2).run(scripts.train, ds_config=scripts.config(stage=stage, accumulation=accumulation, **more), steps=3)[
             0

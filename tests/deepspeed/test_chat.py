@@ -161,7 +161,7 @@ def test_what_a_trainer_needs():
         DeepSpeedPPOTrainer(holder, SimpleNamespace())
 
 
-def test_a_package_of_the_scripts_own_stays_what_it_is(tmp_path, monkeypatch):
+def test_a_package_of_the_scripts_own_is_not_replaced(tmp_path, monkeypatch):
     assert Finder().find_spec("deepspeed_chat.reward_model") is not None
     (tmp_path / "deepspeed_chat").mkdir()
     (tmp_path / "deepspeed_chat" / "__init__.py").write_text("")

@@ -210,7 +210,7 @@ def test_named_random_states_are_drawn_again():
     assert torch.equal(gradient(checkpoint), gradient(lambda function, x: function(x)))
 
 
-def test_the_tracker_refuses_what_would_draw_the_same_twice():
+def test_the_tracker_refuses_states_that_would_repeat_draws():
     tracker = checkpointing.CudaRNGStatesTracker()
     before = torch.get_rng_state()
     tracker.add("one", 1)

@@ -12,7 +12,7 @@ from ztk.deepspeed.collectives import comm
 from ztk.deepspeed.collectives.log import bandwidth, size_text, table, trimmed_mean
 
 
-def test_bandwidths_are_those_of_nccl_tests():
+def test_bandwidths_equal_nccl_tests():
     """1 MB in 1 ms on 4 ranks: 8 Gbit/s for a message; an all-reduce moves twice 3/4 of it over every link, a gather 3 of the 4 parts."""
 
     def rates(operation):
@@ -136,7 +136,7 @@ def logged(process: Process) -> dict[str, object]:
     return found
 
 
-def test_the_log_holds_what_the_switches_say(ranks):
+def test_the_log_follows_the_switches(ranks):
     first, second = ranks(2).run(logged)
     assert first["off"] == (([], 0), False)
     assert first["all"] == (["all_reduce", "barrier", "all_gather_into_tensor"], 4)

@@ -147,7 +147,7 @@ SOURCE = """
 """
 
 
-def test_every_source_says_the_same(tmp_path):
+def test_every_source_gives_the_same_configuration(tmp_path):
     path = tmp_path / "ds_config.json"
     path.write_text(SOURCE)
     from_dict = parse(zero_optimization={"stage": 2, "reduce_bucket_size": 5e8}, optimizer=ADAM)
@@ -209,7 +209,7 @@ def test_defaults_are_deepspeeds():
     assert (settings.zero.param_persistence_threshold, settings.zero.prefetch_bucket_size) == (100_000, 50_000_000)
 
 
-def test_what_nothing_hangs_on_is_told():
+def test_keys_without_effect_are_logged():
     config = {"stage": 2, "overlap_comm": False, "sub_group_size": 1e9, "contiguous_gradients": True}
     notes = parse(zero_optimization=config).notes
     assert len(notes) == 2 and "behind computation" in notes[0] and "sub_group_size" in notes[1]

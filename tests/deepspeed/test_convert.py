@@ -122,7 +122,7 @@ def test_the_command(tmp_path, capsys):
     assert "did you mean train_batch_size" in capsys.readouterr().err
 
 
-def test_what_is_not_the_same_in_run_py_is_told(tmp_path):
+def test_differences_from_run_py_are_noted(tmp_path):
     kept = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     notes = to_overrides(parse_config({"train_batch_size": 2, "bf16": kept, "optimizer": ADAM}, world_size=1)).notes
     assert {note.partition(":")[0] for note in notes} == {f"bf16.{key}" for key in kept if key != "enabled"}
@@ -133,7 +133,7 @@ def test_what_is_not_the_same_in_run_py_is_told(tmp_path):
     assert compose(*made.words, output_dir=tmp_path).precision.dtype == "fp32"
 
 
-def test_every_section_is_said_or_told():
+def test_every_section_is_converted_or_listed():
     """Keys without an equivalent in run.py are listed with a fix; keys that are off are not listed."""
     given = {
         "csv_monitor": {"enabled": True},

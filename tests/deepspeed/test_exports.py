@@ -50,7 +50,7 @@ def test_weights_in_the_models_dtype(saved):
     assert found["module"]["model.up.weight"] == (24, 4) and "model.base.weight" not in found["module"]
 
 
-def test_the_script_beside_a_checkpoint_runs(ranks, tmp_path):
+def test_the_script_in_a_checkpoint_runs(ranks, tmp_path):
     found = ranks(2).run(exports.save, folder=str(tmp_path), stage=1, bf16=False, trained_only=False)[0]
     script = [sys.executable, tmp_path / "zero_to_fp32.py", tmp_path, tmp_path / "out", "--max_shard_size", "4KB", "-d"]
     done = subprocess.run(script, capture_output=True, text=True, cwd=tmp_path)

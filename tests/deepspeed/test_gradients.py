@@ -91,7 +91,7 @@ def test_gradients_are_there_at_stage_0_and_what_a_script_makes_of_them_counts(r
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_above_stage_0_gradients_are_none_and_the_first_read_says_why(ranks, stage):
+def test_above_stage_0_gradients_are_none_and_the_first_read_warns(ranks, stage):
     first, second = ranks(2).run(edited, stage=stage, offload="none", bf16=False, edit="clip")
     assert all(gradient is None for gradients in first["seen"] for gradient in gradients)
     assert sum("gradient_clipping" in message for message in first["messages"]) == 1 and not second["messages"]

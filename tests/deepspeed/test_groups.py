@@ -193,7 +193,7 @@ def test_two_engines_do_not_replace_each_others_checkpoints(tmp_path, caplog):
     critic.destroy()
 
 
-def test_a_save_between_micro_batches_says_what_is_not_in_it(tmp_path, caplog):
+def test_a_save_between_micro_batches_warns_of_missing_gradients(tmp_path, caplog):
     config = {
         "train_batch_size": 2,
         "gradient_accumulation_steps": 2,

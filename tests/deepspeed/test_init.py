@@ -50,7 +50,7 @@ def test_one_module_is_full_at_a_time(ranks):
     ("stage", "bf16", "offload"),
     [(0, False, "none"), (2, True, "none"), (3, False, "none"), (3, True, "cpu"), (3, False, "nvme")],
 )
-def test_initialize_takes_over_what_was_built_sharded(ranks, stage, bf16, offload):
+def test_initialize_takes_over_sharded_models(ranks, stage, bf16, offload):
     """Master weights are fp32 in 16 bit too, so nothing differs from a model built full."""
     arguments = {"stage": stage, "bf16": bf16, "offload": offload}
     expected = ranks(2).run(zero_init.train, under_init=False, **arguments)[0]

@@ -229,7 +229,7 @@ OPTIMIZERS = {
         (3, "", ["ZeROOptimizer", "DeepSpeedZeroOptimizer_Stage3"]),
     ],
 )
-def test_an_optimizer_is_what_deepspeed_calls_it(ranks, stage, dtype, own):
+def test_optimizers_have_deepspeeds_classes(ranks, stage, dtype, own):
     assert ranks(1).run(kinds, stage=stage, dtype=dtype) == [["DeepSpeedOptimizer", *own]]
     plain = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     assert not any(isinstance(plain, getattr(module_of(place), name)) for name, place in OPTIMIZERS.items())

@@ -64,7 +64,7 @@ def test_a_folder_on_the_path_gives_the_name_to_every_process_below():
     assert done.returncode == 0, done.stderr
 
 
-def test_without_either_nobody_sees_it(tmp_path):
+def test_without_either_the_name_is_not_taken(tmp_path):
     """An installed DeepSpeed is not replaced; ztk.deepspeed alone takes no name."""
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "__init__.py").write_text("here = 'the real one'")
@@ -103,7 +103,7 @@ def test_the_import_is_cheap():
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_every_row_holds_what_it_says(name):
+def test_every_row_of_the_table_holds(name):
     module = module_of(name)
     above = name.rpartition(".")[0]
     assert above in ("", "deepspeed") or isinstance(MODULES[above], dict), "a module above others is a facade"
@@ -114,7 +114,7 @@ def test_every_row_holds_what_it_says(name):
 
 
 def test_a_facade_shares_its_name_with_no_module_of_the_layer():
-    """ztk.deepspeed is the module `deepspeed`: importing its own submodule X would put that in the place of `deepspeed.X`."""
+    """ztk.deepspeed is the module `deepspeed`: importing its submodule X under its own name would replace `deepspeed.X`."""
     layer = Path(ztk.deepspeed.__file__).parent
     for name, row in MODULES.items():
         parent, _, own = name.rpartition(".")

@@ -21,7 +21,7 @@ def test_an_op_that_ztk_has_is_ready(name):
 @pytest.mark.parametrize(
     "name", ["FusedLambBuilder", "TransformerBuilder", "EvoformerAttnBuilder", "CPUAdagradBuilder"]
 )
-def test_an_op_that_ztk_lacks_says_so(name):
+def test_an_op_that_ztk_lacks_raises(name):
     builder = getattr(builders, name)()
     assert not builder.is_compatible() and not ops.__compatible_ops__[builder.NAME]
     with pytest.raises(RuntimeError, match=f"{name}.*does not have the op.*is_compatible"):

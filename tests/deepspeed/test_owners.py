@@ -12,7 +12,7 @@ from ztk.deepspeed.engine.owners import owner_of
 
 
 def dropped(process: Process, *, stage: int) -> list[bool]:
-    """Which of engine and model are still there after a script has dropped both without `destroy`."""
+    """Whether engine and model still exist after a script has dropped both without `destroy`."""
 
     def trained() -> list[weakref.ref]:
         model = build()

@@ -104,7 +104,7 @@ def refusals(groups) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", OF_RANK_1)
-def test_groups_are_those_of_the_newest_engine(ranks, kind):
+def test_groups_belong_to_the_newest_engine(ranks, kind):
     found = ranks(4).run(asked, kind=kind)
     assert {word: found[1][word] for word in OF_RANK_1[kind]} == OF_RANK_1[kind]
     for rank, of_rank in enumerate(found):
@@ -133,14 +133,14 @@ def test_neighbours_of_hpz_partitions(ranks):
     assert ranks(4).run(near) == [[[0, 1], 0], [[0, 1], 1], [[2, 3], 0], [[2, 3], 1]]
 
 
-def test_data_parallel_ranks_beside_cut_sequences():
-    """8 ranks as 2 stages of 2 replicas of 2 parts of a sequence."""
+def test_data_parallel_ranks_with_divided_sequences():
+    """8 ranks: 2 stages, 2 replicas and 2 parts of a sequence."""
     topology = Topology(pipeline=2, sequence=2)
     found = {axis: members(axis, topology=topology, rank=5, world_size=8) for axis in ("dp", "sp", "data", "pp")}
     assert found == {"dp": (5, 7), "sp": (4, 5), "data": (4, 5, 6, 7), "pp": (1, 5)}
 
 
-def test_without_a_process_group_it_says_what_to_call(monkeypatch):
+def test_without_a_process_group_the_error_names_the_call(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     for ask in (process_groups._get_data_parallel_rank, lambda: process_groups._get_expert_parallel_rank("ep_size_1")):
         with pytest.raises(RuntimeError, match="init_distributed"):

@@ -119,7 +119,7 @@ def test_another_list_of_groups_is_refused(of_client):
 
 
 @pytest.mark.parametrize("optimizer", [sgd, torch.optim.NAdam])
-def test_the_object_that_was_passed_refuses_what_it_cannot_do(optimizer):
+def test_the_passed_object_refuses_its_own_methods(optimizer):
     engine, client, _ = begin(optimizer)
     step(engine)
     for call, words in (

@@ -102,7 +102,7 @@ def divided(process: Process, *, stage: int, kv_heads: int) -> dict:
 
 
 def full(*, kv_heads: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Plain PyTorch over full sequences, two of them per step."""
+    """Plain PyTorch with full sequences, two per step."""
     model = llama(kv_heads=kv_heads)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -228,7 +228,7 @@ def test_what_would_be_wrong_is_refused(ranks):
         assert part in found.get(name, "nothing"), (name, found.get(name))
 
 
-def test_tiles_compute_what_one_piece_computes():
+def test_tiles_equal_one_piece():
     """Rows of a matrix product are independent: outputs are equal bit by bit or in the last place; gradients of weights add up over tiles."""
     tiles = module_of("deepspeed.runtime.sequence_parallel.ulysses_sp")
     torch.manual_seed(0)

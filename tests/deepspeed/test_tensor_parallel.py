@@ -135,7 +135,7 @@ def test_cut_layers_are_read_in_full(ranks, stage):
 
 
 @pytest.mark.parametrize("section", [{}, {"tensor_parallel": {"autotp_size": 2}}], ids=["alone", "and the section"])
-def test_tp_model_init_says_how_many_ranks_share_layers(ranks, section):
+def test_tp_model_init_sets_the_number_of_ranks_that_share_layers(ranks, section):
     expected, full = ranks(2).run(train, section={})[0]
     asked = {"tp_size": 2, "dtype": torch.float32}
     for losses, shape in ranks(2).run(train, section=section | {"train_batch_size": 2}, asked=asked):

@@ -20,7 +20,7 @@ class Returning(nn.Linear):
 
 
 @pytest.mark.parametrize(("bias", "rows", "columns"), [(True, 3, 2), (False, 1, 4), (True, 5, 1)])
-def test_tiles_compute_what_one_layer_computes(bias, rows, columns):
+def test_tiles_equal_one_layer(bias, rows, columns):
     """In fp64, where the order of the sums shows in the 15th digit."""
     layer, x = nn.Linear(7, 5, bias=bias).double(), torch.randn(2, 3, 7, dtype=torch.float64)
     options = {"bias": bias, "in_splits": columns, "out_splits": rows, "init_linear": layer, "dtype": torch.float64}

@@ -131,7 +131,7 @@ def test_parameters_without_a_gradient_are_skipped_if_asked(ranks):
 
 
 def test_adam_skips_by_name_and_by_object(ranks):
-    """ztk's fused update, which rounds otherwise than torch's: 5 steps of 0.01, within 1e-6."""
+    """ztk's fused update rounds differently from torch's: 5 steps of 0.01, within 1e-6."""
     make = functools.partial(optim.AdamW, lr=0.01, weight_decay=0.1, betas=(0.9, 0.999))
     section = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
     expected = plain(make, drops=True)

@@ -91,7 +91,7 @@ def run(process: Process, *, work: Run, by_plain_pytorch: bool = False) -> Found
 
 
 def _text(work: Run) -> tuple[str, str, int]:
-    """The part that is run once, the part that is repeated, how often."""
+    """The part that runs once, the repeated part, and the number of repeats."""
     text = (BLOCKS / work.block).read_text()
     for old, new in work.replace.items():
         if old not in text:
@@ -147,7 +147,7 @@ class _Recorder:
 
 @contextlib.contextmanager
 def _deepspeed(recorder: _Recorder, *, by_plain_pytorch: bool) -> Iterator[None]:
-    """`import deepspeed` is ztk, or the plain stand-in; both are listened to."""
+    """Makes `import deepspeed` import ztk, or the plain stand-in, and records the calls of both."""
     ztk.deepspeed.install()
     home = ztk.deepspeed
     if by_plain_pytorch:

@@ -174,7 +174,7 @@ def _tiny_llama(process: Process) -> tuple:
 
 
 def preferences(*, process: Process, pairs: int) -> dict:
-    """Section 11.3: `sft_model`, `tokenizer`; pairs of which the chosen one counts upwards, padded behind."""
+    """Section 11.3: `sft_model`, `tokenizer`, and right-padded pairs whose chosen answer counts upwards."""
     sft_model, tokenizer = _tiny_llama(process)
     starts = torch.arange(pairs) * 3 % 30 + 7
     chosen = starts[:, None] + torch.arange(8)

@@ -45,7 +45,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @pytest.fixture(scope="module")
 def grpo(ranks, tmp_path_factory) -> Path:
-    """The folder of a run at stage 0 over two ranks, with a checkpoint of every step."""
+    """The folder of a run at stage 0 on two ranks, with a checkpoint of every step."""
     folder = tmp_path_factory.mktemp("grpo")
     config = config_of("grpo", *ADAPTERS, *SAVES, folder=folder, ranks=2)
     ranks(2).run(play, config=config)
@@ -135,7 +135,7 @@ def test_what_opens_a_run_has_the_policy(grpo, tmp_path):
     assert float((expected - base).abs().max()) > 10 * bound  # the adapters learnt more than that
 
 
-def test_other_exports_say_what_they_have(grpo, tmp_path):
+def test_other_exports_describe_their_contents(grpo, tmp_path):
     export_state_dict(grpo, to=tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert_same({name: value for name, value in state.items() if name in weights_of(grpo)}, weights_of(grpo))
@@ -160,7 +160,7 @@ def sft(ranks, tmp_path_factory) -> Path:
     [("sft", ("zero=stage3", "offload=cpu")), ("sft", ("topology=tp2", "zero=stage1")), ("reward", ("zero=stage3",))],
     ids=["sft stage3 cpu", "sft tp2", "reward stage3"],
 )
-def test_adapters_beside_the_model_of_another_run(ranks, sft, tmp_path, task, words):
+def test_adapters_on_the_model_of_another_run(ranks, sft, tmp_path, task, words):
     options = (*ADAPTERS, *SAVES, f"warm_start.path={sft}")
     first = pairs.config_of(task, *options, folder=tmp_path / "first", ranks=1)
     second = pairs.config_of(task, *options, *words, folder=tmp_path / "second", ranks=2)
@@ -175,7 +175,7 @@ def test_adapters_beside_the_model_of_another_run(ranks, sft, tmp_path, task, wo
 
 
 def test_dpo_by_any_reference_and_from_adapters(ranks, sft, tmp_path):
-    """A run without adapters is the base; one with adapters goes on, and those are part of the reference."""
+    """A run without adapters becomes the base. A run with adapters continues, and its adapters are part of the reference."""
     begins, losses = (*ADAPTERS, *SAVES, "warm_start.steps=0", f"warm_start.path={sft}"), {}
     for reference in ("frozen", "lora_off", "precomputed"):
         config = pairs.config_of("dpo", *begins, f"dpo.reference={reference}", folder=tmp_path / reference, ranks=1)

@@ -50,7 +50,7 @@ def composed(task: str, *overrides: str, ranks: int) -> Config:
 
 
 def config_of(task: str, *overrides: str, folder: Path, ranks: int = 2, **changes) -> Config:
-    """overrides: are composed, which takes a second. changes: `zero__stage=3`; are written without a check."""
+    """overrides: composed, which takes a second. changes: `zero__stage=3`; set without checks."""
     config = copy.deepcopy(composed(task, *overrides, ranks=ranks))
     folder.mkdir(parents=True, exist_ok=True)
     for name, value in (changes | {"output_dir": str(folder)}).items():
@@ -61,7 +61,7 @@ def config_of(task: str, *overrides: str, folder: Path, ranks: int = 2, **change
 
 
 def laid_out(config: Config, stage: int, tier: str) -> Config:
-    """At another stage and tier; composing takes a second."""
+    """The configuration at another stage and tier, without composing, which takes a second."""
     config.zero.stage = stage
     config.offload.optimizer = type(config.offload.optimizer)(tier)
     config.offload.parameters = type(config.offload.parameters)(tier if stage == 3 else "none")
@@ -260,7 +260,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(task, reference, rank
 
 @pytest.mark.parametrize("changes", [{"train__eval_batches": 1}, {"train__global_batch_size": 4}, {"train__seed": 5}])
 def test_a_precomputed_reference_is_not_that_of_other_examples(tmp_path, changes):
-    """Each moves examples to other numbers, by which the table is read."""
+    """Each change gives examples other numbers, which are the keys of the table."""
 
     def reference(**changes):
         config = config_of("dpo", folder=tmp_path, ranks=1, **{"train__eval_batches": 2} | changes)
@@ -278,7 +278,7 @@ def test_a_precomputed_reference_is_not_that_of_other_examples(tmp_path, changes
         reference(**changes).resume(report)
 
 
-def test_a_resumed_run_holds_out_what_it_held_out_before(tmp_path):
+def test_a_resumed_run_holds_out_the_same_examples(tmp_path):
     """Else it is evaluated with records that it was trained on."""
     records = [{"prompt": str(number), "answer": "a"} for number in range(40)]
     path, alone = written(tmp_path / "chats.jsonl", *records), SimpleNamespace(gather_objects=lambda value: [value])

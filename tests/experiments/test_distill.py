@@ -165,7 +165,7 @@ def test_the_last_answer_of_a_conversation_is_drawn_again(tmp_path, teacher):
     assert config.data.seq_len >= len(prompt) + 32, "room for the answer"
 
 
-def test_rows_say_what_was_learnt(ranks, teacher, tmp_path):
+def test_rows_count_the_trained_tokens(ranks, teacher, tmp_path):
     config = student("distill.fraction=1", "rollout.max_tokens=5", teacher=teacher, folder=tmp_path, ranks=1)
     found = ranks(1).run(play, configs=[config])[0][0]
     assert {"validation_loss", "reward", "greedy_reward", "kl"} <= found.keys()

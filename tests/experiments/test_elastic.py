@@ -86,7 +86,7 @@ def test_a_pipeline_goes_on_with_as_many_ranks_as_its_stages_allow(straight, tmp
 
 
 def test_torchrun_goes_on_with_more_ranks_and_starts_them_again(straight, tmp_path):
-    """The folder is of one rank and lacks its last checkpoints; then a rank is lost on the way."""
+    """The folder is from one rank and lacks its last checkpoints; then a rank is lost during the run."""
     folder = Path(shutil.copytree(straight, tmp_path / "run"))
     for step in (6, 8):
         shutil.rmtree(folder / "checkpoints" / f"step-00000{step}")

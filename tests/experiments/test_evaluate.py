@@ -94,7 +94,7 @@ def test_a_folder_of_transformers_is_scored(folder, tmp_path, capsys):
     assert alone == found
 
 
-def test_lengths_are_those_of_the_model(folder, tmp_path):
+def test_lengths_come_from_the_model(folder, tmp_path):
     text, questions = tmp_path / "t.txt", tmp_path / "q.jsonl"
     text.write_text("AB" * 40)
     with pytest.raises(ValueError, match="eval.seq_len=257: the model takes 256 tokens; use eval.seq_len=256"):
@@ -177,7 +177,7 @@ def test_a_text_file_is_one_document(tmp_path, monkeypatch):
         (("task=sft", "data.stop=3"), 3),
     ],
 )
-def test_before_a_text_of_bytes_is_what_the_model_has_learnt_there(words, first, tmp_path):
+def test_a_text_of_bytes_begins_after_the_trained_first_token(words, first, tmp_path):
     (tmp_path / "t.jsonl").write_text('{"text": "a"}\n')
     words = [word.format(folder=tmp_path) for word in words]
     assert _first_of(compose(*words, output_dir=tmp_path, machine=Machine(gpus=0, cores=2))) == first

@@ -142,7 +142,7 @@ def test_what_does_not_fit_the_model_is_refused(folder, files, words, message): 
     assert any(message in fault for fault in caught.value.faults), caught.value.faults
 
 
-def test_the_record_says_what_computes(folder, files):  # noqa: F811 a fixture
+def test_the_record_names_the_engine(folder, files):  # noqa: F811 a fixture
     config = composed(folder, "/run", *files, "topology=sp2")
     assert (config.eval.engine, config.precision.dtype, config.launch.ranks) == ("training", "fp32", 2)
     assert config.inference.weights is None and config.model.name == "hf"
@@ -151,7 +151,7 @@ def test_the_record_says_what_computes(folder, files):  # noqa: F811 a fixture
     assert composed(folder, "/run", *files, "topology=tp2").eval.engine == "inference"
 
 
-def test_a_run_with_adapters_beside_their_base(run, tmp_path, files, expected, scores):  # noqa: F811 a fixture
+def test_a_run_with_adapters_on_their_base(run, tmp_path, files, expected, scores):  # noqa: F811 a fixture
     base = tmp_path / "base"
     make("Llama", vocab_size=256).save_pretrained(base)
     trained = run(*HF, f"model.path={base}", "lora=adapter", "lora.rank=2", "optimizer.lr=0.05")

@@ -60,7 +60,7 @@ def test_a_run_answers_a_file(trained, tmp_path):
     assert summary["generated_tokens"] == 12 and summary["prompts"] == 2
 
 
-def test_quantised_weights_say_what_they_change(trained, tmp_path):
+def test_the_cost_of_quantised_weights_is_printed(trained, tmp_path):
     prompts, text, out = tmp_path / "p.jsonl", tmp_path / "text.txt", tmp_path / "out"
     prompts.write_text('{"prompt": "def f(", "max_tokens": 2}\n')
     text.write_text("import json\n" * 20)
@@ -214,7 +214,7 @@ def test_bad_lines_fail_alone(trained, tmp_path):
 
 
 def test_a_folder_with_gaps_in_its_ids(tmp_path):
-    """The largest id counts, not the number of entries: the end token is drawn. A stop text may be a special token."""
+    """The largest id counts, not the number of entries, so the end token can be drawn. A stop text may be a special token."""
     save_one("bytes, gaps in ids", path=tmp_path / "model")
     config = transformers.LlamaConfig(
         vocab_size=400, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2

@@ -34,7 +34,7 @@ def counted(*words, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny_moe"])
-def test_the_formula_counts_what_a_trace_counts(model, tmp_path):
+def test_the_formula_equals_a_trace(model, tmp_path):
     config, found, tokens = counted(f"model={model}", tmp_path=tmp_path)
     shape = pretrain.policies.decoder_config(config)
     assert found.model == shape.flops_per_token(32) * tokens

@@ -16,7 +16,7 @@ RANKS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """A strategy as a user writes it, and as the engine is given it."""
+    """A strategy as the user's words and as the engine's policies."""
 
     overrides: tuple[str, ...]
     strategy: Strategy

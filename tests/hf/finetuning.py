@@ -59,7 +59,7 @@ def write_texts(path: Path) -> Path:
 
 
 def write_model(folder: Path, *, family: str, texts: Path) -> Path:
-    """A small model with a tokenizer of its own, as a folder of transformers."""
+    """A transformers folder with a small model and its own tokenizer."""
     make(family, vocab_size=VOCABULARY).save_pretrained(folder)
     read = (json.loads(line)["text"] for line in texts.read_text().splitlines())
     SubwordTokenizer.train(read, vocab_size=VOCABULARY, folder=folder / "made")

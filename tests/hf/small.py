@@ -22,7 +22,7 @@ def as_script(process, *, script, arguments):
 
 
 def forget() -> None:
-    """The next script finds accelerate and transformers as after their import."""
+    """Resets accelerate and transformers to their state after import for the next script."""
     from accelerate.state import AcceleratorState, GradientState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 

@@ -96,7 +96,7 @@ def trained(
 
 
 def plain(model: torch.nn.Module, *, z_loss: float = 0.0) -> list[float]:
-    """The same by torch alone; `model` is trained."""
+    """Trains `model` in the same way with torch only."""
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
     vectors = {
@@ -152,7 +152,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_are_those_of_plain_transformers(ranks, tmp_path, case):
+def test_losses_equal_plain_transformers(ranks, tmp_path, case):
     family, strategy = CASES[case]
     expected = plain(make(family), z_loss=strategy.z_loss)
     for losses in ranks(2).run(train, folder=saved(tmp_path, family=family), strategy=strategy):

@@ -67,7 +67,7 @@ def by_hand(folders: tuple[Path, Path]) -> float:
     return total / count
 
 
-def test_losses_are_those_of_plain_transformers_at_every_stage(ranks, folders, tmp_path):
+def test_losses_equal_plain_transformers_at_every_stage(ranks, folders, tmp_path):
     found = {}
     for stage, tier in ((0, "none"), (3, "cpu")):
         to = tmp_path / str(stage)

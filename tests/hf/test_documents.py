@@ -42,7 +42,7 @@ def test_every_tested_family_is_tested():
 
 
 @pytest.mark.parametrize("kind", TESTED)
-def test_logits_are_those_of_each_document_alone(kind):
+def test_logits_equal_separate_documents(kind):
     model = make(FAMILIES[kind]).eval()
     tokens, documents = packed()
     with torch.no_grad():
@@ -124,7 +124,7 @@ def loss_of(process: Process, *, folder: str, strategy: Strategy) -> float:
     return loss
 
 
-def test_stages_compute_what_one_rank_computes(ranks, tmp_path):
+def test_stages_equal_one_rank(ranks, tmp_path):
     folder = str(tmp_path / "GPT2")
     make("GPT2").save_pretrained(folder)
     [alone] = ranks(1).run(loss_of, folder=folder, strategy=Strategy())

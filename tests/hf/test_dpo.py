@@ -115,7 +115,7 @@ def config_seed(folder: Path) -> int:
 # The same numbers
 
 
-def test_losses_are_those_of_plain_transformers(ranks, folder, tmp_path):
+def test_losses_equal_plain_transformers(ranks, folder, tmp_path):
     model = plain(folder)
     frozen = copy.deepcopy(model)
     expected = by_hand(model, reference=torch.no_grad()(lambda **pair: logprob(frozen, **pair)))
@@ -124,7 +124,7 @@ def test_losses_are_those_of_plain_transformers(ranks, folder, tmp_path):
     assert expected[-1] < 0.7 * expected[0]
 
 
-def test_losses_with_adapters_are_those_of_peft(ranks, folder, tmp_path):
+def test_losses_with_adapters_equal_peft(ranks, folder, tmp_path):
     model = of_peft(folder)
 
     @torch.no_grad()

@@ -34,7 +34,7 @@ def test_every_seed_step_replica_and_stage_draws_its_own_numbers_again():
 
 
 def seeds(process: Process, *, config: Config) -> list[int]:
-    """Of the last steps of two runs in a row."""
+    """The values of the last steps of two consecutive runs."""
     found = []
     for _ in range(2):
         torch.manual_seed(3)

@@ -53,7 +53,7 @@ def scored(process: Process, *, config: Config, given: Answered) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_values_are_those_of_transformers(stage, ranks, folder, tmp_path):
+def test_values_equal_transformers(stage, ranks, folder, tmp_path):
     """Of texts and of conversations, in micro-batches with padding."""
     config = config_of("grpo", folder=tmp_path, ranks=2, zero__stage=stage)
     config.reward.path, config.reward.precision = str(folder), None

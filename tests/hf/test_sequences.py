@@ -79,7 +79,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_are_those_of_one_rank(ranks, tmp_path, name):
+def test_losses_equal_one_rank(ranks, tmp_path, name):
     case = CASES[name]
     folder = str(tmp_path / case.family)
     make(case.family, **case.changes).save_pretrained(folder)
@@ -98,7 +98,7 @@ WINDOWS |= {"Qwen2Moe": CHOSEN | {"max_window_layers": 2}, "Qwen3Moe": CHOSEN}
 
 
 @pytest.mark.parametrize("family", WINDOWS)
-def test_the_attention_of_parts_knows_the_window(family):
+def test_the_attention_of_parts_applies_the_window(family):
     """Every family hands its window on to attention, which gets no mask."""
     plain, model = (make(family, **WINDOWS[family]).eval() for _ in range(2))
     divisible(model)

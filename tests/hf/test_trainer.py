@@ -100,7 +100,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "
 
 
 def resumed_with_less(*, folder: str, source: str, lora: bool) -> dict:
-    """From the checkpoint half way, at stage 2."""
+    """Resumes from the checkpoint in the middle, at stage 2."""
     return train(
         source=source, folder=f"{folder}-2", config=small.ds_config(2), lora=lora, resume=f"{folder}/checkpoint-4"
     )

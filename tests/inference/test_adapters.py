@@ -63,8 +63,8 @@ def apart(model, *, adapters, **policy):
 
 
 def run_mixed(model, *, adapters, seed: int, comm=None, draft=None, **policy):
-    """Every request by the base and by each adapter, in one engine, in the order and at the steps that `seed` draws: fingerprints by name, and
-    the generator."""
+    """Runs every request with the base and with each adapter in one engine, in an order and at steps drawn from `seed`. Returns fingerprints by
+    name, and the generator."""
     chance = random.Random(seed)
     options = {"max_sequences": chance.randint(4, 9), "max_step_tokens": chance.choice([17, 64, 200]), **policy}
     generator = Generator(model, adapters=adapters, comm=comm, draft=draft, policy=InferencePolicy(**options))
@@ -239,7 +239,7 @@ def test_a_broken_adapter_ends_its_own_requests():
     assert base.finish_reason == "length"
 
 
-def test_adapters_of_another_model_and_what_they_do_not_go_with_are_refused(tmp_path):
+def test_adapters_of_another_model_and_unsupported_options_are_refused(tmp_path):
     model = build_decoder()
     adapter = adapter_of(model, seed=0, targets=("query",))
     streamed = InferencePolicy(offload=OffloadPolicy(parameters="nvme", nvme_path=str(tmp_path)))

@@ -28,7 +28,7 @@ def answers(model, *, sampling, prompts=PROMPTS, **policy):
 
 @pytest.mark.parametrize("family", ["native", "gpt2", "gemma3", "qwen2_moe", "bloom", "olmo2", "phi"])
 def test_greedy_answers_are_those_over_slabs(family):
-    """Between them: norms of both kinds and in all places, ALiBi, windows, parallel blocks, both norms of heads, shared experts."""
+    """The families cover norms of both kinds in all places, ALiBi, windows, parallel blocks, both norms of heads, and shared experts."""
     model = build_decoder() if family == "native" else build(family)
     sampling = SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=True)
     for own, expected in zip(
@@ -254,7 +254,7 @@ def test_decoding_by_graphs_changes_no_bit():
     assert generator._stepper.graphs.captured == 4  # for 3 rows, 2 rows, and 1 row over one block and over two
 
 
-def test_a_capture_is_not_ended_by_what_other_threads_ask(monkeypatch):
+def test_queries_of_other_threads_do_not_end_a_capture(monkeypatch):
     """torch's calls, without a GPU. The capture mode is per thread; in torch's default mode a watchdog's event query ends the capture."""
     told = mock.create_autospec(torch.cuda.graph)  # with torch's signature
     for name, value in (("graph", told), ("CUDAGraph", mock.Mock()), ("graph_pool_handle", lambda: (0, 1))):

@@ -31,7 +31,7 @@ def alone(model, *, cache: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_streams_in_turns_beside_generate_and_submit_have_their_own_tokens(model, cache):
+def test_streams_in_turns_with_generate_and_submit_have_their_own_tokens(model, cache):
     expected = alone(model, cache=cache)
     generator = Generator(model, policy=InferencePolicy(cache=cache))
     submitted = generator.submit(PROMPTS[0], sampling=sampling_of(0))

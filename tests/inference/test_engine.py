@@ -143,7 +143,7 @@ def test_rows_that_are_drawn_together_have_the_bits_of_each_alone():
     "options", [{}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_k": 5}, {"logit_bias": {90: 50.0, 3: 1.0}}]
 )
 def test_a_vocabulary_is_drawn_from_without_a_mask(model, options):
-    """The tokens of a mask; rows that are drawn together have the bits of each alone, other vocabularies among them."""
+    """Draws equal draws with a mask. Rows drawn together have the bits of each alone, also with other vocabularies among them."""
     size, logits = 60, torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(0)) * 4
     logits[:, size:] += 20
     mask = torch.arange(VOCABULARY) < size
@@ -192,7 +192,7 @@ def test_draws_are_even():
     ],
     ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "",
 )
-def test_each_sampling_step_does_what_it_says(model, options, check):
+def test_each_sampling_step_has_its_effect(model, options, check):
     generator = Generator(model)
     best = generator.generate([PROMPT], sampling=SamplingParams(max_tokens=8, temperature=0))[0][0].tokens
     found = generator.generate([PROMPT], sampling=SamplingParams(max_tokens=8, **options))[0][0].tokens
@@ -391,7 +391,7 @@ def test_loading_into_a_busy_engine_is_refused(model):
 
 @pytest.mark.parametrize("spread, rounds", [(1.0, False), (3.0, False), (6.0, True)])
 def test_top_p_keeps_the_tokens_of_a_sorted_vocabulary(spread, rounds):
-    """Selected in parts, ties included: the bits of the draw stay."""
+    """The selection in parts, with ties, does not change the bits of the draw."""
     logits = spread * torch.randn(40_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logprobs = torch.log_softmax(logits.mul(4).round().div(4) if rounds else logits, dim=-1)
     for top_p in (1e-9, 0.5, 0.9, 0.999999):

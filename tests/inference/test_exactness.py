@@ -73,7 +73,7 @@ def test_a_processor_whose_lone_rows_differ_computes_them_twice(monkeypatch):
 
 
 def test_a_processor_whose_narrow_products_differ_attends_in_full_tiles(monkeypatch):
-    """Planted: products of fewer than 8 rows are others."""
+    """Planted: products of fewer than 8 rows differ."""
     model, product = build_decoder(), torch.bmm
     expected = alone(model)
 
@@ -92,7 +92,7 @@ def test_a_processor_whose_narrow_products_differ_attends_in_full_tiles(monkeypa
 
 @pytest.mark.parametrize("heads", [3, 5, 6, 7])
 def test_one_key_head_gives_a_lone_sequence_the_bits_of_many(heads, monkeypatch):
-    """Planted, as MKL does it with two threads: a product that is alone in its call has other bits unless its rows are a multiple of 4."""
+    """Planted, like MKL with two threads: a product that is alone in its call has other bits unless its rows are a multiple of 4."""
     product = torch.bmm
 
     def planted(left, right, *, out=None):
@@ -203,7 +203,7 @@ def test_a_step_of_one_row_has_the_bits_of_many():
 
 @pytest.mark.parametrize("lengths", [[1] * 17, [9] * 17, [1, 70, 3, 1, 130, 1, 5] * 3])
 def test_many_sequences_attend_as_one_does(lengths):
-    """Over slots with gaps between them, rows of several sequences in one group of tiles, some behind their first block."""
+    """Slots with gaps, and rows of several sequences in one group of tiles, some after their first block."""
     generator = torch.Generator().manual_seed(0)
     draw = functools.partial(torch.randn, generator=generator)
     slots = [2 * number + (number > 5) for number in range(len(lengths))]

@@ -11,7 +11,7 @@ COUNT = 64
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_transformers(family):
+def test_greedy_tokens_equal_transformers(family):
     model = build(family)
     generator = Generator(model, policy=InferencePolicy(max_step_tokens=48))
     answers = generator.generate(PROMPTS, sampling=SamplingParams(max_tokens=COUNT, temperature=0))

@@ -102,7 +102,7 @@ def test_each_set_of_tokens_is_kept_to(cache):
 
 @CACHES
 @pytest.mark.parametrize("draft", [0, 3])
-def test_a_grammar_leads_its_answer_and_nobody_elses(cache, draft):
+def test_a_grammar_applies_to_its_answer_only(cache, draft):
     """Also after guesses of a draft model, whose states are taken back; bits of the others are those without it."""
     others = [SamplingParams(max_tokens=9, seed=seed, temperature=0.7 * (seed % 2)) for seed in range(4)]
     others.append(SamplingParams(max_tokens=9, seed=9, top_k=5))

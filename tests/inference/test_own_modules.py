@@ -45,7 +45,7 @@ def build_other(name: str, **options):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_greedy_tokens_are_those_of_transformers(name):
+def test_greedy_tokens_equal_transformers(name):
     model = build_other(name)
     generator = Generator(model, policy=InferencePolicy(max_step_tokens=48))
     assert isinstance(generator._model, ModuleModel)
@@ -216,7 +216,7 @@ def test_what_cannot_run_over_the_cache_is_refused_by_name(kind, options, reason
 
 @pytest.mark.parametrize("kind", ["LlavaConfig", "Qwen2AudioConfig"])
 def test_multimodal_models_are_refused_by_name(kind):
-    """Models of text and images, and of text and sound, with the fix."""
+    """Models of text and images and models of text and sound are refused with the fix."""
     text = {
         "vocab_size": 32,
         "hidden_size": 32,

@@ -45,7 +45,7 @@ def made(name: str):
 
 
 def answers_of_both(process: ztk.Process, *, names: list[str], weights: str) -> list[list[list]]:
-    """Tokens and log-probabilities of each model by two ranks and by one."""
+    """Tokens and log-probabilities of each model on two ranks and on one."""
     found = []
     for name in names:
         model, policy = made(name), InferencePolicy(max_step_tokens=48, weights=weights)
@@ -118,7 +118,7 @@ def test_heads_that_cannot_be_divided_are_refused():
 
 
 def test_every_rank_has_a_part_of_an_mlp():
-    """Of any width, in groups that share a scale where there are as many: 1408 columns of eight ranks, say."""
+    """For any width. Columns that share a scale stay together if there are enough groups, for example 1408 columns on eight ranks."""
     for size, width in ((8, 1408), (3, 385), (4, 640), (2, 300), (4, 5)):
         up, down = Affine(weight=torch.randn(width, 3)), Affine(weight=torch.randn(3, width))
         parts = [Cut(rank=rank, size=size).inner(gate=None, up=up, down=down)[1:] for rank in range(size)]

@@ -30,7 +30,7 @@ def weights(*, out: int, columns: int) -> torch.Tensor:
 
 
 def dequantise_int4(steps: torch.Tensor, *, scales: torch.Tensor) -> torch.Tensor:
-    """The weights that the steps stand for, fp32 [out, in]; scales as from `quantise_int4`."""
+    """Decodes the steps into weights, fp32 [out, in]. scales: from `quantise_int4`."""
     out, columns = steps.shape
     scale, zero = (part.float().t().unsqueeze(2) for part in scales.unbind(-1))  # [out, groups, 1]
     return ((steps.view(out, columns // GROUP, GROUP) - 8) * scale + zero).view(out, columns)

@@ -96,9 +96,7 @@ def test_slabs_stay_below_the_free_memory(model, monkeypatch, slabs, draft_token
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 3])
-def test_tokens_of_the_cache_are_refused_where_what_computes_with_them_has_no_memory(
-    model, monkeypatch, slabs, draft_tokens
-):
+def test_tokens_are_refused_without_memory_to_compute_them(model, monkeypatch, slabs, draft_tokens):
     """The number in the error is enough for slabs, also while they are laid out anew, attention's memory and the draft model's."""
     draft = build_decoder(layers=1, max_seq_len=LENGTH) if draft_tokens else None
     policy = InferencePolicy(max_step_tokens=64, draft_tokens=draft_tokens, cache_tokens=6 * UNIT)
@@ -157,7 +155,7 @@ def test_a_broken_sequence_is_located_in_its_own_slot(model, slabs):
 
 
 def test_what_came_first_is_computed_first(model):
-    """A long text is not passed by short ones for ever."""
+    """Short texts do not overtake a long one for ever."""
     generator = Generator(model, policy=InferencePolicy(cache_tokens=3 * UNIT))
     order, sampling = [], SamplingParams(max_tokens=4, temperature=0)
     running = generator.submit([9], sampling=SamplingParams(max_tokens=30))

@@ -73,7 +73,7 @@ def test_windows_have_the_losses_of_transformers_over_the_same_tokens(model, gen
     assert abs(found - other) > 1  # earlier tokens change a token's probability in this model
 
 
-def test_sums_do_not_depend_on_what_is_computed_together(model, generator):
+def test_sums_do_not_depend_on_the_batch(model, generator):
     sequences = [tokens_of(count, seed=count) for count in (2, 90, 31, 57)]
     together = log_likelihoods(generator, sequences=sequences, context=1, seq_len=24, stride=12)
     lone = Generator(model, policy=InferencePolicy(max_sequences=1, max_step_tokens=16))

@@ -84,7 +84,7 @@ def test_streamed_layers_change_no_bit_and_their_bytes_are_counted(family, weigh
     generator.close()
 
 
-def test_a_plan_counts_what_a_draft_model_takes(tmp_path):
+def test_a_plan_counts_a_draft_models_memory(tmp_path):
     """A draft model's slabs, layers and scratch memory fit into the allowed bytes; drafts change no bit."""
     model, draft = build_decoder(layers=6), build_decoder(layers=2)
     packed = packed_model(model, folder=tmp_path / "packed")
@@ -104,7 +104,7 @@ def test_a_plan_counts_what_a_draft_model_takes(tmp_path):
 
 
 def test_a_buffer_that_is_refilled_too_early_is_noticed(tmp_path, monkeypatch):
-    """Planted: the next layer is read into the buffer that is computed with."""
+    """Planted: the next layer is read into the buffer of the current one."""
     model = build_decoder(layers=6)
     expected = Generator(model).generate(PROMPTS, sampling=SAMPLING)
     generator = with_layers(packed_model(model, folder=tmp_path / "packed"), resident=0, folder=tmp_path)

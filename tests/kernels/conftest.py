@@ -9,7 +9,7 @@ from ztk.kernels.launch import memory
 
 @pytest.fixture(autouse=True)
 def restore_backend():
-    """Every test starts and ends with the default implementation."""
+    """Resets the implementation to the default before and after every test."""
     set_backend("auto")
     yield
     set_backend("auto")

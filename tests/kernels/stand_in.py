@@ -14,7 +14,7 @@ from ztk.kernels.launch import library, memory
 
 
 class Driver:
-    """One device, 0, unless a test changes `device`, with one stream."""
+    """One device with one stream; its number is 0 unless a test changes `device`."""
 
     device = 0
 

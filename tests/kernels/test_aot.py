@@ -116,7 +116,7 @@ def test_kernels_and_launches_agree_on_the_wait():
     ],
 )  # fmt: skip
 def test_what_comes_before_a_wait_is_read_right(ptx, sass, found):
-    """Of both codes, with predicates and comments; SASS: the instruction at 0x10, the wait at 0x20."""
+    """PTX and SASS with predicates and comments. In SASS the instruction is at 0x10, the wait at 0x20."""
     code = (
         f"/*0000*/ LDC R1, c[0x0][0x28] ;\n/*0010*/ {sass or 'NOP'} ;\n/*0020*/ ACQBULK ;\n/*0030*/ LDG.E R1, [R2] ;\n"
     )
@@ -217,6 +217,6 @@ def test_loops_are_found_in_sass():
     ],
 )
 def test_occupancy_is_nvidias(registers, shared, warps, fitting):
-    """From NVIDIA's occupancy calculator for compute capability 9.0."""
+    """Values from NVIDIA's occupancy calculator for compute capability 9.0."""
     found = programs_per_processor(registers=registers, shared_bytes=shared, num_warps=warps, arch="sm_90")
     assert found == fitting

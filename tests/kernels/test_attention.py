@@ -79,7 +79,7 @@ def test_future_and_far_past_change_nothing(backend):
     assert not torch.equal(attention(q, k, v, window=8)[0, 20], before)
 
 
-def test_refuses_what_it_cannot_do():
+def test_refuses_unsupported_arguments():
     q = torch.zeros(1, 4, 3, 16)
     with pytest.raises(ValueError, match="divide"):
         attention(q, q[:, :, :2], q[:, :, :2])

@@ -24,7 +24,7 @@ def test_compiled_kernel_matches_reference(spec, shape, variant, dtype, poisoned
 
 
 def test_optimizer_step_is_captured_in_a_graph():
-    """Statistics, control and update replay with nothing read by the host: two replays equal two eager steps."""
+    """Statistics, control and update replay without host reads: two replays equal two eager steps."""
 
     def make():
         torch.manual_seed(0)
@@ -65,7 +65,7 @@ def test_offsets_past_two_to_the_31():
 
 
 def test_adamw_on_a_row_of_a_larger_table():
-    """A control row is a view; its values are read where they stand."""
+    """A control row is a view of the table; the kernel reads its values in place."""
     n = 4096
     table = torch.stack([control_row(skip=True), control_row()]).cuda()
     p, g, m, v = (torch.ones(n, device="cuda") for _ in range(4))

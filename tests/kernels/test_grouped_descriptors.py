@@ -18,7 +18,7 @@ OFFSETS = torch.tensor([0, 5, 5, 9], dtype=torch.int32)  # the second expert has
 
 
 def product(*, package=None, spoilt: int | None, pair: bool) -> list[torch.Tensor]:
-    """Results and gradients of x; the weights of one expert are NaN."""
+    """Results and gradients of x, where the weights of one expert are NaN."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(9, D, generator=generator).half().requires_grad_()
     weights = [torch.randn(SIZES, generator=generator).half() for _ in range(2 if pair else 1)]

@@ -147,7 +147,7 @@ def _without(complete: Callable, *, place: int) -> Callable:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16])
-def test_short_results_are_those_of_torch(dtype):
+def test_short_results_equal_torch(dtype):
     like = torch.zeros(3, dtype=torch.float16)
 
     def made() -> list[torch.Tensor]:

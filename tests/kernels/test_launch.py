@@ -42,7 +42,7 @@ _NAMED = [
 
 
 @pytest.mark.parametrize("options", [{}, {"do_not_specialize": ["N"]}, {"do_not_specialize_on_alignment": ["x_ptr"]}])
-def test_every_call_starts_what_triton_would_start(options):
+def test_every_call_equals_tritons_launch(options):
     kernel, draw, started = _kernel(**options), random.Random(0), []
     with launching(lambda program, *args: started.append((program, args))) as driver:
         for _ in range(3000):
@@ -58,7 +58,7 @@ def test_every_call_starts_what_triton_would_start(options):
     assert sum(len(prepared._programs) for prepared in kernel._prepared.values()) > 500 and len(started) == 6000
 
 
-def test_every_bound_call_starts_what_triton_would_start():
+def test_every_bound_call_equals_tritons_launch():
     kernel, draw, started = _kernel(), random.Random(0), []
     integers, floats = [0, 1, 15, 16, -16, 2**31, 2**40], [1e-5, 1.0, 16]
     grids, named = [(3,), (3, 2), (3, 2, 5)], [*_NAMED[:9], {"FLAG": 0.0, "num_warps": 4}]
@@ -84,7 +84,7 @@ def test_a_grid_outside_of_cudas_limits_is_refused(grid):
     bind(_kernel(), 4, 4, 0.5, grid=(2**31 - 1,))
 
 
-def test_a_bound_call_with_a_count_starts_what_triton_would_start():
+def test_a_bound_call_with_a_count_equals_tritons_launch():
     kernel, draw, started = _kernel(do_not_specialize=["N"]), random.Random(0), []
     bound = bind(kernel, 3, 0.5, grid=(3,), FLAG=True, num_warps=4)
     with launching(lambda program, *args: started.append((program, args))) as driver:
@@ -99,7 +99,7 @@ def test_a_bound_call_with_a_count_starts_what_triton_would_start():
     assert 20 < len(bound._programs) < 60
 
 
-def test_a_bound_call_hands_over_what_triton_would_make_of_a_descriptor():
+def test_a_bound_call_passes_tritons_encoding_of_a_descriptor():
     kernel, draw, started = _kernel(), random.Random(0), []
     layouts = {0: Layout(shape=(4, 16), strides=(16, 1), block=(1, 8), dtype=torch.bfloat16)}
     bound = bind(kernel, 16, 3, 0.5, grid=(3,), layouts=layouts, FLAG=True, num_warps=4)

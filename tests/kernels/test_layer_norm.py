@@ -63,7 +63,7 @@ def test_launch_fits_the_machine(N, warp_size):
     assert config.block_m * config.block_n >= 8 * threads, "a thread needs eight elements for a 16-byte access"
 
 
-def test_refuses_what_it_cannot_do():
+def test_refuses_unsupported_arguments():
     with pytest.raises(ValueError, match="weight"):
         layer_norm(torch.zeros(2, 4), torch.ones(5))
     with pytest.raises(ValueError, match="residual"):

@@ -77,7 +77,7 @@ def test_chunk_rows():
     assert chunk_rows(tokens=10, vocabulary=1000, itemsize=4, chunk_bytes=1) == 1
 
 
-def test_refuses_what_it_cannot_do():
+def test_refuses_unsupported_arguments():
     x, weight, target = inputs()
     with pytest.raises(ValueError, match="reduction='none'"):
         linear_cross_entropy(x, weight, target, reduction="none")

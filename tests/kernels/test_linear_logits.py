@@ -33,7 +33,7 @@ def of_logits(x, weight, loss_of):
 
 
 @pytest.mark.parametrize("by", [in_chunks, of_logits])
-def test_values_and_gradients_are_those_of_all_logits(by):
+def test_values_and_gradients_equal_full_logits(by):
     x, weight = parts()
     expected = squared([])(x @ weight.T, slice(0, 8))
     gradients = torch.autograd.grad(2 * expected, (x, weight))

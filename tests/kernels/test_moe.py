@@ -80,8 +80,8 @@ def test_layer_equals_its_dense_form(backend):
         assert torch.allclose(mine.grad, theirs.grad, atol=1e-5), name
 
 
-def test_capacity_drops_what_comes_too_late(backend):
-    """A layer whose experts take three tokens each equals the dense form with the later ones' weights at zero."""
+def test_capacity_drops_late_tokens(backend):
+    """A layer whose experts take three tokens each equals the dense form with zero weights for the later tokens."""
     T, E, k, capacity = 40, 5, 2, 3
     generator = torch.Generator().manual_seed(2)
     x, up, down = (torch.randn(s, generator=generator) * 0.3 for s in ((T, 24), (E, 24, 20), (E, 20, 24)))
@@ -112,7 +112,7 @@ def test_capacity_drops_what_comes_too_late(backend):
         assert torch.allclose(mine.grad, theirs.grad, atol=1e-5), name
 
 
-def test_refuses_what_it_cannot_do():
+def test_refuses_unsupported_arguments():
     with pytest.raises(ValueError, match="top_k=5"):
         moe_route(torch.zeros(2, 4), top_k=5)
     with pytest.raises(ValueError, match="offsets"):

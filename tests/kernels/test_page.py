@@ -44,7 +44,7 @@ def test_the_page_in_the_repository_is_current(page, monkeypatch, tmp_path):
     assert page.PAGE.read_text() == (SCRIPTS.parent / "docs" / "kernels.md").read_text()
 
 
-def test_newest_rows_stand_beside_their_goals(page, tmp_path):
+def test_newest_rows_are_shown_with_their_goals(page, tmp_path):
     def row(provider, p50, speedup):
         return {
             "op": "adamw", "shape": [16], "dtype": "bfloat16", "direction": "forward", "provider": provider, "p20": p50,

@@ -145,7 +145,7 @@ def test_adamw_agrees_with_torch():
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_an_activation_has_the_same_bits_beside_any_number_of_others(count):
+def test_an_activations_bits_do_not_depend_on_the_number_of_others(count):
     """Of full vectors, at lengths that torch would divide in the middle of one."""
     x = torch.randn(5 * GRAIN, generator=torch.Generator().manual_seed(0))
     torch.set_num_threads(1)

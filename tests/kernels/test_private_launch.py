@@ -83,13 +83,13 @@ def short():
 
 
 def test_the_sizes_of_a_serving_step_compile_once(short):
-    """For any number of rows and blocks a kernel of a decoding step is one program: a second one would be compiled while users wait."""
+    """A kernel of a decoding step has one program for any number of rows and blocks: a second one would be compiled while users wait."""
     kernels = {"draw_rows": 2, "paged_attention": 2, "moe_route": 3}
     assert len(short["programs"]) == 9
     assert short["programs"] == {op: kernels.get(op, 1) for op in short["programs"]}
 
 
-def test_the_public_launch_starts_what_the_short_path_starts(short):
+def test_the_public_launch_equals_the_direct_launch(short):
     public = started("public")
     assert (public["is_short"], short["is_short"]) == (False, True)
     assert len(public["started"]) > 50

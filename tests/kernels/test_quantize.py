@@ -69,7 +69,7 @@ def test_reduce_sums_in_row_order(backend):
     assert torch.allclose(dequantize_reduce(packed, numel=512, factor=0.25), expected, rtol=0, atol=1e-6)
 
 
-def test_refuses_what_it_cannot_do():
+def test_refuses_unsupported_arguments():
     with pytest.raises(ValueError, match="bits=5"):
         quantize(torch.zeros(16), bits=5)
     with pytest.raises(ValueError, match="group=48"):

@@ -61,7 +61,7 @@ def ops_of(spec, *, shape, dtype):
 @pytest.mark.parametrize(
     "spec", [spec for spec in ALL_OPS if spec.name not in OTHERS], ids=lambda spec: getattr(spec, "name", None)
 )
-def test_bytes_are_those_of_the_spec(spec):
+def test_bytes_equal_the_spec(spec):
     shape = SHAPES.get(spec.name, (4096,))
     dtype = torch.bfloat16 if torch.bfloat16 in spec.dtypes else torch.float32
     forward, backward = ops_of(spec, shape=shape, dtype=dtype)
@@ -199,7 +199,7 @@ def test_two_at_once_are_refused():
 
 
 class Event:
-    """A GPU's clock, which is known after a wait."""
+    """A GPU's clock, readable after a wait."""
 
     now, is_done = 0.0, False
 

@@ -29,7 +29,7 @@ def everything_is_large():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_loss_and_gradients_are_those_of_the_logits(tied):
+def test_loss_and_gradients_equal_the_loss_of_full_logits(tied):
     """Products of 24 numbers in another order: each float32 sum is within 24 roundings of 2^-24, and so are the loss and its gradients,
     relative to the largest of them; 64 of them allow for the exponentials."""
     tokens = torch.randint(211, (2, 16))

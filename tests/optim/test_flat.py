@@ -129,7 +129,7 @@ def eight_bit_states(n: int, *, steps: int) -> tuple[torch.Tensor, dict[str, tor
 
 
 @pytest.mark.parametrize("steps", [1, 30])
-def test_8_bit_states_are_found_again_from_what_they_decode_to(steps):
+def test_8_bit_states_decode_and_encode_to_themselves(steps):
     parameter, rows = eight_bit_states(32 * 500, steps=steps)
     moments, master = eight_bit.read_moments(rows), eight_bit.read_master(parameter, rows=rows)
     again = {name: torch.zeros_like(row) for name, row in rows.items()}

@@ -95,7 +95,7 @@ class Factored(torch.optim.SGD):
 
 
 class Global(torch.optim.SGD):
-    """A rate by the norm of all gradients."""
+    """The learning rate depends on the norm of all gradients."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -123,7 +123,7 @@ class ClippingLarge(torch.optim.SGD):
 
 
 class Excluding(torch.optim.SGD):
-    """By identity, in several ways: `how` gives an object that `is_excluded` reads."""
+    """Recognises parameters by identity. `how` returns an object that `is_excluded` reads."""
 
     def __init__(self, params, how):
         params = list(params)

@@ -82,7 +82,7 @@ class EagerChains(TorchDispatchMode):
 
 @contextmanager
 def chains_of_last_steps() -> Iterator[EagerChains]:
-    """Sees the last step of each rank that is planned inside."""
+    """Yields the last step of each rank planned inside."""
     chains, restarts = EagerChains(is_active=False), Counter()
     restart, unwatch = StepTracker.restart, StepTracker.unwatch
 

@@ -61,7 +61,7 @@ def test_computing_takes_the_longer_of_operations_and_bytes():
     assert time.seconds == pytest.approx(2 + 3 + 2) and time.limit == "compute"
 
 
-def test_products_of_experts_take_what_was_measured_of_them():
+def test_products_of_experts_take_their_measured_rates():
     """torch computes groups of rows by another product than single ones: in bfloat16 a CPU without its instructions takes 15 times as long."""
     curves = {f"{kind}.float32": [[512.0, 1.0]] for kind in ("product", "attention", "elementwise")}
     x, weight = torch.empty(4, 8, device="meta"), torch.empty(2, 8, 8, device="meta")
@@ -182,7 +182,7 @@ def test_on_a_cpu_the_host_takes_gradients_requests_and_what_a_mode_intercepts()
     selective = ztk.RecomputePolicy(mode="selective", modules=(r"layers\.\d+",))
 
     def added(**choices) -> int:
-        """Seconds that the host's work adds, the other hardware being fast."""
+        """Seconds of the host's work, if all other hardware is fast."""
         plans = [
             small_plan(
                 hardware=replace(HARDWARE, curves=CURVES | more), precision=ztk.PrecisionPolicy.named("bf16"), **choices
@@ -223,7 +223,7 @@ def test_a_step_takes_its_operations_and_its_bytes():
     assert small_plan().time is None and small_plan().fits is None
 
 
-def test_the_margin_is_what_the_peak_leaves():
+def test_the_margin_is_memory_minus_peak():
     plan = small_plan(hardware=HARDWARE)
     peak = plan.fullest.peak.nbytes
     assert plan.margin_bytes == 9_000_000 - peak and plan.fits and "fits: " in str(plan)
@@ -233,7 +233,7 @@ def test_the_margin_is_what_the_peak_leaves():
 
 
 def test_the_fewest_changes_come_first_and_then_the_fastest():
-    """Made-up plans: which overrides fit is known, and every plan that is asked for is counted."""
+    """Replaces plans by results that depend on the overrides, and records every requested plan."""
     usual = small_plan(hardware=HARDWARE)
     asked = []
     seconds = {("b2",): 3.0, ("b1",): 1.0, ("c1", "c2"): 2.0}

@@ -49,7 +49,7 @@ def test_what_was_never_written_is_refused_with_the_command(cache, tmp_path):
         ztk.Hardware.here()
 
 
-def test_what_was_written_is_what_a_plan_reads(cache, tmp_path):
+def test_a_plan_reads_the_written_file(cache, tmp_path):
     assert write_measured(content()) == cache
     assert ztk.Hardware.here() == WITHOUT_NETWORK
     kinds = ("product.float32", "elementwise.float32", "attention.float32")

@@ -216,7 +216,7 @@ def test_what_is_not_traced_is_refused_by_name():
         ("zero=ddp", "zero=ddp"),
     ],
 )
-def test_composition_refuses_what_is_not_traced(override, fault, tmp_path):
+def test_composition_refuses_options_without_a_trace(override, fault, tmp_path):
     with pytest.raises(ConfigError) as caught:
         compose("task=plan", *override.split(), output_dir=tmp_path, machine=CPU)
     assert len(caught.value.faults) == 1 and caught.value.faults[0].startswith(fault)
@@ -245,7 +245,7 @@ def test_a_plan_of_more_gpus_than_there_are_is_accepted(tmp_path):
     assert compose("task=plan", "launch.ranks=1024", output_dir=tmp_path, machine=machine).launch.ranks == 1024
 
 
-def test_experts_compute_what_their_rows_ask_for():
+def test_experts_compute_their_rows():
     def flops(top_k: int) -> int:
         config = DecoderConfig(**SHAPE, experts=4, experts_per_token=top_k, expert_hidden_dim=64)
         tokens = torch.empty(2, 128, dtype=torch.int64)

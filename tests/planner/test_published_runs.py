@@ -7,7 +7,7 @@ from scripts import published_runs
 BEFORE_THE_RULE = 69  # runs whose third was picked by hand
 
 
-def test_a_hash_of_what_a_run_is_holds_a_third_out():
+def test_a_hash_of_the_description_holds_out_a_third():
     rows = published_runs.read_table()[BEFORE_THE_RULE:]
     assert all((row["held_out"] == "true") == published_runs.held_out(row) for row in rows)
     assert 0.25 < sum(map(published_runs.held_out, rows)) / len(rows) < 0.42

@@ -49,7 +49,7 @@ def test_peers_multiply_in_fp8():
     assert seconds(hardware, peer=Peer(again=0.5), flops=6_000_000_000) == pytest.approx(7.0)
 
 
-def test_a_collective_delays_what_is_computed_meanwhile():
+def test_a_collective_delays_concurrent_computing():
     lanes = Lanes(replace(HARDWARE, overlap_cost=0.5, link_share=0.5, link_latency=0.0))
     lanes.collective(size=2, in_node=2)("all_gather", 100_000_000)
     assert lanes.now == pytest.approx(0.5)  # of a second on the wire
@@ -64,7 +64,7 @@ def test_a_product_takes_the_rate_of_its_operands():
     assert lanes.now == pytest.approx(2 * 64**3 / HARDWARE.bf16_rate)
 
 
-def test_utilization_counts_the_model_and_what_is_computed(tmp_path):
+def test_utilization_counts_model_and_hardware_flops(tmp_path):
     words = ("task=plan", "hardware=h100", "model=nano", "data=synthetic", "data.seq_len=64", "launch.ranks=2")
     plan, again = (
         make_plan(compose(*words, *more, output_dir=tmp_path, machine=CPU)) for more in ((), ("recompute=full",))

@@ -21,7 +21,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_counts_are_those_of_a_complete_trace(layout, monkeypatch):
+def test_counts_equal_a_complete_trace(layout, monkeypatch):
     words = (*STEP, *LAYOUTS[layout], "train.accumulation_steps=10")
     short = ztk.plan_run(*words).as_dict()
     monkeypatch.setattr(trace, "traced_micro_batches", lambda count, **_: count)

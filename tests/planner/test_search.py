@@ -101,7 +101,7 @@ def test_more_work_takes_longer():
     assert rough_seconds(replace(USUAL, stage=3), work=several) > rough_seconds(replace(USUAL, stage=1), work=several)
 
 
-def test_what_is_dropped_and_what_is_planned_is_everything():
+def test_dropped_and_planned_layouts_are_all_layouts():
     replan, asked = planner(lambda overrides: "topology.pipeline=2" in overrides, refused=("topology.context=2",))
     lines = []
     result = search(replan, work=WORK, traced=12, say=lines.append)
@@ -157,7 +157,7 @@ def test_eight_h100_offload_a_model_only_if_its_state_does_not_fit(model, offloa
     assert ("no layout without offload fits" in "\n".join(result.lines())) == offloaded
 
 
-def test_a_search_says_what_offload_costs_where_nothing_fits_without():
+def test_a_search_shows_the_cost_of_offload_if_nothing_fits_without():
     replan, _ = planner(lambda overrides: "offload=cpu" in overrides)
 
     def priced(overrides: tuple[str, ...]) -> Plan | str:
@@ -305,6 +305,6 @@ def test_other_forms_of_plan_ranks_are_refused(given):
 @pytest.mark.parametrize(
     ("peer", "way"), [("fsdp2", "zero=stage3 plan.way=eager"), ("ddp", "zero=stage0 plan.way=eager")]
 )
-def test_plans_of_peers_are_refused_with_what_plans_them(peer, way):
+def test_plans_of_peers_are_refused_with_their_command(peer, way):
     with pytest.raises(ConfigError, match=f"zero={peer}: task=plan .* use {way}"):
         compose(*NANO, f"zero={peer}", output_dir=".")

@@ -83,7 +83,7 @@ def in_memory(opened) -> Generator:
     return Generator(opened.module, policy=InferencePolicy(max_model_len=512))
 
 
-def test_twenty_answers_of_200_tokens_are_those_of_transformers(opened, prompts, expected, in_memory):
+def test_twenty_answers_of_200_tokens_equal_transformers(opened, prompts, expected, in_memory):
     found = greedy(in_memory, prompts=prompts, count=TOKENS, ends=opened.ends)
     assert found == expected
     assert sum(len(answer) == TOKENS for answer in found) >= 5  # most end before

@@ -41,7 +41,7 @@ def drift_of(seed: int, *, n: int = 10) -> list[float]:
     return [1 + draw.gauss(0, 0.1) for _ in range(n)]
 
 
-def test_an_interval_covers_the_median_as_often_as_it_says():
+def test_an_interval_has_its_nominal_coverage():
     """Of 400 samples of 10, at most 7 % of the intervals miss: 5 % and two standard errors of 1.1 %."""
     draw = numpy.random.default_rng(3)
     found = [median_interval(draw.lognormal(0, 0.5, 10).tolist()) for _ in range(400)]
@@ -61,7 +61,7 @@ def test_an_interval_is_a_function_of_the_values():
 
 
 @pytest.mark.parametrize("degrees, value", [(1, 12.7062), (2, 4.3027), (5, 2.5706), (9, 2.2622), (30, 2.0423)])
-def test_students_quantiles_are_those_of_the_tables(degrees, value):
+def test_students_quantiles_equal_the_tables(degrees, value):
     assert _student(0.975, degrees=degrees) == pytest.approx(value, rel=5e-3)
 
 
@@ -113,7 +113,7 @@ def test_counted_bytes_are_compared_exactly_with_one_pair(tmp_path):
     assert one.result == "no difference shown, fewer than 6 pairs"
 
 
-def test_losses_that_are_compared_are_those_of_the_validation_set(tmp_path):
+def test_compared_losses_are_validation_losses(tmp_path):
     summaries = [{"final_loss": 2.0 + number, "validation_loss": 3.0, "tokens_per_second": 1.0} for number in range(2)]
     arms = {"zero=stage0": summaries, "zero=stage1": summaries}
     found = compare([str(make_sweep(tmp_path / "held_out", arms=arms))])
@@ -249,7 +249,7 @@ def test_a_file_of_another_program_is_named(name, text, tmp_path):
         ztk.load(tmp_path)
 
 
-def test_a_pareto_front_keeps_what_no_arm_beats_in_both(tmp_path):
+def test_a_pareto_front_keeps_arms_that_no_arm_beats_in_both(tmp_path):
     points = {"a": (1, 10.0), "b": (2, 20.0), "c": (3, 15.0), "d": (2, 19.0)}
     arms = {
         f"model.layers={number}": [{"peak_memory.device_bytes": x, "tokens_per_second": y}]

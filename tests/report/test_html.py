@@ -168,7 +168,7 @@ def test_a_job_that_does_not_fit_is_a_row(tmp_path):
     assert row_of(collect(tmp_path), "job3-0")["status"] == "does_not_fit"
 
 
-def test_a_plan_is_beside_the_runs_of_its_configuration(tmp_path):
+def test_a_plan_is_shown_with_the_runs_of_its_configuration(tmp_path):
     make_runs(tmp_path)
     plan = tmp_path / "job3-0"
     plan.mkdir()
@@ -232,7 +232,7 @@ def small_plotly(monkeypatch):
 
 
 def follow(folder, *, steps):
-    """Follows `folder`, with one of `steps` in place of every wait. Returns (the page's data, when it was written) before each of them, and
+    """Follows `folder` and runs one of `steps` instead of every wait. Returns (the page's data, the time of its writing) before each step, and
     the data of the last page."""
     seen, left = [], iter(steps)
     page = folder / "report.html"

@@ -68,7 +68,7 @@ def test_nothing_where_it_is_off(tmp_path, capsys):
     assert "kernels (" not in capsys.readouterr().out
 
 
-def test_a_device_that_nobody_knows_has_no_share(tmp_path):
+def test_an_unknown_device_has_no_share(tmp_path):
     with made(tmp_path) as reporter:
         step(reporter)
         step(reporter)
@@ -84,7 +84,7 @@ def test_an_error_ends_the_timing(tmp_path):
 
 
 def test_each_op_is_that_of_the_slowest_rank():
-    """All numbers of one op are one rank's; an op that only another rank has is there, too."""
+    """All numbers of an op come from one rank. Ops of other ranks are included."""
 
     def two_ranks(own: torch.Tensor) -> torch.Tensor:
         other = own.view(-1, 4).clone()

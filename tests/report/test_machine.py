@@ -39,7 +39,7 @@ def test_an_op_that_does_not_run_is_named_and_fails_the_command(monkeypatch, cap
     assert main([]) == 0
 
 
-def test_faults_say_what_to_fix(monkeypatch, tmp_path):
+def test_faults_name_the_fix(monkeypatch, tmp_path):
     def refused(path, *, direct):
         raise ValueError("offload.nvme_path: no direct I/O")
 

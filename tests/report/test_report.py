@@ -143,7 +143,7 @@ def test_time_and_traffic_aside_count_for_no_step(tmp_path, monkeypatch):
     assert summary["tokens_per_second"] == 128.0
 
 
-def test_seconds_are_one_ranks_and_categories_are_those_of_the_peak():
+def test_seconds_are_of_one_rank_and_categories_are_of_the_peak():
     """The maxima of phases over ranks do not add up to a rank's time, and memory at the end is not the cause of the peak."""
     ledger = MemoryLedger()
     ledger.add(tier=Tier.device, category="parameters", nbytes=10)

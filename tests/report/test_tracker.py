@@ -180,7 +180,7 @@ def train(*words: str, folder: Path) -> None:
     assert done.returncode == 0 and "off for the rest" not in done.stdout, done.stdout + done.stderr
 
 
-def test_a_run_is_named_by_what_its_command_line_says(tmp_path):
+def test_a_run_is_named_by_its_command_line(tmp_path):
     folder = tmp_path / "3"
     folder.mkdir()
     assert run_name(folder) == "3"

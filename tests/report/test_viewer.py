@@ -35,7 +35,7 @@ def test_perfetto_fetches_the_trace_of_a_rank_and_nothing_else(tmp_path):
     assert fetched == [(PERFETTO, b"trace")]
 
 
-def test_a_run_without_a_trace_is_told_how_to_record_one(tmp_path, capsys):
+def test_the_error_of_a_run_without_a_trace_has_the_way_to_record_one(tmp_path, capsys):
     assert main(["profile", str(tmp_path)]) == 2
     assert "train.profile=10:12" in capsys.readouterr().err
     (tmp_path / "profile").mkdir()

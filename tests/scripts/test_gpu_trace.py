@@ -13,7 +13,7 @@ def test_intervals():
     assert length(common([(0, 1)], [(1, 2)])) == 0
 
 
-def test_what_is_hidden_and_what_the_step_costs_beside_its_longest_part():
+def test_hidden_share_and_ratio_of_the_step_to_its_longest_part():
     """Two streams of kernels compute from 0 to 100; a copy of 50, half behind them; a collective of 40, all behind them."""
     events = [
         event("gemm", start=0, stop=60, cat="kernel"),

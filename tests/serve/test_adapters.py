@@ -48,7 +48,7 @@ def client(running):
     return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
 
 
-def test_answers_by_model_are_those_of_merged_models(running, client):
+def test_answers_by_model_equal_merged_models(running, client):
     prompts = ["one text of some letters", "one text of other letters, which is longer than the first " * 2]
     asked = [(name, prompt) for prompt in prompts for name in NAMES] * 2
 

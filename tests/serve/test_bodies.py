@@ -67,7 +67,7 @@ def test_zero_likely_tokens_are_not_no_log_probabilities():
     assert asked.with_logprobs and asked.sampling.logprobs == 0 and asked.sampling.prompt_logprobs
 
 
-def test_what_the_server_was_started_with_counts_where_a_request_says_nothing():
+def test_the_servers_options_are_defaults_of_requests():
     usual = SamplingParams(logprobs=2)
     asked = read_body(parsed(b'{"prompt": "a"}'), chat=False, usual=usual, stops=("END",))
     assert asked.with_logprobs and asked.sampling.logprobs == 2 and asked.stops == ("END",)

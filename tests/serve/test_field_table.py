@@ -151,7 +151,7 @@ def _sent(server, field: str, value: object, *, is_chat: bool) -> str:
     return IGNORED if field in found.headers.get("x-ztk-ignored-fields", "").split(", ") else YES
 
 
-def test_the_page_has_what_the_server_does_with_each_field():
+def test_the_page_lists_the_treatment_of_each_field():
     assert PAGE.read_text(encoding="utf-8") == page(), "python -m tests.serve.test_field_table"
 
 

@@ -74,7 +74,7 @@ def log_p(model, tokens: list[int], *, count: int) -> tuple[float, bool]:
     return float(scores.gather(1, ending[:, None]).sum()), bool((scores.argmax(-1) == ending).all())
 
 
-def test_log_likelihoods_are_those_of_transformers(subject, model):
+def test_log_likelihoods_equal_transformers(subject, model):
     context, long = "abcde", "fghij0123456789klmnopqrs"
     likeliest = next(letter for letter in "abcdefghijklmnopqrstuvwxyz0123456789" if greedy(model, context) == letter)
     found = subject.loglikelihood(requests((context, "xy"), ("", "xyz"), (context + long, "ab"), (context, likeliest)))

@@ -91,7 +91,7 @@ def test_routes_that_are_not_there_have_openais_error_body(running):
         assert found.status_code == status and found.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_random_bodies_end_nobody_elses_answer(running):
+def test_random_bodies_end_no_other_answer(running):
     """A sample of scripts/fuzz_server.py: no 500, and the server answers as before."""
     expected = post(running, {"prompt": "abc", "seed": 1, "max_tokens": 8}).json()["choices"]
 
@@ -117,7 +117,7 @@ class Slow(Chatting):
         return super().decode(tokens)
 
 
-def test_long_texts_are_read_and_written_beside_others():
+def test_long_texts_do_not_block_other_requests():
     server = start(tokenizer=Slow(), policy=ServePolicy(max_tokens=4))
 
     async def ask() -> float:

@@ -40,7 +40,7 @@ def test_a_packed_model_answers_as_its_folder(tmp_path, capsys):
 
 
 def test_a_model_is_read_one_parameter_at_a_time(tmp_path):
-    """As ranks do that take a part of every layer."""
+    """Like ranks that each read a part of every layer."""
     save_llama(tmp_path / "model")
     own = open_model(str(tmp_path / "model"))
     with opened_unread(str(tmp_path / "model")) as unread:
@@ -102,7 +102,7 @@ def test_a_folder_has_its_name_when_the_tokenizer_is_in_it(tmp_path, monkeypatch
     assert open_streamed(str(tmp_path / "model"), **options).tokenizer.encode("abc")
 
 
-def test_the_second_of_two_processes_takes_what_the_first_has_packed(tmp_path, monkeypatch):
+def test_the_second_of_two_processes_uses_the_folder_of_the_first(tmp_path, monkeypatch):
     save_llama(tmp_path / "model")
     options, write, found = {"weights": "int8", "to": str(tmp_path / "cache")}, packed._write, []
 
@@ -135,7 +135,7 @@ def test_a_run_over_a_folder_is_packed_again_when_a_file_of_either_changes(chang
 
 
 def test_a_model_that_the_engine_misreads_is_not_packed(tmp_path, monkeypatch):
-    """Planted: the engine's norms are others. The first layers are compared with transformers' own."""
+    """Planted: wrong norms in the engine. The check compares the first layers with transformers' layers."""
     save_llama(tmp_path / "model")
     norm = weights.WeightReader._norm
 

@@ -264,7 +264,7 @@ CALL = '<tool_call>\n{"name": "City", "arguments": {"city": "Rome"}}\n</tool_cal
     ],
 )
 @pytest.mark.parametrize("size", [1, 30])
-def test_items_of_a_stream_are_those_of_the_complete_response(text, kinds, size):
+def test_items_of_a_stream_equal_the_complete_response(text, kinds, size):
     events, whole = written(text, size=size)
     assert [item.type for item in whole.output] == kinds
     strip = {"id": True, "call_id": True}
@@ -297,7 +297,7 @@ def test_a_call_that_is_cut_off_does_not_end_its_conversation(length):
 
 
 def test_a_call_may_come_in_pieces():
-    """As chunks of chats may have it: its name first, then parts of its arguments."""
+    """As in the chunks of a chat: the name first, then parts of the arguments."""
     events = _Events()
     first = {"index": 0, "id": "c1", "type": "function", "function": {"name": "City", "arguments": ""}}
     raw = [*events.of_text(" "), *events.of_call(first)]

@@ -271,7 +271,7 @@ def test_a_chat_has_raw_and_processed_log_probabilities(running, client):
 
 
 def test_another_model_is_not_found(running, client):
-    """As OpenAI's client expects it; the served name is in /v1/models, and a request may name none."""
+    """As OpenAI's client expects: the served name is in /v1/models, and a request may omit the model."""
     with pytest.raises(openai.NotFoundError) as error:
         client.completions.create(model="gpt-4", prompt="a")
     assert error.value.code == "model_not_found" and "'gpt-4' does not exist" in error.value.message
@@ -368,7 +368,7 @@ def test_models_health_and_page(running, client):
 
 
 def test_the_time_to_the_first_token_is_recorded(caplog):
-    """From the loaded model on: the engine's opening, and the first request; later ones do not change it."""
+    """Seconds from the loaded model on: opening the engine, and the first request. Later requests do not change them."""
     server = start(tokenizer=_Bytes())
     try:
         assert "ztk_first_token_seconds" not in counters(server)
@@ -452,7 +452,7 @@ def test_who_finds_no_memory_waits_and_who_never_could_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("is_of_transformers", [False, True])
-def test_a_chat_without_a_template_says_what_to_do(tmp_path, is_of_transformers):
+def test_the_error_of_a_chat_without_a_template_has_a_fix(tmp_path, is_of_transformers):
     tokenizer, advice = _Bytes(), "send the text to /v1/completions, or train it on chats with task=sft"
     if is_of_transformers:
         save_letters(tmp_path)

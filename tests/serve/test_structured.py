@@ -173,7 +173,7 @@ def test_what_is_no_grammar_gets_400(running, body, message):
     assert found.status_code == 400 and message in found.json()["error"]["message"], found.text
 
 
-def test_without_the_library_the_reason_says_what_to_install(monkeypatch):
+def test_without_the_library_the_error_names_the_package(monkeypatch):
     def missing(name):
         raise ImportError(name)
 

@@ -118,7 +118,7 @@ def test_a_stream_has_the_name_first_and_then_the_arguments_as_they_are_written(
     assert all(piece.name is None and piece.id is None for _, piece in others)
 
 
-def test_a_call_that_is_cut_off_keeps_what_was_streamed():
+def test_a_truncated_call_keeps_its_streamed_part():
     stream = CallStream(Format.hermes, tools=ASKED, in_pieces=True)
     content, pieces = stream.push('Hm <tool_call>{"name": "weather", "arguments": {"city": "Ro')
     assert content == "Hm " and stream.finish() == ("", [])
@@ -177,7 +177,7 @@ def test_tools_of_another_form_are_refused(body, message):
         read_body(parsed(json.dumps({"messages": USER} | body).encode()), chat=True, usual=SamplingParams())
 
 
-def test_a_template_without_tools_is_told_of_them_in_words(tmp_path):
+def test_a_template_without_tools_gets_them_as_text(tmp_path):
     called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
     found = told([*USER, called, {"role": "tool", "content": "5"}], tools=TOOLS)
     assert [message["role"] for message in found] == ["system", "user", "assistant", "user"]
@@ -221,7 +221,7 @@ def test_a_call_that_must_be_made_is_made(running, choice, stream):
 
 
 @pytest.mark.parametrize("format", list(Format))
-def test_grammars_of_each_format_write_what_is_found_again(running, format):
+def test_calls_from_each_formats_grammar_are_parsed(running, format):
     """A matcher of the library takes the text of a call, and nothing after it."""
     text = written(ONE, format=format)
     assert follows(running, tools=TOOLS, format=format, text=text)

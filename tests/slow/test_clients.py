@@ -138,14 +138,14 @@ def test_langchain_by_responses(url):
 
 @pytest.mark.parametrize("sends_tokens", [True, False])
 def test_the_harness_scores_by_completions(served, folder, tasks, expected, sends_tokens):
-    """Log-likelihoods by echo and logprobs, and answers, of its backend local-completions."""
+    """The harness's backend local-completions: log-likelihoods through echo and logprobs, and answers."""
     arguments = {"model": served.opened.name, "base_url": f"{served.url}/v1/completions", "tokenizer": str(folder)}
     arguments |= {"tokenizer_backend": "huggingface", "tokenized_requests": sends_tokens, "max_length": 40}
     same(evaluated("local-completions", arguments=arguments, tasks=[CHOICE, ROLLING, ANSWER], folder=tasks), expected)
 
 
 def test_the_harness_asks_for_chats(served, tasks, folder):
-    """Of local-chat-completions, which sends messages; the expected ones are of the same template by transformers."""
+    """The backend local-chat-completions, which sends messages. The expected answers use the same template in transformers."""
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
     arguments = {"model": served.opened.name, "base_url": f"{served.url}/v1/chat/completions"}
     found = evaluated("local-chat-completions", arguments=arguments, tasks=[ANSWER], folder=tasks, chat=True)
@@ -162,7 +162,7 @@ def test_the_harness_has_the_engine_itself(folder, tasks, expected):
 
 
 def test_the_field_table_has_the_fields_of_vllm():
-    """Of its classes of that version: all that they declare, and no others act."""
+    """The fields that the library's classes of that version declare. No other fields have an effect."""
     vllm = pytest.importorskip("vllm", reason="vLLM is not installed, nor its files on the path")
     if vllm.__version__ != VLLM:
         pytest.skip(f"vLLM is {vllm.__version__}, and the table is of {VLLM}")

@@ -118,7 +118,7 @@ APART = [
 
 
 def train_apart(process: Process, *, count: int, dtype: str, steps: int) -> list[tuple]:
-    """The bits, and the bytes of averages by tier, of this rank, in the first layouts."""
+    """This rank's digest, and its bytes of averages by tier, in the first layouts."""
     found = []
     for layout, tier in APART[:count]:
         engine = make(process, layout=layout, dtype=dtype, ema=EmaPolicy(decay=0.9, offload=tier))

@@ -53,7 +53,7 @@ class Views(Language):
 
 
 class InnerRecompute(Block):
-    """Activation checkpointing inside the unit: the parameters are read again in the backward, by a forward that no wrapper sees."""
+    """Activation checkpointing inside the unit: a forward without wrappers reads the parameters again in the backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -195,7 +195,7 @@ def views_that_were_kept(process, *, stage: int) -> dict[str, list[Tensor]]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_kept_view_of_a_weight_shows_what_the_weight_is_or_nan(ranks, stage):
+def test_a_kept_view_of_a_weight_shows_its_value_or_nan(ranks, stage):
     for found in ranks(2).run(views_that_were_kept, stage=stage):
         for before, weight, after in zip(*found.values(), strict=True):
             assert torch.equal(before, weight)
@@ -379,7 +379,7 @@ def buffers_of(process) -> Tensor:
     return make_engine(process, layout=Layout(stage=1), model=model).module.features.clone()
 
 
-def test_buffers_are_those_of_rank_0(ranks):
+def test_buffers_equal_rank_0s(ranks):
     first, second = ranks(2).run(buffers_of)
     assert torch.equal(first, second)
 

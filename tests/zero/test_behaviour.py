@@ -234,7 +234,7 @@ def test_a_module_that_one_rank_skips_counts_as_zero_there(ranks, stage):
 
 
 def test_ranks_that_run_different_modules_at_stage_3_are_told_apart():
-    """Gathering a module that the other rank does not run would hang elsewhere; here both say which module they are at."""
+    """Other libraries hang when a rank gathers a module that the other rank does not run. Here both errors name the module of each rank."""
     pool = RankPool(2)
     try:
         with pytest.raises(RankFailed, match=r"CommMismatch: .*all_gather sometimes\.0"):

@@ -87,7 +87,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_gives_the_same_bits(ranks, name, dtype):
-    """Each keeps another number of states; plain SGD in fp32 keeps none."""
+    """The optimizers have different numbers of states; plain SGD in fp32 has none."""
     first = ranks(2).run(train, layout=Layout(stage=0), dtype=dtype, steps=6, optimizer=OPTIMIZERS[name])[0]
     assert first.losses[-1] < first.losses[0]
     for layout in (Layout(stage=1, offload="cpu"), Layout(stage=2), Layout(stage=3), Layout(stage=3, offload="nvme")):

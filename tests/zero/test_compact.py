@@ -68,7 +68,7 @@ def test_every_stage_and_tier_gives_the_same_bits(ranks, choice):
 
 @pytest.mark.parametrize("choice", [CHOICES[1], *CHOICES[3:]], ids=lambda choice: choice.id)
 def test_buckets_of_any_size_give_the_same_bits(ranks, choice):
-    """Launches and pieces begin at other elements. Without clipping, because the norm is summed per bucket."""
+    """Launches and pieces begin at other elements. Clipping is off, because the norm is summed per bucket."""
     options = choice.options
     options["optimizer"] = replace(options["optimizer"], clip_grad_norm=0.0)
     first = ranks(2).run(train, layout=Layout(stage=0), steps=4, **options)[0]

@@ -43,7 +43,7 @@ def expected_memory(*, stage: int, offload: str, dtype: str, padded: int, world:
 @pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_model_state_is_divided_as_the_formula_says(ranks, world, stage, offload, dtype):
+def test_model_state_follows_the_formula(ranks, world, stage, offload, dtype):
     run = ranks(world).run(train, layout=Layout(stage=stage, offload=offload), dtype=dtype, steps=2)[0]
     expected = expected_memory(stage=stage, offload=offload, dtype=dtype, padded=run.padded, world=world)
     for tier, categories in expected.items():

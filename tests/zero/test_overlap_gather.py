@@ -189,7 +189,7 @@ def test_an_early_read_is_a_race(tmp_path):
     assert any("all_gather" in race for race in model.races)
 
 
-def test_it_is_refused_where_it_has_no_effect_or_nobody_sees_reads(ranks):
+def test_it_is_refused_without_effect_and_where_reads_are_invisible(ranks):
     for stage in (0, 3):
         with pytest.raises(ValueError, match="overlap_gather"):
             ZeroPolicy(stage=stage, overlap_gather=True)

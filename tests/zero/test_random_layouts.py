@@ -10,7 +10,7 @@ from tests.zero.models import Layout
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_bits_are_those_of_stage_0(ranks, seed):
+def test_bits_equal_stage_0(ranks, seed):
     assert not random_layouts.failures(seed, pool=ranks(2))
 
 

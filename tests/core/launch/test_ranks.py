@@ -40,7 +40,7 @@ def alive(pid: int) -> bool:
     return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_every_rank_knows_its_place_and_has_its_log(tmp_path):
+def test_every_rank_has_its_place_and_its_log(tmp_path):
     run(
         """
         names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"
@@ -134,7 +134,7 @@ def test_an_old_error_does_not_fail_a_new_run(tmp_path):
 
 @pytest.mark.parametrize(("drain", "code"), [(10.0, 0), (0.0, 143)])
 def test_what_serves_may_end_its_work_after_sigterm(drain, code, tmp_path):
-    """It takes 4 seconds, and ranks that do not serve have 3."""
+    """A serving rank needs 4 seconds to end; other ranks get 3."""
     program = """
     def end(*_):
         time.sleep(4)
@@ -185,7 +185,7 @@ def wait_until(holds, *, seconds: float = 20) -> None:
         time.sleep(0.02)
 
 
-def test_gpu_memory_grows_in_segments_unless_the_user_says_something(tmp_path, monkeypatch):
+def test_gpu_memory_grows_in_segments_unless_the_user_sets_it(tmp_path, monkeypatch):
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     for name in names:
         monkeypatch.delenv(name, raising=False)

@@ -237,7 +237,7 @@ def test_a_world_of_one_does_not_wait_when_it_only_looks_ahead():
     assert slow.waited == 1
 
 
-def test_nccl_sums_activations_by_one_collective_and_gradients_by_those_of_shards(monkeypatch):
+def test_nccl_sums_activations_in_one_collective_and_gradients_in_shards(monkeypatch):
     """Counts a transport's calls, without NCCL."""
     called = []
     for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):

@@ -51,7 +51,7 @@ def test_a_degree_below_one_is_refused():
         Topology(tensor=0)
 
 
-def test_positions_of_a_box_are_those_of_its_elements_in_the_full_tensor():
+def test_positions_of_a_box_index_the_full_tensor():
     full = torch.arange(5 * 7 * 3).view(5, 7, 3)
     for part in (
         Part.everything((5, 7, 3)),

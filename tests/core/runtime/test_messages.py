@@ -77,7 +77,7 @@ def test_an_unexpected_message_is_named():
 
 
 def lonely(process, *, sends: bool) -> float:
-    """Rank 1 dies; rank 0 is sending to it, or waiting for it."""
+    """Rank 1 dies while rank 0 sends to it or waits for it."""
     if process.rank == 1:
         time.sleep(0.3)
         os._exit(1)

@@ -57,7 +57,7 @@ def _free_port() -> int:
         ("node", ["192.0.2.1"], False, None),  # not an address of this machine (RFC 5737): behind address translation
     ],
 )
-def test_the_store_listens_on_the_address_that_ranks_were_told(address, found, is_one_machine, listening, monkeypatch):
+def test_the_store_listens_on_the_address_given_to_ranks(address, found, is_one_machine, listening, monkeypatch):
     """Without an address the store listens on all addresses, like torch's."""
     real = socket.getaddrinfo
     monkeypatch.setattr(

@@ -116,7 +116,7 @@ class Device(SeparateMemory):
         self.asked, self.captures, self.is_behind = 0, False, True
 
     def all_gather(self, full: torch.Tensor, *, label: str) -> SimpleNamespace:
-        """As torch's object: it has its tensors for as long as it lives, also when somebody has waited for it."""
+        """Like torch's work object: it holds its tensors until it is deleted, also after a wait."""
         return SimpleNamespace(tensors=[full], wait=lambda: None, is_completed=self.query)
 
     def query(self) -> bool:

@@ -322,7 +322,7 @@ class _Sent:
 
 @contextlib.contextmanager
 def modelled() -> Iterator[StreamModel]:
-    """Plans that are made inside run on the streams of the model that it yields."""
+    """Plans created inside run on the streams of the yielded model."""
     model = StreamModel()
     wires: dict[int, ModelStream] = {}
 

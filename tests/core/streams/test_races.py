@@ -84,7 +84,7 @@ def _behind_nothing(event, *, source, out) -> None:
 
 
 def _abandoned_fetch(exchange, full, *, label, fetch):
-    """A gather from the group's copy that starts to fetch the shard all the same."""
+    """A gather from the group's copy that fetches the shard without need."""
     if exchange._copy_is_current:
         fetch()
     return _gather(exchange, full, label=label, fetch=fetch)
@@ -136,7 +136,7 @@ def test_a_planted_race_is_found(name, tmp_path):
 
 
 def _use_a_slot() -> None:
-    """A value goes to a slot on the host and comes back, and nobody waits in between."""
+    """A value goes to a slot on the host and comes back, without a wait in between."""
     store = planned_stores.PlannedHostStore(OffloadPolicy(optimizer="cpu"), ledger=MemoryLedger())
     slot = store.allocate(name="a", shape=(64,), dtype=torch.float32, category="gradients")
     value, out = torch.empty(64, device="meta"), torch.empty(64, device="meta")
@@ -185,7 +185,7 @@ def test_a_race_is_described(left_out, race):
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "broadcast", "send"])
-def test_a_collective_of_host_memory_is_told(kind):
+def test_a_collective_of_host_memory_is_reported(kind):
     """NCCL moves device memory only. A number with a value on the host goes through gloo, as in a run, and is allowed."""
     where = {"broadcast": {"source": 0}, "send": {"to": 1}}.get(kind, {})
     with modelled() as model:

@@ -97,7 +97,7 @@ def test_the_first_machines_and_devices():
 
 
 def test_devices_of_this_machine(monkeypatch):
-    """DeepSpeed forgets CUDA_VISIBLE_DEVICES as soon as a number is given; here it chooses among those that are left."""
+    """DeepSpeed ignores CUDA_VISIBLE_DEVICES if a number of GPUs is given; here the number chooses among the visible ones."""
     monkeypatch.setattr(where, "_count_gpus", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert this_machine(num_gpus=None).slots == ("0", "1", "2", "3")
@@ -178,7 +178,7 @@ def test_a_plan_survives_the_command_line():
     assert " " not in PLAN.encoded()
 
 
-def test_every_rank_knows_its_place():
+def test_every_rank_has_its_place():
     told = [rank_environment(PLAN, node=n, local_rank=r) for n, host in enumerate(TWO) for r in range(len(host.slots))]
     assert [one["RANK"] for one in told] == ["0", "1", "2", "3", "4"]
     assert [one["LOCAL_RANK"] for one in told] == ["0", "1", "0", "1", "2"]
@@ -208,7 +208,7 @@ def test_cores_of_ranks():
         ("def broken(:", None),
     ],
 )
-def test_local_rank_goes_to_a_script_that_knows_it(tmp_path, text, word):
+def test_local_rank_goes_to_a_script_that_declares_it(tmp_path, text, word):
     script = tmp_path / "train.py"
     script.write_text(text)
     assert local_rank_word(str(script)) == word
@@ -218,7 +218,7 @@ def test_local_rank_goes_to_a_script_that_knows_it(tmp_path, text, word):
     assert silent == [sys.executable, "-u", str(script), *PLAN.arguments]
 
 
-def test_arguments_may_be_declared_beside_the_script(tmp_path, monkeypatch):
+def test_arguments_may_be_declared_next_to_the_script(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("from options.parse import read\nimport train\n")
     (tmp_path / "options").mkdir()
     (tmp_path / "options" / "parse.py").write_text("add('--local_rank')")

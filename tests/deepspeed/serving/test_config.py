@@ -12,7 +12,7 @@ from ztk.deepspeed.config import DeepSpeedConfigError
 from ztk.deepspeed.serving.config import ALIASES, KEYS
 
 
-def test_keys_are_those_of_deepspeed():
+def test_keys_equal_deepspeeds():
     """All fields and aliases of `inference/config.py` in 0.19.8; here `aio` is next to `zero`."""
     fields = """replace_with_kernel_inject dtype tensor_parallel enable_cuda_graph use_triton triton_autotune zero triangular_masking moe
         keep_module_on_host quant checkpoint base_dir set_empty_params save_mp_checkpoint_path checkpoint_config return_tuple

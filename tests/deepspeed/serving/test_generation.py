@@ -21,7 +21,7 @@ def padded() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, mask
 
 
-def test_texts_are_those_of_the_modules_loop():
+def test_texts_equal_the_modules_loop():
     """Padded prompts, penalties, an end token in the middle of one answer, a length that counts the prompt."""
     tokens, mask = padded()
     plain, engine = small.llama(), made()

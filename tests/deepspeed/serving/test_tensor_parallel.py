@@ -84,7 +84,7 @@ def test_ranks_that_share_a_model_answer_as_one(ranks, case):
 
 
 def test_what_a_rank_holds(ranks):
-    """Half of every layer that is cut: by transformers' plan, and by the one that follows from the modules, which a policy agrees with."""
+    """Each rank holds half of every sharded layer, by transformers' plan, by the plan derived from the modules, and by a policy."""
     full = {name: tuple(p.shape) for name, p in small.llama().named_parameters()}
     for model in ("llama", "unplanned"):
         shapes = ranks(2).run(ask, model=model, options={"mp_size": 2}, by_policy=model == "unplanned")[0]["shapes"]

@@ -215,7 +215,7 @@ def test_wandb_never_asks(monkeypatch):
     assert made[1].options["mode"] is None
 
 
-def test_comet_hears_of_a_name_every_so_many_samples(monkeypatch):
+def test_comet_gets_a_name_every_so_many_samples(monkeypatch):
     made: list[Recorder] = []
 
     class Experiment(Recorder):

@@ -65,13 +65,13 @@ class Compiled:
 
 
 def compile_case(case: AotCase, *, spec: OpSpec, arch: str) -> AotRow:
-    """Compile one case for one target and judge it; a compiler error is a row that is not ok."""
+    """Compiles one case for one target and checks its budget. A compiler error gives a row that is not ok."""
     (row,) = compile_cases([(spec, case)], arch=arch)
     return row
 
 
 def compile_cases(cases: Sequence[tuple[OpSpec, AotCase]], *, arch: str) -> list[AotRow]:
-    """The rows of several cases for one target, which are disassembled together."""
+    """The rows of several cases for one target. Their code is disassembled together."""
     compiled = [_try(_compiled, case, spec=spec, arch=arch) for spec, case in cases]
     codes = [each.code for each in compiled if isinstance(each, Compiled)] if arch.startswith("sm_") else []
     texts = iter(disassemble(codes, arch=arch))

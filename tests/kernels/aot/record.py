@@ -87,7 +87,7 @@ def launches(spec: OpSpec, *, case: AotCase, target: str) -> list[Launch]:
 
 
 def launch_of(spec: OpSpec, *, case: AotCase, target: str) -> Launch:
-    """The one launch that the case is about. Raises ValueError where there is none, or two that differ."""
+    """The single launch of the case. Raises ValueError for no launch, or for two different ones."""
     found = [launch for launch in launches(spec, case=case, target=target) if launch.kernel.__name__ == case.kernel]
     values = [{**launch.signature, **launch.constexprs} for launch in found]
     chosen = [
@@ -131,7 +131,7 @@ def _specialised(kernel: JITFunction, args: tuple, kwargs: dict, *, grid: tuple[
 
 
 def _kind(value: object, *, fixed: bool) -> str:
-    """The type that Triton's runtime gives a value: None and an integer of one are compiled in."""
+    """The type of a value in Triton's runtime: None and the integer 1 are compile-time constants."""
     if isinstance(value, Tensor):
         return _POINTERS[value.dtype]
     if isinstance(value, TensorDescriptor):

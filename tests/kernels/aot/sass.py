@@ -121,7 +121,7 @@ def dissect_sass(sass: str, *, arch: str, registers: int, stack_bytes: int, shar
 
 
 def _loops(lines: list[tuple[int, str]]) -> tuple[Loop, ...]:
-    """The code between a backward branch and its target, where no other such code lies inside."""
+    """The innermost loops: code between a backward branch and its target, without another loop inside."""
     spans = []
     for address, text in lines:
         branch = re.match(r"BRA\b.*?(0x[0-9a-f]+)\s*$", text.strip())

@@ -70,7 +70,7 @@ def test_rows_that_depend_on_nothing_still_take_part_in_the_backward(log):
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_slots_sort_by_expert_and_rows_come_back_to_their_tokens(k):
-    """Against a loop; the gradient of a row is the sum over its slots."""
+    """Compared with a loop. The gradient of a row is the sum over its slots."""
     generator = torch.Generator().manual_seed(k)
     experts = torch.stack([torch.randperm(5, generator=generator)[:k] for _ in range(7)])
     slots = moe_slots(experts, num_experts=5)

@@ -14,7 +14,7 @@ TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_layer_does_what_deepspeeds_does(case):
+def test_the_layer_equals_deepspeeds(case):
     mine, theirs = run(make_layer(MoE, case=case), case=case), RECORDED[case]
     assert mine["counts"] == theirs["counts"]
     torch.testing.assert_close(torch.tensor(mine["output"]), torch.tensor(theirs["output"]), **TOLERANCE)
@@ -26,7 +26,7 @@ def test_the_layer_does_what_deepspeeds_does(case):
             torch.testing.assert_close(torch.tensor(own), torch.tensor(recorded), **TOLERANCE)
 
 
-def test_cases_drop_what_they_shall():
+def test_cases_drop_the_expected_tokens():
     """The recording covers layers that drop and layers that do not."""
     outputs = {case: torch.tensor(RECORDED[case]["output"]).view(-1, 4) for case in CASES}
     dropped = {case: int((output == 0).all(1).sum()) for case, output in outputs.items()}

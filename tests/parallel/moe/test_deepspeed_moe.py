@@ -25,7 +25,7 @@ from ztk.parallel.moe import (
 
 @pytest.mark.parametrize(("stage", "groups"), [(0, "none"), (1, "deepspeed"), (2, "seed"), (3, "seed")])
 def test_the_documents_script_trains_with_experts_spread(ranks, stage, groups):
-    """`ep_size=2` alone makes the mesh; stage 3, which DeepSpeed refuses for its layer, too."""
+    """`ep_size=2` alone creates the mesh; also at stage 3, which DeepSpeed refuses for its layer."""
     (alone, names, _) = ranks(1).run(train, ep_size=1, stage=0, groups="none")[0]
     assert names == ["0", "1", "2", "3"] and alone[-1] < alone[0]
     runs = ranks(2).run(train, ep_size=2, stage=stage, groups=groups)
@@ -51,7 +51,7 @@ def given_to(model: nn.Module, **section) -> nn.Module:
     return model
 
 
-def test_the_section_moe_gives_what_layers_leave_at_their_defaults():
+def test_the_section_moe_sets_the_layers_defaults():
     layer = MoE(4, nn.Linear(4, 4), num_experts=4, capacity_factor=2.0)
     given = {"k": 2, "capacity_factor": 2.0, "min_capacity": 1, "noisy_gate_policy": "Jitter", "use_rts": False}
     given_to(nn.Sequential(layer), enabled=True, ep_size=2, num_experts=4, drop_tokens=True, **given)
@@ -78,7 +78,7 @@ def test_the_section_moe_gives_what_layers_leave_at_their_defaults():
     ],
     ids=str,
 )
-def test_a_layer_that_says_another_than_the_section_is_refused(layer, section, message):
+def test_a_layer_that_contradicts_the_section_is_refused(layer, section, message):
     made = nn.Sequential(MoE(4, nn.Linear(4, 4), **{"num_experts": 4, **layer}))
     with pytest.raises(ValueError, match=message):
         given_to(made, min_capacity=1, **section)

@@ -67,7 +67,7 @@ def loop(logits: torch.Tensor, *, k: int, capacity: int) -> tuple[list[list[int]
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 4.0])
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_choices_places_and_weights_are_those_of_a_loop(k, factor):
+def test_choices_places_and_weights_equal_a_loop(k, factor):
     logits = skewed_logits(k)
     made = assign(logits, gating=gating(k, capacity_factor=factor))
     assert made.capacity == math.ceil(T / E * k * factor)

@@ -24,7 +24,7 @@ def test_models_of_the_hub_train_as_on_one_rank(ranks, kind, stage):
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
-def test_attention_is_cut_by_the_models_own_plan_beside_the_experts(ranks, kind):
+def test_attention_is_sharded_by_the_models_own_plan_with_experts(ranks, kind):
     (alone, full, _) = ranks(1).run(train, topology=Topology(), kind=kind)[0]
     for losses, shapes, _ in ranks(4).run(train, topology=Topology(expert=2, tensor=2), kind=kind, stage=3):
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(alone), rtol=1e-5, atol=0)
@@ -32,7 +32,7 @@ def test_attention_is_cut_by_the_models_own_plan_beside_the_experts(ranks, kind)
         assert (shapes[heads][0], shapes[experts][0]) == (full[heads][0] // 2, full[experts][0] // 2)
 
 
-def test_a_pattern_says_which_layers_are_spread(ranks):
+def test_a_pattern_chooses_the_sharded_layers(ranks):
     _, shapes, calls = ranks(2).run(train, topology=EP2, kind="mixtral", steps=2, experts=r"layers\.1\.")[0]
     assert shapes["model.layers.0.mlp.experts.down_proj"][0] == 4
     assert shapes["model.layers.1.mlp.experts.down_proj"][0] == 2
@@ -41,7 +41,7 @@ def test_a_pattern_says_which_layers_are_spread(ranks):
         ranks(2).run(train, topology=EP2, kind="mixtral", steps=2, experts="no such layer")
 
 
-def test_only_what_is_called_as_experts_is_taken_for_some():
+def test_only_modules_called_as_experts_count_as_experts():
     class Stacked(nn.Module):
         def __init__(self, *shape: int) -> None:
             super().__init__()

@@ -125,7 +125,7 @@ def test_router_losses_reach_the_router_whatever_the_loss_is():
     assert not layer.experts.gate.grad.any()
 
 
-def test_metrics_are_those_of_the_forwards_since_the_last_call():
+def test_metrics_cover_the_forwards_since_the_last_call():
     layer = nn.ModuleDict({"mlp": sparse(), "moe": MoE(32, Expert(32), num_experts=4, min_capacity=0)})
     with torch.no_grad():
         layer["mlp"].router.weight.zero_()  # ties go to the first two experts

@@ -83,7 +83,7 @@ def test_gradients_add_up_over_micro_batches(ranks):
     torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(alone.losses), rtol=1e-5, atol=0)
 
 
-def test_bytes_are_those_of_two_all_to_alls_per_layer_and_direction(ranks):
+def test_bytes_equal_two_all_to_alls_per_layer_and_direction(ranks):
     """Each choice's row of C numbers is sent to its expert and back, and so is its gradient: 4 T k C elements per layer and step."""
     steps, item = 5, 4
     runs = ranks(2).run(train, topology=EP2, steps=steps)

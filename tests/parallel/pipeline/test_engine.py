@@ -72,7 +72,7 @@ def same_bits(runs: list[Run], others: list[Run]) -> None:
 
 
 @pytest.mark.parametrize("topology", [TWO, FOUR], ids=["pp2", "pp4"])
-def test_twenty_steps_are_those_of_one_rank(ranks, alone, topology):
+def test_twenty_steps_equal_one_rank(ranks, alone, topology):
     runs = ranks(topology.pipeline).run(train, layout=Layout(topology=topology), steps=20)
     check_equal(runs, expected=alone(steps=20), relative=1e-5)
     each = 20 * GLOBAL_BATCH * ACTIVATION  # one activation per boundary and micro-batch forwards, one gradient back
@@ -81,8 +81,8 @@ def test_twenty_steps_are_those_of_one_rank(ranks, alone, topology):
 
 
 def test_schedules_change_the_order_alone(ranks, alone):
-    """Zero-bubble computes the same products later, GPipe and 1F1B add up in the same order: the same bits. Interleaving cuts
-    elsewhere."""
+    """Zero-bubble computes the same products later, and GPipe and 1F1B add up in the same order: equal bits. Interleaving divides the layers
+    differently."""
     pool = ranks(2)
     base = pool.run(train, layout=Layout(topology=TWO), steps=3)
     for schedule in ("gpipe", "zero_bubble"):
@@ -209,7 +209,7 @@ def dying(process, *, folder: str) -> None:
 
 
 def test_a_rank_that_dies_ends_the_run_in_seconds(tmp_path):
-    """The neighbours of the dead rank miss it at once, theirs miss them. Milliseconds; a loaded machine is given five seconds."""
+    """The neighbours of the dead rank detect it at once, and the other ranks follow in milliseconds. A loaded machine gets five seconds."""
     pool = RankPool(4)
     try:
         with pytest.raises(RankFailed, match="died"):

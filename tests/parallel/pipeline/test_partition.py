@@ -21,7 +21,7 @@ def sizes(cuts: tuple[range, ...]) -> list[int]:
     return [len(part) for part in cuts]
 
 
-def test_uniform_gives_the_first_stages_what_is_left_over():
+def test_uniform_gives_the_first_stages_the_remainder():
     assert sizes(uniform(10, num_stages=4)) == [3, 3, 2, 2]
     assert sizes(uniform(4, num_stages=4)) == [1, 1, 1, 1]
 
@@ -50,7 +50,7 @@ def test_balanced_is_the_best_of_all_cuts(num_stages):
         assert sum(t * t for t in totals) == squares
 
 
-def test_by_type_counts_what_matches():
+def test_by_type_counts_matching_layers():
     kinds = ["Embedding", "Block", "Block", "Block", "Block", "RMSNorm", "Linear"]
     assert sizes(by_type(kinds, pattern="block", num_stages=2)) == [3, 4]
     with pytest.raises(ValueError, match=r"matches 1 of the layers .*topology\.partition=uniform"):

@@ -29,7 +29,7 @@ def schedules(name: str, virtual_stages: int):
 def live_micro_batches(schedule) -> list[int]:
     """Per rank: the largest number of (stage, micro-batch) pairs whose activations are held at one time.
 
-    They are held from the forward on, until the backward, or until the gradients of the weights where those come apart.
+    Activations are held from the forward to the backward, or to the gradients of the weights if these are computed separately.
     """
     last = Kind.backward_weight if schedule.is_split else Kind.backward
     peaks = []

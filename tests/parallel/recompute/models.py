@@ -50,7 +50,7 @@ def rows(step: int = 0) -> Tensor:
 
 
 def train(model: nn.Module, *, steps: int = 3) -> list[float]:
-    """Losses and sums of gradients: equal only if every bit that matters is."""
+    """Losses and sums of gradients, which are equal only if the gradients are bitwise equal."""
     found = []
     torch.manual_seed(1)
     for step in range(steps):

@@ -42,7 +42,7 @@ def test_without_preserved_random_numbers_dropout_differs():
 
 
 @pytest.mark.parametrize(("name", "blocks"), [("full", LAYERS * INPUT), ("selective", LAYERS * (INPUT + KEPT))])
-def test_a_forward_leaves_what_arithmetic_says(name, blocks):
+def test_a_forward_keeps_the_computed_bytes(name, blocks):
     model = build()
     recompute_blocks(model, policy=POLICIES[name])
     with LiveBytes() as live:
@@ -92,7 +92,7 @@ def test_the_contiguous_buffer_is_one_and_stays():
     assert ledger.peak(Tier.device) == LAYERS * INPUT
 
 
-def test_the_contiguous_buffer_says_when_it_is_full():
+def test_the_contiguous_buffer_raises_when_it_is_full():
     model = build()
     recompute_blocks(model, policy=RecomputePolicy(mode="full", contiguous=True, num_checkpoints=LAYERS))
     first = model(rows())
@@ -103,7 +103,7 @@ def test_the_contiguous_buffer_says_when_it_is_full():
     model(rows()).backward()  # the places came back
 
 
-def test_the_contiguous_buffer_refuses_a_larger_input_beside_smaller_ones():
+def test_the_contiguous_buffer_refuses_a_larger_input_after_smaller_ones():
     regions = Regions(RecomputePolicy(mode="full", contiguous=True), num_regions=2)
     small, large = torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)
     held = regions.run(torch.sin, args=(small,))
@@ -123,7 +123,7 @@ def test_without_gradients_a_region_is_a_call():
     assert ledger.peak(Tier.device) == 0
 
 
-def test_an_input_that_is_changed_in_place_is_told():
+def test_an_input_changed_in_place_raises():
     class Changed(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -89,7 +89,7 @@ def test_every_bit_is_as_without(ranks, case):
     ],
     ids=str,
 )  # fmt: skip
-def test_the_saved_inputs_are_what_arithmetic_says(ranks, overrides, tier, expected):
+def test_the_saved_inputs_have_the_computed_bytes(ranks, overrides, tier, expected):
     other = Tier.host if tier is Tier.device else Tier.device
     for rank in ranks(2).run(trained, overrides=("zero=stage3", *overrides)):
         assert rank["inputs"] == {tier: expected, other: 0}

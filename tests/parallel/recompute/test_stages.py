@@ -66,7 +66,7 @@ def test_accumulated_micro_batches(ranks):
 
 
 def partitioned(process: Process, **options) -> dict:
-    """The same batch on both ranks, as tensor parallelism has it."""
+    """Both ranks train on the same batch, as under tensor parallelism."""
     model, ledger = build(), MemoryLedger()
     recompute_blocks(model, policy=RecomputePolicy(**options), comm=process.comm, ledger=ledger)
     process.comm.counters.reset()

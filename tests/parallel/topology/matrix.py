@@ -101,7 +101,7 @@ class _Run:
     cut: tuple[int, int] | None
 
     def step(self, number: int) -> float:
-        """One optimizer step; the loss of the full batch."""
+        """Runs one optimizer step. Returns the loss of the full batch."""
         mesh = self.engine.process.mesh
         replicas, micro_batches = self.cut or (mesh.replicas, self.engine.accumulation_steps)
         parts = [[part.chunk(micro_batches) for part in full.chunk(replicas)] for full in batch(number)]
@@ -126,7 +126,7 @@ def run_alone(process: Process, *, layout: str | None = None, dtype: str, seed: 
 
 
 def walk_alone(process: Process, *, layout: str | None = None, dtype: str, folder: str, steps: int = 20) -> Walk:
-    """`run_alone`, that leaves the state at the start of each step in `folder`."""
+    """Like `run_alone`; saves the state at the start of each step in `folder`."""
     run = _on_one_rank(process, layout=layout, dtype=dtype)
     return _walk(run, steps=steps, begin=lambda number: save(run.engine, folder=folder, keep=None))
 

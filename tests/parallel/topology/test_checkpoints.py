@@ -18,7 +18,7 @@ RELATIVE = 1e-5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a run takes place. ranks 0: on each rank alone."""
+    """The place of a run. ranks=0: on each rank alone."""
 
     name: str
     ranks: int

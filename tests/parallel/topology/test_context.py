@@ -71,7 +71,7 @@ def around(process: Process, *, length: int, window: int, dtype: torch.dtype = t
 
 @pytest.mark.parametrize("world,length", [(2, 37), (3, 40), (4, 64)])
 @pytest.mark.parametrize("window", [0, 1, 5, 11, 23, 1000])
-def test_output_and_gradients_are_those_of_one_rank(ranks, world, length, window):
+def test_output_and_gradients_equal_one_rank(ranks, world, length, window):
     query, key, value, d_out = qkv(length=length, dtype=torch.float32)
     for x in (query, key, value):
         x.requires_grad_()
@@ -163,7 +163,7 @@ def reference(ranks) -> Outcome:
     ],
     ids=["cp2 full", "cp2 selective", "cp4", "cp2 sp2", "tp2 cp2 sequence parallel", "pp2 cp2"],
 )
-def test_losses_and_norms_are_those_of_one_rank(ranks, reference, world, topology, options):
+def test_losses_and_norms_equal_one_rank(ranks, reference, world, topology, options):
     strategy = Strategy(topology=topology, stage=2, options=options)
     for outcome in ranks(world).run(train, strategy=strategy, steps=6):
         assert outcome.losses == pytest.approx(reference.losses, rel=RELATIVE)

@@ -67,7 +67,7 @@ def train_alone(process: Process, *, config=CONFIG) -> tuple[list[float], list[f
 
 
 @pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
-def test_loss_and_gradients_are_those_of_the_documents_alone(config):
+def test_loss_and_gradients_equal_separate_documents(config):
     model = initialise(Decoder(config), seed=3)
     batch = stream(rank=0, world_size=1, parts=1).next_batch()
     documents = Documents.at(batch.positions)

@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 @pytest.fixture
 def weight_products() -> Iterator[list[list[str]]]:
-    """Lists to which every product of a weight's gradient adds a word."""
+    """Yields lists; every product for a weight's gradient appends a word."""
     watching: list[list[str]] = []
     product = products.weight_gradient
 
@@ -138,7 +138,7 @@ def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["copied", "cut sequence"])
-def test_the_sum_runs_beside_the_last_weight_gradient(weight_products, sequence):
+def test_the_sum_overlaps_with_the_last_weight_gradient(weight_products, sequence):
     comm = Twins()
     block = Block(axis_of(comm, sequence=sequence))
     x = torch.linspace(-1, 1, TOKENS * WIDTH).view(1, TOKENS, WIDTH).requires_grad_()
@@ -165,7 +165,7 @@ def test_an_input_that_does_not_divide_is_summed_by_a_copy():
 
 @pytest.mark.parametrize("contexts", [None, selective.contexts], ids=["full", "selective"])
 def test_recomputed_blocks_have_the_same_gradients(contexts):
-    """Selective recomputation keeps the results of products: a sum in their memory would be summed again."""
+    """Selective recomputation keeps the results of products. An in-place sum over them would be repeated."""
     block = Block(axis_of(Twins()))
     options = {} if contexts is None else {"context_fn": contexts}
     found = gradients(block, run=lambda x: checkpoint(block, x, use_reentrant=False, **options))

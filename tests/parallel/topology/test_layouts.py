@@ -41,7 +41,7 @@ def reference(ranks) -> Outcome:
     ],
     ids=["tp2 sequence parallel", "tp2 sp2", "sp4"],
 )
-def test_losses_and_norms_are_those_of_one_rank(ranks, reference, world, topology, options):
+def test_losses_and_norms_equal_one_rank(ranks, reference, world, topology, options):
     strategy = Strategy(topology=topology, stage=2, options=options)
     outcomes = ranks(world).run(train, strategy=strategy)
     for outcome in outcomes:
@@ -72,7 +72,7 @@ def test_8_bit_states_follow_the_same_rule(ranks):
 
 
 def device_peak(process, *, strategy: Strategy) -> int:
-    """Bytes on this rank's device at most in two steps."""
+    """The peak of this rank's device bytes over two steps."""
     engine = make_engine(arranged(process, topology=strategy.topology), strategy=strategy)
     for step in range(2):
         train_step(engine, step=step)

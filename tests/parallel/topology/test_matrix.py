@@ -63,7 +63,7 @@ def walked(ranks, tmp_path_factory):
 
 
 @pytest.mark.parametrize("number, layout", enumerate(LAYOUTS))
-def test_every_layout_computes_what_one_rank_computes(ranks, reference, number, layout):
+def test_every_layout_equals_one_rank(ranks, reference, number, layout):
     world, _ = LAYOUTS[layout]
     digests = set()
     for stage, tier in (STRATEGIES[number % len(STRATEGIES)], STRATEGIES[-1 - number % len(STRATEGIES)]):

@@ -31,7 +31,7 @@ def reference(ranks) -> Outcome:
     ],
     ids=["tp2", "tp2 dp2 stage 3 cpu", "tp2 sp2 stage 2", "tp2 sequence parallel"],
 )
-def test_losses_are_those_of_one_rank(ranks, reference, world, strategy):
+def test_losses_equal_one_rank(ranks, reference, world, strategy):
     for outcome in ranks(world).run(train, strategy=replace(strategy, optimizer=MUON), steps=STEPS, config=ODD):
         assert outcome.losses == pytest.approx(reference.losses, rel=RELATIVE)
         assert outcome.grad_norms == pytest.approx(reference.grad_norms, rel=10 * RELATIVE)
@@ -39,7 +39,7 @@ def test_losses_are_those_of_one_rank(ranks, reference, world, strategy):
 
 
 def test_every_part_goes_to_the_rank_that_orthogonalises_it_and_back(ranks):
-    """Of both ranks together: one direction each way for every element of the blocks' matrices, per step."""
+    """Bytes of both ranks: each element of the blocks' matrices is sent once in each direction per step."""
     strategy = Strategy(topology=Topology(tensor=2), optimizer=MUON)
     outcomes = ranks(2).run(train, strategy=strategy, steps=2)
     width, heads = CONFIG.dim, CONFIG.kv_heads * CONFIG.head_dim

@@ -53,7 +53,7 @@ def train(process: Process, *, topology: Topology, rows: str | None, stage: int 
     ],
     ids=["dp2", "ep2 recomputed", "pp3_dp2"],
 )
-def test_uneven_parts_train_what_one_rank_trains(ranks, world, topology, options, rows):
+def test_uneven_parts_train_like_one_rank(ranks, world, topology, options, rows):
     losses, norms, balance = ranks(1).run(train, topology=Topology(), rows=None)[0]
     for run in ranks(world).run(train, topology=topology, rows=rows, **options):
         assert run[0] == pytest.approx(losses, rel=RELATIVE)

@@ -52,7 +52,7 @@ def read(file: str, *, folder: Path, kind: RecordFormat = RecordFormat.chat, seq
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
-def test_tokens_are_those_of_transformers_and_answers_alone_count(trained, folder, tmp_path, template):
+def test_tokens_equal_transformers_and_only_answers_count(trained, folder, tmp_path, template):
     path = folder(template)
     (example,) = read(written(tmp_path, {"messages": CHAT}), folder=path)
     (text,) = example.texts
@@ -93,7 +93,7 @@ def test_a_chat_that_cannot_be_learnt_is_named(folder, tmp_path, template, messa
         read(written(tmp_path, {"messages": messages}), folder=folder(template))
 
 
-def test_a_folder_without_a_template_is_refused_with_what_to_do(folder, tmp_path):
+def test_a_folder_without_a_template_is_refused_with_a_fix(folder, tmp_path):
     path, file = folder(None), written(tmp_path, {"messages": CHAT}, {"messages": CHAT})
     words = ("task=sft", "data=chat", f"data.path={file}", f"data.tokenizer={path}", "data.seq_len=128")
     machine = Machine(gpus=0, cores=2)
@@ -111,7 +111,7 @@ def test_a_folder_without_a_template_is_refused_with_what_to_do(folder, tmp_path
 
 @pytest.mark.parametrize("is_special", [True, False])
 def test_an_answer_ends_where_its_template_ends_it(folder, tmp_path, is_special):
-    """At the first token behind the content that was added to the vocabulary: not at eos, and special or not."""
+    """At the first added token after the content, special or not, and not at eos."""
     path = folder(
         PLAIN.replace("<|im_end|>", "<|end|>") + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
     )

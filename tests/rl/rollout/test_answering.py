@@ -79,7 +79,7 @@ def test_answers_that_write_at_one_place_have_the_same_bits(lengths):
         assert torch.equal(found.logprobs[row, : found.counts[row]], expected), row
 
 
-def test_an_answer_does_not_depend_on_those_beside_it():
+def test_an_answer_does_not_depend_on_the_batch():
     model = model_of("native")
     prompts = prompts_of(model.description.vocab_size)
     every, drawing = answer(model, prompts=prompts, drawing=drawing_of(len(prompts))), drawing_of(len(prompts))

@@ -71,7 +71,7 @@ def drawn_twice(process: Process, *, config, cache: str | None = None) -> list[d
     ],
 )
 def test_log_probabilities_are_the_trainers_after_every_step(ranks, folder, tmp_path, kind, cache):
-    """Adapters are merged, also those that have moved. Ranks have the same texts here, because they ask for the same samples."""
+    """Adapters are merged, also after updates. The ranks have the same texts here, because they request the same samples."""
     options = (*GENERATOR, "zero=stage3", "optimizer.lr=0.03")
     options = (*options, *(ADAPTERS if "adapters" in kind else ()))
     if "native" in kind:

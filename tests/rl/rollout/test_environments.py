@@ -271,7 +271,7 @@ def masked_losses(process: Process, *, config, rollouts: list[dict]) -> list[flo
     return found
 
 
-def test_losses_are_those_of_a_plain_loop_over_masked_tokens(straight, ranks, tmp_path):
+def test_losses_equal_a_plain_loop_over_masked_tokens(straight, ranks, tmp_path):
     result, rows = straight
     config = config_with("Twice", folder=tmp_path)
     [expected] = ranks(1).run(masked_losses, config=config, rollouts=result[0]["rollouts"])
@@ -403,7 +403,7 @@ def test_an_observation_that_the_template_refuses_is_named(tmp_path):
     assert "rollout.environment=mine.py:Env: the observation of sample 0, turn 1" in said and "no tools" in said
 
 
-def test_kept_tokens_are_those_of_all_turns(ranks, tmp_path):
+def test_tokens_of_all_turns_are_kept(ranks, tmp_path):
     config = config_with("Twice", "rollout.top_k=5", folder=tmp_path, train__steps=2)
     (result,) = ranks(1).run(play, config=config)
     samples = Samples.from_json(result["rollouts"][0])
@@ -411,7 +411,7 @@ def test_kept_tokens_are_those_of_all_turns(ranks, tmp_path):
     assert all(row["rollout_differing"] == 0 for row in rows_of(tmp_path))
 
 
-def test_functions_reward_whole_conversations_beside_steps(ranks, tmp_path):
+def test_functions_reward_whole_conversations_in_addition_to_steps(ranks, tmp_path):
     config = config_with("Twice", folder=tmp_path, train__steps=1)
     (tmp_path / "more.py").write_text("def lines(completions):\n    return [text.count('>') for text in completions]\n")
     config.reward.functions = [f"{tmp_path}/more.py:lines"]
@@ -459,7 +459,7 @@ def composed(*words: str):
     return compose("task=grpo", *words, output_dir="/run", machine=Machine(gpus=0, cores=2))
 
 
-def test_names_are_read_as_those_of_reward_functions(tmp_path, monkeypatch):
+def test_names_are_resolved_like_reward_functions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("class Env: ...")
     assert composed("rollout.environment=mine.py:Env").rollout.environment == f"{tmp_path}/mine.py:Env"

@@ -100,7 +100,7 @@ def test_a_run_ends_when_nothing_improves(ranks, tmp_path):
 
 
 def test_sft_keeps_the_best_and_ends_early(ranks, tmp_path):
-    """A rate at which the loss grows: the first evaluation stays the best."""
+    """The learning rate makes the loss grow: the first evaluation stays the best."""
     words = (
         *SAVES,
         "checkpoint.keep_best=true",
@@ -120,7 +120,7 @@ def test_sft_keeps_the_best_and_ends_early(ranks, tmp_path):
 
 
 def test_an_interrupted_run_that_keeps_the_best_is_saved(monkeypatch):
-    """It is not evaluated, so that it ends soon, and its checkpoint has no rank."""
+    """The engine is not evaluated, so that the run is short, and its checkpoint contains no rank."""
     config = composed("task=dpo", "train.eval_every=50", "checkpoint.every=50", "checkpoint.keep_best=true")
     saved = []
     saver = SimpleNamespace(save=lambda **given: saved.append(given["metric"]))

@@ -83,7 +83,7 @@ def test_a_loss_of_tokens_is_that_of_their_log_probabilities(chunk_bytes):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-def test_the_loss_of_a_decoder_stays_what_it_was(monkeypatch):
+def test_the_loss_of_a_decoder_does_not_change(monkeypatch):
     """Its z-loss and its mode; one of a class that somebody derived is not replaced."""
     monkeypatch.setattr(losses, "LARGE_LOGITS", 0)
     module = Decoder(

@@ -37,7 +37,7 @@ def test_which_tokens_stay(cut, expected):
     assert Cut(**cut).kept(P.log())[0].nonzero().flatten().tolist() == expected
 
 
-def test_draws_do_not_depend_on_the_rows_beside_them():
+def test_draws_do_not_depend_on_the_batch():
     """Nor on how many are sorted at once."""
     logits = torch.randn(150, 40, generator=torch.Generator().manual_seed(0))
     each = [
@@ -87,7 +87,7 @@ def test_a_run_has_the_trainers_bits(ranks, tmp_path, options):
 
 @pytest.mark.parametrize("large", [False, True])
 def test_the_gradient_is_that_of_the_kept_tokens(tmp_path, monkeypatch, large):
-    """Also where logits are computed in chunks. By hand: a softmax over the kept logits alone."""
+    """Also for logits in chunks. The reference is a softmax over the kept logits only."""
     run = run_of(config_of("grpo", *OPTIONS, "rollout.top_p=0.6", folder=tmp_path), cache="slabs")
     samples = draw(run)[:4]
     mask = samples.answer_mask

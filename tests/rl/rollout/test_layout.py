@@ -54,7 +54,7 @@ def test_a_text_has_the_same_bits_in_any_pack(threads):
 
 
 def test_four_threads_have_full_vectors_too():
-    """Torch divides 72 x 1024 elements among three of them; alone and in a pack of 84 in other places."""
+    """Torch divides 72 x 1024 elements among three threads, with other boundaries alone and in a pack of 84."""
     model, before = decoder(dim=16, layers=1, hidden_dim=1024, max_seq_len=96), torch.get_num_threads()
     assert pack_exactly(model, device=CPU)
     generator = torch.Generator().manual_seed(2)
@@ -94,7 +94,7 @@ def test_texts_that_continue_over_a_cache_have_the_bits_of_full_ones():
 
 
 @pytest.mark.parametrize("packs", [True, False])
-def test_targets_are_what_follows_where_it_counts(packs):
+def test_targets_are_the_next_tokens_of_answers(packs):
     """-100 elsewhere: before other tokens, at a text's last token, at padding and in the rest of a pack."""
     model, tokens = decoder(), texts()
     assert pack_exactly(model, device=CPU)
@@ -125,7 +125,7 @@ def test_a_pack_has_the_gradient_of_rows():
 
 
 def shared_texts() -> tuple[torch.Tensor, torch.Tensor]:
-    """Texts of which four begin with one prompt and two have no answer, and the prompts' lengths."""
+    """Texts, four with a common prompt and two without an answer, and the lengths of the prompts."""
     tokens = texts()
     tokens[1, :5] = tokens[3, :5] = tokens[4, :5] = tokens[5, :5]
     return tokens, torch.tensor([2, 5, 1, 5, 5, 5])

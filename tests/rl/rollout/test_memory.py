@@ -43,7 +43,7 @@ def rolled_out(process: Process, *, config, weights: RolloutWeights) -> dict:
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 @pytest.mark.parametrize("weights", [RolloutWeights.whole, RolloutWeights.streamed])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_rollout_takes_what_the_formula_says(ranks, offload, weights, dtype):
+def test_a_rollouts_memory_equals_the_formula(ranks, offload, weights, dtype):
     """Equal to the byte, with each bucket padded as it is stored. Stored states stay in place on every tier."""
     options = ("zero=stage3", f"offload={offload}", f"precision={dtype}", "zero.prefetch_bucket_size=0")
     config = composed("grpo", *options, f"rollout.weights={weights.value}", "model.layers=4", ranks=2)
@@ -84,7 +84,7 @@ def settled(process: Process, *, config, free_bytes: int) -> tuple[str, str]:
         (9_000, 1 << 30, "streamed", "more than zero.max_live_parameters=9,000"),
     ],
 )
-def test_auto_follows_the_sizes_and_says_why(ranks, limit, free_bytes, expected, reason):
+def test_auto_follows_the_sizes_and_gives_a_reason(ranks, limit, free_bytes, expected, reason):
     config = composed("grpo", "zero=stage3", f"zero.max_live_parameters={limit}", ranks=2)
     for weights, said in ranks(2).run(settled, config=config, free_bytes=free_bytes):
         assert weights == expected and reason in said

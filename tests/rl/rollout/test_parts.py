@@ -155,7 +155,7 @@ FINE = {"kl": 0.5, "entropy": 1.0, "truncated": 0.0, "excluded": 0.0, "equal_gro
         (GuardPolicy(entropy_below=0.1), {"entropy": 0.05}, "below rollout.stop_entropy_below=0.1"),
     ],
 )
-def test_a_guard_says_what_it_saw(policy, seen, said):
+def test_a_guards_error_has_its_measurement(policy, seen, said):
     assert Guards(policy).fault(FINE, step=3, max_tokens=8) is None
     assert said in Guards(policy).fault(FINE | seen, step=3, max_tokens=8)
 

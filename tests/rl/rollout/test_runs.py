@@ -80,7 +80,7 @@ def test_samples_and_losses_have_the_same_bits_in_every_layout(task, world_size,
     assert rows_of(tmp_path) == rows
 
 
-def test_models_beside_the_policy_may_have_a_strategy_of_their_own(plain, ranks, tmp_path):
+def test_other_models_than_the_policy_may_have_their_own_strategy(plain, ranks, tmp_path):
     result, rows = plain("ppo", 2)
     config = config_of("ppo", folder=tmp_path, ranks=2, offload__nvme_path=str(tmp_path / "nvme"), **OTHERS)
     found = ranks(2).run(play, config=config)
@@ -238,7 +238,7 @@ def test_texts_are_shown_where_a_rollout_serves_several_steps(ranks, tmp_path):
 
 
 def test_a_critic_needs_one_answer_to_a_prompt(ranks, tmp_path):
-    """Six rollouts: an answer that is alone is no group of equal ones."""
+    """Six rollouts: a single answer is not dropped as a group of equal answers."""
     given = ("rollout.prompts=16", "rollout.group_size=1")
     ranks(1).run(play, config=config_of("ppo", *given, folder=tmp_path, train__steps=12))
     assert {row["equal_groups"] for row in rows_of(tmp_path)} == {0.0}

@@ -163,7 +163,7 @@ def test_prompts_are_cut_at_either_end(tmp_path):
 
 
 def test_lines_are_shuffled_once_per_pass(tmp_path, monkeypatch):
-    """Not once per prompt: an evaluation lies in another pass."""
+    """Not once per prompt, although an evaluation reads another pass."""
     (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "{letter}"}}\n' for letter in "abcde"))
     config = config_of("grpo", folder=tmp_path)
     config.rollout.task, config.data.path = None, [str(tmp_path / "prompts.jsonl")]

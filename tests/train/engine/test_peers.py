@@ -188,7 +188,7 @@ def traffic(process: Process, *, kind: str, dtype: str) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_counters_are_what_collectives_move(ranks, kind, dtype):
+def test_counters_equal_the_moved_elements(ranks, kind, dtype):
     for counted, seen in ranks(2).run(traffic, kind=kind, dtype=dtype):
         assert counted == seen
 

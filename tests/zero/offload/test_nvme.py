@@ -22,7 +22,7 @@ def _slots(store, count, *, numel=1024, keep=False):
 
 
 def _catch_in_a_write(store, *, slot, faults) -> None:
-    """The store's one thread writes `slot` until `faults.hold_writes` is set."""
+    """Keeps the store's only thread writing `slot` until `faults.hold_writes` is set."""
     faults.hold_writes.clear()
     store.put(slot, value=torch.ones(1024))
     while any(store._engine._queues.values()):  # until the thread has taken it
@@ -90,7 +90,7 @@ def test_what_is_forgotten_makes_room_when_its_transfers_have_ended(make_store, 
     assert bool((store.fetch(kept).wait() == 2).all()), "and again"
 
 
-def test_what_is_read_ahead_leaves_room_for_what_is_kept(make_store) -> None:
+def test_prefetches_leave_room_for_kept_slots(make_store) -> None:
     """Of four slots' room two are left to kept ones, if there are so many; of the three buffers one."""
     store = make_store(buffer_count=3 + 4)
     states, (gradient,) = _slots(store, 7, numel=4096), _slots(store, 1, numel=4096, keep=True)
@@ -328,7 +328,7 @@ def test_fetched_memory_is_page_aligned(make_store) -> None:
         assert store.fetch(slot).wait().data_ptr() % mmap.PAGESIZE == 0
 
 
-def test_close_ends_what_is_under_way(make_store, faults) -> None:
+def test_close_ends_pending_transfers(make_store, faults) -> None:
     store = make_store()
     slots = _slots(store, 5, numel=4096)
     faults.write_delay = faults.read_delay = 0.01

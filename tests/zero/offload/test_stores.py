@@ -100,7 +100,7 @@ def test_random_interleavings_equal_a_model(store, seed) -> None:
 
 
 def test_fetch_into_and_put_accept_any_place_in_memory(store) -> None:
-    """Aligned memory goes to the disk as it is, other memory block by block; slots may exceed a buffer."""
+    """Aligned memory is written to the disk directly, other memory block by block. Slots may be larger than a buffer."""
     slot = store.allocate(name="a", shape=(10_001,), dtype=torch.float32, category="optimizer")
     memory = torch.zeros(10_001 + 2 * PAGE)
     skew = (-memory.data_ptr() % PAGE) // 4  # elements to the next page

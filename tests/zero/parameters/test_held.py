@@ -51,7 +51,7 @@ def test_a_write_into_memory_from_before_the_engine_is_an_error(ranks, stage, of
 
 
 def written_by_numpy(process, *, is_held: bool) -> torch.Tensor:
-    """An array of an engine's parameter, whose master weights are in main memory: writes leave no version and no address."""
+    """Writes through a numpy array of a parameter whose master weights are in main memory: they change neither version nor address."""
     zero = {"offload_optimizer": {"device": "cpu"}}
     config = scripts.config(stage=2, zero=zero, gradient_clipping=0.0)
     config["optimizer"] = {"type": "SGD", "params": {"lr": 0.03, "momentum": 0.9}}

@@ -19,12 +19,12 @@ STEPS = 4  # one of them without a block
 
 @pytest.mark.parametrize(("world", "dtype"), [(1, "fp32"), (2, "fp32"), (2, "bf16"), (2, "fp16"), (3, "fp32")])
 def test_every_stage_and_tier_gives_the_same_bits(ranks, world, dtype):
-    """Also after skipped steps; on three ranks shards end inside of parameters."""
+    """Also after skipped steps. On three ranks shards end inside parameters."""
     check_bits(ranks, world=world, dtype=dtype, optimizer=LAMB, steps=STEPS)
 
 
 def weights_after(process: Process, *, layout: Layout, steps: range, folder: str, saves: bool = False) -> dict:
-    """Every rank has the same micro-batch: with 1, 2 and 4 ranks their mean is exact."""
+    """Every rank trains on the same micro-batch, so that the mean over 1, 2 and 4 ranks is exact."""
     engine = make_engine(process, layout=layout, optimizer=replace(LAMB, clip_grad_norm=0.0))
     if steps.start:
         load(engine, path=folder)

@@ -96,7 +96,7 @@ def test_fp32_equals_torchs(ranks, monkeypatch):
 
 
 def _widened(torchs):
-    """torch's function on an object whose `bfloat16()` is float32."""
+    """Calls torch's function on an object whose `bfloat16()` returns float32."""
 
     class Wide(torch.Tensor):
         def bfloat16(self):
@@ -117,7 +117,7 @@ def moved(process: Process, *, stage: int, ns_dtype: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("stage", "ns_dtype"), [(0, "bf16"), (1, "bf16"), (3, "fp32")])
 def test_bytes_of_the_exchange(ranks, stage, ns_dtype):
-    """Of all ranks together: every element of a matrix to its owner and back. At stage 0 the results alone, to every rank."""
+    """Elements sent by all ranks: every element of a matrix to its owner and back. At stage 0 only the results are sent, to every rank."""
     elements, itemsize = sum(p.numel() for p in matrices(build())), 2 if ns_dtype == "bf16" else 4
     counted = ranks(2).run(moved, stage=stage, ns_dtype=ns_dtype)
     assert [calls for calls, _ in counted] == [1 if stage == 0 else 2] * 2
@@ -197,5 +197,5 @@ def refusal(process: Process) -> None:
         make_engine(process, layout=Layout(), optimizer=MUON, parts={"blocks.0.down.weight": part})
 
 
-def test_matrices_whose_parts_nobody_brings_together_are_refused(ranks):
+def test_matrices_with_separate_parts_are_refused(ranks):
     ranks(1).run(refusal)

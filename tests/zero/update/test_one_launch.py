@@ -36,7 +36,7 @@ def trained(process, *, on_device: bool, layout: Layout, **options) -> tuple[str
 
 @pytest.mark.parametrize("options", CHOICES.values(), ids=CHOICES)
 def test_one_update_of_all_segments_has_the_bits_of_one_for_each(ranks, options):
-    """Of buckets so large that a matrix and a norm are in one."""
+    """Buckets are so large that each has a matrix and a norm."""
     layout = Layout(stage=3, zero={"bucket_size": 10**6})
     apart = ranks(2).run(trained, on_device=False, layout=layout, **options)
     joined = ranks(2).run(trained, on_device=True, layout=layout, **options)

@@ -10,7 +10,7 @@ def matrix(name: str, *, cuts: tuple[int, ...], shape: tuple[int, int]) -> Matri
     return Matrix(name=name, shape=shape, held=held, planned=shape[0] * shape[1], cost=Muon().flops(shape))
 
 
-def test_flops_are_those_of_the_products():
+def test_flops_count_the_products():
     """Five times X X^T of [2, 3], its square, and the product with X, whichever side is longer."""
     assert Muon().flops((2, 3)) == Muon().flops((3, 2)) == 5 * 2 * (2 * 2 * 3 + 2 * 2 * 2 + 2 * 2 * 3)
 
@@ -33,7 +33,7 @@ def test_rounds_are_limited_and_hold_every_matrix_once():
     assert len(plan_rounds(matrices, num_ranks=2, limit=1)) == 5  # one matrix may be larger than the limit
 
 
-def test_what_one_rank_sends_is_what_the_other_expects():
+def test_sends_match_receives():
     (planned,) = plan_rounds([matrix(f"m{n}", cuts=(3 * n, 12), shape=(4, 5)) for n in range(4)], num_ranks=3)
     for rank in range(3):
         places = planned.places(rank)
