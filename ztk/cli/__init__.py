@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def main(session: "Session | None" = None) -> int:
     """Runs the command line in `sys.argv` and returns its exit code. session: holds the results afterwards. Defaults to a new one.
 
-    The imports lie behind the signals' handlers, so that Ctrl-C during them ends the command, too.
+    Imports follow the installation of the signal handlers, so that Ctrl-C during an import ends the command, too.
     """
     with noted_signals():
         try:

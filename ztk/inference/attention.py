@@ -62,7 +62,8 @@ def differing_tile(group: int, *, head_dim: int, kv_heads: int) -> int | None:
 @functools.cache
 @torch.inference_mode()
 def _lone_tile(group: int, head_dim: int, has_lone: bool, threads: int) -> int:
-    """has_lone: a call may have a single product. threads: torch's, by which a library may divide a product."""
+    """The smallest tile for a single query whose products have a full tile's bits. has_lone: a call may have only one product. threads: part
+    of the cache's key, because a library may divide products by threads."""
     tile, narrow = tile_of(group), -(-_LONE_ROWS // group)
     if narrow >= tile:
         return tile

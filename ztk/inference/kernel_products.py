@@ -1,4 +1,4 @@
-"""Products with a model's weights by ztk's kernels over rows, on the device that computes."""
+"""Computes products with a model's weights by ztk's row kernels, on the compute device."""
 
 import torch
 import torch.nn.functional as F

@@ -84,8 +84,8 @@ def shared_memory(
     drafts: DraftModel | None,
     ranks: Ranks | None,
 ) -> tuple[Cache, Scheduler]:
-    """The cache of all sequences, and the scheduler that gives them their slots. positions: tokens of a sequence at most. plan: of streamed
-    layers, which has counted the slabs at their longest. ranks: share the model, and all make the call.
+    """Returns the cache and the scheduler of all sequences. positions: most tokens per sequence. plan: of streamed
+    layers; it already counts the largest slabs. ranks: the ranks that share the model, which must all call this function.
 
     Raises:
         ValueError: there is not enough memory for one sequence.

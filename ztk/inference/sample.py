@@ -104,7 +104,7 @@ def selects(sampling: SamplingParams) -> bool:
 
 
 def noise_key(sampling: SamplingParams, *, sample: int, position: int) -> int:
-    """A signed number of 64 bits that decides the noise of one draw: of the seed, its key, the number of the answer and the position."""
+    """A signed 64-bit number that decides the noise of one draw, from the seed, its key, the answer's number and the position."""
     digest = hashlib.blake2b(
         repr((sampling.seed, sampling.draw_key, sample, position)).encode(), digest_size=8
     ).digest()

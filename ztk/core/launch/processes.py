@@ -218,7 +218,7 @@ def _let_save(processes: list[Started], *, received: list[int], seconds: float) 
 def _stop(processes: list[Started], *, received: list[int], grace_seconds: float, saves: bool) -> None:
     """Sends SIGTERM, then SIGKILL, to every child's process group unless all ended well. A second Ctrl-C skips the grace period.
 
-    saves: SIGTERM alone would make a child finish its step first, for which its peers may be gone.
+    saves: also sends SIGHUP, because a child would finish its step after SIGTERM, and its peers may have ended.
     """
     if all(process.poll() == 0 for process in processes):
         return

@@ -278,7 +278,7 @@ LOGIT_BIAS = Range(low=-1e9, high=1e9)
 
 
 def adapter_faults(adapters: Any, *, cache_dtype: str | None, streams: bool) -> Iterator[str]:
-    """One line with its fix per option that adapters by request exclude. adapters: by name. streams: whether layers are read in every pass."""
+    """One line with its fix per option that conflicts with adapters by request. adapters: by name. streams: every pass reads the layers."""
     if not adapters:
         return
     chosen = f"inference.adapters={{{', '.join(map(str, adapters))}}}"

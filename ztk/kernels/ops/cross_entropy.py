@@ -337,10 +337,10 @@ def cross_entropy(
 ) -> Tensor:
     """The negative log-likelihood of `target` under softmax(logits), in float32.
 
-    logits: [..., V]; target: [...] int64, positions equal to `ignore_index` count for nothing. Adds z_loss * lse^2 and
-    smooths the target distribution by `label_smoothing`. reduction: "mean" over the targets that count (0 when there are
-    none), "sum", or "none" for [...]. With `inplace` the logits are lost: where their gradient is needed it takes their
-    memory, and one backward may follow. Without a gradient, and in float16, the logits stay as they are.
+    logits: [..., V]; target: [...] int64, positions equal to `ignore_index` are ignored. Adds z_loss * lse^2 and
+    smooths the target distribution by `label_smoothing`. reduction: "mean" over the counted targets (0 without any),
+    "sum", or "none" for [...]. With `inplace`, a needed gradient overwrites the logits, and only one backward may
+    follow. Without a gradient, and in float16, the logits do not change.
     Raises ValueError for a target of another shape or dtype and for an unknown reduction.
     """
     if target.shape != logits.shape[:-1] or target.dtype != torch.int64:
