@@ -22,6 +22,7 @@ from ztk.inference import Generator, InferencePolicy, Packed, SamplingParams, pe
 from ztk.inference.packed import MANIFEST
 from ztk.nn.low_rank import Adapter
 from ztk.report.folder import PACKED
+from ztk.serve.calibration_text import calibration_tokens
 from ztk.serve.models import Opened, open_model
 from ztk.serve.packing import open_streamed, opened_unread
 from ztk.zero.offload import OffloadPolicy
@@ -71,7 +72,7 @@ def answering(config: Config) -> Iterator[Answering | None]:
         comm = process.mesh.comm("tp")
         stored = _shared_perplexity(config, opened=opened, comm=comm)
         options = {"draft": _draft(config), "adapters": _adapters(config)}
-        generator = Generator(opened.module, policy=_policy(config), comm=comm, **options)
+        generator = Generator(opened.module, policy=_calibrated(config, opened=opened), comm=comm, **options)
         if streams_layers(config):
             if config.offload.nvme_path is None:
                 with suppress(OSError):  # another rank's part still exists
@@ -100,11 +101,14 @@ def open_answering(config: Config) -> tuple[Opened, Generator]:
     path, ema = config.inference.model, bool(config.inference.ema)
     if not streams_layers(config):
         adapters, opened = _adapters(config), open_model(path, ema=ema)
-        return opened, Generator(opened.module, policy=_policy(config), draft=_draft(config), adapters=adapters)
+        policy = _calibrated(config, opened=opened)
+        return opened, Generator(opened.module, policy=policy, draft=_draft(config), adapters=adapters)
     to = _packed_folder(config)
     try:
-        opened = open_streamed(path, weights=_format(config), to=to, ema=ema, on_packed=_say_packed)
-        generator = Generator(opened.module, policy=_policy(config), draft=_draft(config))
+        options = {"calibration": config.inference.calibration, "on_packed": _say_packed}
+        opened = open_streamed(path, weights=_format(config), to=to, ema=ema, **options)
+        policy = _policy(config) if isinstance(opened.module, Packed) else _calibrated(config, opened=opened)
+        generator = Generator(opened.module, policy=policy, draft=_draft(config))
     finally:
         if config.offload.nvme_path is None:
             shutil.rmtree(to, ignore_errors=True)
@@ -234,6 +238,14 @@ def _format(config: Config) -> str:
     weights = config.inference.weights
     assert weights is not None, "each of the tasks sets it"
     return weights.value
+
+
+def _calibrated(config: Config, *, opened: Opened) -> InferencePolicy:
+    """Returns the policy with the tokens of `inference.calibration`."""
+    path = config.inference.calibration
+    if path is None:
+        return _policy(config)
+    return replace(_policy(config), calibration=calibration_tokens(path, tokenizer=opened.tokenizer))
 
 
 def _policy(config: Config) -> InferencePolicy:

@@ -13,7 +13,14 @@ from ztk.config.keys import read, written
 from ztk.config.machine import Machine
 from ztk.config.topology import DEGREES
 from ztk.core.policies.config import Config
-from ztk.core.policies.inference import ONLY_NVME, CacheKind, WeightFormat, adapter_faults, cache_faults
+from ztk.core.policies.inference import (
+    ONLY_NVME,
+    CacheKind,
+    WeightFormat,
+    adapter_faults,
+    cache_faults,
+    calibration_faults,
+)
 from ztk.core.policies.runs import ANSWERING, DRAWING, as_paths, by_training, device_of, streams_layers
 from ztk.core.policies.tier import Tier
 from ztk.core.policies.train import DeviceName
@@ -55,6 +62,7 @@ def answering_faults(config: Config, *, given: frozenset[str], machine: Machine)
     yield from _offload_faults(config, given=given, task=task)
     yield from _own_module_faults(config)
     yield from _adapter_faults(config)
+    yield from _calibration_faults(config)
     yield from _file_faults(config, task=task)
     if config.task.name in DRAWING:
         yield from _held_out_faults(config)
@@ -137,6 +145,20 @@ def _adapter_faults(config: Config) -> Iterator[str]:
     yield from adapter_faults(
         chosen, cache_dtype=None if cache_dtype is None else cache_dtype.value, streams=streams_layers(config)
     )
+
+
+def _calibration_faults(config: Config) -> Iterator[str]:
+    path, weights = config.inference.calibration, config.inference.weights
+    if path is None:
+        return
+    if not Path(path).expanduser().is_file():
+        yield f"inference.calibration={path}: is no file; name a text, jsonl or parquet file, or leave it out"
+    yield from calibration_faults(None if weights is None else weights.value, adapters=config.inference.adapters)
+    if _is_packed(config):
+        yield (
+            f"inference.calibration={path} with inference.model={config.inference.model}, whose packed weights are final: pack the model "
+            "with python -m ztk.serve pack --calibration FILE, or leave it out"
+        )
 
 
 def _is_packed(config: Config) -> bool:

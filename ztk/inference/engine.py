@@ -300,7 +300,7 @@ class Generator:
             with opening(self._ranks):  # the first rank alone has requests
                 self._check_idle()
             with opening(self._ranks):
-                options = {"ranks": self._ranks, "adapters": self._adapters}
+                options = {"ranks": self._ranks, "adapters": self._adapters, "calibration": self.policy.calibration}
                 self._model = reopened(engine, model=self._model, subject=self._subject, **options)
             settle_products(self._model, exact=self._lone)
             find_scales(self._model, cache=self._cache)

@@ -7,7 +7,8 @@ from torch import Tensor
 from ztk.inference.placement import Placement
 from ztk.inference.products import Affine, Product, in_groups
 from ztk.kernels import linear_rows, quantise_weight
-from ztk.kernels.shared.weight_formats import BLOCK, GROUP
+from ztk.kernels.shared.fitting import GROUP
+from ztk.kernels.shared.weight_formats import BLOCK
 
 
 class RowsProduct(Product):
@@ -19,7 +20,8 @@ class RowsProduct(Product):
             self.weight, self.scales = affine.weight.to(placement.device, placement.dtype).contiguous(), None
         else:
             full, own, self.front = in_groups(affine, group=BLOCK if form == "int4" else 1)
-            weight, scales = quantise_weight(full.to(placement.device, torch.float32), kind=form)
+            full = full.to(placement.device, torch.float32)
+            weight, scales = quantise_weight(full, kind=form, moments=affine.moments)
             assert scales is not None, "formats of 8 and 4 bits have them"
             each = weight.shape[1] / full.shape[1]  # bytes of an input
             self.weight = weight[:, int(own.start * each) : int(own.stop * each)].contiguous()

@@ -2,7 +2,7 @@
 
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -10,10 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ztk.core.policies.inference import adapter_faults
+from ztk.core.policies.inference import adapter_faults, calibration_faults
 from ztk.core.policies.offload import OffloadPolicy
 from ztk.core.runtime.host_memory import return_freed_memory
 from ztk.inference.adapters import Adapters, Merged, adapted_layers
+from ztk.inference.calibration import Calibration
 from ztk.inference.cut import Cut
 from ztk.inference.describe import FAMILIES, Description, Subject, describe
 from ztk.inference.layer_file import LayerFile
@@ -133,20 +134,14 @@ def from_module(
         module, state = model.module, _gathered(model)
     is_checked, own = isinstance(model, nn.Module) and not isinstance(model, Decoder), is_own_family(module)
     placement = placement_of(policy, module=module)
-    if not own and placement.has_blocks and ranks is not None:
-        kind = getattr(module.config, "model_type", "")
-        raise ValueError(
-            f"model_type={kind}: topology.tensor above 1 with a cache of blocks is for {', '.join(sorted(FAMILIES))}; leave it out"
-        )
     streams = policy.offload is not None and not placement.has_blocks
-    for fault in adapter_faults(adapters, cache_dtype=policy.cache_dtype, streams=streams):
+    faults = list(adapter_faults(adapters, cache_dtype=policy.cache_dtype, streams=streams))
+    if policy.calibration:
+        faults += calibration_faults(policy.weights, adapters=adapters)
+    if not own:
+        faults += _own_module_faults(module, policy=policy, placement=placement, ranks=ranks, adapters=adapters)
+    for fault in faults:
         raise ValueError(fault)
-    if adapters and not own:
-        kind = getattr(module.config, "model_type", "")
-        raise ValueError(
-            f"inference.adapters={{{', '.join(adapters)}}} with model_type={kind}: adapters by request are for {', '.join(sorted(FAMILIES))}; "
-            "merge the adapter into its base"
-        )
     subject = describe(module) if own else None
     plain = Placement()
     # In fp32, where a difference means that the engine misread the model, not that weights were rounded.
@@ -155,7 +150,8 @@ def from_module(
         first = _built(module, subject=subject, state=state, placement=plain, ranks=None if own else ranks)
         check_module(first, module=module, eager=not own)
     if policy.offload is None or placement.has_blocks:
-        built = _built(module, subject=subject, state=state, placement=placement, ranks=ranks, adapters=adapters)
+        options = {"ranks": ranks, "adapters": adapters, "calibration": policy.calibration}
+        built = _built(module, subject=subject, state=state, placement=placement, **options)
         opened = Opened(model=built, subject=subject or Subject(description=built.description, tables=[]))
     elif subject is not None:
         opened = _from_state(
@@ -170,6 +166,27 @@ def from_module(
     return opened
 
 
+def _own_module_faults(
+    module: nn.Module,
+    *,
+    policy: InferencePolicy,
+    placement: Placement,
+    ranks: Ranks | None,
+    adapters: Mapping[str, Adapter] | None,
+) -> Iterator[str]:
+    """One line with its fix per option that a model outside of the engine's families excludes."""
+    kind, families = getattr(module.config, "model_type", ""), ", ".join(sorted(FAMILIES))
+    if placement.has_blocks and ranks is not None:
+        yield f"model_type={kind}: topology.tensor above 1 with a cache of blocks is for {families}; leave it out"
+    if adapters:
+        yield (
+            f"inference.adapters={{{', '.join(adapters)}}} with model_type={kind}: adapters by request are for {families}; "
+            "merge the adapter into its base"
+        )
+    if policy.calibration:
+        yield f"inference.calibration with model_type={kind}, which runs its own modules: it is for {families}; leave it out"
+
+
 def reopened(
     engine: TrainingEngine,
     *,
@@ -177,10 +194,11 @@ def reopened(
     subject: Subject,
     ranks: Ranks | None,
     adapters: Mapping[str, Adapter],
+    calibration: Sequence[int],
 ) -> InferenceModel | ModuleModel:
     """The same `model` with the weights that a training engine has now. A collective call."""
     own, state = subject if is_own_family(engine.module) else None, _gathered(engine)
-    options = {"placement": model.placement, "ranks": ranks, "adapters": adapters}
+    options = {"placement": model.placement, "ranks": ranks, "adapters": adapters, "calibration": calibration}
     return _built(engine.module, subject=own, state=state, **options)
 
 
@@ -229,12 +247,16 @@ def _built(
     placement: Placement,
     ranks: Ranks | None,
     adapters: Mapping[str, Adapter] | None = None,
+    calibration: Sequence[int] = (),
 ) -> InferenceModel | ModuleModel:
-    """The model over a state in memory, or this rank's part of it. subject: None, where the model runs its own modules."""
+    """The model over a state in memory, or this rank's part of it. subject: None, where the model runs its own modules. calibration: tokens."""
     if subject is None:
         return ModuleModel(module, state=state, placement=placement, ranks=ranks)
-    cut = _cut(subject, ranks=ranks)
-    weights = collect(state, description=subject.description, placement=placement, cut=cut)
+    cut, inputs = (
+        _cut(subject, ranks=ranks),
+        Calibration(calibration, subject=subject, state=state) if calibration else None,
+    )
+    weights = collect(state, description=subject.description, placement=placement, cut=cut, inputs=inputs)
     layers = {}
     for name, adapter in (adapters or {}).items():
         try:
@@ -281,6 +303,11 @@ def from_packed(
             f"{packed.path}: packed weights are in the processor's own layout, over slabs; open the model that was packed, or use "
             "launch.device=cpu and no inference.cache"
         )
+    if policy.calibration:
+        raise ValueError(
+            f"inference.calibration with {packed.path}, whose packed weights are final: pack the model with python -m ztk.serve pack "
+            "--calibration FILE, or name the model that was packed"
+        )
     if policy.weights != packed.weights:
         raise ValueError(
             f"inference.weights={policy.weights}: {packed.path} was packed with weights={packed.weights}; use that, or pack "
@@ -308,7 +335,8 @@ def _from_state(
     assert offload.nvme_path is not None, "the policy has a folder"
     folder = Path(offload.nvme_path) / f"packed-{uuid.uuid4().hex}"
     try:
-        packed = pack(folder, subject=subject, state=state, weights=policy.weights, cut=_cut(subject, ranks=ranks))
+        options = {"weights": policy.weights, "cut": _cut(subject, ranks=ranks), "calibration": policy.calibration}
+        packed = pack(folder, subject=subject, state=state, **options)
         return _streamed(packed, policy=policy, offload=offload, ranks=ranks, drafting=drafting)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ztk.core.policies.offload import PAGE_BYTES
+from ztk.inference.calibration import Calibration
 from ztk.inference.cut import Cut
 from ztk.inference.describe import Description, Subject
 from ztk.inference.layer_file import LAYERS, LayerFile, LayerWriter
@@ -161,6 +162,7 @@ def pack(
     state: Mapping[str, Tensor],
     weights: str,
     cut: Cut | None = None,
+    calibration: Sequence[int] = (),
     key: str = "",
     extra: dict[str, Any] | None = None,
     extra_files: Sequence[tuple[Path, str]] = (),
@@ -168,8 +170,8 @@ def pack(
     """Writes a model's weights in the format `weights` into the new `folder`. `state`, parameters of any shape, is read
     one layer at a time.
 
-    cut: a tensor-parallel rank's part, to write only that. key, extra: stored in the manifest. extra_files: files and folders to copy
-    into the folder, each with its new name.
+    cut: a tensor-parallel rank's part, to write only that. calibration: tokens, as in `InferencePolicy`. key, extra: stored in the manifest.
+    extra_files: files and folders to copy into the folder, each with its new name.
 
     Raises:
         FolderTaken: the folder exists and has something in it.
@@ -187,7 +189,9 @@ def pack(
     partial = target.with_name(f"{target.name}.partial-{uuid.uuid4().hex[:8]}")
     partial.mkdir()
     try:
-        reader = WeightReader(state, description=subject.description, placement=Placement(kind=weights), cut=cut)
+        options = {"description": subject.description, "placement": Placement(kind=weights), "cut": cut}
+        inputs = Calibration(calibration, subject=subject, state=state) if calibration else None
+        reader = WeightReader(state, inputs=inputs, **options)
         manifest = _write(partial, subject=subject, reader=reader)
         manifest |= {"weights": weights, "key": key, "extra": extra or {}}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")

@@ -14,6 +14,7 @@ from ztk.core.policies.inference import (
     ONLY_NVME,
     RANGES,
     SAMPLING_RANGES,
+    calibration_faults,
 )
 from ztk.core.policies.offload import OffloadPolicy
 from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, range_faults, refuse
@@ -35,6 +36,8 @@ class InferencePolicy:
     draft_tokens: draft tokens per step of the generator's draft model, if the look-up finds nothing; 0 disables it.
     weights: stored (fp32), int8 or int4; see [Note: Quantised weights] in ztk/inference/quantised.py. Over blocks: stored (the dtype of the
         module's parameters on a GPU), bf16 (on a GPU), int8, int4 or fp8 (e4m3 with a scale per output), see `ztk.kernels.shared`.
+    calibration: with int4, tokens of a text. Weights are chosen for small errors of each layer's outputs on it, see
+        [Note: Compensated errors] in ztk/kernels/shared/fitting.py, instead of small errors of the weights.
     offload: layers that do not fit into memory are read from a packed folder in every pass, bypassing the page cache. Its key `parameters`
         must be nvme; `nvme_path`, `block_bytes`, `threads` and `direct_io` also apply. Other models are first packed into
         `nvme_path`, and the copy is deleted with the generator. With `cache="blocks"` layers stay in memory, and the blocks of preempted
@@ -60,6 +63,7 @@ class InferencePolicy:
     lookup_tokens: int = 0
     draft_tokens: int = 0
     weights: str = "stored"
+    calibration: tuple[int, ...] = ()
     offload: OffloadPolicy | None = None
     memory_bytes: int | None = None
     device: str | None = None
@@ -76,6 +80,9 @@ class InferencePolicy:
                     f"inference.{name}={getattr(self, name)}: must be {', '.join(names[:-1])} or {names[-1]}"
                 )
         refuse(range_faults(self, section="inference", ranges=RANGES))
+        if self.calibration:
+            for fault in calibration_faults(self.weights, adapters=None):
+                raise ValueError(fault)
         if self.memory_bytes is not None and self.offload is None:
             raise ValueError(
                 f"inference.memory_bytes={self.memory_bytes} has no effect where nothing is streamed: add offload=nvme, or leave it out"

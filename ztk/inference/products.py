@@ -28,12 +28,14 @@ class Affine:
 
     full: [out, inputs of all ranks], of which `weight` holds the columns from `start` on. Quantised formats are computed from it, so that
     all ranks use the weights of a single rank.
+    moments: float64 [in, in], the sum of x x^T over inputs x of all ranks; int4 weights then minimise the error of the outputs.
     """
 
     weight: Tensor
     bias: Tensor | None = None
     full: Tensor | None = None
     start: int = 0
+    moments: Tensor | None = None
 
 
 def in_groups(affine: Affine, *, group: int) -> tuple[Tensor, range, int]:
@@ -102,3 +104,16 @@ class Product:
         if _by_onednn is not None:
             return _by_onednn(x, self._weight, self._bias, "none", [], "")
         return linear(x, weight=self._weight, bias=self._bias)
+
+
+class Recorded(Product):
+    """A product that adds up the second moments of its inputs, float64 [in, in]: the sum of x x^T over all rows x."""
+
+    def __init__(self, affine: Affine) -> None:
+        super().__init__(affine)
+        self.moments = torch.zeros(self.shape[1], self.shape[1], dtype=torch.float64)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        wide = x.double()
+        self.moments.addmm_(wide.t(), wide)
+        return super().__call__(x, residual)

@@ -2,7 +2,7 @@
 
 [Note: Quantised weights]
 int8: one scale per output channel, w = s q with q in [-127, 127]. int4: groups of 32 inputs, w = s (q - 8) + z with q in [0, 15], 5 bits
-per weight with s and z, which [Note: Fitting int4] in ztk/kernels/shared/weight_formats.py chooses. Scales and zeros are bf16, and a weight is
+per weight with s and z, which [Note: Fitting int4] in ztk/kernels/shared/fitting.py chooses. Scales and zeros are bf16, and a weight is
 rounded with the scale as it is stored, so the scale's rounding adds nothing: |w - stored| <= s / 2 for int8.
 
 If ranks share the inputs of a layer, scales are computed over all inputs, and groups begin at one rank's groups, so they compute with the
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ztk.inference.products import Affine, Product, in_groups
-from ztk.kernels.shared.weight_formats import GROUP, fit_int4
+from ztk.kernels.shared.fitting import GROUP, fit_weight
 
 _COLUMNS = 64  # int8: the product reads inputs in vectors
 _OUTPUTS = 16  # int4: outputs are packed by so many
@@ -36,9 +36,10 @@ def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return steps.to(torch.int8), scale
 
 
-def quantise_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight fp32 [out, in], in a multiple of 32 -> int32 [out, in] of 0 to 15, and scale and zero bf16 [in / 32, out, 2]."""
-    steps, scales = fit_int4(weight.unflatten(1, (-1, GROUP)))
+def quantise_int4(weight: Tensor, *, moments: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """weight fp32 [out, in], in a multiple of 32 -> int32 [out, in] of 0 to 15, and scale and zero bf16 [in / 32, out, 2]. moments: of the
+    inputs, as in `fit_weight`."""
+    steps, scales = fit_weight(weight, moments=moments)
     return steps.flatten(1).to(torch.int32), scales.transpose(0, 1).contiguous()
 
 
@@ -74,7 +75,7 @@ class Int4Product(Product):
         more = -out % _OUTPUTS
         full, own, self.front = in_groups(affine, group=GROUP)
         self._extra = len(own) - self.front - columns
-        steps, scales = quantise_int4(F.pad(full, (0, 0, 0, more)))
+        steps, scales = quantise_int4(F.pad(full, (0, 0, 0, more)), moments=affine.moments)
         steps, self._scales = steps[:, own.start : own.stop], scales[own.start // GROUP : own.stop // GROUP].clone()
         self._steps = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps.contiguous(), 1)
         self.nbytes = self._steps.nbytes + self._scales.nbytes

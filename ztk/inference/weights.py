@@ -8,6 +8,7 @@ the vectorised code than the others, so that an element's bits would depend on t
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import repeat
 from typing import Protocol
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from ztk.inference.cut import Cut
 from ztk.inference.describe import Description
+from ztk.inference.family_names import NAMES
 from ztk.inference.kernel_products import RowsProduct
 from ztk.inference.placement import Placement
-from ztk.inference.products import Affine, Product
+from ztk.inference.products import Affine, Product, Recorded
 from ztk.inference.quantised import FORMATS
 
 _INNER = 64
@@ -66,6 +68,9 @@ class Layer:
     shared_gate: Product | None = None
 
 
+Inputs = Callable[[int], Layer]  # from the number of a layer to it, with products that have recorded their inputs
+
+
 class Layers(Protocol):
     """The layers of a model, one after the other. held: layers in memory now, at least one; streamed ones are built alike."""
 
@@ -111,162 +116,21 @@ def products_in(item: object) -> Iterator[Product]:
             yield from products_in(getattr(item, own.name))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Names:
-    """Where a family has its parts. top: embedding, norm, head. block: `{}` is the layer's number. An empty name: the family has none."""
-
-    embedding: str
-    norm: str
-    head: str
-    block: str
-    query: str
-    key: str
-    value: str
-    out: str
-    gate: str
-    up: str
-    down: str
-    before_attention: str = ""
-    after_attention: str = ""
-    before_mlp: str = ""
-    after_mlp: str = ""
-    positions: str = ""
-    embedding_norm: str = ""
-    fused: str = ""  # query, key and value in one: "rows" one after the other, "heads" per head, "columns" as Conv1D
-    shared: str = "shared_expert"  # of a sparse MLP, and its linear layers
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-
-
-_NATIVE = _Names(
-    embedding="embedding",
-    norm="norm",
-    head="head",
-    block="blocks.{}.",
-    query="attention.query",
-    key="attention.key",
-    value="attention.value",
-    out="attention.out",
-    gate="mlp.gate",
-    up="mlp.up",
-    down="mlp.down",
-    before_attention="attention_norm",
-    before_mlp="mlp_norm",
-    shared="shared",
-    parts=("gate", "up", "down"),
-)
-_LLAMA = {
-    "embedding": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "block": "model.layers.{}.",
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
-    "out": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
-_BEFORE = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
-_AFTER = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
-_BOTH = {**_AFTER, "before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm"}
-_PLAIN_MLP = {"gate": "", "up": "mlp.fc1", "down": "mlp.fc2"}
-_FUSED_HEADS = {
-    "key": "",
-    "value": "",
-    "gate": "",
-    "up": "mlp.dense_h_to_4h",
-    "down": "mlp.dense_4h_to_h",
-    "before_attention": "input_layernorm",
-    "before_mlp": "post_attention_layernorm",
-    "fused": "heads",
-}
-_NAMES = {
-    "native": _NATIVE,
-    **{
-        kind: _Names(**_LLAMA, **_BEFORE)
-        for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen2_moe", "qwen3_moe")
-    },
-    "gemma2": _Names(**_LLAMA, **_BOTH),
-    "gemma3_text": _Names(**_LLAMA, **_BOTH),
-    "olmo2": _Names(**_LLAMA, **_AFTER),
-    "phi3": _Names(
-        **_LLAMA | {"query": "self_attn.qkv_proj", "key": "", "value": "", "gate": "mlp.gate_up_proj", "up": ""},
-        **_BEFORE,
-        fused="rows",
-    ),
-    "phi": _Names(
-        **_LLAMA | _PLAIN_MLP | {"out": "self_attn.dense", "norm": "model.final_layernorm"},
-        before_attention="input_layernorm",
-    ),
-    "gpt2": _Names(
-        embedding="transformer.wte",
-        positions="transformer.wpe",
-        norm="transformer.ln_f",
-        head="lm_head",
-        block="transformer.h.{}.",
-        query="attn.c_attn",
-        key="",
-        value="",
-        out="attn.c_proj",
-        gate="",
-        up="mlp.c_fc",
-        down="mlp.c_proj",
-        before_attention="ln_1",
-        before_mlp="ln_2",
-        fused="columns",
-    ),
-    "opt": _Names(
-        **_LLAMA
-        | {
-            "embedding": "model.decoder.embed_tokens",
-            "norm": "model.decoder.final_layer_norm",
-            "block": "model.decoder.layers.{}.",
-            "out": "self_attn.out_proj",
-            "gate": "",
-            "up": "fc1",
-            "down": "fc2",
-        },
-        positions="model.decoder.embed_positions",
-        before_attention="self_attn_layer_norm",
-        before_mlp="final_layer_norm",
-    ),
-    "bloom": _Names(
-        embedding="transformer.word_embeddings",
-        embedding_norm="transformer.word_embeddings_layernorm",
-        norm="transformer.ln_f",
-        head="lm_head",
-        block="transformer.h.{}.",
-        query="self_attention.query_key_value",
-        out="self_attention.dense",
-        **_FUSED_HEADS,
-    ),
-    "gpt_neox": _Names(
-        embedding="gpt_neox.embed_in",
-        norm="gpt_neox.final_layer_norm",
-        head="lm_head",
-        block="gpt_neox.layers.{}.",
-        query="attention.query_key_value",
-        out="attention.dense",
-        **_FUSED_HEADS,
-    ),
-}
-
-
 def collect(
     state: Mapping[str, Tensor],
     *,
     description: Description,
     placement: Placement | None = None,
     cut: Cut | None = None,
+    inputs: Inputs | None = None,
 ) -> Weights:
     """Makes the engine's weights, layer by layer, from a model's parameters by name, in their full shapes and any dtype. placement: fp32 on the
-    CPU by default. cut: the part of a tensor-parallel rank.
+    CPU by default. cut: the part of a tensor-parallel rank. inputs: as in `WeightReader`.
 
     Raises:
         ValueError: `state` lacks a parameter, or one is not finite.
     """
-    reader = WeightReader(state, description=description, placement=placement or Placement(), cut=cut)
+    reader = WeightReader(state, description=description, placement=placement or Placement(), cut=cut, inputs=inputs)
     weights = reader.rest()
     weights.layers = ResidentLayers(reader.layer(number) for number in range(description.layers))
     return weights
@@ -297,16 +161,26 @@ def _joined(parts: list[Affine]) -> Affine:
 class WeightReader:
     """Builds the parts of the weights one at a time, and reads only the parameters of that part from `state`, which have any shape.
 
+    products: by default the placement's. inputs: called for each layer in order, whose weights are quantised for the inputs that it has
+    recorded.
+
     Raises:
         ValueError: as `collect`.
     """
 
     def __init__(
-        self, state: Mapping[str, Tensor], *, description: Description, placement: Placement, cut: Cut | None = None
+        self,
+        state: Mapping[str, Tensor],
+        *,
+        description: Description,
+        placement: Placement,
+        cut: Cut | None = None,
+        products: Products | None = None,
+        inputs: Inputs | None = None,
     ) -> None:
-        self._state, self._of, self._names = state, description, _NAMES[description.family]
-        self._cut, self._placement = cut or Cut(), placement
-        self._product, self._head_product, self._plain_product = products_of(placement)
+        self._state, self._of, self._names = state, description, NAMES[description.family]
+        self._cut, self._placement, self._inputs = cut or Cut(), placement, inputs
+        self._layer_product, self._head_product, self._plain_product = products or products_of(placement)
 
     def rest(self) -> Weights:
         """Everything but the layers."""
@@ -324,42 +198,43 @@ class WeightReader:
     def layer(self, number: int) -> Layer:
         """One block."""
         names, of = self._names, self._of
-        block = names.block.format(number)
+        block, recorded = names.block.format(number), None if self._inputs is None else self._inputs(number)
         norms = {
             kind: self._norm(block + getattr(names, kind))
             for kind in ("before_attention", "after_attention", "before_mlp", "after_mlp")
             if getattr(names, kind)
         }
-        layer = Layer(qkv=self.qkv(number), out=self.out(number), **norms)
+        qkv = self.qkv(number, recorded=None if recorded is None else recorded.qkv)
+        layer = Layer(qkv=qkv, out=self.out(number, recorded=None if recorded is None else recorded.out), **norms)
         if of.qk_norm != "none":
             layer.query_norm, layer.key_norm = (self._norm(f"{block}self_attn.{part}_norm") for part in "qk")
         if self._is_sparse(number):
-            self._add_experts(layer, block=f"{block}mlp.")
-        layer.mlp = self.mlp(number)
+            self._add_experts(layer, block=f"{block}mlp.", recorded=recorded)
+        layer.mlp = self.mlp(number, recorded=None if recorded is None else recorded.mlp)
         return layer
 
-    def qkv(self, number: int) -> Product:
+    def qkv(self, number: int, *, recorded: Product | None = None) -> Product:
         """The projections of queries, keys and values of a block."""
         of, (query, key, value) = self._of, self._projections(self._names.block.format(number))
         query = self._cut.query(query, description=of)
         key, value = (self._cut.key(part, description=of) for part in (key, value))
-        return self._product(_joined([query, key, value]))
+        return self._product(_joined([query, key, value]), recorded=recorded)
 
-    def out(self, number: int) -> Product:
+    def out(self, number: int, *, recorded: Product | None = None) -> Product:
         """The output projection of a block's attention."""
         out = self._matrix(self._names.block.format(number) + self._names.out)
-        return self._product(self._cut.out(out, description=self._of))
+        return self._product(self._cut.out(out, description=self._of), recorded=recorded)
 
-    def mlp(self, number: int) -> Mlp | None:
+    def mlp(self, number: int, *, recorded: Mlp | None = None) -> Mlp | None:
         """The MLP of a block, or the shared expert next to its experts; None where there is neither."""
         block, names = self._names.block.format(number), self._names
         if not self._is_sparse(number):
-            return self._mlp(block)
+            return self._mlp(block, recorded=recorded)
         shared = f"{block}mlp.{names.shared}."
         if f"{shared}{names.parts[1]}.weight" not in self._state:
             return None
         gate, up, down = (self._affine(shared + part) for part in names.parts)
-        return self._padded(gate=gate, up=up, down=down)
+        return self._padded(gate=gate, up=up, down=down, recorded=recorded)
 
     def places(self, number: int) -> dict[str, tuple[str, ...]]:
         """The weights of a block's projections by name, with the products that each is in: qkv, out, gate, up, down."""
@@ -394,19 +269,29 @@ class WeightReader:
         query, key, value = (Affine(weight=w, bias=b) for w, b in zip(weights, biases, strict=True))
         return query, key, value
 
-    def _mlp(self, block: str) -> Mlp:
+    def _product(self, affine: Affine, *, recorded: Product | None) -> Product:
+        """recorded: the product of full precision that has seen the inputs."""
+        if isinstance(recorded, Recorded):
+            affine = replace(affine, moments=recorded.moments)
+        return self._layer_product(affine)
+
+    def _mlp(self, block: str, *, recorded: Mlp | None) -> Mlp:
         names = self._names
         down = self._matrix(block + names.down)
         if names.gate and not names.up:  # both in one
             gate, up = (Affine(weight=part) for part in self._tensor(f"{block}{names.gate}.weight").chunk(2))
-            return self._padded(gate=gate, up=up, down=down)
+            return self._padded(gate=gate, up=up, down=down, recorded=recorded)
         gate = self._affine(block + names.gate) if names.gate else None
-        return self._padded(gate=gate, up=self._matrix(block + names.up), down=down)
+        return self._padded(gate=gate, up=self._matrix(block + names.up), down=down, recorded=recorded)
 
-    def _add_experts(self, layer: Layer, *, block: str) -> None:
+    def _add_experts(self, layer: Layer, *, block: str, recorded: Layer | None) -> None:
         experts = self._native_experts if self._of.family == "native" else self._pretrained_experts
         layer.router, triples = experts(block)
-        layer.experts = [self._padded(gate=gate, up=up, down=down) for gate, up, down in triples]
+        found = recorded.experts if recorded is not None and isinstance(recorded.experts, list) else repeat(None)
+        layer.experts = [
+            self._padded(gate=gate, up=up, down=down, recorded=one)
+            for (gate, up, down), one in zip(triples, found, strict=False)
+        ]
         if self._placement.has_blocks:
             layer.experts = _stacked(layer.experts)
         if f"{block}shared_expert_gate.weight" in self._state:
@@ -427,7 +312,7 @@ class WeightReader:
         )
         return self._plain_product(self._affine(f"{block}gate")), each
 
-    def _padded(self, *, up: Affine, down: Affine, gate: Affine | None) -> Mlp:
+    def _padded(self, *, up: Affine, down: Affine, gate: Affine | None, recorded: Mlp | None) -> Mlp:
         gate, up, down = self._cut.inner(gate=gate, up=up, down=down)
         extra = -up.weight.shape[0] % _INNER
 
@@ -438,10 +323,11 @@ class WeightReader:
             return Affine(weight=F.pad(part.weight, (0, 0, 0, extra)), bias=bias)
 
         columns = F.pad(down.weight, (0, extra)) if extra else down.weight
+        seen = (None, None) if recorded is None else (recorded.up, recorded.down)
         return Mlp(
-            up=self._product(rows(up)),
-            down=self._product(replace(down, weight=columns)),
-            gate=None if gate is None else self._product(rows(gate)),
+            up=self._product(rows(up), recorded=seen[0]),
+            down=self._product(replace(down, weight=columns), recorded=seen[1]),
+            gate=None if gate is None else self._product(rows(gate), recorded=seen[0]),
         )
 
     def _norm(self, name: str) -> Affine:

@@ -1,4 +1,4 @@
-"""python -m ztk.serve pack FOLDER OUT [--weights int4]: packs a model once, for runs with offload=nvme."""
+"""python -m ztk.serve pack FOLDER OUT [--weights int4 [--calibration TEXT]]: packs a model once, for runs with offload=nvme."""
 
 import argparse
 import sys
@@ -18,9 +18,11 @@ def main(arguments: list[str] | None = None) -> int:
     packing.add_argument("out", help="a new folder, on the disk from which layers are read")
     packing.add_argument("--weights", choices=WEIGHTS, default="stored", help="the format (default: stored, fp32)")
     packing.add_argument("--ema", action="store_true", help="the moving average of the weights")
+    packing.add_argument("--calibration", help="with int4, a text, jsonl or parquet file that chooses the weights")
     given = parser.parse_args(arguments)
     try:
-        packed = pack_model(given.folder, to=given.out, weights=given.weights, ema=given.ema)
+        options = {"weights": given.weights, "ema": given.ema, "calibration": given.calibration}
+        packed = pack_model(given.folder, to=given.out, **options)
     except (ValueError, CheckpointError) as error:
         print(f"ztk: {error}", file=sys.stderr)
         return 2

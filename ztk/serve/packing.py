@@ -16,6 +16,7 @@ from ztk.checkpoint.export import Weights
 from ztk.checkpoint.gguf.reading import model_folder
 from ztk.config import Config
 from ztk.config import load as load_config
+from ztk.core.policies.inference import calibration_faults
 from ztk.hf.causal import build_causal, empty_causal, read_config
 from ztk.hf.values import FolderValues
 from ztk.inference import UnreadModel
@@ -26,6 +27,7 @@ from ztk.inference.packed import MANIFEST, VERSION, FolderTaken, Packed, open_pa
 from ztk.inference.placement import Placement
 from ztk.inference.probe import check_module
 from ztk.inference.weights import collect
+from ztk.serve.calibration_text import calibration_tokens
 from ztk.serve.models import Opened, open_model, open_packed_model, recorded_run, with_tokenizer
 from ztk.serve.trained import empty_decoder, trained_model
 
@@ -65,8 +67,8 @@ class Parameters(Mapping):
         return len(self._names)
 
 
-def pack_model(path: str, *, to: str, weights: str, ema: bool = False) -> Packed:
-    """Packs the model in `path` into the new folder `to`, with its tokenizer.
+def pack_model(path: str, *, to: str, weights: str, ema: bool = False, calibration: str | None = None) -> Packed:
+    """Packs the model in `path` into the new folder `to`, with its tokenizer. calibration: a file, as in `calibration_tokens`, for int4.
 
     Keeps one layer in memory, in addition to embedding and head.
 
@@ -84,22 +86,32 @@ def pack_model(path: str, *, to: str, weights: str, ema: bool = False) -> Packed
                 f"inference.model={path} offload=nvme"
             )
         subject = describe(source.module)
-        extra = {"name": source.name}
-        key = _key(folder, weights=weights, ema=ema)
-        return pack(
-            to, subject=subject, state=source.state, weights=weights, key=key, extra=extra, extra_files=source.text
-        )
+        key = _key(folder, weights=weights, ema=ema, calibration=calibration)
+        options = {"weights": weights, "key": key, "extra": {"name": source.name}, "extra_files": source.text}
+        if calibration is not None:
+            for fault in calibration_faults(weights, adapters=None):
+                raise ValueError(fault)
+            tokenizer = with_tokenizer(folder, module=source.module).tokenizer
+            options["calibration"] = calibration_tokens(calibration, tokenizer=tokenizer)
+        return pack(to, subject=subject, state=source.state, **options)
     finally:
         source.close()
 
 
 def open_streamed(
-    path: str, *, weights: str, to: str, ema: bool = False, on_packed: Callable[[Packed], None] | None = None
+    path: str,
+    *,
+    weights: str,
+    to: str,
+    ema: bool = False,
+    calibration: str | None = None,
+    on_packed: Callable[[Packed], None] | None = None,
 ) -> Opened:
     """Opens the model in `path` with packed weights: itself if it is packed, an earlier pack below the folder `to`, or a new one.
 
     The generator packs models that run their own modules: it reads a folder one parameter at a time, and a run in full.
 
+    calibration: as in `pack_model`; has no effect on packed weights and on models that run their own modules, which the caller refuses.
     on_packed: called after new weights were packed.
 
     Raises:
@@ -113,11 +125,11 @@ def open_streamed(
             return open_model(path, ema=ema)
         source = _source(folder, ema=ema)
         return with_tokenizer(folder, module=UnreadModel(module=source.module, state=source.state))
-    key = _key(folder, weights=weights, ema=ema)
+    key = _key(folder, weights=weights, ema=ema, calibration=calibration)
     target = Path(to) / f"packed-{key[:16]}"
     if not (target / MANIFEST).is_file():
         try:
-            packed = pack_model(path, to=str(target), weights=weights, ema=ema)
+            packed = pack_model(path, to=str(target), weights=weights, ema=ema, calibration=calibration)
         except FolderTaken:
             pass  # another process has packed the same model meanwhile
         else:
@@ -239,8 +251,8 @@ def _of_checkpoint(config: Config, *, step: Path, ema: bool, name: str, text: li
     return _Source(name=name, module=module, state=Parameters(list(first), read=read), text=text, close=weights.close)
 
 
-def _key(folder: Path, *, weights: str, ema: bool) -> str:
-    """Returns a hash of the model's files (name, size and modification time) and the options."""
+def _key(folder: Path, *, weights: str, ema: bool, calibration: str | None = None) -> str:
+    """Returns a hash of the files of the model and of the text for calibration (name, size and modification time) and the options."""
     if (folder / "config.json").is_file():
         files = _files_of_transformers(folder)
     else:
@@ -248,6 +260,7 @@ def _key(folder: Path, *, weights: str, ema: bool) -> str:
         base = load_config(recorded / "config.yaml").model.path
         files = [*step.rglob("*"), recorded / "config.yaml", *(recorded / "tokenizer").rglob("*")]
         files += [] if base is None else _files_of_transformers(Path(base))
+    files += [] if calibration is None else [Path(calibration)]
     facts = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file())
     described = json.dumps([facts, weights, ema, VERSION, torch.__version__, torch.backends.cpu.get_cpu_capability()])
     return hashlib.sha256(described.encode()).hexdigest()

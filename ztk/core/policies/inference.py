@@ -143,6 +143,11 @@ class InferenceConfig:
         "stored: as the model's folder has them, or fp32 on the CPU; int8: a scale per output channel; int4: groups of 32 inputs, the head in "
         "int8; on a GPU also bf16, and with a cache of blocks fp8 (e4m3)"
     )
+    calibration: str | None = key(
+        "with int4: a text, jsonl or parquet file, of whose first 8,192 tokens each layer's outputs keep small errors; null: the weights do",
+        optional=True,
+        is_path=True,
+    )
     cache: CacheKind | None = key(
         "slabs: one per sequence, on the CPU alone; blocks: of 64 tokens, shared by sequences that begin alike; null: blocks on a GPU",
         optional=True,
@@ -288,6 +293,18 @@ def adapter_faults(adapters: Any, *, cache_dtype: str | None, streams: bool) -> 
         yield (
             f"{chosen} with inference.cache_dtype=fp8: its scales follow from the weights of one model; leave cache_dtype out, or merge the "
             "adapter"
+        )
+
+
+def calibration_faults(weights: str | None, *, adapters: Any) -> Iterator[str]:
+    """One line with its fix per option that a text for calibration excludes. weights: the format. adapters: by name."""
+    if weights != WeightFormat.int4:
+        reason = "changes 4-bit weights alone; int8 and fp8 round each weight by less than their outputs show"
+        yield f"inference.calibration with weights={weights}: it {reason}; use weights=int4, or leave it out"
+    if adapters:
+        yield (
+            f"inference.calibration with inference.adapters={{{', '.join(map(str, adapters))}}}: layers with an adapter have other inputs; "
+            "merge the adapter, or leave calibration out"
         )
 
 

@@ -7,29 +7,18 @@
 
 A byte of int4 has input i of its block of 128 in the lower half and input 64 + i in the upper one. All may have a first dimension of
 experts. K is the weight's: int4 rows are padded to full blocks, and x ends before them.
-
-[Note: Fitting int4]
-The least and the greatest weight of a group set its first scale and zero. Each of `_SHARES` of that range then gives steps, to which a line is
-fitted by least squares. The group keeps the scale and zero, as bf16 stores them, with the smallest sum of squared errors: outliers are clipped
-where that helps the other weights. The search needs no data, treats every group alone and gives the same bits every time.
 """
-
-from collections.abc import Iterator
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ztk.kernels.shared.fitting import GROUP, fit_weight
 from ztk.kernels.shared.fp8 import LARGEST, decode_fp8, from_fp8, to_fp8
 from ztk.kernels.shared.math import INTERPRETED
 
-GROUP = 32  # inputs that share a scale and a zero in int4
 BLOCK = 128  # inputs whose int4 steps share 64 bytes
-_SHARES = (1.0, 0.93, 0.86)  # of a group's range
-_GROUPS = 1 << 15  # that are fitted at once, in the processor's cache
-
-
 _GROUP = tl.constexpr(GROUP)
 
 
@@ -54,8 +43,9 @@ def format_of(weight: Tensor, scales: Tensor | None) -> str:
     )
 
 
-def quantise_weight(weight: Tensor, *, kind: str) -> tuple[Tensor, Tensor | None]:
-    """float weight [.., N, K] in the format `kind`: the bytes, and the scales, bfloat16 for int4 and else float32. Rounded to nearest.
+def quantise_weight(weight: Tensor, *, kind: str, moments: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """float weight [.., N, K] in the format `kind`: the bytes, and the scales, bfloat16 for int4 and else float32. Rounded to nearest, or int4
+    of one weight [N, K] with the second moments of its inputs as in `fit_weight`.
 
     Raises:
         ValueError: `kind` is no format.
@@ -64,7 +54,7 @@ def quantise_weight(weight: Tensor, *, kind: str) -> tuple[Tensor, Tensor | None
         return weight.contiguous(), None
     wide = weight.float()
     if kind == "int4":
-        return _quantise_int4(wide)
+        return _quantise_int4(wide, moments=moments)
     if kind not in ("int8", "fp8"):
         raise ValueError(f"{kind} is no format of weights: plain, int8, fp8 or int4")
     scales = (wide.abs().amax(-1) / (127 if kind == "int8" else LARGEST)).clamp(min=torch.finfo(torch.float32).tiny)
@@ -72,68 +62,11 @@ def quantise_weight(weight: Tensor, *, kind: str) -> tuple[Tensor, Tensor | None
     return (steps.round_().clamp_(-127, 127).to(torch.int8) if kind == "int8" else to_fp8(steps)), scales
 
 
-def _quantise_int4(wide: Tensor) -> tuple[Tensor, Tensor]:
+def _quantise_int4(wide: Tensor, *, moments: Tensor | None) -> tuple[Tensor, Tensor]:
     wide = torch.nn.functional.pad(wide, (0, -wide.shape[-1] % BLOCK))
-    steps, scales = fit_int4(wide.unflatten(-1, (-1, GROUP)))
+    steps, scales = fit_weight(wide, moments=moments)
     low, high = steps.flatten(-2).unflatten(-1, (-1, 2, BLOCK // 2)).unbind(-2)
     return (low | high << 4).flatten(-2).contiguous(), scales.transpose(-2, -3).contiguous()  # [.., groups, N, 2]
-
-
-def fit_int4(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 groups of weights [.., GROUP] -> steps uint8 of 0 to 15, and scale and zero bfloat16 [.., 2]. See [Note: Fitting int4]."""
-    steps = torch.empty(groups.shape, dtype=torch.uint8, device=groups.device)
-    scales = torch.empty(*groups.shape[:-1], 2, dtype=torch.bfloat16, device=groups.device)
-    if groups.is_meta:  # no values to fit
-        return steps, scales
-    parts = zip(*(part.flatten(0, -2).split(_GROUPS) for part in (groups, steps, scales)), strict=True)
-    for weights, own_steps, own_scales in parts:
-        scale, zero = _best_line(weights)
-        own_steps.copy_(_steps_of(weights, scale=scale, zero=zero))
-        own_scales.copy_(torch.cat([scale, zero], dim=-1))
-    return steps, scales
-
-
-def _best_line(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """weights [n, GROUP] -> scale and zero [n, 1] with the smallest error, float32 with the values of bfloat16."""
-    (scale, zero), *others = _lines(weights)
-    least = _error(weights, scale=scale, zero=zero)
-    for other_scale, other_zero in others:
-        error = _error(weights, scale=other_scale, zero=other_zero)
-        is_better = error < least
-        least = torch.where(is_better, error, least)
-        scale, zero = torch.where(is_better, other_scale, scale), torch.where(is_better, other_zero, zero)
-    return scale, zero
-
-
-def _lines(weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The range of each group, then the line through the steps of every share of it."""
-    least, greatest = weights.aminmax(dim=-1, keepdim=True)
-    middle, mean = (least + greatest) / 2, weights.mean(-1, keepdim=True)
-    # Increased by twice the largest rounding error of bf16, so that 15 rounded steps cover the range.
-    full = (greatest - least) / 15 * (1 + 2.0**-7)
-    yield _as_stored(full, least + 8 * full)
-    for share in _SHARES:
-        scale, zero = _as_stored(full * share, middle + full * (share / 2))
-        away = _steps_of(weights, scale=scale, zero=zero) - 8
-        centre = away.mean(-1, keepdim=True)
-        away -= centre
-        slope = (away * (weights - mean)).sum(-1, keepdim=True) / away.square().sum(-1, keepdim=True)
-        slope = torch.where(slope > 0, slope, scale)  # all weights on one step: NaN
-        yield _as_stored(slope, mean - slope * centre)
-
-
-def _as_stored(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
-    return scale.clamp(min=torch.finfo(torch.bfloat16).tiny).bfloat16().float(), zero.bfloat16().float()
-
-
-def _steps_of(weights: Tensor, *, scale: Tensor, zero: Tensor) -> Tensor:
-    return ((weights - zero) / scale).round_().add_(8).clamp_(0, 15)
-
-
-def _error(weights: Tensor, *, scale: Tensor, zero: Tensor) -> Tensor:
-    """Sum of squares [n, 1]."""
-    away = _steps_of(weights, scale=scale, zero=zero).sub_(8).mul_(scale).add_(zero).sub_(weights)
-    return away.square_().sum(-1, keepdim=True)
 
 
 def widen(weight: Tensor, *, scales: Tensor | None, columns: int) -> Tensor:
