@@ -98,7 +98,11 @@ def precision_policy(config: Config) -> PrecisionPolicy:
     scale = _given(config.precision.loss_scale)
     loss_scale = LossScalePolicy(**scale) if scale else None
     return PrecisionPolicy.named(
-        values["dtype"], reduce_dtype=values.get("reduce_dtype"), loss_scale=loss_scale, master=values.get("master")
+        values["dtype"],
+        reduce_dtype=values.get("reduce_dtype"),
+        loss_scale=loss_scale,
+        master=values.get("master"),
+        float8=values.get("float8"),
     )
 
 

@@ -254,6 +254,12 @@ def test_whole_numbers_may_be_written_as_powers_of_ten():
         (("optimizer.states=8bit", "precision=fp32"), "use precision=bf16"),
         (("optimizer.states=8bit", "precision.master=fp32"), "use precision.master=stochastic"),
         (("precision.master=stochastic",), "use optimizer.states=bf16"),
+        (
+            ("precision=fp8", "zero=fsdp2"),
+            "has no float8 products; use zero=stage0 to stage3",
+        ),
+        (("precision=fp8", "zero=stage3", "zero.quantized_weights=true"), "leave zero.quantized_weights out"),
+        (("precision=fp32", "precision.float8=rowwise"), "precision=bf16 or precision=fp8"),
         (("optimizer.states=8bit", "ema.decay=0.9"), "use ema.decay=null"),
         (("optimizer.states=bf16", "zero=fsdp2"), "use zero=stage0 to stage3"),
         (("precision=fp16", "precision.loss_scale.floor=1e9"), "use precision.loss_scale.floor=65536"),

@@ -104,6 +104,11 @@ def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
             "zero.quantized_weights=true rounds parameters at every gather, so rollout.identity=exact cannot be promised; use "
             "rollout.identity=corrected, or zero.quantized_weights=false"
         )
+    if config.precision.float8 is not None and config.rollout.identity is RolloutIdentity.exact:
+        yield (
+            f"precision.float8={config.precision.float8}: rollouts multiply in precision.dtype, so rollout.identity=exact cannot be promised; "
+            "use rollout.identity=corrected, or precision=bf16"
+        )
     if config.model.experts is not None and config.rollout.identity is RolloutIdentity.exact:
         yield (
             f"model.experts={config.model.experts}: how many rows an expert multiplies depends on tokens that are drawn later, so "

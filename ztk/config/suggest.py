@@ -23,6 +23,7 @@ _ELSEWHERE = {
     "offload.param": "offload.parameters",
     "gradient_checkpointing": "recompute=full",
     "activation_checkpointing": "recompute=full",
+    "fp8": "precision=fp8",
     "fp16": "precision=fp16",
     "bf16": "precision=bf16",
     "fp32": "precision=fp32",

@@ -7,11 +7,13 @@ kept until then; nothing is computed twice, and the weight itself is not read ag
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ztk.nn.float8 import Float8Product
 from ztk.nn.linear import Linear, linear, weight_gradient
 
 
@@ -43,6 +45,8 @@ class DeferredGradients:
             if hasattr(module, "defer_weight_gradients"):
                 # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
                 module.defer_weight_gradients(self)
+            elif isinstance(getattr(module, "product", None), Float8Product):
+                module.product = replace(module.product, deferred=self)
             elif "forward" in vars(module):
                 continue
             elif isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, Linear.forward):

@@ -15,6 +15,8 @@ So float32 goes to oneDNN directly, and a 16-bit type that the processor cannot 
 result rounded once, which is also closer to the exact product. Results have the dtype of their inputs.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,13 +29,18 @@ from ztk.core.runtime.input_gradients import Taker, taker_of
 
 
 class Linear(nn.Linear):
-    """y = x W^T with `weight` [out_features, in_features]; x is [..., in_features]. Only layers converted from torch's can have a bias."""
+    """y = x W^T with `weight` [out_features, in_features]; x is [..., in_features]. Only layers converted from torch's can have a bias.
+
+    product: computes the output, called like `linear`.
+    """
+
+    product: Callable[..., Tensor]
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, weight=self.weight, bias=self.bias)
+        return self.product(x, weight=self.weight, bias=self.bias)
 
 
 def speed_up_linear_layers(model: nn.Module) -> None:
@@ -73,6 +80,9 @@ def linear(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if _has_place(x, weight):
         return _LinearIntoPlace.apply(x, weight, bias, _taker(x))
     return F.linear(x, weight, bias)
+
+
+Linear.product = staticmethod(linear)
 
 
 def is_autocast(device: torch.device) -> bool:

@@ -17,10 +17,12 @@ from ztk.core.policies.optimizer import TORCH
 from ztk.core.policies.tier import Tier
 from ztk.core.policies.zero import ZeroPolicy
 from ztk.core.precision import PrecisionPolicy
+from ztk.core.precision.float8 import device_fault
 from ztk.core.runtime import Process
 from ztk.core.runtime.host_memory import keep_freed_memory, return_freed_memory
 from ztk.core.runtime.part import InitialValues, Part, values_of_parts
 from ztk.core.runtime.planned import is_planned
+from ztk.nn.float8 import check_parts, use_float8
 from ztk.nn.linear import WIDENED, speed_up_linear_layers
 from ztk.optim import FlatOptimizer, GroupTable, OptimizerPolicy, TorchStep, flat_optimizer, group_parameters
 from ztk.optim.script_optimizer import FixedGroups, ScriptOptimizer, StateElsewhere
@@ -119,6 +121,7 @@ def parallelize(
         initial_values=initial_values,
         ema=ema,
     )
+    apply_float8(plan)
     apply_fast_products(plan, fast_linear=fast_linear)
     apply_pipeline(plan, sample_batch=sample_batch)
     apply_tensor(plan, parts=parts)
@@ -190,6 +193,24 @@ def _step_of(
     return TorchStep(given, parameters=trained, device=device, lr_table=lr_table)
 
 
+def apply_float8(plan: Plan) -> None:
+    """Makes linear layers multiply in float8 if the precision has a recipe.
+
+    Raises ValueError for a device or a model without such products, and for gathers in another format.
+    """
+    recipe = plan.precision.float8
+    if recipe is None:
+        return
+    if fault := device_fault(plan.process.device):
+        raise ValueError(f"precision.float8={recipe}: {fault}; use precision=bf16")
+    if plan.zero.quantized_weights or plan.zero.quantized_nontrainable_weights:
+        raise ValueError(
+            f"precision.float8={recipe} gathers weights in float8, and quantized_weights=True (or quantized_nontrainable_weights) of the "
+            "ZeroPolicy as int8: leave it out, or use precision=bf16"
+        )
+    plan.float8 = use_float8(plan.model, recipe=recipe)
+
+
 def apply_fast_products(plan: Plan, *, fast_linear: bool) -> None:
     """On the CPU: keeps freed memory, and makes linear layers use ztk's products if requested or required.
 
@@ -232,6 +253,7 @@ def apply_tensor(plan: Plan, *, parts: Mapping[str, Part] | None) -> None:
         plan.parts |= parts
     elif plan.mesh.comm("tp").size > 1:
         plan.tensors = shard_tensors(plan.model, mesh=plan.mesh, policy=plan.tensor)
+        check_parts(plan.model, names=plan.float8)
         plan.tensors.check_dropout(plan.model)
         plan.parts |= plan.tensors.parts
 
@@ -306,6 +328,7 @@ def apply_zero(plan: Plan, *, groups: GroupTable) -> None:
         initial_values=None if values is None else values_of_parts(values, parts=plan.parts),
         skip_unused=plan.optimizer.skip_unused,
         ema=plan.ema,
+        float8=plan.float8,
     )
     if plan.tensors is not None:
         plan.tensors.sum_partial_gradients(plan.model)

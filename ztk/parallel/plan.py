@@ -33,6 +33,7 @@ class Plan:
     """One call of `parallelize`, which documents the fields up to `ema`; here every field has a value.
 
     trained: shapes of the full model's parameters that require gradients, by name, before anything is cut.
+    float8: names of weights that float8 products read.
     parts: this rank's box of the full parameter, by name. Parameters without an entry are full.
     tensors: result of `apply_tensor`, or None. stages: this rank's pipeline stages, or None. sharded: ZeRO over the model.
     """
@@ -53,6 +54,7 @@ class Plan:
     initial_values: InitialValues | None
     ema: EmaPolicy | None = None
     trained: Mapping[str, torch.Size] = field(default_factory=dict)
+    float8: frozenset[str] = frozenset()
     parts: dict[str, Part] = field(default_factory=dict)
     tensors: ShardedTensors | None = None
     stages: Stages | None = None

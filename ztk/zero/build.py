@@ -94,6 +94,7 @@ class Builder:
             bucket_size=self._policy.bucket_size,
             persistence_threshold=self._policy.param_persistence_threshold,
             parts=self._context.parts,
+            float8=self._context.float8 if self._policy.shards_parameters else (),
         )
         for number, plan in enumerate(plans):
             comm = self._context.mesh.comm(plan.kind.axis)
@@ -109,7 +110,13 @@ class Builder:
                 parameters=[parameters[placement.name] for placement in layout.placements],
                 pieces=list(self._pieces(traits, layout=layout, own_rank=comm.rank)),
                 comm=comm,
-                exchange=exchange_of(plan.kind.axis, is_trained=plan.kind.trainable, context=self._context),
+                exchange=exchange_of(
+                    plan.kind.axis,
+                    is_trained=plan.kind.trainable,
+                    is_float8=plan.kind.is_float8,
+                    layout=layout,
+                    context=self._context,
+                ),
                 context=self._context,
             )
 

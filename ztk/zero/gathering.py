@@ -60,13 +60,16 @@ class Gathering:
         if inside_backward():
             self._release_passed()
         self._trace.use(bucket)
-        self.unshard_untraced(bucket)
+        self._unshard(bucket, is_exact=False)
         self._prefetch()
 
-    @without_dispatch_modes
     def unshard_untraced(self, bucket: Bucket) -> None:
-        """Gathers `bucket` outside of the model's own passes, without recording or prefetching."""
-        bucket.residency.start_gather()
+        """Gathers `bucket` outside of the model's own passes, without recording or prefetching. Float8 weights arrive in 16 bits."""
+        self._unshard(bucket, is_exact=True)
+
+    @without_dispatch_modes
+    def _unshard(self, bucket: Bucket, *, is_exact: bool) -> None:
+        bucket.residency.start_gather(is_exact=is_exact)
         with self._clock.phase("communication"):
             bucket.residency.finish_gather()
         assert bucket.full is not None

@@ -71,6 +71,7 @@ class Zero:
         initial_values: InitialValues | None = None,
         skip_unused: bool = False,
         ema: EmaPolicy | None = None,
+        float8: frozenset[str] = frozenset(),
     ) -> None:
         """Takes over all parameters of `model`. A collective call.
 
@@ -78,7 +79,7 @@ class Zero:
         than the data's. initial_values: required if `model` is on the meta device. skip_unused: a step leaves parameters without a gradient
         unchanged.
         ema: keeps a moving average of the trained weights with the optimizer's states, or in `stores.average`. If omitted, no average is
-        kept.
+        kept. float8: names of parameters that only float8 products read.
         Raises ValueError if a parameter has no values.
         """
         self.policy, self.optimizer, self.parts = policy, optimizer, parts or {}
@@ -99,6 +100,7 @@ class Zero:
             clock=clock,
             gathered=BufferPool(device=mesh.world.device, ledger=ledger, category="gathered"),
             ema=ema,
+            float8=float8,
         )
         self.state_names, self.kept_states = context.state_names, context.described_states
         built = Builder(model, context=context, initial_values=initial_values)

@@ -34,6 +34,10 @@ def test_precision_faults():
         PrecisionPolicy(reduce_dtype=torch.int8)
     with pytest.raises(ValueError, match="precision.dtype=fp8: must be one of"):
         PrecisionPolicy.named("fp8")
+    with pytest.raises(ValueError, match="precision.float8=mx: must be one of rowwise, rowwise_with_gw_hp, or null"):
+        PrecisionPolicy.named("bf16", float8="mx")
+    with pytest.raises(ValueError, match="precision.float8=rowwise: float8 products need bfloat16 .* these are fp32"):
+        PrecisionPolicy(float8="rowwise")
     with pytest.raises(ValueError, match="precision.loss_scale=dynamic has no effect with precision.dtype=bf16"):
         PrecisionPolicy.named("bf16", loss_scale=LossScalePolicy())
     with pytest.raises(ValueError, match="precision.loss_scale=128.0 has no effect with precision.dtype=fp32"):

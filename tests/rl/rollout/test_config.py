@@ -19,7 +19,7 @@ def faults(*overrides: str) -> str:
         (
             # One composition for faults that have nothing to do with each other.
             (
-                *("task=grpo", "topology=tp2", "zero.quantized_weights=true", "model.vocab_size=300", "launch.elastic=true"),
+                *("task=grpo", "topology=tp2", "zero.quantized_weights=true", "precision=fp8", "model.vocab_size=300", "launch.elastic=true"),
                 *("checkpoint=periodic", "checkpoint.asynchronous=true", "train.log_every=3", "rollout.max_tokens=5"),
                 *("rollout.prompts=3", "rollout.group_size=1", "rollout.weights=streamed", "critic.lr=0.1", "kl.place=reward"),
                 *("critic.zero=stage3", "reward.offload=cpu"),
@@ -29,6 +29,7 @@ def faults(*overrides: str) -> str:
             (
                 "use topology=dp, or topology.tensor=1",
                 "use rollout.identity=corrected, or zero.quantized_weights=false",
+                "use rollout.identity=corrected, or precision=bf16",
                 "use model.vocab_size=256",
                 "use launch.elastic=false",
                 "use checkpoint.asynchronous=false",

@@ -27,6 +27,14 @@ class MasterWeights(StrEnum):
     stochastic = "stochastic"  # the bfloat16 parameters; 8 more bits with optimizer.states=8bit
 
 
+class Float8Recipe(StrEnum):
+    """precision.float8: the products of linear layers in float8, by torchao's names."""
+
+    rowwise = "rowwise"  # all three products of a layer
+    rowwise_with_gw_hp = "rowwise_with_gw_hp"  # the weight's gradient in 16 bits
+
+
+_BF16 = When("precision=bf16 or precision=fp8", lambda config, machine: config.precision.dtype == "bf16")
 _SCALED = When("precision=fp16", lambda config, machine: config.precision.dtype == "fp16")
 _ADAPTED = When(
     "precision=fp16 with precision.loss_scale.dynamic=true",
@@ -40,6 +48,19 @@ def _initial_faults(config: "Config") -> Iterator[str]:
         yield (
             f"precision.loss_scale.initial={scale.initial:g} lies below "
             f"precision.loss_scale.floor={scale.floor:g}: use precision.loss_scale.floor={scale.initial:g}"
+        )
+
+
+def _float8_faults(config: "Config") -> Iterator[str]:
+    recipe = config.precision.float8
+    if recipe is None:
+        return
+    if config.zero.engine != "ztk":
+        yield f"precision.float8={recipe}: zero={config.zero.engine} has no float8 products; use zero=stage0 to stage3, or precision=bf16"
+    if config.zero.quantized_weights:
+        yield (
+            f"precision.float8={recipe} gathers weights in float8, and zero.quantized_weights=true as int8: leave zero.quantized_weights out, "
+            "or use precision=bf16"
         )
 
 
@@ -68,5 +89,12 @@ class PrecisionConfig:
     master: MasterWeights | None = key(
         "master weights: fp32, or stochastic: the bf16 parameters are their own, rounded stochastically; null: stochastic with "
         "optimizer.states=8bit, else fp32"
+    )
+    float8: Float8Recipe | None = key(
+        "how linear layers inside blocks multiply in float8 (e4m3 with a scale per row): rowwise (forward and backward), or "
+        "rowwise_with_gw_hp (weight gradients in bf16); stage 3 gathers their weights in float8; null: they do not",
+        acts=_BF16,
+        optional=True,
+        contradicts=_float8_faults,
     )
     loss_scale: LossScaleConfig

@@ -7,6 +7,7 @@ import torch
 
 from ztk.core.policies.compact import MASTERS
 from ztk.core.policies.loss_scale import LossScalePolicy
+from ztk.core.policies.precision import Float8Recipe
 
 # The words of the command line.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,6 +31,7 @@ class PrecisionPolicy:
     loss_scale: defaults to `LossScalePolicy()` for float16, autocast's too, and to `LossScalePolicy.off()` otherwise; after construction it
     is
         never None.
+    float8: how linear layers inside blocks multiply in float8, see `ztk.nn.float8`. By default they do not. Needs `dtype` bfloat16.
 
     Raises ValueError for other dtypes, and for loss scaling where it would do nothing but cost (bfloat16 and float32
     have the exponent range of float32).
@@ -42,6 +44,7 @@ class PrecisionPolicy:
     bf16_states: bool = False
     loss_scale: LossScalePolicy | None = None
     master: str | None = None
+    float8: Float8Recipe | None = None
 
     def __post_init__(self) -> None:
         words = ", ".join(DTYPES)
@@ -67,6 +70,14 @@ class PrecisionPolicy:
             raise ValueError(
                 "precision.bf16_states=true requires precision.bf16_master=true: set it, too, or leave both out"
             )
+        if self.float8 is not None:
+            object.__setattr__(self, "float8", _recipe(self.float8))
+            if self.dtype is not torch.bfloat16 or self.autocast is not None:
+                other = _NAMES[self.dtype] if self.autocast is None else f"bf16 under torch.autocast of {self.autocast}"
+                raise ValueError(
+                    f"precision.float8={self.float8}: float8 products need bfloat16 parameters without autocast, and these are {other}; use "
+                    "precision=fp8, or leave precision.float8 out"
+                )
         needs_scale = torch.float16 in (self.dtype, self.autocast)
         if self.loss_scale is None:
             object.__setattr__(self, "loss_scale", LossScalePolicy() if needs_scale else LossScalePolicy.off())
@@ -88,6 +99,7 @@ class PrecisionPolicy:
         bf16_states: bool = False,
         loss_scale: LossScalePolicy | None = None,
         master: str | None = None,
+        float8: str | None = None,
     ) -> Self:
         """The policy for the words of the command line: fp32, bf16 or fp16. Raises ValueError for other words."""
         for key, word in (("dtype", name), ("reduce_dtype", reduce_dtype)):
@@ -102,6 +114,7 @@ class PrecisionPolicy:
             bf16_states=bf16_states,
             loss_scale=loss_scale,
             master=master,
+            float8=None if float8 is None else _recipe(float8),
         )
 
     @property
@@ -118,3 +131,9 @@ class PrecisionPolicy:
     def gradient_dtype(self) -> torch.dtype:
         """The dtype that gradients have on the wire and when the optimizer reads them."""
         return self.dtype if self.reduce_dtype is None else self.reduce_dtype
+
+
+def _recipe(word: str) -> Float8Recipe:
+    if word not in list(Float8Recipe):
+        raise ValueError(f"precision.float8={word}: must be one of {', '.join(Float8Recipe)}, or null")
+    return Float8Recipe(word)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ztk.core.runtime import Comm
 from ztk.core.runtime.own_forward import has_own_forward, replace_forward
-from ztk.nn.linear import Linear, linear
+from ztk.nn.linear import Linear
 from ztk.parallel.tensor.collectives import gather_last, scatter_out, split_last, sum_out
 from ztk.parallel.tensor.derived import is_conv1d
 from ztk.parallel.tensor.entering import Entrance, copying, gathering
@@ -192,7 +192,8 @@ def _plain_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """The product without the bias, for known linear layers."""
     forward = type(module).forward
     if forward is Linear.forward:
-        return lambda x: linear(x, weight=module.weight)
+        # pyrefly: ignore[not-callable]  # nn.Module types every attribute as Tensor or Module
+        return lambda x: module.product(x, weight=module.weight)
     if forward is nn.Linear.forward:
         return lambda x: F.linear(x, module.weight)
     if is_conv1d(module):

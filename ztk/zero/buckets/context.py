@@ -31,6 +31,7 @@ class ZeroContext:
     ema: policy of the weights' average, which is stored with the optimizer's states, or in `stores.average` if given. None if there is
     none.
     parts: of parameters that are cut or copied along other axes than the data's. gathered: pool of the full buffers of sharded buckets.
+    float8: names of parameters that only float8 products read, which stage 3 gathers in float8.
     """
 
     policy: ZeroPolicy
@@ -45,6 +46,7 @@ class ZeroContext:
     clock: PhaseClock
     gathered: BufferPool
     ema: EmaPolicy | None = None
+    float8: frozenset[str] = frozenset()
     states: StateFormat = field(init=False)  # see `stored_states`
 
     def __post_init__(self) -> None:

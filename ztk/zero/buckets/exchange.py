@@ -1,8 +1,9 @@
 """How a bucket's shards are sent: as they are, or with fewer bytes (ZeRO++, Wang et al. 2023, https://arxiv.org/abs/2306.10209).
 
 Per parameter of 2 bytes on N ranks, in groups of K that share a node's fast links: the forward's gather takes 1.02 bytes instead of 2 when
-weights are sent as int8. The backward's gather stays inside the group, whose ranks together keep a second copy, 2 / K bytes each. The
-gradient takes 0.52 bytes as int4, and with groups only 1 / K of that leaves the group, at the price of a second rounding.
+weights are sent as int8, and about 1 byte as float8 (`shard_formats`). The backward's gather stays inside the group, whose ranks together
+keep a second copy, 2 / K bytes each. The gradient takes 0.52 bytes as int4, and with groups only 1 / K of that leaves the group, at the
+price of a second rounding.
 Buffers have the bucket's dtype.
 """
 
@@ -14,10 +15,12 @@ from torch import Tensor
 from ztk.core.policies.zero import ZeroPolicy
 from ztk.core.runtime import Comm, MemoryLedger, Tier
 from ztk.core.runtime.pending import Handle, Pending, then
-from ztk.kernels import dequantize, dequantize_reduce, quantize, quantized_bytes
+from ztk.kernels import dequantize_reduce, quantize
 from ztk.zero.buckets.context import ZeroContext
+from ztk.zero.buckets.layout import BucketLayout
+from ztk.zero.buckets.shard_formats import Float8Shards, Int8Shards, ShardFormat
 
-WEIGHT_BITS, GRADIENT_BITS = 8, 4
+GRADIENT_BITS = 4
 
 Fetch = Callable[[], Handle]
 
@@ -28,9 +31,9 @@ class Exchange:
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
 
-    def gather(self, full: Tensor, *, label: str, fetch: Fetch) -> Pending:
+    def gather(self, full: Tensor, *, label: str, fetch: Fetch, is_exact: bool = False) -> Pending:
         """All-gathers the shards of `full` [size] in place. fetch: starts to load the rank's own shard. Only called if the shard is
-        needed."""
+        needed. is_exact: the parameters arrive with the bits of their shards, if products read the same from these bits."""
         return self._comm.all_gather(full, label=label, after=fetch())
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> Pending:
@@ -54,44 +57,46 @@ class QuantizedCollectives(Exchange):
         comm: Comm,
         *,
         policy: ZeroPolicy,
-        sends_int8: bool,
+        weights: ShardFormat | None,
         hops: tuple[Comm, Comm] | None,
         ledger: MemoryLedger,
     ) -> None:
-        """sends_int8: gathers parameters as int8. hops: the ranks of this rank's group, and the ranks at the same position of the other
-        groups. If omitted, there are no groups."""
+        """weights: the format in which parameters are gathered. If omitted, their own. hops: the ranks of this rank's group, and the ranks at
+        the same position of the other groups. If omitted, there are no groups."""
         super().__init__(comm)
-        self._policy, self._sends_int8, self._ledger = policy, sends_int8, ledger
+        self._policy, self._weights, self._ledger = policy, weights, ledger
         self._intra_node, self._inter_node = hops or (None, None)
         self._keeps_copy = hops is not None and policy.hpz_partition_size > 1
         self._copy: Tensor | None = None  # this rank's part of the group's copy
         self._copy_is_current = False
 
-    def gather(self, full: Tensor, *, label: str, fetch: Fetch) -> Pending:
+    def gather(self, full: Tensor, *, label: str, fetch: Fetch, is_exact: bool = False) -> Pending:
+        if is_exact and self._weights is not None and self._weights.is_repeated:
+            return super().gather(full, label=label, fetch=fetch)
         if self._copy_is_current:  # no fetch: nothing would wait for it, and it would overwrite `full` later
             assert self._intra_node is not None
             full.chunk(self._intra_node.size)[self._intra_node.rank].copy_(self._copy)
             return self._intra_node.all_gather(full, label=f"{label} inside the node")
-        if self._sends_int8:
-            work = self._gather_quantized(full, label=label, after=fetch())
+        if self._weights is not None:
+            work = self._gather_quantized(full, label=label, after=fetch(), weights=self._weights)
         else:
             work = super().gather(full, label=label, fetch=fetch)
         return then(work, action=lambda: self._keep_copy(full)) if self._keeps_copy else work
 
-    def _gather_quantized(self, full: Tensor, *, label: str, after: Handle) -> Pending:
-        shards = full.view(self._comm.size, -1)
-        numel = shards.shape[1]
-        packed = full.new_empty(self._comm.size, quantized_bytes(numel, bits=WEIGHT_BITS), dtype=torch.int8)
+    def _gather_quantized(self, full: Tensor, *, label: str, after: Handle, weights: ShardFormat) -> Pending:
+        packed = full.new_empty(self._comm.size, weights.nbytes, dtype=torch.int8)
 
         def pack() -> None:
-            packed[self._comm.rank].copy_(quantize(shards[self._comm.rank], bits=WEIGHT_BITS)[0])
+            weights.pack(full, rank=self._comm.rank, out=packed[self._comm.rank])
 
         def unpack() -> None:  # including the own shard, so that all ranks compute with the same values
-            shards.copy_(dequantize(packed, numel=numel, bits=WEIGHT_BITS, dtype=full.dtype))
+            weights.unpack(packed, full=full)
 
         # With a copy, packing starts when the shards are awaited. Starting at once would stall the current stream until the copy is done.
         before = then(after, action=pack, is_immediate=after.is_immediate and after.copy is None)
-        return then(self._comm.all_gather(packed.view(-1), label=f"{label} as int8", after=before), action=unpack)
+        return then(
+            self._comm.all_gather(packed.view(-1), label=f"{label} as {weights.name}", after=before), action=unpack
+        )
 
     def _keep_copy(self, full: Tensor) -> None:
         assert self._intra_node is not None
@@ -107,7 +112,7 @@ class QuantizedCollectives(Exchange):
 
     @property
     def is_exact(self) -> bool:
-        return not self._sends_int8
+        return self._weights is None
 
     def reduce_scatter(self, full: Tensor, *, out: Tensor, label: str) -> Pending:
         if not self._policy.quantized_gradients:
@@ -142,12 +147,18 @@ def _sum_quantized(shards: Tensor, *, out: Tensor, comm: Comm, label: str) -> Pe
     )
 
 
-def exchange_of(axis: str, *, is_trained: bool, context: ZeroContext) -> Exchange:
-    """The exchange of buckets that are sharded over `axis`. Experts have no groups inside a node: the groups are data-parallel ranks."""
+def exchange_of(
+    axis: str, *, is_trained: bool, is_float8: bool, layout: BucketLayout, context: ZeroContext
+) -> Exchange:
+    """The exchange of buckets that are sharded over `axis`. Experts have no groups inside a node: the groups are data-parallel ranks.
+
+    is_float8: products read the parameters in float8 only.
+    """
     policy, mesh, comm = context.policy, context.mesh, context.mesh.comm(axis)
     has_groups = axis == "data" and mesh.comm("intra_node").size > 1
     sends_int8 = policy.quantized_weights or (policy.quantized_nontrainable_weights and not is_trained)
-    if comm.size == 1 or not (sends_int8 or policy.quantized_gradients or has_groups):
+    if comm.size == 1 or not (is_float8 or sends_int8 or policy.quantized_gradients or has_groups):
         return Exchange(comm)
+    weights = Float8Shards(layout) if is_float8 else Int8Shards(layout) if sends_int8 else None
     hops = (mesh.comm("intra_node"), mesh.comm("inter_node")) if has_groups else None
-    return QuantizedCollectives(comm, policy=policy, sends_int8=sends_int8, hops=hops, ledger=context.ledger)
+    return QuantizedCollectives(comm, policy=policy, weights=weights, hops=hops, ledger=context.ledger)

@@ -64,7 +64,7 @@ class Residency:
         self._waiting = threading.RLock()
         self.updated: Future | None = None
         self.open_units = self.pins = 0
-        self.is_used = self.stays = self.has_returned_view = False
+        self.is_used = self.stays = self.has_returned_view = self._is_rounded = False
         self._was_gathered_by_pin = False
         self.lost: list[str] = []
         self._parameters, self._traits, self._layout, self._pieces = parameters, traits, layout, pieces
@@ -125,12 +125,18 @@ class Residency:
     # sharded -> gathering -> gathered -> sharded
 
     @torch.inference_mode(False)
-    def start_gather(self) -> None:
-        """sharded -> gathering: fetches the rank's shard into the full buffer, then gathers all shards in place."""
+    def start_gather(self, *, is_exact: bool = False) -> None:
+        """sharded -> gathering: fetches the rank's shard into the full buffer, then gathers all shards in place.
+
+        is_exact: see `Exchange.gather`.
+        """
         if self.state is not ParameterState.sharded:
             return
+        self._is_rounded = not (is_exact or self._exchange.is_exact)
         self.full = self._pool.acquire(self._layout.size, dtype=self._traits.dtype)
-        self._work = self._exchange.gather(self.full, label=self._traits.name, fetch=self.start_fetch)
+        self._work = self._exchange.gather(
+            self.full, label=self._traits.name, fetch=self.start_fetch, is_exact=is_exact
+        )
         self.state = ParameterState.gathering
 
     def finish_gather(self) -> None:
@@ -265,7 +271,7 @@ class Residency:
 
         False if the buffer holds values from quantized collectives.
         """
-        if not self._traits.shards_parameters or self.full is None or not self._exchange.is_exact:
+        if not self._traits.shards_parameters or self.full is None or self._is_rounded:
             return False
         self.wait_for_update()
         for piece in self._pieces:

@@ -5,7 +5,7 @@ module with `children_are_units` (a transformer block), each module with `is_one
 embedding, a head), and the root, which has the rest and stays gathered while it runs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +34,7 @@ class BucketKind:
 
     persistent: never sharded, at any stage. axis: along which the buffer is sharded. counted: this rank's copy counts, see
     `Part.replica`. holders: see `Part`. is_full: the rank holds all of each parameter; a separate kind, so that all ranks cut buckets
-    alike.
+    alike. is_float8: products read the parameters in float8 only.
     """
 
     dtype: torch.dtype
@@ -44,6 +44,7 @@ class BucketKind:
     counted: bool
     holders: tuple[int, ...]
     is_full: bool
+    is_float8: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,10 +103,11 @@ def plan_buckets(
     bucket_size: int,
     persistence_threshold: int = 0,
     parts: Mapping[str, Part] | None = None,
+    float8: Container[str] = (),
 ) -> list[BucketPlan]:
     """Cuts a unit's own parameters into buckets of at most `bucket_size` elements, in order of definition.
 
-    parts: of parameters that are not full on all data-parallel ranks.
+    parts: of parameters that are not full on all data-parallel ranks. float8: names of parameters that only float8 products read.
     """
     parameters, parts = dict(model.named_parameters()), parts or {}
 
@@ -120,6 +122,7 @@ def plan_buckets(
             counted=part.replica == 0,
             holders=part.holders,
             is_full=part.is_full,
+            is_float8=name in float8,
         )
 
     kinds = {name: kind_of(name) for name in unit.owned}

@@ -45,6 +45,10 @@ def parallelize_peer(
             f"zero.engine={kind} runs torch's optimizers on float32 weights: use optimizer.states=fp32 without precision.master and without "
             "precision.bf16_master"
         )
+    if precision.float8 is not None:
+        raise ValueError(
+            f"precision.float8={precision.float8}: zero.engine={kind} has no float8 products; use zero=stage0 to stage3, or precision=bf16"
+        )
     scaler = torch_scaler(precision.loss_scale, device=process.device)
     meta = any(parameter.is_meta for parameter in model.parameters())
     if meta and initial_values is None:

@@ -1,0 +1,139 @@
+"""Linear layers in float8: the three products against plain ones of dequantised operands, and which layers take part."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ztk.core.policies.precision import Float8Recipe
+from ztk.core.precision.float8 import dequantised, quantise_rows
+from ztk.core.runtime.gradient_places import offer_place, withdraw_place
+from ztk.nn import Decoder, DecoderConfig
+from ztk.nn.deferred import DeferredGradients, finish
+from ztk.nn.float8 import Float8Product, use_float8
+from ztk.nn.linear import Linear
+
+ROWWISE, EXACT_WEIGHTS = Float8Recipe.rowwise, Float8Recipe.rowwise_with_gw_hp
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    """x [R, C] as the float8 values of its rows, float64."""
+    codes, scales = quantise_rows(x)
+    return dequantised(codes, scales=scales, dtype=torch.float64)
+
+
+def _plain(x, weight, d_out, *, recipe):
+    """Output and gradients in float64, of x [M, K], weight [N, K], d_out [M, N]."""
+    weight_values = _rounded(weight)
+    _, of_weight = quantise_rows(weight)
+    scaled = (d_out.double() * of_weight.double().t()).float()
+    codes, _ = quantise_rows(weight)
+    d_weight = d_out.double().t() @ x.double()
+    if recipe is ROWWISE:
+        d_weight = _rounded(d_out.t().contiguous()) @ _rounded(x.t().contiguous()).t()
+    return _rounded(x) @ weight_values.t(), _rounded(scaled) @ codes.double(), d_weight
+
+
+def _close(value: torch.Tensor, expected: torch.Tensor, *, sums: int) -> None:
+    """Within one rounding to bfloat16, and float32 sums that may cancel."""
+    bound = expected.abs() * 2**-8 + expected.abs().max() * sums * 2**-22
+    assert ((value.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("recipe", [ROWWISE, EXACT_WEIGHTS])
+@pytest.mark.parametrize("positions", [(2, 24), (37,)])
+def test_a_layer_computes_the_products_of_its_recipe(recipe, positions):
+    torch.manual_seed(0)
+    layer = Linear(48, 32).bfloat16()
+    layer.bias = nn.Parameter(torch.randn(32).bfloat16())
+    layer.product = Float8Product(recipe=recipe)
+    with torch.no_grad():
+        layer.weight[3] = 0.0
+        layer.weight[4] *= 1e4
+    x = torch.randn(*positions, 48).bfloat16()
+    x[..., 5] = 0.0
+    x.view(-1, 48)[1] = 0.0
+    x.view(-1, 48)[2] *= 1e6
+    x.requires_grad_()
+    d_out = torch.randn(*positions, 32).bfloat16() * 1e-6
+    out = layer(x)
+    out.backward(d_out)
+    flat, d_flat = x.detach().view(-1, 48), d_out.view(-1, 32)
+    y, d_x, d_weight = _plain(flat, layer.weight.detach(), d_flat, recipe=recipe)
+    _close((out.detach() - layer.bias.detach()).view(-1, 32)[3:], y[3:] * 1.0, sums=4096)  # the bias rounds again
+    _close(x.grad.view(-1, 48), d_x, sums=32)
+    _close(layer.weight.grad, d_weight, sums=64)
+    assert torch.equal(layer.bias.grad, d_flat.sum(0)) or (layer.bias.grad - d_flat.sum(0)).abs().max() < 1e-7
+
+
+def test_an_overflow_is_not_hidden():
+    layer = Linear(16, 16).bfloat16()
+    layer.product = Float8Product(recipe=ROWWISE)
+    x = torch.randn(4, 16).bfloat16().requires_grad_()
+    d_out = torch.randn(4, 16).bfloat16()
+    d_out[1, 2] = math.inf
+    layer(x).backward(d_out)
+    assert x.grad[1].isnan().all() and layer.weight.grad[2].isnan().all()
+    assert x.grad[0].isfinite().all() and layer.weight.grad[0].isfinite().all()
+
+
+def test_weight_gradients_wait_and_find_their_place():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 32, bias=False)), nn.Sequential(nn.Linear(32, 16, bias=False)))
+    model = model.bfloat16()
+    use_float8(model, recipe=ROWWISE)
+    x, d_out = torch.randn(8, 32).bfloat16(), torch.randn(8, 16).bfloat16()
+    model(x).backward(d_out)
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    deferred = DeferredGradients()
+    deferred.attach(model)
+    deferred.collecting = collected = []
+    model(x).backward(d_out)
+    assert all(parameter.grad is None for parameter in model.parameters()) and len(collected) == 2
+    deferred.collecting = None
+    finish(collected)
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
+
+
+def test_the_place_in_a_bucket_is_written_on_gpus(monkeypatch):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(32, 16).bfloat16())
+    product = Float8Product(recipe=ROWWISE)
+    x, d_out = torch.randn(8, 16).bfloat16(), torch.randn(8, 32).bfloat16()
+    place = torch.empty(32, 16, dtype=torch.bfloat16)
+    expected = product.weight_gradient(d_out, x=x)
+    assert product.weight_gradient(d_out, x=x, out=place) is place and torch.equal(place, expected)
+    offer_place(weight, place=lambda: place.zero_())
+    try:
+        product(x, weight=weight).backward(d_out)
+    finally:
+        withdraw_place(weight)
+    assert torch.equal(weight.grad, expected)
+
+
+def _decoder(**options) -> Decoder:
+    sizes = {"vocab_size": 48, "dim": 32, "layers": 2, "heads": 2, "kv_heads": 1, "hidden_dim": 48, "max_seq_len": 16}
+    return Decoder(DecoderConfig(**sizes | options))
+
+
+def test_layers_inside_blocks_take_part():
+    model = _decoder(experts=4, experts_per_token=2, expert_hidden_dim=16, shared_hidden_dim=16)
+    names = use_float8(model, recipe=ROWWISE)
+    parts = {"attention.query", "attention.key", "attention.value", "attention.out"}
+    shared = {"mlp.shared.gate", "mlp.shared.up", "mlp.shared.down"}
+    assert names == {f"blocks.{number}.{part}.weight" for number in range(2) for part in parts | shared}
+    assert not isinstance(model.head.product, Float8Product)
+    odd = use_float8(_decoder(hidden_dim=40), recipe=ROWWISE)
+    assert odd == {f"blocks.{number}.{part}.weight" for number in range(2) for part in parts}
+
+
+def test_models_without_such_layers_are_refused():
+    with pytest.raises(ValueError, match="precision.float8=rowwise: the model has no block"):
+        use_float8(nn.Sequential(nn.Linear(32, 32)), recipe=ROWWISE)
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 32)))
+    layer = model[0][0]
+    layer.forward = lambda x: x
+    with pytest.raises(ValueError, match="the forward of 0.0 was replaced"):
+        use_float8(model, recipe=ROWWISE)

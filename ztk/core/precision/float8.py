@@ -1,0 +1,92 @@
+"""Float8 matrices with a scale per row, and their product.
+
+[Note: Float8 numerics]
+A matrix is stored as codes (float8_e4m3fn, at most 448) and one float32 scale per row, value = code * scale. As in torchao's recipe
+`rowwise` (torchao/float8/config.py), a scale is the row's largest magnitude over 448, rounded up to a power of two, and gradients are e4m3,
+too: a row's own scale covers its range, so the third bit of the mantissa helps more than the exponents of e5m2.
+
+Scaling by powers of two is exact, which makes two results independent of the way:
+
+- Quantising a row that was already quantised changes nothing. Stage 3 gathers codes, so its parameters are rounded values, and their
+  products have the same bits as products of parameters that were gathered in 16 bits.
+- Scales can move between the operands of a product. The gradient of the input multiplies by the codes that the forward used: the weight's
+  scale per row is a factor per column of the output's gradient. torchao quantises the weight again, by columns, from its 16-bit values.
+
+Rows of zeros have the smallest scale. A row with an infinity or NaN has the scale NaN, and so have its products, which the check for
+overflow finds.
+"""
+
+import torch
+from torch import Tensor
+
+CODES = torch.float8_e4m3fn
+LARGEST = torch.finfo(CODES).max  # 448
+MULTIPLE = 16  # of which a product's inner and outer size must be on NVIDIA's GPUs
+_SMALLEST = 2.0**-100  # scale
+_MANTISSA = 23  # bits of float32
+
+
+def scales_of(x: Tensor, *, dim: int) -> Tensor:
+    """Scales of the vectors of `x` [R, C] along `dim`, powers of two: float32, `dim` of size 1."""
+    largest = torch.linalg.vector_norm(x, ord=float("inf"), dim=dim, keepdim=True).float()
+    bits = (largest / LARGEST).clamp_(min=_SMALLEST).view(torch.int32)
+    rounded = (((bits + ((1 << _MANTISSA) - 1)) >> _MANTISSA) << _MANTISSA).view(torch.float32)
+    return torch.where(largest.isfinite(), rounded, float("nan"))
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [R, C] and scales [R, 1] of `x` [R, C], bfloat16 or float32."""
+    scales = scales_of(x, dim=1)
+    return _codes(x, scales=scales), scales
+
+
+def quantise_columns(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [C, R] and scales [C, 1] of `x` [R, C] transposed. R is padded with zeros to a multiple of 16."""
+    scales = scales_of(x, dim=0)
+    rows = x.shape[0]
+    turned = torch.empty(x.shape[1], rows + -rows % MULTIPLE, dtype=CODES, device=x.device)
+    _bytes(turned)[:, :rows].copy_(_bytes(_codes(x, scales=scales)).t())
+    _bytes(turned)[:, rows:].zero_()
+    return turned, scales.view(-1, 1)
+
+
+def turned(codes: Tensor) -> Tensor:
+    """Codes [R, C] -> [C, R], contiguous."""
+    return _bytes(codes).t().contiguous().view(CODES)
+
+
+def dequantised(codes: Tensor, *, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Codes [R, C] times scales [R, 1]: [R, C] in `dtype`."""
+    return (codes.float() * scales).to(dtype)
+
+
+def scaled_product(
+    a: Tensor, *, b: Tensor, scales: tuple[Tensor, Tensor], is_fast: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """The codes a [M, K] times b [N, K] transposed, times the scales of their rows [M, 1] and [N, 1]: bfloat16 [M, N], rounded once.
+
+    is_fast: NVIDIA's GPUs keep fewer bits of the sum, as in torchao's forward.
+    """
+    of_a, of_b = scales
+    options = {} if out is None else {"out": out}
+    return torch._scaled_mm(
+        a, b.t(), scale_a=of_a, scale_b=of_b.view(1, -1), out_dtype=torch.bfloat16, use_fast_accum=is_fast, **options
+    )
+
+
+def device_fault(device: torch.device) -> str:
+    """Why `device` has no float8 products, "" if it has."""
+    if device.type != "cuda":
+        return ""
+    if torch.version.hip:
+        return "AMD's GPUs have other float8 formats"
+    major, minor = torch.cuda.get_device_capability(device)
+    return "" if (major, minor) >= (8, 9) else f"sm_{major}{minor} has no float8 products, which begin with sm_89"
+
+
+def _codes(x: Tensor, *, scales: Tensor) -> Tensor:
+    return (x * scales.reciprocal().to(x.dtype)).to(CODES)
+
+
+def _bytes(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8)
