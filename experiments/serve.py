@@ -60,7 +60,6 @@ def serve(config: Config, *, answering: Answering, listening: socket.socket, api
         ),
         sampling=usual_sampling(config),
     )
-    calm_process()
     _claim(chosen.host, port=chosen.port, by=listening.listen)
     host, port = listening.getsockname()[:2]
     scheme = "http" if chosen.tls_certificate is None else "https"
@@ -78,7 +77,8 @@ def serve(config: Config, *, answering: Answering, listening: socket.socket, api
     server.on_failure(lambda: setattr(http, "should_exit", True))
     before = signal.signal(signal.SIGTERM, lambda *_: None if http.started else sys.exit(_TERMINATED))
     try:
-        http.run(sockets=[listening])  # raises the signal that ended it again on return
+        with calm_process():
+            http.run(sockets=[listening])  # raises the signal that ended it again on return
     finally:
         signal.signal(signal.SIGTERM, before)
         server.stop(drain_seconds=0)

@@ -70,7 +70,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         line = [sys.executable, str(ROOT / "run.py"), "task=serve", f"inference.model={options.folder}", "serve.port=0"]
-        line += [f"hydra.run.dir={folder}/run", "inference.max_sequences=32", "logger=disabled", *options.set]
+        line += [f"hydra.run.dir={folder}/run", "inference.max_sequences=32", *options.set]
         server = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         try:
             Console().print(asyncio.run(measure(_address(server), pid=server.pid, options=options)))

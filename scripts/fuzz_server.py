@@ -191,10 +191,10 @@ def serve() -> None:
     server = Server(
         generator, opened=opened, policy=ServePolicy(max_tokens=16), sampling=SamplingParams(temperature=0.8)
     )
-    calm_process()
     listening = socket.create_server(("127.0.0.1", 0), backlog=512)
     print(f"http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
-    uvicorn.Server(uvicorn.Config(server.app, log_level="error")).run(sockets=[listening])
+    with calm_process():
+        uvicorn.Server(uvicorn.Config(server.app, log_level="error")).run(sockets=[listening])
 
 
 async def fuzz(url: str, *, pid: int, bodies: int, hostile: int, clients: int, seed: int) -> bool:

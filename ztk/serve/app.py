@@ -8,8 +8,9 @@ import secrets
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -303,15 +304,22 @@ class Server:
         raise BadRequest(text, status=401, code="invalid_api_key")
 
 
-def calm_process() -> None:
-    """Tunes a serving process.
+@contextmanager
+def calm_process() -> Iterator[None]:
+    """Context of a serving process.
 
-    The event loop then waits at most 1 ms for a Python thread, instead of 5, and existing objects are excluded from garbage collections,
-    which block all threads.
+    The event loop waits at most 1 ms for a Python thread, instead of 5, and existing objects are excluded from garbage collections, which
+    block all threads.
     """
+    before = sys.getswitchinterval()
     sys.setswitchinterval(0.001)
     gc.collect()
     gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()  # triton's bindings report objects that the last collection does not find
+        sys.setswitchinterval(before)
 
 
 def _guarded(app: ASGIApp, *, policy: ServePolicy) -> ASGIApp:
