@@ -132,7 +132,7 @@ def score_texts(
         context=len(before),
         seq_len=subject.seq_len,
         stride=stride,
-        on_scored=Progress(total=total, what=f"tokens of {path}", speaks=subject.speaks).add,
+        on_scored=Progress(total=total, unit=f"tokens of {path}", speaks=subject.speaks).add,
     )
     sizes = [len(text.encode()) for text in texts]
     lines += [
@@ -162,7 +162,7 @@ def score_questions(
         FloatingPointError: logits are not finite.
     """
     pairs = [(question, encode_question(question, subject=subject, path=path)) for question in questions]
-    progress = Progress(total=len(questions), what=f"questions of {path}", speaks=subject.speaks)
+    progress = Progress(total=len(questions), unit=f"questions of {path}", speaks=subject.speaks)
     right = right_per_byte = 0
     for start in range(0, len(questions), _QUESTIONS_AT_ONCE):
         several = pairs[start : start + _QUESTIONS_AT_ONCE]
@@ -258,7 +258,7 @@ class Progress:
     """Prints lines on standard error, at most one in ten seconds."""
 
     total: int
-    what: str
+    unit: str
     speaks: bool = True
     done: int = 0
     shown: float = field(default_factory=time.monotonic)
@@ -268,4 +268,4 @@ class Progress:
         self.done += count
         if self.speaks and time.monotonic() - self.shown >= _SECONDS_BETWEEN:
             self.shown = time.monotonic()
-            print(f"{self.done:,} of {self.total:,} {self.what}", file=sys.stderr, flush=True)
+            print(f"{self.done:,} of {self.total:,} {self.unit}", file=sys.stderr, flush=True)

@@ -85,8 +85,8 @@ def _cut_faults(config: Config, *, task: str) -> Iterator[str]:
 def _cache_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     streams, ranks = streams_layers(config), config.topology.tensor
     if config.launch.device is DeviceName.cuda and (streams or ranks > 1):
-        what = "offload=nvme: layers stream" if streams else f"topology.tensor={ranks}: ranks share layers"
-        yield f"launch.device=cuda with {what} on the CPU; use launch.device=cpu, or leave it out"
+        conflict = "offload=nvme: layers stream" if streams else f"topology.tensor={ranks}: ranks share layers"
+        yield f"launch.device=cuda with {conflict} on the CPU; use launch.device=cpu, or leave it out"
         return
     offloads = config.offload.optimizer is not Tier.none
     yield from cache_faults(config.inference, device=device_of(config, machine=machine), streams=offloads)
@@ -184,13 +184,13 @@ def _eval_faults(config: Config) -> Iterator[str]:
     chosen = config.eval
     if chosen.path is None and chosen.choices is None:
         yield "task=eval: nothing is to be scored; name held-out text with eval.path=FILE, or questions with eval.choices=FILE.jsonl"
-    for name, what in (("path", "a text, jsonl or parquet file"), ("choices", "a jsonl file with questions")):
+    for name, expected in (("path", "a text, jsonl or parquet file"), ("choices", "a jsonl file with questions")):
         value = getattr(chosen, name)
         for path in [] if value is None else as_paths(value):
             if not Path(path).expanduser().is_file():
-                yield f"eval.{name}={path}: is no file; name {what}, or a list of them"
+                yield f"eval.{name}={path}: is no file; name {expected}, or a list of them"
         if value == []:
-            yield f"eval.{name}=[]: names no file; name {what}, or leave it out"
+            yield f"eval.{name}=[]: names no file; name {expected}, or leave it out"
     if chosen.seq_len is not None and chosen.stride is not None and chosen.stride >= chosen.seq_len:
         yield f"eval.stride={chosen.stride}: must be below eval.seq_len={chosen.seq_len}, or tokens have nothing before them"
 

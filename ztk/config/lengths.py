@@ -135,8 +135,8 @@ def _take_from_records(config: Config) -> list[str]:
     if not (too_long := sum(length > context for length in lengths)):
         drawn = config.rollout.max_tokens or 0 if distills_draws(config) else 0
         asked = max(example.texts[0].last_answer.start for example in examples) + drawn if drawn else 0
-        what = "record" if max(lengths) >= asked else "prompt with rollout.max_tokens"
-        _derive(config, longest=max(*lengths, min(asked, context)), what=what)
+        kind = "record" if max(lengths) >= asked else "prompt with rollout.max_tokens"
+        _derive(config, longest=max(*lengths, min(asked, context)), kind=kind)
         return []
     first = ""
     try:
@@ -163,7 +163,7 @@ def _take_from_prompts(config: Config, *, given: frozenset[str]) -> list[str]:
     by_template = data.chat_template is ChatTemplateName.tokenizer
     prompts = read_prompts(data_paths(config), tokenizer=tokenizer, by_template=by_template, fields=data.fields)
     longest = max(len(prompt.tokens) for prompt in prompts) + (config.rollout.max_tokens or 0)
-    _derive(config, longest=min(longest, context), what="prompt with rollout.max_tokens")
+    _derive(config, longest=min(longest, context), kind="prompt with rollout.max_tokens")
     return []
 
 
@@ -174,7 +174,7 @@ def _take_answers(config: Config, *, given: frozenset[str]) -> None:
         derive(config, key="rollout.max_tokens", value=value, reason="TRL's max_completion_length")
 
 
-def _derive(config: Config, *, longest: int, what: str) -> None:
+def _derive(config: Config, *, longest: int, kind: str) -> None:
     """Raises `data.seq_len` to `longest` tokens, rounded up. A larger value of an option is kept, so that earlier runs can be
     repeated.
     """
@@ -183,4 +183,4 @@ def _derive(config: Config, *, longest: int, what: str) -> None:
     if rounded > config.model.max_seq_len:
         rounded = -(-longest // unit) * unit
     if rounded > config.data.seq_len:
-        derive(config, key=KEY, value=rounded, reason=f"the longest {what} of data.path has {longest:,} tokens")
+        derive(config, key=KEY, value=rounded, reason=f"the longest {kind} of data.path has {longest:,} tokens")

@@ -52,11 +52,11 @@ def _take_pretrained(config: Config, *, given: frozenset[str]) -> None:
     rates = {"optimizer.lr": PRETRAINED[config.task.name]} | (
         {"critic.lr": CRITIC} if config.task.name == "ppo" else {}
     )
-    what = "adapters of pretrained weights" if config.lora.rank else "pretrained weights"
+    start = "adapters of pretrained weights" if config.lora.rank else "pretrained weights"
     for key, (full, adapters, who) in rates.items():
         if key not in given:
             rate = adapters if config.lora.rank else full
-            derive(config, key=key, value=rate, reason=f"task={config.task.name} of {what} ({who})")
+            derive(config, key=key, value=rate, reason=f"task={config.task.name} of {start} ({who})")
 
 
 def active_parameters(model: ModelConfig) -> int:

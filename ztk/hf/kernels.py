@@ -45,7 +45,7 @@ class Injection:
             self.attention = None
 
     def __str__(self) -> str:
-        return ", ".join(f"{count} {what}" for what, count in self.counts.items())
+        return ", ".join(f"{count} {op}" for op, count in self.counts.items())
 
 
 def inject_kernels(model: nn.Module, *, option: str = "replace_with_kernel_inject") -> Injection:

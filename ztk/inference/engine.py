@@ -126,9 +126,9 @@ class Generator:
         """
         each = sampling if isinstance(sampling, list) else [sampling or SamplingParams()] * len(prompts)
         names = adapters if isinstance(adapters, list) else [adapters] * len(prompts)
-        for what, given in (("sampling parameters", each), ("adapters", names)):
+        for given_kind, given in (("sampling parameters", each), ("adapters", names)):
             if len(given) != len(prompts):
-                raise ValueError(f"{len(given)} {what} for {len(prompts)} prompts: pass one, or one per prompt")
+                raise ValueError(f"{len(given)} {given_kind} for {len(prompts)} prompts: pass one, or one per prompt")
         numbers = [adapter_number(name, among=self._adapters) for name in names]
         for prompt, one in zip(prompts, each, strict=True):
             self._check(prompt, limit=one.max_tokens, biased=one.named_tokens)

@@ -70,8 +70,8 @@ def _reasons(module: Any) -> Iterator[str]:
         yield "it is multimodal, and the engine reads tokens alone; load its text model by itself"
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if getattr(module, "_is_stateful", False) or kinds:
-        what = f" ({', '.join(sorted(kinds))})" if kinds else ""
-        yield f"it is recurrent{what}, and the engine keeps keys and values alone"
+        listed = f" ({', '.join(sorted(kinds))})" if kinds else ""
+        yield f"it is recurrent{listed}, and the engine keeps keys and values alone"
     if not module._can_set_attn_implementation():
         yield "it does not use transformers' attention interface"
     missing = {"position_ids", "logits_to_keep"} - inspect.signature(module.forward).parameters.keys()

@@ -181,9 +181,9 @@ def _differ(compute: Callable[[Tensor], Tensor], *, x: Tensor, counts: tuple[int
         return next((count for count in counts if not torch.equal(compute(x[:count]), full[:count])), None)
 
 
-def _message(what: str, *, odd: int) -> str:
+def _message(subject: str, *, odd: int) -> str:
     return (
-        f"{what} differ between {odd} and {max(_ROWS)} rows on this processor, so answers would depend on each other: set "
+        f"{subject} differ between {odd} and {max(_ROWS)} rows on this processor, so answers would depend on each other: set "
         "ONEDNN_MAX_CPU_ISA=AVX2, or use another build of torch"
     )
 

@@ -289,9 +289,11 @@ def _sort(states: list[dict[str, Any]], *, parameters: list[nn.Parameter], found
                 if on_device and parameter.device.type != "cpu":
                     found.on_device.add(name)
             else:
-                what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                description = (
+                    f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                )
                 raise Unfit(
-                    f"it is not elementwise: its state {name} is {what} for a parameter of shape {tuple(parameter.shape)}, "
+                    f"it is not elementwise: its state {name} is {description} for a parameter of shape {tuple(parameter.shape)}, "
                     "and a rank holds a flat range of a parameter"
                 )
 
@@ -304,12 +306,12 @@ def _compare(part: _Run, *, full: _Run, index: int, place: slice, found: _Found)
     if set(state) != set(of_full):
         raise Unfit(f"it is not elementwise: it keeps {sorted(state)} or {sorted(of_full)} depending on the shape")
     pairs |= {f"its state {name}": (state[name], of_full[name]) for name in state if name in found.rows}
-    for what, (ours, theirs) in pairs.items():
+    for quantity, (ours, theirs) in pairs.items():
         if theirs is None and ours is None:
             continue
         if not torch.equal(_bits(ours), _bits(theirs.detach().reshape(-1)[place])):
             raise Unfit(
-                f"it is not elementwise: {what} depend on the other elements or on the shape of a parameter (or on random numbers), and a "
+                f"it is not elementwise: {quantity} depend on the other elements or on the shape of a parameter (or on random numbers), and a "
                 "rank holds a flat range of a parameter"
             )
     for name in state:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 _ELSEWHERE = (
-    "optimizer.state{what}: the states are sharded and the engine has them, so this would have no effect. {way}"
+    "optimizer.state{access}: the states are sharded and the engine has them, so this would have no effect. {way}"
 )
-_WALKED = "optimizer.state is empty (read by {what}): the states are sharded and the engine has them. {way}"
+_WALKED = "optimizer.state is empty (read by {access}): the states are sharded and the engine has them. {way}"
 _NEW_GROUP = (
     "a parameter group was added after {build}: the engine's buffers are laid out for the groups it was built of. Give all groups to "
     "{build}, and freeze parameters that train later by requires_grad_(False) after it; or {again}"
@@ -42,22 +42,22 @@ class StateElsewhere(defaultdict):
         self.has_stepped = False
 
     def __missing__(self, key: Any) -> dict:
-        raise RuntimeError(_ELSEWHERE.format(what="[p]", way=self._way))
+        raise RuntimeError(_ELSEWHERE.format(access="[p]", way=self._way))
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        raise RuntimeError(_ELSEWHERE.format(what="[p] = ...", way=self._way))
+        raise RuntimeError(_ELSEWHERE.format(access="[p] = ...", way=self._way))
 
     def clear(self) -> None:
         """Raises RuntimeError: the states would stay."""
-        raise RuntimeError(_ELSEWHERE.format(what=".clear()", way=self._way))
+        raise RuntimeError(_ELSEWHERE.format(access=".clear()", way=self._way))
 
     def pop(self, key: Any, *default: Any) -> Any:
         """Raises RuntimeError: the states would stay."""
-        raise RuntimeError(_ELSEWHERE.format(what=".pop(p)", way=self._way))
+        raise RuntimeError(_ELSEWHERE.format(access=".pop(p)", way=self._way))
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Raises RuntimeError: the entries would never be read."""
-        raise RuntimeError(_ELSEWHERE.format(what=".update(...)", way=self._way))
+        raise RuntimeError(_ELSEWHERE.format(access=".update(...)", way=self._way))
 
     def __deepcopy__(self, memo: dict) -> "StateElsewhere":
         return self
@@ -96,16 +96,16 @@ class StateElsewhere(defaultdict):
         self._note("items")
         return super().items()
 
-    def _note(self, what: str) -> None:
+    def _note(self, access: str) -> None:
         if self.has_stepped and self.warn is not None:
             warn, self.warn = self.warn, None
-            warn(_WALKED.format(what=what, way=self._way))
+            warn(_WALKED.format(access=access, way=self._way))
 
 
 def check_same(state: object, *, expected: StateElsewhere) -> None:
     """Raises RuntimeError if a script has replaced `expected` by another object."""
     if state is not expected:
-        raise RuntimeError(_ELSEWHERE.format(what=" = ...", way=expected._way))
+        raise RuntimeError(_ELSEWHERE.format(access=" = ...", way=expected._way))
 
 
 class FixedGroups:

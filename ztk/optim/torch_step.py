@@ -193,9 +193,11 @@ class TorchStep:
             dtype = self._kept.rows.get(key)
             row = rows[key][place] if dtype is not None else None
             if row is None or not isinstance(value, Tensor) or value.dtype != dtype or value.numel() != row.numel():
-                what = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                found_kind = (
+                    f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                )
                 raise RuntimeError(
-                    f"optimizer={type(self._optimizer).__name__}: keeps the state {key} ({what}) for {name}, which it did not "
+                    f"optimizer={type(self._optimizer).__name__}: keeps the state {key} ({found_kind}) for {name}, which it did not "
                     "keep when training began: options that bring further states (momentum, amsgrad, centered) must be on then, and one "
                     "that keeps other states for large parameters cannot run over shards"
                 )

@@ -38,7 +38,7 @@ from ztk.zero.update.update import ShardUpdate
 from ztk.zero.writes import ParameterWrites
 
 _NOT_SEEN = (
-    "zero.overlap_gather=true: {what} would read parameters before they are gathered, because ztk cannot intercept these reads; set "
+    "zero.overlap_gather=true: {reader} would read parameters before they are gathered, because ztk cannot intercept these reads; set "
     "zero.overlap_gather=false"
 )
 
@@ -278,7 +278,7 @@ class Zero:
         Raises ValueError with `overlap_gather`.
         """
         if self.policy.overlap_gather:
-            raise ValueError(_NOT_SEEN.format(what="compiled code"))
+            raise ValueError(_NOT_SEEN.format(reader="compiled code"))
         if self._is_sharded:
             self.hooks.compile(functools.partial(torch.compile, **options))
         else:
@@ -323,4 +323,4 @@ def _check_seen(model: nn.Module) -> None:
     """Raises ValueError if modules read parameters without a way to intercept it."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(_NOT_SEEN.format(what=f"the scripted module {name or 'itself'}"))
+            raise ValueError(_NOT_SEEN.format(reader=f"the scripted module {name or 'itself'}"))

@@ -92,7 +92,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         """Runs the module's forward. With fp16, casts floating-point inputs unless `fp16.auto_cast` is false."""
         if self.optimizer is None and self._builder.trainable and torch.is_grad_enabled():
             self._begin_training()
-        self._states.need(StateKind.lp_params, what="forward")
+        self._states.need(StateKind.lp_params, operation="forward")
         if self.settings.casts_inputs:
             args, kwargs = _cast(args, dtype=torch.float16), _cast(kwargs, dtype=torch.float16)
         with naming_buffers(self.module, dtype=self.settings.precision.dtype), self._watcher.forward(), self.autocast():
@@ -115,7 +115,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ValueError("backward(loss): must be a scalar tensor that the model's parameters led to")
         steps = self.settings.batch.accumulation
-        self._states.need(StateKind.lp_params, StateKind.lp_grads, what="backward")
+        self._states.need(StateKind.lp_params, StateKind.lp_grads, operation="backward")
         self._announce()
         self._backwards += 1
         with self._watcher.backward(loss):
@@ -134,7 +134,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         Raises FloatingPointError for a non-finite gradient that no smaller loss scale can fix, and RuntimeError inside `no_sync`.
         """
         self._need_optimizer()
-        self._states.need(what="step")
+        self._states.need(operation="step")
         if self._in_no_sync:
             raise RuntimeError("engine.step() inside no_sync(): the gradients are not reduced; call it after the block")
         self._step_applied, self._in_step = False, True
@@ -335,10 +335,10 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self.engine.prepare_backward()
         take_changes(self.engine)
 
-    def _need_managed(self, what: str) -> None:
+    def _need_managed(self, operation: str) -> None:
         if not self.settings.managed_accumulation:
             raise RuntimeError(
-                f"{what}() with managed_gradient_accumulation=false: every engine.step() ends a step there; leave one of them out"
+                f"{operation}() with managed_gradient_accumulation=false: every engine.step() ends a step there; leave one of them out"
             )
 
     def _need_optimizer(self) -> None:

@@ -45,9 +45,9 @@ class StateOffload:
         """See `DeepSpeedEngine.reload_states`."""
         self._state_offloader.reload(non_blocking=non_blocking)
 
-    def need(self, *kinds: StateKind, what: str) -> None:
+    def need(self, *kinds: StateKind, operation: str) -> None:
         """Raises RuntimeError if one of `kinds` is offloaded. kinds: defaults to all."""
         absent = self._state_offloader.absent.intersection(kinds) if kinds else self._state_offloader.absent
         if absent:
             names = ", ".join(sorted(absent))
-            raise RuntimeError(f"{what}: {names} were moved away by offload_states; call reload_states() before")
+            raise RuntimeError(f"{operation}: {names} were moved away by offload_states; call reload_states() before")

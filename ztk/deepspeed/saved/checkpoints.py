@@ -70,7 +70,7 @@ class Saving:
         Raises SaveFailed on all ranks if any fails, and ValueError for a tag that is not a folder name, or a client_state that cannot be
         read back safely.
         """
-        self._states.need(what="save_checkpoint")
+        self._states.need(operation="save_checkpoint")
         folder, comm, is_default = Path(save_dir), self.engine.comm, tag is None
         tag = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
         if not tag or Path(tag).name != tag or tag == ".." or tag != tag.strip():
@@ -131,11 +131,11 @@ class Saving:
 
         Raises CheckpointError on all ranks for a checkpoint that is missing, damaged or of another model.
         """
-        self._states.need(what="load_checkpoint")
+        self._states.need(operation="load_checkpoint")
         folder, engine = Path(load_dir), self.engine
         optimizer_states = load_optimizer_states and not load_module_only
         if custom_load_fn is not None:
-            _check_custom(engine, what="load_checkpoint")
+            _check_custom(engine, operation="load_checkpoint")
         if tag is None:
             pointer = folder / LATEST
             tag = engine.comm.gather_objects(read_pointer(pointer) if pointer.is_file() else None)[0]
@@ -177,7 +177,7 @@ class Saving:
 
         Returns False and writes nothing at stage 3, unless `stage3_gather_16bit_weights_on_model_save` is set.
         """
-        self._states.need(what="save_16bit_model")
+        self._states.need(operation="save_16bit_model")
         path, comm = Path(save_dir) / save_filename, self.engine.comm
         if self.settings.zero.shards_parameters and not self.settings.gathers_on_save:
             logger.warning(
@@ -250,7 +250,7 @@ class Saving:
         del fetch_z3_params
         state, module, comm = checkpoint["module"], self.module, self.engine.comm
         if custom_load_fn is not None:
-            _check_custom(self.engine, what="load_module_state_dict")
+            _check_custom(self.engine, operation="load_module_state_dict")
             with GatheredParameters(module.parameters(), modifier_rank=0):
                 custom_load_fn(src=state, dst=module)
             return
@@ -294,10 +294,10 @@ def _own_part(engine: Engine, *, state: Mapping[str, Tensor]) -> tuple[dict[str,
     return own, errors
 
 
-def _check_custom(engine: Engine, *, what: str) -> None:
+def _check_custom(engine: Engine, *, operation: str) -> None:
     if is_cut(engine):
         raise ValueError(
-            f"{what}(custom_load_fn=): the ranks hold parts of the model (pipeline, tensor or expert parallel), which a function of "
+            f"{operation}(custom_load_fn=): the ranks hold parts of the model (pipeline, tensor or expert parallel), which a function of "
             "the full weights cannot fill; rename the weights first, and use load_module_state_dict"
         )
 
@@ -365,9 +365,9 @@ def claim_tag(engine: Any, *, folder: Path, tag: str, is_default: bool) -> None:
     folder = folder.resolve()
     for key in ((folder, tag), (folder, _DEFAULT)) if is_default else ((folder, tag),):
         if _is_anothers(key, engine=engine):
-            what = f"tag {tag}" if key[1] else "default tags"
+            tags = f"tag {tag}" if key[1] else "default tags"
             raise SaveFailed(
-                f"{folder}: another engine of this script saves {what} there, and the two would replace each other's checkpoints: "
+                f"{folder}: another engine of this script saves {tags} there, and the two would replace each other's checkpoints: "
                 "give each engine a save_dir of its own, or a tag (save_checkpoint(save_dir, tag='critic'), and the same for "
                 "load_checkpoint)"
             )

@@ -111,10 +111,10 @@ class Builder:
             "experts are spread": expert_topology(self.model, at_least=self.settings.experts.size).expert,
             "layers are cut (tensor_parallel)": self.settings.tensor.degree,
         }
-        for what, degree in cut.items():
+        for axis, degree in cut.items():
             if degree > 1:
                 raise ValueError(
-                    f"{what} over {degree} ranks already, and no optimizer was given: name one in the configuration, or pass it to "
+                    f"{axis} over {degree} ranks already, and no optimizer was given: name one in the configuration, or pass it to "
                     "initialize"
                 )
         self.end(engine)

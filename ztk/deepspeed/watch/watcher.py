@@ -147,7 +147,7 @@ class Watcher:
     def _print_profile(self, step: int) -> None:
         policy, flops = self._settings.watching.flops, self.flops
         assert policy is not None and flops is not None, "the profiler is on"
-        what = {
+        profile_args = {
             "module_depth": policy.module_depth,
             "top_modules": policy.top_modules,
             "detailed": policy.detailed,
@@ -156,11 +156,11 @@ class Watcher:
         if self._stages.size > 1:
             parts = self._facade.module.parts
             layers = range(parts[self._stages.rank], parts[self._stages.rank + 1])
-            stages = self._stages.gather_objects(flops.stage_profile(layers=layers, **what))
+            stages = self._stages.gather_objects(flops.stage_profile(layers=layers, **profile_args))
             if self._is_first:
                 flops.print_pipeline_profile(stages, **where)
         else:
-            flops.print_model_profile(**what, **where)
+            flops.print_model_profile(**profile_args, **where)
         flops.end_profile()
 
     def _events(self) -> list[Event]:

@@ -47,7 +47,7 @@ def set_z3_leaf_modules_by_name(
     """Marks modules by their names in `model.named_modules()`. Returns them, and the names that were not found."""
     modules = dict(model.named_modules())
     missing = [name for name in module_names if name not in modules]
-    _check_found(missing, what="named", raises=raise_if_not_found)
+    _check_found(missing, criterion="named", raises=raise_if_not_found)
     return _mark((modules[name] for name in module_names if name in modules), flag=flag), missing
 
 
@@ -57,7 +57,7 @@ def set_z3_leaf_modules_by_suffix(
     """Marks modules by the ends of their names. Returns them, and the suffixes that were not found."""
     modules = dict(model.named_modules())
     missing = [suffix for suffix in module_name_suffixes if not any(name.endswith(suffix) for name in modules)]
-    _check_found(missing, what="with names that end in", raises=raise_if_not_found)
+    _check_found(missing, criterion="with names that end in", raises=raise_if_not_found)
     found = {module: None for name, module in modules.items() if name.endswith(tuple(module_name_suffixes))}
     return _mark(iter(found), flag=flag), missing
 
@@ -110,7 +110,7 @@ def _mark_classes(
 
     found = _mark((module for module in model.modules() if matches(module)), flag=flag)
     if not found:
-        _check_found([str(entry) for entry in classes], what="of type", raises=raise_if_not_found)
+        _check_found([str(entry) for entry in classes], criterion="of type", raises=raise_if_not_found)
     return found
 
 
@@ -121,6 +121,6 @@ def _mark(modules: Iterator[nn.Module], *, flag: bool) -> list[nn.Module]:
     return found
 
 
-def _check_found(missing: Sequence[str], *, what: str, raises: bool) -> None:
+def _check_found(missing: Sequence[str], *, criterion: str, raises: bool) -> None:
     if missing and raises:
-        raise ValueError(f"the model has no modules {what} {', '.join(missing)}")
+        raise ValueError(f"the model has no modules {criterion} {', '.join(missing)}")

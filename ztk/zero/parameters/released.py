@@ -103,7 +103,7 @@ class _Guard:
                 raise RuntimeError(_message(args[0]))
             if _writes_elsewhere(function, args=args, kwargs=kwargs):
                 raise RuntimeError(
-                    _was_read(_first_guarded(args, kwargs), what="it would write NaN into another tensor")
+                    _was_read(_first_guarded(args, kwargs), effect="it would write NaN into another tensor")
                 )
             if function is Tensor.detach:
                 check_not_made_parameter(_first_guarded(args, kwargs), caller=sys._getframe(1))
@@ -149,7 +149,7 @@ class _Computed(_Guard, Tensor):
 
     def __reduce_ex__(self, protocol: int) -> Any:
         """Raises RuntimeError: a file would keep NaN."""
-        raise RuntimeError(_was_read(self, what="a file would have NaN"))
+        raise RuntimeError(_was_read(self, effect="a file would have NaN"))
 
 
 class _Entry(_View):
@@ -275,10 +275,10 @@ def _note_reading(function: Any, *, args: tuple, kwargs: dict, result: Any) -> N
         if not isinstance(made, Tensor) or isinstance(made, _Guard) or not made.is_floating_point():
             continue
         if not _read and name not in _CONVERSIONS:
-            warnings.warn(_was_read(guarded, what="it reads as NaN"), stacklevel=4)
+            warnings.warn(_was_read(guarded, effect="it reads as NaN"), stacklevel=4)
             _read.append(tuple(guarded.shape))
         if made.requires_grad:
-            made.register_hook(functools.partial(_refuse, message=_was_read(guarded, what="the loss has it as NaN")))
+            made.register_hook(functools.partial(_refuse, message=_was_read(guarded, effect="the loss has it as NaN")))
 
 
 def _refuse_values(function: Any, *, args: tuple, kwargs: dict, result: Any) -> None:
@@ -297,7 +297,7 @@ def _refuse_values(function: Any, *, args: tuple, kwargs: dict, result: Any) -> 
         if isinstance(made, Tensor) and not isinstance(made, _Guard) and torch._C._current_graph_task_id() != -1:
             raise RuntimeError(_read_in_backward(guarded))
     if is_hidden:
-        raise RuntimeError(_was_read(guarded, what=f"the result of {name} would not depend on the weights"))
+        raise RuntimeError(_was_read(guarded, effect=f"the result of {name} would not depend on the weights"))
 
 
 def _computed(result: Any, *, source: Tensor | None, name: str) -> Any:
@@ -382,9 +382,9 @@ def _kept(tensor: Tensor | None) -> str:
     return f"a state dict has {_named(tensor)}: its values are not on this rank (zero stage 3), and a copy would be NaN; {_INSTEAD}"
 
 
-def _was_read(tensor: Tensor | None, *, what: str) -> str:
+def _was_read(tensor: Tensor | None, *, effect: str) -> str:
     return (
-        f"{_named(tensor)} was read where it is not gathered: its values are not on this rank (zero stage 3), so {what}. Read it "
+        f"{_named(tensor)} was read where it is not gathered: its values are not on this rank (zero stage 3), so {effect}. Read it "
         "inside deepspeed.zero.GatheredParameters(list(model.parameters())) on every rank, also for a term of the loss. A forward gathers "
         "parameters that modules read by name (self.layer.weight), not those from self.parameters()"
     )
