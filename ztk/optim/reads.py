@@ -58,8 +58,8 @@ class Reads:
     def words(holder: str) -> str:
         """The text of a fault. holder: the object that holds parameters."""
         return (
-            f"its step reads {holder}, which holds model parameters or their id(), and a rank steps over ranges of parameters, which are "
-            "other objects: mark parameters by an attribute that the step reads (p.no_decay = True), or give them a parameter group of "
+            f"its step reads {holder}, which holds parameters of the model or their id(), and a rank steps over ranges of parameters, which "
+            "are other objects: mark parameters by an attribute that the step reads (p.no_decay = True), or give them a parameter group of "
             "their own"
         )
 
