@@ -1,6 +1,6 @@
 """The common parts of `task=sft`, `task=reward`, `task=dpo` and `task=distill`: steps, evaluation, checkpoints."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -17,7 +17,9 @@ from ztk import checkpoint
 from ztk.config import Config
 from ztk.core.runtime import Process
 from ztk.nn.lora import is_adapter
+from ztk.parallel.pipeline import MicroBatch
 from ztk.report import Reporter
+from ztk.rl.rollout import Layout
 from ztk.train.engine import Engine
 
 BODY = ("embedding.*", "blocks.*", "norm.*")  # all parameters of ztk's decoder except the output layer
@@ -153,41 +155,59 @@ def means(sums: Mapping[str, Tensor], *, step: Step, engine: Engine) -> dict[str
     if not sums:
         return {}
     own = torch.stack([value.detach().double() for value in sums.values()])
-    totals = engine.process.comm.gather_scalars(own, label="examples").sum(0) / step.num_examples
+    totals = engine.process.mesh.gather_scalars(own, label="examples").sum(0) / step.num_examples
     return dict(zip(sums, totals.tolist(), strict=True))
 
 
-def train_pairs(
-    engine: Engine, *, step: Step, forward: Callable[[Step, int], tuple[Tensor, dict[str, Tensor]]]
-) -> Measured:
-    """Runs one optimizer step. forward(step, micro-batch) -> this micro-batch's part of the step's loss, and sums over its pairs."""
-    losses, sums = [], []
-    for index, batch in enumerate(step.micro_batches):
-        loss, found = forward(step, index)
-        loss = loss * (0 if batch.is_filler else step.parts)  # compensates for the engine's division
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach())
-        sums.append(_counted(found, is_filler=batch.is_filler))
-    return Measured(loss=torch.stack(losses).mean(), sums=_added(sums))
+class PairForward(Protocol):
+    """Prepares the forward of a micro-batch: its layout, and a function from the model to its part of the step's loss and to sums over its
+    pairs.
+    """
+
+    def __call__(self, step: Step, index: int) -> tuple[Layout, Callable[[Any], tuple[Tensor, dict[str, Tensor]]]]: ...
 
 
-def evaluate_pairs(
-    engine: Engine, *, step: Step, forward: Callable[[Step, int], tuple[Tensor, dict[str, Tensor]]]
-) -> dict[str, float]:
+def train_pairs(engine: Engine, *, step: Step, forward: PairForward) -> Measured:
+    """Runs one optimizer step."""
+    sums: list[dict[str, Tensor]] = []
+    loss = engine.train_batch(_pair_batches(step, forward=forward, sums=sums, counts_loss=False))
+    return Measured(loss=loss, sums=_added(sums, engine=engine))
+
+
+def evaluate_pairs(engine: Engine, *, step: Step, forward: PairForward) -> dict[str, float]:
     """Returns the loss over held-out pairs as `validation_loss`, and the means of the sums of `forward`. A collective call."""
-    sums = []
+    sums: list[dict[str, Tensor]] = []
     with engine.evaluating():
-        for index, batch in enumerate(step.micro_batches):
-            loss, found = forward(step, index)
-            sums.append(_counted({"loss": loss * step.num_examples} | found, is_filler=batch.is_filler))
-    found = means(_added(sums), step=step, engine=engine)
+        engine.compute(_pair_batches(step, forward=forward, sums=sums, counts_loss=True))
+    found = means(_added(sums, engine=engine), step=step, engine=engine)
     return {f"validation_{name}": value for name, value in found.items()}
+
+
+def _pair_batches(
+    step: Step, *, forward: PairForward, sums: list[dict[str, Tensor]], counts_loss: bool
+) -> Iterator[MicroBatch]:
+    """Yields the forwards of a step, which add to `sums` on ranks that compute losses. counts_loss: the loss is one of the sums."""
+    for index, batch in enumerate(step.micro_batches):
+        layout, losses = forward(step, index)
+
+        def loss_of(model: Any, losses=losses, batch=batch) -> Tensor:
+            loss, found = losses(model)
+            found = {"loss": loss * step.num_examples} | found if counts_loss else found
+            sums.append(_counted(found, is_filler=batch.is_filler))
+            return loss * (0 if batch.is_filler else step.parts)  # compensates for the engine's division
+
+        yield layout.micro_batch(loss_of)
 
 
 def _counted(sums: Mapping[str, Tensor], *, is_filler: bool) -> dict[str, Tensor]:
     return {name: torch.zeros_like(value) if is_filler else value.detach() for name, value in sums.items()}
 
 
-def _added(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([part[name] for part in parts]).sum() for name in parts[0]}
+def _added(parts: list[dict[str, Tensor]], *, engine: Engine) -> dict[str, Tensor]:
+    """Adds up the micro-batches' sums. In a pipeline, ranks without losses get zeros of the same names. A collective call there."""
+    own = {name: torch.stack([part[name] for part in parts]).sum() for name in (parts[0] if parts else ())}
+    stages = engine.process.mesh.comm("pp")
+    if stages.size == 1:
+        return own
+    nothing = torch.zeros((), device=engine.process.device)
+    return {name: own.get(name, nothing) for name in stages.gather_objects(list(own))[-1]}

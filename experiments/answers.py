@@ -27,8 +27,9 @@ class Answers:
         self._config, self._engine, self._reference, self._packs = config, engine, reference, packs
         process, size = engine.process, config.train.micro_batch_size
         # In full micro-batches; a remainder is ignored.
-        per_rank = -(-PROMPTS // (process.world_size * size)) * size
-        self._numbers = torch.arange(per_rank) * process.world_size + process.rank
+        replica, replicas = process.mesh.replica, process.mesh.replicas
+        per_rank = -(-PROMPTS // (replicas * size)) * size
+        self._numbers = torch.arange(per_rank) * replicas + replica
 
     def measure(self) -> dict[str, float]:
         """Returns `reward` of sampled and `greedy_reward` of greedy answers, and `kl` in nats per sampled answer. A collective call."""
@@ -40,7 +41,7 @@ class Answers:
             found["kl"] = self._divergence(sampled)
         counted = self._numbers < PROMPTS
         own = torch.stack([values[counted].double().sum() for values in found.values()])
-        totals = self._engine.process.comm.gather_scalars(own.to(self._engine.process.device), label="answers").sum(0)
+        totals = self._engine.process.mesh.gather_scalars(own.to(self._engine.process.device), label="answers").sum(0)
         totals /= PROMPTS
         return dict(zip(found, totals.tolist(), strict=True))
 

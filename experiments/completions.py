@@ -82,7 +82,7 @@ class Completions:
         """Writes the answers of all ranks, and returns them. A collective call."""
         own = answer_records(run, step=step, samples=samples, kl=kl, rows=range(len(samples)))
         numbers = samples.numbers.tolist()
-        gathered = run.process.comm.gather_objects(list(zip(numbers, own, strict=True)))
+        gathered = run.process.mesh.gather_objects(list(zip(numbers, own, strict=True)))
         records = [
             record for _, record in sorted((pair for rank in gathered for pair in rank), key=lambda pair: pair[0])
         ]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from ztk.config import Config, config_with
 from ztk.core.runtime import Process
 from ztk.kernels import logit_loss
 from ztk.rl.align import DistillPolicy, distill_losses
-from ztk.rl.rollout import answer_logits, large_answers
+from ztk.rl.rollout import Layout, answer_logits, large_answers
 from ztk.train.engine import Engine
 
 
@@ -49,7 +50,7 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
     examples.packs = packs_examples(config, policy=engine, reference=teacher)
     stream = DistillStream(config, stream=examples, student=engine, teacher=teacher)
     past, loaded = resume(config, engine=engine, stream=examples)
-    forward = partial(losses_of, engine, teacher=teacher, policy=policy_of(config))
+    forward = partial(forward_of, engine, teacher=teacher, policy=policy_of(config))
     with build_reporter(config, engine=engine, past=past) as reporter:
         reporter.say(lengths_of(examples.examples))
         answers = Answers(config, engine=engine, reference=teacher, packs=examples.packs)
@@ -103,23 +104,27 @@ def policy_of(config: Config) -> DistillPolicy:
     return DistillPolicy(beta=config.distill.beta, temperature=config.distill.temperature)
 
 
-def losses_of(
+def forward_of(
     engine: Engine, step: Step, index: int, *, teacher: Engine, policy: DistillPolicy
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns a micro-batch's part of the step's loss, which is the mean divergence over the answer tokens of the step."""
+) -> tuple[Layout, Callable[[Any], tuple[Tensor, dict[str, Tensor]]]]:
+    """Returns a micro-batch's layout, and the function to its part of the step's loss, the mean divergence over the step's answer tokens."""
     batch = step.micro_batches[index]
     layout, mask = step.layout(batch, module=engine.module, device=engine.process.device), step.mask(batch)
-    teacher_logits = logits_of(teacher, step=step, batch=batch)
 
-    def loss_of(logits: Tensor, cut: slice) -> Tensor:
-        return distill_losses(logits, teacher=teacher_logits(cut), policy=policy).sum()
+    def losses_of(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        teacher_logits = logits_of(teacher, step=step, batch=batch)
 
-    large = large_answers(engine, rows=len(mask), length=step.length)
-    if large is not None:
-        total = large.logit_loss(layout, mask=mask, loss_of=loss_of)
-    else:
-        total = logit_loss(answer_logits(engine, layout=layout, mask=mask), loss_of=loss_of)
-    return total / step.num_answer_tokens, {}
+        def loss_of(logits: Tensor, cut: slice) -> Tensor:
+            return distill_losses(logits, teacher=teacher_logits(cut), policy=policy).sum()
+
+        large = large_answers(model, rows=len(mask), length=step.length)
+        if large is not None:
+            total = large.logit_loss(layout, mask=mask, loss_of=loss_of)
+        else:
+            total = logit_loss(answer_logits(model, layout=layout, mask=mask), loss_of=loss_of)
+        return total / step.num_answer_tokens, {}
+
+    return layout, losses_of
 
 
 def logits_of(teacher: Engine, *, step: Step, batch: MicroBatch) -> Callable[[slice], Tensor]:

@@ -2,11 +2,21 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from experiments import policies
-from experiments.alignment import Measured, evaluate_pairs, open_stream, resume, start_from, train, train_pairs
+from experiments.alignment import (
+    Measured,
+    PairForward,
+    evaluate_pairs,
+    open_stream,
+    resume,
+    start_from,
+    train,
+    train_pairs,
+)
 from experiments.answers import Answers
 from experiments.best import Best
 from experiments.examples import ExampleStream, Step, lengths_of
@@ -21,12 +31,13 @@ from experiments.reference import (
     NoReference,
     PrecomputedReference,
     Reference,
-    pair_logprobs,
+    pair_forward,
 )
 from ztk.config import Config
 from ztk.core.runtime import Process
 from ztk.rl.align import DpoPolicy, dpo_loss, dpo_losses
 from ztk.rl.align.dpo import WITHOUT_REFERENCE
+from ztk.rl.rollout import Layout
 from ztk.train.engine import Engine
 
 
@@ -94,14 +105,12 @@ def open_reference(config: Config, *, engine: Engine, stream: ExampleStream, fir
     return NoReference()
 
 
-def forward_of(
-    config: Config, *, engine: Engine, reference: Reference
-) -> Callable[[Step, int], tuple[Tensor, dict[str, Tensor]]]:
+def forward_of(config: Config, *, engine: Engine, reference: Reference) -> PairForward:
     """Returns the forward of a micro-batch with the loss of `dpo.loss`."""
     if config.dpo.loss == "kto":
         assert reference.engine is not None, "the configuration is checked"
         return KtoForward(config, engine=engine, reference=reference.engine)
-    return partial(losses_of, engine, policy=policy_of(config), reference=reference)
+    return partial(pairs_of, engine, policy=policy_of(config), reference=reference)
 
 
 def policy_of(config: Config) -> DpoPolicy:
@@ -117,20 +126,25 @@ def policy_of(config: Config) -> DpoPolicy:
     )
 
 
-def losses_of(
+def pairs_of(
     engine: Engine, step: Step, index: int, *, policy: DpoPolicy, reference: Reference
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns a micro-batch's part of the step's loss, and sums over its pairs."""
+) -> tuple[Layout, Callable[[Any], tuple[Tensor, dict[str, Tensor]]]]:
+    """Returns a micro-batch's layout, and the function to its part of the step's loss and sums over its pairs."""
     frozen = None if policy.loss in WITHOUT_REFERENCE else reference.of(step, index=index)
     learns_texts = policy.loss == "orpo" and policy.sft_weight > 0
-    pairs = pair_logprobs(engine, step=step, index=index, whole_texts=learns_texts)
-    found = dpo_losses(pairs, policy=policy, reference=frozen)
+    layout, logprobs_of = pair_forward(engine, step=step, index=index, whole_texts=learns_texts)
     num_tokens = step.num_text_tokens if learns_texts else step.num_answer_tokens
-    loss = dpo_loss(found, pairs=pairs, policy=policy, num_pairs=step.num_examples, num_tokens=num_tokens)
-    sums = {
-        "accuracy": (found.chosen > found.rejected).sum(),
-        "margin": (found.chosen - found.rejected).sum(),
-        "chosen": found.chosen.sum(),
-        "rejected": found.rejected.sum(),
-    }
-    return loss, sums
+
+    def losses_of(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        pairs = logprobs_of(model)
+        found = dpo_losses(pairs, policy=policy, reference=frozen)
+        loss = dpo_loss(found, pairs=pairs, policy=policy, num_pairs=step.num_examples, num_tokens=num_tokens)
+        sums = {
+            "accuracy": (found.chosen > found.rejected).sum(),
+            "margin": (found.chosen - found.rejected).sum(),
+            "chosen": found.chosen.sum(),
+            "rejected": found.rejected.sum(),
+        }
+        return loss, sums
+
+    return layout, losses_of

@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 
 from experiments.alignment import load_weights
-from experiments.models import build
+from experiments.models import build, packs_texts
 from ztk.config import Config
 from ztk.core.runtime import Process
-from ztk.rl.rollout import Samples, can_pack, lay_out
+from ztk.parallel.pipeline import MicroBatch
+from ztk.rl.rollout import Samples, lay_out
 from ztk.train.engine import Engine
 
 
@@ -42,13 +43,15 @@ def end_values(engine: Engine, *, tokens: Tensor, lengths: Tensor, micro_batch: 
 
     A collective call.
     """
-    parts, packs = [], can_pack(engine.module)
+    packs = packs_texts(engine)
+
+    def forward_of(rows: slice) -> MicroBatch:
+        own = lengths[rows]
+        layout = lay_out(tokens[rows], lengths=own, packs=packs, device=engine.process.device)
+        return layout.micro_batch(lambda model: layout.forward(model).flatten().index_select(0, layout.at(own - 1)))
+
     with engine.evaluating():
-        for first in range(0, len(tokens), micro_batch):
-            own = lengths[first : first + micro_batch]
-            layout = lay_out(
-                tokens[first : first + micro_batch], lengths=own, packs=packs, device=engine.process.device
-            )
-            values = layout.forward(engine).flatten()
-            parts.append(values.index_select(0, layout.at(own - 1)).cpu())
-    return torch.cat(parts).double()
+        parts = engine.compute(
+            forward_of(slice(first, first + micro_batch)) for first in range(0, len(tokens), micro_batch)
+        )
+    return torch.cat([part.cpu() for part in parts]).double()

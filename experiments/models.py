@@ -1,16 +1,18 @@
 """The models of `task=grpo`, `task=ppo`, `task=reward` and `task=dpo`: separate engines with the run's strategy."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from experiments import policies
-from experiments.pretrain import adapted, build_model
+from experiments.pretrain import adapted, build_model, sample_batch
 from experiments.prompts import PAD, STOP
 from experiments.tasks import TASKS, name_of
+from ztk.checkpoint.full import full_state_dict, is_cut
 from ztk.config import Config
 from ztk.core.policies.rollout import StrategyConfig
 from ztk.core.runtime import Process
@@ -21,6 +23,7 @@ from ztk.hf.scoring import open_scoring
 from ztk.nn import Decoder, initial_values
 from ztk.nn.linear import Linear
 from ztk.parallel.apply import parallelize
+from ztk.parallel.pipeline import MicroBatch
 from ztk.rl.rollout import Samples, can_pack, lay_out
 from ztk.train.engine import Engine
 
@@ -63,6 +66,10 @@ def build(
         precision=policies.precision_policy(config),
         zero=policies.zero_policy(config),
         offload=policies.offload_policy(config),
+        tensor=policies.tensor_policy(config),
+        pipeline=policies.pipeline_policy(config),
+        sample_batch=sample_batch(config, device=process.device),
+        gathers_outputs=True,
         recompute=policies.recompute_policy(config),
         accumulation_steps=accumulation_steps or config.train.accumulation_steps,
         initial_values=first_values if values is None else replaced(first_values, values=values, model=model),
@@ -99,6 +106,10 @@ def replaced(first_values: InitialValues, *, values: Values, model: nn.Module) -
 
 def full_values(engine: Engine) -> Values:
     """Returns copies of all parameters on every rank. A collective call; needs 4 bytes of main memory per parameter."""
+    if is_cut(engine):
+        state = full_state_dict(engine, everywhere=True)
+        assert state is not None, "on all ranks"
+        return {name: value.float() for name, value in state.items()}
     return {
         name: parameter.detach().to("cpu", torch.float32, copy=True)
         for name, parameter in engine.zero.full_parameters()
@@ -115,8 +126,7 @@ def warm_start(config: Config, *, process: Process) -> Values | None:
     options = {"lr": config.warm_start.lr, "accumulation_steps": 1, "has_adapters": False}
     engine = build(config, process=process, **options)
     for tokens, targets in _examples(config, process=process):
-        engine.backward(engine(tokens.to(process.device), targets.to(process.device)))
-        engine.step()
+        engine.train_batch([(tokens.to(process.device), targets.to(process.device))])
     values = full_values(engine)
     engine.close()
     return values
@@ -126,18 +136,19 @@ def _examples(config: Config, *, process: Process) -> Iterator[tuple[Tensor, Ten
     """Yields tokens and targets [batch, T] of every step. Targets cover only the answer."""
     warm, seed, length = config.warm_start, config.train.seed, config.data.seq_len
     assert warm.batch_size is not None, "the configuration is checked"
-    share, rest = divmod(warm.batch_size, process.world_size)
+    replica, replicas = process.mesh.replica, process.mesh.replicas
+    share, rest = divmod(warm.batch_size, replicas)
     if rest:
         raise ValueError(
-            f"warm_start.batch_size={warm.batch_size} cannot be divided over {process.world_size} ranks: use "
-            f"warm_start.batch_size={share * process.world_size or process.world_size}"
+            f"warm_start.batch_size={warm.batch_size} cannot be divided over {replicas} ranks: use "
+            f"warm_start.batch_size={share * replicas or replicas}"
         )
     task = TASKS[name_of(config)]
     for step in range(warm.steps):
         rows = torch.full((share, length + 1), PAD)
         counted = torch.zeros_like(rows, dtype=torch.bool)
         for row, mask, index in zip(rows, counted, range(share), strict=True):
-            number = -1 - (step * warm.batch_size + process.rank * share + index)  # differ from the numbers of rollouts
+            number = -1 - (step * warm.batch_size + replica * share + index)  # differ from the numbers of rollouts
             prompt = task.prompt(seed=seed, number=number)
             right = torch.rand((), generator=generator(seed, "right", number)).item() < warm.correct
             answer = prompt.answer if right else task.wrong(prompt.text, seed=seed, number=number)
@@ -147,9 +158,20 @@ def _examples(config: Config, *, process: Process) -> Iterator[tuple[Tensor, Ten
         yield rows[:, :-1].contiguous(), torch.where(counted, rows, -100)[:, 1:].contiguous()
 
 
-def values_of_states(critic: Engine, *, samples: Samples) -> Tensor:
-    """Returns the critic's value before each token of the answers, from the position before it: float32 [N], one answer after another."""
-    packs, device = can_pack(critic.module), critic.process.device
+def values_of_states(critic: Engine, *, samples: Samples, then: Callable[[Tensor], Tensor] | None = None) -> MicroBatch:
+    """Returns a forward to the critic's value before each token of the answers, from the position before it: float32 [N], one answer after
+    another. then: computes the loss from the values.
+    """
+    packs, device = packs_texts(critic), critic.process.device
     layout = lay_out(samples.tokens, lengths=samples.lengths, packs=packs, device=device)
-    values = layout.forward(critic).flatten().float()
-    return values.index_select(0, layout.before(samples.answer_mask))
+
+    def values_of(model: Any) -> Tensor:
+        values = layout.forward(model).flatten().float().index_select(0, layout.before(samples.answer_mask))
+        return values if then is None else then(values)
+
+    return layout.micro_batch(values_of)
+
+
+def packs_texts(engine: Engine) -> bool:
+    """Returns whether an engine's module takes packed texts. A model whose layers are cut needs rows of one length."""
+    return can_pack(engine.module) and engine.process.mesh.is_alone

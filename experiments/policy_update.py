@@ -1,7 +1,8 @@
 """The policy's update of `task=grpo` and `task=ppo`: from scored samples to an optimizer step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +11,9 @@ from experiments.answer_losses import losses_of
 from experiments.rollout_run import Run
 from experiments.rollouts import Scored, layout_of, logprobs_of, micro_batches
 from ztk.config import Config
+from ztk.parallel.pipeline import MicroBatch
 from ztk.rl.align import Mismatch, Packing, PolicyLoss, importance_weights, mismatch_sums, token_weights
-from ztk.rl.rollout import RolloutMismatch, Samples, compare, first_layer
+from ztk.rl.rollout import Difference, RolloutMismatch, Samples, compare, first_layer
 
 
 def counted(run: Run, *, scored: Scored) -> Tensor:
@@ -54,7 +56,7 @@ def corrected(run: Run, *, samples: Samples, trainer: Tensor) -> Tensor:
     rollout, given = run.config.rollout, {"drawn": samples.logprobs, "mask": samples.answer_mask}
     assert rollout.correction is not None and rollout.correction_max is not None, "the configuration is checked"
     sums = mismatch_sums(trainer, **given).to(run.process.device)
-    found = Mismatch.of(run.process.comm.gather_scalars(sums, label="mismatch").sum(0))
+    found = Mismatch.of(run.process.mesh.gather_scalars(sums, label="mismatch").sum(0))
     run.metrics |= {f"rollout_{name}": value for name, value in asdict(found).items()}
     return importance_weights(trainer, form=rollout.correction.value, most=rollout.correction_max, **given)
 
@@ -75,7 +77,7 @@ class Update:
 
 def update_rows(run: Run) -> slice:
     """Returns the rows of this rank's samples for the next optimizer step."""
-    share = run.config.train.global_batch_size // run.process.world_size
+    share = run.config.train.global_batch_size // run.process.mesh.replicas
     return slice(run.buffer.position * share, (run.buffer.position + 1) * share)
 
 
@@ -86,54 +88,68 @@ def update_policy(run: Run) -> Update:
     rows = update_rows(run)
     samples, extra = run.buffer.samples[rows], {name: value[rows] for name, value in run.buffer.extra.items()}
     policy = loss_of(config)
-    scale = run.process.world_size * config.train.accumulation_steps  # compensates for the engine's division
-    losses, sums = [], torch.zeros(5, dtype=torch.float64)
-    compares = run.buffer.position == 0  # on policy: the weights have not changed since the rollout
-    for part in micro_batches(run, samples=samples):
-        batch, own = samples[part], {name: value[part].to(device) for name, value in extra.items()}
+    scale = run.process.mesh.replicas * config.train.accumulation_steps  # compensates for the engine's division
+    sums = torch.zeros(4, dtype=torch.float64)
+    batches = [samples[part] for part in micro_batches(run, samples=samples)]
+    logprobs: list[Tensor] = []  # of each micro-batch, on ranks that compute losses
+
+    def forward_of(number: int, part: slice) -> MicroBatch:
+        batch, own = batches[number], {name: value[part].to(device) for name, value in extra.items()}
         given = {name: own.get(name) for name in ("old", "advantages", "weights", "correction", "reference")}
-        options = {"layout": layout_of(run, samples=batch), "temperature": config.rollout.temperature}
-        found = losses_of(engine, batch=batch, policy=policy, **options, **given)
-        differing = compared(run, samples=batch, logprobs=found.logprobs) if compares else 0
-        loss = found.loss * scale
-        engine.backward(loss)
-        counts = torch.stack([found.entropy, found.clipped.double()]).cpu()
-        answered, computed = int(batch.answer_mask.sum()), int(batch.lengths.sum())
-        sums += torch.tensor([counts[0], answered, counts[1], differing, computed], dtype=torch.float64)
-        engine.step()
-        losses.append(loss.detach())
-    totals = run.process.comm.gather_scalars(sums.to(device), label="update").sum(0).tolist()
-    entropy, tokens, clipped, differing, computed = totals
-    if compares:
-        run.metrics["rollout_differing"] = int(differing)
+        layout = layout_of(run, samples=batch)
+        options = {"layout": layout, "temperature": config.rollout.temperature}
+
+        def scaled_loss(model: Any) -> Tensor:
+            found = losses_of(model, batch=batch, policy=policy, **options, **given)
+            logprobs.append(found.logprobs)
+            counts = torch.stack([found.entropy, found.clipped.double()]).cpu()
+            answered, computed = int(batch.answer_mask.sum()), int(batch.lengths.sum())
+            sums.add_(torch.tensor([counts[0], answered, counts[1], computed], dtype=torch.float64))
+            return found.loss * scale
+
+        return layout.micro_batch(scaled_loss)
+
+    def check() -> None:
+        if run.buffer.position == 0:  # on policy: the weights have not changed since the rollout
+            run.metrics["rollout_differing"] = compared(run, batches=batches, logprobs=logprobs)
+
+    parts = enumerate(micro_batches(run, samples=samples))
+    loss = engine.train_batch((forward_of(number, part) for number, part in parts), before_step=check)
+    totals = run.process.mesh.gather_scalars(sums.to(device), label="update").sum(0).tolist()
+    entropy, tokens, clipped, computed = totals
     return Update(
-        loss=torch.stack(losses).mean(),
+        loss=loss,
         entropy=entropy / max(1.0, tokens),
         tokens=int(computed),
         metrics={"clipped": clipped / max(1.0, tokens)},
     )
 
 
-def compared(run: Run, *, samples: Samples, logprobs: Tensor) -> int:
-    """Returns the number of log-probabilities of a micro-batch that differ from the stored ones.
+def compared(run: Run, *, batches: Sequence[Samples], logprobs: Sequence[Tensor]) -> int:
+    """Returns the number of log-probabilities that differ from the stored ones, over all ranks and micro-batches. A collective call.
 
-    A collective call with rollout.identity=exact.
+    logprobs: of the micro-batches, on ranks that compute losses.
 
-    It then raises RolloutMismatch on the ranks with a difference.
+    With rollout.identity=exact it raises RolloutMismatch on the ranks of a replica with a difference.
     """
-    difference = compare(samples, logprobs=logprobs)
-    if run.config.rollout.identity != "exact":
-        return difference.count
-    own = torch.tensor([float(difference.count)], device=run.process.device)
-    if run.process.comm.gather_scalars(own, label="differing").any():
-        where = {"row": difference.row, "position": difference.position}
-        layer = first_layer(run.actor, samples=samples, packs=run.packs, **where)
-        if difference.count:
-            raise RolloutMismatch(
-                f"step {run.actor.global_steps + 1}: {difference.count} log-probabilities of a micro-batch differ from its rollout; the "
-                f"first: {difference.first}; {layer}. Use rollout.identity=corrected, and report this"
-            )
-    return difference.count
+    process = run.process
+    found = [compare(batch, logprobs=own) for batch, own in zip(batches, logprobs, strict=False)]
+    found += [Difference(count=0)] * (len(batches) - len(found))
+    own = torch.tensor([[one.count, one.row, one.position] for one in found], dtype=torch.float64)
+    ranks = process.mesh.gather_scalars(own.flatten().to(process.device), label="differing").cpu()
+    ranks = ranks.view(process.mesh.replicas, len(batches), 3).long()
+    total = int(ranks[:, :, 0].sum())
+    if not total or run.config.rollout.identity != "exact":
+        return total
+    first = int(ranks[:, :, 0].sum(0).nonzero()[0])
+    count, row, position = ranks[process.mesh.replica, first].tolist()
+    layer = first_layer(run.actor, samples=batches[first], packs=run.packs, row=row, position=position)
+    if count:
+        raise RolloutMismatch(
+            f"step {run.actor.global_steps + 1}: {count} log-probabilities of a micro-batch differ from its rollout; the first: "
+            f"{found[first].first or 'on another rank'}; {layer}. Use rollout.identity=corrected, and report this"
+        )
+    return total
 
 
 def loss_of(config: Config) -> PolicyLoss:
@@ -154,10 +170,10 @@ def loss_of(config: Config) -> PolicyLoss:
 def weights_of(run: Run, *, samples: Samples, counts: Tensor) -> Tensor:
     """Returns the weight of each token in the loss of its update, float32 [S, T]. counts: whether the sample counts, bool [S]."""
     packing, length = Packing.of(samples.answer_mask), samples.tokens.shape[1]
-    share = run.config.train.global_batch_size // run.process.world_size
+    share = run.config.train.global_batch_size // run.process.mesh.replicas
     tokens = (packing.lengths * counts).view(-1, share).sum(1)
     own = torch.stack([counts.view(-1, share).sum(1), tokens]).double()
-    totals = run.process.comm.gather_scalars(own.to(run.process.device), label="tokens").sum(0).cpu()
+    totals = run.process.mesh.gather_scalars(own.to(run.process.device), label="tokens").sum(0).cpu()
     parts = [
         token_weights(
             packing.lengths[update * share : (update + 1) * share],

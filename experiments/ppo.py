@@ -11,6 +11,7 @@ from experiments.rollout_loop import run_rank
 from experiments.rollout_run import Run
 from experiments.rollouts import Scored, micro_batches
 from ztk.config import Config
+from ztk.parallel.pipeline import MicroBatch
 from ztk.rl.align import Packing, generalised_advantages, value_loss
 from ztk.rl.rollout import Samples
 
@@ -60,10 +61,12 @@ def values_of(run: Run, *, samples: Samples) -> Tensor:
     """Returns the critic's value before each token, float32 [S, T], without gradients; 0 outside answers."""
     assert run.critic is not None
     with run.critic.evaluating():
-        parts = [
-            values_of_states(run.critic, samples=samples[rows]).cpu() for rows in micro_batches(run, samples=samples)
-        ]
-    return Packing.of(samples.answer_mask).unpack(torch.cat(parts), length=samples.tokens.shape[1])
+        parts = run.critic.compute(
+            values_of_states(run.critic, samples=samples[rows]) for rows in micro_batches(run, samples=samples)
+        )
+    return Packing.of(samples.answer_mask).unpack(
+        torch.cat([part.cpu() for part in parts]), length=samples.tokens.shape[1]
+    )
 
 
 def whitened(run: Run, *, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -71,7 +74,7 @@ def whitened(run: Run, *, advantages: Tensor, mask: Tensor) -> Tensor:
     kept = advantages[mask].double()
     own = torch.stack([torch.tensor(float(len(kept)), dtype=torch.float64), kept.sum(), kept.square().sum()])
     count, total, squares = (
-        run.process.comm.gather_scalars(own.to(run.process.device), label="whitening").sum(0).tolist()
+        run.process.mesh.gather_scalars(own.to(run.process.device), label="whitening").sum(0).tolist()
     )
     mean = total / max(1.0, count)
     deviation = max(0.0, squares / max(1.0, count) - mean * mean) ** 0.5
@@ -84,20 +87,26 @@ def update_critic(run: Run) -> float:
     assert engine is not None and run.buffer.samples is not None
     rows = update_rows(run)
     samples, extra = run.buffer.samples[rows], {name: value[rows] for name, value in run.buffer.extra.items()}
-    scale = run.process.world_size * config.train.accumulation_steps  # compensates for the engine's division
+    scale = run.process.mesh.replicas * config.train.accumulation_steps  # compensates for the engine's division
     total = torch.zeros(1, dtype=torch.float64, device=device)
-    for part in micro_batches(run, samples=samples):
+
+    def forward_of(part: slice) -> MicroBatch:
         batch = samples[part]
         packing = Packing.of(batch.answer_mask, device=device)
         given = {name: packing.pack(extra[name][part].to(device)) for name in ("values", "returns", "weights")}
-        loss = value_loss(
-            values_of_states(engine, samples=batch),
-            old=given["values"],
-            returns=given["returns"],
-            clip=config.critic.value_clip,
-            weights=given["weights"],
-        )
-        engine.backward(loss * scale)
-        engine.step()
-        total += loss.detach()
-    return run.process.comm.gather_scalars(total, label="critic").sum().item()
+
+        def loss_of(values: Tensor) -> Tensor:
+            loss = value_loss(
+                values,
+                old=given["values"],
+                returns=given["returns"],
+                clip=config.critic.value_clip,
+                weights=given["weights"],
+            )
+            total.add_(loss.detach())
+            return loss * scale
+
+        return values_of_states(engine, samples=batch, then=loss_of)
+
+    engine.train_batch(forward_of(part) for part in micro_batches(run, samples=samples))
+    return run.process.mesh.gather_scalars(total, label="critic").sum().item()

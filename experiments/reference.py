@@ -1,8 +1,8 @@
 """The reference of `task=dpo`: the policy before its first step, as a separate engine, as precomputed numbers, or none."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from ztk.core.runtime import Process
 from ztk.nn.lora import adapters_off
 from ztk.report import RunFolder
 from ztk.rl.align import PairLogprobs, Sequences, answer_logprobs, segment_sums
-from ztk.rl.rollout import answer_logits, large_answers
+from ztk.rl.rollout import Layout, answer_logits, large_answers
 from ztk.train.engine import Engine
 
 FOLDER = "reference"  # folder of a run with the checkpoint of its frozen reference
@@ -40,6 +40,11 @@ class BaseModel:
         """Runs tokens int64 [B, T], with other arguments of the forward -> logits [B, T, V], without gradients. A collective call."""
         with adapters_off(self._engine.module):
             return self._engine(tokens, **given)
+
+    def compute(self, micro_batches: Iterable) -> list[Any]:
+        """Same as `Engine.compute`. A collective call."""
+        with adapters_off(self._engine.module):
+            return self._engine.compute(micro_batches)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -71,38 +76,63 @@ class Reference(Protocol):
 
 
 def pair_logprobs(engine: Engine | BaseModel, *, step: Step, index: int, whole_texts: bool = False) -> PairLogprobs:
-    """Returns the log-probabilities of `engine` for the answers of micro-batch `index`. whole_texts: also for the prompts of chosen
-    ones.
+    """Returns the log-probabilities of `engine` for the answers of micro-batch `index`, without gradients. A collective call.
+
+    whole_texts: also for the prompts of chosen ones.
     """
-    sequences = step.micro_batches[index].sequences
+    layout, logprobs_of = pair_forward(engine, step=step, index=index, whole_texts=whole_texts)
+    names = [field.name for field in fields(PairLogprobs)]
+
+    def values_of(model: Any) -> list[Tensor | None]:
+        found = logprobs_of(model)
+        return [getattr(found, name) for name in names]
+
+    (values,) = engine.compute([layout.micro_batch(values_of)])
+    return PairLogprobs(**dict(zip(names, values, strict=True)))
+
+
+def pair_forward(
+    engine: Engine | BaseModel, *, step: Step, index: int, whole_texts: bool = False
+) -> tuple[Layout, Callable[[Any], PairLogprobs]]:
+    """Returns the layout of micro-batch `index`, and the function from the model to `pair_logprobs` with gradients."""
+    own, device = step.micro_batches[index].sequences, engine.process.device
     if not whole_texts:
-        return PairLogprobs.of(
-            text_logprobs(engine, step=step, index=index), sequences=sequences.to(engine.process.device)
-        )
-    is_chosen = torch.arange(len(sequences)) < len(sequences) // 2
-    whole = is_chosen.repeat_interleave(sequences.lengths) & (sequences.positions > 0)
-    counted = replace(sequences, answer=whole | sequences.answer)
-    found = text_logprobs(engine, step=step, index=index, counted=counted)
-    sequences, counted = sequences.to(found.device), counted.to(found.device)
-    answers = PairLogprobs.of(torch.where(sequences.answer, found, 0.0), sequences=sequences)
-    texts, _ = segment_sums(found, lengths=counted.lengths).chunk(2)
-    return replace(answers, chosen_texts=texts)
+        layout, logprobs_of = text_forward(engine, step=step, index=index)
+        return layout, lambda model: PairLogprobs.of(logprobs_of(model), sequences=own.to(device))
+    is_chosen = torch.arange(len(own)) < len(own) // 2
+    whole = is_chosen.repeat_interleave(own.lengths) & (own.positions > 0)
+    counted = replace(own, answer=whole | own.answer)
+    layout, logprobs_of = text_forward(engine, step=step, index=index, counted=counted)
+
+    def pairs_of(model: Any) -> PairLogprobs:
+        found, sequences = logprobs_of(model), own.to(device)
+        answers = PairLogprobs.of(torch.where(sequences.answer, found, 0.0), sequences=sequences)
+        texts, _ = segment_sums(found, lengths=sequences.lengths).chunk(2)
+        return replace(answers, chosen_texts=texts)
+
+    return layout, pairs_of
 
 
-def text_logprobs(engine: Engine | BaseModel, *, step: Step, index: int, counted: Sequences | None = None) -> Tensor:
-    """Returns the log-probabilities of the tokens of micro-batch `index`, [T], 0 if they do not count. counted: the same texts with
-    another mask.
+def text_forward(
+    engine: Engine | BaseModel, *, step: Step, index: int, counted: Sequences | None = None
+) -> tuple[Layout, Callable[[Any], Tensor]]:
+    """Returns the layout of micro-batch `index`, and the function from the model to the log-probabilities of its tokens, [T].
+
+    They are 0 for tokens that do not count. counted: the same texts with another mask.
     """
     batch, device = step.micro_batches[index], engine.process.device
     layout = step.layout(batch, module=engine.module, device=device, shares=True)
     sequences = counted or batch.sequences
     mask = sequences.mask(length=step.length)
-    large = large_answers(engine, rows=len(mask), length=step.length)
-    sequences = sequences.to(device)
-    if large is not None:
-        found, index = large.logprobs(layout, mask=mask), sequences.answer.nonzero().squeeze(1)
-        return found.new_zeros(len(sequences.tokens)).index_copy(0, index, found)
-    return answer_logprobs(answer_logits(engine, layout=layout, mask=mask), sequences=sequences)
+
+    def logprobs_of(model: Any) -> Tensor:
+        large, own = large_answers(model, rows=len(mask), length=step.length), sequences.to(device)
+        if large is not None:
+            found, places = large.logprobs(layout, mask=mask), own.answer.nonzero().squeeze(1)
+            return found.new_zeros(len(own.tokens)).index_copy(0, places, found)
+        return answer_logprobs(answer_logits(model, layout=layout, mask=mask), sequences=own)
+
+    return layout, logprobs_of
 
 
 class NoReference:
@@ -222,7 +252,7 @@ class PrecomputedReference:
             if not batch.is_filler:
                 rows = torch.tensor(batch.numbers, device=device) - numbers.start
                 own[rows] = torch.stack([found.chosen, found.rejected], dim=1).double()
-        gathered = self._policy.process.comm.gather_scalars(own.flatten(), label="reference")
+        gathered = self._policy.process.mesh.gather_scalars(own.flatten(), label="reference")
         return gathered.sum(0).view(-1, 2).float().cpu()
 
     def resume(self, loaded: checkpoint.LoadReport) -> None:

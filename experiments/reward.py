@@ -1,6 +1,8 @@
 """Trains a reward model, a decoder with one number per token, on pairs of answers: the program of every rank of `task=reward`."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from experiments.ranks import started
 from ztk.config import Config
 from ztk.core.runtime import Process
 from ztk.rl.align import PairwisePolicy, pairwise_losses
+from ztk.rl.rollout import Layout
 from ztk.train.engine import Engine
 
 
@@ -31,7 +34,7 @@ def run(config: Config, *, process: Process) -> dict[str, float]:
     start_from(config, engine=engine, body_only=True)
     stream.packs = packs_examples(config, policy=engine)
     past, loaded = resume(config, engine=engine, stream=stream)
-    forward = partial(losses_of, engine, policy=policy_of(config))
+    forward = partial(forward_of, engine, policy=policy_of(config))
     with build_reporter(config, engine=engine, past=past, parameters=engine.num_parameters) as reporter:
         reporter.say(lengths_of(stream.examples))
 
@@ -66,22 +69,28 @@ def policy_of(config: Config) -> PairwisePolicy:
     return PairwisePolicy(loss=str(reward.loss), margin=reward.margin, centring=reward.centring)
 
 
-def losses_of(engine: Engine, step: Step, index: int, *, policy: PairwisePolicy) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns a micro-batch's part of the step's loss, and sums over its pairs."""
+def forward_of(
+    engine: Engine, step: Step, index: int, *, policy: PairwisePolicy
+) -> tuple[Layout, Callable[[Any], tuple[Tensor, dict[str, Tensor]]]]:
+    """Returns a micro-batch's layout, and the function to its part of the step's loss and sums over its pairs."""
     batch, device = step.micro_batches[index], engine.process.device
-    layout, sequences = step.layout(batch, module=engine.module, device=device, shares=True), batch.sequences
-    places = layout.places(sequences.is_token(length=step.length))
-    values, sequences = layout.forward(engine).flatten().index_select(0, places), sequences.to(device)
-    found = pairwise_losses(values, sequences=sequences, policy=policy, margins=batch.margins.to(device))
-    sums = {
-        "accuracy": (found.chosen > found.rejected).sum(),
-        "margin": (found.chosen - found.rejected).sum(),
-        "value": (found.chosen + found.rejected).sum() / 2,
-    }
-    return found.losses.sum() / step.num_examples, sums
+    layout = step.layout(batch, module=engine.module, device=device, shares=True)
+
+    def losses_of(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        places = layout.places(batch.sequences.is_token(length=step.length))
+        values, sequences = layout.forward(model).flatten().index_select(0, places), batch.sequences.to(device)
+        found = pairwise_losses(values, sequences=sequences, policy=policy, margins=batch.margins.to(device))
+        sums = {
+            "accuracy": (found.chosen > found.rejected).sum(),
+            "margin": (found.chosen - found.rejected).sum(),
+            "value": (found.chosen + found.rejected).sum() / 2,
+        }
+        return found.losses.sum() / step.num_examples, sums
+
+    return layout, losses_of
 
 
 def evaluated(engine: Engine, *, stream: ExampleStream, policy: PairwisePolicy) -> dict[str, float]:
     """Returns loss, accuracy, margin and value over the held-out pairs; empty if there are none. A collective call."""
     step = stream.held_out()
-    return {} if step is None else evaluate_pairs(engine, step=step, forward=partial(losses_of, engine, policy=policy))
+    return {} if step is None else evaluate_pairs(engine, step=step, forward=partial(forward_of, engine, policy=policy))

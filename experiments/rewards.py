@@ -10,14 +10,14 @@ from experiments.prompts import Prompt
 from experiments.rollout_run import Run
 from experiments.text_reward import TextReward
 from ztk.rl.rollout import Samples
-from ztk.rl.rollout.rewards import Answered, TrainingState
+from ztk.rl.rollout.rewards import Answered, Rewarded, RewardFunctions, TrainingState
 
 
 def reward(run: Run, *, samples: Samples, prompts: list[Prompt]) -> None:
     """Writes the rewards into `samples` and the rewards of each function into `run.rewarded`. Raises RewardError."""
     config, functions = run.config, run.prompts.rewards
     given = answered(run, samples=samples, prompts=prompts)
-    run.rewarded = None if functions is None else functions.score(given)
+    run.rewarded = None if functions is None else scored(run, functions=functions, given=given)
     total = None if run.rewarded is None else run.rewarded.total
     if run.environments is not None:
         total = with_steps(run, total=total)
@@ -31,6 +31,17 @@ def reward(run: Run, *, samples: Samples, prompts: list[Prompt]) -> None:
         total = learned if weight is None or total is None else total.nan_to_num() + weight * learned
     assert total is not None, "the configuration is checked"
     samples.rewards, samples.included = total.nan_to_num(), ~total.isnan()
+
+
+def scored(run: Run, *, functions: RewardFunctions, given: Answered) -> Rewarded:
+    """Calls the functions once per answer: on a replica's leader if several ranks share the model, which may not be deterministic.
+
+    A collective call then.
+    """
+    mesh = run.process.mesh
+    if mesh.is_alone:
+        return functions.score(given)
+    return mesh.gather_objects(functions.score(given) if mesh.is_leader else None)[mesh.replica]
 
 
 def with_steps(run: Run, *, total: Tensor | None) -> Tensor:
@@ -85,7 +96,7 @@ def reward_metrics(run: Run) -> dict[str, float]:
 def means_of_ranks(run: Run, *, means: dict[str, Tensor]) -> dict[str, float]:
     """Averages over all ranks, which may have logged different names. Drops non-finite values, which a checkpoint cannot contain."""
     own = {name: (float(values.nansum()), int((~values.isnan()).sum())) for name, values in means.items()}
-    ranks = run.process.comm.gather_objects(own)
+    ranks = run.process.mesh.gather_objects(own)
     merged = {}
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         totals = [rank.get(name, (0.0, 0)) for rank in ranks]

@@ -82,10 +82,10 @@ class Run:
             "reward_before": self.reward_before,
             "guards": self.guards.state_dict(),
             "best": self.best.state_dict(),
-            "buffer": self.buffer.state_dict(gather=self.process.comm.gather_objects),
+            "buffer": self.buffer.state_dict(gather=self.process.mesh.gather_objects),
             "ahead": None
             if self.ahead is None
-            else self.ahead.state_dict(gather=self.process.comm.gather_objects, updates=self.buffer.updates),
+            else self.ahead.state_dict(gather=self.process.mesh.gather_objects, updates=self.buffer.updates),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -97,8 +97,8 @@ class Run:
             self.best.load_state_dict(state["best"])
         layout = {
             "per_update": self.config.train.global_batch_size,
-            "rank": self.process.rank,
-            "world_size": self.process.world_size,
+            "rank": self.process.mesh.replica,
+            "world_size": self.process.mesh.replicas,
         }
         self.buffer.load_state_dict(state["buffer"], **layout)
         if self.ahead is not None:
@@ -155,8 +155,11 @@ def open_run(
 def open_packs(config: Config, *, actor: Engine, reference: Engine | BaseModel | None) -> bool:
     """Returns whether texts are packed. A collective call.
 
-    They are packed if this changes no bit on any rank, or, without rollout.identity=exact, if all models support it.
+    They are packed if this changes no bit on any rank, or, without rollout.identity=exact, if all models support it. A model whose layers
+    are cut needs rows of one length.
     """
+    if not actor.process.mesh.is_alone:
+        return False
     engines = [engine for engine in (actor, reference) if isinstance(engine, Engine)]
     modules = [engine.module for engine in engines]
     is_exact, packs = config.rollout.identity == "exact", pack_exactly_on_all_ranks(*engines)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from experiments.rewards import reward, reward_metrics
 from experiments.rollout_run import Run
 from ztk.inference.kept import Cut
 from ztk.inference.sample import fp32_logprobs
+from ztk.parallel.pipeline import MicroBatch
 from ztk.rl.align import Packing, divergence, equal_groups
 from ztk.rl.rollout import (
     Drawn,
@@ -63,8 +65,8 @@ def drawing_of(run: Run, *, first_prompt: int | None = None) -> Callable[[], Dra
     numbers = share_of_rank(
         updates=run.buffer.updates,
         per_update=config.train.global_batch_size,
-        rank=run.process.rank,
-        world_size=run.process.world_size,
+        rank=run.process.mesh.replica,
+        world_size=run.process.mesh.replicas,
     )
     first = run.rollouts * rollout.prompts if first_prompt is None else first_prompt
     prompt_numbers = first + numbers // rollout.group_size
@@ -148,22 +150,25 @@ def logprobs_of(engine: Engine | BaseModel | None, *, run: Run, samples: Samples
     """
     if engine is None:
         return None
-    parts, length, temperature = [], samples.tokens.shape[1], run.config.rollout.temperature
+    length, temperature = samples.tokens.shape[1], run.config.rollout.temperature
+
+    def forward_of(batch: Samples) -> MicroBatch:
+        layout, mask = layout_of(run, samples=batch), batch.answer_mask
+        hide = hide_of(batch.kept, mask=mask, device=layout.tokens.device)
+
+        def logprobs_of(model: Any) -> Tensor:
+            if (large := large_answers(model, rows=len(batch), length=length)) is not None:
+                return large.logprobs(layout, mask=mask, temperature=temperature, hide=hide)
+            logits = answer_logits(model, layout=layout, mask=mask)
+            logits = logits if hide is None else hide(logits, slice(0, len(logits)))
+            chosen = layout.tokens.flatten().index_select(0, layout.places(mask)).unsqueeze(1)
+            return fp32_logprobs(logits, temperature=temperature).gather(1, chosen).squeeze(1)
+
+        return layout.micro_batch(logprobs_of)
+
     with engine.evaluating():
-        for rows in micro_batches(run, samples=samples):
-            batch = samples[rows]
-            layout = layout_of(run, samples=batch)
-            mask = batch.answer_mask
-            hide = hide_of(batch.kept, mask=mask, device=layout.tokens.device)
-            if (large := large_answers(engine, rows=len(batch), length=length)) is not None:
-                found = large.logprobs(layout, mask=mask, temperature=temperature, hide=hide)
-            else:
-                logits = answer_logits(engine, layout=layout, mask=mask)
-                logits = logits if hide is None else hide(logits, slice(0, len(logits)))
-                chosen = layout.tokens.flatten().index_select(0, layout.places(mask)).unsqueeze(1)
-                found = fp32_logprobs(logits, temperature=temperature).gather(1, chosen).squeeze(1)
-            parts.append(found.cpu())
-    return Packing.of(samples.answer_mask).unpack(torch.cat(parts), length=length)
+        parts = engine.compute(forward_of(samples[rows]) for rows in micro_batches(run, samples=samples))
+    return Packing.of(samples.answer_mask).unpack(torch.cat([part.cpu() for part in parts]), length=length)
 
 
 def layout_of(run: Run, *, samples: Samples) -> Layout:
@@ -243,7 +248,7 @@ def table_of(
         ],
         dim=1,
     )
-    gathered = run.process.comm.gather_scalars(own.flatten().to(run.process.device), label="samples")
+    gathered = run.process.mesh.gather_scalars(own.flatten().to(run.process.device), label="samples")
     rows = gathered.cpu().view(-1, len(COLUMNS))
     rows = rows[rows[:, 0].argsort()]
     return dict(zip(COLUMNS, rows.unbind(1), strict=True))

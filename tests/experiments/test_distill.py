@@ -111,7 +111,8 @@ def drawn(process: Process, *, config: Config) -> tuple[Step, bool, float, float
     found = total = torch.zeros(())
     with engine.evaluating():
         for index, batch in enumerate(step.micro_batches):
-            found = found + distill.losses_of(engine, step, index, teacher=taught, policy=policy)[0]
+            _, losses = distill.forward_of(engine, step, index, teacher=taught, policy=policy)
+            found = found + losses(engine)[0]
             rows, mask = batch.sequences.rows(length=step.length, pad=0), step.mask(batch)
             own, theirs = engine(rows)[:, :-1], taught(rows)[:, :-1]
             every = distill_losses(own.flatten(0, 1), teacher=theirs.flatten(0, 1), policy=policy)

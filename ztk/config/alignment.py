@@ -9,7 +9,7 @@ from ztk.config.lengths import KEY, records_of
 from ztk.config.machine import Machine
 from ztk.config.other_models import teacher_faults
 from ztk.config.rollout import generator_faults
-from ztk.config.topology import DEGREES, replicas_of, settled_ranks
+from ztk.config.topology import DEGREES, critic_faults, replicas_of, settled_ranks
 from ztk.core.policies.align import DpoLossName, DpoReferenceName, RewardLossName
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
@@ -138,15 +138,16 @@ def _strategy_faults(config: Config) -> Iterator[str]:
         yield f"launch.elastic=true: task={name} does not go on with fewer ranks by itself; use launch.elastic=false"
     if config.zero.engine is not ZeroEngine.ztk:
         yield f"zero={config.zero.engine.value}: is there to compare with, and task={name} needs ztk's; use zero=stage0 to stage3"
-    if name == "sft":
-        return
-    for degree in DEGREES:
-        value = getattr(config.topology, degree)
-        if value > 1:
-            yield (
-                f"topology.{degree}={value}: task={name} reads the model's output of full sequences on every rank; use topology=dp, "
-                f"or topology.{degree}=1"
-            )
+    if name == "distill":
+        for degree in DEGREES:
+            value = getattr(config.topology, degree)
+            if value > 1:
+                yield (
+                    f"topology.{degree}={value}: task=distill reads the model's output of full sequences on every rank; use topology=dp, "
+                    f"or topology.{degree}=1"
+                )
+    elif name == "reward":
+        yield from critic_faults(config, needs="a reward model")
 
 
 def _loss_faults(config: Config) -> Iterator[str]:

@@ -8,9 +8,9 @@ from ztk.config.derived import derive
 from ztk.config.environments import environment_faults
 from ztk.config.hugging_face import dropouts_of, family_of
 from ztk.config.machine import Machine
-from ztk.config.other_models import reward_model_faults
+from ztk.config.other_models import is_text_model, reward_model_faults
 from ztk.config.rewards import has_rewards, reward_faults
-from ztk.config.topology import DEGREES, replicas_of, settled_ranks
+from ztk.config.topology import DEGREES, critic_faults, is_cut, replicas_of, settled_ranks
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
 from ztk.core.policies.prompt_tasks import TASK_LENGTHS
@@ -61,6 +61,11 @@ def _engine_of_gpus(config: Config, *, given: frozenset[str]) -> tuple[RolloutEn
         return RolloutEngineName.trainer, "rollout.identity=exact needs the trainer's forward on a GPU"
     if "rollout.weights" in given and config.rollout.weights is not None:
         return RolloutEngineName.trainer, f"rollout.weights={config.rollout.weights.value} is for its forward"
+    if is_cut(config.topology):
+        return (
+            RolloutEngineName.trainer,
+            "every rank has a part of the weights, and the inference engine needs full ones",
+        )
     if kind := _uncomputed(config):
         return RolloutEngineName.trainer, f"the inference engine does not compute models of the kind {kind}"
     return RolloutEngineName.generator, "on a GPU: a cache, and the trainer's own weights"
@@ -90,13 +95,7 @@ def rollout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
 
 def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     name = config.task.name
-    for degree in DEGREES:
-        value = getattr(config.topology, degree)
-        if value > 1:
-            yield (
-                f"topology.{degree}={value}: task={name} draws answers with the forward of every data-parallel rank alone; use "
-                f"topology=dp, or topology.{degree}=1"
-            )
+    yield from _layout_faults(config)
     if config.zero.engine is not ZeroEngine.ztk:
         yield f"zero={config.zero.engine.value}: is there to compare with, and task={name} needs ztk's; use zero=stage0 to stage3"
     if config.zero.quantized_weights and config.rollout.identity is RolloutIdentity.exact:
@@ -128,6 +127,39 @@ def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         yield (
             f"checkpoint.asynchronous=true: task={name} saves a critic or a reference together with the policy; use "
             "checkpoint.asynchronous=false"
+        )
+
+
+def _layout_faults(config: Config) -> Iterator[str]:
+    """Yields faults of ranks that share a model."""
+    name, topology = config.task.name, config.topology
+    if name == "ppo":
+        yield from critic_faults(config, needs="a critic")
+    cut = {degree: value for degree in DEGREES if (value := getattr(topology, degree)) > 1}
+    key = ", ".join(f"topology.{degree}={value}" for degree, value in cut.items())
+    if cut and config.rollout.engine is RolloutEngineName.generator:
+        yield (
+            f"{key}: rollout.engine=generator draws with full weights, and every rank has a part of each; use rollout.engine=trainer, or "
+            "topology=dp"
+        )
+    cut.pop("expert", None)
+    if not cut:
+        return
+    key = ", ".join(f"topology.{degree}={value}" for degree, value in cut.items())
+    if config.model.experts is not None:
+        yield (
+            f"{key}: task={name} pads rows of a model whose layers are cut, and padding would count in the router's load-balancing loss; use "
+            f"topology.expert, which packs them, or topology=dp, with model.experts={config.model.experts}"
+        )
+    if config.rollout.environment is not None:
+        yield (
+            f"{key}: an environment is called on every rank that shares the model, and their turns may differ; use topology=dp with "
+            "rollout.environment"
+        )
+    if is_text_model(config.reward.path) and "tensor" not in cut:
+        yield (
+            f"{key}: the model of reward.path={config.reward.path} is from transformers and has neither stages nor parts of sequences; use "
+            "topology.tensor, or topology=dp"
         )
 
 

@@ -9,7 +9,7 @@ from ztk.config.machine import Machine
 from ztk.core.policies.config import Config
 from ztk.core.policies.layout import hpz_faults, recompute_faults
 from ztk.core.policies.pipeline import interleaved_faults, partition_faults
-from ztk.core.policies.runs import device_of, infers
+from ztk.core.policies.runs import device_of, infers, is_hugging_face
 from ztk.core.policies.topology import PipelineSchedule, TopologyConfig
 from ztk.core.policies.zero import ZeroEngine
 
@@ -81,6 +81,21 @@ def topology_faults(config: Config, *, given: frozenset[str], machine: Machine) 
     yield from _layout_faults(config, machine=machine)
     yield from _expert_faults(config)
     yield from _pipeline_faults(config)
+
+
+def critic_faults(config: Config, *, needs: str) -> Iterator[str]:
+    """Yields faults of layouts that a model with one value per token does not have. needs: who has it, for the text."""
+    topology = config.topology
+    if topology.tensor > 1 and topology.sequence_parallel:
+        yield (
+            f"topology.sequence_parallel=true: the value layer of {needs} has one output, which is not cut over ranks; use "
+            "topology.sequence_parallel=false"
+        )
+    if topology.pipeline > 1 and is_hugging_face(config.model):
+        yield (
+            f"topology.pipeline={topology.pipeline}: {needs} of transformers has no stages; use topology.pipeline=1 with topology.tensor "
+            "or topology.data"
+        )
 
 
 def _rank_faults(config: Config, *, given: frozenset[str], machine: Machine) -> Iterator[str]:

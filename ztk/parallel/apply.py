@@ -65,6 +65,7 @@ def parallelize(
     fast_linear: bool = False,
     sample_batch: object | None = None,
     model_divides_sequences: bool = False,
+    gathers_outputs: bool = False,
     ema: EmaPolicy | None = None,
 ) -> Engine:
     """Makes `model` train under a memory strategy on the mesh of `process`. A collective call: every rank makes it with the same
@@ -89,6 +90,8 @@ def parallelize(
     sample_batch: a micro-batch to measure layers with, for partition="profile".
     model_divides_sequences: the caller passes parts of sequences to the ranks of the mesh's sequence axis, and the model's layers exchange
         data; otherwise the native decoder is changed to do both.
+    gathers_outputs: on a mesh with a sequence axis, forwards without targets also divide sequences, and every rank gets the outputs of full
+        sequences, from which all of them must compute the same loss; otherwise such forwards compute full sequences on every rank.
     ema: keeps a moving average of the trained weights, for `engine.averaged()`, on the tier in the policy. If omitted, no average is kept.
 
     Raises:
@@ -126,7 +129,7 @@ def parallelize(
     apply_pipeline(plan, sample_batch=sample_batch)
     apply_tensor(plan, parts=parts)
     if not model_divides_sequences:
-        apply_sequence(plan)
+        apply_sequence(plan, gathers_outputs=gathers_outputs)
     apply_experts(plan)
     apply_copies(plan)
     groups = group_parameters(optimizer, shapes=plan.trained, tables=_embeddings(plan))
@@ -258,10 +261,15 @@ def apply_tensor(plan: Plan, *, parts: Mapping[str, Part] | None) -> None:
         plan.parts |= plan.tensors.parts
 
 
-def apply_sequence(plan: Plan) -> None:
-    """Gives each rank of the context and sequence axes a part of every sequence."""
+def apply_sequence(plan: Plan, *, gathers_outputs: bool = False) -> None:
+    """Gives each rank of the context and sequence axes a part of every sequence. gathers_outputs: see `parallelize`."""
     if plan.mesh.topology.sequence_ranks > 1:
-        cut_sequences(plan.model, mesh=plan.mesh, tokens_cut_along_tp=plan.tensor.sequence_parallel)
+        cut_sequences(
+            plan.model,
+            mesh=plan.mesh,
+            tokens_cut_along_tp=plan.tensor.sequence_parallel,
+            gathers_outputs=gathers_outputs,
+        )
 
 
 def apply_experts(plan: Plan) -> None:

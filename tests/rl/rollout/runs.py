@@ -65,16 +65,17 @@ def rows_of(folder: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if not any(word in k for word in measured)} for row in rows]
 
 
-_warmed = {}  # of this process: number of ranks -> the first weights, whose steps take longer than a run
+_warmed = {}  # of this process: number of ranks and the model -> the first weights, whose steps take longer than a run
 
 
 def shortened(config, *, process: Process):
     """The task's warm start, once per process."""
     if not config.warm_start.steps:
         return None
-    if process.world_size not in _warmed:
-        _warmed[process.world_size] = warm_start(config, process=process)
-    return _warmed[process.world_size]
+    key = process.world_size, config.model.kv_heads, config.warm_start.steps
+    if key not in _warmed:
+        _warmed[key] = warm_start(config, process=process)
+    return _warmed[key]
 
 
 @contextmanager

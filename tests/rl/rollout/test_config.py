@@ -24,10 +24,10 @@ def faults(*overrides: str) -> str:
                 *("rollout.prompts=3", "rollout.group_size=1", "rollout.weights=streamed", "critic.lr=0.1", "kl.place=reward"),
                 *("critic.zero=stage3", "reward.offload=cpu"),
                 *("advantage.gamma=0.9", "policy.form=cispo", "policy.dual_clip=3", "rollout.correction_max=3"),
-                *("rollout.temperature=0", "advantage.baseline=mean"),
+                *("rollout.temperature=0", "advantage.baseline=mean", "rollout.engine=generator"),
             ),
             (
-                "use topology=dp, or topology.tensor=1",
+                "topology.tensor=2: rollout.engine=generator draws with full weights, and every rank has a part of each",
                 "use rollout.identity=corrected, or zero.quantized_weights=false",
                 "use rollout.identity=corrected, or precision=bf16",
                 "use model.vocab_size=256",

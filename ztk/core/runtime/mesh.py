@@ -8,9 +8,11 @@ stages communicate least and are farthest apart. Ranks that differ only in dp, c
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from einops import rearrange
+from torch import Tensor
 
 from ztk.core.runtime.comm import Comm, CommCounters
 
@@ -143,6 +145,33 @@ class Mesh:
         """Whether this rank computes losses."""
         stages = self.comm("pp")
         return stages.rank == stages.size - 1
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether every replica is one rank: no two ranks work on the same sequences."""
+        return self.topology.model_ranks == 1
+
+    @property
+    def leaders(self) -> list[int]:
+        """The first rank of every replica that computes losses, in the order of the replicas."""
+        unit = self.topology.sequence_ranks * self.topology.tensor
+        first = self.world.size // self.topology.pipeline * (self.topology.pipeline - 1)
+        return [first + replica * unit for replica in range(self.replicas)]
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank is one of `leaders`."""
+        return self.world.rank in self.leaders
+
+    def gather_scalars(self, own: Tensor, *, label: str) -> Tensor:
+        """Values [n] of every replica's leader on every rank, [replicas, n]. A collective call."""
+        found = self.world.gather_scalars(own, label=label)
+        return found if self.is_alone else found[self.leaders]
+
+    def gather_objects(self, own: Any) -> list[Any]:
+        """Objects of every replica's leader on every rank, in the order of the replicas. A collective call."""
+        found = self.world.gather_objects(own)
+        return found if self.is_alone else [found[rank] for rank in self.leaders]
 
     def close(self) -> None:
         """Closes the communicators that the mesh opened; the world's stays open."""

@@ -16,12 +16,15 @@ class MicroBatch:
 
     token_weight: weight in means over all its tokens, such as a router's losses, including tokens that the loss ignores. Defaults to
     `weight`.
+    loss_of: computes the loss, or a tensor for `engine.compute`, from the model. It calls the model once, with `args` and `kwargs`. In a
+    pipeline only ranks with the last stage call it. If omitted, the model's output is the loss.
     """
 
     args: tuple = ()
     kwargs: dict = field(default_factory=dict)
     weight: float = 1.0
     token_weight: float | None = None
+    loss_of: Callable[[Any], Tensor] | None = None
 
     @staticmethod
     def of(value: object) -> "MicroBatch":
@@ -40,6 +43,10 @@ class MicroBatch:
     def router_weight(self) -> float:
         """The weight of its routers' losses."""
         return self.weight if self.token_weight is None else self.token_weight
+
+    def run(self, model: Callable) -> Any:
+        """Returns the output of `model`, or the result of `loss_of`."""
+        return model(*self.args, **self.kwargs) if self.loss_of is None else self.loss_of(model)
 
     def weigh(self, loss: Tensor) -> Tensor:
         """`loss`, one number of any shape, times the weight. Raises ValueError if the model's output is not a loss."""

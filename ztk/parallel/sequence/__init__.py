@@ -2,6 +2,6 @@
 tokens of some heads (DeepSpeed-Ulysses). Applied to a plain module from outside.
 """
 
-from ztk.parallel.sequence.cut import Divisible, cut_sequences
+from ztk.parallel.sequence.cut import Divisible, cut_sequences, divides_sequences
 
-__all__ = ["Divisible", "cut_sequences"]
+__all__ = ["Divisible", "cut_sequences", "divides_sequences"]

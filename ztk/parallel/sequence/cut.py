@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ztk.core.runtime import Comm, Mesh
+from ztk.core.runtime.differentiable import through
 from ztk.nn import Decoder, Documents
 from ztk.nn.attention import Attention
 from ztk.nn.loss import IGNORED
@@ -34,14 +35,15 @@ class Divisible:
     check_length: Callable[[Tensor], None] | None = None
 
 
-def cut_sequences(model: Any, *, mesh: Mesh, tokens_cut_along_tp: bool = False) -> None:
+def cut_sequences(model: Any, *, mesh: Mesh, tokens_cut_along_tp: bool = False, gathers_outputs: bool = False) -> None:
     """Rewires `model` in place: `model(tokens, targets)` takes full sequences [B, T], equal on all ranks that share them, and works on this
     rank's part [B, T / n].
 
     n is the number of ranks of the mesh's context axis (attention goes around a ring) times its sequence axis (Ulysses). With a context
     axis, a sequence may have any length: its end is padded. tokens_cut_along_tp: between layers, tensor-parallel ranks cut this rank's part
     again. The model returns this rank's share of the loss: the mean of the shares over these ranks is the mean over all counted targets.
-    Without targets every rank works on the full sequences.
+    Without targets every rank works on the full sequences, or with `gathers_outputs` on its part, whose output [B, T / n, ...] is gathered
+    to [B, T, ...]: every rank must compute the same loss from it.
 
     Raises:
         ValueError: for a model that is not the native decoder and has no method `divisible()` that returns a `Divisible`, and for heads
@@ -68,7 +70,13 @@ def cut_sequences(model: Any, *, mesh: Mesh, tokens_cut_along_tp: bool = False) 
         last_position=parts_of.last_position,
     )
     own = _Layers(parts_of, cores=cores, parts=parts)
-    model.forward = _cut_stages(model, own=own) if hasattr(model.forward, "num_stages") else _cut_model(model, own=own)
+    given = {"own": own, "gathers": gathers_outputs}
+    model.forward = _cut_stages(model, **given) if hasattr(model.forward, "num_stages") else _cut_model(model, **given)
+
+
+def divides_sequences(model: nn.Module) -> bool:
+    """Whether `cut_sequences` has rewired `model`."""
+    return any(isinstance(module, UlyssesAttention | RingAttention) for module in model.modules())
 
 
 def _divisible(model: Any) -> Divisible:
@@ -131,6 +139,22 @@ class Parts:
             tokens = torch.cat([chunks[self.context.rank], chunks[-1 - self.context.rank]], dim=1)
         return tokens.chunk(self.heads.size, dim=1)[self.heads.rank]
 
+    def gathered(self, part: Tensor) -> Tensor:
+        """Outputs [B, T / n, ...] of every rank -> [B, T, ...]. All ranks must compute the same loss from it, of which gradients are means
+        over the ranks. Without a context axis.
+        """
+        comm = self.heads
+
+        def gather(x: Tensor) -> Tensor:
+            parts = x.new_empty(comm.size, *x.shape)
+            parts[comm.rank] = x
+            comm.all_gather(parts.view(-1), label="outputs of sequences").wait()
+            return torch.cat(list(parts), dim=1)
+
+        return through(
+            part, forward=gather, backward=lambda d_out: d_out.chunk(comm.size, dim=1)[comm.rank] * comm.size
+        )
+
     def positions(self, length: int, *, device: torch.device) -> Tensor | slice:
         """The positions of this rank's tokens in a sequence of `length`, int64 [T / n] or a slice. Padding has the last position of the
         sequence or of the tables."""
@@ -174,14 +198,16 @@ class _Layers:
         return self._positions[key]
 
 
-def _cut_model(model: Any, *, own: _Layers) -> Callable:
+def _cut_model(model: Any, *, own: _Layers, gathers: bool) -> Callable:
     """The forward `(tokens, targets, documents)` of a model without stages."""
     original = model.forward
 
     @functools.wraps(original)
     def forward(tokens: Tensor, targets: Tensor | None = None, documents: Documents | None = None) -> Tensor:
-        is_cut = targets is not None
+        is_cut = targets is not None or gathers
         own.begin(length=tokens.shape[1], is_cut=is_cut, documents=documents, device=tokens.device)
+        if targets is None and gathers:
+            return own.parts.gathered(original(own.parts.own(tokens, fill=0), documents=documents))
         if targets is None:
             return original(tokens, documents=documents)
         own.check(tokens)
@@ -192,7 +218,7 @@ def _cut_model(model: Any, *, own: _Layers) -> Callable:
     return forward
 
 
-def _cut_stages(model: Any, *, own: _Layers) -> Callable:
+def _cut_stages(model: Any, *, own: _Layers, gathers: bool) -> Callable:
     """The forward `(stage, carry, micro-batch)` of a pipeline."""
     original = model.forward
 
@@ -201,9 +227,13 @@ def _cut_stages(model: Any, *, own: _Layers) -> Callable:
         tokens, targets = argument(batch, index=0, name="tokens"), argument(batch, index=1, name="targets")
         documents = argument(batch, index=2, name="documents")  # of the full sequences
         length = sequence_length(batch, carry=carry, parts=own.parts.count * own.parts.further)
-        is_absent = tokens is None and targets is None  # on a middle rank, in training
+        is_cut = gathers or targets is not None or tokens is None  # a middle rank has none, in training
         device = next(leaf.device for leaf in tree_leaves((tokens, targets, carry)) if isinstance(leaf, Tensor))
-        own.begin(length=length, is_cut=is_absent or targets is not None, documents=documents, device=device)
+        own.begin(length=length, is_cut=is_cut, documents=documents, device=device)
+        if targets is None and gathers:
+            given = None if tokens is None else own.parts.own(tokens, fill=0)
+            out = original(stage, carry, replace(batch, args=(given, None, documents), kwargs={}))
+            return out if stage < original.num_stages - 1 else own.parts.gathered(out)
         if targets is None:
             return original(stage, carry, batch)
         part = own.parts.own(targets, fill=IGNORED)

@@ -77,6 +77,10 @@ def _decoder_plan(model: Decoder) -> TensorPlan:
         "head": TensorRule(style=Style.head),
         "loss": TensorRule(style=Style.loss),
     }
+    if (
+        model.head is not None and len(model.head.weight) != config.vocab_size
+    ):  # a value per token, copied on every rank
+        del rules["head"], rules["loss"]
     here = TensorPlan(rules=rules)
     names = [name for name, _ in model.named_modules()]  # a pipeline stage has only some of them
     return TensorPlan(

@@ -20,6 +20,7 @@ from ztk.kernels.ops.linear_logprob import TokenLoss
 from ztk.nn import Decoder
 from ztk.nn import loss as losses
 from ztk.nn.linear import Linear, linear
+from ztk.parallel.sequence import divides_sequences
 from ztk.rl.rollout.kept import Hide
 from ztk.rl.rollout.layout import Layout, has_cache
 
@@ -168,6 +169,8 @@ def answer_logits(engine: Any, *, layout: Layout, mask: Tensor) -> Tensor:
 
 def _has_plain_head(module: Any) -> TypeGuard[Decoder]:
     if not isinstance(module, Decoder) or type(module.loss) not in (losses.LanguageLoss, AnswerHead):
+        return False
+    if divides_sequences(module):  # the output layer gets a part of the tokens
         return False
     head = module.head
     return type(head) is Linear and head.bias is None and not has_own_forward(head)

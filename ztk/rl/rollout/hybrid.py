@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -380,7 +380,11 @@ class _Forwards:
     def _of(self, layout: Layout, *, last: Tensor, large: Answers | None) -> Tensor:
         if large is not None:
             return large.logits(layout, index=last)
-        return layout.forward(self._engine).flatten(0, 1).index_select(0, last)
+
+        def rows_of(model: Any) -> Tensor:
+            return layout.forward(model).flatten(0, 1).index_select(0, last)
+
+        return self._engine.compute([layout.micro_batch(rows_of)])[0]
 
 
 def _computed(active: Tensor) -> Tensor:

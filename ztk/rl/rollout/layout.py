@@ -9,6 +9,7 @@ take another path in torch's code, also at the end of each thread's part. Packs 
 such elements.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from ztk.nn.attention import CausalAttention
 from ztk.nn.linear import Linear, linear
 from ztk.nn.loss import IGNORED
 from ztk.nn.moe import SparseMLP
+from ztk.parallel.pipeline import MicroBatch
 from ztk.rl.rollout.attention import CachedAttention, use_cached_attention
 
 _ROWS = (2, 3, 5, 8, 17, 33, 64, 130)
@@ -46,6 +48,11 @@ class Layout:
     def forward(self, engine: Any) -> Tensor:
         """Returns the output of `engine`, or of a decoder: [B, T, ...]."""
         return engine(self.tokens) if self.documents is None else engine(self.tokens, documents=self.documents)
+
+    def micro_batch(self, loss_of: Callable[[Any], Tensor] | None = None) -> MicroBatch:
+        """Returns the arguments of a forward. loss_of: as in `MicroBatch`; it calls `forward` of the model that it gets."""
+        documents = {} if self.documents is None else {"documents": self.documents}
+        return MicroBatch(args=(self.tokens,), kwargs=documents, loss_of=loss_of)
 
     def at(self, positions: Tensor) -> Tensor:
         """Returns the indices of one token per text in the flattened tokens, positions int64 [S] on the CPU: int64 [S] on the device."""

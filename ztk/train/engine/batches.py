@@ -1,6 +1,6 @@
 """Whole-batch calls on top of an engine's forward, backward and step. Losses have the model's output dtype."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 import torch
@@ -20,17 +20,22 @@ def take(micro_batches: Iterable, *, count: int) -> list[MicroBatch]:
     return taken
 
 
-def train_batch(engine, *, micro_batches: Iterable) -> Tensor:
-    """Runs one optimizer step of `engine`. Returns this replica's mean loss over the micro-batches, a scalar on the device."""
-    losses = []
+def train_batch(engine, *, micro_batches: Iterable, before_step: Callable[[], None] | None = None) -> Tensor:
+    """Runs one optimizer step of `engine`. Returns this replica's mean loss over the micro-batches, a scalar on the device.
+
+    before_step: called between the last backward and the optimizer's step.
+    """
+    losses: list[Tensor] = []
     for batch in take(micro_batches, count=engine.accumulation_steps):
         with weighing(
             engine.module, weight=batch.router_weight
         ):  # includes the backward, which may recompute the forward
-            loss = batch.weigh(engine(*batch.args, **batch.kwargs))
+            loss = batch.weigh(batch.run(engine))
             engine.backward(loss)
-        engine.step()
         losses.append(loss.detach())
+        if before_step is not None and len(losses) == engine.accumulation_steps:
+            before_step()
+        engine.step()
     return torch.stack(losses).mean()
 
 
@@ -51,4 +56,4 @@ def eval_losses(engine, *, micro_batches: Iterable) -> Tensor:
 
 def _losses(engine, *, micro_batches: Iterable) -> Iterator[Tensor]:
     for batch in map(MicroBatch.of, micro_batches):
-        yield batch.weigh(engine(*batch.args, **batch.kwargs))
+        yield batch.weigh(batch.run(engine))

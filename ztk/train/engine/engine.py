@@ -6,6 +6,7 @@ Losses have the model's output dtype.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from ztk.core.runtime.io import IoCounters
 from ztk.kernels import State
 from ztk.optim import TorchStep
 from ztk.optim.script_optimizer import ScriptOptimizer
+from ztk.parallel.pipeline.layers import MicroBatch
 from ztk.train.engine.batches import eval_batch, eval_losses, train_batch
 from ztk.train.engine.control import StepControl, StepMetrics
 from ztk.train.engine.overflow import OverflowGuard
@@ -235,15 +237,22 @@ class Engine:
         """Drops the gradients since the last step, after a batch that failed half way. A collective call."""
         self.zero.discard_gradients()
 
-    def train_batch(self, micro_batches: Iterable) -> Tensor:
+    def compute(self, micro_batches: Iterable) -> list[Any]:
+        """Returns the output of each micro-batch, or the result of its `loss_of`, on every rank that shares the model. No gradients."""
+        with torch.no_grad():
+            return [batch.run(self) for batch in map(MicroBatch.of, micro_batches)]
+
+    def train_batch(self, micro_batches: Iterable, *, before_step: Callable[[], None] | None = None) -> Tensor:
         """Runs one optimizer step over the next `accumulation_steps` micro-batches.
 
         Returns this replica's mean loss, a scalar on the device.
 
         A micro-batch is a tuple of the module's arguments, a dict of keyword arguments, or a `MicroBatch`. The module must return its
         loss.
+
+        before_step: called between the last backward and the optimizer's step.
         """
-        return train_batch(self, micro_batches=micro_batches)
+        return train_batch(self, micro_batches=micro_batches, before_step=before_step)
 
     def eval_batch(self, micro_batches: Iterable) -> Tensor:
         """Returns this replica's mean loss over `micro_batches`, without gradients and in eval mode; a scalar on the device."""

@@ -4,7 +4,7 @@ Losses have the output dtype of the last stage.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -72,7 +72,7 @@ class PipelineEngine(Engine):
         """Whether this rank computes the loss."""
         return self.process.mesh.is_last_stage
 
-    def train_batch(self, micro_batches: Iterable) -> Tensor:
+    def train_batch(self, micro_batches: Iterable, *, before_step: Callable[[], None] | None = None) -> Tensor:
         """Runs one optimizer step. Returns this replica's mean loss, a scalar on the device, on every rank of the pipeline.
 
         micro_batches: the first `accumulation_steps` of them are used: tuples of arguments, dicts of keyword arguments, or `MicroBatch`.
@@ -83,6 +83,8 @@ class PipelineEngine(Engine):
         batches = take(micro_batches, count=self.accumulation_steps)
         losses = self._run(batches, schedule=self.schedule, trains=True)
         self.micro_steps += len(batches) - 1
+        if before_step is not None:
+            before_step()
         self.step()
         return self.share(torch.stack(losses).float().mean() if self.is_last_stage else None)
 
@@ -112,9 +114,13 @@ class PipelineEngine(Engine):
 
         Without gradients: for inspection, not for training.
         """
+        return self.compute([MicroBatch(args=args, kwargs=kwargs)])[0]
+
+    def compute(self, micro_batches: Iterable) -> list[Carry]:
+        """As `Engine.compute`. The last stage's results are sent to all ranks of the pipeline."""
         with torch.no_grad():
-            (output,) = self.forward_batches([MicroBatch(args=args, kwargs=kwargs)])
-        return self._wire.spread(output, source=self._pipeline.size - 1)
+            outputs = self.forward_batches([MicroBatch.of(batch) for batch in micro_batches])
+            return self._wire.spread(outputs, source=self._pipeline.size - 1)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Always raises RuntimeError: a pipeline has no backward of a single loss, scalar or not."""

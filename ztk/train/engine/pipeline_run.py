@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
@@ -54,6 +54,17 @@ class _Graph:
             outputs=[get_gradient_edge(tensor) for tensor in wanted],
             kinds=kinds_of(wanted),
         )
+
+
+class _LastStage:
+    """The model of `MicroBatch.run`: runs the last stage, whose input is the carry. The arguments are the micro-batch's."""
+
+    def __init__(self, module: nn.Module, *, stage: int, carry: Carry, batch: MicroBatch) -> None:
+        self.module = module
+        self._stage, self._carry, self._batch = stage, carry, batch
+
+    def __call__(self, *args, **kwargs) -> Carry:
+        return self.module(self._stage, self._carry, self._batch)
 
 
 class PipelineRun:
@@ -125,10 +136,11 @@ class PipelineRun:
         carry = self._wait(self._arriving.pop(key)) if action.stage else None
         batch = self._batches[action.micro_batch]
         with self._computing(action, phase="forward"):
-            output = self._stages.module(action.stage, carry, batch)
             if action.stage + 1 < self._stages.num_stages:
-                self._leaving[key] = output
+                output = self._leaving[key] = self._stages.module(action.stage, carry, batch)
             else:
+                assert batch is not None, "the last stage computes the loss from its arguments"
+                output = batch.run(_LastStage(self._stages.module, stage=action.stage, carry=carry, batch=batch))
                 output = self._finish(output, batch=batch, micro_batch=action.micro_batch)
             if self._trainer is not None:
                 self._graphs[key] = _Graph.of(carry, output=output)
