@@ -10,9 +10,9 @@ CHAIN = [
     (1, Setup(layout=Layout(stage=0))),
     (2, Setup(layout=Layout(stage=1, offload="cpu"), dtype="fp16")),
     (4, Setup(layout=Layout(stage=2))),
-    (2, Setup(layout=Layout(stage=3, offload="cpu", zero={"bucket_size": 500}))),
+    (2, Setup(layout=Layout(stage=3, offload="cpu", fraction=0.4, zero={"bucket_size": 500}))),
     (1, Setup(layout=Layout(stage=3, offload="nvme"), dtype="bf16")),
-    (4, Setup(layout=Layout(stage=1, offload="nvme"), dtype="bf16")),
+    (4, Setup(layout=Layout(stage=1, offload="nvme", fraction=0.7), dtype="bf16")),
     (2, Setup(layout=Layout(stage=2, offload="nvme"), dtype="fp16")),
     (1, Setup(layout=Layout(stage=2, offload="cpu"))),
     (4, Setup(layout=Layout(stage=0, offload="cpu"), dtype="bf16")),
@@ -38,5 +38,10 @@ def test_every_state_keeps_its_bits_through_fifteen_layouts(ranks, tmp_path):
 def test_training_continues_identically_at_another_stage(ranks, tmp_path):
     """Stages and tiers do not change numbers, so on one world size the continuation is the same to the bit."""
     straight = ranks(2).run(train_and_save, setup=Setup(), folder=str(tmp_path), save_at=3, stop=6)
-    for layout in (Layout(stage=3, offload="nvme"), Layout(stage=2, offload="cpu"), Layout(stage=1)):
+    tiers = Layout(stage=3, offload="nvme", fraction=0.3), Layout(stage=2, offload="cpu", fraction=0.8)
+    for layout in (Layout(stage=3, offload="nvme"), Layout(stage=1), *tiers):
         assert ranks(2).run(resume, setup=Setup(layout=layout), folder=str(tmp_path), stop=6) == straight
+    with_part = Setup(layout=tiers[0])
+    assert ranks(2).run(train_and_save, setup=with_part, folder=str(tmp_path / "part"), save_at=3, stop=6) == straight
+    again = Setup(layout=Layout(stage=1, offload="cpu", fraction=0.6))
+    assert ranks(2).run(resume, setup=again, folder=str(tmp_path / "part"), stop=6) == straight

@@ -50,6 +50,7 @@ class Case:
     stage: int
     offload: str = "none"
     parameters: str = "none"
+    fraction: float = 1.0  # of the optimizer's states, offloaded
     dtype: str = "fp32"
     optimizer: str = "adamw"
     states: str = "fp32"
@@ -80,7 +81,11 @@ class Case:
             "precision": PrecisionPolicy.named(self.dtype, master=self.master),
             "zero": ZeroPolicy(stage=self.stage, **self.zero),
             "offload": OffloadPolicy(
-                optimizer=self.offload, parameters=self.parameters, nvme_path=folder, buffer_bytes=1 << 22
+                optimizer=self.offload,
+                optimizer_fraction=self.fraction,
+                parameters=self.parameters,
+                nvme_path=folder,
+                buffer_bytes=1 << 22,
             ),
             "tensor": TensorPolicy(sequence_parallel=self.sequence_parallel),
             "recompute": RecomputePolicy(

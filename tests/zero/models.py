@@ -69,11 +69,12 @@ class Layout:
     stage: int = 0
     offload: str = "none"
     parameters: str = ""  # where they are at stage 3, if not where the optimizer's states are
+    fraction: float = 1.0  # of the optimizer's states, offloaded
     zero: dict = field(default_factory=dict)
 
     @property
     def id(self) -> str:
-        return f"stage{self.stage}-{self.offload}-{self.parameters}"
+        return f"stage{self.stage}-{self.offload}-{self.parameters}-{self.fraction}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +107,7 @@ def make_engine(process: Process, *, layout: Layout, dtype: str = "fp32", folder
     parameters = (layout.parameters or layout.offload) if layout.stage == 3 else "none"
     offload = OffloadPolicy(
         optimizer=layout.offload,
+        optimizer_fraction=layout.fraction,
         parameters=parameters,
         nvme_path=folder or tempfile.mkdtemp(dir=os.environ.get("ZTK_TEST_NVME")),
         buffer_bytes=1 << 15,

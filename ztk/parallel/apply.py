@@ -165,8 +165,9 @@ def _taken_over(optimizer: torch.optim.Optimizer, *, engine: Engine) -> ScriptOp
 
 
 def _device_of_states(offload: OffloadPolicy | None, *, process: Process) -> torch.device:
-    """The device on which the optimizer runs."""
-    return process.device if offload is None or offload.optimizer is Tier.none else torch.device("cpu")
+    """The device on which the optimizer runs: this process's, if some states stay there."""
+    stays = offload is None or offload.optimizer is Tier.none or offload.optimizer_fraction < 1
+    return process.device if stays else torch.device("cpu")
 
 
 def _step_of(
@@ -333,6 +334,7 @@ def apply_zero(plan: Plan, *, groups: GroupTable) -> None:
         ledger=plan.memory,
         clock=plan.clock,
         piece_size=piece_size(offload, states=plan.state_format),
+        optimizer_fraction=offload.optimizer_fraction,
         initial_values=None if values is None else values_of_parts(values, parts=plan.parts),
         skip_unused=plan.optimizer.skip_unused,
         ema=plan.ema,

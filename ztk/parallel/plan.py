@@ -89,8 +89,11 @@ class Plan:
 
     @property
     def has_average_apart(self) -> bool:
-        """Whether the moving average of the weights is stored on another tier than the optimizer states."""
-        return self.ema is not None and self.ema.is_apart(optimizer=self.offload.optimizer)
+        """Whether the moving average of the weights is stored on another tier than some of the optimizer states."""
+        if self.ema is None:
+            return False
+        chosen = self.ema.offload is not None and self.offload.optimizer_fraction < 1
+        return chosen or self.ema.is_apart(optimizer=self.offload.optimizer)
 
     @property
     def is_cut(self) -> bool:

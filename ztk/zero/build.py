@@ -6,6 +6,7 @@ initialised shard by shard.
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ztk.core.runtime import Tier
 from ztk.core.runtime.part import InitialValues
 from ztk.core.runtime.planned import PLANNED, is_planned
+from ztk.core.runtime.store import Stores
 from ztk.optim import FlatOptimizer
 from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.buckets.context import ZeroContext
@@ -20,7 +22,7 @@ from ztk.zero.buckets.exchange import exchange_of
 from ztk.zero.buckets.layout import BucketLayout, ParameterSpec
 from ztk.zero.buckets.moments import Moments
 from ztk.zero.buckets.piece import Piece, cut_shard
-from ztk.zero.buckets.units import BucketPlan, BucketTraits, UnitPlan, plan_buckets, plan_units
+from ztk.zero.buckets.units import BucketKind, BucketPlan, BucketTraits, UnitPlan, order_of_use, plan_buckets, plan_units
 from ztk.zero.gathering import Unit
 from ztk.zero.parameters.aliases import check_aliases
 from ztk.zero.parameters.held import HeldMemory
@@ -56,7 +58,12 @@ class Builder:
         self._positions = _positions(plans, model=model, context=context)
         self.held = HeldMemory(model)
         values = self._take_values(model)
-        self.buckets = [bucket for plan in plans for bucket in self._unit_buckets(plan, model=model)]
+        planned = [bucket for plan in plans for bucket in self._planned_buckets(plan, model=model)]
+        resident = self._resident(planned)
+        self.buckets = [
+            self._bucket(own, model=model, stores=context.resident if own in resident else context.stores)
+            for own in planned
+        ]
         for bucket in self.buckets:
             self._fill(bucket, source=initial_values or self._share_values(bucket, values=values))
         for bucket in self.buckets:
@@ -86,7 +93,7 @@ class Builder:
 
     # Buckets without values
 
-    def _unit_buckets(self, unit: UnitPlan, *, model: nn.Module) -> Iterator[Bucket]:
+    def _planned_buckets(self, unit: UnitPlan, *, model: nn.Module) -> Iterator["_PlannedBucket"]:
         parameters, row_of = dict(model.named_parameters()), self._context.groups.row_of
         plans = plan_buckets(
             unit,
@@ -104,21 +111,45 @@ class Builder:
             ]
             layout = BucketLayout.plan(specs, num_shards=comm.size)
             traits = self._traits(plan, name=unit.name if len(plans) == 1 else f"{unit.name}#{number}")
-            yield Bucket(
-                traits,
+            yield _PlannedBucket(traits=traits, layout=layout, kind=plan.kind)
+
+    def _resident(self, planned: list["_PlannedBucket"]) -> list["_PlannedBucket"]:
+        """The buckets whose optimizer states stay on the device, at most `1 - optimizer_fraction` of this rank's states.
+
+        They are the first ones in the order of use, because the next forward waits for their update first.
+        """
+        trained = [own for own in planned if own.traits.trainable]
+        room = (1 - self._context.optimizer_fraction) * sum(self._num_states(own) for own in trained)
+        resident = []
+        for own in sorted(trained, key=lambda own: order_of_use(own.traits)):
+            if self._num_states(own) <= room:
+                room -= self._num_states(own)
+                resident.append(own)
+        return resident
+
+    def _num_states(self, planned: "_PlannedBucket") -> int:
+        """Elements of a bucket whose states this rank stores."""
+        return planned.layout.shard_size if self._policy.shards_optimizer else planned.layout.size
+
+    def _bucket(self, planned: "_PlannedBucket", *, model: nn.Module, stores: Stores) -> Bucket:
+        traits, layout, kind = planned.traits, planned.layout, planned.kind
+        comm = self._context.mesh.comm(kind.axis)
+        parameters = dict(model.named_parameters())
+        return Bucket(
+            traits,
+            layout=layout,
+            parameters=[parameters[placement.name] for placement in layout.placements],
+            pieces=list(self._pieces(traits, layout=layout, own_rank=comm.rank, stores=stores)),
+            comm=comm,
+            exchange=exchange_of(
+                kind.axis,
+                is_trained=kind.trainable,
+                is_float8=kind.is_float8,
                 layout=layout,
-                parameters=[parameters[placement.name] for placement in layout.placements],
-                pieces=list(self._pieces(traits, layout=layout, own_rank=comm.rank)),
-                comm=comm,
-                exchange=exchange_of(
-                    plan.kind.axis,
-                    is_trained=plan.kind.trainable,
-                    is_float8=plan.kind.is_float8,
-                    layout=layout,
-                    context=self._context,
-                ),
                 context=self._context,
-            )
+            ),
+            context=self._context,
+        )
 
     def _traits(self, plan: BucketPlan, *, name: str) -> BucketTraits:
         # A group of one rank has nothing to shard; at stage 3 its parameters may still be offloaded.
@@ -135,18 +166,20 @@ class Builder:
             holders=plan.kind.holders,
         )
 
-    def _pieces(self, traits: BucketTraits, *, layout: BucketLayout, own_rank: int) -> Iterator[Piece]:
+    def _pieces(self, traits: BucketTraits, *, layout: BucketLayout, own_rank: int, stores: Stores) -> Iterator[Piece]:
         """The pieces that this rank updates: of its shard, or of all shards at stage 0, cut in the same way."""
         updates_all = traits.trainable and not self._policy.shards_optimizer
+        size = self._context.piece_size if stores.updates_on_host else None
         for rank in range(layout.num_shards) if updates_all else (own_rank,):
-            for number, span in enumerate(cut_shard(layout, rank=rank, piece_size=self._context.piece_size)):
-                yield self._piece(traits, layout=layout, span=span, name=f"{traits.name}/{rank}.{number}")
+            for number, span in enumerate(cut_shard(layout, rank=rank, piece_size=size)):
+                name = f"{traits.name}/{rank}.{number}"
+                yield self._piece(traits, layout=layout, span=span, name=name, stores=stores)
 
-    def _piece(self, traits: BucketTraits, *, layout: BucketLayout, span: range, name: str) -> Piece:
+    def _piece(self, traits: BucketTraits, *, layout: BucketLayout, span: range, name: str, stores: Stores) -> Piece:
         """A piece with its slots. A new slot reads as zeros."""
-        shape, stores = (len(span),), self._stores
+        shape = (len(span),)
         states = gradient = parameter = None
-        has_master = traits.trainable and not self._is_own_master(traits)
+        has_master = traits.trainable and not self._is_own_master(traits, stores=stores)
         # One launch of the update per segment: as few as possible with one group, and one distance to the elements' positions if those
         # count.
         segments = tuple(layout.segments(span, positions=self._positions if traits.trainable else None))
@@ -174,6 +207,7 @@ class Builder:
         return Piece(
             start=span.start,
             stop=span.stop,
+            stores=stores,
             segments=segments,
             fragments=tuple(layout.fragments(span)),
             states=states,
@@ -185,14 +219,14 @@ class Builder:
             momentum=momentum,
         )
 
-    def _is_own_master(self, traits: BucketTraits) -> bool:
+    def _is_own_master(self, traits: BucketTraits, *, stores: Stores) -> bool:
         """Whether the parameter is its own master weight: it has the master weights' dtype, and the optimizer can write it where its states
         are. On NVMe a bf16 parameter is read and written in addition to the states, which moves as many bytes as a copy would."""
         tier, master = (
-            self._stores.parameters.tier if traits.shards_parameters else Tier.device,
+            stores.parameters.tier if traits.shards_parameters else Tier.device,
             self._context.states.master,
         )
-        is_reached = tier is self._stores.optimizer.tier and (tier is not Tier.nvme or master is torch.bfloat16)
+        is_reached = tier is stores.optimizer.tier and (tier is not Tier.nvme or master is torch.bfloat16)
         return traits.dtype is master and is_reached
 
     # First values
@@ -237,6 +271,15 @@ class Builder:
         if bucket.traits.trainable and self._policy.shards_optimizer:
             return bucket.comm.empty(bucket.size, dtype=bucket.traits.dtype, label=bucket.traits.name)
         return torch.empty(bucket.size, dtype=bucket.traits.dtype, device=bucket.comm.device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _PlannedBucket:
+    """A bucket before it has memory."""
+
+    traits: BucketTraits
+    layout: BucketLayout
+    kind: BucketKind
 
 
 def _positions(plans: list[UnitPlan], *, model: nn.Module, context: ZeroContext) -> dict[str, int] | None:

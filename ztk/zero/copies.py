@@ -17,7 +17,7 @@ class SharedGradients:
 
     def __init__(self, buckets: list[Bucket], *, context: ZeroContext) -> None:
         self._buckets = [bucket for bucket in buckets if bucket.traits.holders]
-        self._store, self._comm = context.stores.gradients, context.mesh.comm("pp")
+        self._comm = context.mesh.comm("pp")
 
     def add_up(self) -> None:
         """Runs between the last reduction of a step and the norm. A collective call of the ranks that have copies."""
@@ -29,13 +29,13 @@ class SharedGradients:
                 if piece.gradient is None:
                     place.copy_(piece.of(bucket.gradient.full))
                 else:
-                    self._store.fetch_into(piece.gradient, out=place).wait()
+                    piece.stores.gradients.fetch_into(piece.gradient, out=place).wait()
             self._sum_over_copies(total, bucket=bucket)
             for piece, place in places:
                 if piece.gradient is None:
                     piece.of(bucket.gradient.full).copy_(place)
                 else:
-                    self._store.put(piece.gradient, value=place).wait()
+                    piece.stores.gradients.put(piece.gradient, value=place).wait()
             own = bucket.own_pieces
             bucket.gradient.record_squares(place for piece, place in places if piece in own)
 

@@ -82,7 +82,7 @@ class GradientReduction:
         self._policy, self._comm, self._clock = context.policy, context.mesh.comm("data"), context.clock
         self._world = context.mesh.world
         self.pool = BufferPool(device=context.device, ledger=context.ledger, category="gradients in flight")
-        self._shards = ReducedShards(context.stores.gradients, pool=self.pool, clock=context.clock)
+        self._shards = ReducedShards(pool=self.pool, clock=context.clock)
         root = [bucket for bucket in buckets if bucket.traits.unit == ROOT]
         self._order = [bucket for bucket in reversed(buckets) if bucket not in root] + root
         self._completed: list[Bucket] | None = []  # in order of completion, in the first backward only

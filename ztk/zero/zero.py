@@ -19,7 +19,7 @@ from ztk.optim import FlatOptimizer, GroupTable, TorchStep
 from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.buckets.context import ZeroContext
 from ztk.zero.buckets.residency import ParameterState
-from ztk.zero.buckets.units import ROOT
+from ztk.zero.buckets.units import order_of_use
 from ztk.zero.build import Builder
 from ztk.zero.copies import SharedGradients
 from ztk.zero.gathering import Gathering
@@ -67,6 +67,7 @@ class Zero:
         ledger: MemoryLedger,
         clock: PhaseClock,
         piece_size: int | None = None,
+        optimizer_fraction: float = 1.0,
         parts: Mapping[str, Part] | None = None,
         initial_values: InitialValues | None = None,
         skip_unused: bool = False,
@@ -75,7 +76,8 @@ class Zero:
     ) -> None:
         """Takes over all parameters of `model`. A collective call.
 
-        piece_size: elements that are updated at once. Defaults to a shard. parts: of parameters that are cut or copied along other axes
+        piece_size: elements that are updated at once. Defaults to a shard. optimizer_fraction: of the states, the part that
+        `stores.optimizer` has; the rest stays on the device. parts: of parameters that are cut or copied along other axes
         than the data's. initial_values: required if `model` is on the meta device. skip_unused: a step leaves parameters without a gradient
         unchanged.
         ema: keeps a moving average of the trained weights with the optimizer's states, or in `stores.average`. If omitted, no average is
@@ -101,6 +103,7 @@ class Zero:
             gathered=BufferPool(device=mesh.world.device, ledger=ledger, category="gathered"),
             ema=ema,
             float8=float8,
+            optimizer_fraction=optimizer_fraction,
         )
         self.state_names, self.kept_states = context.state_names, context.described_states
         built = Builder(model, context=context, initial_values=initial_values)
@@ -109,8 +112,7 @@ class Zero:
         self._is_sharded = any(bucket.traits.shards_parameters for bucket in built.buckets)
         self.gathering = Gathering(built.units if self._is_sharded else [], context=context)
         self.hooks = ModelHooks(self.gathering)
-        # The root first: the next forward starts there.
-        in_order_of_use = sorted(self._trained, key=lambda bucket: bucket.traits.unit != ROOT)
+        in_order_of_use = sorted(self._trained, key=lambda bucket: order_of_use(bucket.traits))
         self._update = ShardUpdate(in_order_of_use, context=context)
         self.reduction = GradientReduction(
             self._trained, context=context, gathering=self.gathering, before_last=self._update.fetch_ahead

@@ -9,7 +9,7 @@ from torch import nn
 from ztk.core.runtime import Comm, MemoryLedger
 from ztk.core.runtime.buffers import BufferPool
 from ztk.core.runtime.comm.transport import SingleRankTransport
-from ztk.core.runtime.store import DeviceStore
+from ztk.core.runtime.store import DeviceStore, Stores
 from ztk.zero.buckets.exchange import Exchange
 from ztk.zero.buckets.layout import BucketLayout, ParameterSpec
 from ztk.zero.buckets.piece import Piece
@@ -30,6 +30,7 @@ def residency(updated: Future | None) -> Residency:
     piece = Piece(
         start=0,
         stop=layout.size,
+        stores=Stores(optimizer=store, gradients=store, parameters=store),
         segments=(),
         fragments=tuple(layout.fragments(span)),
         states=None,

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import ClassVar, Protocol
 
 from ztk.core.policies.key import Changes, When, key, ranges_of
-from ztk.core.policies.ranges import INT64_MAX, Range, range_faults, refuse
+from ztk.core.policies.ranges import INT64_MAX, PART, Range, range_faults, refuse
 from ztk.core.policies.runs import device_of, infers, offloads, others_offload
 from ztk.core.policies.tier import Tier
 
@@ -28,6 +28,10 @@ _ANY_NVME = When(
     "offload=nvme, or ema.offload, reference.offload, critic.offload or reward.offload",
     lambda config, machine: offloads(config, tier=Tier.nvme) or others_offload(config, tier=Tier.nvme),
 )
+_STATES = When(
+    "offload.optimizer=cpu or nvme in a run that trains",
+    lambda config, machine: config.offload.optimizer is not Tier.none and not infers(config),
+)
 _PINNED = When(
     "offload=cpu or offload=nvme on a GPU",
     lambda config, machine: (
@@ -45,6 +49,12 @@ class OffloadConfig:
 
     optimizer: Tier = key(
         "tier of the optimizer states: none (the device), cpu (main memory), nvme (files)", default=MISSING
+    )
+    optimizer_fraction: float | None = key(
+        "part of the optimizer states that is offloaded, in whole buckets; the rest stays on the device and is updated there",
+        default=1.0,
+        range=PART,
+        acts=_STATES,
     )
     parameters: ParameterTier = key(
         "tier of the parameters; auto: as offload.optimizer at stage 3, on the device below", default=MISSING
@@ -92,6 +102,8 @@ class OffloadPolicy:
     """Choices of the offload tier (ZeRO-Infinity, https://arxiv.org/abs/2104.07857, section 5).
 
     optimizer, parameters: the tier on which optimizer states (with fp32 master weights) and parameter shards are stored.
+    optimizer_fraction: the part of the optimizer states that is offloaded, by elements. The rest, in whole buckets, stays on the device and
+        is updated there: never more than 1 - optimizer_fraction, and less if no bucket fits. No value changes a bit of the training.
     nvme_path: folder for the offload files, one per rank; created if it is missing. Needed for `nvme`, else unused.
     buffer_count, buffer_bytes: the pool. Three buffers take slots of any size up to `buffer_bytes`, so that one slot can be read while
         another is updated and a third is written. The memory of the other buffers is allocated by the slots' own sizes.
@@ -107,6 +119,7 @@ class OffloadPolicy:
     """
 
     optimizer: Tier = Tier.none
+    optimizer_fraction: float = 1.0
     parameters: Tier = Tier.none
     nvme_path: str | None = None
     buffer_count: int = 9

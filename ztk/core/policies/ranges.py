@@ -65,6 +65,7 @@ COUNT_OR_ZERO = Range(low=0, high=INT32_MAX)
 SIZE = Range(low=1, high=INT64_MAX)  # elements or bytes
 SIZE_OR_ZERO = Range(low=0, high=INT64_MAX)
 FRACTION = Range(low=0, high=1, float32=True)
+PART = Range(low=0, high=1)
 POSITIVE = Range(low=0, above=True, float32=True)
 NOT_NEGATIVE = Range(low=0, float32=True)
 BELOW_ONE = Range(low=0, high=1, below=True, float32=True)

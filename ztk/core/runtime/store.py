@@ -62,6 +62,11 @@ class Stores:
     parameters: Store
     average: Store | None = None
 
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether the optimizer runs in main memory, because its states are there or on a disk."""
+        return self.optimizer.tier is not Tier.device
+
     def close(self) -> None:
         """Flushes and closes every store, also when one of them raises."""
         with ExitStack() as stack:

@@ -1,7 +1,7 @@
 """State shared by the parts of one `Zero`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -11,7 +11,7 @@ from ztk.core.precision import PrecisionPolicy
 from ztk.core.runtime import MemoryLedger, Mesh, PhaseClock
 from ztk.core.runtime.buffers import BufferPool
 from ztk.core.runtime.part import Part
-from ztk.core.runtime.store import Stores
+from ztk.core.runtime.store import DeviceStore, Stores
 from ztk.optim import FlatOptimizer, GroupTable, TorchStep
 from ztk.optim.states import StateFormat
 
@@ -27,6 +27,8 @@ def stored_states(optimizer: FlatOptimizer | TorchStep, *, with_average: bool) -
 class ZeroContext:
     """Policies, stores, ranks and counters.
 
+    stores: of offloaded states, if any are offloaded. resident: the stores of buckets whose optimizer states and reduced gradients stay on
+    the device. optimizer_fraction: see `OffloadPolicy`.
     groups: the optimizer's parameter groups. piece_size: elements that are updated at once. If omitted, a whole shard.
     ema: policy of the weights' average, which is stored with the optimizer's states, or in `stores.average` if given. None if there is
     none.
@@ -47,11 +49,15 @@ class ZeroContext:
     gathered: BufferPool
     ema: EmaPolicy | None = None
     float8: frozenset[str] = frozenset()
+    optimizer_fraction: float = 1.0
     states: StateFormat = field(init=False)  # see `stored_states`
+    resident: Stores = field(init=False)
 
     def __post_init__(self) -> None:
         with_average = self.ema is not None and self.stores.average is None
         object.__setattr__(self, "states", stored_states(self.optimizer, with_average=with_average))
+        device = DeviceStore(device=self.device, ledger=self.ledger)
+        object.__setattr__(self, "resident", replace(self.stores, optimizer=device, gradients=device))
 
     @property
     def state_names(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ztk.core.runtime.store import Slot
+from ztk.core.runtime.store import Slot, Stores
 from ztk.zero.buckets.layout import BucketLayout, Fragment, Segment
 from ztk.zero.buckets.moments import Moments
 
@@ -16,6 +16,7 @@ from ztk.zero.buckets.moments import Moments
 class Piece:
     """Elements [start, stop) of a bucket, within one shard.
 
+    stores: of the piece's slots.
     segments: the piece, cut by parameter group, in elements of the bucket. fragments: the piece, cut by parameter.
     states: the master weights (unless the parameter is its own master: `has_master` is False), then the optimizer's rows, as
         `StateFormat` lays them out. None if the bucket is frozen.
@@ -27,6 +28,7 @@ class Piece:
 
     start: int
     stop: int
+    stores: Stores
     segments: tuple[Segment, ...]
     fragments: tuple[Fragment, ...]
     states: Slot | None

@@ -75,6 +75,11 @@ class BucketTraits:
     counted: bool = True
 
 
+def order_of_use(traits: BucketTraits) -> bool:
+    """Sort key of buckets in the order of definition: the root's first, because the next forward starts there."""
+    return traits.unit != ROOT
+
+
 def plan_units(model: nn.Module) -> list[UnitPlan]:
     """The units of `model` in the order of their definition, the root last."""
     canonical = {parameter: name for name, parameter in model.named_parameters()}

@@ -60,7 +60,7 @@ class StateOffloader:
         self.absent: frozenset[StateKind] = frozenset()
         self._buckets, self._gathered = buckets, context.gathered
         self._gathering, self._reduction, self._update = gathering, reduction, update
-        self._stores, self._format = context.stores, context.states
+        self._format = context.states
         self._device, self._ledger = context.device, context.ledger
         self._unsharded = [bucket for bucket in buckets if not bucket.traits.shards_parameters]
         self._offloaded: list[_Offloaded] = []
@@ -110,22 +110,23 @@ class StateOffloader:
         """Frees the memory of unused buffers: of gathered parameters that are not pinned, and of unreduced gradients."""
         self._gathering.reshard_all()
         self._update.finish()  # its thread uses one of the pools
-        for pool in (self._gathered, self._reduction.pool, self._update.pool):
+        for pool in (self._gathered, self._reduction.pool, *self._update.pools):
             pool.drop_free()
 
     def _on_device(self, kinds: frozenset[StateKind]) -> Iterator[tuple[Tensor, slice, str]]:
         """(tensor, its rows that are offloaded, category) of all tensors of `kinds` that are on the device."""
         for piece in (piece for bucket in self._buckets for piece in bucket.pieces):
-            if piece.states is not None and self._stores.optimizer.tier is Tier.device:
+            stores = piece.stores
+            if piece.states is not None and not stores.updates_on_host:
                 rows = self._rows(piece, kinds=kinds)
                 if rows.start < rows.stop:
                     # pyrefly: ignore[missing-attribute]  # a slot of the device's store is a DeviceSlot
                     yield piece.states.tensor, rows, "optimizer"
             for slot, store, kind, category in (
-                (piece.gradient, self._stores.gradients, StateKind.lp_grads, "gradients"),
-                (piece.parameter, self._stores.parameters, StateKind.lp_params, "parameters"),
-                (piece.momentum, self._stores.optimizer, StateKind.optim_states, "optimizer"),
-                (piece.average, self._stores.average, StateKind.optim_states, "average"),
+                (piece.gradient, stores.gradients, StateKind.lp_grads, "gradients"),
+                (piece.parameter, stores.parameters, StateKind.lp_params, "parameters"),
+                (piece.momentum, stores.optimizer, StateKind.optim_states, "optimizer"),
+                (piece.average, stores.average, StateKind.optim_states, "average"),
             ):
                 if slot is not None and store is not None and store.tier is Tier.device and kind in kinds:
                     # pyrefly: ignore[missing-attribute]  # a slot of the device's store is a DeviceSlot

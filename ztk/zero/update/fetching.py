@@ -78,29 +78,26 @@ class FetchedMomentum:
 
 
 class PieceFetcher:
-    """Fetches pieces in order, from any store.
-
-    pool: of buffers outside of the optimizer's states. on_host: the update runs in main memory, because the states are there or on a disk.
-    """
+    """Fetches pieces in order, from any store. pools: of buffers outside of the optimizer's states, see `pool_of`."""
 
     def __init__(self, context: ZeroContext) -> None:
-        self._stores, self._format, self._clock = context.stores, context.states, context.clock
-        self.on_host = context.stores.optimizer.tier is not Tier.device
-        beside_the_device = self.on_host and context.device.type != "cpu"
-        self.pool = BufferPool(
-            device=torch.device("cpu") if beside_the_device and not is_planned(context.device) else context.device,
-            ledger=context.ledger,
-            category="parameters on their way",
-            tier=Tier.host if beside_the_device else Tier.device,
-        )
+        self._offloaded, self._format, self._clock = context.stores.optimizer, context.states, context.clock
+        self._device_pool = self._host_pool = _pool(context, tier=Tier.device)
+        if context.stores.updates_on_host and context.device.type != "cpu":
+            self._host_pool = _pool(context, tier=Tier.host)
+        self.pools = (self._device_pool, self._host_pool)
         self._ahead: dict[Slot | None, Pending] = {}  # prefetched states
 
     # Before the update
 
+    def pool_of(self, piece: Piece) -> BufferPool:
+        """The pool of buffers in the memory where `piece` is updated."""
+        return self._host_pool if piece.stores.updates_on_host else self._device_pool
+
     def fetch_ahead(self, slots: Sequence[Slot | None]) -> None:
-        """Prefetches the first of `slots` that fit, see [Note: States ahead]. slots: in the order of use."""
+        """Prefetches the first of `slots` that fit, see [Note: States ahead]. slots: of offloaded states, in the order of use."""
         for slot in slots[len(self._ahead) :]:
-            pending = self._stores.optimizer.fetch_ahead(slot)
+            pending = self._offloaded.fetch_ahead(slot)
             if pending is None:
                 return
             self._ahead[slot] = pending
@@ -108,7 +105,7 @@ class PieceFetcher:
     def drop_ahead(self) -> None:
         """Releases prefetched states, because no update will use them."""
         for slot in self._ahead:
-            self._stores.optimizer.release(slot)
+            self._offloaded.release(slot)
         self._ahead.clear()
 
     # In the update
@@ -121,7 +118,7 @@ class PieceFetcher:
         todo = deque(pieces)
         fetched: deque[FetchedPiece] = deque()
         while todo or fetched:
-            while todo and len(fetched) < (MAX_FETCHED if self._has_room(_slot(todo[0][1], momentum=momentum)) else 2):
+            while todo and len(fetched) < (MAX_FETCHED if self._has_room(todo[0][1], momentum=momentum) else 2):
                 bucket, piece = todo.popleft()
                 fetched.append(self._start(bucket, piece=piece, momentum=momentum))
             yield fetched.popleft()
@@ -150,11 +147,11 @@ class PieceFetcher:
             with self._clock.phase("io"):
                 stored, gradient = fetched.wait()
             yield fetched.bucket, piece, stored, gradient
-            writes.append(self._stores.optimizer.put(_slot(piece, momentum=momentum), value=stored))
+            writes.append(piece.stores.optimizer.put(_slot(piece, momentum=momentum), value=stored))
             if len(writes) > MAX_WRITES:
                 writes.popleft().wait()
             if piece.gradient is not None:
-                self._stores.gradients.release(piece.gradient)
+                piece.stores.gradients.release(piece.gradient)
             self.release_staged(fetched)
         for write in writes:
             write.wait()
@@ -162,7 +159,7 @@ class PieceFetcher:
     def release_staged(self, fetched: FetchedPiece) -> None:
         """Frees the staged gradient."""
         if fetched.staged is not None:
-            self.pool.release(fetched.staged[0])
+            self.pool_of(fetched.piece).release(fetched.staged[0])
 
     def rows(self, piece: Piece, *, states: Tensor) -> dict[str, Tensor]:
         """The rows of a piece's stored states, of any shape, by name: views."""
@@ -173,26 +170,27 @@ class PieceFetcher:
         """The parameter's memory [n], if it can be written in place."""
         if not bucket.traits.shards_parameters:
             return piece.of(bucket.full)
-        if self._stores.parameters.tier is Tier.nvme:
+        if piece.stores.parameters.tier is Tier.nvme:
             return None
-        return self._stores.parameters.fetch(piece.parameter).wait()
+        return piece.stores.parameters.fetch(piece.parameter).wait()
 
-    def _has_room(self, slot: Slot | None) -> bool:
-        return slot in self._ahead or self._stores.optimizer.has_room(slot)
+    def _has_room(self, piece: Piece, *, momentum: bool) -> bool:
+        slot = _slot(piece, momentum=momentum)
+        return slot in self._ahead or piece.stores.optimizer.has_room(slot)
 
     def _start(self, bucket: Bucket, *, piece: Piece, momentum: bool) -> FetchedPiece:
-        gradient, staged = None, None
+        gradient, staged, stores = None, None, piece.stores
         if piece.gradient is not None:
-            gradient = self._stores.gradients.fetch(piece.gradient)
-        elif self.on_host:
+            gradient = stores.gradients.fetch(piece.gradient)
+        elif stores.updates_on_host:
             staged = self._stage(piece.of(bucket.gradient.full))
         slot = _slot(piece, momentum=momentum)
-        states = self._ahead.pop(slot, None) or self._stores.optimizer.fetch(slot)
+        states = self._ahead.pop(slot, None) or stores.optimizer.fetch(slot)
         parameter = None
         is_own_master = not (momentum or piece.has_master) and piece.parameter is not None
-        if is_own_master and self._stores.parameters.tier is Tier.nvme:
-            memory = self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
-            parameter = self._stores.parameters.fetch_into(piece.parameter, out=memory)
+        if is_own_master and stores.parameters.tier is Tier.nvme:
+            memory = self.pool_of(piece).acquire(piece.numel, dtype=bucket.traits.dtype)
+            parameter = stores.parameters.fetch_into(piece.parameter, out=memory)
         return FetchedPiece(
             bucket=bucket, piece=piece, states=states, gradient=gradient, parameter=parameter, staged=staged
         )
@@ -201,10 +199,21 @@ class PieceFetcher:
         """Starts to copy a gradient [n] from a GPU to the host. None if it is on the host already."""
         if not has_streams(gradient):
             return None
-        buffer = self.pool.acquire(gradient.numel(), dtype=gradient.dtype)
+        buffer = self._host_pool.acquire(gradient.numel(), dtype=gradient.dtype)
         copy = start_copy(gradient, out=buffer)
         assert copy is not None, "one of the two is on a GPU"
         return buffer, copy
+
+
+def _pool(context: ZeroContext, *, tier: Tier) -> BufferPool:
+    """A pool in device or main memory."""
+    in_main_memory = tier is Tier.host and not is_planned(context.device)
+    return BufferPool(
+        device=torch.device("cpu") if in_main_memory else context.device,
+        ledger=context.ledger,
+        category="parameters on their way",
+        tier=tier,
+    )
 
 
 def _slot(piece: Piece, *, momentum: bool) -> Slot | None:

@@ -9,7 +9,7 @@ Momentum and weights are updated elementwise, where they are stored; orthogonali
 Then the update over pieces applies them like gradients. All this runs in the training thread, because it communicates; the
 update over pieces may run during the next forward. At stage 0 every rank has every direction, and only the results are sent.
 If tensor-parallel ranks hold parts of a matrix, its owners assemble them first: see `ztk.zero.update.cut_matrices`.
-Bytes are counted as "muon": a rank's elements of all matrices in each direction. The control is fp32, directions have Muon's dtype.
+Bytes are counted as "muon": a rank's elements of all matrices in each direction. Directions have Muon's dtype.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,6 +25,7 @@ from ztk.optim.muon import Muon
 from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.buckets.context import ZeroContext
 from ztk.zero.buckets.piece import Piece
+from ztk.zero.update.control_tables import ControlTables
 from ztk.zero.update.cut_matrices import CutMatrices
 from ztk.zero.update.fetching import PieceFetcher
 from ztk.zero.update.owners import Matrix, Round, plan_rounds
@@ -66,13 +67,13 @@ class MatrixUpdate:
         """The pieces with matrices, in the order of their first fetch."""
         return list(dict.fromkeys(entry for batch in self._batches for entry in batch.pieces))
 
-    def run(self, control: Tensor, *, skipped: frozenset[str]) -> None:
+    def run(self, tables: ControlTables, *, skipped: frozenset[str]) -> None:
         """Replaces the gradients of matrices by directions to step along. A collective call of the ranks of every bucket; waits.
 
-        control: of a step that is not skipped, [groups, 16]. skipped: names of parameters that keep their momentum.
+        tables: of a step that is not skipped. skipped: names of parameters that keep their momentum.
         """
         for batch in self._batches:
-            self._run_batch(batch, control=control, skipped=skipped)
+            self._run_batch(batch, tables=tables, skipped=skipped)
 
     # Grouping into rounds
 
@@ -129,12 +130,12 @@ class MatrixUpdate:
 
     # One round
 
-    def _run_batch(self, batch: _Batch, *, control: Tensor, skipped: frozenset[str]) -> None:
+    def _run_batch(self, batch: _Batch, *, tables: ControlTables, skipped: frozenset[str]) -> None:
         rank = batch.comm.rank
         numel = sum(len(matrix.held[rank]) for matrix in batch.round.matrices)
         parts = self.pool.acquire(numel, dtype=self._muon.dtype)
         places = {matrix.name: batch.places[matrix.name] - matrix.held[rank].start for matrix in batch.round.matrices}
-        self._update_momentum(batch, parts=parts, places=places, control=control, skipped=skipped)
+        self._update_momentum(batch, parts=parts, places=places, tables=tables, skipped=skipped)
         results = self._orthogonalise(batch, parts=parts)
         self._give_back(batch, results=results, parts=parts)
         for bucket, piece in batch.pieces:
@@ -151,13 +152,14 @@ class MatrixUpdate:
         *,
         parts: Tensor,
         places: dict[str, int],
-        control: Tensor,
+        tables: ControlTables,
         skipped: frozenset[str],
     ) -> None:
         """Fills `parts` with the directions of this rank's ranges."""
         for fetched in self._fetcher.fetch_momentum(batch.pieces):
             moments = fetched.piece.moments
             assert moments is not None, "the piece has elements of matrices"
+            control = tables.of(fetched.piece)
             for fragment in fetched.piece.fragments:
                 if fragment.name not in places:
                     continue

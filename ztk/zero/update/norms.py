@@ -6,7 +6,7 @@ again from the averages, so that no further state is needed; it may run during t
 written twice per step.
 
 Squares add up in float64: the cuts of pieces change the 16th digit, and the norms are rounded to the 7th.
-Control and ratios have the dtype fp32.
+Ratios have the dtype fp32.
 """
 
 import torch
@@ -17,6 +17,7 @@ from ztk.optim.lamb import Lamb
 from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.buckets.context import ZeroContext
 from ztk.zero.buckets.layout import Placement
+from ztk.zero.update.control_tables import ControlTables
 from ztk.zero.update.fetching import FetchedStates, PieceFetcher
 
 
@@ -33,25 +34,25 @@ class TrustRatios:
         self._by_comm = list(by_comm.values())
         self.ratios: dict[str, Tensor] = {}
 
-    def run(self, control: Tensor, *, skipped: frozenset[str]) -> None:
-        """Sets `ratios`, on the device of `control`. A blocking collective call of the ranks of every bucket.
+    def run(self, tables: ControlTables, *, skipped: frozenset[str]) -> None:
+        """Sets `ratios`, in the memory of `tables.nearest`. A blocking collective call of the ranks of every bucket.
 
-        control: [groups, 16], of a step that runs. skipped: names of parameters that keep their averages.
+        tables: of a step that runs. skipped: names of parameters that keep their averages.
         """
         self.ratios = {}
         for buckets in self._by_comm:
-            self.ratios |= self._run(buckets, control=control, skipped=skipped)
+            self.ratios |= self._run(buckets, tables=tables, skipped=skipped)
 
-    def _run(self, buckets: list[Bucket], *, control: Tensor, skipped: frozenset[str]) -> dict[str, Tensor]:
+    def _run(self, buckets: list[Bucket], *, tables: ControlTables, skipped: frozenset[str]) -> dict[str, Tensor]:
         numbers = {placement.name: index for index, placement in enumerate(_placements(buckets))}
-        squares = torch.zeros(len(numbers), 2, dtype=torch.float64, device=control.device)
+        squares = torch.zeros(len(numbers), 2, dtype=torch.float64, device=tables.nearest.device)
         for fetched in self._fetcher.fetch_states((bucket, piece) for bucket in buckets for piece in bucket.pieces):
-            own = fetched.piece in fetched.bucket.own_pieces
+            own, control = fetched.piece in fetched.bucket.own_pieces, tables.of(fetched.piece)
             for fragment in fetched.piece.fragments:
                 if fragment.name not in skipped:
                     found = self._visit(fetched, place=fragment.place, control=control[self._group_of[fragment.name]])
                     if own:  # at stage 0 every rank updates everything, and counts its shard
-                        squares[numbers[fragment.name]] += found
+                        squares[numbers[fragment.name]] += found.to(squares.device)
         ratios = self._lamb.ratio(self._sum_over_ranks(squares, comm=buckets[0].comm))
         return {name: ratios[index] for name, index in numbers.items()}
 

@@ -29,7 +29,7 @@ class PieceStates:
     """
 
     def __init__(self, context: ZeroContext) -> None:
-        self._stores, self._format, self.names = context.stores, context.states, context.state_names
+        self._format, self.names = context.states, context.state_names
         self.num_rounded, self._is_planned = 0, is_planned(context.device)
 
     @contextmanager
@@ -42,7 +42,10 @@ class PieceStates:
         if piece.states is None:
             yield {FROZEN: self._parameter(bucket, piece=piece)}
             return
-        with self._fetched(piece.states, aside=aside) as states, self._fetched(piece.momentum, aside=aside) as momentum:
+        with (
+            self._fetched(piece, slot=piece.states, aside=aside) as states,
+            self._fetched(piece, slot=piece.momentum, aside=aside) as momentum,
+        ):
             rows = self._views(piece, states=states)
             if piece.moments is not None:
                 rows = piece.moments.spread(rows, momentum=momentum, numel=piece.numel)
@@ -51,9 +54,9 @@ class PieceStates:
                 yield self._format.read(rows, master=master) | apart
 
     @contextmanager
-    def _fetched(self, slot: Slot | None, *, aside: bool) -> Iterator[Any]:
-        """The tensor of a slot of the optimizer's store; None without a slot."""
-        store = self._stores.optimizer
+    def _fetched(self, piece: Piece, *, slot: Slot | None, aside: bool) -> Iterator[Any]:
+        """The tensor of a slot of the piece's optimizer store; None without a slot."""
+        store = piece.stores.optimizer
         if slot is None:
             yield None
         elif aside:
@@ -71,7 +74,7 @@ class PieceStates:
         """The states [n] of a trained piece by kind, "master" only if it has a row. They are written back at the end."""
         with self._rows(piece) as rows, self.average(piece, changes=True) as apart:
             if piece.moments is not None:
-                with self._changed(piece.momentum) as momentum:
+                with self._changed(piece, slot=piece.momentum) as momentum:
                     full = piece.moments.spread(rows, momentum=momentum, numel=piece.numel)
                     yield full | apart
                     piece.moments.gather(full, rows=rows, momentum=momentum)
@@ -90,7 +93,7 @@ class PieceStates:
     def average(self, piece: Piece, *, changes: bool = False, aside: bool = False) -> Iterator[dict[str, Tensor]]:
         """The average of a trained piece if it is stored on a tier of its own, fp32 [n] under `AVERAGE`, on the device or in main memory;
         else an empty dict. changes: writes it back at the end. aside: as in `reading`."""
-        store = self._stores.average
+        store = piece.stores.average
         if store is None or piece.average is None:
             yield {}
             return
@@ -108,18 +111,18 @@ class PieceStates:
     @contextmanager
     def _rows(self, piece: Piece) -> Iterator[dict[str, Tensor]]:
         """The rows of a trained piece as they are stored. They are written back at the end."""
-        with self._changed(piece.states) as states:
+        with self._changed(piece, slot=piece.states) as states:
             yield self._views(piece, states=states)
 
     @contextmanager
-    def _changed(self, slot: Slot | None) -> Iterator[Tensor]:
-        """The tensor of a slot of the optimizer's store. It is written back at the end."""
+    def _changed(self, piece: Piece, *, slot: Slot | None) -> Iterator[Tensor]:
+        """The tensor of a slot of the piece's optimizer store. It is written back at the end."""
         assert slot is not None, "of a trained piece"
-        fetched = self._stores.optimizer.fetch(slot).wait()
+        fetched = piece.stores.optimizer.fetch(slot).wait()
         try:
             yield fetched
         finally:  # a failed change must not keep a buffer of the pool
-            self._stores.optimizer.put(slot, value=fetched).wait()
+            piece.stores.optimizer.put(slot, value=fetched).wait()
 
     def _views(self, piece: Piece, *, states: Tensor) -> dict[str, Tensor]:
         """The rows of a piece's stored states by name."""
@@ -132,14 +135,14 @@ class PieceStates:
         if piece.gradient is None:
             yield piece.of(bucket.gradient.full)
             return
-        gradient = self._stores.gradients.fetch(piece.gradient).wait()
+        gradient = piece.stores.gradients.fetch(piece.gradient).wait()
         try:
             yield gradient
         finally:
             if changes:
-                self._stores.gradients.put(piece.gradient, value=gradient).wait()
+                piece.stores.gradients.put(piece.gradient, value=gradient).wait()
             else:
-                self._stores.gradients.release(piece.gradient)
+                piece.stores.gradients.release(piece.gradient)
 
     def set_master(self, bucket: Bucket, *, piece: Piece, values: Tensor) -> None:
         """Sets the master weights of a piece to `values`, fp32 [n], and the parameter to their cast."""
@@ -209,7 +212,7 @@ class PieceStates:
         bucket.exchange.invalidate()
         parameter = values.to(bucket.traits.dtype)
         if piece.parameter is not None:
-            self._stores.parameters.put(piece.parameter, value=parameter).wait()
+            piece.stores.parameters.put(piece.parameter, value=parameter).wait()
         else:
             piece.of(bucket.full).copy_(parameter)
 
@@ -218,4 +221,4 @@ class PieceStates:
         if piece.parameter is None:
             return piece.of(bucket.full)
         out = torch.empty(piece.numel, dtype=bucket.traits.dtype, device=bucket.comm.device)
-        return self._stores.parameters.fetch_into(piece.parameter, out=out).wait()
+        return piece.stores.parameters.fetch_into(piece.parameter, out=out).wait()

@@ -180,7 +180,7 @@ class PieceUpdate:
                     master[place],
                     exp_avg=rows["exp_avg"][place],
                     exp_avg_sq=rows["exp_avg_sq"][place],
-                    ratio=self._norms.ratios[fragment.name],
+                    ratio=self._norms.ratios[fragment.name].to(control.device),
                     control=self._missed.control_of(
                         fragment.name, control=control, group=self._group_of[fragment.name]
                     ),

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ztk.core.runtime import PhaseClock, Tier
+from ztk.core.runtime.buffers import BufferPool
 from ztk.core.runtime.pending import Handle, Pending
 from ztk.core.runtime.planned import in_one_memory, is_planned, is_set, on_host
 from ztk.core.runtime.ranges import named
@@ -40,6 +41,7 @@ from ztk.optim.states import MASTER
 from ztk.zero.buckets.bucket import Bucket
 from ztk.zero.buckets.context import AVERAGE, ZeroContext
 from ztk.zero.buckets.piece import Piece
+from ztk.zero.update.control_tables import ControlTables
 from ztk.zero.update.fetching import MAX_WRITES, FetchedPiece, PieceFetcher
 from ztk.zero.update.matrices import MatrixUpdate
 from ztk.zero.update.missed import MissedUpdates
@@ -55,26 +57,29 @@ class _WriteBack:
 
     puts: tuple[Pending, ...]
     parameter: Tensor | None
+    pool: BufferPool
     copy: Copy | None = None
 
 
 class ShardUpdate:
     """Runs the optimizer over all pieces that this rank updates.
 
-    pool: of buffers outside of the optimizer's states. missed: the updates that parameters have missed.
+    pools: of buffers outside of the optimizer's states. missed: the updates that parameters have missed.
     """
 
     def __init__(self, buckets: list[Bucket], *, context: ZeroContext) -> None:
         """buckets: the trained ones, in the order of the update."""
-        self._optimizer, self._stores, self._clock = context.optimizer, context.stores, context.clock
+        self._optimizer, self._clock = context.optimizer, context.clock
         self._ema, self._averages, self._states = context.ema, False, PieceStates(context)
         self._fetcher = PieceFetcher(context)
-        self.pool = self._fetcher.pool
-        self._behind = [bucket for bucket in buckets if self._fetcher.on_host and bucket.traits.shards_parameters]
+        self.pools = self._fetcher.pools
+        offloaded = [bucket for bucket in buckets if any(piece.stores.updates_on_host for piece in bucket.pieces)]
+        self._updates_on_host = bool(offloaded)
+        self._behind = [bucket for bucket in offloaded if bucket.traits.shards_parameters]
         self._at_once = [bucket for bucket in buckets if bucket not in self._behind]
         # The optimizer leaves the pool's buffer undefined when a step is skipped, and then it must not be written back.
         self._must_know_of_skips = (
-            self._fetcher.on_host
+            self._updates_on_host
             or context.stores.parameters.tier is not Tier.device
             or isinstance(context.optimizer, TorchStep)  # torch's steps ignore the control table
         )
@@ -103,9 +108,12 @@ class ShardUpdate:
         self._corrects_bias = "exp_avg_sq" in context.optimizer.state_names
         self.take_over: weakref.WeakMethod | None = None  # takes over a script's writes into parameters
         # The first pieces to fetch: a store assigns memory in this order.
-        self._first = [piece.states for _, piece in self._pieces_of((*self._at_once, *self._behind))]
-        if self._matrices is not None:
-            self._first = [piece.momentum for _, piece in self._matrices.pieces]
+        pieces = self._pieces_of((*self._at_once, *self._behind)) if self._matrices is None else self._matrices.pieces
+        self._first = [
+            piece.states if self._matrices is None else piece.momentum
+            for _, piece in pieces
+            if piece.stores.updates_on_host
+        ]
         self._overlaps_gather = context.policy.overlap_gather
         self._is_fetching = False  # the background update has not fetched all pieces yet
 
@@ -119,16 +127,20 @@ class ShardUpdate:
 
         skipped: names of parameters that keep their values and states. averages: also updates the average of the weights.
 
-        With offloaded states the update runs on the host, and a copy of `control` to the host waits for the device. If parameters
+        Offloaded states are updated on the host, and a copy of `control` to the host waits for the device. If parameters
         are written to a store, the host waits for the decision to skip.
         """
         self._join()
         self._skipped, self._averages = skipped, averages
-        if self._fetcher.on_host:
-            control = on_host(control, name="decision to step: states are updated on the host")
+        host = None
+        if self._updates_on_host:
+            host = on_host(control, name="decision to step: states are updated on the host")
+        tables = ControlTables(device=control, host=host)
         # Missed updates are also counted here.
         must_know = self._must_know_of_skips or (self._corrects_bias and skipped)
-        if must_know and is_set(control[0, Control.skip], name="decision to step: the optimizer does not read it"):
+        if must_know and is_set(
+            tables.nearest[0, Control.skip], name="decision to step: the optimizer does not read it"
+        ):
             self._fetcher.drop_ahead()  # without any access to the medium
             return
         if isinstance(self._optimizer, TorchStep):
@@ -138,16 +150,16 @@ class ShardUpdate:
         for bucket in (*self._at_once, *self._behind):
             bucket.exchange.invalidate()
         if self._matrices is not None:
-            self._matrices.run(control, skipped=skipped)
+            self._matrices.run(tables, skipped=skipped)
         if self._norms is not None:
-            self._norms.run(control, skipped=skipped)
-        self._update_all(self._at_once, control=control, clock=self._clock)
+            self._norms.run(tables, skipped=skipped)
+        self._update_all(self._at_once, tables=tables, clock=self._clock)
         if self._thread is None:
             return
         for bucket in self._behind:
             bucket.residency.updated = Future()
         self._is_fetching = True
-        self._running = self._thread.submit(behind_step(functools.partial(self._update_behind, control.clone())))
+        self._running = self._thread.submit(behind_step(functools.partial(self._update_behind, tables.clone())))
 
     def finish(self) -> None:
         """Takes over a script's writes, then calls `finish_running`."""
@@ -194,10 +206,10 @@ class ShardUpdate:
             with self._clock.phase("io"):
                 running.result()
 
-    def _update_behind(self, control: Tensor) -> None:
+    def _update_behind(self, tables: ControlTables) -> None:
         """See [Note: Update during the forward]."""
         try:  # a separate clock: this time overlaps with the forward and is not part of the step's
-            self._update_all(self._behind, control=control, clock=PhaseClock())
+            self._update_all(self._behind, tables=tables, clock=PhaseClock())
         except BaseException as error:
             for bucket in self._behind:
                 updated = bucket.residency.updated  # None if the update is done and was waited for
@@ -206,11 +218,11 @@ class ShardUpdate:
             self._is_fetching = False
             raise
 
-    def _update_all(self, buckets: list[Bucket], *, control: Tensor, clock: PhaseClock) -> None:
+    def _update_all(self, buckets: list[Bucket], *, tables: ControlTables, clock: PhaseClock) -> None:
         gathers, writes = [], deque()
         overlaps = self._overlaps_gather and not _something_is_compiled()
         for current in self._fetcher.fetch(self._pieces_of(buckets)):
-            writes.append(self._update(current, control=control, clock=clock))
+            writes.append(self._update(current, control=tables.of(current.piece), clock=clock))
             if len(writes) > MAX_WRITES:
                 self._finish_write(writes.popleft(), clock=clock)
             bucket = current.bucket
@@ -252,7 +264,7 @@ class ShardUpdate:
         elif resident is not None and in_one_memory(resident, second=states):
             master, out = rows.pop(MASTER), resident
         else:
-            master, out = rows.pop(MASTER), self.pool.acquire(piece.numel, dtype=bucket.traits.dtype)
+            master, out = rows.pop(MASTER), self._fetcher.pool_of(piece).acquire(piece.numel, dtype=bucket.traits.dtype)
         assert master is not None, "present while the update runs"
         with named(f"update {bucket.traits.name}"):
             self._piece_update.run(
@@ -273,18 +285,19 @@ class ShardUpdate:
         update_average(average, weights=weights, decay=self._ema.decay, skip=skip)
 
     def _write_back(self, bucket: Bucket, *, piece: Piece, states: Tensor, out: Tensor | None) -> _WriteBack:
-        puts = [self._stores.optimizer.put(piece.states, value=states)]
+        puts = [piece.stores.optimizer.put(piece.states, value=states)]
         if piece.gradient is not None:
-            self._stores.gradients.forget(piece.gradient)
+            piece.stores.gradients.forget(piece.gradient)
         if out is not None and bucket.traits.shards_parameters:
-            puts.append(self._stores.parameters.put(piece.parameter, value=out))
-        parameter = out if self.pool.owns(out) else None
+            puts.append(piece.stores.parameters.put(piece.parameter, value=out))
+        pool = self._fetcher.pool_of(piece)
+        parameter = out if pool.owns(out) else None
         copy = None
         if parameter is not None and not bucket.traits.shards_parameters:
             copy = start_copy(parameter, out=piece.of(bucket.full))
             if copy is None:
                 piece.of(bucket.full).copy_(parameter)
-        return _WriteBack(puts=tuple(puts), parameter=parameter, copy=copy)
+        return _WriteBack(puts=tuple(puts), parameter=parameter, pool=pool, copy=copy)
 
     def _finish_write(self, write: _WriteBack, *, clock: PhaseClock) -> None:
         with clock.phase("io"):
@@ -294,7 +307,7 @@ class ShardUpdate:
                 write.copy.wait()
                 write.copy.synchronize()  # before the host writes into its buffer again
         if write.parameter is not None:
-            self.pool.release(write.parameter)
+            write.pool.release(write.parameter)
 
 
 def _something_is_compiled() -> bool:
