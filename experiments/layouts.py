@@ -23,7 +23,15 @@ from ztk.report.folder import write_json
 
 TRACED = 20
 _ONLY_PIPELINES = ("schedule", "virtual_stages", "partition", "max_local_gradients", "dynamic_shapes")
-_REPLACED = ("zero", "offload", "recompute", "topology", "train.accumulation_steps", "train.global_batch_size")
+_REPLACED = (
+    "zero",
+    "offload",
+    "offload.optimizer_fraction",
+    "recompute",
+    "topology",
+    "train.accumulation_steps",
+    "train.global_batch_size",
+)
 
 
 def find_layouts(config: Config, *, given: Mapping[str, str], make_plan: Callable[[Config], Plan]) -> Search:

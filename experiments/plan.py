@@ -119,7 +119,7 @@ def levers(config: Config, *, given: Mapping[str, str]) -> Iterator[list[tuple[s
     if config.recompute.mode == "none":
         yield [("recompute=selective",), ("recompute=full",)]
     if config.offload.optimizer == "none":
-        yield [("offload=cpu",)]
+        yield [("offload=cpu", "offload.optimizer_fraction=0.5"), ("offload=cpu",)]
     if smaller := list(_smaller_batches(config, given=given)):
         yield smaller
 

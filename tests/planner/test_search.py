@@ -61,8 +61,8 @@ def planner(fits, *, refused=()):
 def test_layouts_are_all_combinations_and_each_is_legal_or_has_a_reason():
     found, refused = legal(WORK)
     splits = 15  # (pipeline, tensor, sequence, context) whose product divides 4
-    assert len(found) + sum(refused.values()) == splits * 4 * 3 * 3
-    assert refused["more tensor ranks than key heads"] == 36  # tensor=4
+    assert len(found) + sum(refused.values()) == splits * 4 * 6 * 3
+    assert refused["more tensor ranks than key heads"] == 72  # tensor=4
     assert len(set(found)) == len(found) and USUAL in found
     experts = replace(WORK, experts=2, expert_parameters=500, expert_choices=4)
     assert {layout.expert for layout in legal(experts)[0]} == {1, 2}
@@ -79,6 +79,7 @@ def test_the_state_of_a_layout_is_never_estimated_too_high(tmp_path):
     chosen = [
         USUAL,
         replace(USUAL, stage=3, offload="cpu"),
+        replace(USUAL, stage=1, offload="cpu", fraction=0.25),
         replace(USUAL, stage=1, pipeline=2),
         replace(USUAL, stage=2, tensor=2, context=2),
     ]
@@ -191,6 +192,7 @@ def test_too_much_state_is_never_planned():
 
 def test_what_keeps_more_than_a_misfit_is_not_planned():
     strong = replace(USUAL, recompute="full", offload="cpu")
+    assert replace(strong, fraction=0.5).keeps_more(strong) and not strong.keeps_more(replace(strong, fraction=0.5))
     assert USUAL.keeps_more(strong) and replace(USUAL, offload="cpu").keeps_more(strong)
     assert not strong.keeps_more(USUAL) and not replace(USUAL, stage=1).keeps_more(strong)
     replan, asked = planner(lambda overrides: False)

@@ -12,18 +12,23 @@ from dataclasses import dataclass, replace
 from ztk.core.policies.hardware import Hardware
 
 STAGES = (0, 1, 2, 3)
-OFFLOADS = ("none", "cpu", "nvme")  # each takes more off the device than the one before
+# (tier, offloaded part of the optimizer states): each takes more off the device than the one before
+PLACES = (("none", 1.0), ("cpu", 0.25), ("cpu", 0.5), ("cpu", 0.75), ("cpu", 1.0), ("nvme", 1.0))
 RECOMPUTES = ("none", "selective", "full")  # each keeps less than the one before
+_OFFLOAD_COST = (
+    1.1  # hidden updates and copies share memory and the host with the forward: offload only what does not fit
+)
 DEGREES = ("pipeline", "tensor", "sequence", "context", "expert")
 AGAIN = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # operations, relative to no recomputation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """One way to run. Degrees as in `Topology`."""
+    """One way to run. Degrees as in `Topology`. fraction: the offloaded part of the optimizer states."""
 
     stage: int
     offload: str
+    fraction: float = 1.0
     recompute: str
     pipeline: int
     tensor: int
@@ -38,6 +43,7 @@ class Layout:
         return (
             f"zero=stage{self.stage}",
             *([f"offload={self.offload}"] if self.offload != "none" else []),
+            *([f"offload.optimizer_fraction={self.fraction}"] if self.fraction < 1 else []),
             *([f"recompute={self.recompute}"] if self.recompute != "none" else []),
             *(f"topology.{name}={degree}" for name, degree in degrees.items() if degree > 1),
         )
@@ -45,9 +51,13 @@ class Layout:
     def keeps_more(self, other: "Layout") -> bool:
         """Whether it keeps more than `other` and differs only by weaker recomputation and less offloading."""
         weaker = RECOMPUTES.index(self.recompute) <= RECOMPUTES.index(other.recompute)
-        nearer = OFFLOADS.index(self.offload) <= OFFLOADS.index(other.offload)
-        same = replace(self, offload=other.offload, recompute=other.recompute) == other
+        nearer = PLACES.index(self._place) <= PLACES.index(other._place)
+        same = replace(self, offload=other.offload, fraction=other.fraction, recompute=other.recompute) == other
         return same and weaker and nearer
+
+    @property
+    def _place(self) -> tuple[str, float]:
+        return self.offload, self.fraction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,11 +111,12 @@ def legal(work: Workload) -> tuple[list[Layout], dict[str, int]]:
     found, refused = [], Counter[str]()
     for pipeline, tensor, sequence, context, expert in _degrees(work):
         for stage in STAGES:
-            for offload in OFFLOADS:
+            for offload, fraction in PLACES:
                 for recompute in RECOMPUTES:
                     layout = Layout(
                         stage=stage,
                         offload=offload,
+                        fraction=fraction,
                         recompute=recompute,
                         pipeline=pipeline,
                         tensor=tensor,
@@ -121,15 +132,23 @@ def legal(work: Workload) -> tuple[list[Layout], dict[str, int]]:
 
 
 def state_bytes(layout: Layout, *, work: Workload) -> float:
-    """Lower bound of the bytes on the device between two steps."""
-    own, shard = work.own(layout), work.shard(layout)
-    offloaded = layout.offload != "none"
-    parameters = work.parameter_bytes * (shard if layout.stage == 3 else own)
-    gradients = work.gradient_bytes * (shard if layout.stage >= 2 else own)
-    optimizer = work.optimizer_bytes * (shard if layout.stage >= 1 else own)
-    if not offloaded:
-        return parameters + gradients + optimizer
+    """Lower bound of the bytes on the device between two steps. A fraction keeps whole buckets there, perhaps none."""
+    parameters = work.parameter_bytes * (work.shard(layout) if layout.stage == 3 else work.own(layout))
+    if layout.offload == "none":
+        return parameters + _updated_bytes(layout, work=work)
     return parameters * (layout.stage < 3)
+
+
+def resident_bytes(layout: Layout, *, work: Workload) -> float:
+    """Rough size of the states that `fraction` keeps on the device, with their gradients."""
+    return 0.0 if layout.offload == "none" else (1 - layout.fraction) * _updated_bytes(layout, work=work)
+
+
+def _updated_bytes(layout: Layout, *, work: Workload) -> float:
+    """Bytes of a rank's gradients and optimizer states."""
+    own, shard = work.own(layout), work.shard(layout)
+    gradients = work.gradient_bytes * (shard if layout.stage >= 2 else own)
+    return gradients + work.optimizer_bytes * (shard if layout.stage >= 1 else own)
 
 
 def activation_bytes(layout: Layout, *, work: Workload) -> float:
@@ -150,25 +169,28 @@ def rough_seconds(layout: Layout, *, work: Workload) -> float:
     compute *= AGAIN[layout.recompute] * bubble
     shard = work.shard(layout) if layout.stage else work.own(layout)
     pcie = host = disk = 0.0
-    if layout.offload != "none":
+    offloaded = 0.0 if layout.offload == "none" else shard * layout.fraction
+    if offloaded:
         pcie = (
-            shard
+            offloaded
             * (work.gradient_bytes * forwards + work.parameter_bytes)
             / (hardware.pcie_bandwidth * hardware.pcie_share)
         )
         host = (
-            shard * (2 * work.optimizer_bytes + work.gradient_bytes) / (hardware.host_bandwidth * hardware.host_share)
+            offloaded
+            * (2 * work.optimizer_bytes + work.gradient_bytes)
+            / (hardware.host_bandwidth * hardware.host_share)
         )
     if layout.offload == "nvme":
-        disk = shard * work.optimizer_bytes
+        disk = offloaded * work.optimizer_bytes
         disk = disk / hardware.disk_read_bandwidth + disk / hardware.disk_write_bandwidth
-    if layout.offload == "none":
-        compute += shard * (2 * work.optimizer_bytes + work.gradient_bytes) / hardware.memory_bandwidth
+    compute += shard * (2 * work.optimizer_bytes + work.gradient_bytes) / hardware.memory_bandwidth
     hidden = (
         compute / forwards / 3 if layout.stage == 3 else 0.0
     )  # during the first forward; else the step waits for the update
     waited = max(0.0, host - hidden)
-    return max(compute + _exposed(layout, work=work) + waited, _wire_of_data(layout, work=work), pcie, disk)
+    seconds = max(compute + _exposed(layout, work=work) + waited, _wire_of_data(layout, work=work), pcie, disk)
+    return seconds * (_OFFLOAD_COST if offloaded else 1.0)
 
 
 def _wire_of_data(layout: Layout, *, work: Workload) -> float:

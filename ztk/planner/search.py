@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ztk.planner.layouts import DEGREES, Layout, Workload, activation_bytes, legal, rough_seconds, state_bytes
+from ztk.planner.layouts import (
+    DEGREES,
+    Layout,
+    Workload,
+    activation_bytes,
+    legal,
+    resident_bytes,
+    rough_seconds,
+    state_bytes,
+)
 from ztk.planner.price import Price
 from ztk.planner.result import Plan, size
 
@@ -69,6 +78,7 @@ class Found:
             "peak_memory.host_bytes": plan.peak_bytes["host"],
             "peak_memory.nvme_bytes": plan.peak_bytes["nvme"],
             "zero.stage": self.layout.stage,
+            "offload.optimizer_fraction": self.layout.fraction,
             **{name: getattr(self.layout, name) for name in ("offload", "recompute")},
             **{f"topology.{name}": getattr(self.layout, name) for name in DEGREES},
             "rough_seconds": self.rough,
@@ -180,7 +190,8 @@ def search(
             drops[_TOO_LARGE] += 1
             continue
         rough = rough_seconds(layout, work=work)
-        fits = state + activation_bytes(layout, work=work) <= usable
+        kept = state + resident_bytes(layout, work=work)
+        fits = kept + activation_bytes(layout, work=work) <= usable
         waiting.append((not fits, rough, layout))
     waiting.sort(key=lambda entry: (entry[0], entry[1], _simplicity(entry[2])))
     found: list[Found] = []
