@@ -75,6 +75,12 @@ ACCEPTED = {
         lambda made: (made.offload.optimizer, made.offload.nvme_path),
         ("cpu", None),
     ),
+    "a ratio without offload": (
+        zero(stage=3, offload_optimizer={"device": "none", "ratio": 0.4}),
+        "offload_optimizer.ratio: has no effect with device=none",
+        lambda made: made.offload.optimizer_fraction,
+        1.0,
+    ),
     "differing pin_memory": (
         zero(stage=3, offload_optimizer=off(pin_memory=False), offload_param=off(pin_memory=True)),
         "pin_memory: is true in one offload section and false in the other; both are pinned",

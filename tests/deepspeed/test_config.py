@@ -88,6 +88,10 @@ def test_all_faults_come_in_one_error():
     [
         ({"zero_optimization": {"stage": 2, "mics_shard_size": 4}}, "was removed"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "gpu"}}}, "must be one of"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}},
+            "ratio=1.5: must be 0 or more and at most 1",
+        ),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"pin_memory": True}}}, "device: is missing"),
         ({"zero_optimization": {"stage": True}}, "must be a number"),
         ({"zero_optimization": [2]}, "must be an object"),
@@ -181,7 +185,7 @@ def test_keys_reach_their_policies(tmp_path):
             "stage3_max_reuse_distance": 30,
             "stage3_param_persistence_threshold": 40,
             "stage3_gather_16bit_weights_on_model_save": True,
-            "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": False},
+            "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": False, "ratio": 0.3},
             "offload_param": {"device": "cpu", "pin_memory": False},
         },
         aio={"block_size": 1 << 20, "intra_op_parallelism": 2, "queue_depth": 8},
@@ -194,6 +198,7 @@ def test_keys_reach_their_policies(tmp_path):
     assert (zero.stage, zero.bucket_size, zero.prefetch_bucket_size) == (3, 1_000_000, 10)
     assert (zero.max_live_parameters, zero.max_reuse_distance, zero.param_persistence_threshold) == (20, 30, 40)
     assert (offload.optimizer, offload.parameters, offload.nvme_path) == ("nvme", "cpu", str(tmp_path))
+    assert offload.optimizer_fraction == 0.3
     assert (offload.pin_memory, offload.threads, offload.block_bytes) == (False, 2, 1 << 20)
     assert settings.precision.gradient_dtype.itemsize == 4 and settings.gathers_on_save
     optimizer = settings.optimizer

@@ -20,7 +20,7 @@ CASES = [
         "zero_optimization": {
             "stage": 3,
             "stage3_prefetch_bucket_size": 5,
-            "offload_optimizer": {"device": "cpu"},
+            "offload_optimizer": {"device": "cpu", "ratio": 0.75},
             "offload_param": {"device": "cpu"},
         },
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "adam_w_mode": False}},

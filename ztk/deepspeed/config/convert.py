@@ -143,6 +143,8 @@ def _offload(settings: Settings, *, out: Overrides) -> None:
     if group == "none":
         return
     out.add({"offload.optimizer": offload.optimizer})
+    if offload.optimizer_fraction < 1:
+        out.add({"offload.optimizer_fraction": offload.optimizer_fraction})
     if settings.zero.stage == 3:
         out.add({"offload.parameters": offload.parameters})
     if group == "nvme":
@@ -291,6 +293,8 @@ def to_ds_config(config: Mapping) -> dict:
         if place not in ("none", "auto"):
             path = {"nvme_path": offload["nvme_path"]} if place == "nvme" else {}
             made["zero_optimization"][key] = {"device": place, **path}
+    if offload["optimizer_fraction"] is not None and offload["optimizer_fraction"] < 1:
+        made["zero_optimization"]["offload_optimizer"]["ratio"] = offload["optimizer_fraction"]
     if "nvme" in (offload["optimizer"], offload["parameters"]):
         made["aio"] = {"block_size": offload["block_bytes"], "intra_op_parallelism": offload["threads"]}
     return made

@@ -1,12 +1,14 @@
 """offload_optimizer, offload_param and aio: where shards are stored, and how files are read and written."""
 
 from ztk.core.policies.offload import MAX_THREADS, PAGE_BYTES
+from ztk.core.policies.ranges import PART
 from ztk.deepspeed.config.keys import (
     Findings,
     anything,
     boolean,
     fixed,
     hint,
+    number,
     one_of,
     read_section,
     shown,
@@ -19,6 +21,13 @@ _POOL = "ztk's pool of buffers for a disk is its own size, the same for optimize
 _PIPELINE = "reading, updating and writing always overlap"
 _device = one_of("none", "cpu", "nvme")
 
+
+def _part(value: object) -> float:
+    if reason := PART.fault(number(value)):
+        raise ValueError(reason)
+    return number(value)
+
+
 OPTIMIZER = {
     "device": takes(_device),
     "nvme_path": takes(anything),
@@ -28,7 +37,7 @@ OPTIMIZER = {
     "pipeline_write": hint(boolean, _PIPELINE),
     "pipeline": hint(boolean, _PIPELINE),
     "fast_init": hint(boolean, "states are allocated in the tier they reside in, without a copy"),
-    "ratio": fixed(1.0, 1, why="not offered: all or none of the optimizer is offloaded; leave it out"),
+    "ratio": takes(_part),
     "super_offload": fixed(False, why="not offered by ztk yet; leave it out"),
     "cpuadam_cores_perc": fixed(0.8, why="has an effect with super_offload only, which ztk does not offer yet"),
 }
@@ -82,6 +91,7 @@ def read_offload(
     try:
         return OffloadPolicy(
             optimizer=places["offload_optimizer"],
+            optimizer_fraction=optim.get("ratio", 1.0),
             parameters=places["offload_param"],
             nvme_path=min(paths) if paths else None,
             pin_memory=pins
@@ -111,6 +121,8 @@ def _section(given: object, *, name: str, keys: dict, findings: Findings) -> dic
         findings.notes.append(f"{path}nvme_path={shown(values.pop('nvme_path'))}: has no effect with device={device}")
     if device == "none":
         values.pop("pin_memory", None)
+        if values.pop("ratio", 1.0) != 1.0:
+            findings.notes.append(f"{path}ratio: has no effect with device=none")
     return values
 
 

@@ -90,6 +90,10 @@ class Getters:
         """Returns whether the optimizer's states are stored in main memory."""
         return self.settings.offload.optimizer is Tier.cpu
 
+    def zero_partial_offload(self) -> float:
+        """Returns the part of the optimizer's states that is offloaded."""
+        return self.settings.offload.optimizer_fraction
+
     def fp16_enabled(self) -> bool:
         """Returns whether the model computes in float16."""
         return self.settings.precision.dtype is torch.float16
