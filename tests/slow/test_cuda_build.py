@@ -1,0 +1,86 @@
+r"""The CUDA build of torch on a machine without a driver: imports, operators, collected GPU tests, and the compile sweep of all kernels.
+
+    pip install --no-deps --target FOLDER torch==2.11.0 triton==3.6.0
+    pip install --target FOLDER nvidia-cudnn-cu13==9.19.0.56 nvidia-cusparselt-cu13==0.8.0 nvidia-nccl-cu13==2.28.9 \
+        nvidia-nvshmem-cu13==3.4.5 \
+        "cuda-toolkit[cublas,cudart,cufft,cufile,cupti,curand,cusolver,cusparse,nvjitlink,nvrtc,nvtx]==13.0.2"
+    ZTK_CUDA_BUILD=FOLDER pytest tests/slow/test_cuda_build.py
+
+The folder takes 5.6 GB. Without the variable the installed Triton runs the sweep, and the other tests are skipped.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDER = os.environ.get("ZTK_CUDA_BUILD")
+needs_build = pytest.mark.skipif(FOLDER is None, reason="ZTK_CUDA_BUILD names no folder with a CUDA build")
+
+IMPORTS = """
+import importlib, json, pkgutil, torch, triton, ztk
+failed = []
+for found in pkgutil.walk_packages(ztk.__path__, "ztk."):
+    if found.name.endswith("__main__"):
+        continue
+    try:
+        importlib.import_module(found.name)
+    except ModuleNotFoundError as error:
+        if error.name.partition(".")[0] in ("ztk", "torch", "triton"):
+            failed.append(f"{found.name}: {error}")
+    except Exception as error:
+        failed.append(f"{found.name}: {type(error).__name__}: {error}")
+operators = [str(torch.ops.aten.mm.dtype_out._schema), str(torch.ops.aten.addmm.dtype_out._schema)]
+print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "gpu": torch.cuda.is_available(),
+                  "triton": triton.__version__, "failed": failed, "operators": operators,
+                  "ops": len(dir(torch.ops.ztk))}))
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    """Runs Python with the build, if there is one, in front of the installed packages."""
+    paths = [*filter(None, [FOLDER]), str(REPOSITORY)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@needs_build
+def test_everything_imports_and_operators_have_their_arguments() -> None:
+    done = run("-c", IMPORTS)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["torch"].startswith("2.11.0") and found["cuda"] and found["triton"] == "3.6.0" and not found["gpu"]
+    assert not found["failed"]
+    assert all("ScalarType out_dtype" in schema and "Tensor(a!) out" in schema for schema in found["operators"])
+
+
+@needs_build
+def test_all_gpu_tests_are_collected(show: Callable[[str], None]) -> None:
+    done = run(
+        "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/kernels", "tests/parallel"
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    collected = [line for line in done.stdout.splitlines() if "::" in line]
+    assert len(collected) > 100 and {line.split("::")[0] for line in collected} >= {
+        "tests/kernels/test_gpu.py",
+        "tests/parallel/recompute/test_gpu.py",
+    }
+    show(f"{len(collected)} GPU tests are collected")
+
+
+def test_every_launch_compiles_within_the_limits(show: Callable[[str], None]) -> None:
+    """By the build's Triton, or by the installed one."""
+    done = run("-m", "tests.kernels.aot.sweep", "--targets", "sm_90", "sm_100")
+    assert done.stdout, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert not found["faults"]
+    for target, counts in found["targets"].items():
+        assert counts["compiled"] == counts["unique"] > 100
+        show(f"Triton {found['triton']}, {target}: {counts['launches']} launches, {counts['compiled']} compiled")
