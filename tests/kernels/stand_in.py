@@ -14,15 +14,15 @@ from ztk.kernels.launch import library, memory
 
 
 class Driver:
-    """One device with one stream; its number is 0 unless a test changes `device`."""
+    """The device and its stream are 0, unless a test changes them."""
 
-    device = 0
+    device = stream = 0
 
     def get_current_device(self) -> int:
         return self.device
 
     def get_current_stream(self, device: int) -> int:
-        return 77 + device
+        return 77 + device + 10 * self.stream
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

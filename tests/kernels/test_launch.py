@@ -46,7 +46,7 @@ def test_every_call_equals_tritons_launch(options):
     kernel, draw, started = _kernel(**options), random.Random(0), []
     with launching(lambda program, *args: started.append((program, args))) as driver:
         for _ in range(3000):
-            driver.device = draw.randrange(2)
+            driver.device, driver.stream = draw.randrange(2), draw.randrange(2)
             args = tuple(map(draw.choice, (_POINTERS, _POINTERS, _INTEGERS, _INTEGERS, _FLOATS)))
             grid, named = draw.choice([(3,), (3, 2), (3, 2, 5)]), draw.choice(_NAMED)
             kernel[grid](*args, **named)
@@ -66,7 +66,7 @@ def test_every_bound_call_equals_tritons_launch():
     bounds = [bind(kernel, N, M, eps, grid=grid, **options) for grid, N, M, eps, options in sizes]
     with launching(lambda program, *args: started.append((program, args))) as driver:
         for _ in range(6000):
-            driver.device, place = draw.randrange(2), draw.randrange(len(sizes))
+            driver.device, driver.stream, place = draw.randrange(2), draw.randrange(2), draw.randrange(len(sizes))
             (grid, N, M, eps, options), tensors = sizes[place], (draw.choice(_POINTERS), draw.choice(_POINTERS))
             bounds[place].launch(*tensors)
             JITFunction.run(kernel, *tensors, N, M, eps, grid=grid, warmup=False, **options)
@@ -75,6 +75,17 @@ def test_every_bound_call_equals_tritons_launch():
             assert (*given[:6], *given[9:]) == (*wanted[:6], *wanted[9:])
             assert all(x is y for x, y in zip(given[9:], wanted[9:], strict=True))
     assert sum(len(bound._programs) for bound in bounds) > 500
+
+
+def test_a_known_call_follows_the_current_stream():
+    """The argument after the grid's three axes."""
+    kernel, started, x = _kernel(), [], torch.zeros(8)
+    bound = bind(kernel, 4, 4, 0.5, grid=(1,), FLAG=True, num_warps=4)
+    with launching(lambda program, *args: started.append(args[3])) as driver:
+        for driver.stream in (0, 1, 0, 2):
+            kernel[(1,)](x, x, 4, 4, 0.5, FLAG=True, num_warps=4)
+            bound.launch(x, x)
+    assert started == [77, 77, 87, 87, 77, 77, 97, 97]
 
 
 @pytest.mark.parametrize("grid", [(2**31,), (2**16, 2**15), (1, 2**16), (1, 1, 2**16)])
