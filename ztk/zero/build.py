@@ -22,7 +22,15 @@ from ztk.zero.buckets.exchange import exchange_of
 from ztk.zero.buckets.layout import BucketLayout, ParameterSpec
 from ztk.zero.buckets.moments import Moments
 from ztk.zero.buckets.piece import Piece, cut_shard
-from ztk.zero.buckets.units import BucketKind, BucketPlan, BucketTraits, UnitPlan, order_of_use, plan_buckets, plan_units
+from ztk.zero.buckets.units import (
+    BucketKind,
+    BucketPlan,
+    BucketTraits,
+    UnitPlan,
+    order_of_use,
+    plan_buckets,
+    plan_units,
+)
 from ztk.zero.gathering import Unit
 from ztk.zero.parameters.aliases import check_aliases
 from ztk.zero.parameters.held import HeldMemory
