@@ -64,9 +64,9 @@ def watched_host(lanes: Lanes | None) -> Iterator[None]:
 
     fetched: dict[Residency, float] = {}
 
-    def started_gather(residency: Residency) -> None:
+    def started_gather(residency: Residency, *, is_exact: bool = False) -> None:
         starts = residency.state is ParameterState.sharded
-        start_gather(residency)
+        start_gather(residency, is_exact=is_exact)
         if starts:
             fetched[residency] = lanes.loaded
 
