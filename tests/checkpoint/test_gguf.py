@@ -62,7 +62,7 @@ def test_f16_and_back_is_the_same_model(family, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_1"])
 def test_transformers_reads_the_file_alike(family, kind, tmp_path):
-    """`from_pretrained(gguf_file=)`; it knows nothing of Gemma's norms in this format."""
+    """`from_pretrained(gguf_file=)`; it does not convert Gemma's norms in this format."""
     save(tmp_path / "own", family=family)
     export_gguf(tmp_path / "own", to=tmp_path / "model.gguf", kind=kind)
     expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)

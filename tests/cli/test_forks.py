@@ -36,7 +36,7 @@ def test_forks_fail_and_end_as_processes_do(forker, tmp_path):
     for rank in (0, 1):
         assert "FileNotFoundError" in (tmp_path / f"{rank}.log").read_text()
 
-    os.mkfifo(tmp_path / "waits.yaml")  # opened for reading until somebody writes: never
+    os.mkfifo(tmp_path / "waits.yaml")  # a pipe without a writer: opening it for reading blocks for ever
     waiting = [child(rank, folder=tmp_path, config=str(tmp_path / "waits.yaml")) for rank in (0, 1)]
     killed, left = (forker.start(one, log=open(tmp_path / f"{one.rank}.log")) for one in waiting)
     assert os.getpgid(killed.pid) == killed.pid  # a signal to its group reaches no other rank

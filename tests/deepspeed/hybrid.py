@@ -86,7 +86,7 @@ def train_and_generate(process: Process, *, config: dict, adapters: bool = False
 
 
 def disagrees(process: Process) -> dict:
-    """Rank 1 asks for beams; then both draw, and a hook is put on, a module replaced."""
+    """Rank 1 requests beams. Then both sample, a hook is registered and a module is replaced."""
     model = tiny()
     reference = copy.deepcopy(model).eval()
     engine, *_ = deepspeed.initialize(model=model, config=settings(stage=3))

@@ -241,7 +241,7 @@ def test_sections_that_are_off_are_accepted():
 
 
 def test_what_a_document_writes_and_deepspeed_refuses():
-    """Document 002, 13.1: DeepSpeed 0.19.8 wants a whole number there."""
+    """Document 002, 13.1: DeepSpeed 0.19.8 requires a whole number there."""
     settings = parse_config({"train_batch_size": 1, "fp16": {"enabled": True, "min_loss_scale": 1e-8}}, world_size=1)
     assert settings.precision.loss_scale.floor == 1e-8
 

@@ -189,7 +189,7 @@ def test_two_engines_do_not_replace_each_others_checkpoints(tmp_path, caplog):
     critic.save_checkpoint(tmp_path / "critic")
     actor.save_checkpoint(tmp_path)
     actor.destroy()
-    critic.save_checkpoint(tmp_path)  # nobody else saves there any more
+    critic.save_checkpoint(tmp_path)  # no other engine saves there any more
     critic.destroy()
 
 

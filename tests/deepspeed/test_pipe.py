@@ -281,7 +281,7 @@ def test_names_are_where_scripts_import_them_from():
 
 
 def recomputed(process, *, options: dict) -> dict:
-    """An embedding of its own, whose input holds integers: no gradient asks for it to be run again."""
+    """An embedding with integer inputs: without a gradient of the input it is not recomputed."""
     layers = [LayerSpec(nn.Embedding, VOCABULARY, WIDTH), *(LayerSpec(Block, WIDTH) for _ in range(3))]
     head = LayerSpec(nn.Linear, WIDTH, VOCABULARY)
     model = PipelineModule([*layers, head], num_stages=process.world_size, loss_fn=loss_fn, seed_layers=True, **options)

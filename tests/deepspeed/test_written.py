@@ -60,7 +60,7 @@ def test_writing_inside_gathered_parameters_without_modifier_rank_is_an_error(ra
     expected[1], expected[2] = 5.0, 6.0
     for rank, found in enumerate(ranks(2).run(without_modifier_rank, offload=offload, built=built)):
         ways = ["in place", "data", "view", "one element"]
-        for name in ways:  # the last is in rank 0's slice; the parameter's version tells the others
+        for name in ways:  # the last is in rank 0's slice; the parameter's version reveals the others
             assert "modifier_rank" in found["said"].get(name, "nothing"), (name, rank)
         assert torch.equal(found["after"], expected)
 

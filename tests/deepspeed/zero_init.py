@@ -156,7 +156,7 @@ def gathered_before_initialize(process: Process) -> dict:
     refused = ""
     try:
         with deepspeed.zero.GatheredParameters(gain), torch.no_grad():
-            gain.fill_(3.0)  # nobody's: no modifier_rank
+            gain.fill_(3.0)  # lost: no modifier_rank
     except RuntimeError as error:
         refused = str(error)
     state = {name: torch.full_like(value, 0.5) for name, value in before.items() if name.startswith("blocks.2.")}

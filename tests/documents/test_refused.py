@@ -51,6 +51,6 @@ def test_the_table_names_tests_that_exist_and_every_block_is_used():
 
 
 def test_tensor_parallel_sizes_stand_flat_as_the_documents_have_them():
-    """DeepSpeed only knows them inside "tp"; `tests/deepspeed/test_tensor_parallel.py` trains by them."""
+    """DeepSpeed accepts them only inside "tp"; `tests/deepspeed/test_tensor_parallel.py` trains by them."""
     settings = parse_config(config_of("002_7_1.json", **FILLED), world_size=8)
     assert settings.tensor.degree == 4 and any("tp_grain_size" in note for note in settings.notes)

@@ -34,7 +34,7 @@ def forget() -> None:
 
 
 def ds_config(stage: int, *, optimizer: dict | None = ADAMW, **zero) -> dict:
-    """A usual configuration for the Trainer: every value that it knows is "auto"."""
+    """A usual configuration for the Trainer: every value that it can derive is "auto"."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     sizes = (
         "reduce_bucket_size",

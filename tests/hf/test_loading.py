@@ -7,7 +7,7 @@ from tests.hf import small
 
 
 def hf_config():
-    """The object that tells transformers of stage 3; it must live as long as the model is loaded."""
+    """The object through which transformers detects stage 3. It must exist while the model is loaded."""
     from transformers.integrations import HfDeepSpeedConfig
 
     return HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})

@@ -210,7 +210,7 @@ def test_each_sampling_step_has_its_effect(model, options, check):
     ids=["nothing", "another size", "an error"],
 )  # fmt: skip
 def test_a_mask_that_leaves_nothing_ends_its_request_alone(model, mask, message, cache):
-    """Also where a draft model asks the mask about a guess."""
+    """Also when a draft model checks a draft with the mask."""
     draft = {"policy": InferencePolicy(draft_tokens=4, cache=cache), "draft": model}
     expected = Generator(model, **draft).generate([PROMPT], sampling=SamplingParams(max_tokens=8, temperature=0))
     generator = Generator(model, **draft)

@@ -1,4 +1,4 @@
-"""An op's launcher is called past torch's dispatcher where nobody misses a call, and only there."""
+"""An op's launcher is called without torch's dispatcher only if the dispatcher would add nothing."""
 
 import contextlib
 from collections.abc import Callable, Iterator

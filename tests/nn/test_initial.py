@@ -100,4 +100,4 @@ def test_initialise_fills_a_model(device, dtype, tied):
     assert not model.norm.weight.requires_grad
     assert model.blocks[0].mlp.up.weight.requires_grad
     logits = model(torch.arange(32).view(1, 32)).float()
-    assert logits.var() < 1.0  # knows nothing yet
+    assert logits.var() < 1.0  # an untrained model

@@ -66,7 +66,7 @@ class OneLoss(nn.Module):
 
 
 class Reads(OneLoss):
-    """A model whose forward asks for a value."""
+    """A model whose forward reads a tensor's value."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * x.sum().item()
@@ -288,7 +288,7 @@ def test_messages_that_were_assumed_are_checked():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_of_groups_have_shapes_and_operations_in_every_type(dtype):
-    """Experts of transformers. torch's meta device takes bfloat16 alone, its counter of operations knows none of them."""
+    """Experts of transformers. torch's meta device accepts only bfloat16, and its FLOP counter does not count them."""
     rows = torch.zeros(64, 32, dtype=dtype, device="meta", requires_grad=True)
     weight = torch.zeros(4, 32, 16, dtype=dtype, device="meta", requires_grad=True)
     ends = torch.zeros(4, dtype=torch.int32, device="meta")

@@ -34,7 +34,7 @@ def test_backwards_have_the_names_of_their_forwards_modules():
         event(node, start=120, stop=130, number=2),
         event(arrived, start=130, stop=131),
         event(node, start=140, stop=150, number=1),
-        event(node, start=150, stop=160, number=99),  # of a forward that nobody saw
+        event(node, start=150, stop=160, number=99),  # of a forward outside the profile
     ]
     found = [(slice["name"], slice["tid"], slice["ts"], slice["dur"]) for slice in backward_by_module(events)]
     assert found == [

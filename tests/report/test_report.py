@@ -263,7 +263,7 @@ def test_failed_run_keeps_its_rows_and_its_reason(tmp_path):
     assert (summary["status"], summary["error"], summary["steps"]) == ("failed", "RuntimeError: disk full", 1)
     assert set(summary) >= SUMMARY_KEYS
     assert len(rows_of(tmp_path)) == 1
-    report.write_failed_summary(tmp_path, error="rank 1 was killed")  # the parent knows the first cause
+    report.write_failed_summary(tmp_path, error="rank 1 was killed")  # the parent has the first cause
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["error"], summary["first_loss"], summary["world_size"]) == ("rank 1 was killed", 4.0, 1)
 

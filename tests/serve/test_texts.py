@@ -96,7 +96,7 @@ def test_what_cannot_be_read_gets_400(running, path, body, message):
 
 
 def test_embeddings_are_the_mean_of_the_last_hidden_states(running):
-    """By OpenAI's client, which asks for base64."""
+    """With OpenAI's client, which requests base64."""
     client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
     found = client.embeddings.create(model="tiny", input=["hello there", "x"])
     assert [item.index for item in found.data] == [0, 1] and found.usage.prompt_tokens == 12

@@ -95,7 +95,7 @@ def test_writes_that_differ_between_ranks_are_an_error_on_every_rank(ranks, stag
 
 
 def test_where_the_host_reads_late_the_error_comes_one_step_late(ranks):
-    """As on a GPU. A write that leaves no trace but a read of `.data` on one rank cannot be told from a read there."""
+    """As on a GPU. A write that leaves no trace but a read of `.data` on one rank cannot be distinguished from a read there."""
     for name, (_, expected) in WRITES.items():
         if name not in ("data on one", "replaced on one"):
             for said, _ in ranks(2).run(written, stage=1, is_late=True, name=name):

@@ -68,7 +68,7 @@ def test_fp16_overflow_skips_on_all_ranks_alike(ranks, stage):
 
 @pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
 def test_persistent_parameters_change_nothing(ranks, offload):
-    """Biases and norms stay full at stage 3; the layout with its sums is the same at stage 0 if it is told so."""
+    """Biases and norms stay full at stage 3; with the same option, stage 0 has the same layout and sums."""
     zero = {"param_persistence_threshold": 110, "bucket_size": 10**6}
     first = ranks(2).run(train, layout=Layout(stage=0, zero=zero))[0]
     kept = ranks(2).run(train, layout=Layout(stage=3, offload=offload, zero=zero))

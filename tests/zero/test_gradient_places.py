@@ -101,7 +101,7 @@ def later_hook_on_a_weight(engine, tokens, kept) -> None:
 
 
 def gradients_inside_a_backward(engine, tokens, kept) -> None:
-    """A hook of a later activation asks for gradients of its own, of weights whose gradients have not come."""
+    """A hook of a later activation computes gradients of weights whose own gradients are still missing."""
     block, inputs = engine.module.blocks[0], torch.randn(2, 6, WIDTH)
 
     def ask(gradient):

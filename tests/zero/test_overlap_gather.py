@@ -1,4 +1,4 @@
-"""`overlap_gather`: the forward of stages 1 and 2 begins while updated parameters are gathered, and whoever wants one waits for it."""
+"""`overlap_gather`: the forward of stages 1 and 2 begins while updated parameters are gathered, and each use waits for its gather."""
 
 import contextlib
 import copy

@@ -34,7 +34,7 @@ def faults(mode: str, **environment: str) -> list[int]:
 
 
 def test_memory_that_a_step_freed_is_there_for_the_next():
-    """In the second and third step a few blocks lie elsewhere than in the first: an aligned block asks for a little more than it frees."""
+    """In the second and third step a few blocks have new addresses: an aligned block requests a little more than it frees."""
     assert faults("keep")[-1] < PAGES / 16  # not one block; pages of the interpreter's own count too
 
 

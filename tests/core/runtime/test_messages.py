@@ -18,7 +18,7 @@ def tensor(rank: int, *, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def exchange(process, *, transport: str) -> dict:
-    """Every rank sends to every other one and hears from it, all at the same time."""
+    """Every rank exchanges messages with every other one at the same time."""
     comm, rank = connect(process, transport=transport), process.rank
     peers = [peer for peer in range(process.world_size) if peer != rank]
     cases = [(dtype, n) for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool) for n in (1, 1000)]

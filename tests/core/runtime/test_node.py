@@ -1,4 +1,4 @@
-"""Ranks that die while ranks connect: the others know at once, not when the time is up."""
+"""A rank dies while ranks connect: the others fail at once, not at the timeout."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ RANKS, VICTIM, PATIENCE = 3, 1, 60.0
 
 
 def connect(rank: int, moment: str, store: str, pipe) -> None:
-    """One rank; tells the error that it gets and when."""
+    """One rank. Returns its error and the time of the error."""
     from ztk.core.runtime.comm.node import NodeGroup
 
     file_store = dist.FileStore(store, RANKS)

@@ -101,7 +101,7 @@ def test_ranks_that_srun_started_agree_over_such_a_store(monkeypatch):
 
 
 def _joined_for_gpus_alone(rank: int, store: str, answers) -> None:
-    """A script that has joined with a backend that knows no memory of the host, as nccl alone."""
+    """A script that has joined with a backend without host memory, such as nccl alone."""
     dist.init_process_group("cuda:gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     process = Process.start(device="cpu", timeout_seconds=30)

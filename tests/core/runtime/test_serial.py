@@ -16,7 +16,7 @@ class Held:
 
 
 def test_a_call_is_freed_before_its_result_is_there():
-    """Whoever got the result may end the process, and tensors that are freed meanwhile abort it."""
+    """The receiver of the result may end the process, and freeing tensors meanwhile would abort it."""
     thread, held = SerialThread(name="test"), Held()
     alive = weakref.ref(held)
     future = thread.submit(lambda held=held: held is None)

@@ -230,7 +230,7 @@ class StreamModel(TorchDispatchMode):
 
     def _clock_of(self, name: str) -> Clock:
         known = dict(next(stream.clock for stream in self._streams if stream.name == name))
-        _join(known, self._hosts[-1].clock)  # whoever gets the memory is given work by this thread
+        _join(known, self._hosts[-1].clock)  # this thread issues the work of the next user of the memory
         return known
 
     def _is_host(self, tensor: Tensor) -> bool:
@@ -306,7 +306,7 @@ def _kind(memory: _Memory) -> str:
 
 
 class _Sent:
-    """A collective on its stream. As a Work of NCCL it keeps its tensors until somebody has waited for it."""
+    """A collective on its stream. Like NCCL's Work it keeps its tensors until a wait."""
 
     def __init__(self, moment: Moment, *, model: StreamModel, tensors: list[Tensor]) -> None:
         self._moment, self._model, self._tensors = moment, model, tensors

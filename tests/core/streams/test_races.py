@@ -103,7 +103,7 @@ PLANTS: dict[str, tuple[str, Plant]] = {
     "the kernels do not wait for a copy": ("parameters on the host", _put(Copy, "wait", _nothing)),
     "the host does not wait for a copy": ("states on the host, stage 1", _put(Copy, "synchronize", _nothing)),
     "a gather does not wait for its shard": ("one rank", _put(Handle, "wait", lambda handle: handle._value)),
-    "nobody waits for a collective": ("states on the host, stage 2", _put(Work, "wait", _nothing)),
+    "a collective without a wait": ("states on the host, stage 2", _put(Work, "wait", _nothing)),
     "a shard's buffer is given back too early": (
         "states on the host, stage 2",
         _put(ReducedShards, "_finish_write", lambda shards: shards._pool.release(shards._writes.popleft()[1])),
@@ -115,7 +115,7 @@ PLANTS: dict[str, tuple[str, Plant]] = {
     "a slot on the device is read too early": ("states on the host, stage 3", _put(device_store, "_follow", _nothing)),
     "a transfer of the disk is not awaited": ("disk", _put(NvmeStore, "wait_for", _nothing)),
     "a transfer does not wait for the kernels": ("disk", _put(planned_stores, "copy_behind", _behind_nothing)),
-    "a fetch that nobody awaits": ("groups of ranks, disk", _put(QuantizedCollectives, "gather", _abandoned_fetch)),
+    "a fetch without a wait": ("groups of ranks, disk", _put(QuantizedCollectives, "gather", _abandoned_fetch)),
     "freed memory is not kept for a copy": (
         "inputs on the host",
         lambda: mock.patch("tests.core.streams.model.StreamModel.keep_for", _nothing),

@@ -165,7 +165,7 @@ def test_what_follows_the_script_is_the_scripts(tmp_path):
 
 
 def test_machines_started_by_hand_rendezvous_at_the_first(tmp_path):
-    """Nobody may be asked by ssh; the port is the same everywhere."""
+    """No ssh call is needed; the port is the same everywhere."""
     script = tmp_path / "s.py"
     script.write_text("")
     options = read_options(["--no_ssh", "--node_rank", "1", str(script)])

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 BLOCKS = ROOT / "tests" / "documents" / "blocks"  # the documents' own text
-# As people write it for DeepSpeed: `import deepspeed`, its arguments, no word of ztk. It does not know --local_rank.
+# As people write it for DeepSpeed: `import deepspeed` and its arguments, without ztk. It does not declare --local_rank.
 TRAIN = """
 import argparse, json, os
 import torch

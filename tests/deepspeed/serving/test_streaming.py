@@ -14,7 +14,7 @@ CPU = {"stage": 3, "offload_param": {"device": "cpu"}, "stage3_param_persistence
 
 
 def stream(process: Process, *, options: dict) -> dict:
-    """Every rank asks its own question and wants another number of tokens."""
+    """Every rank has its own prompt and another number of tokens."""
     model = small.llama()
     engine = deepspeed.init_inference(model, **{"dtype": "fp32"} | options)
     own = small.prompts(seed=process.rank, length=7 + process.rank)

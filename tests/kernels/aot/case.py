@@ -26,7 +26,7 @@ class AotCase:
     dtype: torch.dtype = torch.bfloat16
     inputs: Mapping[str, object] = field(default_factory=dict)
     where: Mapping[str, object] = field(default_factory=dict)
-    variant: str = ""  # tells two cases of one kernel apart in the report
+    variant: str = ""  # distinguishes two cases of one kernel in the report
     targets: tuple[str, ...] = TARGETS
     min_programs: int = 1  # that fit on a processor at once: registers, threads and shared memory together (Hopper)
     resident: bool = False  # a grid of programs that stay: all of them must fit on the machine at once (Hopper)

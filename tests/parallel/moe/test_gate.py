@@ -33,7 +33,7 @@ def gating(k: int, *, training: bool = True, used_token=None, **options) -> Gati
 
 
 def skewed_logits(seed: int) -> torch.Tensor:
-    """Expert 0 is everybody's favourite, expert 4 nobody's."""
+    """Every token prefers expert 0, and none prefers expert 4."""
     return torch.randn(T, E, generator=torch.Generator().manual_seed(seed)) + torch.tensor([2.0, 0.5, 0.0, 0.0, -30.0])
 
 

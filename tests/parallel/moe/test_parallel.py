@@ -218,7 +218,7 @@ CUT = replace(CONFIG, kv_heads=2, layers=4)  # for axes that need two key heads,
     ],
 )
 def test_experts_go_with_every_other_axis(ranks, world, topology, more):
-    """Losses, norms and the balance as on one rank: where ranks hold parts of the same tokens, the router's losses know it."""
+    """Losses, norms and the balance as on one rank: the router's losses take into account that ranks hold parts of the same tokens."""
     alone = one_rank(ranks, "decoder", config=CUT, accumulation_steps=2, steps=5)
     for run in ranks(world).run(train, topology=topology, config=CUT, accumulation_steps=2, steps=5, **more):
         torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(alone.losses), rtol=1e-5, atol=0)

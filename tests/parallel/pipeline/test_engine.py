@@ -50,7 +50,7 @@ def alone(ranks):
 
 def check_equal(runs: list[Run], *, expected: Run, relative: float) -> None:
     """Losses (of all replicas together), norms, held-out loss and all weights, each stage's where it lies."""
-    losses = torch.tensor([run.losses for run in runs]).mean(0)  # every rank of a replica knows its loss
+    losses = torch.tensor([run.losses for run in runs]).mean(0)  # every rank of a replica has its loss
     torch.testing.assert_close(losses, torch.tensor(expected.losses), rtol=relative, atol=0)
     validation = sum(run.validation for run in runs) / len(runs)
     assert math.isclose(validation, expected.validation, rel_tol=relative)

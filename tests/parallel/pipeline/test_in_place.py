@@ -30,7 +30,7 @@ def make(*, interval: int) -> PipelineModule:
 @pytest.mark.parametrize("interval", [1, 2, 3])
 def test_groups_that_begin_in_place_give_the_gradients_of_no_recomputation(interval):
     expected, found = make(interval=0), make(interval=interval)
-    for step in range(2):  # the first run of a group finds out, later ones know
+    for step in range(2):  # the first run of a group detects it, later ones reuse the result
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
         expected(x).square().sum().backward()
         found(x).square().sum().backward()

@@ -70,7 +70,7 @@ def test_modules_by_name():
 
 
 def test_a_model_that_fills_a_cache_is_refused():
-    """As Hugging Face's do unless they are told not to."""
+    """Like Hugging Face models by default."""
     model = build()
     model.config = SimpleNamespace(use_cache=True)
     with pytest.raises(ValueError, match="set model.config.use_cache = False"):

@@ -44,7 +44,7 @@ def _byte_level(*, vocab_size: int = 320) -> Tokenizer:
 
 
 def _pieces(*, normalizer=None, pre_tokenizer=None) -> Tokenizer:
-    """As SentencePiece's BPE: pieces with U+2581 for spaces, and bytes for letters that it does not know."""
+    """As SentencePiece's BPE: pieces with U+2581 for spaces, and bytes for unknown letters."""
     inner = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     inner.normalizer, inner.pre_tokenizer = normalizer, pre_tokenizers.Metaspace(prepend_scheme="always")
     if normalizer is not None:

@@ -4,7 +4,7 @@ import asyncio
 
 
 class Twice:
-    """Asks the same again, and rewards both answers."""
+    """Repeats the prompt and rewards both answers."""
 
     def reset(self, prompt, **columns):
         self.prompt, self.turns = prompt, 0

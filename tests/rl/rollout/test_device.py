@@ -147,7 +147,7 @@ class OneRank:
 
 
 def move(module: Decoder, *, device: str) -> None:
-    """`module.to` does not know tagged tensors. Tied parameters stay one."""
+    """`module.to` does not support tagged tensors. Tied parameters stay one."""
     moved = {own: torch.nn.Parameter(own.detach().to(device)) for own in module.parameters()}
     for part in module.modules():
         part._parameters = {name: moved.get(own) for name, own in part._parameters.items()}

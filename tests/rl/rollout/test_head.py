@@ -84,7 +84,7 @@ def test_a_loss_of_tokens_is_that_of_their_log_probabilities(chunk_bytes):
 
 
 def test_the_loss_of_a_decoder_does_not_change(monkeypatch):
-    """Its z-loss and its mode; one of a class that somebody derived is not replaced."""
+    """Its z-loss and its mode; a derived class is not replaced."""
     monkeypatch.setattr(losses, "LARGE_LOGITS", 0)
     module = Decoder(
         DecoderConfig(vocab_size=8, dim=8, layers=1, heads=1, kv_heads=1, hidden_dim=8, max_seq_len=8)

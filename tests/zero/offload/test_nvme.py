@@ -186,7 +186,7 @@ def test_a_slot_is_read_while_one_is_updated_and_one_is_written(make_store, faul
     third = store.fetch(slots[2])
     second.add_(1)
     until = time.monotonic() + 10
-    while not faults.log and time.monotonic() < until:  # nobody waits for the read
+    while not faults.log and time.monotonic() < until:  # no wait for the read
         time.sleep(0.001)
     assert faults.log == [("read", offsets[2])]
     faults.hold_writes.set()

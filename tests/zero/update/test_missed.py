@@ -74,7 +74,7 @@ def test_they_go_on_as_under_torch(ranks, tmp_path, name):
 
 
 def host_reads(process: Process, *, name: str) -> int:
-    """How often a step without offloading, which leaves a parameter alone, asks the device whether it is skipped."""
+    """How often a step without offloading, which leaves a parameter alone, reads from the device whether it is skipped."""
     engine = make_engine(process, layout=Layout(), optimizer=OptimizerPolicy(name=name, lr=1e-2))
     dict(engine.module.named_parameters())[FROZEN].requires_grad_(False)
     tokens = next(batches(1, rank=0, world=1))
