@@ -162,7 +162,7 @@ def _disk(process: Process, *, folder: Path) -> dict[str, float]:
 
 
 def _links(process: Process) -> dict[str, float]:
-    """Measures latency and bandwidth between ranks. A single rank communicates with nobody: its links get the memory's bandwidth."""
+    """Measures latency and bandwidth between ranks. A single rank has no communication: its links get the memory's bandwidth."""
     comm, seconds = process.comm, []
     for elements in (SMALL_MESSAGE, LARGE_MESSAGE):
         full = torch.ones(elements * comm.size, device=process.device)

@@ -23,7 +23,7 @@ _HIGHER = ("reward", "accuracy", "margin")  # metrics for which larger is better
 
 
 def take_reference(config: Config, *, given: frozenset[str]) -> None:
-    """Removes the reference from losses that do not use one, unless the user wants it for measuring the divergence."""
+    """Removes the reference from losses that do not use one, unless the user set it to measure the divergence."""
     if config.task.name == "dpo" and config.dpo.loss in _WITHOUT_REFERENCE and "dpo.reference" not in given:
         reason = f"dpo.loss={config.dpo.loss.value} has no reference"
         derive(config, key="dpo.reference", value=DpoReferenceName.none, reason=reason)

@@ -22,7 +22,7 @@ _COLUMNS, _ROWS = (Style.column, Style.column_gathered, Style.head), (Style.row,
 
 
 class Linear(nn.Module):
-    """A linear layer by a product: x [..., in] -> [..., out] in its dtype."""
+    """A linear layer that calls `product`: x [..., in] -> [..., out] in x's dtype."""
 
     def __init__(self, product: Product) -> None:
         super().__init__()

@@ -208,7 +208,7 @@ class Heads:
 
 
 class _Activation(nn.Module):
-    """x [...] -> [...], with the same bits of an element for any number of rows."""
+    """Applies an activation to x [...]. An element's bits do not depend on the number of rows."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

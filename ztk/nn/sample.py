@@ -54,7 +54,7 @@ def sample_tokens(
     temperature: float = 0.8,
     seed: int = 0,
 ) -> Tensor:
-    """`prompt`, int64 [T], and `num_tokens` tokens below `vocab_size` that `model` appends to it, as `sample_text` does with bytes.
+    """Appends `num_tokens` sampled tokens below `vocab_size` to `prompt`, int64 [T], as `sample_text` does with bytes.
 
     Raises:
         ValueError: for a negative temperature.

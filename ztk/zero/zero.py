@@ -76,9 +76,9 @@ class Zero:
     ) -> None:
         """Takes over all parameters of `model`. A collective call.
 
-        piece_size: elements that are updated at once. Defaults to a shard. optimizer_fraction: of the states, the part that
-        `stores.optimizer` has; the rest stays on the device. parts: of parameters that are cut or copied along other axes
-        than the data's. initial_values: required if `model` is on the meta device. skip_unused: a step leaves parameters without a gradient
+        piece_size: elements that are updated at once. Defaults to a shard. optimizer_fraction: the fraction of the states in
+        `stores.optimizer`; the rest stays on the device. parts: the parameters that are sharded or replicated along axes other than data
+        parallelism. initial_values: required if `model` is on the meta device. skip_unused: a step leaves parameters without a gradient
         unchanged.
         ema: keeps a moving average of the trained weights with the optimizer's states, or in `stores.average`. If omitted, no average is
         kept. float8: names of parameters that only float8 products read.

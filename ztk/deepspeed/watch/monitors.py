@@ -91,7 +91,7 @@ class TensorBoardMonitor:
 
 
 class WandbMonitor:
-    """One run of wandb. Offline if nobody is logged in, because a job cannot answer a prompt."""
+    """One run of wandb. Offline without a login, because a job cannot answer a prompt."""
 
     def __init__(self, policy: WandbPolicy) -> None:
         wandb = importlib.import_module("wandb")  # optional, and slow to import

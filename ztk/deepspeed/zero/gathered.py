@@ -231,7 +231,7 @@ def _full(param: torch.Tensor, *, owner: Owner) -> torch.Tensor | None:
     return full
 
 
-# DeepSpeed needs to know parameters that a module uses although another one owns them. ztk gathers a parameter wherever it is read, so
+# DeepSpeed needs a list of parameters that a module uses although another one owns them. ztk gathers a parameter wherever it is read, so
 # the register has no effect; it is only validated and readable.
 
 _external: WeakKeyDictionary[nn.Module, dict[int, nn.Parameter]] = (

@@ -69,7 +69,7 @@ class LaunchedKernel(JITFunction):
         return functools.partial(self.launch, grid)
 
     def launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> Any:
-        """Launches a program per element of `grid` on the current device's current stream; `args`, `named`: as of the kernel."""
+        """Launches a program per element of `grid` on the current device's current stream. args, named: the kernel's arguments."""
         return self.prepared(**named).launch(grid, *args)
 
     def prepared(self, **named: Any) -> "Prepared":

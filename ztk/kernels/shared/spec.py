@@ -48,7 +48,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def tokens_as_numbers(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """`function`, whose first result are tokens, int64 [...], with these as float64, which tests compare with a tolerance."""
+    """Wraps `function`, whose first result is tokens, int64 [...], and returns them as float64, so that tests can compare with a tolerance."""
 
     @functools.wraps(function)
     def compared(**inputs: Any) -> tuple[Tensor, ...]:

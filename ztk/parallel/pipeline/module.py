@@ -61,8 +61,7 @@ class PipelineModule(nn.Module):
     memory once this rank's layers are determined.
 
     base_seed: layer i is built after seeding torch with `base_seed + i`, so its values do not depend on the number of stages. If None, it
-    is
-        built from the current random state. seed_fn: called with that seed instead of `torch.manual_seed`.
+        is built from the current random state. seed_fn: called with that seed instead of `torch.manual_seed`.
     recompute_interval: groups of this many layers save only their input and run again in the backward, by `recompute(function, carry)`.
         0 disables recomputation.
     stages: set if the model is already cut; `parallelize` then uses it as it is.

@@ -32,7 +32,8 @@ class ZeroContext:
     groups: the optimizer's parameter groups. piece_size: elements that are updated at once. If omitted, a whole shard.
     ema: policy of the weights' average, which is stored with the optimizer's states, or in `stores.average` if given. None if there is
     none.
-    parts: of parameters that are cut or copied along other axes than the data's. gathered: pool of the full buffers of sharded buckets.
+    parts: the parameters that are sharded or replicated along axes other than data parallelism. gathered: pool of the full buffers of sharded
+    buckets.
     float8: names of parameters that only float8 products read, which stage 3 gathers in float8.
     """
 

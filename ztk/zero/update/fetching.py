@@ -111,7 +111,7 @@ class PieceFetcher:
     # In the update
 
     def fetch(self, pieces: Iterable[tuple[Bucket, Piece]], *, momentum: bool = False) -> Iterator[FetchedPiece]:
-        """Pieces in order. Each is fetched while the one before it is updated, and more of them if the store has room.
+        """Yields pieces in order. The next one is fetched while a piece is updated, and more if the store has room.
 
         momentum: fetches the momentum of matrices instead of the states.
         """
