@@ -106,6 +106,9 @@ def answer(config: Config, *, answering: Answering) -> None:
     drawn = sum(len(answer.tokens) for found in answers for answer in found)
     folder.write_summary(
         {
+            "status": "done",
+            "error": None,
+            "steps": 0,
             "checkpoint": None if step is None else str(step),
             "prompts": len(lines),
             "failed_prompts": len(failed),

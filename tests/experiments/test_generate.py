@@ -6,6 +6,7 @@ import pytest
 import transformers
 from safetensors.torch import load_file, save_file
 
+import ztk
 from experiments.answering import answering, open_answering
 from experiments.generate import answer, read_prompts, record
 from tests.checkpoint.test_adapters import saved
@@ -58,6 +59,8 @@ def test_a_run_answers_a_file(trained, tmp_path):
     assert first["answers"][0]["tokens"] == answer.tokens
     summary = json.loads((out / "summary.json").read_text())
     assert summary["generated_tokens"] == 12 and summary["prompts"] == 2
+    [found] = ztk.load(out).runs.to_dict("records")  # as ztk.run returns it
+    assert (found["status"], found["steps"], found["generated_tokens"]) == ("done", 0, 12)
 
 
 def test_the_cost_of_quantised_weights_is_printed(trained, tmp_path):
