@@ -10,6 +10,7 @@ from tests.planner.test_fits import HARDWARE, work
 from tests.planner.test_plan import CPU
 from ztk.config import ConfigError, compose
 from ztk.core.policies.peers import Peer, Way
+from ztk.core.precision.float8 import scaled_product
 from ztk.planner.lanes import Lanes
 from ztk.planner.tracker import StepTracker
 
@@ -62,6 +63,27 @@ def test_a_product_takes_the_rate_of_its_operands():
     with StepTracker(device="meta", computed=lanes.compute):
         torch.ops.aten.mm.dtype(x, weight, torch.float32)
     assert lanes.now == pytest.approx(2 * 64**3 / HARDWARE.bf16_rate)
+
+
+def test_precision_fp8_is_planned_through_the_run_itself(tmp_path):
+    hardware = replace(HARDWARE, fp8_rate=2e9, fp8_share=0.5)
+    lanes = Lanes(hardware)
+    codes = torch.empty(64, 64, device="meta", dtype=torch.float8_e4m3fn)
+    with StepTracker(device="meta", computed=lanes.compute):
+        scaled_product(codes, b=codes, scales=(torch.empty(64, 1, device="meta"), torch.empty(64, 1, device="meta")))
+    assert lanes.now == pytest.approx(2 * 64**3 / 1e9)
+
+    words = ("task=plan", "model=nano", "data=synthetic", "data.seq_len=64", "launch.ranks=2", "zero=stage3")
+    wide, short = (
+        make_plan(compose(*words, "hardware=h100", f"precision={name}", output_dir=tmp_path, machine=CPU)).as_dict()
+        for name in ("bf16", "fp8")
+    )
+    gathered = "comm.data.all_gather_bytes"
+    inside = 2 * 2 * 2 * (2 * 96 * 96 + 2 * 48 * 96 + 3 * 256 * 96)  # forward and backward, bytes, blocks
+    assert short["flops"] == wide["flops"]
+    assert wide[gathered] - short[gathered] == pytest.approx(inside / 2, rel=0.1)
+    with pytest.raises(ValueError, match="precision.float8=rowwise: hardware=a100_80 has no float8 products"):
+        make_plan(compose(*words, "hardware=a100_80", "precision=fp8", output_dir=tmp_path, machine=CPU))
 
 
 def test_utilization_counts_model_and_hardware_flops(tmp_path):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ztk.core.policies.curves import seconds_of
-from ztk.core.policies.hardware import Hardware
+from ztk.core.policies.hardware import FLOAT8, Hardware
 from ztk.core.policies.peers import Peer
 from ztk.core.runtime.comm.planned import Moved
 from ztk.planner.kinds import ATTENTION, ELEMENTWISE, FUSED, GROUPED_PRODUCT, INDEXED, PRODUCT, TORCH_ATTENTION
@@ -140,6 +140,7 @@ class Lanes:
         hardware = self._hardware
         if hardware.curves is not None:
             nbytes = device_bytes + host_bytes
+            dtype = operand if operand is not None and _name(operand) == FLOAT8 else dtype
             self._take("host" if host_bytes else "compute", seconds=self._on_cores(kind, flops or nbytes, dtype=dtype))
             return
         if not host_bytes:

@@ -1,6 +1,6 @@
 """`ztk.plan`: memory, traffic and time of a run before it starts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -62,12 +62,12 @@ def plan(
     Every stage of a pipeline is traced. Experts are planned with equal loads: each expert gets the same number of rows.
 
     Raises ValueError for policies that do not fit together or do not fit the model, for stages cut by measured layers, which a plan does
-    not trace, and for a model that reads its tensors' values.
+    not trace, for float8 products on hardware without them, and for a model that reads its tensors' values.
     """
     topology, recompute, pipeline = topology or Topology(), recompute or RecomputePolicy(), pipeline or PipelinePolicy()
     offload = offload or OffloadPolicy()
     partition = pipeline.partition if topology.pipeline > 1 else None
-    refuse(untraced(partition=partition))
+    refuse((*untraced(partition=partition), *_without_rate(precision, hardware=hardware)))
     policies = {
         "optimizer": optimizer or OptimizerPolicy(),
         "precision": precision,
@@ -107,6 +107,16 @@ def plan(
     return Plan(
         world_size=world_size, topology=topology, parameters=parameters, classes=tuple(classes), hardware=hardware
     )
+
+
+def _without_rate(precision: PrecisionPolicy | None, *, hardware: Hardware | None) -> Iterator[str]:
+    if precision is None or precision.float8 is None or hardware is None or hardware.curves is not None:
+        return
+    if hardware.fp8_rate is None:
+        yield (
+            f"precision.float8={precision.float8}: hardware={hardware.name} has no float8 products; use precision=bf16, or give "
+            "hardware.fp8_rate"
+        )
 
 
 def full_size(model: nn.Module) -> int:

@@ -5,7 +5,7 @@ long as one that does. A short inner size wastes the time in which multiprocesso
 counted operations are computed; it reaches a lower rate with short sequences and small heads.
 """
 
-from ztk.core.policies.hardware import Hardware
+from ztk.core.policies.hardware import FLOAT8, Hardware
 from ztk.core.policies.peers import Peer
 from ztk.planner.kinds import ATTENTION, GROUPED_PRODUCT, PRODUCT, TORCH_ATTENTION
 
@@ -37,7 +37,9 @@ def device_seconds(
         computed = flops * causal / (hardware.rate(dtype) * share * peer.attention_gain)
     elif flops:
         rate, share, casts = hardware.rate(dtype), hardware.product_share * peer.product_gain, 0.0
-        if peer.fp8 and hardware.fp8_rate is not None and kind == PRODUCT and _is_linear(shape):
+        if dtype == FLOAT8:  # casts to it are operations of their own
+            share = hardware.fp8_share * peer.product_gain
+        elif peer.fp8 and hardware.fp8_rate is not None and kind == PRODUCT and _is_linear(shape):
             rate, share = hardware.fp8_rate, hardware.fp8_share * peer.product_gain
             casts = moved * peer.casts  # operands are read, scaled and written in fp8
         computed = flops / (rate * share * _tiling(kind, shape=shape, hardware=hardware)) + casts

@@ -83,11 +83,11 @@ def _behind_nothing(event, *, source, out) -> None:
         _copy_behind(event, source=source, out=out)
 
 
-def _abandoned_fetch(exchange, full, *, label, fetch):
+def _abandoned_fetch(exchange, full, *, label, fetch, is_exact):
     """A gather from the group's copy that fetches the shard without need."""
     if exchange._copy_is_current:
         fetch()
-    return _gather(exchange, full, label=label, fetch=fetch)
+    return _gather(exchange, full, label=label, fetch=fetch, is_exact=is_exact)
 
 
 _copy_on, _copy_behind, _gather = streams.copy_on, streams.copy_behind, QuantizedCollectives.gather

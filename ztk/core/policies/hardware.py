@@ -102,6 +102,7 @@ class HardwareConfig:
 
 
 RANGES = ranges_of(HardwareConfig)
+FLOAT8 = "float8_e4m3fn"  # dtype of float8 products
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,6 +189,8 @@ class Hardware:
 
     def rate(self, dtype: str) -> float:
         """Operations per second of products in `dtype`, such as "bfloat16". Other dtypes compute as fp32."""
+        if dtype == FLOAT8 and self.fp8_rate is not None:
+            return self.fp8_rate
         return {"bfloat16": self.bf16_rate, "float16": self.fp16_rate}.get(dtype, self.fp32_rate)
 
 
