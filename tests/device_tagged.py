@@ -127,6 +127,6 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     to_cpu = kind == "cpu" or (name == "copy_" and not isinstance(args[0], Tagged))
     if to_cpu or not (tagged or kind == "cuda"):
         return args[0] if name == "copy_" else result
-    if name.endswith("_") and isinstance(args[0], Tagged):
+    if name.endswith("_") and not name.endswith("__") and isinstance(args[0], Tagged):  # `__rshift__` writes nothing
         return args[0]
     return tree_map(lambda x: Tagged(x) if isinstance(x, Tensor) else x, result)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.device_tagged import gpu_tensors
 from ztk.core.policies.precision import Float8Recipe
 from ztk.core.precision.float8 import dequantised, quantise_rows
 from ztk.core.runtime.gradient_places import offer_place, withdraw_place
@@ -13,6 +14,8 @@ from ztk.nn import Decoder, DecoderConfig
 from ztk.nn.deferred import DeferredGradients, finish
 from ztk.nn.float8 import Float8Product, use_float8
 from ztk.nn.linear import Linear
+from ztk.zero.buckets.layout import BucketLayout, ParameterSpec
+from ztk.zero.buckets.shard_formats import Float8Shards
 
 ROWWISE, EXACT_WEIGHTS = Float8Recipe.rowwise, Float8Recipe.rowwise_with_gw_hp
 
@@ -137,3 +140,47 @@ def test_models_without_such_layers_are_refused():
     layer.forward = lambda x: x
     with pytest.raises(ValueError, match="the forward of 0.0 was replaced"):
         use_float8(model, recipe=ROWWISE)
+
+
+def test_a_gpu_has_the_bits_of_a_cpu():
+    torch.manual_seed(0)
+    weight, x, d_out = torch.randn(32, 48).bfloat16(), torch.randn(37, 48).bfloat16(), torch.randn(37, 32).bfloat16()
+    layout = BucketLayout.plan([ParameterSpec(name="weight", shape=(32, 48))], num_shards=2)
+    full = torch.zeros(layout.size, dtype=torch.bfloat16)
+    full[: weight.numel()] = weight.view(-1)
+
+    def found(device: str) -> list[torch.Tensor]:
+        own, inputs = weight.to(device).requires_grad_(), x.to(device).requires_grad_()
+        out = Float8Product(recipe=ROWWISE)(inputs, weight=own)
+        gradients = torch.autograd.grad(out, (inputs, own), d_out.to(device))
+        form, buffer = Float8Shards(layout), full.to(device)
+        messages = torch.empty(2, form.nbytes, dtype=torch.int8, device=device)
+        for rank in range(2):
+            form.pack(buffer, rank=rank, out=messages[rank])
+        form.unpack(messages, full=buffer)
+        return [value.detach().cpu() for value in (out, *gradients, buffer)]
+
+    here = found("cpu")
+    with gpu_tensors():
+        there = found("cuda:0")
+    assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
+
+
+def test_models_of_transformers_take_part():
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, num_key_value_heads=1, tie_word_embeddings=False)
+    ).bfloat16()
+    names = {name.rpartition(".layers.0.")[2] for name in use_float8(model, recipe=ROWWISE)}
+    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+    assert names == {f"self_attn.{name}.weight" for name in attention} | {f"mlp.{name}.weight" for name in mlp}
+    tokens = torch.arange(16)[None]
+    model(tokens, labels=tokens).loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())

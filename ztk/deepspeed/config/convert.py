@@ -354,6 +354,10 @@ def _ds_precision(precision: Mapping) -> dict:
             "precision.master=stochastic: a ds_config has no key for master weights that are rounded stochastically; use "
             "precision.master=fp32"
         )
+    if precision.get("float8") is not None:
+        raise ValueError(
+            f"precision.float8={precision['float8']}: a ds_config has no key for float8 products; use precision=bf16"
+        )
     made: dict = {}
     scale = precision["loss_scale"]
     if precision["dtype"] == "bf16":
