@@ -1,4 +1,4 @@
-"""Tokens per second of a server under 32 clients, with grammars beside as many tokens without.
+"""Tokens per second of a server under 32 clients, with grammars and with as many tokens without.
 
     python scripts/bench_serving.py FOLDER
     python scripts/bench_serving.py FOLDER --rounds 5 --tokens 96 --set weights=int8

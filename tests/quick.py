@@ -1,9 +1,9 @@
 """`pytest -m quick`: a broad part of the tests in under 2 minutes on 2 cores; `pytest --quick-first` runs it before the others.
 
-Tests marked `slow` and those of tests/long.py are left out; `pytest -m slow` runs them alone, `pytest --slow` with the others.
-`pytest -m real` runs those that need a real model, which `scripts/get_model.py` fetches.
+Tests marked `slow` and the tests of tests/long.py are left out; `pytest -m slow` runs them alone, `pytest --slow` with the others.
+`pytest -m real` runs tests that need a real model, which `scripts/get_model.py` fetches.
 
-Chosen are tests that need no ranks, or few steps on two, and together touch every package.
+The quick tests need no ranks, or few steps on two, and together touch every package.
 """
 
 import pytest

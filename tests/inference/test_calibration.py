@@ -1,4 +1,4 @@
-"""int4 weights chosen for a text: smaller errors of the layers' outputs, the same weights wherever they are computed, and what refuses it."""
+"""int4 weights calibrated on a text: smaller errors of the layers' outputs, equal weights in every placement, and refusals."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0)
 
 
 def inputs(*, rows: int, columns: int, rank: int = 12) -> torch.Tensor:
-    """Inputs of which few directions have most of the variance, as those of a layer."""
+    """Inputs with most of their variance in a few directions, like a layer's inputs."""
     generator = torch.Generator().manual_seed(rows)
     few = torch.randn(rows, rank, generator=generator) @ torch.randn(
         rank, columns, generator=torch.Generator().manual_seed(7)
@@ -58,7 +58,7 @@ def test_the_outputs_for_other_inputs_have_smaller_errors(columns):
 
     assert error(moments(seen)) < 0.3 * error(None)
     assert torch.equal(widened(weight, by=moments(seen)), widened(weight, by=moments(seen)))
-    # Each row is fitted alone, and inputs beyond those of the text are zero.
+    # Each row is fitted alone, and inputs that the text does not use are zero.
     assert torch.equal(widened(weight[5:17], by=moments(seen)), widened(weight, by=moments(seen))[5:17])
     padded = torch.nn.functional.pad(weight, (0, GROUP))
     wider = fit_weight(padded, moments=moments(seen))
@@ -118,7 +118,7 @@ def test_blocks_have_the_same_weights(family):
 
 @pytest.mark.parametrize("family", ["native", "qwen2_moe"])
 def test_two_ranks_have_the_weights_of_one(family):
-    """Each rank records the inputs of all, and fits its part with those of all inputs."""
+    """Each rank records all inputs and fits its part of the weights with them."""
     model = build_decoder() if family == "native" else build(family)
     full, first, second = (weights_of(model, cut=cut) for cut in (None, Cut(rank=0, size=2), Cut(rank=1, size=2)))
     for whole, *parts in zip(full, first, second, strict=True):

@@ -25,7 +25,7 @@ from ztk.kernels.launch.jit import MOST_PROGRAMS, MOST_PROGRAMS_ACROSS
 from ztk.kernels.launch.library import interpreting
 from ztk.kernels.launch.machine import MACHINES
 
-# Of one program. Consumer chips, which launch what sm_80 does, have 99 KiB (CUDA programming guide, compute capabilities).
+# Per program. Consumer chips, which run the launches of sm_80, have 99 KiB (CUDA programming guide, compute capabilities).
 SHARED_BYTES = {"sm_80": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
 MOST_IN_A_BOX = 256  # elements of a block that a tensor map loads, along each axis
 
@@ -93,7 +93,7 @@ def _key(launch: Launch) -> tuple:
 
 
 def sweep_part(target: str, part: int, parts: int, every: int) -> dict[str, Any]:
-    """Records all launches, and compiles those of one part. every: compiles one of this many."""
+    """Records all launches, and compiles the launches of one part. every: compiles one of this many."""
     found, count, faults = recorded(target)
     chosen = list(found.values())[::every][part::parts]
     for place, launch in chosen:

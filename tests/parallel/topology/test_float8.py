@@ -24,7 +24,7 @@ CONFIG = DecoderConfig(vocab_size=64, dim=32, layers=2, heads=2, kv_heads=2, hid
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Way:
-    """What must not change the losses, but for `float8` and `topology`."""
+    """Settings that must not change the losses, except `float8` and `topology`."""
 
     stage: int = 0
     offload: str = "none"
