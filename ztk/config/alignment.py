@@ -9,7 +9,7 @@ from ztk.config.lengths import KEY, records_of
 from ztk.config.machine import Machine
 from ztk.config.other_models import teacher_faults
 from ztk.config.rollout import generator_faults
-from ztk.config.topology import DEGREES, critic_faults, replicas_of, settled_ranks
+from ztk.config.topology import DEGREES, critic_faults, replicas_of, settled_ranks, warm_start_faults
 from ztk.core.policies.align import DpoLossName, DpoReferenceName, RewardLossName
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
@@ -203,6 +203,7 @@ def _warm_start_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     warm = config.warm_start
     if not warm.steps:
         return
+    yield from warm_start_faults(config)
     if config.data.path is not None:
         yield (
             "warm_start.steps: answers to learn from are made for the built-in task alone; use warm_start.steps=0 and "

@@ -10,7 +10,7 @@ from ztk.config.hugging_face import dropouts_of, family_of
 from ztk.config.machine import Machine
 from ztk.config.other_models import is_text_model, reward_model_faults
 from ztk.config.rewards import has_rewards, reward_faults
-from ztk.config.topology import DEGREES, critic_faults, is_cut, replicas_of, settled_ranks
+from ztk.config.topology import DEGREES, critic_faults, is_cut, replicas_of, settled_ranks, warm_start_faults
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
 from ztk.core.policies.prompt_tasks import TASK_LENGTHS
@@ -96,6 +96,7 @@ def rollout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
 def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     name = config.task.name
     yield from _layout_faults(config)
+    yield from warm_start_faults(config)
     if config.zero.engine is not ZeroEngine.ztk:
         yield f"zero={config.zero.engine.value}: is there to compare with, and task={name} needs ztk's; use zero=stage0 to stage3"
     if config.zero.quantized_weights and config.rollout.identity is RolloutIdentity.exact:

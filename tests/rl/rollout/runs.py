@@ -20,6 +20,7 @@ from ztk.core.runtime import Process
 from ztk.report import plot
 from ztk.rl.rollout import CachedRollouts
 from ztk.train.engine import Engine
+from ztk.train.engine.batches import train_batch
 
 SMALL = (
     *("model.layers=2", "model.dim=32", "model.heads=2", "model.kv_heads=1", "model.hidden_dim=64"),
@@ -131,6 +132,30 @@ def play(
             raise
         result["error"] = f"{type(error).__name__}: {error}"
     return result
+
+
+class OneRank:
+    """The mesh and the communicator of a process without others."""
+
+    is_alone = is_leader = True
+    replica, replicas, size = 0, 1, 1
+
+    def gather_scalars(self, values, *, label):
+        return values.unsqueeze(0)
+
+    def gather_objects(self, value):
+        return [value]
+
+
+class Batches:
+    """The calls of an engine that are made of its others."""
+
+    def compute(self, micro_batches):
+        with torch.no_grad():
+            return [batch.run(self) for batch in micro_batches]
+
+    def train_batch(self, micro_batches, *, before_step=None):
+        return train_batch(self, micro_batches=micro_batches, before_step=before_step)
 
 
 def digest_of(values: dict[str, torch.Tensor]) -> str:

@@ -83,6 +83,10 @@ def faults(*overrides: str) -> str:
         (("task=grpo", "reward.function=no/mine.py:score"), ("there is no file no/mine.py",)),
         (("algorithm=dapo",), ("algorithm=dapo has no effect with task=pretrain: use task=grpo or task=ppo",)),
         (("data=prompts",), ("use data=stdlib, or task=grpo",)),
+        (
+            ("task=grpo", "topology=pp2", "topology.schedule=interleaved", "train.accumulation_steps=2"),
+            ("each of warm_start.steps=", "use topology.schedule=1f1b, or warm_start.path=RUN"),
+        ),
         (("rollout.prompts=3", "kl.coef=0.1"), ("rollout.prompts=3 has no effect here", "kl.coef=0.1 has no effect here")),
         (
             ("task=ppo", "rollout.drop_equal_groups=true", "rollout.group_size=1", "rollout.prompts=128"),

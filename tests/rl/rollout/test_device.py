@@ -17,7 +17,7 @@ from experiments.rollout_run import Run
 from experiments.rollouts import draw, drawing, score_samples
 from tests.device_tagged import DEVICE, Tagged, gpu_tensors
 from tests.inference.test_blocks import Replayed
-from tests.rl.rollout.runs import config_of, play, rows_of
+from tests.rl.rollout.runs import Batches, OneRank, config_of, play, rows_of
 from ztk.core.runtime import Process
 from ztk.inference import Generator, graphs, memory
 from ztk.nn import Decoder
@@ -97,13 +97,13 @@ def test_stages_and_tiers_change_no_number_of_a_run_over_blocks(ranks, tmp_path)
     assert all(row["rollout_k3"] < 1e-9 for row in found[0])
 
 
-class PlainEngine:
+class PlainEngine(Batches):
     """The part of a training engine that rollouts and updates call, over a module on a device that is not there."""
 
     def __init__(self, module: Decoder, *, process) -> None:
         self.module, self.process, self.comm, self.global_steps = module, process, process.comm, 0
         self.zero = self.offloader = self
-        self._micro_batches = 0
+        self._micro_batches, self.accumulation_steps = 0, 4
 
     def __call__(self, *args, **options):
         return self.module(*args, **options)
@@ -130,20 +130,13 @@ class PlainEngine:
 
     def step(self) -> None:
         self._micro_batches += 1
-        if self._micro_batches % 4:
+        if self._micro_batches % self.accumulation_steps:
             return
         self.global_steps += 1
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter -= 0.1 * parameter.grad
                 parameter.grad = None
-
-
-class OneRank:
-    size = 1
-
-    def gather_scalars(self, values, *, label):
-        return values.unsqueeze(0)
 
 
 def move(module: Decoder, *, device: str) -> None:
@@ -160,7 +153,8 @@ def run_of(config, *, device: str = "cpu", cache: str = "blocks") -> Run:
     module = Decoder(policies.decoder_config(config))
     if device != "cpu":
         move(module, device=device)
-    process = SimpleNamespace(device=torch.device(device), rank=0, world_size=1, local_world_size=1, comm=OneRank())
+    process = SimpleNamespace(device=torch.device(device), rank=0, world_size=1, local_world_size=1)
+    process.comm = process.mesh = OneRank()
     actor = PlainEngine(module, process=process)
     return Run(
         config=config,

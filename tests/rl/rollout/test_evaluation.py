@@ -15,7 +15,7 @@ from experiments import rollout_loop as loop
 from experiments.best import Best
 from experiments.completions import drop_later
 from tests.experiments import test_alignment as alignment
-from tests.rl.rollout.runs import REWARD, SMALL, config_of, play, rows_of
+from tests.rl.rollout.runs import REWARD, SMALL, OneRank, config_of, play, rows_of
 from ztk.checkpoint.manifest import read_manifest
 from ztk.config import ConfigError, Machine, compose
 from ztk.rl.rollout import GuardPolicy, Guards
@@ -124,8 +124,8 @@ def test_an_interrupted_run_that_keeps_the_best_is_saved(monkeypatch):
     config = composed("task=dpo", "train.eval_every=50", "checkpoint.every=50", "checkpoint.keep_best=true")
     saved = []
     saver = SimpleNamespace(save=lambda **given: saved.append(given["metric"]))
-    comm = SimpleNamespace(gather_scalars=lambda own, label: own.unsqueeze(0))
-    engine: Any = SimpleNamespace(global_steps=0, process=SimpleNamespace(comm=comm), read_metrics=dict)
+    process = SimpleNamespace(mesh=OneRank())
+    engine: Any = SimpleNamespace(global_steps=0, process=process, read_metrics=dict)
 
     def stop():
         raise InterruptedError

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.rl.rollout.runs import Batches
 from ztk.inference import products
 from ztk.nn import Decoder, DecoderConfig
 from ztk.nn.attention import CausalAttention
@@ -179,7 +180,7 @@ def test_what_cannot_pack_exactly_stays_as_it_is():
     assert not pack_exactly(decoder(), device=torch.device("cuda"))
 
 
-class _Engine:
+class _Engine(Batches):
     """The engine's attributes that a rollout's forwards use. tokens: of each forward."""
 
     def __init__(self, module: Decoder) -> None:

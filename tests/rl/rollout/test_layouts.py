@@ -1,8 +1,12 @@
 """Runs of `task=grpo` and `task=ppo` over models that several ranks share."""
 
 import pytest
+import torch
 
 from tests.rl.rollout.runs import config_of, play, rows_of
+from ztk.nn import Decoder, DecoderConfig
+from ztk.nn.moe import Router
+from ztk.rl.rollout import lay_out
 
 DIVIDED = ("tp2", "pp2", "sp2")
 SHORT = ("model.kv_heads=2", "warm_start.steps=10", "train.steps=3")  # the last step is the first of a second rollout
@@ -24,3 +28,47 @@ def test_losses_of_divided_models_are_those_of_one_rank(task, ranks, tmp_path):
         # fp32 sums in another order, and a loss is a small difference of larger terms
         found = losses_of(task, topology, ranks=ranks, folder=tmp_path, count=2)
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5), topology
+
+
+def test_divided_experts_have_the_losses_of_one_rank(ranks, tmp_path):
+    """Experts draw and train with rollout.identity=corrected. Without the router's losses, which have a term per micro-batch of all ranks."""
+    rows = {}
+    for topology, count in (("dp", 1), ("ep2", 2)):
+        folder = tmp_path / topology
+        options = ("model=tiny_moe", *SHORT, "rollout.identity=corrected", "model.balance_loss_weight=0")
+        config = config_of("grpo", *options, f"topology={topology}", folder=folder, ranks=count)
+        ranks(count).run(play, config=config)
+        rows[topology] = rows_of(folder)
+    for name in ("loss", "rollout_k1", "reward"):
+        one, two = ([row[name] for row in rows[topology]] for topology in rows)
+        assert two == pytest.approx(one, rel=1e-4, abs=1e-5), name
+
+
+def routed(model: Decoder, tokens: torch.Tensor, lengths: torch.Tensor) -> tuple:
+    """The layout of packed texts, and the experts that their tokens choose, best first: int64 [tokens, layers, choices]."""
+    found: list[torch.Tensor] = []
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    hooks = [router.register_forward_hook(lambda _, __, out: found.append(out.topk(2).indices)) for router in routers]
+    layout = lay_out(tokens, lengths=lengths, packs=True, device=torch.device("cpu"))
+    layout.forward(model)
+    for hook in hooks:
+        hook.remove()
+    return layout, torch.stack(found, dim=1)
+
+
+@torch.no_grad()
+def test_the_update_chooses_the_experts_of_the_rollout():
+    """They are not replayed. Sums of other shapes round otherwise, which would move a choice between logits that are nearly equal."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "dim": 32, "layers": 4, "heads": 2, "kv_heads": 2, "hidden_dim": 64, "max_seq_len": 32}
+    model = Decoder(
+        DecoderConfig(**shape, experts=8, experts_per_token=2, experts_every=1, expert_hidden_dim=16)
+    ).eval()
+    tokens, lengths = torch.randint(64, (16, 24)), torch.arange(16) % 5 + 4
+    layout, chosen = routed(model, tokens, lengths + 16)
+    equal = []
+    for step in range(16):  # a rollout's forward, whose last tokens are answered
+        drawn, experts = routed(model, tokens, lengths + step)
+        last = lengths + step - 1
+        equal.append((experts[drawn.at(last)] == chosen[layout.at(last)]).double())
+    assert torch.cat(equal).mean() == 1.0

@@ -15,7 +15,7 @@ import torch
 from experiments.learned_reward import learned_rewards
 from experiments.prompts import Prompts
 from experiments.rewards import reward, reward_metrics
-from tests.rl.rollout.runs import SMALL, config_of, play, rows_of
+from tests.rl.rollout.runs import SMALL, Batches, OneRank, config_of, play, rows_of
 from ztk.config import ConfigError, Machine, compose, from_yaml, prepare_rewards, to_yaml
 from ztk.rl.rollout.rewards import (
     Answered,
@@ -424,7 +424,12 @@ def test_a_reward_model_trains_alone_or_in_a_sum_with_functions(weight, rewards,
     )
     samples.finished, samples.answer_mask = [False, False], torch.tensor([[False, True, True]] * 2)
     run: Any = SimpleNamespace(
-        config=config, prompts=prompts, reward_model=1, environments=None, actor=SimpleNamespace(global_steps=0)
+        config=config,
+        process=SimpleNamespace(mesh=OneRank()),
+        prompts=prompts,
+        reward_model=1,
+        environments=None,
+        actor=SimpleNamespace(global_steps=0),
     )
     reward(run, samples=samples, prompts=[prompts[0], prompts[1]])
     assert samples.rewards.tolist() == rewards and samples.included.all()
@@ -432,7 +437,7 @@ def test_a_reward_model_trains_alone_or_in_a_sum_with_functions(weight, rewards,
 
 
 def test_a_value_of_the_model_that_is_not_finite_ends_the_run():
-    class Valued(SimpleNamespace):
+    class Valued(Batches, SimpleNamespace):
         def __call__(self, tokens):
             return torch.where(tokens == 9, math.inf, 1.0).unsqueeze(-1)
 
@@ -453,12 +458,11 @@ def test_a_value_of_the_model_that_is_not_finite_ends_the_run():
 
 
 def test_logged_values_that_are_not_finite_are_no_metrics():
-    comm = SimpleNamespace(gather_objects=lambda value: [value])
     run: Any = SimpleNamespace(
         config=SimpleNamespace(reward=SimpleNamespace(functions=None, path_weight=None)),
         reward_model=None,
         prompts=SimpleNamespace(rewards=None, is_own_reward=True),
-        process=SimpleNamespace(comm=comm),
+        process=SimpleNamespace(mesh=OneRank()),
         rewarded=Rewarded(
             values=torch.zeros(1, 1), total=torch.zeros(1), logged={"a": [math.inf, 1.0], "b": [math.nan], "c": [2.0]}
         ),
