@@ -27,6 +27,7 @@ from ztk.kernels.launch.machine import MACHINES
 
 # Per program. Consumer chips, which run the launches of sm_80, have 99 KiB (CUDA programming guide, compute capabilities).
 SHARED_BYTES = {"sm_80": 101_376, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+ON_HOST = {"adamw_8bit": 1 << 24}  # elements: this op makes its inputs in main memory
 MOST_IN_A_BOX = 256  # elements of a block that a tensor map loads, along each axis
 
 
@@ -48,7 +49,8 @@ def shapes() -> Iterator[tuple[int, Shape]]:
                     yield number, Shape(shape=shape, dtype=dtype, inputs=dict(variant))
         dtype = torch.bfloat16 if torch.bfloat16 in spec.dtypes else spec.dtypes[0]
         for shape in spec.bench_shapes:
-            yield number, Shape(shape=shape, dtype=dtype, inputs={})
+            if prod(shape) <= ON_HOST.get(spec.name, prod(shape)):
+                yield number, Shape(shape=shape, dtype=dtype, inputs={})
 
 
 def recorded(target: str) -> tuple[dict[tuple, tuple[str, Launch]], int, list[str]]:
