@@ -36,13 +36,15 @@ def test_a_step_that_fails_or_hangs_costs_its_own_row(monkeypatch, tmp_path):
     made = [
         python("print('text'); raise SystemExit(3)", name="fails"),
         python("print('{\"a\": 1}', flush=True); import time; time.sleep(60)", name="hangs", limit=3),
-        python("print('{\"b\": 2}'); print('end')", name="works"),
+        python("import json, os; print(json.dumps({'b': os.environ['PYTHONPATH']})); print('end')", name="works"),
     ]
     monkeypatch.setattr(first_hour, "steps", lambda **_: made)
+    monkeypatch.setenv("PYTHONPATH", "/carried")
     assert first_hour.run(tmp_path, dry=True, only=()) == 2
     rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [row["status"] for row in rows] == ["failed", "late", "done"]
-    assert rows[1]["result"] == {"a": 1} and rows[2]["result"] == {"b": 2} and "text" in rows[0]["error"]
+    assert rows[1]["result"] == {"a": 1} and "text" in rows[0]["error"]
+    assert rows[2]["result"] == {"b": f"{first_hour.REPOSITORY}:/carried"}  # wheels that came along stay in reach
 
 
 def test_all_steps_fit_their_time(tmp_path):

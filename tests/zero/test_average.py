@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoint.runs import canonical, digest, full_weights
 from tests.ranks import RankFailed
@@ -265,6 +266,22 @@ def test_an_update_does_not_depend_on_where_a_buffer_is_cut_and_a_skipped_one_ch
     assert torch.equal(kept.view(torch.int32), average.view(torch.int32))
     update_average(kept, weights=weights, decay=0.999, skip=torch.tensor(0.0))
     assert torch.equal(kept, full)
+
+
+def test_an_average_on_a_gpu_takes_few_launches():
+    """One billion weights: 15 parts of 2^26, three operations each."""
+
+    class Counts(TorchDispatchMode):
+        launches = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.launches += not func.is_view and "split" not in func.name()
+            return func(*args, **(kwargs or {}))
+
+    weights, average = (torch.empty(10**9, device="meta") for _ in range(2))
+    with Counts() as counts:
+        update_average(average, weights=weights, decay=0.999)
+    assert counts.launches == 45
 
 
 def train_one(process: Process) -> str:

@@ -1,5 +1,6 @@
 """The pool's memory: ranges by size first, buffers for the others, no memory handed out twice."""
 
+import errno
 import random
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from ztk.core.policies.offload import PAGE_BYTES
+from ztk.zero.offload import pool as pool_module
 from ztk.zero.offload.pool import AlignedPool, AlignedRegion, Lease
 
 PAGE = PAGE_BYTES
@@ -90,6 +92,14 @@ class Driver:
         spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
         self.mapped.append(any(int(start, 16) <= address < int(stop, 16) for start, stop in spans))
         return 0
+
+
+def test_a_kernel_without_huge_pages_has_memory(monkeypatch):
+    def refused(mapping: object, advice: int) -> None:
+        raise OSError(errno.EINVAL, "no transparent huge pages")
+
+    monkeypatch.setattr(pool_module, "_Mapping", type("Mapping", (pool_module._Mapping,), {"madvise": refused}))
+    assert AlignedRegion(nbytes=5000, pin=False).bytes.sum() == 0
 
 
 @pytest.mark.parametrize("closes", [True, False])
