@@ -51,9 +51,21 @@ def test_peers_multiply_in_fp8():
 
 
 def test_a_collective_delays_concurrent_computing():
-    lanes = Lanes(replace(HARDWARE, overlap_cost=0.5, link_share=0.5, link_latency=0.0))
+    lanes = Lanes(replace(HARDWARE, overlap_cost=0.5, link_share=0.5, link_latency=0.0, network_latency=0.0))
     lanes.collective(size=2, in_node=2)("all_gather", 100_000_000)
     assert lanes.now == pytest.approx(0.5)  # of a second on the wire
+    lanes.collective(size=2, in_node=1)("all_gather", 100_000_000)
+    assert lanes.now == pytest.approx(1.0)  # the same bytes for longer, over fewer channels
+
+
+def test_collectives_between_nodes_do_not_delay_collectives_inside_a_node():
+    lanes = Lanes(replace(HARDWARE, link_latency=0.0, network_latency=0.0))
+    between = lanes.collective(size=2, in_node=1)("all_gather", 100_000_000)
+    lanes.collective(size=2, in_node=2)("all_gather", 100_000_000).wait()
+    assert lanes.now == pytest.approx(0.5)
+    between.wait()
+    assert lanes.now == pytest.approx(5.0)
+    assert lanes.read(disk_read=0, disk_write=0).busy["wire"] == pytest.approx(5.0)
 
 
 def test_a_product_takes_the_rate_of_its_operands():

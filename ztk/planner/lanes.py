@@ -1,10 +1,11 @@
 """The timeline of a step in lanes: computing, the wire, the host's update, copies over PCIe, the disk.
 
-Operations run one after the other at the hardware's rates. Collectives are sent in the order of their issue, and the step waits for them
-where the engine waits. An update in main memory starts when its gradients and states have arrived, and it blocks the host: the step waits
-for it, unless it runs in the thread during the next forward (stage 3). Then each bucket has the time at which its update has ended and its
-parameters are on the device, and the first gather of the bucket waits until then. Copies in one direction of the PCIe link follow one
-another, and so do reads from the disk. No lane can work for longer than the step, so the busiest lane is a bound.
+Operations run one after the other at the hardware's rates. Collectives inside a node are sent in the order of their issue, and so are
+collectives between nodes; the two use different links. The step waits for them where the engine waits. An update in main memory starts when
+its gradients and states have arrived, and it blocks the host: the step waits for it, unless it runs in the thread during the next forward
+(stage 3). Then each bucket has the time at which its update has ended and its parameters are on the device, and the first gather of the
+bucket waits until then. Copies in one direction of the PCIe link follow one another, and so do reads from the disk. No lane can work for
+longer than the step, so the busiest lane is a bound.
 
 On a CPU, whose hardware has curves, the same cores compute, reduce and update: the times of all lanes except the disk add up. There the
 host's own work counts, too: Python's time for a gradient, for a request to the disk, and for an operation that a dispatch mode intercepts.
@@ -25,6 +26,9 @@ from ztk.planner.reached import device_seconds
 
 LANES = ("compute", "wire", "host", "pcie", "disk")
 TO_DEVICE, TO_HOST = _COPIES = ("to device", "to host")  # directions of the PCIe link, which works in both at one time
+# Links inside a node and between nodes. PyTorch gives every process group a communicator and a stream (ProcessGroupNCCL.cpp), so a
+# collective of tensor-parallel ranks does not queue behind a gather over the network.
+LINK, NETWORK = _WIRES = ("link", "network")
 _LIKE = {
     PRODUCT: (),
     GROUPED_PRODUCT: (PRODUCT,),
@@ -33,6 +37,7 @@ _LIKE = {
     ATTENTION: (),
     TORCH_ATTENTION: (ATTENTION,),
 }  # substitutes for kinds that were not measured
+_COUNTED = (*LANES, *_COPIES, *_WIRES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,13 +80,14 @@ class Lanes:
     def __init__(self, hardware: Hardware, *, peer: Peer | None = None) -> None:
         """peer: another library's way to run the step. Defaults to ztk's own."""
         self._hardware, self._peer = hardware, peer or Peer()
-        self._now = self._wire_free = self._start = 0.0
+        self._now = self._start = 0.0
+        self._free = dict.fromkeys(_WIRES, 0.0)  # when the last collective on these links ends
         self._main, self._thread = (
             _Thread(),
             _Thread(),
         )  # the training thread, and the update thread
         self._is_behind = False
-        self._busy = dict.fromkeys((*LANES, *_COPIES), 0.0)
+        self._busy = dict.fromkeys(_COUNTED, 0.0)
         self._waits: dict[str, float] = {}
         self.transfer = 0.0  # the longest message of this step to a neighbour in a pipeline, in seconds
 
@@ -99,7 +105,7 @@ class Lanes:
         """Begins a step."""
         self._start, self.transfer = self._now, 0.0
         self._waits = {}
-        self._busy = dict.fromkeys((*LANES, *_COPIES), 0.0)
+        self._busy = dict.fromkeys(_COUNTED, 0.0)
 
     def mark(self) -> Mark:
         """Reads the clock."""
@@ -117,6 +123,7 @@ class Lanes:
         hardware = self._hardware
         busy = {lane: self._busy[lane] for lane in LANES}
         busy["pcie"] = max(self._busy[way] for way in _COPIES)
+        busy["wire"] += max(self._busy[wire] for wire in _WIRES)
         busy["disk"] = disk_read / hardware.disk_read_bandwidth + disk_write / hardware.disk_write_bandwidth
         seconds = max(self._now - self._start, *busy.values())
         return StepTime(seconds=seconds, busy=busy, waiting=sum(self._waits.values()), waits=dict(self._waits))
@@ -247,7 +254,9 @@ class Lanes:
             ValueError: the group spans nodes and the hardware has no network.
         """
         hardware, one_node = self._hardware, in_node == size
-        latency, bandwidth = hardware.link_latency, hardware.link_bandwidth * hardware.link_share
+        wire = LINK if one_node else NETWORK
+        latency, in_a_node = hardware.link_latency, hardware.link_bandwidth * hardware.link_share
+        bandwidth = in_a_node
         if not one_node:
             if hardware.network_latency is None or hardware.network_bandwidth is None:
                 raise ValueError(
@@ -256,6 +265,10 @@ class Lanes:
                 )
             latency = hardware.network_latency
             bandwidth = min(bandwidth, in_node * hardware.network_bandwidth * hardware.network_share)
+
+        # NCCL opens channels, each a block of threads on one multiprocessor, until the slowest link is full (src/graph/search.cc and
+        # connect.cc), so a slower network occupies fewer multiprocessors and moves fewer bytes of device memory per second.
+        delay = hardware.overlap_cost * bandwidth / in_a_node
 
         def moved(kind: str, nbytes: int) -> _Sent:
             share = 1.0 if kind in ("send", "ring") else (size - 1) / size
@@ -271,11 +284,11 @@ class Lanes:
                 self._take("wire", seconds=seconds)
                 return _Sent(self, ends=self._now)
             ready = max(self._now, self.loaded) if kind == "all_gather" else self._now  # parameters come from the host
-            self._wire_free = max(ready, self._wire_free) + seconds
-            self._busy["wire"] += seconds
+            self._free[wire] = max(ready, self._free[wire]) + seconds
+            self._busy[wire] += seconds
             if hardware.overlap_cost:
-                self._take("compute", seconds=seconds * hardware.overlap_cost)
-            return _Sent(self, ends=self._wire_free)
+                self._take("compute", seconds=seconds * delay)
+            return _Sent(self, ends=self._free[wire])
 
         return moved
 

@@ -85,7 +85,8 @@ class HardwareConfig:
     host_share: float | None = key("share of host_bandwidth that an update reaches; null: 1", range=_SHARE)
     pcie_share: float | None = key("share of pcie_bandwidth that pinned copies reach; null: 1", range=_SHARE)
     overlap_cost: float | None = key(
-        "part of a collective's seconds by which it delays computing meanwhile; null: 0", range=Range(low=0, high=1)
+        "part of a collective's seconds inside a node by which it delays computing meanwhile; null: 0",
+        range=Range(low=0, high=1),
     )
     multiprocessors: int | None = key(
         "of a device, over which the tiles of products are spread; null: not counted", range=SIZE_OR_ZERO
@@ -123,7 +124,8 @@ class Hardware:
     long sequences and heads of 128 numbers; attention_length: the length at which it reaches half of that. memory_share: operations on
     rows.
     link_share, network_share: large collectives. host_share, pcie_share: the update in main memory and pinned copies. overlap_cost: the
-    part of a collective's seconds by which it delays concurrent compute, because it uses multiprocessors and memory bandwidth.
+    part of a collective's seconds by which it delays concurrent compute, because it uses multiprocessors and memory bandwidth. Between
+    nodes, where a collective takes longer for its bytes, the delay is what the same bytes cause inside a node.
 
     Raises ValueError naming key and value for a number that is not positive, and for curves that do not rise; latencies and
     `reserve_bytes` may be zero.
