@@ -68,6 +68,14 @@ def test_collectives_between_nodes_do_not_delay_collectives_inside_a_node():
     assert lanes.read(disk_read=0, disk_write=0).busy["wire"] == pytest.approx(5.0)
 
 
+def test_peers_gather_in_fp8():
+    peer = Peer(fp8=True, fp8_gathers=True)
+    for kind, seconds in (("all_gather", 0.25), ("reduce_scatter", 0.5)):
+        lanes = Lanes(replace(HARDWARE, link_latency=0.0), peer=peer)
+        lanes.collective(size=2, in_node=2)(kind, 100_000_000).wait()
+        assert lanes.now == pytest.approx(seconds)
+
+
 def test_a_product_takes_the_rate_of_its_operands():
     """Sums may be kept in fp32, for example the gradient of a head."""
     lanes = Lanes(HARDWARE)

@@ -272,6 +272,8 @@ class Lanes:
 
         def moved(kind: str, nbytes: int) -> _Sent:
             share = 1.0 if kind in ("send", "ring") else (size - 1) / size
+            if kind == "all_gather":
+                share *= self._peer.gathered
             seconds = latency + nbytes * share / bandwidth
             if one_node and kind in ("all_gather", "reduce_scatter"):
                 seconds *= 1 - self._peer.hidden

@@ -56,14 +56,20 @@ _TUNED_HIDDEN = 0.8  # of a layer's collectives inside a node, which are cut int
 # reduce-scatters of a layer's ten collectives.
 _FLASH_HIDDEN = 0.4
 
+# torchao's Float8Linear gathers its input in fp8 with tensor parallelism, and its weight with enable_fsdp_float8_all_gather (torchtitan,
+# docs/float8.md at 9dec370). Embedding and head stay in 16 bits there; a plan halves all gathers.
+_FP8_GATHERED = 0.5
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peer:
-    """way: how operations are computed. fp8: linear layers multiply in fp8; attention and the head do not. again: the share of a forward's
-    products that a backward computes again in addition to the plan's own recomputation. logits, kept, gradients: tensors held in memory."""
+    """way: how operations are computed. fp8: linear layers multiply in fp8; attention and the head do not. fp8_gathers: parameters and the
+    inputs of linear layers are gathered in fp8. again: the share of a forward's products that a backward computes again in addition to the
+    plan's own recomputation. logits, kept, gradients: tensors held in memory."""
 
     way: Way = Way.ztk
     fp8: bool = False
+    fp8_gathers: bool = False
     again: float = 0.0
     logits: Logits = Logits.ztk
     kept: Kept = Kept.products
@@ -83,6 +89,11 @@ class Peer:
     def attention_gain(self) -> float:
         """Rate of attention, relative to the hardware's description."""
         return _TUNED_ATTENTION if self.way is Way.tuned else 1.0
+
+    @property
+    def gathered(self) -> float:
+        """Bytes of an all-gather, relative to those of 16 bits."""
+        return _FP8_GATHERED if self.fp8_gathers else 1.0
 
     @property
     def hidden(self) -> float:

@@ -50,6 +50,13 @@ class PlanConfig:
         "library's run; null: ztk"
     )
     fp8: bool | None = key("linear layers multiply in fp8, as torchao's do; null: false")
+    fp8_gathers: bool | None = key(
+        "parameters and the inputs of linear layers are gathered in fp8, as torchao's Float8Linear does; null: false",
+        acts=When(
+            "task=plan, hardware=NAME and plan.fp8=true",
+            lambda config, machine: _PLANNED.test(config, machine) and bool(config.plan.fp8),
+        ),
+    )
     again: float | None = key(
         "share of a forward's products that another library computes again in a backward; null: 0",
         range=Range(low=0, high=1),
