@@ -1,6 +1,7 @@
 """`task=generate` over a run of ztk and over a folder of transformers."""
 
 import json
+import shutil
 
 import pytest
 import transformers
@@ -18,9 +19,10 @@ from tests.inference.test_own_modules import build_other
 from tests.rl.align.ten import save_one
 from ztk.checkpoint import read_adapter
 from ztk.config import compose
+from ztk.core.policies.data import DataName
 from ztk.inference import Generator, InferencePolicy, SamplingParams, open_packed, perplexity
 from ztk.report.folder import PACKED
-from ztk.serve.models import open_model
+from ztk.serve.models import _of_run, open_model
 
 TRAIN = ("train.steps=2", "launch.ranks=2", "zero=stage3", "checkpoint.every=2")
 
@@ -310,6 +312,17 @@ def test_messages_are_asked_by_the_models_chat_template(tmp_path):
     line, bad = read_prompts(str(file), config=compose(*words, output_dir=str(tmp_path)), **given)
     assert line.tokens == opened.tokenizer.chat(messages)
     assert "must be a list of messages" in bad.error
+    # of runs in the folder's tokens: task=sft, and task=grpo with prompts that are messages
+    shutil.copytree(folder, tmp_path / "tokenizer")
+    config = compose("task=generate", f"inference.model={folder}", output_dir=str(tmp_path))
+    config.data.tokenizer, config.data.chat_template = str(folder), "tokenizer"
+    for data in (DataName.chat, DataName.prompts):
+        config.data.name = data
+        run_of = _of_run(tmp_path, name="run", config=config, module=opened.module)
+        assert run_of.tokenizer.chat(messages) == line.tokens
+    config.data.name = DataName.files
+    with pytest.raises(ValueError, match="trained on text and has no chat template"):
+        _of_run(tmp_path, name="run", config=config, module=opened.module).tokenizer.chat(messages)
 
 
 def test_lines_name_adapters_and_a_broken_folder_is_named(tmp_path):

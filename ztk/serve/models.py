@@ -166,7 +166,8 @@ def recorded_run(folder: Path) -> tuple[Path, Path]:
 def _of_run(recorded: Path, *, name: str, config: Config, module: nn.Module | Packed | UnreadModel) -> Opened:
     tokenizer = _tokenizer_of(recorded, name=config.data.tokenizer)
     stop = None if tokenizer is not None else _stop_of(config)
-    has_chats = config.data.name in CHATS
+    # task=grpo and ppo write messages of prompts as task=sft does; their byte models have no `data.stop`
+    has_chats = config.data.name in CHATS or (tokenizer is not None and config.data.name is DataName.prompts)
     by_template = config.data.chat_template == "tokenizer"
     ends = {stop} if tokenizer is None else {tokenizer.end, *end_tokens(generation_file(str(recorded)))}
     if tokenizer is not None and by_template and ChatTemplate.has(tokenizer.folder):
