@@ -21,7 +21,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 from ztk.report import Runs
 from ztk.report.commit import read_commit
-from ztk.report.statistics import FEWEST, Interval, median_interval
+from ztk.report.statistics import FEWEST, Interval, Share, median_interval
 
 QUICK = os.environ.get("ZTK_NOTEBOOKS") == "quick"
 FOLDER = Path(os.environ.get("ZTK_NOTEBOOKS_FOLDER", "outputs/notebooks/" + ("quick" if QUICK else "full"))).absolute()
@@ -170,6 +170,28 @@ class Figure:
             label=f"{series}, measured",
         )
         self.points += rows
+
+    def shares(self, x: Sequence[float], *, shares: Sequence[Share], series: str, panel: str) -> None:
+        """Adds points with the intervals of shares."""
+        below = [one.share - one.low for one in shares]
+        above = [one.high - one.share for one in shares]
+        self.axes(panel).errorbar(
+            x,
+            [one.share for one in shares],
+            yerr=[below, above],
+            fmt="o",
+            color=self._colour(series),
+            markersize=5.5,
+            markerfacecolor="white",
+            markeredgewidth=1.5,
+            capsize=3,
+            zorder=3,
+            label=f"{series}, measured",
+        )
+        self.points += [
+            Point(panel=panel, kind="measured", series=series, x=a, y=one.share, low=one.low, high=one.high, n=one.n)
+            for a, one in zip(x, shares, strict=True)
+        ]
 
     def done(self) -> "Figure":
         """Writes NAME.svg and NAME.csv, and shows itself in a notebook. Call it last."""

@@ -14,6 +14,7 @@ from ztk.cli import calls
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]_*.py"))
+STORY = "8_from_base_to_served"  # needs a real model; see test_story.py
 EXECUTED = ("5",)  # in a kernel: ranks, plans and imports of its own
 
 
@@ -45,7 +46,7 @@ def quick(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem != STORY], ids=lambda path: path.stem)
 def test_the_quick_form_holds(path, quick, tmp_path, capsys):
     quick(path)
     assert "holds: " in capsys.readouterr().out

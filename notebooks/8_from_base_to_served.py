@@ -1,0 +1,243 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # From a base model to a served one
+#
+# **Question.** What does each stage add, from a model that people use to one that answers a client?
+#
+# SmolLM2-135M-Instruct is evaluated, fine-tuned, aligned with preferences and with rewards, quantised, exported and served. Two tasks can be
+# checked by a program: sums in words ("What is seven plus five?" must be answered by "twelve" and nothing else), and a description of a
+# person that must be written as JSON by a schema, with the right values. The notebook makes its data from a seed. Held-out prompts are never
+# learnt: no held-out sum is learnt with its numbers exchanged, and no held-out person's name is learnt.
+#
+# `python scripts/get_model.py smollm2` fetches the model; `ZTK_REAL_MODEL` names another place.
+
+# %%
+import openai
+import story
+import torch
+import transformers
+from charts import FOLDER, Figure, choose, claim, runs_folder
+from story import MODEL, Answers, answered, ask, export, preferences, run_once, serving, write_lines
+
+SIZES = choose(story.FULL, quick=story.QUICK)
+SEED = 0
+RUNS = runs_folder("story")
+DATA = FOLDER / "story"
+TRAIN = (
+    "model=hf",
+    f"model.path={MODEL}",
+    "precision=bf16",
+    "launch.ranks=2",
+    "launch.threads=1",
+    "logger=disabled",
+)
+BATCH = ("train.eval_every=0", f"train.global_batch_size={SIZES.batch}", f"train.micro_batch_size={SIZES.batch // 2}")
+learnt_sums, held_sums = story.sums(largest=SIZES.largest, held_out=SIZES.held_out, seed=SEED)
+learnt_people, held_people = story.people(count=SIZES.people, held_out=SIZES.held_out, seed=SEED)
+HELD_OUT = held_sums + held_people
+prompts = [{record["messages"][0]["content"] for record in part} for part in (learnt_sums + learnt_people, HELD_OUT)]
+claim("no prompt is learnt and held out", holds=not prompts[0] & prompts[1])
+print(f"{len(learnt_sums)} sums and {len(learnt_people)} persons to learn from, {len(HELD_OUT)} held-out prompts")
+print(f"{held_sums[0]['messages'][0]['content']} -> {held_sums[0]['solution']}")
+print(f"{held_people[0]['messages'][0]['content']} -> {held_people[0]['solution']}")
+
+# %% [markdown]
+# ## The base
+#
+# All evaluations are greedy answers to the held-out prompts. Intervals are Wilson's, of 95 %.
+
+# %%
+found: dict[str, Answers] = {}
+
+
+def evaluate(name, model, *words):
+    """Asks the held-out prompts and prints the shares of right answers."""
+    found[name] = ask(model, *words, records=HELD_OUT, folder=RUNS / f"ask_{name}")
+    for task, share in found[name].share.items():
+        print(f"{name:<8} {task:<7} {share}")
+
+
+def grows(task, *, before, after):
+    """Whether the share of right answers grew by more than both intervals."""
+    return found[after].share[task].low > found[before].share[task].high
+
+
+evaluate("base", MODEL)
+print(repr(found["base"].texts[0]))
+print(repr(found["base"].texts[-1]))
+
+# %% [markdown]
+# ## Fine-tuning
+#
+# The sums with their answers are learnt twice: by all parameters, at stage 3 with parameters and states offloaded to main memory, and by
+# adapters of rank 8 (LoRA).
+
+# %%
+chats = write_lines(answered(learnt_sums), to=DATA / "chats.jsonl")
+SFT = ("task=sft", *TRAIN, *BATCH, f"data.path={chats}")
+FULL = ("zero=stage3", "offload=cpu")
+run_once(*SFT, *FULL, "optimizer.lr=5e-5", f"train.steps={SIZES.sft_steps}", folder=RUNS / "sft")
+run_once(*SFT, "lora=adapter", "optimizer.lr=1e-3", f"train.steps={SIZES.lora_steps}", folder=RUNS / "lora")
+evaluate("sft", RUNS / "sft")
+evaluate("lora", RUNS / "lora")
+
+# %% [markdown]
+# ## Preferences
+#
+# The tuned model answers prompts to learn from. Where it is wrong, its answer is the rejected one and the right answer is the chosen one.
+
+# %%
+asked = learnt_people[: SIZES.pairs]
+drawn = ask(RUNS / "sft", records=asked, folder=RUNS / "ask_pairs")
+pairs = write_lines(preferences(asked, rejected=drawn.texts), to=DATA / "pairs.jsonl")
+DPO = ("task=dpo", *TRAIN, *BATCH, *FULL, f"data.path={pairs}", f"warm_start.path={RUNS / 'sft'}", "optimizer.lr=2e-5")
+run_once(*DPO, f"train.steps={SIZES.dpo_steps}", folder=RUNS / "dpo")
+evaluate("dpo", RUNS / "dpo")
+
+# %% [markdown]
+# ## Rewards
+#
+# GRPO draws answers to prompts of both tasks, and two functions reward them: 1 for the right number or object, and less for JSON that parses
+# or follows the schema. The inference engine draws the answers, and the loss is corrected for its rounding.
+
+# %%
+asked = write_lines(learnt_sums + learnt_people, to=DATA / "prompts.jsonl")
+rewards = ",".join(f"{story.__file__}:{name}" for name in ("reward_sum", "reward_person"))
+DRAWN = SIZES.prompts * SIZES.group
+GRPO = (
+    *("task=grpo", *TRAIN, "rollout.task=null", f"data.path={asked}", f"reward.functions=[{rewards}]"),
+    *(f"rollout.prompts={SIZES.prompts}", f"rollout.group_size={SIZES.group}", "rollout.max_tokens=40"),
+    *(f"train.global_batch_size={DRAWN}", f"train.micro_batch_size={min(16, DRAWN // 4)}", "optimizer.lr=5e-6"),
+    *("rollout.engine=generator", "rollout.identity=corrected", "kl.reference=none", "warm_start.steps=0"),
+    f"warm_start.path={RUNS / 'dpo'}",
+)
+grpo = run_once(*GRPO, f"train.steps={SIZES.grpo_steps}", folder=RUNS / "grpo")
+evaluate("grpo", RUNS / "grpo")
+
+# %% [markdown]
+# ## The same seed twice
+#
+# Two short runs of each method from the same seed have the same losses, bit for bit.
+
+# %%
+digests = {}
+for name, short in {"sft": (*SFT, *FULL), "dpo": DPO, "grpo": GRPO}.items():
+    again = [
+        run_once(*short, "train.steps=2", "checkpoint=none", folder=RUNS / f"again_{name}{number}").runs.iloc[0]
+        for number in range(2)
+    ]
+    digests[name] = [run["loss_digest"] for run in again]
+    print(name, digests[name][0][:16], digests[name][1][:16])
+
+# %% [markdown]
+# ## Export
+#
+# The run becomes a folder for transformers and a GGUF file for llama.cpp.
+
+# %%
+folder = export(RUNS / "grpo", "--dtype", "fp32", to=FOLDER / "story" / "exported")
+gguf = export(RUNS / "grpo", "--format", "gguf", "--kind", "Q8_0", to=FOLDER / "story" / "exported.gguf")
+evaluate("folder", folder)
+evaluate("gguf", gguf)
+tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+ends = [tokenizer.convert_tokens_to_ids("<|im_end|>"), module.generation_config.eos_token_id]
+greedy = []
+for record in HELD_OUT[: SIZES.served]:
+    tokens = tokenizer.apply_chat_template(
+        record["messages"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = module.generate(**tokens, max_new_tokens=40, do_sample=False, eos_token_id=ends)
+    greedy.append(answer[0, tokens["input_ids"].shape[1] :].tolist())
+
+# %% [markdown]
+# ## Quantised weights
+#
+# The exported folder answers with weights of 8 and 4 bits.
+
+# %%
+evaluate("int8", folder, "weights=int8")
+evaluate("int4", folder, "weights=int4")
+
+# %% [markdown]
+# ## Served
+#
+# The OpenAI client asks held-out prompts of a server with the weights of 8 bits.
+
+# %%
+SERVED = HELD_OUT[:: max(1, len(HELD_OUT) // SIZES.served)][: SIZES.served]
+with serving(folder, "weights=int8", folder=RUNS / "served") as address:
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+    [model] = client.models.list()
+    replies = [
+        client.chat.completions.create(model=model.id, messages=record["messages"], max_tokens=40, temperature=0)
+        .choices[0]
+        .message.content
+        for record in SERVED
+    ]
+for record, reply in zip(SERVED, replies, strict=True):
+    print(f"{record['messages'][0]['content']} -> {reply}")
+
+# %%
+STAGES = ["base", "lora", "sft", "dpo", "grpo", "int8", "int4"]
+figure = Figure(
+    name="from_base_to_served",
+    caption="Share of right greedy answers to held-out prompts after each stage, with 95 % intervals, and the bytes of the loaded weights.",
+    panels={"sums in words": ("", "share"), "JSON by a schema": ("", "share"), "weights": ("", "MB")},
+    found=[grpo],
+    from_zero=["weights"],
+)
+for panel, task in (("sums in words", "sums"), ("JSON by a schema", "people")):
+    figure.shares(range(len(STAGES)), shares=[found[name].share[task] for name in STAGES], series=task, panel=panel)
+    figure.axes(panel).set_xticks(range(len(STAGES)), STAGES, rotation=40)
+    figure.axes(panel).set_ylim(-0.05, 1.05)
+FORMATS = {"folder": 4.0, "int8": 1.0, "int4": 0.5}
+parameters = sum(parameter.numel() for parameter in module.parameters())
+figure.predicted(
+    range(len(FORMATS)),
+    y=[parameters * size / 1e6 for size in FORMATS.values()],
+    series="weights",
+    panel="weights",
+    style="D",
+    words="4, 1 and 0.5 bytes per parameter",
+)
+figure.measured(
+    range(len(FORMATS)),
+    values=[[found[name].weight_bytes / 1e6] for name in FORMATS],
+    series="weights",
+    panel="weights",
+)
+figure.axes("weights").set_xticks(range(len(FORMATS)), ["fp32", "int8", "int4"])
+figure.done()
+
+# %% [markdown]
+# ## Claims
+
+# %%
+claim("full fine-tuning teaches sums", holds=grows("sums", before="base", after="sft"))
+claim("adapters teach sums", holds=grows("sums", before="base", after="lora"))
+claim("preferences teach JSON", holds=grows("people", before="sft", after="dpo"))
+claim("rewards improve sums", holds=grows("sums", before="dpo", after="grpo"))
+claim("rewards improve JSON", holds=grows("people", before="dpo", after="grpo"))
+claim("the same seed has the same losses", holds=all(one == other for one, other in digests.values()))
+claim("the exported folder answers as the run", holds=found["folder"].texts == found["grpo"].texts)
+claim("transformers answers as ztk, token by token", holds=greedy == found["folder"].tokens[: SIZES.served])
+for name in ("gguf", "int8", "int4"):
+    claim(
+        f"{name} stays above the base in both tasks",
+        holds=all(grows(task, before="base", after=name) for task in ("sums", "people")),
+    )
+claim(
+    "the server answers as task=generate", holds=replies == [found["int8"].texts[HELD_OUT.index(one)] for one in SERVED]
+)

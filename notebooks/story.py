@@ -1,0 +1,279 @@
+"""Prompts, checks, rewards and commands of `8_from_base_to_served.py`.
+
+They are in a file of their own because the ranks of task=grpo import the rewards from a path.
+"""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+import ztk
+from ztk.report.history import Runs
+from ztk.report.statistics import Share, share_interval
+from ztk.report.status import Status, read_status
+
+ROOT = Path(__file__).resolve().parents[1]
+
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_NAMES = (
+    "Ada Alan Alma Anna Boris Carla Clara David Dora Edith Emil Erik Fatima Felix Grace Hana Hugo Ida Igor Ines Ivan "
+    "Jonas Karim Kofi Lea Leo Lina Luis Maria Marta Max Mila Nadia Nina Noah Olga Omar Oscar Paula Peter Rosa Sara "
+    "Sofia Tariq Theo Vera Victor Wanda Yara Zoe"
+)
+_CITIES = (
+    "Accra Athens Bergen Berlin Bogota Boston Cairo Delhi Dublin Geneva Hanoi Havana Kyoto Lagos Lima Lisbon London "
+    "Lyon Madrid Milan Nairobi Oslo Paris Porto Prague Quito Rome Seoul Sofia Tokyo Tunis Vienna Warsaw Zurich"
+)
+# As tests/real/model.py finds it.
+MODEL = Path(os.environ.get("ZTK_REAL_MODEL") or Path.home() / ".cache" / "ztk" / "smollm2").expanduser()
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "city": {"type": "string"}},
+    "required": ["name", "age", "city"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """How much a form of the notebook computes.
+
+    largest: of the numbers that are added. people: descriptions to learn from. held_out: prompts of each task that are only asked.
+    batch: records of an optimizer step. prompts, group: of a rollout. Steps are optimizer steps.
+    """
+
+    largest: int
+    people: int
+    held_out: int
+    batch: int
+    sft_steps: int
+    lora_steps: int
+    pairs: int
+    dpo_steps: int
+    prompts: int
+    group: int
+    grpo_steps: int
+    served: int
+
+
+FULL = Sizes(
+    largest=24, people=400, held_out=100, batch=32, sft_steps=40, lora_steps=60, pairs=128, dpo_steps=40, prompts=16,
+    group=8, grpo_steps=80, served=20,
+)  # fmt: skip
+QUICK = Sizes(
+    largest=20, people=200, held_out=60, batch=16, sft_steps=30, lora_steps=30, pairs=48, dpo_steps=20, prompts=8,
+    group=8, grpo_steps=30, served=4,
+)  # fmt: skip
+
+
+def in_words(number: int) -> str:
+    """Spells 0 to 99: `42` is `forty-two`."""
+    small = _ONES.split()
+    if number < len(small):
+        return small[number]
+    tens, ones = _TENS.split()[number // 10 - 2], number % 10
+    return f"{tens}-{small[ones]}" if ones else tens
+
+
+def sums(*, largest: int, held_out: int, seed: int) -> tuple[list[dict], list[dict]]:
+    """Returns questions about sums of two numbers from 1 to `largest`: those to learn from, and `held_out` others.
+
+    a + b and b + a are on the same side, so no held-out sum was ever seen.
+    """
+    chance = random.Random(seed)
+    pairs = [(a, b) for a in range(1, largest + 1) for b in range(a, largest + 1)]
+    chance.shuffle(pairs)
+    # one question of each held-out pair, so that held-out questions are independent
+    tested = [chance.choice([(a, b), (b, a)]) for a, b in pairs[:held_out]]
+    learnt = [pair for a, b in pairs[held_out:] for pair in sorted({(a, b), (b, a)})]
+    chance.shuffle(learnt)
+    return [_sum(*pair) for pair in learnt], [_sum(*pair) for pair in tested]
+
+
+def _sum(left: int, right: int) -> dict:
+    question = f"What is {in_words(left)} plus {in_words(right)}?"
+    return {"task": "sums", "messages": [_user(question)], "solution": in_words(left + right)}
+
+
+def people(*, count: int, held_out: int, seed: int) -> tuple[list[dict], list[dict]]:
+    """Returns descriptions of persons to be written as JSON. The names of the held-out ones occur in no prompt to learn from."""
+    chance = random.Random(seed)
+    names = _NAMES.split()
+    chance.shuffle(names)
+    tested, learnt = names[: len(names) // 3], names[len(names) // 3 :]
+    return _people(count, names=learnt, chance=chance), _people(held_out, names=tested, chance=chance)
+
+
+def _people(count: int, *, names: Sequence[str], chance: random.Random) -> list[dict]:
+    drawn = {(name, age, city) for name in names for age in range(18, 90) for city in _CITIES.split()}
+    return [_person(*one) for one in chance.sample(sorted(drawn), count)]
+
+
+def _person(name: str, age: int, city: str) -> dict:
+    question = f"{name} is {age} years old and lives in {city}. Write this as JSON with the keys name, age and city."
+    solution = json.dumps({"name": name, "age": age, "city": city})
+    return {"task": "people", "messages": [_user(question)], "solution": solution}
+
+
+def _user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def answered(records: Iterable[dict]) -> list[dict]:
+    """Returns the conversations with their right answers, for task=sft."""
+    return [{"messages": [*one["messages"], {"role": "assistant", "content": one["solution"]}]} for one in records]
+
+
+def preferences(records: Sequence[dict], *, rejected: Sequence[str]) -> list[dict]:
+    """Returns pairs for task=dpo: the right answer is better than the text in `rejected`. Texts that are right make no pair."""
+    return [
+        {"prompt": one["messages"], "chosen": one["solution"], "rejected": text}
+        for one, text in zip(records, rejected, strict=True)
+        if text.strip() and text.strip() != one["solution"]
+    ]
+
+
+def is_sum(text: str, *, solution: str) -> bool:
+    """Whether the text is the number in words, and nothing else."""
+    return text.strip() == solution
+
+
+def is_person(text: str, *, solution: str) -> bool:
+    """Whether the text is JSON, follows the schema and has the person's values."""
+    found = _parsed(text)
+    return jsonschema.Draft202012Validator(SCHEMA).is_valid(found) and found == json.loads(solution)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def reward_sum(completions: list, task: list[str], solution: list[str], **_: Any) -> list[float | None]:
+    """The reward of task=grpo for sums; None for prompts of the other task."""
+    return [
+        float(is_sum(_text(one), solution=right)) if name == "sums" else None
+        for one, name, right in zip(completions, task, solution, strict=True)
+    ]
+
+
+def reward_person(completions: list, task: list[str], solution: list[str], **_: Any) -> list[float | None]:
+    """The reward of task=grpo for JSON: 1 for the right object; 0.2 for JSON, and 0.3 more if it follows the schema."""
+    return [
+        _graded(_text(one), solution=right) if name == "people" else None
+        for one, name, right in zip(completions, task, solution, strict=True)
+    ]
+
+
+def _graded(text: str, *, solution: str) -> float:
+    if is_person(text, solution=solution):
+        return 1.0
+    found = _parsed(text)
+    if found is None:
+        return 0.0
+    return 0.5 if jsonschema.Draft202012Validator(SCHEMA).is_valid(found) else 0.2
+
+
+def _text(completion: str | list[dict]) -> str:
+    """A completion is a text, or messages where the prompts are messages."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+CHECKS: dict[str, Callable[..., bool]] = {"sums": is_sum, "people": is_person}
+
+
+def write_lines(records: Iterable[dict], *, to: Path) -> Path:
+    to.parent.mkdir(parents=True, exist_ok=True)
+    to.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
+    return to
+
+
+def run_once(*words: str, folder: Path) -> Runs:
+    """`ztk.run`, or the record of `folder` if that run is done."""
+    if folder.exists() and read_status(folder) is Status.done:
+        return ztk.load(folder)
+    return ztk.run(*words, folder=folder, quiet=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answers:
+    """Greedy answers of a model to the held-out prompts. share: of right ones, by task. weight_bytes: of the loaded model."""
+
+    texts: list[str]
+    tokens: list[list[int]]
+    share: dict[str, Share]
+    weight_bytes: int
+
+
+def ask(model: Path, *words: str, records: Sequence[dict], folder: Path, max_tokens: int = 40) -> Answers:
+    """Answers the records with task=generate and checks the answers."""
+    prompts = write_lines(records, to=folder.with_suffix(".jsonl"))
+    done = run_once(
+        "task=generate", f"inference.model={model}", f"inference.prompts={prompts}", "sampling.temperature=0",
+        f"sampling.max_tokens={max_tokens}", *words, folder=folder,
+    )  # fmt: skip
+    lines = [json.loads(line) for line in (done.folder / "completions.jsonl").read_text().splitlines()]
+    texts = [line["answers"][0]["text"] for line in lines]
+    tasks = dict.fromkeys(record["task"] for record in records)
+    return Answers(
+        texts=texts,
+        tokens=[line["answers"][0]["tokens"] for line in lines],
+        share={task: _share(task, records=records, texts=texts) for task in tasks},
+        weight_bytes=int(done.runs.iloc[0]["weight_bytes"]),
+    )
+
+
+def _share(task: str, *, records: Sequence[dict], texts: Sequence[str]) -> Share:
+    right = [
+        CHECKS[task](text, solution=record["solution"])
+        for record, text in zip(records, texts, strict=True)
+        if record["task"] == task
+    ]
+    return share_interval(sum(right), n=len(right))
+
+
+def export(run: Path, *words: str, to: Path) -> Path:
+    """`python -m ztk.checkpoint export`, once."""
+    if not to.exists():
+        subprocess.run(
+            [sys.executable, "-m", "ztk.checkpoint", "export", str(run), str(to), *words], cwd=ROOT, check=True,
+            stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+    return to
+
+
+@contextmanager
+def serving(model: Path, *words: str, folder: Path) -> Iterator[str]:
+    """Serves the model with task=serve on a free port. Yields the address, and ends the server."""
+    command = [sys.executable, str(ROOT / "run.py"), "task=serve", f"inference.model={model}", "serve.port=0", *words]
+    process = subprocess.Popen(
+        [*command, f"hydra.run.dir={folder}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    try:
+        printed = []
+        for line in process.stdout:
+            printed.append(line)
+            if found := re.search(r"answers on (http://\S+)", line):
+                yield found[1]
+                return
+        raise RuntimeError("the server ended:\n" + "".join(printed))
+    finally:
+        process.terminate()
+        process.communicate()

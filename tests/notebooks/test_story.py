@@ -1,0 +1,102 @@
+"""`8_from_base_to_served.py`: its data and checks, and all of its cells with a tiny random model. The model that it is about needs minutes."""
+
+import json
+from functools import partial
+
+import pytest
+
+from tests.inference.models import build
+from tests.notebooks.test_notebooks import ROOT, quick  # noqa: F401  # a fixture
+from tests.rl.align.chats import PLAIN, train_tokenizer
+
+# What no model needs to have learnt.
+HOLDS = (
+    "no prompt is learnt and held out",
+    "the same seed has the same losses",
+    "the exported folder answers as the run",
+    "transformers answers as ztk, token by token",
+    "the server answers as task=generate",
+)
+
+
+@pytest.fixture
+def story(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "notebooks"))
+    import story
+
+    return story
+
+
+def test_held_out_prompts_are_not_learnt(story):
+    """Nor a sum with its numbers exchanged, nor a person's name. The same seed has the same data."""
+    learnt, tested = story.sums(largest=20, held_out=60, seed=0)
+    pairs = [
+        {frozenset(question(one).removeprefix("What is ").rstrip("?").split(" plus ")) for one in part}
+        for part in (learnt, tested)
+    ]
+    assert len(pairs[1]) == len(tested) == 60 and not pairs[0] & pairs[1] and len(learnt) == 400 - 120 + doubled(tested)
+    people = story.people(count=50, held_out=20, seed=0)
+    names = [{json.loads(one["solution"])["name"] for one in part} for part in people]
+    assert not names[0] & names[1] and [len(part) for part in people] == [50, 20]
+    assert story.sums(largest=20, held_out=60, seed=0) == (learnt, tested)
+    assert story.sums(largest=20, held_out=60, seed=1) != (learnt, tested)
+
+
+def question(record: dict) -> str:
+    return record["messages"][0]["content"]
+
+
+def doubled(records: list[dict]) -> int:
+    """How many sums add a number to itself, which has one order alone."""
+    words = [question(one).removeprefix("What is ").rstrip("?").split(" plus ") for one in records]
+    return sum(left == right for left, right in words)
+
+
+def test_answers_are_checked_and_rewarded(story):
+    assert [story.in_words(number) for number in (0, 13, 20, 42)] == ["zero", "thirteen", "twenty", "forty-two"]
+    assert story.is_sum(" twelve\n", solution="twelve") and not story.is_sum("It is twelve.", solution="twelve")
+    right = '{"name": "Ada", "age": 36, "city": "Oslo"}'
+    texts = {
+        '{"age": 36, "name": "Ada", "city": "Oslo"}': 1.0,
+        '{"name": "Ada", "age": 35, "city": "Oslo"}': 0.5,
+        '{"name": "Ada", "age": "36", "city": "Oslo"}': 0.2,
+        f"```json\n{right}\n```": 0.0,
+    }
+    given = {"task": ["people"] * len(texts), "solution": [right] * len(texts)}
+    assert story.reward_person(list(texts), **given) == list(texts.values())
+    assert story.reward_sum(list(texts), **given) == [None] * len(texts)
+    chat = [[{"role": "assistant", "content": "twelve"}]]
+    assert story.reward_sum(chat, task=["sums"], solution=["twelve"]) == [1.0]
+    assert story.reward_person(chat, task=["sums"], solution=["twelve"]) == [None]
+    records = [{"messages": [], "solution": "one"}, {"messages": [], "solution": "two"}]
+    [pair] = story.preferences(records, rejected=["one", "It is two."])
+    assert (pair["chosen"], pair["rejected"]) == ("two", "It is two.")
+
+
+def unguarded(*words: str, folder, start):
+    """A random model ends few of its answers, at which GRPO would stop."""
+    return start(*words, *["rollout.stop_truncated_above=null"] * ("task=grpo" in words), folder=folder)
+
+
+@pytest.mark.slow
+def test_all_stages_run(story, quick, tmp_path, monkeypatch):  # noqa: F811
+    """Claims that need a trained model are evaluated, not judged."""
+    import charts
+
+    tokenizer = train_tokenizer()
+    tokenizer.chat_template = PLAIN
+    model = build("llama", hidden_size=64, intermediate_size=96, vocab_size=len(tokenizer), max_position_embeddings=512)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    sizes = story.Sizes(
+        largest=4, people=8, held_out=2, batch=4, sft_steps=2, lora_steps=2, pairs=4, dpo_steps=2, prompts=4, group=2,
+        grpo_steps=2, served=2,
+    )  # fmt: skip
+    claims = {}
+    monkeypatch.setattr(story, "MODEL", tmp_path / "model")
+    monkeypatch.setattr(story, "QUICK", sizes)
+    monkeypatch.setattr(charts, "claim", lambda text, *, holds: claims.update({text: holds}))
+    monkeypatch.setattr(story, "run_once", partial(unguarded, start=story.run_once))
+    quick(ROOT / "notebooks" / "8_from_base_to_served.py")
+    assert {text for text, holds in claims.items() if holds} >= set(HOLDS) and len(claims) == 13
+    assert (tmp_path / "charts" / "from_base_to_served.csv").read_text().count("measured") == 17
