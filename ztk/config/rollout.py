@@ -136,6 +136,8 @@ def _layout_faults(config: Config) -> Iterator[str]:
     name, topology = config.task.name, config.topology
     if name == "ppo":
         yield from critic_faults(config, needs="a critic")
+    elif config.reward.path is not None and not is_text_model(config.reward.path):
+        yield from critic_faults(config, needs="the model of reward.path")
     cut = {degree: value for degree in DEGREES if (value := getattr(topology, degree)) > 1}
     key = ", ".join(f"topology.{degree}={value}" for degree, value in cut.items())
     if cut and config.rollout.engine is RolloutEngineName.generator:
@@ -157,10 +159,10 @@ def _layout_faults(config: Config) -> Iterator[str]:
             f"{key}: an environment is called on every rank that shares the model, and their turns may differ; use topology=dp with "
             "rollout.environment"
         )
-    if is_text_model(config.reward.path) and "tensor" not in cut:
+    if is_text_model(config.reward.path) and set(cut) != {"tensor"}:
         yield (
             f"{key}: the model of reward.path={config.reward.path} is from transformers and has neither stages nor parts of sequences; use "
-            "topology.tensor, or topology=dp"
+            "topology.tensor alone, or topology=dp"
         )
 
 

@@ -105,3 +105,11 @@ def test_an_algorithm_sets_its_keys_and_the_command_line_has_the_last_word():
     assert (config.policy.clip_low, config.policy.clip_high, config.rollout.drop_equal_groups) == (0.1, 0.28, True)
     assert config.kl.estimator is None and config.rollout.weights is None  # without effect here
     assert config.train.accumulation_steps == 2 and config.precision.dtype == "fp32"
+
+
+def test_layouts_that_a_reward_model_does_not_have(tmp_path):
+    cut = ("task=grpo", "topology.tensor=2", "model.kv_heads=2", f"reward.path={tmp_path}")
+    said = faults(*cut, "topology.sequence_parallel=true")
+    assert "the value layer of the model of reward.path has one output" in said
+    (tmp_path / "config.json").write_text("{}")
+    assert "from transformers and has neither stages nor parts" in faults(*cut, "topology.pipeline=2")
