@@ -178,6 +178,15 @@ def test_a_file_of_text_or_lines_chooses_the_weights_of_a_packed_folder(tmp_path
         assert message in capsys.readouterr().err
 
 
+def test_a_path_below_home_is_part_of_the_key_of_packed_weights(tmp_path, monkeypatch):
+    save_llama(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("abcde " * 40)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = {"weights": "int4", "ema": False}
+    keys = {packing._key(tmp_path / "model", **options, calibration=text) for text in (None, "~/text.txt")}
+    assert len(keys) == 2
+
+
 def answers_of_letters(generator: Generator) -> list:
     return [(one.tokens, one.logprobs.tolist()) for [one] in generator.generate([[1, 2, 3]], sampling=GREEDY)]
 

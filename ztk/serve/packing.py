@@ -260,7 +260,7 @@ def _key(folder: Path, *, weights: str, ema: bool, calibration: str | None = Non
         base = load_config(recorded / "config.yaml").model.path
         files = [*step.rglob("*"), recorded / "config.yaml", *(recorded / "tokenizer").rglob("*")]
         files += [] if base is None else _files_of_transformers(Path(base))
-    files += [] if calibration is None else [Path(calibration)]
+    files += [] if calibration is None else [Path(calibration).expanduser()]
     facts = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file())
     described = json.dumps([facts, weights, ema, VERSION, torch.__version__, torch.backends.cpu.get_cpu_capability()])
     return hashlib.sha256(described.encode()).hexdigest()
