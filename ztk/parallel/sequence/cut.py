@@ -207,6 +207,7 @@ def _cut_model(model: Any, *, own: _Layers, gathers: bool) -> Callable:
         is_cut = targets is not None or gathers
         own.begin(length=tokens.shape[1], is_cut=is_cut, documents=documents, device=tokens.device)
         if targets is None and gathers:
+            own.check(tokens)
             return own.parts.gathered(original(own.parts.own(tokens, fill=0), documents=documents))
         if targets is None:
             return original(tokens, documents=documents)
@@ -231,6 +232,8 @@ def _cut_stages(model: Any, *, own: _Layers, gathers: bool) -> Callable:
         device = next(leaf.device for leaf in tree_leaves((tokens, targets, carry)) if isinstance(leaf, Tensor))
         own.begin(length=length, is_cut=is_cut, documents=documents, device=device)
         if targets is None and gathers:
+            if tokens is not None:
+                own.check(tokens)
             given = None if tokens is None else own.parts.own(tokens, fill=0)
             out = original(stage, carry, replace(batch, args=(given, None, documents), kwargs={}))
             return out if stage < original.num_stages - 1 else own.parts.gathered(out)
