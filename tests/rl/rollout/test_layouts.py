@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from tests.rl.rollout.runs import config_of, play, rows_of
+from ztk.core.runtime import Process
 from ztk.nn import Decoder, DecoderConfig
+from ztk.nn import loss as losses
 from ztk.nn.moe import Router
 from ztk.rl.rollout import lay_out
 
@@ -72,3 +74,40 @@ def test_the_update_chooses_the_experts_of_the_rollout():
         last = lengths + step - 1
         equal.append((experts[drawn.at(last)] == chosen[layout.at(last)]).double())
     assert torch.cat(equal).mean() == 1.0
+
+
+def play_with_large_logits(process: Process, *, config) -> dict:
+    """The output layer computes only the requested rows, as for a large vocabulary."""
+    before, losses.LARGE_LOGITS = losses.LARGE_LOGITS, 0
+    try:
+        return play(process, config=config)
+    finally:
+        losses.LARGE_LOGITS = before
+
+
+def test_stages_with_large_logits_draw_single_texts(ranks, tmp_path):
+    options = (
+        "model.kv_heads=2",
+        "warm_start.steps=1",
+        "train.steps=1",
+        "train.micro_batch_size=1",
+        "topology=pp2",
+        "rollout.stop_truncated_above=null",
+    )
+    config = config_of("grpo", *options, folder=tmp_path, ranks=2)
+    first, second = ranks(2).run(play_with_large_logits, config=config)
+    assert [rollout["tokens"] for rollout in first["rollouts"]] == [rollout["tokens"] for rollout in second["rollouts"]]
+    assert [row["rollout_differing"] for row in rows_of(tmp_path)] == [0]
+
+
+def test_a_changed_bit_is_named_where_ranks_have_parts_of_sequences(ranks, tmp_path):
+    options = (
+        "model.kv_heads=2",
+        "warm_start.steps=1",
+        "train.steps=1",
+        "topology=sp2",
+        "rollout.stop_truncated_above=null",
+    )
+    config = config_of("grpo", *options, folder=tmp_path, ranks=2)
+    with pytest.raises(Exception, match="RolloutMismatch: step 1: 1 log-probabilities .*sample 7, position"):
+        ranks(2).run(play, config=config, planted=7)

@@ -90,11 +90,11 @@ class Answers:
     def __init__(self, engine: Any, *, head: AnswerHead) -> None:
         self._engine, self._head = engine, head
 
-    def logits(self, layout: Layout, *, index: Tensor) -> Tensor:
-        """Returns logits at some of the flattened tokens, int64 [S] on the device: [S, V]."""
+    def logits(self, layout: Layout, *, index: Tensor, model: Any = None) -> Tensor:
+        """Returns logits at some of the flattened tokens, int64 [S] on the device: [S, V]. model: called in the place of the engine."""
         pair = index.repeat(2) if len(index) == 1 else index  # the product of a single row may have other bits
         with self._head.wanting(_Wanted(index=pair)):
-            return layout.forward(self._engine)[: len(index)]
+            return layout.forward(model or self._engine)[: len(index)]
 
     def chosen(self, logits: Tensor, *, tokens: Tensor, temperature: float) -> Tensor:
         """Returns the log-probabilities of `tokens`, int64 [S], under logits [S, V]: float32 [S] on the CPU, as returned by

@@ -378,10 +378,9 @@ class _Forwards:
             return self._of(filled.layout, last=last.to(engine.process.device), large=large)
 
     def _of(self, layout: Layout, *, last: Tensor, large: Answers | None) -> Tensor:
-        if large is not None:
-            return large.logits(layout, index=last)
-
         def rows_of(model: Any) -> Tensor:
+            if large is not None:
+                return large.logits(layout, index=last, model=model)
             return layout.forward(model).flatten(0, 1).index_select(0, last)
 
         return self._engine.compute([layout.micro_batch(rows_of)])[0]
