@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ztk.inference.sample import fp32_logprobs
 from ztk.rl.rollout.buffer import Samples
-from ztk.rl.rollout.layout import lay_out
+from ztk.rl.rollout.layout import Layout, lay_out
 from ztk.rl.rollout.weights import RolloutWeights, rollout_weights
 from ztk.train.engine import Engine
 
@@ -83,10 +83,10 @@ def first_layer(engine: Engine, *, samples: Samples, packs: bool, row: int, posi
         rollouts, own = lay_out(samples.tokens[row : row + 1], **cut), 0
     with (
         rollout_weights(engine, weights=RolloutWeights.streamed),
-        _recorded(engine.module, places=rollouts.text(own, count=position)) as drawn,
+        _recorded(engine.module, layout=rollouts, row=own, count=position) as drawn,
     ):
         rollouts.forward(engine)
-    with _recorded(engine.module, places=trainers.text(row, count=position)) as trained:
+    with _recorded(engine.module, layout=trainers, row=row, count=position) as trained:
         trainers.forward(engine)
     for (name, kind, first), (other, _, second) in zip(drawn, trained, strict=False):
         if name != other:
@@ -102,17 +102,18 @@ def _first_position(first: Tensor, second: Tensor) -> int:
 
 
 @contextmanager
-def _recorded(module: nn.Module, *, places: Tensor) -> Iterator[list[tuple[str, str, Tensor]]]:
+def _recorded(module: nn.Module, *, layout: Layout, row: int, count: int) -> Iterator[list[tuple[str, str, Tensor]]]:
     """Records name, class and result [count, ...] of every module that computes all tokens, in the order in which their forwards end.
 
-    places: flattened tokens to record, int64 [count].
+    row, count: the first tokens of a text, which are recorded.
     """
+    places, shape = layout.text(row, count=count), layout.tokens.shape
     found: list[tuple[str, str, Tensor]] = []
 
     def hook(name: str) -> Any:
         def record(part: nn.Module, args: tuple, out: Any) -> None:
             result = out[0] if isinstance(out, tuple) else out
-            if isinstance(result, Tensor) and result.dim() > 2:
+            if isinstance(result, Tensor) and result.dim() > 2 and result.shape[:2] == shape:
                 own = result.detach().flatten(0, 1).index_select(0, places.to(result.device))
                 found.append((name, type(part).__name__, own))
 
