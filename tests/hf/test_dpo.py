@@ -293,7 +293,7 @@ def base_of(folder: Path) -> dict[str, torch.Tensor]:
     ("overrides", "says"),
     [
         (("dpo.reference=lora_off",), "dpo.reference=lora_off: .* use lora=adapter, or dpo.reference=frozen"),
-        (("topology=tp2",), "topology.tensor=2: task=dpo reads"),
+        (("topology=sp2",), "topology.sequence: task=dpo gives models of transformers full sequences"),
         (("data.path=null", "data.tokenizer=bytes"), "text is read as bytes"),
         ((*ADAPTERS, "warm_start.steps=3"), "warm_start.steps=3: would train the adapters"),
     ],
