@@ -83,8 +83,9 @@ def rows(name: str, *, folder: str) -> Iterator[tuple[str, str]]:
     specs = {spec.name: spec for spec in ALL_OPS}
     for op, shape, backward in KERNELS:
         spec, count = specs[op], 2.5 if backward else 1  # a backward of attention has five products to two
-        assert spec.num_bytes_backward is not None or not backward
-        nbytes = (spec.num_bytes_backward if backward else spec.num_bytes)(shape, BYTES)
+        count_bytes = spec.num_bytes_backward if backward else spec.num_bytes
+        assert count_bytes is not None, "an op of the list has a count"
+        nbytes = count_bytes(shape, BYTES)
         flops = count * spec.num_flops(shape) if op == "attention" else 0
         title = f"{op} {'x'.join(map(str, shape))}{', backward' if backward else ''}"
         yield title, times(machine, nbytes=nbytes, flops=flops, share=machine.attention_share)
