@@ -166,7 +166,7 @@ def bits_of_ztk(
 def bits_of_llama(
     opened: Opened, *, given: argparse.Namespace, tokens: list[int], is_changed: bool
 ) -> Iterator[tuple[str, float, str]]:
-    """The same for each format of llama.cpp. is_changed: the module's weights are not those of the folder."""
+    """The same for each format of llama.cpp. is_changed: the module has other weights than the folder."""
     module: Any = opened.module
     parameters = sum(value.numel() for value in module.parameters() if value.dim() == 2)
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,7 +1,7 @@
 """Writes docs/published_runs.md: training runs that others have published, next to the plans of the same runs.
 
 python scripts/published_runs.py              plans every run (hours of one core), keeps its numbers in the table, writes the page
-python scripts/published_runs.py --missing    plans the runs without planned numbers and those of an older plan, and writes the page
+python scripts/published_runs.py --missing    plans runs without planned numbers or with an older plan, and writes the page
 
 The table is experiments/results/published_runs.csv, with the source of each row. The rates in conf/hardware/ were chosen with the rows that are
 not held out. Llama models are planned in their shapes. MPT models are planned as Llama decoders of the same number of parameters: their
@@ -108,8 +108,9 @@ the next block while one computes, however large it is, and ztk's default does n
 (`plan.fp8_gathers`). Collectives inside a node do not queue behind collectives between nodes, and a collective delays computing by its bytes,
 not by its seconds (`ztk/planner/lanes.py`).
 
-Plans marked `older` were made before the last four corrections; `--missing` makes them again. Of the plans that were, those of 30B and more on
-several nodes became up to 30 % faster, and those of small models on one node changed by 0.1 % at most, apart from fp8.
+Plans marked `older` were made before the last four corrections; `--missing` makes them again. Of the plans
+made again, models of 30B and more on several nodes became up to 30 % faster, and small models on one node changed by at most 0.1 %, apart
+from fp8.
 
 Models without a gated MLP (MPT, GPT-3, Nemotron, BLOOM) are planned as Llama decoders with as many parameters. The planned MFU is of
 the rate in bf16, also where linear layers multiply in fp8; llm-foundry's and Megatron-LM's are of the rate in fp8 there. Peaks

@@ -57,8 +57,8 @@ def configuration_page() -> str:
     reference = build_reference([conf_dir()])
     intro = (
         "# Configuration\n\nA run is one option of every group (`zero=stage3`) and any number of values (`train.steps=50`). "
-        "`python run.py --help GROUP` prints the same tables. The column of defaults has the usual option's value first, then those of options "
-        "that differ; the meaning explains `null`. A key is refused without the choice that its last column names.\n"
+        "`python run.py --help GROUP` prints the same tables. The column of defaults has the usual option's value first, then the values of "
+        "options that differ; the meaning explains `null`. A key is refused without the choice that its last column names.\n"
     )
     return "\n".join([intro, *(_group_section(group) for group in reference.values())])
 
