@@ -13,7 +13,7 @@
 # %% [markdown]
 # # From a base model to a served one
 #
-# **Question.** What does each stage add, from a model that people use to one that answers a client?
+# **Question.** How much does each stage add, from a model that people use to one that answers a client?
 #
 # SmolLM2-135M-Instruct is evaluated, fine-tuned, aligned with preferences and with rewards, quantised, exported and served. Two tasks can be
 # checked by a program: sums in words ("What is seven plus five?" must be answered by "twelve" and nothing else), and a description of a
