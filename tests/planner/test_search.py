@@ -102,19 +102,24 @@ def test_more_work_takes_longer():
     assert rough_seconds(replace(USUAL, stage=3), work=several) > rough_seconds(replace(USUAL, stage=1), work=several)
 
 
-def test_dropped_and_planned_layouts_are_all_layouts():
-    replan, asked = planner(lambda overrides: "topology.pipeline=2" in overrides, refused=("topology.context=2",))
+@pytest.mark.parametrize(("misfits", "count"), [(5, 12), (1000, 0)])
+def test_dropped_and_planned_layouts_are_all_layouts(misfits, count):
+    """Plans are made until 12 fit, at most 24."""
+    places = iter(range(1000))
+    replan, asked = planner(lambda overrides: next(places) >= misfits, refused=("topology.context=2",))
     lines = []
     result = search(replan, work=WORK, traced=12, say=lines.append)
     assert len(result.found) + sum(result.dropped.values()) == result.layouts
-    assert len(result.found) == 12 and len(asked) == len(lines) > 12
-    assert result.dropped["refused: not like this"] == len(asked) - 12
-    assert result.dropped["slower by arithmetic than the 12 that were planned"] > 0
     rows = result.rows()
     fitting = [row for row in rows if row["fits"]]
+    planned = len(result.found)
+    assert (len(fitting), planned) == (count, min(12 + misfits, 24))
+    assert len(asked) == len(lines) > planned
+    assert result.dropped["refused: not like this"] == len(asked) - planned
+    assert result.dropped[f"slower by arithmetic than the {planned} that were planned"] > 0
     assert rows[: len(fitting)] == fitting and [row["rank"] for row in fitting] == list(range(1, len(fitting) + 1))
     assert [row["step_seconds"] for row in fitting] == sorted(row["step_seconds"] for row in fitting)
-    assert f"{result.layouts:,} layouts, 12 planned" in "\n".join(result.lines())
+    assert f"{result.layouts:,} layouts, {planned} planned" in "\n".join(result.lines())
 
 
 def test_a_search_recommends_no_offload_where_all_fits_without(tmp_path):

@@ -174,7 +174,8 @@ def search(
     traced: int,
     say: Callable[[str], object] = print,
 ) -> Search:
-    """Plans at most `traced` layouts, in the order of the arithmetic: layouts that seem to fit first, ordered by speed.
+    """Plans layouts until `traced` of them fit, at most twice as many, in the order of the arithmetic: layouts that seem to fit first, ordered
+    by speed.
 
     replan: returns the plan with these overrides, or the reason for a refusal. say: prints a line of progress.
     """
@@ -197,13 +198,13 @@ def search(
     found: list[Found] = []
     misfits: list[Layout] = []
     for position, (_, rough, layout) in enumerate(waiting):
-        if len(found) == traced:
-            drops[f"slower by arithmetic than the {traced} that were planned"] += len(waiting) - position
+        if len(found) - len(misfits) == traced or len(found) == 2 * traced:
+            drops[f"slower by arithmetic than the {len(found)} that were planned"] += len(waiting) - position
             break
         if any(layout.keeps_more(misfit) for misfit in misfits):
             drops["keeps more than a planned layout that does not fit"] += 1
             continue
-        say(f"  plans {len(found) + 1} of {min(traced, len(waiting))}: {' '.join(layout.overrides)}")
+        say(f"  plans {len(found) + 1} of {min(traced + len(misfits), len(waiting))}: {' '.join(layout.overrides)}")
         plan = replan(layout.overrides)
         if isinstance(plan, str):
             drops[f"refused: {plan}"] += 1
