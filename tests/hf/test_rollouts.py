@@ -252,7 +252,7 @@ def test_adapters_of_another_run_are_part_of_the_reference(ranks, folder, tmp_pa
             (*ADAPTERS, "lora.dropout=0.1"),
             "lora.dropout=0.1: .* use lora.dropout=0, or rollout.identity=corrected",
         ),
-        ("grpo", ("topology=tp2",), "topology.tensor=2: task=grpo draws"),
+        ("grpo", ("topology=sp2",), "topology.sequence: task=grpo gives models of transformers full sequences"),
     ],
 )
 def test_what_does_not_run_is_refused(folder, tmp_path, task, overrides, says):

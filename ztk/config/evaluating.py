@@ -26,12 +26,7 @@ from ztk.core.policies.zero import ZeroEngine
 USUAL_WINDOW = 2048  # most tokens per sequence if eval.seq_len is not set
 _SECTIONS = ("zero", "topology")
 _KEYS = ("precision", "precision.dtype")
-_NO_GRADIENTS = (
-    "zero.quantized_gradients",
-    "topology.max_local_gradients",
-    "offload.optimizer",
-    "offload.optimizer_fraction",
-)
+_NO_GRADIENTS = ("zero.quantized_gradients", "topology.max_local_gradients", "offload.optimizer")
 
 
 def choose_engine(config: Config, *, given: frozenset[str], machine: Machine) -> None:

@@ -14,7 +14,7 @@ from ztk.parallel.pipeline import Action, Interval
 from ztk.planner.lanes import Lanes, Mark
 from ztk.planner.tracker import StepTracker
 
-TRACED = 4  # micro-batches without a pipeline: the first, two of the middle, the last
+TRACED = 5  # micro-batches without a pipeline: the first, three of the middle, the last
 
 
 def traced_micro_batches(count: int, *, stages: int, policy: PipelinePolicy) -> int:

@@ -150,7 +150,10 @@ def _run_steps(
 def _run_micro_batches(
     engine: Engine, *, batch: Any, tracker: StepTracker, repeater: Repeater
 ) -> tuple[list[tuple[Counted, Counted]], int]:
-    """Runs one step. Returns the readings before and after its third micro-batch, and the bytes that the first one's forward saves."""
+    """Runs one step. Returns the readings before and after its fourth micro-batch, and the bytes that the first one's forward saves.
+
+    The first gathers of a step may delay the second and the third micro-batch.
+    """
     saved, readings = 0, []
     for micro_batch in range(engine.accumulation_steps):
         loss = _forward(engine, batch=batch)
@@ -164,7 +167,7 @@ def _run_micro_batches(
         del loss
         engine.step()
         readings.append(repeater.read())
-    return list(itertools.pairwise(readings[1:3])), saved
+    return list(itertools.pairwise(readings[2:4])), saved
 
 
 def _run_pipeline(

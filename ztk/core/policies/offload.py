@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 
 from ztk.core.policies.key import Changes, When, key, ranges_of
 from ztk.core.policies.ranges import INT64_MAX, PART, Range, range_faults, refuse
-from ztk.core.policies.runs import device_of, infers, offloads, others_offload
+from ztk.core.policies.runs import ANSWERING, device_of, infers, offloads, others_offload
 from ztk.core.policies.tier import Tier
 
 PAGE_BYTES = 4096  # O_DIRECT: offsets, lengths and addresses are multiples of this on every filesystem of interest
@@ -30,7 +30,7 @@ _ANY_NVME = When(
 )
 _STATES = When(
     "offload.optimizer=cpu or nvme in a run that trains",
-    lambda config, machine: config.offload.optimizer is not Tier.none and not infers(config),
+    lambda config, machine: config.offload.optimizer is not Tier.none and config.task.name not in ANSWERING,
 )
 _PINNED = When(
     "offload=cpu or offload=nvme on a GPU",
