@@ -137,7 +137,6 @@ class Figure:
     ) -> None:
         """Points: the median of `values[i]` at `x[i]`, with its interval, or its span where there is none."""
         title = panel or next(iter(self.panels))
-        colour = self._colour(series)
         found = [median_interval([float(value) for value in group]) for group in values]
         rows = [
             Point(
@@ -154,13 +153,25 @@ class Figure:
             )
             for a, one in zip(x, found, strict=True)
         ]
-        bars = [_bar(one) for one in found]
-        marker = _MARKERS[list(self._colours).index(series) % len(_MARKERS)]
-        self.axes(title).errorbar(
+        self._add_measured(rows, bars=[_bar(one) for one in found])
+
+    def shares(self, x: Sequence[float], *, shares: Sequence[Share], series: str, panel: str) -> None:
+        """Adds points with the intervals of shares."""
+        rows = [
+            Point(panel=panel, kind="measured", series=series, x=a, y=one.share, low=one.low, high=one.high, n=one.n)
+            for a, one in zip(x, shares, strict=True)
+        ]
+        self._add_measured(rows, bars=[(one.share - one.low, one.high - one.share) for one in shares])
+
+    def _add_measured(self, rows: list[Point], *, bars: Sequence[tuple[float, float]]) -> None:
+        """Adds points of one series and panel. bars: the length of each point's interval below and above."""
+        panel, series = rows[0].panel, rows[0].series
+        colour = self._colour(series)
+        self.axes(panel).errorbar(
             [row.x for row in rows],
             [row.y for row in rows],
             yerr=[[below for below, _ in bars], [above for _, above in bars]],
-            fmt=marker,
+            fmt=_MARKERS[list(self._colours).index(series) % len(_MARKERS)],
             color=colour,
             markersize=5.5,
             markerfacecolor="white",
@@ -170,28 +181,6 @@ class Figure:
             label=f"{series}, measured",
         )
         self.points += rows
-
-    def shares(self, x: Sequence[float], *, shares: Sequence[Share], series: str, panel: str) -> None:
-        """Adds points with the intervals of shares."""
-        below = [one.share - one.low for one in shares]
-        above = [one.high - one.share for one in shares]
-        self.axes(panel).errorbar(
-            x,
-            [one.share for one in shares],
-            yerr=[below, above],
-            fmt="o",
-            color=self._colour(series),
-            markersize=5.5,
-            markerfacecolor="white",
-            markeredgewidth=1.5,
-            capsize=3,
-            zorder=3,
-            label=f"{series}, measured",
-        )
-        self.points += [
-            Point(panel=panel, kind="measured", series=series, x=a, y=one.share, low=one.low, high=one.high, n=one.n)
-            for a, one in zip(x, shares, strict=True)
-        ]
 
     def done(self) -> "Figure":
         """Writes NAME.svg and NAME.csv, and shows itself in a notebook. Call it last."""
