@@ -9,7 +9,7 @@ from tests.inference.models import build
 from tests.notebooks.test_notebooks import ROOT, quick  # noqa: F401  # a fixture
 from tests.rl.align.chats import PLAIN, train_tokenizer
 
-# What no model needs to have learnt.
+# Claims that hold for any model.
 HOLDS = (
     "no prompt is learnt and held out",
     "the same seed has the same losses",

@@ -92,7 +92,7 @@ class Peer:
 
     @property
     def gathered(self) -> float:
-        """Bytes of an all-gather, relative to those of 16 bits."""
+        """Bytes of an all-gather, relative to an all-gather in 16 bits."""
         return _FP8_GATHERED if self.fp8_gathers else 1.0
 
     @property

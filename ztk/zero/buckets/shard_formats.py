@@ -3,7 +3,7 @@
 [Note: Float8 shards]
 A rank's message has a code per element, the elements of at most two rows that the ends of its shard cut, in bfloat16, and a byte per row that
 lies in the shard as a whole: the exponent of its scale, which is a power of two. A cut row would need the magnitudes of another rank for its
-scale. Its parts arrive exactly, and the product that follows quantises the row (`ztk.nn.float8`), so its bits are those of a row that was
+scale. Its parts arrive exactly, and the product that follows quantises the row (`ztk.nn.float8`), with the same bits as for a row that was
 sent as codes. All messages of a bucket have the same length.
 """
 
