@@ -143,7 +143,8 @@ def use_float8(model: nn.Module, *, recipe: Float8Recipe) -> frozenset[str]:
     for module in chosen.values():
         module.__class__ = Linear
         module.product = Float8Product(recipe=recipe)
-    return frozenset(name for name, parameter in model.named_parameters() if _is_one_of(parameter, chosen))
+    weights = {id(layer.weight) for layer in chosen.values()}
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in weights)
 
 
 def check_parts(model: nn.Module, *, names: frozenset[str]) -> None:
@@ -154,10 +155,6 @@ def check_parts(model: nn.Module, *, names: frozenset[str]) -> None:
                 f"topology.tensor leaves {tuple(parameter.shape)} of {name} on a rank, and float8 products need multiples of {MULTIPLE}: use "
                 "a smaller topology.tensor, or precision=bf16"
             )
-
-
-def _is_one_of(parameter: nn.Parameter, layers: dict[str, nn.Linear]) -> bool:
-    return any(layer.weight is parameter for layer in layers.values())
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -5,7 +5,7 @@ initialised shard by shard.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -66,10 +66,13 @@ class Builder:
         self._positions = _positions(plans, model=model, context=context)
         self.held = HeldMemory(model)
         values = self._take_values(model)
-        planned = [bucket for plan in plans for bucket in self._planned_buckets(plan, model=model)]
+        parameters = dict(model.named_parameters())
+        planned = [
+            bucket for plan in plans for bucket in self._planned_buckets(plan, model=model, parameters=parameters)
+        ]
         resident = self._resident(planned)
         self.buckets = [
-            self._bucket(own, model=model, stores=context.resident if own in resident else context.stores)
+            self._bucket(own, parameters=parameters, stores=context.resident if own in resident else context.stores)
             for own in planned
         ]
         for bucket in self.buckets:
@@ -101,8 +104,10 @@ class Builder:
 
     # Buckets without values
 
-    def _planned_buckets(self, unit: UnitPlan, *, model: nn.Module) -> Iterator["_PlannedBucket"]:
-        parameters, row_of = dict(model.named_parameters()), self._context.groups.row_of
+    def _planned_buckets(
+        self, unit: UnitPlan, *, model: nn.Module, parameters: Mapping[str, nn.Parameter]
+    ) -> Iterator["_PlannedBucket"]:
+        row_of = self._context.groups.row_of
         plans = plan_buckets(
             unit,
             model=model,
@@ -121,28 +126,27 @@ class Builder:
             traits = self._traits(plan, name=unit.name if len(plans) == 1 else f"{unit.name}#{number}")
             yield _PlannedBucket(traits=traits, layout=layout, kind=plan.kind)
 
-    def _resident(self, planned: list["_PlannedBucket"]) -> list["_PlannedBucket"]:
+    def _resident(self, planned: list["_PlannedBucket"]) -> set["_PlannedBucket"]:
         """The buckets whose optimizer states stay on the device, at most `1 - optimizer_fraction` of this rank's states.
 
         They are the first ones in the order of use, because the next forward waits for their update first.
         """
         trained = [own for own in planned if own.traits.trainable]
         room = (1 - self._context.optimizer_fraction) * sum(self._num_states(own) for own in trained)
-        resident = []
+        resident = set()
         for own in sorted(trained, key=lambda own: order_of_use(own.traits)):
             if self._num_states(own) <= room:
                 room -= self._num_states(own)
-                resident.append(own)
+                resident.add(own)
         return resident
 
     def _num_states(self, planned: "_PlannedBucket") -> int:
         """Elements of a bucket whose states this rank stores."""
         return planned.layout.shard_size if self._policy.shards_optimizer else planned.layout.size
 
-    def _bucket(self, planned: "_PlannedBucket", *, model: nn.Module, stores: Stores) -> Bucket:
+    def _bucket(self, planned: "_PlannedBucket", *, parameters: Mapping[str, nn.Parameter], stores: Stores) -> Bucket:
         traits, layout, kind = planned.traits, planned.layout, planned.kind
         comm = self._context.mesh.comm(kind.axis)
-        parameters = dict(model.named_parameters())
         return Bucket(
             traits,
             layout=layout,
