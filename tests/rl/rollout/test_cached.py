@@ -86,11 +86,14 @@ def test_log_probabilities_are_the_trainers_after_every_step(ranks, folder, tmp_
 
 def test_a_run_corrects_for_the_difference(ranks, tmp_path):
     """The first texts do not depend on the number of ranks, nor on whether they share a copy of the weights; the ratio to the trainer's
-    probabilities is in the loss."""
-    found = {}
+    probabilities is in the loss.
+
+    There is no warm start: its 30 steps on two ranks sum gradients in another order than on one, and the weights after it differ by enough
+    to change a drawn token on some processors. So most answers are cut."""
+    options, found = (*GENERATOR, "rollout.stop_truncated_above=null"), {}
     for count, tensor in ((1, 1), (2, 1), (2, 2)):
         path = tmp_path / f"{count}{tensor}"
-        config = config_of("grpo", *GENERATOR, folder=path, ranks=count, rollout__tensor=tensor)
+        config = config_of("grpo", *options, folder=path, ranks=count, rollout__tensor=tensor, warm_start__steps=0)
         result = ranks(count).run(play, config=config)
         joined = Samples.joined([Samples.from_json(rank["rollouts"][0]) for rank in result])
         found[count, tensor] = joined[joined.numbers.argsort()].tokens.tolist()
