@@ -9,10 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from experiments import policies
 from experiments.pretrain import build_model
 from ztk.config import Config, ConfigError, compose
 from ztk.core.policies.compact import master_of
+from ztk.core.policies.hardware import FLOAT8
 from ztk.core.policies.model import ModelInit
 from ztk.core.policies.plan import rank_counts
 from ztk.core.policies.runs import is_hugging_face
@@ -97,6 +100,8 @@ def workload(config: Config) -> Workload:
     precision, optimizer = policies.precision_policy(config), policies.optimizer_policy(config)
     states = flat_optimizer(optimizer, master=master_of(optimizer.states, master=precision.master)).format
     itemsize, trained = precision.dtype.itemsize, counts.trained / counts.parameters
+    reduced = torch.float32 if precision.reduce_dtype is None else precision.reduce_dtype  # of several micro-batches
+    dtype = str(precision.dtype).removeprefix("torch.")
     assert config.train.global_batch_size is not None and config.launch.ranks is not None, "settled"
     return Workload(
         ranks=config.launch.ranks,
@@ -114,9 +119,11 @@ def workload(config: Config) -> Workload:
         micro_batch=config.train.micro_batch_size,
         global_batch=config.train.global_batch_size,
         parameter_bytes=itemsize,
-        gradient_bytes=itemsize * trained,
+        gradient_bytes=precision.gradient_dtype.itemsize * trained,
+        accumulated_bytes=reduced.itemsize * trained,
         optimizer_bytes=states.bytes_per_element(has_master=precision.dtype is not states.master) * trained,
-        dtype=str(precision.dtype).removeprefix("torch."),
+        dtype=dtype,
+        linear_dtype=dtype if precision.float8 is None else FLOAT8,
     )
 
 

@@ -356,6 +356,11 @@ def test_rewards_are_drawn_over_the_divergence_or_the_steps():
     draw_reward(axes, rows=[row | {"kl": None} for row in rows])
     assert axes.collections[0].get_offsets().tolist() == [[1, 0.25], [2, 0.5], [3, 0.75]]
     assert axes.get_xlabel() == "step"
+    figure = Figure(layout="constrained")
+    axes = figure.subplots()
+    draw_reward(axes, rows=[row | {"true_reward": 0.0} for row in rows])
+    figure.draw_without_rendering()
+    assert axes.get_legend().get_window_extent().y1 < axes.get_window_extent().y0  # below the axes
 
 
 def test_picture_of_a_run_without_rows(tmp_path):

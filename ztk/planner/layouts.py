@@ -15,9 +15,8 @@ STAGES = (0, 1, 2, 3)
 # (tier, offloaded part of the optimizer states): each takes more off the device than the one before
 PLACES = (("none", 1.0), ("cpu", 0.25), ("cpu", 0.5), ("cpu", 0.75), ("cpu", 1.0), ("nvme", 1.0))
 RECOMPUTES = ("none", "selective", "full")  # each keeps less than the one before
-_OFFLOAD_COST = (
-    1.1  # hidden updates and copies share memory and the host with the forward: offload only what does not fit
-)
+# Hidden updates and copies share memory and the host with the forward, and with the disk's copies: offload only what does not fit.
+_OFFLOAD_COST = {"none": 1.0, "cpu": 1.1, "nvme": 1.2}
 DEGREES = ("pipeline", "tensor", "sequence", "context", "expert")
 AGAIN = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # operations, relative to no recomputation
 
@@ -65,7 +64,8 @@ class Workload:
     """The model, the data and the hardware of a search. parameters: of the full model; expert_parameters: the part of them in experts.
 
     expert_choices: choices of a token, over all layers. flops: of a token, forward and backward. global_batch: sequences. Bytes per
-    parameter: parameter_bytes of its values in the forward, gradient_bytes of its gradient, optimizer_bytes of its optimizer states.
+    parameter: parameter_bytes of its values in the forward, gradient_bytes of its gradient, accumulated_bytes of a gradient that several
+    micro-batches add up, optimizer_bytes of its optimizer states. dtype: of products; linear_dtype: of products in linear layers.
     """
 
     ranks: int
@@ -84,8 +84,10 @@ class Workload:
     global_batch: int
     parameter_bytes: int
     gradient_bytes: float
+    accumulated_bytes: float
     optimizer_bytes: float
     dtype: str
+    linear_dtype: str
 
     def replicas(self, layout: Layout) -> int:
         """Number of ranks with different sequences."""
@@ -94,6 +96,10 @@ class Workload:
     def forwards(self, layout: Layout) -> int:
         """Micro-batches of a step."""
         return self.global_batch // (self.replicas(layout) * self.micro_batch)
+
+    def gradient(self, layout: Layout) -> float:
+        """Bytes of a parameter's gradient, as it is reduced and kept."""
+        return self.gradient_bytes if self.forwards(layout) == 1 else self.accumulated_bytes
 
     def own(self, layout: Layout) -> float:
         """Parameters of a rank before ZeRO shards them: the mean over stages."""
@@ -131,6 +137,12 @@ def legal(work: Workload) -> tuple[list[Layout], dict[str, int]]:
     return found, dict(refused)
 
 
+def parts_of(layout: Layout) -> list[Layout]:
+    """The same layout with each smaller part of its optimizer states offloaded."""
+    fractions = [fraction for offload, fraction in PLACES if offload == layout.offload and fraction < layout.fraction]
+    return [replace(layout, fraction=fraction) for fraction in fractions]
+
+
 def state_bytes(layout: Layout, *, work: Workload) -> float:
     """Lower bound of the bytes on the device between two steps. A fraction keeps whole buckets there, perhaps none."""
     parameters = work.parameter_bytes * (work.shard(layout) if layout.stage == 3 else work.own(layout))
@@ -139,7 +151,13 @@ def state_bytes(layout: Layout, *, work: Workload) -> float:
     return parameters * (layout.stage < 3)
 
 
-def resident_bytes(layout: Layout, *, work: Workload) -> float:
+def rough_bytes(layout: Layout, *, work: Workload) -> float:
+    """Rough peak of a device."""
+    size = state_bytes(layout, work=work) + _resident_bytes(layout, work=work)
+    return size + _activation_bytes(layout, work=work) + _moving_bytes(layout, work=work)
+
+
+def _resident_bytes(layout: Layout, *, work: Workload) -> float:
     """Rough size of the states that `fraction` keeps on the device, with their gradients."""
     return 0.0 if layout.offload == "none" else (1 - layout.fraction) * _updated_bytes(layout, work=work)
 
@@ -147,50 +165,66 @@ def resident_bytes(layout: Layout, *, work: Workload) -> float:
 def _updated_bytes(layout: Layout, *, work: Workload) -> float:
     """Bytes of a rank's gradients and optimizer states."""
     own, shard = work.own(layout), work.shard(layout)
-    gradients = work.gradient_bytes * (shard if layout.stage >= 2 else own)
+    gradients = work.gradient(layout) * (shard if layout.stage >= 2 else own)
     return gradients + work.optimizer_bytes * (shard if layout.stage >= 1 else own)
 
 
-def activation_bytes(layout: Layout, *, work: Workload) -> float:
-    """Rough size of a micro-batch's saved activations: 2 bytes of 17 values per element of the residual stream and layer."""
+def _activation_bytes(layout: Layout, *, work: Workload) -> float:
+    """Rough size of a micro-batch's saved activations: 2 bytes of some values per element of the residual stream and layer.
+
+    Without recomputation these are the inputs of both norms, of the projections and of attention, and the gate's operands. recompute=selective
+    keeps the results of products and attention, recompute=full the input of a layer.
+    """
     tokens = work.micro_batch * work.seq_len / (layout.sequence * layout.context)
     layers = work.layers / layout.pipeline
     waiting = min(layout.pipeline, work.forwards(layout))  # micro-batches of a stage at one time, with 1F1B
-    kept = {"none": 17 / layout.tensor, "selective": 8 / layout.tensor, "full": 1.0}[layout.recompute]
-    again = 17 / layout.tensor if layout.recompute != "none" else 0.0
+    attention = 2 + 2 * work.kv_heads / work.heads
+    weights = (work.flops - _attention_flops(work)) / (6 * work.layers * work.dim**2)  # of a layer and token
+    gate = max(0.0, (weights - attention) / 3)
+    every = 4 + (attention + 3 * gate) / layout.tensor
+    kept = {"none": every, "selective": 3 + (attention + 2 * gate) / layout.tensor, "full": 1.0}[layout.recompute]
+    again = every if layout.recompute != "none" else 0.0
     return 2.0 * tokens * work.dim * (kept * layers * waiting + again)
+
+
+def _moving_bytes(layout: Layout, *, work: Workload) -> float:
+    """Rough size of the parameters and gradients of two layers, which are gathered and reduced while others compute."""
+    layer = work.own(layout) * layout.pipeline / work.layers
+    gathered = work.parameter_bytes * (layout.stage == 3)
+    return 2 * layer * (gathered + work.gradient(layout) * (layout.stage >= 2))
 
 
 def rough_seconds(layout: Layout, *, work: Workload) -> float:
     """Rough seconds of a step."""
     hardware, forwards = work.hardware, work.forwards(layout)
     bubble = (forwards + layout.pipeline - 1) / forwards
-    compute = work.flops * work.global_batch * work.seq_len / work.ranks / hardware.reached(work.dtype)
-    compute *= AGAIN[layout.recompute] * bubble
+    linear = (work.flops - _attention_flops(work)) * work.global_batch * work.seq_len / work.ranks
+    compute = linear / hardware.reached(work.linear_dtype) * AGAIN[layout.recompute] + _attention(layout, work=work)
+    compute *= bubble
     shard = work.shard(layout) if layout.stage else work.own(layout)
     pcie = host = disk = 0.0
     offloaded = 0.0 if layout.offload == "none" else shard * layout.fraction
     if offloaded:
         pcie = (
             offloaded
-            * (work.gradient_bytes * forwards + work.parameter_bytes)
+            * (work.gradient(layout) * forwards + work.parameter_bytes)
             / (hardware.pcie_bandwidth * hardware.pcie_share)
         )
         host = (
             offloaded
-            * (2 * work.optimizer_bytes + work.gradient_bytes)
+            * (2 * work.optimizer_bytes + work.gradient(layout))
             / (hardware.host_bandwidth * hardware.host_share)
         )
     if layout.offload == "nvme":
         disk = offloaded * work.optimizer_bytes
         disk = disk / hardware.disk_read_bandwidth + disk / hardware.disk_write_bandwidth
-    compute += shard * (2 * work.optimizer_bytes + work.gradient_bytes) / hardware.memory_bandwidth
+    compute += shard * (2 * work.optimizer_bytes + work.gradient(layout)) / hardware.memory_bandwidth
     hidden = (
         compute / forwards / 3 if layout.stage == 3 else 0.0
     )  # during the first forward; else the step waits for the update
     waited = max(0.0, host - hidden)
     seconds = max(compute + _exposed(layout, work=work) + waited, _wire_of_data(layout, work=work), pcie, disk)
-    return seconds * (_OFFLOAD_COST if offloaded else 1.0)
+    return seconds * _OFFLOAD_COST[layout.offload]
 
 
 def _wire_of_data(layout: Layout, *, work: Workload) -> float:
@@ -199,7 +233,7 @@ def _wire_of_data(layout: Layout, *, work: Workload) -> float:
     own = work.own(layout)
     gathers = 1 if layout.stage < 3 else 2 * (1 if layout.pipeline > 1 else forwards)
     reduces = 1 if layout.stage < 2 or layout.pipeline > 1 else forwards
-    nbytes = own * (work.parameter_bytes * gathers + work.gradient_bytes * reduces)
+    nbytes = own * (work.parameter_bytes * gathers + work.gradient(layout) * reduces)
     return _seconds(nbytes, size=data, span=data * layout.tensor, layout=layout, hardware=work.hardware)
 
 
@@ -237,8 +271,13 @@ def _ring(layout: Layout, *, work: Workload) -> float:
 
 def _attention(layout: Layout, *, work: Workload) -> float:
     """Seconds of the products of queries, keys and values, with which the ring's transfers overlap."""
-    flops = 12 * work.dim * work.seq_len * work.layers * work.global_batch * work.seq_len
-    return flops / work.ranks / work.hardware.reached(work.dtype) * AGAIN[layout.recompute]
+    flops = _attention_flops(work) * work.global_batch * work.seq_len / work.ranks
+    return flops / work.hardware.reached(work.dtype) * AGAIN[layout.recompute]
+
+
+def _attention_flops(work: Workload) -> int:
+    """Operations of a token in attention, as `Workload.flops` counts them."""
+    return 12 * work.dim * work.seq_len * work.layers
 
 
 def _seconds(nbytes: float, *, size: int, span: int, layout: Layout, hardware: Hardware) -> float:

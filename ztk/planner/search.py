@@ -1,8 +1,9 @@
 """`plan.search=true`: finds the fastest layouts that fit. Arithmetic orders all layouts, and the best ones are planned."""
 
+import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,9 +11,9 @@ from ztk.planner.layouts import (
     DEGREES,
     Layout,
     Workload,
-    activation_bytes,
     legal,
-    resident_bytes,
+    parts_of,
+    rough_bytes,
     rough_seconds,
     state_bytes,
 )
@@ -21,16 +22,19 @@ from ztk.planner.result import Plan, size
 
 OFFLOADED = ("host", "pcie", "disk")  # lanes that only offloading uses
 _TOO_LARGE = "the state alone is more than a device has"
+_PARTIAL = "offload a part of the states, and their full offload was not planned or does not fit"
 _NOUNS = {"host": "host's update", "pcie": "copies between host and device"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """A layout and its plan. rough: seconds of the arithmetic that selected it."""
+    """A layout and its plan. rough: seconds of the arithmetic that selected it. kept: the plan of the same layout without offload, if no
+    planned layout without offload fits and this is the best one."""
 
     layout: Layout
     plan: Plan
     rough: float
+    kept: Plan | None = None
 
     @property
     def seconds(self) -> float:
@@ -48,6 +52,13 @@ class Found:
         """Seconds of a step that are waits for the host's update, for copies between host and device, and for the disk."""
         assert self.plan.time is not None
         return sum(self.plan.time.parts.get(lane, 0.0) for lane in OFFLOADED)
+
+    def compared(self, kept: Plan) -> str:
+        """Compares it with the plan of the same layout without offload."""
+        assert kept.time is not None
+        longer = self.seconds / kept.time.seconds - 1
+        words = f"{longer:.1%} longer" if longer >= 0 else f"{-longer:.1%} less"
+        return f"without offload this layout {kept.answer}; a step would take {kept.time.seconds:.3g} s, and takes {words} with it"
 
     def slower_because(self, best: "Found") -> str:
         """Names the part that makes a step longer than `best`'s, or of more GPU time if the numbers of GPUs differ."""
@@ -73,6 +84,10 @@ class Found:
             "mfu": plan.mfu,
             "limit": time.limit,
             "offload_seconds": self.offload_seconds,
+            "without_offload.step_seconds": self.kept.time.seconds
+            if self.kept is not None and self.kept.time is not None
+            else None,
+            "without_offload.margin_bytes": self.kept.margin_bytes if self.kept is not None else None,
             "margin_bytes": plan.margin_bytes,
             "peak_memory.device_bytes": plan.peak_bytes["device"],
             "peak_memory.host_bytes": plan.peak_bytes["host"],
@@ -157,6 +172,8 @@ class Search:
             words = ", ".join(f"{lane} {parts[lane]:.3g} s" for lane in OFFLOADED if lane in parts)
             share = f"{cost:.3g} s of the {first.seconds:.3g} s of a step" + (f" ({words})" if words else "")
             yield f"  offload={first.layout.offload} costs {share}"
+            if first.kept is not None:
+                yield f"  {first.compared(first.kept)}"
 
     def _without_offload(self) -> str:
         if self.resident > self.usable:
@@ -175,45 +192,113 @@ def search(
     say: Callable[[str], object] = print,
 ) -> Search:
     """Plans layouts until `traced` of them fit, at most twice as many, in the order of the arithmetic: layouts that seem to fit first, ordered
-    by speed.
+    by speed. If only layouts with offload fit, the best one is planned without it, too.
 
     replan: returns the plan with these overrides, or the reason for a refusal. say: prints a line of progress.
     """
     layouts, dropped = legal(work)
-    total, usable = len(layouts) + sum(dropped.values()), work.hardware.usable_bytes
-    drops = Counter[str](dropped)
-    waiting, resident = [], math.inf
-    for layout in layouts:
-        state = state_bytes(layout, work=work)
-        if layout.offload == "none":
-            resident = min(resident, state)
-        if state > usable:
-            drops[_TOO_LARGE] += 1
-            continue
-        rough = rough_seconds(layout, work=work)
-        kept = state + resident_bytes(layout, work=work)
-        fits = kept + activation_bytes(layout, work=work) <= usable
-        waiting.append((not fits, rough, layout))
-    waiting.sort(key=lambda entry: (entry[0], entry[1], _simplicity(entry[2])))
+    queue, drops = _Queue(layouts, work=work), Counter[str](dropped)
     found: list[Found] = []
     misfits: list[Layout] = []
-    for position, (_, rough, layout) in enumerate(waiting):
-        if len(found) - len(misfits) == traced or len(found) == 2 * traced:
-            drops[f"slower by arithmetic than the {len(found)} that were planned"] += len(waiting) - position
-            break
+    while queue.waiting and len(found) - len(misfits) < traced and len(found) < 2 * traced:
+        layout = queue.take()
         if any(layout.keeps_more(misfit) for misfit in misfits):
             drops["keeps more than a planned layout that does not fit"] += 1
             continue
-        say(f"  plans {len(found) + 1} of {min(traced + len(misfits), len(waiting))}: {' '.join(layout.overrides)}")
+        say(f"  plans {len(found) + 1} of {min(traced + len(misfits), 2 * traced)}: {' '.join(layout.overrides)}")
         plan = replan(layout.overrides)
         if isinstance(plan, str):
             drops[f"refused: {plan}"] += 1
             continue
-        found.append(Found(layout=layout, plan=plan, rough=rough))
-        if not plan.fits:
+        found.append(Found(layout=layout, plan=plan, rough=rough_seconds(layout, work=work)))
+        if plan.fits:
+            queue.release(parts_of(layout))
+        else:
             misfits.append(layout)
     found.sort(key=_order)
-    return Search(found=tuple(found), layouts=total, dropped=dict(drops), usable=usable, resident=resident)
+    if found and found[0].plan.fits and all(one.layout.offload != "none" for one in found if one.plan.fits):
+        _plan_without_offload(found, replan=replan, queue=queue)
+    drops += Counter(queue.dropped(planned=len(found)))
+    return Search(
+        found=tuple(found),
+        layouts=len(layouts) + sum(dropped.values()),
+        dropped=dict(drops),
+        usable=work.hardware.usable_bytes,
+        resident=queue.resident,
+    )
+
+
+class _Queue:
+    """Layouts in the order in which they are planned.
+
+    Layouts whose state is larger than a device are left out. Layouts that offload a part of the states wait until `release`: the search
+    calls it when the same layout with full offload fits. resident: see `Search`.
+    """
+
+    def __init__(self, layouts: Iterable[Layout], *, work: Workload) -> None:
+        self.work = work
+        self._too_large = 0
+        self._parts: set[Layout] = set()
+        self.waiting: list[tuple] = []
+        self.resident = math.inf
+        for layout in layouts:
+            state = state_bytes(layout, work=work)
+            if layout.offload == "none":
+                self.resident = min(self.resident, state)
+            if state > work.hardware.usable_bytes:
+                self._too_large += 1
+            elif layout.fraction < 1:
+                self._parts.add(layout)
+            else:
+                self._add(layout)
+
+    def take(self) -> Layout:
+        """Removes and returns the next layout."""
+        return heapq.heappop(self.waiting)[-1]
+
+    def remove(self, layout: Layout) -> None:
+        """Removes a layout if it waits."""
+        self.waiting = [entry for entry in self.waiting if entry[-1] != layout]
+        heapq.heapify(self.waiting)
+
+    def release(self, parts: Iterable[Layout]) -> None:
+        """Adds layouts that offload a part of the states."""
+        for part in self._parts.intersection(parts):
+            self._parts.discard(part)
+            self._add(part)
+
+    def dropped(self, *, planned: int) -> dict[str, int]:
+        """Numbers of layouts that are not taken, by reason."""
+        counts = {
+            _TOO_LARGE: self._too_large,
+            _PARTIAL: len(self._parts),
+            f"slower by arithmetic than the {planned} that were planned": len(self.waiting),
+        }
+        return {reason: count for reason, count in counts.items() if count}
+
+    def _add(self, layout: Layout) -> None:
+        """Adds a layout. Those that seem to fit come first, then the faster ones, then the simpler ones."""
+        work = self.work
+        is_large = rough_bytes(layout, work=work) > work.hardware.usable_bytes
+        seconds = rough_seconds(layout, work=work)
+        heapq.heappush(self.waiting, (is_large, seconds, _simplicity(layout), layout.overrides, layout))
+
+
+def _plan_without_offload(
+    found: list[Found], *, replan: Callable[[tuple[str, ...]], Plan | str], queue: _Queue
+) -> None:
+    """Plans the best layout without its offload. A plan that fits is added to `found`, another one to the best."""
+    first = found[0]
+    bare = replace(first.layout, offload="none", fraction=1.0)
+    plan = next((one.plan for one in found if one.layout == bare), None) or replan(bare.overrides)
+    if isinstance(plan, str):
+        return
+    if plan.fits:  # its rough size was too large
+        queue.remove(bare)
+        found.append(Found(layout=bare, plan=plan, rough=rough_seconds(bare, work=queue.work)))
+        found.sort(key=_order)
+    else:
+        found[0] = replace(first, kept=plan)
 
 
 def _order(one: Found) -> tuple:

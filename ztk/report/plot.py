@@ -90,7 +90,7 @@ def draw_reward(axes: Axes, *, rows: list[dict[str, Any]]) -> None:
         axes.scatter(
             places, [row["true_reward"] for row in rows], color="#ee6677", s=8, marker="x", label="true reward"
         )
-        axes.legend(frameon=False, loc="lower right")
+        axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15))
     dots = axes.scatter(places, [row["reward"] for row in rows], c=[row["step"] for row in rows], s=12, cmap="viridis")
     axes.figure.colorbar(dots, ax=axes, label="step")
 

@@ -187,7 +187,7 @@ class Hardware:
 
     def reached(self, dtype: str) -> float:
         """Operations per second of large products in `dtype`."""
-        return self.rate(dtype) * self.product_share
+        return self.rate(dtype) * (self.fp8_share if dtype == FLOAT8 else self.product_share)
 
     def rate(self, dtype: str) -> float:
         """Operations per second of products in `dtype`, such as "bfloat16". Other dtypes compute as fp32."""
