@@ -24,7 +24,7 @@ from ztk.optim import flat_optimizer
 from ztk.planner import Plan, Price, Search, Workload, search
 from ztk.report.folder import write_json
 
-TRACED = 20
+TRACED = 8
 _ONLY_PIPELINES = ("schedule", "virtual_stages", "partition", "max_local_gradients", "dynamic_shapes")
 _REPLACED = (
     "zero",

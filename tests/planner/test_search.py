@@ -230,6 +230,20 @@ def test_the_rough_size_of_70_billion_parameters_is_near_the_planned_peak(tmp_pa
         assert rough_bytes(layout, work=work) == pytest.approx(peak * 1e9, rel=0.05)
 
 
+def test_more_traffic_of_zero_delays_computing(tmp_path):
+    """70 billion parameters at stage 3: context=2 has twice the micro-batches and twice the traffic, recompute=selective a few products
+    more; their plans take 51.5 and 43.8 s."""
+    words = ("task=plan", "hardware=h100", "model=70b", "launch.ranks=8", "data=synthetic", "data.seq_len=4096")
+    words += ("train.micro_batch_size=1", "train.global_batch_size=64")
+    work = program.workload(compose(*words, output_dir=tmp_path, machine=CPU))
+    part = replace(USUAL, stage=3, offload="cpu", fraction=0.75)
+    seconds = [
+        rough_seconds(one, work=work) for one in (replace(part, context=2), replace(part, recompute="selective"))
+    ]
+    assert seconds[0] == pytest.approx(51.5, rel=0.2) and seconds[1] == pytest.approx(43.8, rel=0.2)
+    assert seconds[1] < seconds[0]
+
+
 def test_linear_layers_in_fp8_are_ranked_at_its_rate(tmp_path):
     words = ("task=plan", "hardware=h100", "model=7b", "launch.ranks=8", "data=synthetic", "data.seq_len=2048")
     halves, eights = (

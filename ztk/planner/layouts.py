@@ -223,18 +223,24 @@ def rough_seconds(layout: Layout, *, work: Workload) -> float:
         compute / forwards / 3 if layout.stage == 3 else 0.0
     )  # during the first forward; else the step waits for the update
     waited = max(0.0, host - hidden)
-    seconds = max(compute + _exposed(layout, work=work) + waited, _wire_of_data(layout, work=work), pcie, disk)
+    wire, in_node = _wire_of_data(layout, work=work)
+    compute += hardware.overlap_cost * in_node
+    seconds = max(compute + _exposed(layout, work=work) + waited, wire, pcie, disk)
     return seconds * _OFFLOAD_COST[layout.offload]
 
 
-def _wire_of_data(layout: Layout, *, work: Workload) -> float:
-    """Seconds of ZeRO's collectives, which overlap with computing."""
+def _wire_of_data(layout: Layout, *, work: Workload) -> tuple[float, float]:
+    """Seconds of ZeRO's collectives, which overlap with computing, and of the same bytes inside a node, by which they delay it."""
     data, forwards = work.ranks // (layout.pipeline * layout.tensor), work.forwards(layout)
     own = work.own(layout)
     gathers = 1 if layout.stage < 3 else 2 * (1 if layout.pipeline > 1 else forwards)
     reduces = 1 if layout.stage < 2 or layout.pipeline > 1 else forwards
     nbytes = own * (work.parameter_bytes * gathers + work.gradient(layout) * reduces)
-    return _seconds(nbytes, size=data, span=data * layout.tensor, layout=layout, hardware=work.hardware)
+    wire, in_node = (
+        _seconds(nbytes, size=data, span=span, layout=layout, hardware=work.hardware)
+        for span in (data * layout.tensor, 1)
+    )
+    return wire, in_node
 
 
 def _exposed(layout: Layout, *, work: Workload) -> float:

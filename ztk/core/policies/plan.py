@@ -76,7 +76,7 @@ class PlanConfig:
         acts=_RESIDENT,
     )
     traced: int | None = key(
-        "layouts that fit which plan.search=true plans for each number of ranks, trying at most twice as many; null: 20",
+        "layouts that fit which plan.search=true plans for each number of ranks, trying at most twice as many; null: 8",
         range=Range(low=1, high=10_000),
         acts=_SEARCHES,
     )
