@@ -108,6 +108,11 @@ def check_synthetic(tab: Browser, *, folder: Path) -> Iterator[str]:
         ".map(([x, y, arm]) => ({arm, x: x[1], y: y[1]}))).map((point) => report.arms[point.arm].arm)")  # fmt: skip
     if set(drawn) != best:
         yield f"the front is {sorted(drawn)}, Runs.pareto has {sorted(best)}"
+    shown = evaluate(
+        "[...document.querySelectorAll('#panel-differences select')].map((one) => armOf[Number(one.value)])"
+    )
+    if len(set(shown)) != 2:
+        yield f"the differences are first those of arms {shown}"
     tab.drag("#panel-parallel .handle[data-key='tokens_per_second']", start=0.02, end=0.4)
     brushed = evaluate(count)
     speeds = evaluate("shownRuns().map((run) => cell(run, 'tokens_per_second'))")

@@ -24,16 +24,18 @@ function settingsTable(head, rows) {
 function buildDifferences() {
   const [controls, box] = [document.querySelector("#panel-differences .controls"), document.querySelector("#panel-differences .wide")];
   const settings = report.columns.filter((column) => column.kind === "setting");
-  const pair = [0, Math.min(1, report.runs.length - 1)];
+  const other = report.runs.findIndex((_, run) => armOf[run] !== armOf[0]);
+  const pair = [0, other < 0 ? Math.min(1, report.runs.length - 1) : other];
+  const equal = report.runs.length > 1 ? "These two runs have the same configuration." : "There is only one run.";
   const show = () => {
     const differing = settings.filter((column) => cell(pair[0], column.key) !== cell(pair[1], column.key));
     const rows = differing.map((column) => [column.key, ...pair.map((run) => cell(run, column.key))]);
     const same = Object.entries(report.same);
     const rest = make("details", {}, make("summary", {}, `${same.length} settings are the same in all runs`), settingsTable(["key", "value"], same));
-    box.replaceChildren(rows.length ? settingsTable(["key", "first", "second"], rows) : make("p", { class: "note" }, "These two runs have the same configuration."), rest);
+    box.replaceChildren(rows.length ? settingsTable(["key", "first", "second"], rows) : make("p", { class: "note" }, equal), rest);
   };
   const choices = report.runs.map((_, run) => [run, labelOf(run)]);
-  ["first", "second"].forEach((name, place) => controls.append(select(name, choices, pair[place], (value) => { pair[place] = Number(value); show(); })));
+  if (report.runs.length > 1) ["first", "second"].forEach((name, place) => controls.append(select(name, choices, pair[place], (value) => { pair[place] = Number(value); show(); })));
   if (report.runs.length) show();
 }
 
