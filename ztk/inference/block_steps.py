@@ -61,7 +61,7 @@ def block_step(spans: list[Span], *, cache: Blocks, tables: list[list[int]], gro
         for position in range(span.start, span.start + span.length):
             positions.append(position)
             places.append(table[position // BLOCK] * BLOCK + position % BLOCK)
-    own = padded([tables[span.slot] for span in spans])
+    own = _padded([tables[span.slot] for span in spans])
     tiles = make_tiles([(row, span.start, span.length, span.row) for row, span in enumerate(spans)], group=group)
     return BlockStep(
         cache=cache,
@@ -73,7 +73,7 @@ def block_step(spans: list[Span], *, cache: Blocks, tables: list[list[int]], gro
     )
 
 
-def padded(tables: list[list[int]]) -> list[list[int]]:
+def _padded(tables: list[list[int]]) -> list[list[int]]:
     """All as long as the longest."""
     width = max(map(len, tables))
     return [table + [0] * (width - len(table)) for table in tables]

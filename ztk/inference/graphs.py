@@ -1,10 +1,10 @@
 """Decoding on a GPU as one CUDA graph per number of rows, captured when it is needed first.
 
 A decode step launches about ten kernels per layer, which the host takes longer to launch than the GPU to run. A graph has them all, from
-the embedding to the drawn tokens. Inputs that change from step to step (tokens, positions, places, tables, tiles, temperatures, keys) are
-copied into its buffers first, and the host reads nothing until the graph has run. Rows are padded to a power of two: padding has no place
-in the cache, a tile without positions, which is zero, and no result. Tables are as wide as a power of two blocks, so that longer sequences
-rarely need another graph.
+the embedding to the drawn tokens. Inputs that change from step to step (tokens, positions, places, tiles, temperatures, keys, and changed
+entries of tables) are copied into its buffers first, and the host reads nothing until the graph has run. Rows are padded to a power of two:
+padding has no place in the cache, a tile without positions, which is zero, and no result. Tables are as wide as a power of two blocks, so that
+longer sequences rarely need another graph.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache
-from ztk.inference.block_steps import BlockStep, padded
+from ztk.inference.block_steps import BlockStep
 from ztk.inference.cache import Cache
+from ztk.inference.device_tables import DeviceTables
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel
 from ztk.inference.sample import Drawn, drawn_of
@@ -60,11 +61,15 @@ class CudaCapture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Captured:
-    """A graph and its buffers: tokens int64 [rows], the step's, temperatures fp32 [rows], keys int64 [rows]; results fp64 [3, rows]."""
+    """A graph and its buffers: tokens int64 [rows], the step's, temperatures fp32 [rows], keys int64 [rows]; results fp64 [3, rows].
+
+    tables: of the step.
+    """
 
     graph: Graph
     tokens: Tensor
     step: BlockStep
+    tables: DeviceTables
     temperatures: Tensor
     keys: Tensor
     results: Tensor
@@ -86,8 +91,8 @@ class DecodeGraphs:
 
     def run(self, tokens: list[int], *, spans: list[Span], temperatures: list[float], keys: list[int]) -> list[Drawn]:
         """Computes one row per span, whose places are in the cache's tables, and draws a token for each."""
-        rows, tables = len(spans), padded([self._cache.tables[span.slot] for span in spans])
-        size, width = _power_of_two(rows), _power_of_two(len(tables[0]))
+        rows, tables = len(spans), [self._cache.tables[span.slot] for span in spans]
+        size, width = _power_of_two(rows), _power_of_two(max(map(len, tables)))
         found = self._captured.get((size, width))
         if found is None:
             found = self._captured[size, width] = self._new(size, width=width)
@@ -97,7 +102,7 @@ class DecodeGraphs:
         _fill(found.tokens, tokens + [0] * padding)
         _fill(found.step.positions, [span.start for span in spans] + [0] * padding)
         _fill(found.step.places, places + [-1] * padding)
-        _fill(found.step.tables, [table + [0] * (width - len(table)) for table in tables] + [[0] * width] * padding)
+        found.tables.update(tables)
         _fill(found.step.tiles, tiles + [[0, 0, row, 0, 0] for row in range(rows, size)])
         _fill(found.temperatures, temperatures + [0.0] * padding)
         _fill(found.keys, keys + [0] * padding)
@@ -115,11 +120,12 @@ class DecodeGraphs:
 
         tokens, keys = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.int64)
         temperatures = empty(rows, dtype=torch.float32)
+        tables = DeviceTables(rows=rows, width=width, device=self._model.placement.device)
         step = BlockStep(
             cache=self._cache,
             positions=empty(rows, dtype=torch.int64),
             places=empty(rows, dtype=torch.int64, value=-1),
-            tables=empty(rows, width, dtype=torch.int32),
+            tables=tables.tensor,
             tiles=empty(rows, TILE_COLUMNS, dtype=torch.int32),
             split=True,
         )
@@ -129,7 +135,9 @@ class DecodeGraphs:
             return self._model.draw(x, temperatures=temperatures, keys=keys)
 
         graph, results = self._capture(compute)
-        return _Captured(graph=graph, tokens=tokens, step=step, temperatures=temperatures, keys=keys, results=results)
+        return _Captured(
+            graph=graph, tokens=tokens, step=step, tables=tables, temperatures=temperatures, keys=keys, results=results
+        )
 
 
 def _fill(buffer: Tensor, values: list) -> None:
