@@ -4,14 +4,16 @@ Within `gpu_tensors()` every tensor that is made on a cuda device is a `Tagged`.
 tensors and copies excepted) raises DeviceMismatch, as CUDA does. Triton kernels do not run on such tensors; torch's operations do.
 """
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_map
 
 DEVICE = torch.device("cuda", 0)
@@ -27,6 +29,7 @@ class DeviceMismatch(RuntimeError):
 class Tagged(Tensor):
     """`values`, a tensor in main memory, as a tensor of the GPU."""
 
+    __slots__ = ("values",)  # not among the attributes of a parameter, which optimizers' trials compare
     values: Tensor
     device = property(lambda self: DEVICE)
     is_cuda = property(lambda self: True)
@@ -53,6 +56,9 @@ class Tagged(Tensor):
             rest = {key: value for key, value in kwargs.items() if key not in ("device", "non_blocking")}
             return self.values.clone().to(*args[1:], **rest)
         return super().to(*args, **kwargs)
+
+    def data_ptr(self) -> int:
+        return self.values.data_ptr()
 
     def tolist(self) -> Any:
         return self.values.tolist()
@@ -92,9 +98,42 @@ def gpu_tensors() -> Iterator[None]:
     with (
         mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
         mock.patch.object(torch.cuda, "_initialized", True),
+        mock.patch.object(
+            torch.cuda, "get_rng_state", lambda device=None: None
+        ),  # no random numbers are drawn on a GPU
+        mock.patch.object(torch.cuda, "set_rng_state", lambda state, device=None: None),
         mock.patch.object(torch, "tensor", tensor),
         _Mode(),
     ):
+        yield
+
+
+def move(module: torch.nn.Module, *, device: str) -> None:
+    """`module.to` does not support tagged tensors. Tied parameters stay one."""
+    moved = {own: torch.nn.Parameter(own.detach().to(device)) for own in module.parameters()}
+    for part in module.modules():
+        part._parameters = {name: moved.get(own) for name, own in part._parameters.items()}
+        part._buffers = {name: None if own is None else own.to(device) for name, own in part._buffers.items()}
+
+
+@contextmanager
+def backward_elsewhere() -> Iterator[None]:
+    """Backwards run on threads of their own, as autograd runs those of a GPU's tensors. A backward inside of one stays on its thread."""
+    run, caller = torch.autograd._engine_run_backward, threading.get_ident()
+
+    def run_elsewhere(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != caller:
+            return run(*args, **kwargs)
+        is_enabled, mode = torch.is_grad_enabled(), _get_current_dispatch_mode()
+
+        def compute() -> Any:
+            with torch.set_grad_enabled(is_enabled), nullcontext() if mode is None else mode:
+                return run(*args, **kwargs)
+
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(compute).result()
+
+    with mock.patch.object(torch.autograd, "_engine_run_backward", run_elsewhere):
         yield
 
 

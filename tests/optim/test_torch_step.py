@@ -1,9 +1,12 @@
 """Which torch optimizers may run over shards, and why others may not."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
+from tests.device_tagged import DEVICE, gpu_tensors
 from ztk.optim import TorchStep
 
 CONTROL = torch.tensor([0.0, 0.5, *[0.0] * 14])  # step, with half the gradient
@@ -302,3 +305,56 @@ def test_a_state_that_comes_later_is_an_error():
     optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(RuntimeError, match="momentum_buffer"):
         step(made)
+
+
+class Elsewhere(torch.optim.SGD):
+    """Keeps a state for parameters of a GPU only."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.is_cuda:
+                    self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, torch.optim.Adagrad, partial(torch.optim.SGD, lr=0.1, momentum=0.9)]
+)
+def test_a_part_of_the_states_on_a_gpu_has_the_bits_of_the_host(make):
+    """offload.optimizer_fraction below 1 steps on both devices, some parameters here and some there."""
+    parameters = {"a": nn.Parameter(torch.ones(4)), "b": nn.Parameter(torch.ones(4))}
+    found = {}
+    with gpu_tensors():
+        for split in (False, True):
+            made = TorchStep(
+                make(parameters.values()), parameters=parameters, devices=(DEVICE, "cpu") if split else ("cpu",)
+            )
+            places = {"a": DEVICE if split else "cpu", "b": "cpu"}
+            masters = {name: torch.arange(4.0, device=device) for name, device in places.items()}
+            rows = {
+                name: {state: torch.zeros(4, device=masters[name].device) for state in made.state_names}
+                for name in places
+            }
+            for _ in range(3):
+                made.begin_step()
+                for name, master in masters.items():
+                    gradient, control = torch.full((4,), 2.0, device=master.device), CONTROL.to(master.device)
+                    made.step(master, grad=gradient, rows=rows[name], control=control, places={name: slice(0, 4)})
+            found[split] = [value.tolist() for name in places for value in (masters[name], *rows[name].values())]
+            assert masters["a"].is_cuda == split and not masters["b"].is_cuda
+    assert found[True] == found[False] != [[0.0, 1.0, 2.0, 3.0]] * len(found[True])
+
+
+def test_a_class_that_cannot_step_on_both_devices_is_refused():
+    parameters = {"a": nn.Parameter(torch.ones(4))}
+    with gpu_tensors():
+        with pytest.raises(ValueError, match=r"optimizer=AdamW: its step raises .*capturable.*parameters \(cpu\)"):
+            TorchStep(
+                torch.optim.AdamW(parameters.values(), capturable=True), parameters=parameters, devices=(DEVICE, "cpu")
+            )
+        with pytest.raises(
+            ValueError, match="optimizer=Elsewhere: it keeps sum for .* offload.optimizer_fraction below 1"
+        ):
+            TorchStep(Elsewhere(parameters.values()), parameters=parameters, devices=(DEVICE, "cpu"))

@@ -18,7 +18,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,10 +98,29 @@ def probe(
             if reason := reads.fault():  # it raises because it found none of its parameters
                 raise ValueError(f"optimizer={name}: {reason}; {_OFFERED}") from error
             raise ValueError(
-                f"optimizer={name}: its step raises {type(error).__name__} ({error}) on flat fp32 parameters with gradients and without a "
-                f"closure, as a rank holds them of a sharded model; {_OFFERED}"
+                f"optimizer={name}: its step raises {type(error).__name__} ({error}) on flat fp32 parameters ({device.type}) with gradients "
+                f"and without a closure, as a rank holds them of a sharded model; {_OFFERED}"
             ) from error
     return Kept(rows=rows, scalars=frozenset(scalars), on_device=frozenset(on_device), group_values=tuple(group_values))
+
+
+def merged(found: Sequence[Kept], *, optimizer: torch.optim.Optimizer) -> Kept:
+    """The states of an optimizer that steps on several devices. found: of each device.
+
+    Raises ValueError for one that has other states on another device.
+    """
+    first = found[0]
+    for other in found[1:]:
+        if (other.rows, other.scalars, other.group_values) != (first.rows, first.scalars, first.group_values):
+            raise ValueError(
+                f"optimizer={type(optimizer).__name__}: it keeps {_names(first)} for parameters on one device and {_names(other)} on the "
+                f"other, and offload.optimizer_fraction below 1 steps on both; leave it out, or {_OFFERED}"
+            )
+    return replace(first, on_device=frozenset.intersection(*(one.on_device for one in found)))
+
+
+def _names(kept: Kept) -> str:
+    return ", ".join(sorted({*kept.rows, *kept.scalars})) or "no state"
 
 
 class Unfit(Exception):

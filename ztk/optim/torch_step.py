@@ -7,7 +7,7 @@ A parameter that a step skips keeps its weights, states and step count.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ztk.kernels import Control
 from ztk.optim.alone import attributes_of, fill, initial_state, options_of, stand_in, step_alone
-from ztk.optim.probe import Kept, probe
+from ztk.optim.probe import Kept, merged, probe
 from ztk.optim.states import StateFormat
 
 
@@ -43,11 +43,11 @@ class TorchStep:
         optimizer: torch.optim.Optimizer,
         *,
         parameters: Mapping[str, nn.Parameter],
-        device: torch.device | str = "cpu",
+        devices: Sequence[torch.device | str] = ("cpu",),
         lr_table: Tensor | None = None,
     ) -> None:
-        """parameters: the trained parameters by name. device: where the step runs. lr_table: fp32 [steps], multiplies every group's `lr`, one
-        value per update; after the last one it stays constant.
+        """parameters: the trained parameters by name. devices: where steps run, one or two. lr_table: fp32 [steps], multiplies every
+        group's `lr`, one value per update; after the last one it stays constant.
 
         Reads the optimizer's groups at every step and empties its states. Raises ValueError for an optimizer that cannot run over shards (see
         `probe`), lacks a parameter or has made steps. With an lr_table, also for one that changes `lr` itself or has none.
@@ -66,7 +66,10 @@ class TorchStep:
             )
         self._initial = _initial_states(optimizer, name_of=name_of)
         of_groups = {self._group_of[name]: state for name, state in self._initial.items()}
-        self._kept: Kept = probe(optimizer, initial=of_groups, device=torch.device(device), model=parameters.values())
+        found = [
+            probe(optimizer, initial=of_groups, device=torch.device(one), model=parameters.values()) for one in devices
+        ]
+        self._kept: Kept = merged(found, optimizer=optimizer)
         self._parameters, self._attributes = dict(parameters), {}
         for number, group in enumerate(optimizer.param_groups if lr_table is not None else ()):
             if "lr" not in group or "lr" in self._kept.group_values[number]:

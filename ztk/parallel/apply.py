@@ -6,7 +6,7 @@ sequences, experts, ZeRO with its stores, recomputation, engine.
 
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +109,7 @@ def parallelize(
             policy=optimizer,
             model=model,
             lr_table=lr_table,
-            device=_device_of_states(offload, process=process),
+            devices=_devices_of_states(offload, process=process),
             precision=precision,
         ),
         lr_table=lr_table,
@@ -164,10 +164,12 @@ def _taken_over(optimizer: torch.optim.Optimizer, *, engine: Engine) -> ScriptOp
     )
 
 
-def _device_of_states(offload: OffloadPolicy | None, *, process: Process) -> torch.device:
-    """The device on which the optimizer runs: this process's, if some states stay there."""
-    stays = offload is None or offload.optimizer is Tier.none or offload.optimizer_fraction < 1
-    return process.device if stays else torch.device("cpu")
+def _devices_of_states(offload: OffloadPolicy | None, *, process: Process) -> list[torch.device]:
+    """The devices on which the optimizer runs: this process's if some states stay there, the host if some are offloaded."""
+    offload = offload or OffloadPolicy()
+    stays = offload.optimizer is Tier.none or offload.optimizer_fraction < 1
+    host = offload.optimizer is not Tier.none and offload.optimizer_fraction > 0
+    return list(dict.fromkeys([*([process.device] if stays else []), *([torch.device("cpu")] if host else [])]))
 
 
 def _step_of(
@@ -176,7 +178,7 @@ def _step_of(
     policy: OptimizerPolicy,
     model: nn.Module,
     lr_table: Tensor | None,
-    device: torch.device,
+    devices: Sequence[torch.device],
     precision: PrecisionPolicy,
 ) -> FlatOptimizer | TorchStep:
     """The update of `policy` with the master weights of `precision`, or the step of `given`."""
@@ -194,7 +196,7 @@ def _step_of(
             "steps float32 weights: use ztk's adamw, adam, lion or sgd, or leave it out"
         )
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return TorchStep(given, parameters=trained, device=device, lr_table=lr_table)
+    return TorchStep(given, parameters=trained, devices=devices, lr_table=lr_table)
 
 
 def apply_float8(plan: Plan) -> None:

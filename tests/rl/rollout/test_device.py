@@ -15,7 +15,7 @@ from experiments.models import build
 from experiments.prompts import Prompts
 from experiments.rollout_run import Run
 from experiments.rollouts import draw, drawing, score_samples
-from tests.device_tagged import DEVICE, Tagged, gpu_tensors
+from tests.device_tagged import DEVICE, Tagged, gpu_tensors, move
 from tests.inference.test_blocks import Replayed
 from tests.rl.rollout.runs import Batches, OneRank, config_of, play, rows_of
 from ztk.core.runtime import Process
@@ -137,14 +137,6 @@ class PlainEngine(Batches):
             for parameter in self.module.parameters():
                 parameter -= 0.1 * parameter.grad
                 parameter.grad = None
-
-
-def move(module: Decoder, *, device: str) -> None:
-    """`module.to` does not support tagged tensors. Tied parameters stay one."""
-    moved = {own: torch.nn.Parameter(own.detach().to(device)) for own in module.parameters()}
-    for part in module.modules():
-        part._parameters = {name: moved.get(own) for name, own in part._parameters.items()}
-        part._buffers = {name: None if own is None else own.to(device) for name, own in part._buffers.items()}
 
 
 def run_of(config, *, device: str = "cpu", cache: str = "blocks") -> Run:
