@@ -28,7 +28,6 @@ from ztk.report.statistics import median_interval
 
 ARMS = {"adamw": "#4477aa", "muon": "#ee6677"}  # optimizer -> colour
 COMMON = (
-    "precision=fp32",
     "launch.ranks=1",
     "launch.device=cpu",
     "logger=disabled",
@@ -69,6 +68,7 @@ def train(arm: str, *, seed: int, options: argparse.Namespace) -> None:
     ztk.run(
         *COMMON,
         *limit,
+        "precision=fp32",
         f"optimizer={arm}",
         f"model={options.model}",
         "data.seq_len=256",

@@ -17,25 +17,25 @@ from ztk.nn.linear import Linear
 from ztk.zero.buckets.layout import BucketLayout, ParameterSpec
 from ztk.zero.buckets.shard_formats import Float8Shards
 
-ROWWISE, EXACT_WEIGHTS = Float8Recipe.rowwise, Float8Recipe.rowwise_with_gw_hp
+ROWWISE, EXACT_WEIGHTS, WIDE = Float8Recipe.rowwise, Float8Recipe.rowwise_with_gw_hp, Float8Recipe.rowwise_e5m2
 
 
-def _rounded(x: torch.Tensor) -> torch.Tensor:
+def _rounded(x: torch.Tensor, *, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
     """x [R, C] as the float8 values of its rows, float64."""
-    codes, scales = quantise_rows(x)
+    codes, scales = quantise_rows(x, dtype=dtype)
     return dequantised(codes, scales=scales, dtype=torch.float64)
 
 
 def _plain(x, weight, d_out, *, recipe):
     """Output and gradients in float64, of x [M, K], weight [N, K], d_out [M, N]."""
-    weight_values = _rounded(weight)
+    weight_values, of_gradients = _rounded(weight), torch.float8_e5m2 if recipe is WIDE else torch.float8_e4m3fn
     _, of_weight = quantise_rows(weight)
     scaled = (d_out.double() * of_weight.double().t()).float()
     codes, _ = quantise_rows(weight)
     d_weight = d_out.double().t() @ x.double()
-    if recipe is ROWWISE:
-        d_weight = _rounded(d_out.t().contiguous()) @ _rounded(x.t().contiguous()).t()
-    return _rounded(x) @ weight_values.t(), _rounded(scaled) @ codes.double(), d_weight
+    if recipe is not EXACT_WEIGHTS:
+        d_weight = _rounded(d_out.t().contiguous(), dtype=of_gradients) @ _rounded(x.t().contiguous()).t()
+    return _rounded(x) @ weight_values.t(), _rounded(scaled, dtype=of_gradients) @ codes.double(), d_weight
 
 
 def _close(value: torch.Tensor, expected: torch.Tensor, *, sums: int) -> None:
@@ -44,7 +44,7 @@ def _close(value: torch.Tensor, expected: torch.Tensor, *, sums: int) -> None:
     assert ((value.double() - expected).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("recipe", [ROWWISE, EXACT_WEIGHTS])
+@pytest.mark.parametrize("recipe", list(Float8Recipe))
 @pytest.mark.parametrize("positions", [(2, 24), (37,)])
 def test_a_layer_computes_the_products_of_its_recipe(recipe, positions):
     torch.manual_seed(0)
@@ -70,9 +70,27 @@ def test_a_layer_computes_the_products_of_its_recipe(recipe, positions):
     assert torch.equal(layer.bias.grad, d_flat.sum(0)) or (layer.bias.grad - d_flat.sum(0)).abs().max() < 1e-7
 
 
-def test_an_overflow_is_not_hidden():
+def test_gradients_as_e5m2_reach_further_down():
+    """A number of 2^-20 of its row's largest is zero in e4m3. Weights and inputs stay e4m3, so the forward has the same bits."""
+    x, d_out = torch.eye(16).bfloat16(), torch.eye(16).bfloat16()
+    d_out[3, 5] = 2.0**-20
+    found = {}
+    for recipe in (ROWWISE, WIDE):
+        layer = Linear(16, 16).bfloat16()
+        layer.product = Float8Product(recipe=recipe)
+        layer.weight.data.copy_(torch.eye(16))
+        inputs = x.clone().requires_grad_()
+        out = layer(inputs)
+        out.backward(d_out)
+        found[recipe] = out.detach(), inputs.grad[3, 5], layer.weight.grad[5, 3]
+    assert torch.equal(found[ROWWISE][0], found[WIDE][0])
+    assert found[ROWWISE][1:] == (0, 0) and found[WIDE][1:] == (2.0**-20, 2.0**-20)
+
+
+@pytest.mark.parametrize("recipe", [ROWWISE, WIDE])
+def test_an_overflow_is_not_hidden(recipe):
     layer = Linear(16, 16).bfloat16()
-    layer.product = Float8Product(recipe=ROWWISE)
+    layer.product = Float8Product(recipe=recipe)
     x = torch.randn(4, 16).bfloat16().requires_grad_()
     d_out = torch.randn(4, 16).bfloat16()
     d_out[1, 2] = math.inf

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ztk.core.policies.precision import Float8Recipe
-from ztk.core.precision.float8 import MULTIPLE, quantise_columns, quantise_rows, scaled_product, turned
+from ztk.core.precision.float8 import CODES, MULTIPLE, quantise_columns, quantise_rows, scaled_product, turned
 from ztk.core.runtime.gradient_places import place_offered
 from ztk.core.runtime.input_gradients import taker_of
 from ztk.core.runtime.own_forward import has_own_forward
@@ -48,6 +48,11 @@ class Float8Product:
     recipe: Float8Recipe
     deferred: Deferred | None = None
 
+    @property
+    def gradient_codes(self) -> torch.dtype:
+        """The float8 format of gradients."""
+        return torch.float8_e5m2 if self.recipe is Float8Recipe.rowwise_e5m2 else CODES
+
     def __call__(self, x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] times weight [N, K] transposed, plus bias [N]: [..., N]."""
         if not x.numel():
@@ -60,7 +65,7 @@ class Float8Product:
         d_out, x = _rows(d_out), _rows(x)
         if self.recipe is Float8Recipe.rowwise_with_gw_hp:
             return weight_gradient(d_out, x=x) if out is None else torch.mm(d_out.t(), x, out=out)
-        (a, scales_a), (b, scales_b) = quantise_columns(d_out), quantise_columns(x)
+        (a, scales_a), (b, scales_b) = quantise_columns(d_out, dtype=self.gradient_codes), quantise_columns(x)
         return scaled_product(a, b=b, scales=(scales_a, scales_b), out=out)
 
 
@@ -84,7 +89,11 @@ class _Float8Linear(torch.autograd.Function):
         again = torch.is_grad_enabled()  # this backward will be differentiated, and codes have no gradient
         d_x = d_weight = None
         if ctx.needs_input_grad[0]:
-            d_x = d_out @ weight if again else _input_gradient(_rows(d_out), weight=weight).view(*d_out.shape[:-1], -1)
+            if again:
+                d_x = d_out @ weight
+            else:
+                d_x = _input_gradient(_rows(d_out), weight=weight, dtype=ctx.product.gradient_codes)
+                d_x = d_x.view(*d_out.shape[:-1], -1)
             d_x = d_x if again or ctx.take is None else ctx.take(d_x)
         if not ctx.needs_input_grad[1]:
             return d_x, None, None
@@ -99,10 +108,10 @@ class _Float8Linear(torch.autograd.Function):
         return d_x, d_weight, None
 
 
-def _input_gradient(d_out: Tensor, *, weight: Tensor) -> Tensor:
-    """d_out [M, N], weight [N, K] -> [M, K]."""
+def _input_gradient(d_out: Tensor, *, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """d_out [M, N], weight [N, K] -> [M, K]. dtype: float8 format of the gradient."""
     codes, scales = quantise_rows(weight)
-    a, scales_a = quantise_rows(d_out * scales.t().to(d_out.dtype))
+    a, scales_a = quantise_rows(d_out * scales.t().to(d_out.dtype), dtype=dtype)
     return scaled_product(a, b=turned(codes), scales=(scales_a, scales.new_ones(weight.shape[1], 1)))
 
 

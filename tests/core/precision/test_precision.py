@@ -34,7 +34,9 @@ def test_precision_faults():
         PrecisionPolicy(reduce_dtype=torch.int8)
     with pytest.raises(ValueError, match="precision.dtype=fp8: must be one of"):
         PrecisionPolicy.named("fp8")
-    with pytest.raises(ValueError, match="precision.float8=mx: must be one of rowwise, rowwise_with_gw_hp, or null"):
+    with pytest.raises(
+        ValueError, match="precision.float8=mx: must be one of rowwise, rowwise_with_gw_hp, rowwise_e5m2, or null"
+    ):
         PrecisionPolicy.named("bf16", float8="mx")
     with pytest.raises(ValueError, match="precision.float8=rowwise: float8 products need bfloat16 .* these are fp32"):
         PrecisionPolicy(float8="rowwise")

@@ -28,10 +28,11 @@ class MasterWeights(StrEnum):
 
 
 class Float8Recipe(StrEnum):
-    """precision.float8: the products of linear layers in float8, by torchao's names."""
+    """precision.float8: the products of linear layers in float8. The first two names are torchao's."""
 
     rowwise = "rowwise"  # all three products of a layer
     rowwise_with_gw_hp = "rowwise_with_gw_hp"  # the weight's gradient in 16 bits
+    rowwise_e5m2 = "rowwise_e5m2"  # all three products, gradients in e5m2
 
 
 _BF16 = When("precision=bf16 or precision=fp8", lambda config, machine: config.precision.dtype == "bf16")
@@ -91,8 +92,9 @@ class PrecisionConfig:
         "optimizer.states=8bit, else fp32"
     )
     float8: Float8Recipe | None = key(
-        "how linear layers inside blocks multiply in float8 (e4m3 with a scale per row): rowwise (forward and backward), or "
-        "rowwise_with_gw_hp (weight gradients in bf16); stage 3 gathers their weights in float8; null: they do not",
+        "how linear layers inside blocks multiply in float8 (e4m3 with a scale per row): rowwise (forward and backward), "
+        "rowwise_with_gw_hp (weight gradients in bf16), or rowwise_e5m2 (gradients as e5m2); stage 3 gathers their weights in float8; null: "
+        "they do not",
         acts=_BF16,
         optional=True,
         contradicts=_float8_faults,

@@ -3,7 +3,9 @@
 [Note: Float8 numerics]
 A matrix is stored as codes (float8_e4m3fn, at most 448) and one float32 scale per row, value = code * scale. As in torchao's recipe
 `rowwise` (torchao/float8/config.py), a scale is the row's largest magnitude over 448, rounded up to a power of two, and gradients are e4m3,
-too: a row's own scale covers its range, so the third bit of the mantissa helps more than the exponents of e5m2.
+too: a row's own scale covers its range, so the third bit of the mantissa helps more than the exponents of e5m2. The recipe `rowwise_e5m2`
+has codes of float8_e5m2, at most 57,344, for gradients: numbers down to 2^-32 of a row's largest are not zero, instead of 2^-18. They are
+always the first matrix of a product, because torch's products on GPUs take e5m2 only there.
 
 Scaling by powers of two is exact, which makes two results independent of the way:
 
@@ -20,32 +22,31 @@ import torch
 from torch import Tensor
 
 CODES = torch.float8_e4m3fn
-LARGEST = torch.finfo(CODES).max  # 448
 MULTIPLE = 16  # of which a product's inner and outer size must be on NVIDIA's GPUs
 _SMALLEST = 2.0**-100  # scale
 _MANTISSA = 23  # bits of float32
 
 
-def scales_of(x: Tensor, *, dim: int) -> Tensor:
-    """Scales of the vectors of `x` [R, C] along `dim`, powers of two: float32, `dim` of size 1."""
+def scales_of(x: Tensor, *, dim: int, dtype: torch.dtype = CODES) -> Tensor:
+    """Scales of the vectors of `x` [R, C] along `dim` for codes of `dtype`, powers of two: float32, `dim` of size 1."""
     largest = torch.linalg.vector_norm(x, ord=float("inf"), dim=dim, keepdim=True).float()
-    bits = (largest / LARGEST).clamp_(min=_SMALLEST).view(torch.int32)
+    bits = (largest / torch.finfo(dtype).max).clamp_(min=_SMALLEST).view(torch.int32)
     rounded = (((bits + ((1 << _MANTISSA) - 1)) >> _MANTISSA) << _MANTISSA).view(torch.float32)
     return torch.where(largest.isfinite(), rounded, float("nan"))
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [R, C] and scales [R, 1] of `x` [R, C], bfloat16 or float32."""
-    scales = scales_of(x, dim=1)
-    return _codes(x, scales=scales), scales
+def quantise_rows(x: Tensor, *, dtype: torch.dtype = CODES) -> tuple[Tensor, Tensor]:
+    """Codes [R, C] of `dtype` and scales [R, 1] of `x` [R, C], bfloat16 or float32."""
+    scales = scales_of(x, dim=1, dtype=dtype)
+    return _codes(x, scales=scales, dtype=dtype), scales
 
 
-def quantise_columns(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [C, R] and scales [C, 1] of `x` [R, C] transposed. R is padded with zeros to a multiple of 16."""
-    scales = scales_of(x, dim=0)
+def quantise_columns(x: Tensor, *, dtype: torch.dtype = CODES) -> tuple[Tensor, Tensor]:
+    """Codes [C, R] of `dtype` and scales [C, 1] of `x` [R, C] transposed. R is padded with zeros to a multiple of 16."""
+    scales = scales_of(x, dim=0, dtype=dtype)
     rows = x.shape[0]
-    turned = torch.empty(x.shape[1], rows + -rows % MULTIPLE, dtype=CODES, device=x.device)
-    _bytes(turned)[:, :rows].copy_(_bytes(_codes(x, scales=scales)).t())
+    turned = torch.empty(x.shape[1], rows + -rows % MULTIPLE, dtype=dtype, device=x.device)
+    _bytes(turned)[:, :rows].copy_(_bytes(_codes(x, scales=scales, dtype=dtype)).t())
     _bytes(turned)[:, rows:].zero_()
     return turned, scales.view(-1, 1)
 
@@ -84,8 +85,8 @@ def device_fault(device: torch.device) -> str:
     return "" if (major, minor) >= (8, 9) else f"sm_{major}{minor} has no float8 products, which begin with sm_89"
 
 
-def _codes(x: Tensor, *, scales: Tensor) -> Tensor:
-    return (x * scales.reciprocal().to(x.dtype)).to(CODES)
+def _codes(x: Tensor, *, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x * scales.reciprocal().to(x.dtype)).to(dtype)
 
 
 def _bytes(codes: Tensor) -> Tensor:
