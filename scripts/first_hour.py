@@ -1,6 +1,6 @@
 """Runs all first checks on a new GPU machine with one command, prepared beforehand and without network access.
 
-    python scripts/first_hour.py prepare FOLDER            # here: downloads wheels that GPU machines often lack, and writes first.sh
+    python scripts/first_hour.py prepare FOLDER            # here: wheels that GPU machines often lack, compiled kernels, first.sh
     bash FOLDER/first.sh RESULTS                           # on the GPU machine, in the checkout: at most 560 s
     python scripts/first_hour.py read RESULTS              # here: writes experiments/results/GPU/first_hour.{json,md}
     python scripts/first_hour.py run RESULTS --dry-run     # every step on a CPU with small sizes
@@ -10,28 +10,31 @@ files, updated after each step: steps.jsonl, log.txt, kernels.json and tests.xml
 """
 
 import argparse
-import datetime
+import base64
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.results import commit_of, folder_of
+from scripts.first_hour_page import read
 from ztk.core.launch import allocator_settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SECONDS = 560.0  # of all steps
 SLOWER = 4.0  # a dry run on a CPU that does other work, too
-PYTHON = "3.12"  # of the GPU machine
+PYTHON, TRITON = "3.12", "3.6.0"  # of the GPU machine
+PROGRAMS = "/tmp/first_hour_triton"  # Triton's cache there; its entries have absolute paths
 # Packages that ztk imports and that machines with only torch, triton and einops lack.
 WHEELS = ("hydra-core", "omegaconf", "antlr4-python3-runtime==4.9.3")
 KERNELS = ("attention", "adamw", "cross_entropy", "linear_rows")
@@ -85,7 +88,9 @@ def run(results: Path, *, dry: bool, only: Sequence[str]) -> int:
         while todo:
             together = [step for step in todo if step.together and step.together == todo[0].together] or todo[:1]
             todo = [step for step in todo if step not in together]
+            had = count_programs()
             for row in run_together(together, deadline=deadline, log=results / "log.txt"):
+                row["compiled"] = count_programs() - had  # with its neighbours
                 failed += row["status"] != "done"
                 with (results / "steps.jsonl").open("a") as file:
                     file.write(json.dumps(row) + "\n")
@@ -132,6 +137,12 @@ def run_together(together: Sequence[Step], *, deadline: float, log: Path) -> lis
     return rows
 
 
+def count_programs() -> int:
+    """Compiled kernels in Triton's cache."""
+    folder = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+    return sum(1 for _ in Path(folder).glob("*/__grp__*"))
+
+
 def last_json(text: str) -> dict:
     """`{"result": ...}` of the last line that is a JSON object; empty without one."""
     for line in reversed(text.splitlines()):
@@ -152,21 +163,21 @@ def collect(work: Path, *, results: Path) -> None:
         (results / "kernels.json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def prepare(folder: Path) -> int:
-    """Downloads the wheels and writes first.sh."""
+def prepare(folder: Path, *, target: str) -> int:
+    """Downloads the wheels, compiles the kernels for `target`, and writes first.sh."""
     folder.mkdir(parents=True, exist_ok=True)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     with tempfile.TemporaryDirectory() as sources:
         # antlr4's runtime has only a source archive; pip builds a pure Python wheel.
-        subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", str(folder), WHEELS[2]], check=True, cwd=sources)
+        pip("wheel", "--no-deps", "-w", str(folder), WHEELS[2], cwd=sources)
     constraints = f"--constraint={REPOSITORY / 'constraints.txt'}"
-    options = ["--no-deps", constraints, "--only-binary=:all:", f"--python-version={PYTHON}", "-d", str(folder)]
-    subprocess.run([*pip, "download", "-q", *options, *WHEELS[:2]], check=True)
+    pip("download", *OTHER_PYTHON, constraints, "-d", str(folder), *WHEELS[:2])
+    compile_kernels(folder / "triton.tar.xz", target=target)
     (folder / "first.sh").write_text(
         "#!/usr/bin/env bash\n# From the checkout: bash FOLDER/first.sh RESULTS\nset -u\n"
         'here=$(cd "$(dirname "$0")" && pwd)\n'
         'python3 -m pip install -q --no-index --no-deps --target /tmp/first_hour "$here"/*.whl\n'
-        "export PYTHONPATH=/tmp/first_hour WANDB_MODE=disabled PYTHONUNBUFFERED=1\n"
+        f'mkdir -p {PROGRAMS} && tar -xJf "$here"/triton.tar.xz -C {PROGRAMS}\n'
+        f"export PYTHONPATH=/tmp/first_hour TRITON_CACHE_DIR={PROGRAMS} WANDB_MODE=disabled PYTHONUNBUFFERED=1\n"
         'exec python3 scripts/first_hour.py run "$1"\n'
     )
     nbytes = sum(path.stat().st_size for path in folder.iterdir())
@@ -174,56 +185,43 @@ def prepare(folder: Path) -> int:
     return 0
 
 
-def read(results: Path) -> int:
-    """Writes first_hour.json and first_hour.md, with a row per step, to the GPU's folder of results."""
-    rows = [json.loads(line) for line in (results / "steps.jsonl").read_text().splitlines()]
-    machine = next((row["result"] for row in rows if row["name"] == "machine" and "result" in row), {})
-    folder = folder_of(str(machine.get("gpu", "unknown")))
-    folder.mkdir(parents=True, exist_ok=True)
-    kernels = results / "kernels.json"
-    document = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit_of(REPOSITORY),
-        **machine,
-        "steps": rows,
-        "kernels": json.loads(kernels.read_text()) if kernels.is_file() else [],
-    }
-    (folder / "first_hour.json").write_text(json.dumps(document, indent=1) + "\n")
-    (folder / "first_hour.md").write_text(page(document))
-    print((folder / "first_hour.md").read_text())
-    return int(any(row["status"] != "done" for row in rows))
+OTHER_PYTHON = ("--no-deps", "--only-binary=:all:", f"--python-version={PYTHON}")  # downloads for the GPU machine
 
 
-def page(document: dict) -> str:
-    """The tables of steps and of kernels, with each kernel's share of the measured limit of bandwidth or FLOPs."""
-    lines = [f"# First run on {document.get('gpu', 'an unknown GPU')}", ""]
-    lines += [
-        f"{document['date']}, commit {document['commit']}, torch {document.get('torch')}, triton {document.get('triton')}",
-        "",
-    ]
-    lines += ["| step | status | seconds | result |", "| --- | --- | --- | --- |"]
-    for row in document["steps"]:
-        result = {
-            key: value for key, value in row.get("result", {}).items() if isinstance(value, int | float | str | bool)
-        }
-        shown = ", ".join(
-            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in result.items()
-        )
-        lines.append(
-            f"| {row['name']} | {row['status']} | {row['seconds']} | {shown or row.get('error', '').strip()[-120:]} |"
-        )
-    if document["kernels"]:
-        lines += [
-            "",
-            "| kernel | shape | direction | provider | ms | share of the limit |",
-            "| --- | --- | --- | --- | --- | --- |",
-        ]
-        for row in document["kernels"]:
-            shape, share = "x".join(map(str, row["shape"])), f"{row['share']:.0%} of {row['limit']}"
-            lines.append(
-                f"| {row['op']} | {shape} | {row['direction']} | {row['provider']} | {row['p50']:.3f} | {share} |"
-            )
-    return "\n".join(lines) + "\n"
+def pip(verb: str, *arguments: str, cwd: str | None = None) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", verb, "-q", *arguments], check=True, cwd=cwd
+    )
+
+
+def compile_kernels(archive: Path, *, target: str) -> None:
+    """Writes the programs of the kernels' tests and benchmarks, as the GPU machine's Triton looks them up. See `tests.kernels.aot.cache`.
+
+    ZTK_CUDA_BUILD: a folder with that Triton for this Python, which is downloaded otherwise.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        pip("download", *OTHER_PYTHON, "-d", name, f"triton=={TRITON}")
+        (wheel,) = Path(name).glob("triton-*.whl")
+        build = os.environ.get("ZTK_CUDA_BUILD")
+        if build is None:
+            build = str(Path(name, "build"))
+            pip("install", "--no-deps", "--target", build, f"triton=={TRITON}")
+        programs = Path(name, "programs")
+        paths = {"PYTHONPATH": os.pathsep.join([build, str(REPOSITORY)]), "TRITON_INTERPRET": "0"}
+        command = [sys.executable, "-m", "tests.kernels.aot.cache", str(programs), "--at", PROGRAMS]
+        command += ["--target", target, "--libtriton", library_hash(wheel)]
+        subprocess.run(command, check=True, cwd=REPOSITORY, env=os.environ | paths)
+        with tarfile.open(archive, "w:xz") as file:
+            file.add(programs, arcname=".")
+
+
+def library_hash(wheel: Path) -> str:
+    """SHA-256 of Triton's library in a wheel, from the wheel's list of files."""
+    with zipfile.ZipFile(wheel) as file:
+        record = next(member for member in file.namelist() if member.endswith(".dist-info/RECORD"))
+        rows = [line.split(",") for line in file.read(record).decode().splitlines()]
+    (code,) = (row[1].removeprefix("sha256=") for row in rows if row[0] == "triton/_C/libtriton.so")
+    return base64.urlsafe_b64decode(code + "=" * (-len(code) % 4)).hex()
 
 
 def main() -> int:
@@ -232,10 +230,11 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", nargs="+", default=(), help="names of steps (default: all)")
     parser.add_argument("--dry-run", action="store_true", help="on a CPU with small sizes")
+    parser.add_argument("--target", default="sm_90", choices=("sm_80", "sm_90", "sm_100"), help="of compiled kernels")
     options = parser.parse_args()
     match options.verb:
         case "prepare":
-            return prepare(options.folder)
+            return prepare(options.folder, target=options.target)
         case "run":
             return int(bool(run(options.folder, dry=options.dry_run, only=options.steps)))
         case _:

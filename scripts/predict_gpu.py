@@ -1,16 +1,21 @@
 """Predicts steps, decoding and kernels on GPUs without one, and writes the table into docs/gpu.md.
 
     python scripts/predict_gpu.py            # prints the table
-    python scripts/predict_gpu.py --write    # and replaces the one in docs/gpu.md
+    python scripts/predict_gpu.py --write    # and replaces the one in docs/gpu.md, and experiments/results/predicted_gpu.json
+
+The file also has the work that `scripts/first_hour.py` measures, in its shapes: `first_hour.py read` puts measured next to predicted times.
 
 Steps are planned (`ztk.planner`). Decoding and kernels have two times: the floor of their bytes and products at the data sheet's rates, and
 the time at the shares of these rates that conf/hardware/ expects.
 """
 
 import argparse
+import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,16 +24,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.plan import make_plan
 from experiments.policies import hardware
-from ztk.config import compose
+from scripts.first_hour import KERNELS as OPS
+from scripts.results import PREDICTED, commit_of
+from ztk.config import Config, compose
 from ztk.core.policies.hardware import Hardware
 from ztk.kernels import ALL_OPS
 from ztk.nn import Decoder, DecoderConfig
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "gpu.md"
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGE = REPOSITORY / "docs" / "gpu.md"
 START, END = "<!-- predicted: python scripts/predict_gpu.py --write -->", "<!-- end of predicted -->"
 NAMES = ("h200", "h100")
-STEP = ("task=plan", "model=1b", "data=synthetic", "data.seq_len=4096", "launch.ranks=1")
-BATCH = ("train.micro_batch_size=4", "train.global_batch_size=4")
+MODEL = ("task=plan", "model=1b", "data=synthetic", "launch.ranks=1")
+BATCH = ("data.seq_len=4096", "train.micro_batch_size=4", "train.global_batch_size=4")
 STEPS = {
     "stage 0": ("zero=stage0",),
     "stage 3": ("zero=stage3",),
@@ -40,55 +48,138 @@ LLAMA = DecoderConfig(
 )
 DECODED = {1: 2048, 64: 2048}  # rows -> tokens that each has in the cache
 BYTES = 2  # of bf16
-KERNELS = (
-    ("attention", (4, 8192, 32, 128), False),
-    ("attention", (4, 8192, 32, 128), True),
-    ("adamw", (1_000_000_000,), False),
-    ("cross_entropy", (8192, 131_072), False),
+# Steps of scripts/first_hour.py: name, number in its result, and overrides. scripts/gpu_item.py chooses the batch by the GPU's memory.
+MEASURED = (
+    ("speed ztk0", "step_seconds", ("zero=stage0",)),
+    ("overlap ztk3+cpu", "step", ("zero=stage3", "offload=cpu")),
 )
+SEQ_LEN, MICRO_BATCH = 2048, {"h200": 8, "h100": 4}
+SHOWN = (  # kernels in the table: op, shape, direction
+    ("attention", (4, 8192, 32, 128), "forward"),
+    ("attention", (4, 8192, 32, 128), "backward"),
+    ("adamw", (1_000_000_000,), "forward"),
+    ("cross_entropy", (8192, 131_072), "forward"),
+)
+PRODUCTS = {
+    "attention": "attention_share",
+    "linear_rows": "product_share",
+}  # ops that multiply, and the share that they reach
+ATTENTION = {"forward": 2, "backward": 5, "forward+backward": 7}  # products
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """Seconds of a piece of work on a GPU.
+
+    floor: seconds at the data sheet's rates. step, value: the step of scripts/first_hour.py that measures it, and the number in its result;
+    a kernel has its shape and direction instead. shown: in the table of docs/gpu.md.
+    """
+
+    work: str
+    seconds: float
+    floor: float | None = None
+    mfu: float | None = None
+    step: str | None = None
+    value: str | None = None
+    shape: tuple[int, ...] = ()
+    direction: str | None = None
+    shown: bool = False
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="replace the table in docs/gpu.md")
-    found = table()
+    parser.add_argument(
+        "--write", action="store_true", help="replace the table in docs/gpu.md and the file of predictions"
+    )
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        predicted = {name: list(predictions(name, folder=folder)) for name in NAMES}
+    found = table(predicted)
     print(found)
-    if parser.parse_args().write:
+    if options.write:
         text = PAGE.read_text(encoding="utf-8")
         PAGE.write_text(
             f"{text.partition(START)[0]}{START}\n\n{found}\n\n{END}{text.partition(END)[2]}", encoding="utf-8"
         )
+        rows = {name: [asdict(one) for one in own] for name, own in predicted.items()}
+        PREDICTED.write_text(json.dumps({"commit": commit_of(REPOSITORY), **rows}, indent=1) + "\n")
     return 0
 
 
-def table() -> str:
-    """One row per piece of work, and a column per GPU."""
-    with tempfile.TemporaryDirectory() as folder:
-        columns = {name: dict(rows(name, folder=folder)) for name in NAMES}
-    lines = [f"| work | {' | '.join(name.upper() for name in NAMES)} |", f"| --- |{' --- |' * len(NAMES)}"]
-    lines += [f"| {work} | {' | '.join(columns[name][work] for name in NAMES)} |" for work in columns[NAMES[0]]]
+def table(predicted: dict[str, Sequence[Prediction]]) -> str:
+    """One row per piece of work that is shown, and a column per GPU."""
+    columns = [{one.work: cell(one) for one in own if one.shown} for own in predicted.values()]
+    lines = [f"| work | {' | '.join(name.upper() for name in predicted)} |", f"| --- |{' --- |' * len(columns)}"]
+    lines += [f"| {work} | {' | '.join(column[work] for column in columns)} |" for work in columns[0]]
     return "\n".join(lines)
 
 
-def rows(name: str, *, folder: str) -> Iterator[tuple[str, str]]:
-    """(work, time on the GPU `name`)."""
+def cell(one: Prediction) -> str:
+    """The time with MFU, or after the floor."""
+    if one.floor is None:
+        return f"{1e3 * one.seconds:.0f} ms, MFU {one.mfu:.0%}"
+    return f"{1e3 * one.floor:.2g} ms, expected {1e3 * one.seconds:.2g} ms"
+
+
+def predictions(name: str, *, folder: str) -> Iterator[Prediction]:
+    """All work on the GPU `name`. folder: of the plans."""
+    target = partial(compose, *MODEL, f"hardware={name}", output_dir=folder)
     for title, words in STEPS.items():
-        config = compose(*STEP, *BATCH, *words, f"hardware={name}", output_dir=folder)
-        plan, machine = make_plan(config), hardware(config)
-        assert plan.time is not None and plan.mfu is not None and machine is not None
-        yield f"step of 1B, 16,384 tokens, {title}", f"{1e3 * plan.time.seconds:.0f} ms, MFU {plan.mfu:.0%}"
-    for batch, length in DECODED.items():
-        nbytes = weight_bytes() + batch * length * cache_bytes()
-        yield f"decode of 8B, batch {batch}, {length:,} tokens each", times(machine, nbytes=nbytes, flops=0)
+        yield planned(target(*BATCH, *words), work=f"step of 1B, 16,384 tokens, {title}", shown=True)
+    micro_batch = MICRO_BATCH[name]
+    batch = (
+        f"data.seq_len={SEQ_LEN}",
+        f"train.micro_batch_size={micro_batch}",
+        f"train.global_batch_size={micro_batch}",
+    )
+    for step, value, words in MEASURED:
+        title = f"{step}: step of 1B, {micro_batch * SEQ_LEN:,} tokens"
+        yield planned(target(*batch, *words), work=title, step=step, value=value)
+    machine = hardware(target(*BATCH))
+    assert machine is not None
+    for rows, length in DECODED.items():
+        nbytes = weight_bytes() + rows * length * cache_bytes()
+        floor, seconds = times(machine, nbytes=nbytes, flops=0)
+        work = f"decode of 8B, batch {rows}, {length:,} tokens each"
+        yield Prediction(work=work, seconds=seconds, floor=floor, shown=True)
+    yield from kernels(machine)
+
+
+def planned(
+    config: Config, *, work: str, step: str | None = None, value: str | None = None, shown: bool = False
+) -> Prediction:
+    """A training step of the planner."""
+    plan = make_plan(config)
+    assert plan.time is not None and plan.mfu is not None
+    return Prediction(work=work, seconds=plan.time.seconds, mfu=plan.mfu, step=step, value=value, shown=shown)
+
+
+def kernels(machine: Hardware) -> Iterator[Prediction]:
+    """The kernels of the table and of scripts/first_hour.py, in bf16."""
     specs = {spec.name: spec for spec in ALL_OPS}
-    for op, shape, backward in KERNELS:
-        spec, count = specs[op], 2.5 if backward else 1  # a backward of attention has five products to two
-        count_bytes = spec.num_bytes_backward if backward else spec.num_bytes
-        assert count_bytes is not None, "an op of the list has a count"
-        nbytes = count_bytes(shape, BYTES)
-        flops = count * spec.num_flops(shape) if op == "attention" else 0
-        title = f"{op} {'x'.join(map(str, shape))}{', backward' if backward else ''}"
-        yield title, times(machine, nbytes=nbytes, flops=flops, share=machine.attention_share)
+    measured = [
+        (op, shape, direction)
+        for op in OPS
+        for shape in specs[op].bench_shapes
+        for direction in (("forward", "forward+backward") if specs[op].differentiable else ("forward",))
+    ]
+    for op, shape, direction in dict.fromkeys((*SHOWN, *measured)):
+        spec = specs[op]
+        forward = spec.num_bytes(shape, BYTES)
+        backward = spec.num_bytes_backward(shape, BYTES) if spec.num_bytes_backward else 2 * forward
+        nbytes = {"forward": forward, "backward": backward, "forward+backward": forward + backward}[direction]
+        flops = spec.num_flops(shape) if op in PRODUCTS else 0
+        flops *= ATTENTION[direction] / ATTENTION["forward"] if op == "attention" else 1
+        floor, seconds = times(machine, nbytes=nbytes, flops=flops, share=getattr(machine, PRODUCTS.get(op, ""), 1.0))
+        yield Prediction(
+            work=f"{op} {'x'.join(map(str, shape))}{'' if direction == 'forward' else f', {direction}'}",
+            seconds=seconds,
+            floor=floor,
+            step=f"kernels {op}" if (op, shape, direction) in measured else None,
+            shape=shape,
+            direction=direction,
+            shown=(op, shape, direction) in SHOWN,
+        )
 
 
 def weight_bytes() -> int:
@@ -104,11 +195,10 @@ def cache_bytes() -> int:
     return 2 * LLAMA.layers * LLAMA.kv_heads * LLAMA.dim // LLAMA.heads * BYTES
 
 
-def times(machine: Hardware, *, nbytes: float, flops: float, share: float = 1.0) -> str:
-    """The floor, and the time at the expected shares. share: of the rate of products."""
+def times(machine: Hardware, *, nbytes: float, flops: float, share: float = 1.0) -> tuple[float, float]:
+    """Seconds at the data sheet's rates, and at the expected shares. share: of the rate of products."""
     moved, computed = nbytes / machine.memory_bandwidth, flops / machine.rate("bfloat16")
-    expected = max(moved / machine.memory_share, computed / share)
-    return f"{1e3 * max(moved, computed):.2g} ms, expected {1e3 * expected:.2g} ms"
+    return max(moved, computed), max(moved / machine.memory_share, computed / share)
 
 
 if __name__ == "__main__":

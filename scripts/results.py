@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parents[1] / "experiments" / "results"
+PREDICTED = RESULTS / "predicted_gpu.json"  # of scripts/predict_gpu.py
 
 
 def folder_of(gpu: str) -> Path:

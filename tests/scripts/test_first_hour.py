@@ -1,7 +1,10 @@
 """The one command for a GPU, with small sizes on a CPU: steps that fail or hang cost their own rows, and the rows make a page."""
 
+import base64
+import hashlib
 import json
 import sys
+import zipfile
 
 from scripts import first_hour, results
 
@@ -29,6 +32,33 @@ def test_steps_run_on_a_cpu_and_make_a_page(monkeypatch, tmp_path):
     assert "| answers | done |" in page and "| swiglu | 4x8 | forward | ztk | 0.500 | 90% of memory |" in page
 
 
+def test_measured_times_lie_next_to_predicted_ones(monkeypatch, tmp_path):
+    """Steps and kernels find their predictions, and the worst ratio comes first."""
+    predicted = {row["work"]: row for row in json.loads(results.PREDICTED.read_text())["h100"]}
+    step, kernel = predicted["speed ztk0: step of 1B, 8,192 tokens"], predicted["adamw 1000000000"]
+    rows = [
+        {"name": "machine", "status": "done", "seconds": 1.0, "result": {"gpu": "NVIDIA H100 80GB HBM3"}},
+        {"name": "speed ztk0", "status": "done", "seconds": 9.0, "result": {"step_seconds": 1.5 * step["seconds"]}},
+        {"name": "overlap ztk3+cpu", "status": "failed", "seconds": 9.0, "error": "no memory"},
+    ]
+    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    timed = {"op": "adamw", "shape": kernel["shape"], "direction": "forward", "share": 0.5, "limit": "memory"}
+    peer = timed | {"provider": "torch eager", "p50": 99.0}
+    timed |= {"provider": "ztk", "p50": 2e3 * kernel["seconds"]}
+    (tmp_path / "kernels.json").write_text(json.dumps([timed, peer]))
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
+    assert first_hour.read(tmp_path) == 1
+    folder = tmp_path / "results" / "nvidia-h100-80gb-hbm3"
+    compared = json.loads((folder / "first_hour.json").read_text())["compared"]
+    assert {row["work"]: round(row["ratio"], 6) for row in compared} == {step["work"]: 1.5, kernel["work"]: 2.0}
+    page = (folder / "first_hour.md").read_text()
+    assert page.index("| adamw 1000000000 |") < page.index("| speed ztk0: step of 1B, 8,192 tokens |")
+    names = {one.name for one in first_hour.steps(dry=False, work=tmp_path)}
+    for gpu in ("h200", "h100"):  # a step that no longer exists would have no measurement
+        own = json.loads(results.PREDICTED.read_text())[gpu]
+        assert {row["step"] for row in own if row["step"]} <= names and len(own) > 20
+
+
 def test_a_step_that_fails_or_hangs_costs_its_own_row(monkeypatch, tmp_path):
     def python(text: str, *, name: str, limit: float = 20) -> first_hour.Step:
         return first_hour.Step(name=name, limit=limit, command=(sys.executable, "-c", text), together=1)
@@ -36,15 +66,32 @@ def test_a_step_that_fails_or_hangs_costs_its_own_row(monkeypatch, tmp_path):
     made = [
         python("print('text'); raise SystemExit(3)", name="fails"),
         python("print('{\"a\": 1}', flush=True); import time; time.sleep(60)", name="hangs", limit=3),
-        python("import json, os; print(json.dumps({'b': os.environ['PYTHONPATH']})); print('end')", name="works"),
+        python(
+            "import json, os, pathlib; print(json.dumps({'b': os.environ['PYTHONPATH']})); print('end');"
+            "path = pathlib.Path(os.environ['TRITON_CACHE_DIR'], 'KEY'); path.mkdir(); (path / '__grp__a.json').touch()",
+            name="works",
+        ),
     ]
     monkeypatch.setattr(first_hour, "steps", lambda **_: made)
     monkeypatch.setenv("PYTHONPATH", "/carried")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "programs"))
+    (tmp_path / "programs").mkdir()
     assert first_hour.run(tmp_path, dry=True, only=()) == 2
     rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [row["status"] for row in rows] == ["failed", "late", "done"]
     assert rows[1]["result"] == {"a": 1} and "text" in rows[0]["error"]
     assert rows[2]["result"] == {"b": f"{first_hour.REPOSITORY}:/carried"}  # wheels that came along stay in reach
+    assert rows[2]["compiled"] == 1  # with its neighbours, programs that the carried cache lacked
+
+
+def test_the_hash_of_a_library_comes_from_its_wheel(tmp_path):
+    content = b"compiler"
+    code = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+    with zipfile.ZipFile(tmp_path / "triton-3.6.0.whl", "w") as wheel:
+        wheel.writestr(
+            "triton-3.6.0.dist-info/RECORD", f"triton/__init__.py,sha256=x,3\ntriton/_C/libtriton.so,sha256={code},8\n"
+        )
+    assert first_hour.library_hash(tmp_path / "triton-3.6.0.whl") == hashlib.sha256(content).hexdigest()
 
 
 def test_all_steps_fit_their_time(tmp_path):

@@ -41,11 +41,39 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "gpu":
                   "ops": len(dir(torch.ops.ztk))}))
 """
 
+# The op's own launcher on tensors with addresses, and Triton's own look-up. Only the start of the program is missing.
+LOOK_UP = """
+import json
+from unittest import mock
+from triton import knobs
+from triton.runtime.driver import driver
+from tests.kernels.aot.cache import TargetDriver
+from ztk.kernels import ALL_OPS
+from ztk.kernels.launch.jit import Prepared
+from ztk.kernels.launch.library import LAUNCHERS
+from ztk.kernels.launch.machine import MACHINES, assume
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
+found, (spec,) = {}, [spec for spec in ALL_OPS if spec.name == "swiglu"]
+knobs.compilation.listener = lambda *, src, cache_hit, **_: found.setdefault(src.name, []).append(cache_hit)
+def usual(prepared, grid, args):
+    prepared.kernel.run(*args, grid=grid, warmup=True, **prepared.named)
+with (
+    assume(MACHINES["sm_90"]),
+    mock.patch.object(driver, "_active", TargetDriver("sm_90")),
+    mock.patch.object(Prepared, "_launch_usually", usual),
+):
+    for dtype in spec.dtypes:
+        for shape in spec.small_shapes:
+            for variant in spec.variants:
+                LAUNCHERS["swiglu"](*spec.make_inputs(shape, dtype=dtype, device="cpu", **variant).values())
+print(json.dumps(found))
+"""
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
     """Runs Python with the build, if there is one, in front of the installed packages."""
     paths = [*filter(None, [FOLDER]), str(REPOSITORY)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"} | variables
     return subprocess.run(
         [sys.executable, *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
     )
@@ -84,3 +112,17 @@ def test_every_launch_compiles_within_the_limits(show: Callable[[str], None]) ->
     for target, counts in found["targets"].items():
         assert counts["compiled"] == counts["unique"] > 100
         show(f"Triton {found['triton']}, {target}: {counts['launches']} launches, {counts['compiled']} compiled")
+
+
+def test_a_launch_finds_the_program_that_was_compiled_before(tmp_path: Path) -> None:
+    """In the cache that `first_hour.py prepare` carries."""
+    made, there = tmp_path / "made", tmp_path / "there"
+    command = ("-m", "tests.kernels.aot.cache", str(made), "--at", str(there), "--ops", "swiglu", "--processes", "1")
+    filled = run(*command)
+    assert filled.returncode == 0, filled.stderr[-2000:]
+    made.rename(there)
+    looked_up = run("-c", LOOK_UP, TRITON_CACHE_DIR=str(there))
+    assert looked_up.returncode == 0, looked_up.stderr[-2000:]
+    found = json.loads(looked_up.stdout)
+    assert found and all(all(hits) for hits in found.values())
+    assert len(list(there.glob("*/__grp__*"))) == json.loads(filled.stdout)["programs"] > 2

@@ -5,7 +5,8 @@ ztk op to its Triton launcher, and the launch of a kernel is replaced by one tha
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from ztk.kernels.launch.jit import ALIGNMENT, Bound, Prepared
 from ztk.kernels.launch.library import LAUNCHERS, NAMESPACE
 from ztk.kernels.launch.machine import MACHINES, assume
 from ztk.kernels.shared.spec import OpSpec
+from ztk.nn import Decoder, DecoderConfig
 
 _POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float64: "*fp64", torch.int64: "*i64",
@@ -54,18 +56,15 @@ class _Launching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def launches(spec: OpSpec, *, case: AotCase, target: str) -> list[Launch]:
-    """Everything that the op launches for the case's shape on the target's machine, forward then backward."""
-    found: list[Launch] = []
-
-    def launch(kernel, grid, *args, **kwargs):
-        found.append(_specialised(kernel, args, kwargs, grid=grid))
+@contextmanager
+def noting(note: Callable[..., None], *, target: str) -> Iterator[None]:
+    """Launches inside, for the target's machine, call `note(kernel, grid, *args, **named)` instead."""
 
     def run(kernel, *args, grid, warmup, **kwargs):  # of a kernel that `triton.jit` made
-        launch(kernel, grid, *args, **kwargs)
+        note(kernel, grid, *args, **kwargs)
 
     def launch_prepared(prepared, grid, *args):
-        launch(prepared.kernel, grid, *args, **prepared.named)
+        note(prepared.kernel, grid, *args, **prepared.named)
 
     def launch_bound(bound, *tensors, count=None):
         launch_prepared(bound.prepared, bound.grid, *bound.arguments(tensors, count=count))
@@ -76,13 +75,37 @@ def launches(spec: OpSpec, *, case: AotCase, target: str) -> list[Launch]:
         mock.patch.object(Prepared, "launch", launch_prepared),
         mock.patch.object(JITFunction, "run", run),
     ):
-        inputs = spec.make_inputs(case.shape, dtype=case.dtype, device="meta", **case.inputs)
-        for name in spec.differentiable:
-            if inputs[name] is not None:
-                inputs[name].requires_grad_()
-        with _Launching():
-            outputs = [out for out in _tensors(spec.op(**inputs)) if out.requires_grad]
-            torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
+        yield
+
+
+def run_op(spec: OpSpec, *, case: AotCase) -> None:
+    """Runs the op's launchers for the case's shape on tensors without memory, forward then backward. Called inside `noting`."""
+    inputs = spec.make_inputs(case.shape, dtype=case.dtype, device="meta", **case.inputs)
+    for name in spec.differentiable:
+        if inputs[name] is not None:
+            inputs[name].requires_grad_()
+    with _Launching():
+        outputs = [out for out in _tensors(spec.op(**inputs)) if out.requires_grad]
+        torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
+
+
+def run_model(config: DecoderConfig, *, dtype: torch.dtype, batch: int, seq_len: int) -> None:
+    """Runs the launchers of a training step's forward and backward on tensors without memory. Called inside `noting`."""
+    with torch.device("meta"):
+        model, tokens = Decoder(config).to(dtype), torch.empty(batch, seq_len, dtype=torch.int64)
+    with _Launching():
+        model(tokens, tokens).backward()
+
+
+def launches(spec: OpSpec, *, case: AotCase, target: str) -> list[Launch]:
+    """Everything that the op launches for the case's shape on the target's machine, forward then backward."""
+    found: list[Launch] = []
+
+    def note(kernel, grid, *args, **kwargs):
+        found.append(_specialised(kernel, args, kwargs, grid=grid))
+
+    with noting(note, target=target):
+        run_op(spec, case=case)
     return found
 
 
