@@ -136,7 +136,8 @@ def train(
             judged = measured if is_evaluated else {}
             ended_by = best.reason_to_end(judged) if is_regular and not interrupted else None
             saves = saves or (saver is not None and ended_by is not None)
-            reporter.step(loss=found.loss, tokens=step.num_tokens, metrics=engine.read_metrics, row=saves, **measured)
+            read = {"metrics": engine.read_metrics, "module_metrics": engine.read_module_metrics}
+            reporter.step(loss=found.loss, tokens=step.num_tokens, row=saves, **read, **measured)
             if saves:
                 with reporter.aside():
                     assert saver is not None
@@ -196,7 +197,7 @@ def _pair_batches(
             sums.append(_counted(found, is_filler=batch.is_filler))
             return loss * (0 if batch.is_filler else step.parts)  # compensates for the engine's division
 
-        yield layout.micro_batch(loss_of)
+        yield layout.micro_batch(loss_of, token_weight=step.token_weight(batch))
 
 
 def _counted(sums: Mapping[str, Tensor], *, is_filler: bool) -> dict[str, Tensor]:

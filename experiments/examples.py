@@ -72,6 +72,10 @@ class Step:
             options["prompt_lengths"] = self.mask(batch).int().argmax(1) if shares else None
         return lay_out(sequences.rows(length=self.length, pad=PAD), **options)
 
+    def token_weight(self, batch: MicroBatch) -> float:
+        """Returns the weight of a micro-batch in means over all tokens of the step, such as losses of routers."""
+        return 0.0 if batch.is_filler else len(batch.sequences.tokens) * self.parts / self.num_tokens
+
     def mask(self, batch: MicroBatch) -> Tensor:
         """Returns whether a token counts: bool [S, length]."""
         return batch.sequences.mask(length=self.length)

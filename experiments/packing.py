@@ -19,11 +19,13 @@ def packs_examples(config: Config, *, policy: Engine, reference: Engine | BaseMo
     """Returns whether `task=sft`, `reward` and `dpo` pack their texts. A collective call.
 
     On a CPU, packing must not change any bit of a result; elsewhere the model must support it. A model whose layers are cut needs rows of
-    one length.
+    one length. Experts of a native decoder need packed texts, because the losses of their routers would count padding.
     """
     degrees = config.topology
     if max(degrees.pipeline, degrees.tensor, degrees.sequence) > 1:
         return False
     engines = [engine for engine in (policy, reference) if isinstance(engine, Engine)]
-    is_exact = pack_exactly_on_all_ranks(*engines)
-    return is_exact or (policy.process.device.type != "cpu" and all(can_pack(engine.module) for engine in engines))
+    if pack_exactly_on_all_ranks(*engines):
+        return True
+    may_round = policy.process.device.type != "cpu" or config.model.experts is not None
+    return may_round and all(can_pack(engine.module) for engine in engines)

@@ -135,6 +135,7 @@ def train(run: Run, *, reporter: Reporter, fill: Fill, update: UpdateModels) -> 
                 loss=updated.loss,
                 tokens=updated.tokens,
                 metrics=engine.read_metrics,
+                module_metrics=engine.read_module_metrics,
                 row=saves,
                 **values,
             )

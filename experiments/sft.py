@@ -70,5 +70,6 @@ def micro_batches(step: Step, *, engine: Engine) -> list[MicroBatch]:
         layout = step.layout(batch, module=engine.module, device=engine.process.device)
         documents = () if layout.documents is None else (layout.documents,)
         args = (layout.tokens, layout.targets(step.mask(batch)), *documents)
-        batches.append(MicroBatch(args=args, weight=counted * step.parts / step.num_answer_tokens))
+        weights = {"weight": counted * step.parts / step.num_answer_tokens, "token_weight": step.token_weight(batch)}
+        batches.append(MicroBatch(args=args, **weights))
     return batches

@@ -192,6 +192,26 @@ def test_texts_are_packed_with_the_losses_of_padded_rows(task, ranks, tmp_path):
     assert losses_of(tmp_path / "True") == pytest.approx(losses_of(tmp_path / "False"), rel=1e-5)
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_divided_experts_have_the_losses_of_one_rank(task, ranks, tmp_path):
+    """Texts are packed, and the second micro-batch of the second rank repeats an example: neither changes a router's mean over tokens."""
+
+    def config(topology, count, micro):
+        options = ("model=tiny_moe", "model.experts=4", "model.expert_hidden_dim=32", "model.router_z_loss_weight=0.1")
+        # The balance loss is no mean over tokens, and has other micro-batches on one rank.
+        options += ("model.balance_loss_weight=0", "train.global_batch_size=5", f"train.micro_batch_size={micro}")
+        options += ("warm_start.steps=0",) if task == "dpo" else ()
+        return config_of(task, *options, f"topology={topology}", folder=tmp_path / topology, ranks=count)
+
+    [(forwards, texts)] = ranks(1).run(computed, config=config("dp", 1, 5), packs=True)
+    assert forwards == texts
+    ranks(2).run(play, configs=[config("ep2", 2, 2)])
+    # fp32 sums in another order, as above
+    assert losses_of(tmp_path / "ep2") == pytest.approx(losses_of(tmp_path / "dp"), rel=1e-5)
+    one, two = (record_of(tmp_path / name) for name in ("dp", "ep2"))
+    assert [row["moe.z_loss"] for row in two] == pytest.approx([row["moe.z_loss"] for row in one], rel=1e-5)
+
+
 # DPO's reference
 
 
@@ -377,7 +397,11 @@ def test_held_out_records_are_not_trained_on(ranks, tmp_path):
             ("task=reward", "topology=tp2", "topology.sequence_parallel=true"),
             "the value layer of a reward model has one output, .* use topology.sequence_parallel=false",
         ),
-        (("task=sft", "model=tiny_moe"), "model.experts=.*load-balancing loss; use model=nano"),
+        (
+            ("task=distill", "model=tiny_moe", "distill.teacher=."),
+            "model.experts=.*load-balancing loss; use model=nano",
+        ),
+        (("task=dpo", "model=tiny_moe", "topology=tp2"), "padding would be routed to experts; use topology.expert"),
         (("task=reward", "zero=fsdp2"), "zero=fsdp2: .* use zero=stage0 to stage3"),
         (("task=dpo", "data=chat"), "data=chat: task=dpo compares two answers; use data=preferences"),
         (("task=sft", "data=stdlib"), "data=stdlib: task=sft learns answers; use data=chat"),

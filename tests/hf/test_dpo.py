@@ -12,6 +12,7 @@ from experiments import dpo as dpo_program
 from experiments.models import full_values
 from tests.experiments.test_alignment import digest_of, laid_out, losses_of, play, record_of, written
 from tests.hf import small
+from tests.parallel.topology.families import make
 from ztk.checkpoint import resolve
 from ztk.checkpoint.export import Weights, export_adapter
 from ztk.checkpoint.manifest import read_manifest
@@ -28,6 +29,7 @@ LEARNING = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 PAIRS = [
     (f"ab{letter}", f"{letter}{'xy'[: number % 3]}", "q" * (1 + number % 2)) for number, letter in enumerate("cdefghij")
 ]
+PAIR_RECORDS = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in PAIRS]
 COMMON = (
     *(f"train.steps={STEPS}", "train.global_batch_size=8", "train.micro_batch_size=2", "train.eval_every=0"),
     *("scheduler=constant", "scheduler.warmup_steps=0", "optimizer=adamw", "optimizer.clip_grad_norm=0"),
@@ -43,8 +45,7 @@ LORA = LoraPolicy(rank=4, alpha=16.0, targets=("all-linear",))
 def folder(tmp_path_factory) -> Path:
     """A Llama, its tokenizer, and pairs. A step takes all pairs, so that their order does not count."""
     path = small.save_model(tmp_path_factory.mktemp("model"))
-    records = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in PAIRS]
-    written(path / "pairs.jsonl", *records)
+    written(path / "pairs.jsonl", *PAIR_RECORDS)
     return path
 
 
@@ -122,6 +123,18 @@ def test_losses_equal_plain_transformers(ranks, folder, tmp_path):
     ranks(1).run(play, configs=[config_of(folder=folder, to=tmp_path / "run", ranks=1)])
     assert losses_of(tmp_path / "run") == pytest.approx(expected, rel=RELATIVE)
     assert expected[-1] < 0.7 * expected[0]
+
+
+@pytest.mark.parametrize("task", ["dpo", "reward"])
+def test_divided_experts_have_the_losses_of_one_rank(task, ranks, tmp_path):
+    path = tmp_path / "experts"
+    make("Qwen2Moe", vocab_size=small.VOCABULARY).save_pretrained(path)
+    small.tokenizer().save_pretrained(path)
+    written(path / "pairs.jsonl", *PAIR_RECORDS)
+    for topology, count in (("dp", 1), ("ep2", 2)):
+        given = {"folder": path, "to": tmp_path / topology, "ranks": count, "task": task}
+        ranks(count).run(play, configs=[config_of(f"topology={topology}", **given)])
+    assert losses_of(tmp_path / "ep2") == pytest.approx(losses_of(tmp_path / "dp"), rel=RELATIVE)
 
 
 def test_losses_with_adapters_equal_peft(ranks, folder, tmp_path):

@@ -5,11 +5,19 @@ from collections.abc import Iterator
 
 from ztk.config.adapters import starts_adapted
 from ztk.config.derived import derive
+from ztk.config.hugging_face import adds_router_losses
 from ztk.config.lengths import KEY, records_of
 from ztk.config.machine import Machine
 from ztk.config.other_models import teacher_faults
 from ztk.config.rollout import generator_faults
-from ztk.config.topology import DEGREES, critic_faults, replicas_of, settled_ranks, warm_start_faults
+from ztk.config.topology import (
+    DEGREES,
+    critic_faults,
+    padded_expert_faults,
+    replicas_of,
+    settled_ranks,
+    warm_start_faults,
+)
 from ztk.core.policies.align import DpoLossName, DpoReferenceName, RewardLossName
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
@@ -129,11 +137,9 @@ def _room_faults(prompts: list[int], *, config: Config) -> Iterator[str]:
 
 def _strategy_faults(config: Config) -> Iterator[str]:
     name = config.task.name
+    yield from padded_expert_faults(config)
     if config.model.experts is not None:
-        yield (
-            f"model.experts={config.model.experts}: task={name} pads rows, and the padding would count in the router's "
-            "load-balancing loss; use model=nano or another dense model"
-        )
+        yield from _router_faults(config)
     if config.launch.elastic:
         yield f"launch.elastic=true: task={name} does not go on with fewer ranks by itself; use launch.elastic=false"
     if config.zero.engine is not ZeroEngine.ztk:
@@ -148,6 +154,15 @@ def _strategy_faults(config: Config) -> Iterator[str]:
                 )
     elif name == "reward":
         yield from critic_faults(config, needs="a reward model")
+
+
+def _router_faults(config: Config) -> Iterator[str]:
+    """Yields faults of padded rows in a router's load-balancing loss. Texts of the native decoder are packed."""
+    reason = "pads rows, and the padding would count in the router's load-balancing loss"
+    if config.task.name == "distill":
+        yield f"model.experts={config.model.experts}: task=distill {reason}; use model=nano or another dense model"
+    elif config.task.name == "sft" and adds_router_losses(config.model):
+        yield f"model.path={config.model.path}: output_router_logits is true in its config.json, task=sft {reason}; put false there"
 
 
 def _loss_faults(config: Config) -> Iterator[str]:

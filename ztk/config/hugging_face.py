@@ -120,6 +120,15 @@ def dropouts_of(model: ModelConfig) -> Mapping[str, float]:
     return {name: float(found[name]) for name in names if isinstance(found[name], int | float) and found[name] > 0}
 
 
+def adds_router_losses(model: ModelConfig) -> bool:
+    """Returns whether the loss of the model in `model.path` includes losses of its routers."""
+    if not is_hugging_face(model) or not model.path:
+        return False
+    from ztk.hf.causal import read_config  # imported late: it imports torch and transformers
+
+    return bool(getattr(read_config(str(Path(model.path).expanduser())), "output_router_logits", False))
+
+
 def hugging_face_faults(config: Config) -> Iterator[str]:
     """Yields one line per choice that transformers models do not support."""
     model, topology = config.model, config.topology

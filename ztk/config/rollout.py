@@ -10,7 +10,15 @@ from ztk.config.hugging_face import dropouts_of, family_of
 from ztk.config.machine import Machine
 from ztk.config.other_models import is_text_model, reward_model_faults
 from ztk.config.rewards import has_rewards, reward_faults
-from ztk.config.topology import DEGREES, critic_faults, is_cut, replicas_of, settled_ranks, warm_start_faults
+from ztk.config.topology import (
+    DEGREES,
+    critic_faults,
+    is_cut,
+    padded_expert_faults,
+    replicas_of,
+    settled_ranks,
+    warm_start_faults,
+)
 from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
 from ztk.core.policies.prompt_tasks import TASK_LENGTHS
@@ -134,6 +142,7 @@ def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
 def _layout_faults(config: Config) -> Iterator[str]:
     """Yields faults of ranks that share a model."""
     name, topology = config.task.name, config.topology
+    yield from padded_expert_faults(config)
     if name == "ppo":
         yield from critic_faults(config, needs="a critic")
     elif config.reward.path is not None and not is_text_model(config.reward.path):
@@ -149,11 +158,6 @@ def _layout_faults(config: Config) -> Iterator[str]:
     if not cut:
         return
     key = ", ".join(f"topology.{degree}={value}" for degree, value in cut.items())
-    if config.model.experts is not None:
-        yield (
-            f"{key}: task={name} pads rows of a model whose layers are cut, and padding would count in the router's load-balancing loss; use "
-            f"topology.expert, which packs them, or topology=dp, with model.experts={config.model.experts}"
-        )
     if config.rollout.environment is not None:
         yield (
             f"{key}: an environment is called on every rank that shares the model, and their turns may differ; use topology=dp with "

@@ -98,6 +98,17 @@ def critic_faults(config: Config, *, needs: str) -> Iterator[str]:
         )
 
 
+def padded_expert_faults(config: Config) -> Iterator[str]:
+    """Yields a fault if texts of a model with experts would be padded, because its layers or sequences are cut."""
+    cut = {degree: value for degree in DEGREES[:-1] if (value := getattr(config.topology, degree)) > 1}
+    if cut and config.model.experts is not None:
+        key = ", ".join(f"topology.{degree}={value}" for degree, value in cut.items())
+        yield (
+            f"{key}: task={config.task.name} pads rows of a model whose layers are cut, and padding would be routed to experts; use "
+            f"topology.expert or topology=dp with model.experts={config.model.experts}"
+        )
+
+
 def warm_start_faults(config: Config) -> Iterator[str]:
     """Yields faults of `warm_start.steps`, each of which is one micro-batch."""
     topology = config.topology

@@ -125,7 +125,7 @@ def test_an_interrupted_run_that_keeps_the_best_is_saved(monkeypatch):
     saved = []
     saver = SimpleNamespace(save=lambda **given: saved.append(given["metric"]))
     process = SimpleNamespace(mesh=OneRank())
-    engine: Any = SimpleNamespace(global_steps=0, process=process, read_metrics=dict)
+    engine: Any = SimpleNamespace(global_steps=0, process=process, read_metrics=dict, read_module_metrics=dict)
 
     def stop():
         raise InterruptedError
@@ -171,6 +171,7 @@ def test_an_interrupted_rollout_run_is_saved_without_an_evaluation(monkeypatch):
     run: Any = SimpleNamespace(config=config, prompts=1, process=None, metrics={}, best=Best(config), ahead=None)
     run.actor, run.buffer = SimpleNamespace(global_steps=0), SimpleNamespace(is_used_up=False, position=0)
     run.actor.read_metrics = dict
+    run.actor.read_module_metrics = dict
     reporter: Any = SimpleNamespace(aside=nullcontext, step=lambda **given: None, past=dict)
     updated: Any = SimpleNamespace(entropy=1.0, metrics={}, loss=0.0, tokens=1)
     with pytest.raises(InterruptedError):

@@ -49,10 +49,10 @@ class Layout:
         """Returns the output of `engine`, or of a decoder: [B, T, ...]."""
         return engine(self.tokens) if self.documents is None else engine(self.tokens, documents=self.documents)
 
-    def micro_batch(self, loss_of: Callable[[Any], Tensor] | None = None) -> MicroBatch:
-        """Returns the arguments of a forward. loss_of: as in `MicroBatch`; it calls `forward` of the model that it gets."""
+    def micro_batch(self, loss_of: Callable[[Any], Tensor], *, token_weight: float | None = None) -> MicroBatch:
+        """Returns the arguments of a forward, for `MicroBatch`. loss_of calls `forward` of the model that it gets."""
         documents = {} if self.documents is None else {"documents": self.documents}
-        return MicroBatch(args=(self.tokens,), kwargs=documents, loss_of=loss_of)
+        return MicroBatch(args=(self.tokens,), kwargs=documents, loss_of=loss_of, token_weight=token_weight)
 
     def at(self, positions: Tensor) -> Tensor:
         """Returns the indices of one token per text in the flattened tokens, positions int64 [S] on the CPU: int64 [S] on the device."""
