@@ -242,7 +242,7 @@ def test_whole_numbers_may_be_written_as_powers_of_ten():
         (("train.until_loss=2", "train.eval_every=0", "train.steps=40"), "use train.eval_every=4"),
         (("train.steps=20", "checkpoint=none", "checkpoint.every=21"), "use checkpoint.every=20"),
         (("train.steps=20", "scheduler.warmup_steps=20"), "use scheduler.warmup_steps=2"),
-        (("data.validation_fraction=0",), "use train.eval_every=0"),
+        (("data.validation_fraction=0",), "use data.validation_fraction=0.05"),
         (("checkpoint.resume=/no/such/run",), "no such folder"),
         (("offload=nvme", "offload.buffer_bytes=5000"), "use offload.buffer_bytes=8192"),
         (("offload=nvme", "offload.buffer_count=2"), "3 or more"),

@@ -442,8 +442,10 @@ def test_margins_that_no_loss_reads_are_refused(tmp_path):
         {"prompt": "p", "chosen": "a", "rejected": "c"},
     ]
     file = written(tmp_path / "pairs.jsonl", *pairs)
-    given = ("task=reward", f"data.path={file}", "data.validation_fraction=0", "train.eval_every=0")
-    compose(*given, output_dir=tmp_path, machine=CPU)
+    given = ("task=reward", f"data.path={file}", "data.validation_fraction=0")
+    assert compose(*given, output_dir=tmp_path, machine=CPU).train.eval_every == 0  # nothing is held out
+    with pytest.raises(ConfigError, match="train.eval_every=5 has nothing to evaluate .* use train.eval_every=0"):
+        compose(*given, "train.eval_every=5", output_dir=tmp_path, machine=CPU)
     with pytest.raises(ConfigError, match='1 records with a "margin": reward.loss=per_token has none'):
         compose(*given, "reward.loss=per_token", output_dir=tmp_path, machine=CPU)
 

@@ -114,7 +114,7 @@ def _record_faults(config: Config) -> Iterator[str]:
         yield from str(error).splitlines()
         return
     if len(examples) < 2 and data.validation_fraction:
-        yield "data.path has one record, and data.validation_fraction holds one out: use data.validation_fraction=0 and train.eval_every=0"
+        yield "data.path has one record, and data.validation_fraction holds one out: use data.validation_fraction=0"
     if distills_draws(config) and config.rollout.max_tokens:
         yield from _room_faults([example.texts[0].last_answer.start for example in examples], config=config)
     is_per_token = config.task.name == "reward" and config.reward.loss is RewardLossName.per_token

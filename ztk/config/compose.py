@@ -35,7 +35,7 @@ from ztk.config.rates import take_rate
 from ztk.config.renamed import hint_of, rename_keys, rename_recorded
 from ztk.config.rewards import settle_rewards
 from ztk.config.rollout import choose_rollouts
-from ztk.config.rules import check
+from ztk.config.rules import check, take_evaluations
 from ztk.config.suggest import near_keys
 from ztk.config.text_rules import follow_tokenizer
 from ztk.config.topology import replicas_of, settled_ranks
@@ -198,6 +198,7 @@ def to_config(
     choose_engine(config, given=given, machine=machine)
     take_reference(config, given=given)
     take_metric(config)
+    take_evaluations(config, given=given)
     if faults := [
         *take_evaluated(config, given=given),
         *take_generation(config, given=given),

@@ -12,6 +12,7 @@ from ztk.config.adapters import lora_faults
 from ztk.config.alignment import alignment_faults
 from ztk.config.answering import answering_faults
 from ztk.config.batch import AUTO, checkpoint_fault
+from ztk.config.derived import derive
 from ztk.config.effects import effect_faults
 from ztk.config.errors import ConfigError
 from ztk.config.hugging_face import hugging_face_faults
@@ -30,7 +31,16 @@ from ztk.core.policies.config import Config
 from ztk.core.policies.data import DataName
 from ztk.core.policies.optimizer import OptimizerName
 from ztk.core.policies.ranges import shown
-from ztk.core.policies.runs import data_paths, device_of, has_tokenizer, is_hugging_face, offloads, others_offload
+from ztk.core.policies.runs import (
+    TEXT,
+    data_paths,
+    device_of,
+    has_tokenizer,
+    is_hugging_face,
+    offloads,
+    others_offload,
+    reads_documents,
+)
 from ztk.core.policies.schedule import SchedulerName
 from ztk.core.policies.tier import Tier
 from ztk.core.policies.train import KernelBackend
@@ -190,10 +200,23 @@ def _runs_to_start_from(config: Config) -> Iterator[str]:
             yield from checkpoint_fault(path, key=key)
 
 
+def take_evaluations(config: Config, *, given: frozenset[str]) -> None:
+    """Ends regular evaluations of a run that holds nothing out, unless the user set their number or another key that needs them."""
+    needs = {"train.eval_every", "train.until_loss", "train.patience"}
+    if _holds_nothing_out(config) and config.train.eval_every and not needs & given:
+        derive(config, key="train.eval_every", value=0, reason="data.validation_fraction=0")
+
+
+def _holds_nothing_out(config: Config) -> bool:
+    is_read = config.data.name in TEXT or config.data.path is not None
+    return is_read and config.data.validation_fraction == 0
+
+
 def _training(config: Config, machine: Machine) -> Iterator[str]:
     train, checkpoint = config.train, config.checkpoint
-    holds_out = config.data.name in (DataName.stdlib, DataName.files) or config.data.path is not None
-    if holds_out and config.data.validation_fraction == 0 and train.eval_every:
+    if _holds_nothing_out(config) and config.data.name in TEXT and not reads_documents(config):
+        yield "data.validation_fraction=0: text that is read as bytes needs a held-out part; use data.validation_fraction=0.05"
+    elif _holds_nothing_out(config) and train.eval_every:
         yield (
             f"train.eval_every={train.eval_every} has nothing to evaluate with data.validation_fraction=0: "
             "use train.eval_every=0, or data.validation_fraction=0.05"
