@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def run_task(config: Config, *, process: Process, fill: Fill, update: UpdateMode
     lr_table = policies.learning_rates(config)
     run = open_run(config, process=process, prompts=prompts, first_values=first_values, lr_table=lr_table)
     past = resume(run)
-    with build_reporter(config, engine=run.actor, past=past) as reporter:
+    with build_reporter(config, engine=run.actor, past=past) as reporter, run.ahead or nullcontext():
         reporter.say(run.prompts.describe())
         if config.rollout.weights is not None:
             reporter.say(f"rollout.weights={run.weights.weights}: {run.weights.reason}")

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from experiments import policies, rollout_loop, rollouts
+from experiments import grpo, policies, rollout_loop, rollouts
 from experiments.models import full_values
 from experiments.policy_update import update_policy
 from experiments.prompts import Prompts
@@ -156,6 +156,37 @@ def test_an_exception_of_the_thread_ends_the_run_with_its_cause(ranks, tmp_path)
     [(error, seconds)] = ranks(1).run(play_failing, config=config)
     assert error == "FloatingPointError: the policy's logits are not finite"
     assert seconds < 5 and len(rows_of(tmp_path)) <= 4  # the fault is raised after the step during which it happened
+
+
+def play_stopped(process: Process, *, config) -> tuple[str, list[str]]:
+    """The first update fails while the next rollout is drawn, which never ends. Returns the error and the threads that are left."""
+    begun, update, drawing = CachedRollouts.begun, grpo.update_policy, threading.Event()
+
+    def endless(self, **options):
+        draw = begun(self, **options)
+
+        def drawn():
+            while threading.current_thread().name == "ztk-ahead":
+                drawing.set()
+                time.sleep(0.01)
+            return draw()
+
+        return drawn
+
+    def failing(run):
+        assert drawing.wait(60), "the next rollout is not drawn during updates"
+        raise ArithmeticError("no update")
+
+    CachedRollouts.begun, grpo.update_policy = endless, failing
+    try:
+        found = play(process, config=config, fails=True)
+    finally:
+        CachedRollouts.begun, grpo.update_policy = begun, update
+    return found["error"], [thread.name for thread in threading.enumerate() if thread.name == "ztk-ahead"]
+
+
+def test_an_error_of_the_run_ends_the_rollout_that_is_drawn(ranks, tmp_path):
+    assert ranks(1).run(play_stopped, config=config_ahead(folder=tmp_path)) == [("ArithmeticError: no update", [])]
 
 
 def test_a_rollout_stays_until_the_next_one_begins():

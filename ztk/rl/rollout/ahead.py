@@ -1,5 +1,6 @@
 """Samples the next rollout on a thread, while the run updates on the previous one."""
 
+import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ class Drawn:
 
 
 class Ahead:
-    """Holds one rollout that is being sampled, or that is complete and not yet replaced.
+    """Holds one rollout that is being sampled, or that is complete and not yet replaced. A context, at whose end sampling stops.
 
     The thread makes no collective calls and reads a copy of the weights, so its answers do not depend on concurrent work of the run.
     """
@@ -27,6 +28,16 @@ class Ahead:
         self._thread: threading.Thread | None = None
         self._drawn: Drawn | None = None
         self._error: BaseException | None = None
+
+    def __enter__(self) -> "Ahead":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Raises SystemExit in the thread, at its next Python instruction, and waits for its end."""
+        if self._thread is not None and self._thread.is_alive():
+            assert self._thread.ident is not None, "it has started"
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident), ctypes.py_object(SystemExit))
+            self._thread.join()
 
     def start(self, draw: Callable[[], Drawn] | None) -> None:
         """Starts the next rollout in place of the held one. None leaves the place empty."""
