@@ -151,6 +151,23 @@ def test_drafts_change_no_bit_of_an_adapter():
 
 
 @pytest.mark.parametrize("policy", [{}, BLOCKS], ids=["slabs", "blocks"])
+def test_a_prefix_is_reused_with_its_own_salt_alone(policy):
+    generator = Generator(build_decoder(), policy=InferencePolicy(max_sequences=4, **policy))
+
+    def reused(*salts: str) -> int:
+        before = generator.reused_tokens
+        sampling = [SamplingParams(max_tokens=2, temperature=0, cache_salt=salt) for salt in salts]
+        generator.generate([[*SHARED, 1]] * len(salts), sampling=sampling)
+        return generator.reused_tokens - before
+
+    assert reused("a") == reused("b") == reused("") == 0  # of ended sequences
+    assert reused("b") >= 128
+    generator.forget_prefixes()
+    assert reused("a", "b", "") == 0  # of running ones
+    assert reused("c", "c") >= 128
+
+
+@pytest.mark.parametrize("policy", [{}, BLOCKS], ids=["slabs", "blocks"])
 def test_a_prefix_is_reused_by_its_own_adapter_alone(policy):
     model = build_decoder()
     adapters = {name: adapter_of(model, seed=seed) for seed, name in enumerate(NAMES[1:])}

@@ -47,6 +47,13 @@ def test_numbers_reach_the_sampling():
     assert (sampling.logprobs, sampling.logit_bias, sampling.max_tokens, asked.stops) == (3, {5: -100.0}, 9, ("x",))
 
 
+def test_a_salt_reaches_the_sampling():
+    assert read(prompt="a", cache_salt="x").sampling.cache_salt == "x" and not read(prompt="a").sampling.cache_salt
+    for salt in ("", 1, ["x"]):
+        with pytest.raises(BadRequest, match="cache_salt=.*: must be a text that is not empty"):
+            read(prompt="a", cache_salt=salt)
+
+
 def test_a_chat_says_log_probabilities_with_a_flag():
     messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     asked = read(chat=True, messages=messages, logprobs=True, top_logprobs=4, max_completion_tokens=5)

@@ -2,16 +2,15 @@
 
 A block of a finished sequence whose 64 positions are all computed keeps its content until the block is needed, and is found again by the
 chain of tokens that leads to it: key = (the block before it in the chain, its 64 tokens), compared in full, so no hash can collide. A block
-that several sequences have is copied before one of them writes into it. The chains of each adapter begin at a separate node.
+that several sequences have is copied before one of them writes into it. The first key of a chain has the owner of its sequences.
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Hashable
 
 from ztk.inference.attention import BLOCK
 
-_ROOT = 0  # the node before a chain's first block; _ROOT - n for adapter n
-
-Key = tuple[int, tuple[int, ...]]
+Key = tuple[Hashable, tuple[int, ...]]  # the node before the block, or the owner; its tokens
 
 
 class BlockPool:
@@ -27,7 +26,7 @@ class BlockPool:
         self._nodes: dict[Key, tuple[int, int]] = {}  # -> (node, block)
         self._keys: dict[int, Key] = {}  # of registered blocks
         self._chains: list[list[int]] = [[] for _ in tables]  # per slot, the nodes of its registered full blocks
-        self._next_node = _ROOT + 1
+        self._next_node = 1
 
     @property
     def available(self) -> int:
@@ -38,9 +37,9 @@ class BlockPool:
         """Whether the block has no owner and its content can be reused."""
         return block in self._kept
 
-    def match(self, tokens: list[int], *, adapter: int = 0) -> list[int]:
-        """The blocks of the longest registered chain of full blocks of the adapter that `tokens` begin with."""
-        found, node = [], _ROOT - adapter
+    def match(self, tokens: list[int], *, owner: Hashable = None) -> list[int]:
+        """The blocks of the longest registered chain of full blocks of the owner that `tokens` begin with."""
+        found, node = [], owner
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             at = self._nodes.get((node, tuple(tokens[start : start + BLOCK])))
             if at is None:
@@ -82,11 +81,11 @@ class BlockPool:
         # Only a block that begins before `start` has something worth copying.
         return [pair for place, pair in zip(shared, pairs, strict=True) if place * BLOCK < start]
 
-    def register(self, slot: int, *, tokens: list[int], computed: int, adapter: int = 0) -> None:
-        """Records that the adapter has computed the first `computed` tokens of the slot's sequence, so that full blocks can be found."""
+    def register(self, slot: int, *, tokens: list[int], computed: int, owner: Hashable = None) -> None:
+        """Records that the first `computed` tokens of the slot's sequence are computed, so that the owner finds full blocks."""
         chain, table = self._chains[slot], self.tables[slot]
         for place in range(len(chain), computed // BLOCK):
-            key = (chain[-1] if chain else _ROOT - adapter, tuple(tokens[place * BLOCK : (place + 1) * BLOCK]))
+            key = (chain[-1] if chain else owner, tuple(tokens[place * BLOCK : (place + 1) * BLOCK]))
             if key not in self._nodes:  # else another block has the same content, and is found
                 self._nodes[key] = (self._next_node, table[place])
                 self._keys[table[place]] = key

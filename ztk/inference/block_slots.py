@@ -65,7 +65,7 @@ class BlockSlots(Slots):
 
     def advance(self, sequence: Sequence, *, computed: int) -> None:
         super().advance(sequence, computed=computed)
-        self.pool.register(sequence.slot, tokens=sequence.tokens, computed=computed, adapter=sequence.adapter)
+        self.pool.register(sequence.slot, tokens=sequence.tokens, computed=computed, owner=sequence.owner)
 
     def forget(self) -> None:
         self._contents = [[] for _ in self._contents]
@@ -84,7 +84,7 @@ class BlockSlots(Slots):
 
     def _give(self, sequence: Sequence, *, blocks: list[int], computed: int) -> None:
         sequence.slot = self._free.popleft()
-        self._adapters[sequence.slot] = sequence.adapter
+        self._own(sequence)
         self.pool.share(sequence.slot, blocks=blocks)
         self._members.append(sequence)
         self.advance(sequence, computed=computed)
@@ -105,7 +105,7 @@ class BlockSlots(Slots):
     def _resume(self, sequence: Sequence) -> int | None:
         """Shares full blocks that still exist and copies the others back, if there is room for them and one more."""
         copies, computed = self._saved[sequence], sequence.computed
-        blocks = self.pool.match(sequence.tokens[:computed], adapter=sequence.adapter)
+        blocks = self.pool.match(sequence.tokens[:computed], owner=sequence.owner)
         if self._members and len(copies) - len(blocks) >= self._room_beside(blocks):
             return None
         self._give(sequence, blocks=blocks, computed=len(blocks) * BLOCK)
@@ -127,7 +127,7 @@ class BlockSlots(Slots):
         if sequence.sampling.prompt_logprobs:
             return [], 0
         tokens = sequence.tokens[:-1]  # one at least is computed, for its logits
-        blocks = self.pool.match(tokens, adapter=sequence.adapter)
+        blocks = self.pool.match(tokens, owner=sequence.owner)
         length = len(blocks) * BLOCK
         for other in self._members:
             common = self._in_common(other.slot, sequence=sequence)

@@ -49,6 +49,10 @@ class DraftModel:
         """Reserves room for `positions` tokens per sequence."""
         self._cache.reserve(positions)
 
+    def forget(self, slot: int) -> None:
+        """Reuses nothing of a slot."""
+        self._contents[slot] = []
+
     def propose(self, asked: list[tuple[Drafted, int]]) -> list[list[int]]:
         """For each sequence up to so many tokens that may come next; fewer where the draft model takes no more, its cache has no room for
         more, or its logits are not finite."""
@@ -65,7 +69,7 @@ class DraftModel:
                 if not line.isfinite().all():
                     counts[number] = 0
                     self._cache.clear(sequence.slot)
-                    self._contents[sequence.slot] = []
+                    self.forget(sequence.slot)
                     continue
                 try:
                     own.append(_drawn(line, sequence=sequence, drafts=own))

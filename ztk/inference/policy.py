@@ -132,6 +132,7 @@ class SamplingParams:
     token_mask: called with the answer so far, returns a bool tensor [V] of the tokens that are allowed.
     min_tokens: none of `stop_token_ids` is drawn before this many tokens. allowed_token_ids: only these are drawn; empty for all.
     bad_words: token sequences that no answer contains. grammar: constrains answers; an answer that is complete in it ends with "stop".
+    cache_salt: keys and values of a prompt are reused only for requests with the same salt.
     fp32_logprobs: `processed_logprobs` are log_softmax(logits / temperature) in fp32, with a trainer's bits, instead of double
     precision rounded once. Requires that no steps are used except the temperature and top-k, top-p and min-p, over whose tokens the softmax
     is.
@@ -161,6 +162,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
+    cache_salt: str = ""
     fp32_logprobs: bool = False
 
     def __post_init__(self) -> None:

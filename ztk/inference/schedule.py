@@ -17,6 +17,9 @@ _MEASURED = _LEAST_CHUNK // 2  # tokens of prompts in a step that is measured, s
 _WORTH_WAITING = 64  # tokens of a prefix that another sequence is computing right now
 
 
+Owner = tuple[int, str]
+
+
 @dataclass(kw_only=True, eq=False)
 class Sequence:
     """One answer of one request. tokens: prompt and answer. computed: how many of them have keys and values in the slot.
@@ -43,6 +46,11 @@ class Sequence:
     finish_reason: str | None = None
     error: str | None = None
     cause: Exception | None = None
+
+    @property
+    def owner(self) -> Owner:
+        """Sequences of one owner may share keys and values: the adapter that computes them, and the salt of the request."""
+        return self.adapter, self.sampling.cache_salt
 
     @property
     def longest(self) -> int:
@@ -93,8 +101,8 @@ class Work:
 class Slots(ABC):
     """Places for the keys and values of running sequences. draft_model: has as many slots. preempted: calls of `save` so far.
 
-    A slot remembers the tokens whose keys and values it has, and the adapter that computed them. A sequence of the same adapter that begins
-    with the same tokens need not compute them.
+    A slot remembers the tokens whose keys and values it has, and their owner. A sequence of the same owner that begins with the same tokens
+    need not compute them.
     """
 
     def __init__(self, count: int, *, draft_model: DraftModel | None) -> None:
@@ -105,7 +113,7 @@ class Slots(ABC):
         """Marks all slots as free."""
         self._members: list[Sequence] = []
         self._contents: list[list[int]] = [[] for _ in range(self._count)]
-        self._adapters = [0] * self._count  # that computed the contents
+        self._owners: list[Owner | None] = [None] * self._count  # of the contents
         self._free: deque[int] = deque(range(self._count))  # the one that was freed first comes first
 
     @property
@@ -159,9 +167,15 @@ class Slots(ABC):
     def reset(self) -> None:
         """Removes all sequences and their memory."""
 
+    def _own(self, sequence: Sequence) -> None:
+        """Records the owner of the sequence's slot. Other owners' drafts are not reused either."""
+        if self._draft_model is not None and self._owners[sequence.slot] != sequence.owner:
+            self._draft_model.forget(sequence.slot)
+        self._owners[sequence.slot] = sequence.owner
+
     def _in_common(self, slot: int, *, sequence: Sequence) -> int:
         """Tokens in the slot that a waiting sequence begins with and need not compute, all but its last at most."""
-        if self._adapters[slot] != sequence.adapter:
+        if self._owners[slot] != sequence.owner:
             return 0
         return common_length(self._contents[slot], other=sequence.tokens[:-1])
 
@@ -268,7 +282,7 @@ class Scheduler:
         """Whether a running sequence is about to compute much of this one's prompt."""
         if sequence.sampling.prompt_logprobs:
             return False
-        alike = [other for other in self.running if other.adapter == sequence.adapter]
+        alike = [other for other in self.running if other.owner == sequence.owner]
         soon = max((common_length(other.tokens, other=sequence.tokens[:-1]) for other in alike), default=0)
         return soon >= _WORTH_WAITING and soon - self.slots.reusable(sequence) >= _WORTH_WAITING
 

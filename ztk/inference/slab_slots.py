@@ -37,7 +37,8 @@ class SlabSlots(Slots):
             self._cache.copy(source, target=slot, positions=length)
         sequence.slot = slot
         self._members.append(sequence)
-        self._contents[slot], self._adapters[slot] = [], sequence.adapter
+        self._contents[slot] = []
+        self._own(sequence)
         self.advance(sequence, computed=length)
         return length
 
@@ -85,13 +86,13 @@ class SlabSlots(Slots):
             if sequence.slot >= slots:
                 source, sequence.slot = sequence.slot, free.popleft()
                 held = self._contents[sequence.slot] = self._contents[source]
-                self._adapters[sequence.slot] = sequence.adapter
+                self._own(sequence)
                 self._cache.copy(source, target=sequence.slot, positions=len(held))
         self._arrange(slots=slots, positions=positions)
         before = len(self._contents)
         self._contents = [contents[:positions] for contents in self._contents[:slots]]
         self._contents += [[] for _ in range(before, slots)]
-        self._adapters = [*self._adapters[:slots], *[0] * max(0, slots - before)]
+        self._owners = [*self._owners[:slots], *[None] * max(0, slots - before)]
         self._free = free + deque(range(before, slots))
 
     def _arrange(self, *, slots: int, positions: int) -> None:

@@ -174,6 +174,13 @@ def _most_prompt(body: dict) -> int | None:
     return most
 
 
+def _salt(body: dict) -> str:
+    salt = body.get("cache_salt")
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise BadRequest(f"cache_salt={shown(salt)}: must be a text that is not empty", param="cache_salt")
+    return salt or ""
+
+
 def _cuts_end(body: dict) -> bool:
     side = body.get("truncation_side", "left")
     if side not in ("left", "right"):
@@ -193,6 +200,7 @@ def _sampling(
         raise BadRequest("allowed_token_ids is empty: name tokens, or leave it out", param="allowed_token_ids")
     values |= {"max_tokens": limit or 1, "logprobs": likely, "logit_bias": _bias(body), "prompt_logprobs": with_prompt}
     values["allowed_token_ids"] = tuple(dict.fromkeys(token_list(body, name="allowed_token_ids", most=_ALLOWED)))
+    values["cache_salt"] = _salt(body)
     try:
         return SamplingParams(**values)
     except ValueError as error:

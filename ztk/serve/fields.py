@@ -22,7 +22,7 @@ _SAMPLING = (
     *("logit_bias", "logprobs"),
     # vLLM's
     *("top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "min_tokens", "bad_words"),
-    *("allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs"),
+    *("allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs", "cache_salt"),
     *(
         "return_token_ids",
         "return_tokens_as_token_ids",
