@@ -32,6 +32,31 @@ def test_a_stream_has_the_tokens_of_generate(model):
         assert torch.equal(torch.tensor([getattr(output, name) for output in outputs]), expected), name
 
 
+def test_changed_weights_need_a_load():
+    model = build_decoder()
+    generator, sampling = Generator(model), SamplingParams(max_tokens=4, temperature=0)
+    before = generator.generate([PROMPT], sampling=sampling)[0][0]
+    with torch.no_grad():
+        model.blocks[0].mlp.up.weight += 0.1
+    for asked in (
+        lambda: generator.generate([PROMPT], sampling=sampling),
+        lambda: next(generator.stream(PROMPT)),
+        lambda: generator.submit(PROMPT, sampling=sampling),
+        lambda: generator.score([PROMPT]),
+        lambda: generator.embed(PROMPT),
+    ):
+        with pytest.raises(ValueError, match=r"blocks.0.mlp.up.weight has changed since .* call load\(model\)"):
+            asked()
+    generator.load(model)
+    found = generator.generate([PROMPT], sampling=sampling)[0][0]
+    [[expected]] = Generator(model).generate([PROMPT], sampling=sampling)
+    assert torch.equal(found.logprobs, expected.logprobs) and not torch.equal(found.logprobs, before.logprobs)
+    for parameter in model.parameters():
+        parameter.data.mul_(0.9)  # torch counts no such write
+    with pytest.raises(ValueError, match="has changed"):
+        generator.generate([PROMPT], sampling=sampling)
+
+
 def test_who_stops_listening_frees_the_slot(model):
     generator = Generator(model, policy=InferencePolicy(max_sequences=1))
     stream = generator.stream(PROMPT, sampling=SamplingParams(max_tokens=50))

@@ -24,6 +24,7 @@ from ztk.inference.parallel import Computing, Leading, follow
 from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
 from ztk.inference.probe import check_model, check_module, settle_products
 from ztk.inference.ranks import Ranks, computing, opening
+from ztk.inference.read_parameters import ReadParameters
 from ztk.inference.requests import Request, adapter_number, check_tokens
 from ztk.inference.room import drafting_of
 from ztk.inference.schedule import Sequence, logprob_values
@@ -72,6 +73,7 @@ class Generator:
             opened = open_weights(model, policy=chosen, ranks=self._ranks, **options)
             self._model, self.plan, self._streamed = opened.model, opened.plan, opened.streamed
             self._packed_bytes = opened.packed_bytes
+            self._read = None if opened.streamed is not None else ReadParameters.of(model)
             self.policy = settled(chosen, plan=self.plan)
             self._subject, self.description = opened.subject, opened.subject.description
             self._lone = check_model(self._model)
@@ -177,23 +179,19 @@ class Generator:
             ValueError: a prompt that `generate` refuses, or a model whose hidden states are not in this process's memory.
         """
         self._check(prompt, limit=0)
-        number = adapter_number(adapter, among=self._adapters)
-        if not isinstance(self._model, InferenceModel) or self._ranks is not None or self._streamed is not None:
+        if (model := self.own_model) is None:
             raise ValueError(
                 "embeddings are computed where one process has all layers in memory, of the families that ztk computes itself"
             )
-        rows = self.policy.max_step_tokens or len(prompt)
-        return embedding(self._model, tokens=prompt, adapter=number, rows=rows, lock=self._lock)
+        options = {"adapter": adapter_number(adapter, among=self._adapters), "lock": self._lock}
+        return embedding(model, tokens=prompt, rows=self.policy.max_step_tokens or len(prompt), **options)
 
     def stream(
         self, prompt: list[int], *, sampling: SamplingParams | None = None, adapter: str | None = None
     ) -> Iterator[Output]:
         """The tokens of one request as they are drawn. Closing the iterator cancels the request."""
-        chosen, inbox, own = (
-            sampling or SamplingParams(),
-            deque[Output](),
-            adapter_number(adapter, among=self._adapters),
-        )
+        chosen, inbox = sampling or SamplingParams(), deque[Output]()
+        own = adapter_number(adapter, among=self._adapters)
         self.check(prompt, sampling=chosen)
         with self._lock:
             number = self._enqueue(prompt, sampling=chosen, limit=chosen.max_tokens, adapter=own)[0].request_id
@@ -289,19 +287,21 @@ class Generator:
             self._stepper.reset()
             self._unclaimed.clear()
 
-    def load(self, engine: TrainingEngine) -> None:
-        """Takes the weights of a training engine of the same model, at any stage, without a disk. Every rank of the engine calls it.
+    def load(self, source: nn.Module | TrainingEngine) -> None:
+        """Takes the weights of a module or a training engine of the same model, at any stage, without a disk. Every rank of the engine
+        calls it.
 
         Raises:
             RuntimeError: requests are not answered yet, or layers are streamed.
-            ValueError: the engine lacks a parameter of this model.
+            ValueError: the source lacks a parameter of this model.
         """
         with self._lock:
             with opening(self._ranks):  # the first rank alone has requests
                 self._check_idle()
             with opening(self._ranks):
                 options = {"ranks": self._ranks, "adapters": self._adapters, "calibration": self.policy.calibration}
-                self._model = reopened(engine, model=self._model, subject=self._subject, **options)
+                self._model = reopened(source, model=self._model, subject=self._subject, **options)
+                self._read = ReadParameters.of(source)
             settle_products(self._model, exact=self._lone)
             find_scales(self._model, cache=self._cache)
             self._computing.model, self._stepper.graphs = self._model, graphs_of(self._model, cache=self._cache)
@@ -313,10 +313,9 @@ class Generator:
 
     @property
     def own_model(self) -> InferenceModel | None:
-        """The model that computes a step, if this process has all of it in memory and over slabs, else None."""
-        model = self._model
-        is_own = isinstance(model, InferenceModel) and model.ranks is None and not model.placement.has_blocks
-        return model if is_own and self._streamed is None else None
+        """The model that computes a step, of the families that ztk computes itself, if this process has all of it in memory, else None."""
+        has_all = self._ranks is None and self._streamed is None
+        return self._model if has_all and isinstance(self._model, InferenceModel) else None
 
     @property
     def adapters(self) -> Mapping[str, int]:
@@ -397,6 +396,8 @@ class Generator:
             raise RuntimeError("load: requests are not answered yet; let them end, or cancel() them")
 
     def _check(self, prompt: list[int], *, limit: int, biased: Iterable[int] = ()) -> None:
+        if self._read is not None:
+            self._read.check()
         sizes = {"vocabulary": self.description.vocab_size, "max_len": self.max_len}
         check_tokens(prompt, limit=limit, biased=biased, **sizes)
         self._scheduler.slots.check(prompt=len(prompt), limit=limit)

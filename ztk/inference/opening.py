@@ -126,12 +126,7 @@ def from_module(
     Raises:
         ValueError: a model that the engine does not support, or not with these options, or an adapter of another model.
     """
-    if isinstance(model, nn.Module):
-        module, state = model, dict(model.named_parameters())
-    elif isinstance(model, UnreadModel):
-        module, state = model.module, model.state
-    else:
-        module, state = model.module, _gathered(model)
+    module, state = _source(model)
     is_checked, own = isinstance(model, nn.Module) and not isinstance(model, Decoder), is_own_family(module)
     placement = placement_of(policy, module=module)
     streams = policy.offload is not None and not placement.has_blocks
@@ -187,8 +182,17 @@ def _own_module_faults(
         yield f"inference.calibration with model_type={kind}, which runs its own modules: it is for {families}; leave it out"
 
 
+def _source(model: nn.Module | TrainingEngine | UnreadModel) -> tuple[nn.Module, Mapping[str, Tensor]]:
+    """The module, and its parameters by name. A collective call of an engine's ranks."""
+    if isinstance(model, nn.Module):
+        return model, dict(model.named_parameters())
+    if isinstance(model, UnreadModel):
+        return model.module, model.state
+    return model.module, _gathered(model)
+
+
 def reopened(
-    engine: TrainingEngine,
+    source: nn.Module | TrainingEngine,
     *,
     model: InferenceModel | ModuleModel,
     subject: Subject,
@@ -196,10 +200,10 @@ def reopened(
     adapters: Mapping[str, Adapter],
     calibration: Sequence[int],
 ) -> InferenceModel | ModuleModel:
-    """The same `model` with the weights that a training engine has now. A collective call."""
-    own, state = subject if is_own_family(engine.module) else None, _gathered(engine)
+    """The same `model` with the weights that a module or a training engine has now. A collective call of an engine's ranks."""
+    module, state = _source(source)
     options = {"placement": model.placement, "ranks": ranks, "adapters": adapters, "calibration": calibration}
-    return _built(engine.module, subject=own, state=state, **options)
+    return _built(module, subject=subject if is_own_family(module) else None, state=state, **options)
 
 
 def _streamed_modules(
