@@ -13,7 +13,15 @@ from experiments.rollouts import Scored, layout_of, logprobs_of, micro_batches
 from ztk.config import Config
 from ztk.parallel.pipeline import MicroBatch
 from ztk.rl.align import Mismatch, Packing, PolicyLoss, importance_weights, mismatch_sums, token_weights
-from ztk.rl.rollout import Difference, RolloutMismatch, Samples, compare, first_layer
+from ztk.rl.rollout import (
+    Difference,
+    RolloutMismatch,
+    Samples,
+    compare,
+    first_layer,
+    recorded_experts,
+    same_experts,
+)
 
 
 def counted(run: Run, *, scored: Scored) -> Tensor:
@@ -38,13 +46,32 @@ def fill_buffer(run: Run, *, scored: Scored, counts: Tensor, advantages: Tensor,
         "weights": weights_of(run, samples=samples, counts=counts),
     }
     if config.rollout.identity == "corrected":
-        trainer = logprobs_of(run.actor, run=run, samples=samples)
-        assert trainer is not None
-        values["old"] = trainer
+        values["old"] = trainer = rescored(run, samples=samples)
         values["correction"] = corrected(run, samples=samples, trainer=trainer)
     if config.kl.coef and config.kl.place == "loss" and scored.reference is not None:
         values["reference"] = scored.reference
     run.buffer.fill(samples, **values, **extra)
+
+
+def rescored(run: Run, *, samples: Samples) -> Tensor:
+    """Returns the trainer's log-probabilities, float32 [S, T]. A collective call.
+
+    If the samples have the experts that drew them, adds the fraction of tokens with equal experts to the run's metrics.
+    """
+    with recorded_experts(run.actor.module) as found:
+        trainer = logprobs_of(run.actor, run=run, samples=samples)
+    assert trainer is not None
+    if samples.experts is None:
+        return trainer
+    layers, same = samples.experts.shape[2], 0
+    for number, rows in enumerate(micro_batches(run, samples=samples)):
+        batch = samples[rows]
+        own = found[number * layers : (number + 1) * layers]
+        same += same_experts(batch, layout=layout_of(run, samples=batch), found=own)
+    sums = torch.tensor([same, int(samples.answer_mask.sum())], dtype=torch.float64, device=run.process.device)
+    same, tokens = run.process.mesh.gather_scalars(sums, label="experts").sum(0).tolist()
+    run.metrics["rollout_experts"] = same / max(1.0, tokens)
+    return trainer
 
 
 def corrected(run: Run, *, samples: Samples, trainer: Tensor) -> Tensor:

@@ -90,6 +90,7 @@ def drawing_of(run: Run, *, first_prompt: int | None = None) -> Callable[[], Dra
         cut=Cut(
             top_k=rollout.top_k or 0, top_p=1.0 if rollout.top_p is None else rollout.top_p, min_p=rollout.min_p or 0.0
         ),
+        keeps_experts=first_prompt is None and rollout.identity == "corrected" and config.model.experts is not None,
     )
     options = {"policy": policy, "requests": requests, "step": run.rollouts}
     if run.environments is not None:

@@ -98,6 +98,19 @@ class InferenceModel:
                 broken.append(number)
         return self.ops.norm(x, by=self.weights.norm)
 
+    def chosen_experts(self, tokens: list[int]) -> Tensor:
+        """The experts of each token of a text, in each layer that has some: int16 [tokens, layers, choices] on the CPU.
+
+        A row does not depend on other rows, so these are the experts of the steps in which the text was drawn.
+        """
+        self.ops.chosen = chosen = []
+        try:
+            span = Span(slot=0, start=0, length=len(tokens), row=0)
+            self.forward(torch.tensor(tokens), spans=[span], cache=self.scratch(len(tokens)))
+        finally:
+            self.ops.chosen = None
+        return torch.stack(chosen, dim=1).to("cpu", torch.int16)
+
     def next_logits(self, tokens: Tensor, *, step: Step) -> Tensor:
         """One token of every answer of `step`, int64 [A], in memory that one process has alone -> logits of the next ones, fp32 [A, V]."""
         return self.logits(self.compute(tokens, step=step))

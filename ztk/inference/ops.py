@@ -26,7 +26,9 @@ ACTIVATIONS = {  # transformers' names -> names in `ztk.kernels`
 
 
 class Ops(Protocol):
-    """x and the results are [M, C], of the placement's dtype."""
+    """x and the results are [M, C], of the placement's dtype. chosen: gets the experts of every row, best first, [M, choices] a layer."""
+
+    chosen: list[Tensor] | None
 
     def norm(self, x: Tensor, *, by: Affine) -> Tensor:
         """The family's norm over the last dimension."""
@@ -60,6 +62,7 @@ class CpuOps:
     def __init__(self, description: Description) -> None:
         self._of, self._activation = description, ACTIVATIONS[description.activation]
         self._is_layer_norm = description.norm == "layer"
+        self.chosen: list[Tensor] | None = None
 
     def norm(self, x: Tensor, *, by: Affine) -> Tensor:
         if self._is_layer_norm:
@@ -81,6 +84,8 @@ class CpuOps:
         assert layer.router is not None and isinstance(layer.experts, list), "one Mlp for each expert"
         probabilities = torch.softmax(layer.router(x), dim=-1)
         weights, chosen = probabilities.topk(self._of.experts_per_token, dim=-1)
+        if self.chosen is not None:
+            self.chosen.append(chosen)
         if self._of.normalise_experts:
             weights = weights / weights.sum(-1, keepdim=True)
         out = torch.zeros_like(x)
@@ -96,6 +101,7 @@ class KernelOps:
 
     def __init__(self, description: Description, *, exact: bool) -> None:
         self._of, self._activation, self._exact = description, ACTIVATIONS[description.activation], exact
+        self.chosen: list[Tensor] | None = None
 
     def norm(self, x: Tensor, *, by: Affine) -> Tensor:
         if self._of.norm == "layer":
@@ -119,6 +125,8 @@ class KernelOps:
         of, experts = self._of, layer.experts
         assert layer.router is not None and isinstance(experts, Mlp), "the experts are stacked"
         routing = moe_route(layer.router(x), top_k=of.experts_per_token, normalise=of.normalise_experts)
+        if self.chosen is not None:
+            self.chosen.append(routing.experts)
         where = {"offsets": routing.offsets, "order": routing.order, "top_k": of.experts_per_token}
         inner = gated_rows(x, *_pair(experts), activation=self._activation, **where)
         down = RowsProduct.of(experts.down)

@@ -5,10 +5,11 @@ import torch
 
 from tests.rl.rollout.runs import config_of, play, rows_of
 from ztk.core.runtime import Process
+from ztk.inference import Generator
 from ztk.nn import Decoder, DecoderConfig
 from ztk.nn import loss as losses
-from ztk.nn.moe import Router
-from ztk.rl.rollout import lay_out
+from ztk.rl.rollout import Samples, lay_out, recorded_experts, same_experts
+from ztk.rl.rollout.routing import with_experts
 
 DIVIDED = ("tp2", "pp2", "sp2")
 SHORT = ("model.kv_heads=2", "warm_start.steps=10", "train.steps=3")  # the last step is the first of a second rollout
@@ -46,15 +47,52 @@ def test_divided_experts_have_the_losses_of_one_rank(ranks, tmp_path):
         assert two == pytest.approx(one, rel=1e-4, abs=1e-5), name
 
 
+@pytest.mark.parametrize("cache", ["slabs", "blocks"])
+def test_rows_have_the_share_of_tokens_with_the_engines_experts(cache, ranks, tmp_path):
+    options = ("model=tiny_moe", *SHORT, "rollout.engine=generator", "rollout.identity=corrected")
+    ranks(1).run(play, config=config_of("grpo", *options, folder=tmp_path), cache=cache)
+    assert [row["rollout_experts"] for row in rows_of(tmp_path)] == [1.0] * 3
+
+
+@torch.no_grad()
+def test_tokens_with_other_experts_are_counted():
+    torch.manual_seed(0)
+    model = sparse_decoder()
+    generator, mask = Generator(model), torch.arange(12) >= torch.tensor([[3], [5]])
+    samples = Samples(
+        tokens=torch.randint(64, (2, 12)),
+        numbers=torch.arange(2),
+        prompts=torch.arange(2),
+        prompt_lengths=torch.tensor([3, 5]),
+        answer_lengths=torch.tensor([9, 7]),
+        finished=torch.ones(2, dtype=torch.bool),
+        logprobs=torch.zeros(2, 12),
+        rewards=torch.zeros(2),
+        included=torch.ones(2, dtype=torch.bool),
+    )
+    samples = with_experts(samples, generator=generator)
+    prefix = generator.own_model.chosen_experts(samples.tokens[1, :8].tolist())
+    assert torch.equal(prefix, samples.experts[1, :8])  # as in the step that drew the token
+    layout = lay_out(samples.tokens, lengths=samples.lengths, packs=True, device=torch.device("cpu"))
+    with recorded_experts(model) as found:
+        layout.forward(model)
+    given = {"layout": layout, "found": found}
+    assert same_experts(samples, **given) == mask.sum()
+    samples.experts[0, 5, 2] += 1
+    samples.experts[1, 11] += 1  # nothing is predicted from the last token
+    assert same_experts(samples, **given) == mask.sum() - 1
+
+
+def sparse_decoder() -> Decoder:
+    shape = {"vocab_size": 64, "dim": 32, "layers": 4, "heads": 2, "kv_heads": 2, "hidden_dim": 64, "max_seq_len": 32}
+    return Decoder(DecoderConfig(**shape, experts=8, experts_per_token=2, experts_every=1, expert_hidden_dim=16)).eval()
+
+
 def routed(model: Decoder, tokens: torch.Tensor, lengths: torch.Tensor) -> tuple:
     """The layout of packed texts, and the experts that their tokens choose, best first: int64 [tokens, layers, choices]."""
-    found: list[torch.Tensor] = []
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    hooks = [router.register_forward_hook(lambda _, __, out: found.append(out.topk(2).indices)) for router in routers]
     layout = lay_out(tokens, lengths=lengths, packs=True, device=torch.device("cpu"))
-    layout.forward(model)
-    for hook in hooks:
-        hook.remove()
+    with recorded_experts(model) as found:
+        layout.forward(model)
     return layout, torch.stack(found, dim=1)
 
 
@@ -62,10 +100,7 @@ def routed(model: Decoder, tokens: torch.Tensor, lengths: torch.Tensor) -> tuple
 def test_the_update_chooses_the_experts_of_the_rollout():
     """They are not replayed. Sums of other shapes round otherwise, which would move a choice between logits that are nearly equal."""
     torch.manual_seed(0)
-    shape = {"vocab_size": 64, "dim": 32, "layers": 4, "heads": 2, "kv_heads": 2, "hidden_dim": 64, "max_seq_len": 32}
-    model = Decoder(
-        DecoderConfig(**shape, experts=8, experts_per_token=2, experts_every=1, expert_hidden_dim=16)
-    ).eval()
+    model = sparse_decoder()
     tokens, lengths = torch.randint(64, (16, 24)), torch.arange(16) % 5 + 4
     layout, chosen = routed(model, tokens, lengths + 16)
     equal = []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ztk.kernels import Routing, moe_combine, moe_slots
 from ztk.parallel.moe.exchange import ExpertExchange
 
-_CALLS = (
+CALLS = (
     ("top_k_index", "top_k_weights"),
     ("router_indices", "routing_weights"),
 )  # names of choices and weights in models
@@ -26,7 +26,7 @@ def is_stacked_experts(module: nn.Module) -> bool:
     if not isinstance(number, int) or not parameters or any(p.dim() < 2 or p.shape[0] != number for p in parameters):
         return False
     names = set(inspect.signature(type(module).forward).parameters)
-    return any(names.issuperset(call) for call in _CALLS)
+    return any(names.issuperset(call) for call in CALLS)
 
 
 class SpreadExperts:
@@ -64,4 +64,4 @@ class SpreadExperts:
 
 
 def _given(value: Tensor | None, *, by_name: dict, index: int) -> Tensor:
-    return value if value is not None else next(by_name[call[index]] for call in _CALLS if call[index] in by_name)
+    return value if value is not None else next(by_name[call[index]] for call in CALLS if call[index] in by_name)

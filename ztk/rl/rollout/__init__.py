@@ -22,6 +22,7 @@ from ztk.rl.rollout.rewards import (
     TrainingState,
     load_function,
 )
+from ztk.rl.rollout.routing import recorded_experts, same_experts
 from ztk.rl.rollout.states import states_away
 from ztk.rl.rollout.weights import RolloutWeights, SettledWeights, rollout_weights, settle_weights
 
@@ -68,7 +69,9 @@ __all__ = [
     "load_function",
     "pack_exactly",
     "play",
+    "recorded_experts",
     "rollout_weights",
+    "same_experts",
     "sample_keys",
     "settle_weights",
     "share_of_rank",

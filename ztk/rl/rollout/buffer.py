@@ -25,7 +25,8 @@ class Samples:
     prompt_lengths, answer_lengths: int64 [S]. finished: whether the answer ended by itself, bool [S]. logprobs: of the answer's tokens
     when they were sampled, float32 [S, T], 0 elsewhere. rewards: float64 [S]. included: whether the sample has a reward, bool [S]. kept:
     the tokens that top-k, top-p and min-p kept, or None if nothing was cut. observed: whether an environment wrote the token, bool [S,
-    T], or None without an environment.
+    T], or None without an environment. experts: of each token in each layer that has some, as the inference engine chose them, int16
+    [S, T, layers, choices], or None if they were not kept.
     """
 
     tokens: Tensor
@@ -39,6 +40,7 @@ class Samples:
     included: Tensor
     kept: Kept | None = None
     observed: Tensor | None = None
+    experts: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -29,6 +29,7 @@ from ztk.rl.rollout.answering import MOST, answers_at_once, can_answer
 from ztk.rl.rollout.buffer import Samples
 from ztk.rl.rollout.hybrid import Part, Requests, RolloutPolicy, TurnDraws, answer_by, first_tokens, samples_of
 from ztk.rl.rollout.kept import Kept
+from ztk.rl.rollout.routing import with_experts
 from ztk.train.engine import Engine
 
 
@@ -88,8 +89,9 @@ class CachedRollouts:
         sampling = _sampling(policy, requests=requests, step=step, as_trainer=False)
         with _opened(self._source.engine, length=policy.length, sequences=len(sampling)) as generator:
             drawn = _answers(generator, prompts=_prompts(requests), sampling=sampling)
-        parts = [_part(drawn, tokens=tokens, lengths=lengths)]
-        return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
+            parts = [_part(drawn, tokens=tokens, lengths=lengths)]
+            samples = samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
+            return with_experts(samples, generator=generator) if policy.keeps_experts else samples
 
     def _over_slabs(self, generator: Generator, *, policy: RolloutPolicy, requests: Requests, step: int) -> Samples:
         tokens, lengths = first_tokens(policy, requests=requests)
@@ -107,11 +109,12 @@ class CachedRollouts:
                 rows = slice(first, first + size)
                 given = {"tokens": tokens[rows], "lengths": lengths[rows], "draws": draws[rows]}
                 parts.append(answer_by(model, policy=policy, in_double=True, **given))
-            return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
-        sampling = _sampling(policy, requests=requests, step=step, as_trainer=True)
-        drawn = self._drawn(generator, prompts=_prompts(requests), sampling=sampling)
-        parts = [_part(drawn, tokens=tokens, lengths=lengths)]
-        return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
+        else:
+            sampling = _sampling(policy, requests=requests, step=step, as_trainer=True)
+            drawn = self._drawn(generator, prompts=_prompts(requests), sampling=sampling)
+            parts = [_part(drawn, tokens=tokens, lengths=lengths)]
+        samples = samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
+        return with_experts(samples, generator=generator) if policy.keeps_experts else samples
 
     @contextmanager
     def turns(self, *, policy: RolloutPolicy, requests: Requests, step: int) -> Iterator[TurnDraws]:

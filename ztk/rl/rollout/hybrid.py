@@ -33,7 +33,8 @@ class RolloutPolicy:
     module supports it.
 
     max_tokens: of an answer. stops, pad: token numbers; an answer ends with one of `stops`. temperature: divides the logits, for sampling
-    and for log-probabilities. cut: restricts sampling and log-probabilities to the kept tokens.
+    and for log-probabilities. cut: restricts sampling and log-probabilities to the kept tokens. keeps_experts: the inference engine keeps
+    the experts of each token.
 
     Raises:
         ValueError: a number out of its range.
@@ -49,6 +50,7 @@ class RolloutPolicy:
     weights: RolloutWeights = RolloutWeights.whole
     packs: bool = False
     cut: Cut = KEEPS_ALL
+    keeps_experts: bool = False
 
     def __post_init__(self) -> None:
         for name in ("length", "micro_batch", "max_tokens"):
