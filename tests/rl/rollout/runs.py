@@ -131,6 +131,8 @@ def play(
         if not fails or process.world_size > 1:
             raise
         result["error"] = f"{type(error).__name__}: {error}"
+    finally:
+        rollout_run.CachedRollouts = CachedRollouts
     return result
 
 
