@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Later collections, which every plan runs, do not scan torch, the test modules and 7,000 collected tests again."""
+    """Later collections, which every plan runs, do not scan torch, the test modules and 10,000 collected tests again."""
     gc.collect()
     gc.freeze()
 

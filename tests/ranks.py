@@ -18,6 +18,7 @@ TIMEOUT_SECONDS = 120.0
 
 # Modules that ranks and commands (tests/commands.py) import.
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed", "ztk.parallel.apply", "ztk.cli", "experiments.pretrain"]
+PRELOADED += ["ztk.report.plot", "experiments.grpo", "experiments.serve", "tests.commands", "tests.frozen"]
 
 
 def forkserver() -> multiprocessing.context.ForkServerContext:
