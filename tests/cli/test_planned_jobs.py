@@ -30,6 +30,7 @@ def test_a_job_that_does_not_fit_is_recorded_and_not_started(tmp_path):
         "-m",
         "task=fake,pretrain",
         "model=7b",
+        *("model.layers=5", "model.dim=8192"),  # 3.2B parameters, 51 GB of states
         "launch.ranks=1",
         "train.steps=1",
         "train.micro_batch_size=1",

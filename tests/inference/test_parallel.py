@@ -87,7 +87,7 @@ def schedules_in_little_memory(process: ztk.Process, *, seeds: list[int]) -> lis
 
 
 def test_ranks_lay_their_slabs_out_alike(ranks):
-    first, *others = ranks(2).run(schedules_in_little_memory, seeds=[0, 1])[0]
+    first, *others = ranks(2).run(schedules_in_little_memory, seeds=[0])[0]
     assert all(other == first for other in others)
 
 

@@ -14,6 +14,22 @@ def test_steps_run_on_a_cpu_and_make_a_page(monkeypatch, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [(row["name"], row["status"]) for row in rows] == [("machine", "done"), ("answers", "done")]
     assert rows[0]["result"]["to_device"] > 0 and rows[1]["result"]["tokens"] == 96
+    assert "| answers | done |" in page_of(tmp_path, monkeypatch=monkeypatch)
+
+
+def page_of(folder, *, monkeypatch) -> str:
+    """The page of a CPU's rows in `folder`."""
+    monkeypatch.setattr(results, "RESULTS", folder / "results")
+    first_hour.read(folder)
+    return (folder / "results" / "cpu" / "first_hour.md").read_text()
+
+
+def test_a_page_has_the_steps_and_the_kernels(monkeypatch, tmp_path):
+    steps = [
+        {"name": "machine", "status": "done", "seconds": 1.5, "result": {"gpu": "cpu", "to_device": 2.0}},
+        {"name": "answers", "status": "done", "seconds": 2.5, "result": {"tokens": 96}},
+    ]
+    (tmp_path / "steps.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in steps))
     kernels = [
         {
             "op": "swiglu",
@@ -26,10 +42,11 @@ def test_steps_run_on_a_cpu_and_make_a_page(monkeypatch, tmp_path):
         }
     ]
     (tmp_path / "kernels.json").write_text(json.dumps(kernels))
-    monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
-    assert first_hour.read(tmp_path) == 0
-    page = (tmp_path / "results" / "cpu" / "first_hour.md").read_text()
-    assert "| answers | done |" in page and "| swiglu | 4x8 | forward | ztk | 0.500 | 90% of memory |" in page
+    page = page_of(tmp_path, monkeypatch=monkeypatch)
+    assert "| answers | done | 2.5 |" in page and "| tokens 96 |" in page
+    assert "| swiglu | 4x8 | forward | ztk | 0.500 | 90% of memory |" in page
+    (tmp_path / "steps.jsonl").write_text(json.dumps(steps[0] | {"status": "late"}) + "\n")
+    assert first_hour.read(tmp_path) == 1
 
 
 def test_measured_times_lie_next_to_predicted_ones(monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ from tests.zero.models import DTYPES, Layout, Run, batches, build, train
 from ztk.optim import OptimizerPolicy
 
 TIERS = ("none", "cpu", "nvme")
-STEPS = 9  # three rounds of the parameter that only some steps use
+STEPS = 6  # two rounds of the parameter that only some steps use
 LAYOUTS = [Layout(stage=stage, offload=offload) for stage in range(4) for offload in TIERS]
 LAYOUTS += [Layout(stage=3, offload=a, parameters=b) for a, b in itertools.permutations(TIERS, 2)]
 

@@ -1,5 +1,7 @@
 """A checkpoint belongs to the model: saved under one topology, loaded under another."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,15 +81,18 @@ def _engine(process: Process, *, place: Place):
 
 
 @pytest.fixture(scope="module")
-def saved(ranks, tmp_path_factory) -> dict[str, tuple[Path, str, list[float]]]:
+def saved(ranks, tmp_path_factory) -> Callable[[Place], tuple[Path, str, list[float]]]:
     """Place -> the folder, the digest of the saved values, the losses of the uninterrupted run."""
-    made = {}
-    for number, place in enumerate(PLACES):
-        folder = tmp_path_factory.mktemp("checkpoints") / str(number)
+
+    @functools.cache
+    def of(name: str) -> tuple[Path, str, list[float]]:
+        place = next(place for place in PLACES if place.name == name)
+        folder = tmp_path_factory.mktemp("checkpoints") / "saved"
         states, losses = ranks(4).run(save_and_go_on, place=place, folder=str(folder))[0]
         assert not verify(next(folder.glob("step-*"))).faults
-        made[place.name] = (folder, states, losses)
-    return made
+        return folder, states, losses
+
+    return lambda place: of(place.name)
 
 
 # Every place is left, entered by an unlike one, and returned to; all pairs would take minutes and show no more.
@@ -96,7 +101,7 @@ PAIRS = [(before, PLACES[(index + step) % len(PLACES)]) for index, before in enu
 
 @pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda place: place.name)
 def test_any_topology_to_any_topology(ranks, saved, before, after):
-    folder, states, losses = saved[before.name]
+    folder, states, losses = saved(before)
     for got_states, got_losses in ranks(4).run(load_and_go_on, place=after, folder=str(folder)):
         assert got_states == states  # bit for bit in canonical form
         if before is after:
