@@ -9,11 +9,12 @@ from torch import Tensor
 from experiments.alignment import start_from
 from experiments.best import Best
 from experiments.learned_reward import open_reward_model
-from experiments.models import Values, build
+from experiments.models import Values, build, full_values
 from experiments.packing import pack_exactly_on_all_ranks
 from experiments.prompts import Prompts
 from experiments.reference import BaseModel
 from experiments.text_reward import TextReward
+from ztk.checkpoint.full import is_cut
 from ztk.config import Config, is_text_model, open_environments
 from ztk.config.adapters import reference_has_adapters
 from ztk.core.runtime import Process
@@ -175,7 +176,9 @@ def open_cached(config: Config, *, actor: Engine) -> CachedRollouts | None:
         return None
     size, process = config.rollout.tensor or 1, actor.process
     if size == 1:
-        return CachedRollouts(actor)
+        # A part of every layer: the parameters are gathered in main memory for the copy.
+        read = (lambda: iter(full_values(actor).items())) if is_cut(actor) else None
+        return CachedRollouts(actor, read=read)
     groups = [tuple(range(first, first + size)) for first in range(0, process.world_size, size)]
     options = {"local_world_size": process.local_world_size, "timeout_seconds": process.timeout_seconds}
     return CachedRollouts(actor, comm=connect_groups(groups, device=process.device, **options))

@@ -14,6 +14,7 @@ from experiments.prompts import PAD
 from experiments.reference import BaseModel
 from experiments.rewards import reward, reward_metrics
 from experiments.rollout_run import Run
+from ztk.core.runtime import Mesh
 from ztk.inference.kept import Cut
 from ztk.inference.sample import fp32_logprobs
 from ztk.parallel.pipeline import MicroBatch
@@ -77,6 +78,10 @@ def drawing_of(run: Run, *, first_prompt: int | None = None) -> Callable[[], Dra
         prompt_numbers=prompt_numbers,
         copies=numbers % rollout.group_size,
     )
+    mesh = run.process.mesh
+    shares = run.cached is not None and not mesh.is_alone
+    if shares:
+        requests = _part_of_rank(requests, ranks=_sharers(mesh), rank=mesh.world.rank)
     policy = RolloutPolicy(
         length=config.data.seq_len,
         micro_batch=config.train.micro_batch_size,
@@ -96,7 +101,32 @@ def drawing_of(run: Run, *, first_prompt: int | None = None) -> Callable[[], Dra
     if run.environments is not None:
         return playing(run, prompts=prompts, **options)
     generates = partial(generate, run.actor, **options) if run.cached is None else run.cached.begun(**options)
-    return lambda: Drawn(samples=generates())
+    if not shares:
+        return lambda: Drawn(samples=generates())
+    return lambda: Drawn(samples=_joined(generates(), mesh=mesh))
+
+
+def _sharers(mesh: Mesh) -> list[int]:
+    """Returns the ranks of this rank's replica, in order."""
+    world = mesh.world.size
+    return [rank for rank in range(world) if mesh.topology.replica(rank, world_size=world) == mesh.replica]
+
+
+def _part_of_rank(requests: Requests, *, ranks: list[int], rank: int) -> Requests:
+    """Returns a rank's part of the requests of a replica, all of whose ranks have the inference engine's full weights."""
+    rows = torch.arange(len(requests.prompts)).tensor_split(len(ranks))[ranks.index(rank)]
+    return Requests(
+        prompts=[requests.prompts[int(row)] for row in rows],
+        numbers=requests.numbers[rows],
+        prompt_numbers=requests.prompt_numbers[rows],
+        copies=requests.copies[rows],
+    )
+
+
+def _joined(samples: Samples, *, mesh: Mesh) -> Samples:
+    """Returns the samples of all ranks of a replica. A collective call."""
+    found = mesh.world.gather_objects(samples)
+    return Samples.joined([found[rank] for rank in _sharers(mesh)])
 
 
 def next_samples(run: Run) -> Samples:

@@ -14,6 +14,7 @@ from ztk.config.topology import (
     DEGREES,
     critic_faults,
     is_cut,
+    model_ranks,
     padded_expert_faults,
     replicas_of,
     settled_ranks,
@@ -72,7 +73,7 @@ def _engine_of_gpus(config: Config, *, given: frozenset[str]) -> tuple[RolloutEn
     if is_cut(config.topology):
         return (
             RolloutEngineName.trainer,
-            "every rank has a part of the weights, and the inference engine needs full ones",
+            "every rank has a part of the weights, and on a GPU the inference engine reads its own",
         )
     if kind := _uncomputed(config):
         return RolloutEngineName.trainer, f"the inference engine does not compute models of the kind {kind}"
@@ -103,7 +104,7 @@ def rollout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
 
 def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     name = config.task.name
-    yield from _layout_faults(config)
+    yield from _layout_faults(config, machine=machine)
     yield from warm_start_faults(config)
     if config.zero.engine is not ZeroEngine.ztk:
         yield f"zero={config.zero.engine.value}: is there to compare with, and task={name} needs ztk's; use zero=stage0 to stage3"
@@ -139,7 +140,7 @@ def _strategy_faults(config: Config, *, machine: Machine) -> Iterator[str]:
         )
 
 
-def _layout_faults(config: Config) -> Iterator[str]:
+def _layout_faults(config: Config, *, machine: Machine) -> Iterator[str]:
     """Yields faults of ranks that share a model."""
     name, topology = config.task.name, config.topology
     yield from padded_expert_faults(config)
@@ -150,10 +151,7 @@ def _layout_faults(config: Config) -> Iterator[str]:
     cut = {degree: value for degree in DEGREES if (value := getattr(topology, degree)) > 1}
     key = ", ".join(f"topology.{degree}={value}" for degree, value in cut.items())
     if cut and config.rollout.engine is RolloutEngineName.generator:
-        yield (
-            f"{key}: rollout.engine=generator draws with full weights, and every rank has a part of each; use rollout.engine=trainer, or "
-            "topology=dp"
-        )
+        yield from _gathering_faults(config, machine=machine, key=key)
     cut.pop("expert", None)
     if not cut:
         return
@@ -168,6 +166,33 @@ def _layout_faults(config: Config) -> Iterator[str]:
             f"{key}: the model of reward.path={config.reward.path} is from transformers and has neither stages nor parts of sequences; use "
             "topology.tensor alone, or topology=dp"
         )
+
+
+def _gathering_faults(config: Config, *, machine: Machine, key: str) -> Iterator[str]:
+    """Yields faults of an inference engine whose weights are gathered from ranks that have parts of them, into main memory."""
+    fix = "use rollout.engine=trainer, or topology=dp"
+    if device_of(config, machine=machine) != "cpu":
+        yield f"{key}: on a GPU rollout.engine=generator draws with a rank's own weights, which are a part of the model; {fix}"
+    elif is_hugging_face(config.model):
+        yield f"{key}: rollout.engine=generator reads sizes of models of transformers from their layers, which are cut; {fix}"
+    elif config.lora.rank:
+        yield f"{key}: rollout.engine=generator merges adapters into full layers, and these are cut; {fix}"
+    if config.rollout.identity is RolloutIdentity.exact:
+        yield (
+            f"{key}: rollout.engine=generator draws with full layers and the trainer adds up parts of them, so rollout.identity=exact cannot "
+            "be promised; use rollout.identity=corrected or off, or rollout.engine=trainer"
+        )
+    if (config.rollout.tensor or 1) > 1:
+        yield f"{key}: the inference engine gets full weights; use rollout.tensor=1 instead of {config.rollout.tensor}, or topology=dp"
+    sharing, samples = model_ranks(config.topology), (config.rollout.prompts or 0) * (config.rollout.group_size or 0)
+    samples //= replicas_of(config.topology, ranks=settled_ranks(config, machine=machine))
+    if 0 < samples < sharing:
+        yield (
+            f"{key}: rollout.prompts={config.rollout.prompts} x rollout.group_size={config.rollout.group_size} are {samples} answers for "
+            f"{sharing} ranks, each of which draws one or more with rollout.engine=generator; use more rollout.prompts"
+        )
+    if config.rollout.ahead and sharing > 1:
+        yield f"{key}: ranks that share a model exchange its answers, which stops its training; use rollout.ahead=0, or topology=dp"
 
 
 def _ahead_faults(config: Config, *, machine: Machine) -> Iterator[str]:

@@ -168,6 +168,16 @@ def test_the_engines_attention_has_the_gradient_of_torchs():
             ("rollout.engine=generator", "rollout.tensor=2"),
             "use rollout.identity=corrected or off, or rollout.tensor=1",
         ),
+        (
+            ("topology=tp2", "rollout.engine=generator"),
+            "the trainer adds up parts of them, so rollout.identity=exact cannot",
+        ),
+        (("topology=tp2", *GENERATOR, "rollout.tensor=2"), "gets full weights; use rollout.tensor=1 instead of 2"),
+        (("topology=tp2", *GENERATOR, "rollout.ahead=1"), "exchange its answers, .* use rollout.ahead=0"),
+        (
+            ("topology=tp2", *GENERATOR, "rollout.prompts=1", "rollout.group_size=1", "advantage.baseline=critic"),
+            "are 1 answers for 2 ranks, .* use more rollout.prompts",
+        ),
         ((*GENERATOR, "rollout.tensor=3"), "2 ranks cannot be divided by it; use rollout.tensor=2"),
         (
             ("rollout.tensor=2",),

@@ -27,7 +27,7 @@ def faults(*overrides: str) -> str:
                 *("rollout.temperature=0", "advantage.baseline=mean", "rollout.engine=generator"),
             ),
             (
-                "topology.tensor=2: rollout.engine=generator draws with full weights, and every rank has a part of each",
+                "topology.tensor=2: rollout.engine=generator draws with full layers and the trainer adds up parts of them",
                 "use rollout.identity=corrected, or zero.quantized_weights=false",
                 "use rollout.identity=corrected, or precision=bf16",
                 "use model.vocab_size=256",

@@ -45,6 +45,8 @@ class Drawn:
     kept: list[Tensor] | None
 
 
+Read = Callable[[], Iterator[tuple[str, Tensor]]]
+
 _MOST_OVER_BLOCKS, _STEP_TOKENS = 256, 2048  # answers at a time, and tokens per step
 
 
@@ -55,10 +57,13 @@ class CachedRollouts:
     in main memory, renewed on the first samples after an optimizer step of the policy. With blocks, the weights are the engine's own, on
     its device and in its dtype; see [Note: Weights on the device].
     comm: of ranks that share a copy with slabs, each with a part of every layer. Without it every rank has its own copy.
+    read: yields the full parameters of an engine whose ranks have parts of them, for slabs; a collective call.
     """
 
-    def __init__(self, engine: Engine, *, comm: Comm | None = None, cache: str | None = None) -> None:
-        self._source = _Merged(engine)
+    def __init__(
+        self, engine: Engine, *, comm: Comm | None = None, cache: str | None = None, read: Read | None = None
+    ) -> None:
+        self._source = _Merged(engine, read=read)
         self.has_blocks = cache_of(cache, device=engine.process.device.type) == "blocks"
         self._comm = None if comm is None or comm.size == 1 else comm
         self._generator: Generator | None = None
@@ -182,14 +187,15 @@ class CachedRollouts:
 class _Merged:
     """An engine as a source of weights for the generator: its module, and full parameters with adapters merged into the weights."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, read: Read | None = None) -> None:
         self.engine = engine
         self.module: nn.Module = engine.module
         self.zero = self
+        self._read = engine.zero.full_parameters if read is None else read
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yields full parameters. A collective call."""
-        return merged_parameters(self.module, read=self.engine.zero.full_parameters)
+        return merged_parameters(self.module, read=self._read)
 
 
 @contextmanager
