@@ -5,6 +5,8 @@ import functools
 import hashlib
 import importlib
 import json
+import os
+import tempfile
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 
 from experiments import policies, rollout_loop, rollout_run, rollouts
 from experiments.models import full_values, warm_start
+from tests.parallel.topology.runs import alone
 from ztk import checkpoint
 from ztk.config import Config, Machine, compose
 from ztk.config.keys import read, write
@@ -66,17 +69,25 @@ def rows_of(folder: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if not any(word in k for word in measured)} for row in rows]
 
 
-_warmed = {}  # of this process: number of ranks and the model -> the first weights, whose steps take longer than a run
+_warmed = {}  # of this process: the model and the number of steps -> the first weights
 
 
 def shortened(config, *, process: Process):
-    """The task's warm start, once per process."""
+    """The task's warm start in fp32, whose steps take longer than a run, once for all processes of a session. One rank computes it, so that
+    runs on any number of ranks begin with equal bits: after sums in another order, some processors draw another token."""
     if not config.warm_start.steps:
         return None
-    key = process.world_size, config.model.kv_heads, config.warm_start.steps
-    if key not in _warmed:
-        _warmed[key] = warm_start(config, process=process)
-    return _warmed[key]
+    shape = hashlib.sha256(repr((config.model, config.warm_start.steps)).encode()).hexdigest()
+    if shape not in _warmed:
+        file = Path(tempfile.gettempdir(), f"warmed-{shape}.pt")
+        if not file.exists():
+            plain = copy.deepcopy(composed("grpo", ranks=1))
+            plain.model, plain.warm_start = config.model, config.warm_start
+            made = file.with_suffix(f".{os.getpid()}")
+            torch.save(warm_start(plain, process=alone(process)), made)
+            made.replace(file)
+        _warmed[shape] = torch.load(file)
+    return _warmed[shape]
 
 
 @contextmanager
