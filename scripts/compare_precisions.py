@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="precisions to run now")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="seeds to run now")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--sequences", type=int, default=4, help="sequences of 128 tokens per step")
     parser.add_argument("--model", default="nano", help="an option of the group model")
     parser.add_argument("--max-seconds", type=int, help="time limit of one run; the same command continues it")
     options = parser.parse_args()
@@ -43,6 +44,9 @@ def main() -> int:
         for arm in options.arms:
             train(arm, seed=seed, options=options)
     rows = report(options.work)
+    if not rows:
+        print(f"no run in bf16 has finished in {options.work}")
+        return 1
     with (folder_of("cpu") / "compare_precisions.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -66,10 +70,10 @@ def train(arm: str, *, seed: int, options: argparse.Namespace) -> None:
         *limit,
         f"model={options.model}",
         "data.seq_len=128",
-        "train.micro_batch_size=8",
+        f"train.micro_batch_size={options.sequences}",
         f"train.steps={options.steps}",
         f"train.seed={seed}",
-        "train.eval_batches=32",
+        "train.eval_batches=8",
         f"checkpoint.every={max(1, options.steps // 3)}",
         folder=folder,
     )

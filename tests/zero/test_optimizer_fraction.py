@@ -1,8 +1,10 @@
 """`offload.optimizer_fraction`: part of the optimizer states stays on the device, and no bit of the training changes."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.checkpoint.runs import canonical, digest, full_weights
 from tests.core.streams.model import modelled
@@ -13,6 +15,7 @@ from ztk.core.policies.ema import EmaPolicy
 from ztk.core.policies.offload import PAGE_BYTES
 from ztk.core.runtime import Process, Tier
 from ztk.optim import OptimizerPolicy
+from ztk.parallel.apply import _devices_of_states
 from ztk.zero.offload import OffloadPolicy
 
 LAYOUTS = [Layout(stage=stage, offload=tier, fraction=0.5) for stage in (1, 2, 3) for tier in ("cpu", "nvme")]
@@ -108,6 +111,17 @@ def test_a_planned_step_is_faster_the_more_states_stay(tmp_path):
         ]
         seconds = [plan.time.seconds for plan in plans]
         assert seconds == sorted(seconds, reverse=True) and len(set(seconds)) == 3
+
+
+def test_a_torch_optimizer_is_tried_where_its_states_are():
+    gpu, host = torch.device("cuda", 0), torch.device("cpu")
+    found = {
+        (tier, fraction): _devices_of_states(
+            OffloadPolicy(optimizer=tier, optimizer_fraction=fraction), process=SimpleNamespace(device=gpu)
+        )
+        for tier, fraction in (("none", 1.0), ("cpu", 1.0), ("cpu", 0.5), ("cpu", 0.0))
+    }
+    assert list(found.values()) == [[gpu], [host], [gpu, host], [gpu]]
 
 
 def test_a_value_outside_of_the_range_is_refused():
