@@ -13,6 +13,7 @@ import argparse
 import base64
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -100,7 +101,7 @@ def run(results: Path, *, dry: bool, only: Sequence[str]) -> int:
 
 
 def run_together(together: Sequence[Step], *, deadline: float, log: Path) -> list[dict]:
-    """One row per step: name, status (done, failed, late), seconds, and its last line of JSON."""
+    """One row per step: name, status (done, failed, late), seconds, seconds of CPU cores, and its last line of JSON."""
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
         **os.environ,
@@ -117,24 +118,32 @@ def run_together(together: Sequence[Step], *, deadline: float, log: Path) -> lis
         for step, out in zip(together, outputs, strict=True)
     ]  # fmt: skip
     for step, process, out in zip(together, processes, outputs, strict=True):
-        end = min(started + step.limit, deadline)
+        end, used = min(started + step.limit, deadline), cpu_seconds()
         try:
             code = process.wait(max(0.1, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             code = None
+        used = cpu_seconds() - used
         seconds = time.monotonic() - started
         out.seek(0)
         text = out.read()
         with log.open("a") as file:
             file.write(f"== {step.name} ({code}, {seconds:.1f} s)\n{text[-200_000:]}\n")
         status = "late" if code is None else "failed" if code else "done"
-        rows.append({"name": step.name, "status": status, "seconds": round(seconds, 2), **last_json(text)})
+        rows.append({"name": step.name, "status": status, "seconds": round(seconds, 2), "cpu_seconds": round(used, 1)})
+        rows[-1] |= last_json(text)
         if status != "done":
             rows[-1]["error"] = text[-1500:]
         out.close()
     return rows
+
+
+def cpu_seconds() -> float:
+    """Of all ended child processes."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def count_programs() -> int:

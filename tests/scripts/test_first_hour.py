@@ -81,7 +81,7 @@ def test_a_step_that_fails_or_hangs_costs_its_own_row(monkeypatch, tmp_path):
         return first_hour.Step(name=name, limit=limit, command=(sys.executable, "-c", text), together=1)
 
     made = [
-        python("print('text'); raise SystemExit(3)", name="fails"),
+        python("sum(range(10**7)); print('text'); raise SystemExit(3)", name="fails"),
         python("print('{\"a\": 1}', flush=True); import time; time.sleep(60)", name="hangs", limit=3),
         python(
             "import json, os, pathlib; print(json.dumps({'b': os.environ['PYTHONPATH']})); print('end');"
@@ -96,6 +96,7 @@ def test_a_step_that_fails_or_hangs_costs_its_own_row(monkeypatch, tmp_path):
     assert first_hour.run(tmp_path, dry=True, only=()) == 2
     rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [row["status"] for row in rows] == ["failed", "late", "done"]
+    assert rows[0]["cpu_seconds"] >= 0.1
     assert rows[1]["result"] == {"a": 1} and "text" in rows[0]["error"]
     assert rows[2]["result"] == {"b": f"{first_hour.REPOSITORY}:/carried"}  # wheels that came along stay in reach
     assert rows[2]["compiled"] == 1  # with its neighbours, programs that the carried cache lacked
