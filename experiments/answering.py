@@ -18,7 +18,7 @@ from ztk.core.policies.inference import CacheFormat
 from ztk.core.policies.runs import streams_layers
 from ztk.core.policies.tier import Tier
 from ztk.core.runtime.comm import Comm
-from ztk.inference import Generator, InferencePolicy, Packed, SamplingParams, perplexity, perplexity_of_stored
+from ztk.inference import Generator, InferencePolicy, Packed, SamplingParams, perplexity
 from ztk.inference.packed import MANIFEST
 from ztk.nn.low_rank import Adapter
 from ztk.report.folder import PACKED
@@ -218,7 +218,7 @@ def cost_of_weights(config: Config, *, answering: Answering) -> Cost | None:
     if stored is None:
         if isinstance(opened.module, Packed):
             raise _only_packed(config, path=opened.module.path)
-        stored = perplexity_of_stored(opened.module, tokens=tokens)
+        stored = perplexity(Generator(opened.module), tokens=tokens)
     cost = Cost(stored=stored, chosen=perplexity(answering.generator, tokens=tokens))
     print(
         f"perplexity of {len(tokens)} tokens of {chosen.held_out}: {cost.stored:.4f} as stored, {cost.chosen:.4f} with "

@@ -13,7 +13,6 @@ from ztk.inference.packed import Packed as Packed
 from ztk.inference.packed import open_packed as open_packed
 from ztk.inference.packed import pack as pack
 from ztk.inference.perplexity import perplexity as perplexity
-from ztk.inference.perplexity import perplexity_of_stored as perplexity_of_stored
 from ztk.inference.policy import Completion as Completion
 from ztk.inference.policy import Grammar as Grammar
 from ztk.inference.policy import GrammarState as GrammarState

@@ -88,12 +88,9 @@ class BlockSlots(Slots):
         self.pool.share(sequence.slot, blocks=blocks)
         self._members.append(sequence)
         self.advance(sequence, computed=computed)
-        if self._draft_model is not None and self._drafts_fit(sequence.longest):
+        room = self._draft_room  # sequences beyond it continue without drafts
+        if self._draft_model is not None and room is not None and room.most(sequence.longest) == room.slots:
             self._draft_model.reserve(sequence.longest)
-
-    def _drafts_fit(self, positions: int) -> bool:
-        """Whether the draft model has room. Sequences without it continue without drafts."""
-        return self._draft_room is not None and self._draft_room.most(positions) == self._draft_room.slots
 
     def _release(self, sequence: Sequence, *, keep: bool) -> None:
         self._members.remove(sequence)

@@ -72,7 +72,8 @@ class DraftModel:
                     self.forget(sequence.slot)
                     continue
                 try:
-                    own.append(_drawn(line, sequence=sequence, drafts=own))
+                    steps = sequence.draw_steps(own, vocabulary=len(line))
+                    own.append(draw(line, steps=steps, sample=sequence.sample).token)
                 except NothingDrawn:  # after a guess that the model itself may never draw
                     counts[number] = 0
         return drafts
@@ -97,10 +98,6 @@ class DraftModel:
             spans.append(Span(slot=sequence.slot, start=len(sequence.tokens) + len(drafts) - 1, length=1, row=row))
             self._contents[sequence.slot] = [*sequence.tokens, *drafts]
         return self.model.own_logits(torch.tensor(tokens), spans=spans, cache=self._cache, rows=list(range(len(rows))))
-
-
-def _drawn(line: torch.Tensor, *, sequence: Drafted, drafts: list[int]) -> int:
-    return draw(line, steps=sequence.draw_steps(drafts, vocabulary=len(line)), sample=sequence.sample).token
 
 
 def common_length(first: list[int], *, other: list[int]) -> int:

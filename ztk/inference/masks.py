@@ -65,7 +65,8 @@ def refused_by(masks: list[Tensor | None], *, size: int, device: torch.device | 
     """bool [R, size] on the device, by default the CPU: the tokens that the mask of each row leaves out, none where there is no mask."""
     every = torch.full((_words(size),), -1, dtype=torch.int32)
     packed = torch.stack([every if mask is None else mask[: len(every)] for mask in masks])
-    return _refused(packed if device is None else packed.to(device), size=size)
+    packed = packed if device is None else packed.to(device)
+    return _eights(packed.device).take(packed.view(torch.uint8).long()).view(torch.bool)[:, :size]
 
 
 def pack(allowed: Tensor) -> Tensor:
@@ -101,11 +102,6 @@ def _banned(sampling: SamplingParams, *, answer: list[int]) -> list[int]:
 
 def _words(size: int) -> int:
     return -(-size // _WORD)
-
-
-def _refused(packed: Tensor, *, size: int) -> Tensor:
-    """int32 [R, words] -> bool [R, size] of the tokens whose bits are 0, eight at a time."""
-    return _eights(packed.device).take(packed.view(torch.uint8).long()).view(torch.bool)[:, :size]
 
 
 @functools.cache

@@ -110,7 +110,8 @@ class ModuleModel:
             part._buffers = {
                 name: None if own is None else own.to(placement.device) for name, own in part._buffers.items()
             }
-        self._slots_of_layers = _attention_layers(self._module)
+        numbered = (part for part in self._module.modules() if isinstance(getattr(part, "layer_idx", None), int))
+        self._slots_of_layers = {id(part): part.layer_idx for part in numbered}  # of attention
         self._blocks = _blocks(self._module, count=self.description.layers)
         self._try_out()
 
@@ -313,7 +314,8 @@ def _copy_over_products(
     shared = {id(value): value for value in (*module.parameters(), *module.buffers())}
     own, (product, head_product, _) = copy.deepcopy(module, memo=shared), products_of(placement)
     head = own.get_output_embeddings()
-    embedding = _name_of(own, own.get_input_embeddings().weight)  # the head's, too, where they are tied
+    tied = own.get_input_embeddings().weight  # the head's, too, where they are tied
+    embedding = next(name for name, value in own.named_parameters() if value is tied)
     for name, part in list(own.named_modules()):
         activation = _ACTIVATIONS.get(type(part).__name__)
         if activation is not None:
@@ -350,10 +352,6 @@ def _fp32(value: Tensor) -> Tensor:
     return value.detach().to("cpu", torch.float32)
 
 
-def _name_of(module: nn.Module, parameter: Tensor) -> str:
-    return next(name for name, value in module.named_parameters() if value is parameter)
-
-
 def _description(module: Any) -> Description:
     config = module.config
     heads = config.num_attention_heads
@@ -370,11 +368,6 @@ def _description(module: Any) -> Description:
         activation="",
         is_tied=False,
     )
-
-
-def _attention_layers(module: nn.Module) -> dict[int, int]:
-    """id of each attention module -> its layer."""
-    return {id(part): part.layer_idx for part in module.modules() if isinstance(getattr(part, "layer_idx", None), int)}
 
 
 def blocks_name(module: nn.Module, *, count: int) -> str:

@@ -188,7 +188,8 @@ def _source(model: nn.Module | TrainingEngine | UnreadModel) -> tuple[nn.Module,
         return model, dict(model.named_parameters())
     if isinstance(model, UnreadModel):
         return model.module, model.state
-    return model.module, _gathered(model)
+    copies = model.zero.full_parameters()
+    return model.module, {name: own.detach().to("cpu", torch.float32, copy=True) for name, own in copies}
 
 
 def reopened(
@@ -279,11 +280,6 @@ def _cut(subject: Subject, *, ranks: Ranks | None) -> Cut | None:
         return None
     ranks.cut.own(subject.description)
     return ranks.cut
-
-
-def _gathered(engine: TrainingEngine) -> dict[str, Tensor]:
-    """Copies, fp32 on the CPU."""
-    return {name: value.detach().to("cpu", torch.float32, copy=True) for name, value in engine.zero.full_parameters()}
 
 
 def from_packed(

@@ -2,8 +2,6 @@
 
 import math
 
-from torch import nn
-
 from ztk.inference.engine import Generator
 
 
@@ -20,8 +18,3 @@ def perplexity(generator: Generator, *, tokens: list[int]) -> float:
     pieces = [tokens[start : start + size] for start in range(0, len(tokens), size)]
     scores = generator.score([piece for piece in pieces if len(piece) > 1])
     return math.exp(-sum(float(score.double().sum()) for score in scores) / sum(len(score) for score in scores))
-
-
-def perplexity_of_stored(model: nn.Module, *, tokens: list[int]) -> float:
-    """`perplexity` with the weights as they are stored; the engine is gone afterwards."""
-    return perplexity(Generator(model), tokens=tokens)

@@ -69,14 +69,15 @@ class Texts:
         for prompt in prompts:
             self._check(prompt)
         vectors = [self._generator.embed(prompt, adapter=adapter).tolist() for prompt in prompts]
+        if kind == "base64":
+            vectors = [base64.b64encode(struct.pack(f"<{len(one)}f", *one)).decode() for one in vectors]
         used = sum(map(len, prompts))
         return json.dumps(
             {
                 "object": "list",
                 "model": adapter or self._opened.name,
                 "data": [
-                    {"object": "embedding", "index": index, "embedding": _written(vector, kind=kind)}
-                    for index, vector in enumerate(vectors)
+                    {"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)
                 ],
                 "usage": {"prompt_tokens": used, "total_tokens": used},
             }
@@ -87,8 +88,3 @@ class Texts:
         odd = next((token for token in tokens if not 0 <= token < size), None)
         if odd is not None:
             raise BadRequest(f"token {odd} is outside the vocabulary of {size}")
-
-
-def _written(vector: list[float], *, kind: str) -> list[float] | str:
-    """Returns numbers, or base64 of their fp32 bytes."""
-    return vector if kind == "float" else base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -3,15 +3,12 @@ sequences, and their data records.
 """
 
 from ztk.rl.align.advantages import equal_groups, generalised_advantages, group_advantages
-from ztk.rl.align.averages import token_weights
 from ztk.rl.align.correction import Mismatch, importance_weights, mismatch_sums
 from ztk.rl.align.distillation import DistillPolicy, distill_losses
 from ztk.rl.align.dpo import DpoLosses, DpoPolicy, PairLogprobs, dpo_loss, dpo_losses
-from ztk.rl.align.kl import divergence
 from ztk.rl.align.kto import KtoPolicy, kto_losses
-from ztk.rl.align.logprobs import answer_logprobs, token_logprobs
 from ztk.rl.align.pairwise import PairwiseLosses, PairwisePolicy, last_values, pairwise_losses
-from ztk.rl.align.policy import PolicyLoss, TokenLoss, policy_loss
+from ztk.rl.align.policy import PolicyLoss, TokenLoss, divergence, policy_loss, token_weights, value_loss
 from ztk.rl.align.prompt_records import PromptRecord, Truncation, answer_end, fitted, read_prompts
 from ztk.rl.align.records import (
     ANSWER_END,
@@ -24,10 +21,9 @@ from ztk.rl.align.records import (
     text_prompt,
     without_rejected,
 )
-from ztk.rl.align.sequences import Packing, Sequences, segment_sums
+from ztk.rl.align.sequences import Packing, Sequences, answer_logprobs, segment_sums, token_logprobs
 from ztk.rl.align.templates import ChatTemplate, ChatTemplateError
 from ztk.rl.align.tilt import Frontier
-from ztk.rl.align.value import value_loss
 
 __all__ = [
     "ANSWER_END",

@@ -255,7 +255,11 @@ def _hh_messages(text: str, *, key: str) -> list[dict]:
 def _ultrafeedback(record: Record) -> dict[str, Any]:
     """Returns the completions with the highest and the lowest score."""
     scored = sorted(
-        (entry for entry in record["completions"] if isinstance(entry, dict) and _is_scored(entry)),
+        (
+            one
+            for one in record["completions"]
+            if isinstance(one, dict) and "response" in one and _score(one) is not None
+        ),
         key=lambda entry: _score(entry) or 0.0,
     )
     if len(scored) < 2 or _score(scored[0]) == _score(scored[-1]):
@@ -264,10 +268,6 @@ def _ultrafeedback(record: Record) -> dict[str, Any]:
         )
     prompt = [{"role": "user", "content": record["instruction"]}]
     return {"prompt": prompt, "chosen": scored[-1]["response"], "rejected": scored[0]["response"]}
-
-
-def _is_scored(entry: Mapping[str, Any]) -> bool:
-    return "response" in entry and _score(entry) is not None
 
 
 def _score(entry: Mapping[str, Any]) -> float | None:

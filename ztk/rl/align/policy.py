@@ -1,4 +1,4 @@
-"""The policy's loss over the tokens of packed answers: T tokens of S answers, one answer after another.
+"""Losses of policy and critic over the tokens of packed answers: T tokens of S answers, one answer after another.
 
 Every function is pure. Means over all answers of a step use given totals, so apart from the order of additions, no loss depends on how
 answers are distributed over micro-batches, packs and ranks.
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ztk.rl.align.kl import divergence
 from ztk.rl.align.sequences import segment_sums
 
 
@@ -77,3 +76,47 @@ def policy_loss(
         )
     loss = (torch.where(mask, losses, 0.0) * weights).sum()
     return TokenLoss(loss=loss, clipped=((ratio != clipped) & mask).sum())
+
+
+def divergence(logprobs: Tensor, *, reference: Tensor, old: Tensor, estimator: str) -> Tensor:
+    """Estimates KL(policy, reference) per token with one of Schulman's estimators (http://joschu.net/blog/kl-approx.html): tensors of the
+    same shape, such as [T], and floating-point dtype -> the same.
+
+    k3_weighted multiplies k3 by the ratio to the sampling policy, which makes its gradient unbiased.
+    """
+    log_ratio = logprobs - reference
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    k3 = torch.expm1(-log_ratio) + log_ratio
+    return k3 * (logprobs - old).exp() if estimator == "k3_weighted" else k3
+
+
+def token_weights(
+    lengths: Tensor, *, counts: Tensor, average: str, samples: int, tokens: int, max_tokens: int
+) -> Tensor:
+    """Returns the weight of every token of packed answers in the mean over all ranks: float32 [T]. T is the sum of `lengths`, int64 [S].
+
+    counts: whether an answer counts, bool [S]. samples, tokens: counted ones in the step over all ranks. average: tokens gives equal
+    weight to all tokens; sequence gives equal weight to all answers and to the tokens of an answer; constant gives each token 1 /
+    (samples * max_tokens).
+    """
+    if average == "tokens":
+        own = torch.full(lengths.shape, 1 / max(1, tokens))
+    elif average == "constant":
+        own = torch.full(lengths.shape, 1 / (max(1, samples) * max_tokens))
+    else:
+        own = 1 / lengths.clamp(min=1).float() / max(1, samples)
+    return (own * counts).repeat_interleave(lengths)
+
+
+def value_loss(values: Tensor, *, old: Tensor, returns: Tensor, clip: float, weights: Tensor) -> Tensor:
+    """Returns half the squared error of values: [T] each, or another shape, float32 or float64 -> a weighted sum, a scalar.
+
+    clip: largest change from the old values; 0 for no limit.
+    """
+    error = (values - returns).square()
+    if clip:
+        error = torch.maximum(error, (old + (values - old).clamp(-clip, clip) - returns).square())
+    return (error * weights).sum() / 2

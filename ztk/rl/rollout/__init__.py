@@ -23,8 +23,7 @@ from ztk.rl.rollout.rewards import (
     load_function,
 )
 from ztk.rl.rollout.routing import recorded_experts, same_experts
-from ztk.rl.rollout.states import states_away
-from ztk.rl.rollout.weights import RolloutWeights, SettledWeights, rollout_weights, settle_weights
+from ztk.rl.rollout.weights import RolloutWeights, SettledWeights, rollout_weights, settle_weights, states_away
 
 __all__ = [
     "Ahead",

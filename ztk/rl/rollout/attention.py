@@ -97,8 +97,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> Tensor:
         (B, T, H, D), K = query.shape, key.shape[2]
-        starts = tuple(range(0, B * T, T)) if documents is None else _starts(documents, T=T)
-        continued = None if documents is None else documents.continued
+        starts, continued = tuple(range(0, B * T, T)), None
+        if documents is not None:
+            of_rows = zip(starts, documents.starts, strict=True)
+            starts, continued = tuple(row + start for row, own in of_rows for start in own), documents.continued
         blocks = _blocks(starts, continued, B * T, K, H // K, D)
         rows = [x.flatten(0, 1) for x in (query, key, value)]
         out, lse = blocks.attend(rows[0], key=rows[1], value=rows[2])
@@ -112,10 +114,6 @@ class _Attention(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         found = ctx.blocks.gradients(d_out.reshape(query.shape), query=query, key=key, value=value, out=out, lse=lse)
         return *(part.view(shape) for part, shape in zip(found, ctx.shapes, strict=True)), None
-
-
-def _starts(documents: Documents, *, T: int) -> tuple[int, ...]:
-    return tuple(row * T + start for row, starts in enumerate(documents.starts) for start in starts)
 
 
 @functools.lru_cache(maxsize=2)  # shared by the layers of a forward, and for rows by all forwards

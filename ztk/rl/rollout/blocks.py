@@ -158,11 +158,7 @@ class _Group:
 
     def _taken(self, x: Tensor, *, at: Tensor) -> Tensor:
         """Gathers rows of x [any, D] for the products: [S K, R G or N BLOCK, D]."""
-        return x.index_select(0, at).view(-1, len(at) // self._count(), x.shape[-1])
-
-    def _count(self) -> int:
-        """Returns S K."""
-        return len(self.query_at) // (self._R * self._G)
+        return x.index_select(0, at).view(len(self.query_at) // (self._R * self._G), -1, x.shape[-1])
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         """Multiplies [S K, rows, X] by [S K, X, Y], bitwise equal to the engine's product.

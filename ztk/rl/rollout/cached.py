@@ -11,9 +11,9 @@ is freed before the update.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -31,19 +31,6 @@ from ztk.rl.rollout.hybrid import Part, Requests, RolloutPolicy, TurnDraws, answ
 from ztk.rl.rollout.kept import Kept
 from ztk.rl.rollout.routing import with_experts
 from ztk.train.engine import Engine
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
-    """An answer. tokens: without the prompt. logprobs: of each, float32 numbers. reason: stop, length, or error (non-finite logits).
-    kept: int32 [kept] of each token, or None if nothing was cut.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    reason: str
-    kept: list[Tensor] | None
-
 
 Read = Callable[[], Iterator[tuple[str, Tensor]]]
 
@@ -141,7 +128,7 @@ class CachedRollouts:
             rows = limits.nonzero().squeeze(1).tolist()
             prompts = [tokens[row, : int(lengths[row])].tolist() for row in rows]
             sampling = [replace(every[row], max_tokens=int(limits[row])) for row in rows]
-            answers = [Drawn(tokens=[], logprobs=[], reason="", kept=None)] * len(tokens)
+            answers: list[Completion | None] = [None] * len(tokens)
             found = self._drawn(generator, prompts=prompts, sampling=sampling)
             for row, answer in zip(rows, found, strict=True):
                 answers[row] = answer
@@ -150,7 +137,9 @@ class CachedRollouts:
         comm = self._comm
         return TurnDraws(draw=draw, go_on=bool if comm is None else lambda flag: any(comm.gather_objects(flag)))
 
-    def _drawn(self, generator: Generator, *, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Drawn]:
+    def _drawn(
+        self, generator: Generator, *, prompts: list[list[int]], sampling: list[SamplingParams]
+    ) -> list[Completion]:
         """Returns this rank's answers.
 
         Among ranks that share a copy, the first generates for all, in their order, and the others compute with it.
@@ -245,17 +234,8 @@ def _sampling(policy: RolloutPolicy, *, requests: Requests, step: int, as_traine
     ]
 
 
-def _answers(generator: Generator, *, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Drawn]:
-    return [_drawn(completion) for (completion,) in generator.generate(prompts, sampling=sampling)]
-
-
-def _drawn(completion: Completion) -> Drawn:
-    return Drawn(
-        tokens=completion.tokens,
-        logprobs=completion.processed_logprobs.tolist(),
-        reason=completion.finish_reason,
-        kept=completion.kept,
-    )
+def _answers(generator: Generator, *, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Completion]:
+    return [completion for (completion,) in generator.generate(prompts, sampling=sampling)]
 
 
 def _draws(policy: RolloutPolicy, *, lengths: Tensor, requests: Requests, step: int) -> Tensor:
@@ -268,19 +248,21 @@ def _draws(policy: RolloutPolicy, *, lengths: Tensor, requests: Requests, step: 
     return torch.tensor(found, dtype=torch.float64)
 
 
-def _part(answers: list[Drawn], *, tokens: Tensor, lengths: Tensor) -> Part:
-    """Returns answers in the form of `answer_by`."""
+def _part(answers: Sequence[Completion | None], *, tokens: Tensor, lengths: Tensor) -> Part:
+    """Returns answers in the form of `answer_by`. None: of rows that have ended."""
     logprobs, entries = torch.zeros(tokens.shape, dtype=torch.float32), []
+    counts, finished = torch.zeros_like(lengths), torch.zeros(len(lengths), dtype=torch.bool)
     for row, answer in enumerate(answers):
+        if answer is None:
+            continue
+        counts[row], finished[row] = len(answer.tokens), answer.finish_reason == "stop"
         first = int(lengths[row])
         places = slice(first, first + len(answer.tokens))
         tokens[row, places] = torch.tensor(answer.tokens, dtype=torch.int64)
-        logprobs[row, places] = torch.tensor(answer.logprobs)
-        if answer.reason == "error":
+        logprobs[row, places] = answer.processed_logprobs
+        if answer.finish_reason == "error":
             logprobs[row, first] = math.nan
         for number, kept in enumerate(answer.kept or []):
             ids = kept.long()
             entries.append((torch.full_like(ids, row), torch.full_like(ids, first + number), ids))
-    counts = torch.tensor([len(answer.tokens) for answer in answers])
-    finished = torch.tensor([answer.reason == "stop" for answer in answers])
     return Part(counts, logprobs, finished, Kept.of(entries, shape=tokens.shape) if entries else None)

@@ -92,13 +92,9 @@ def first_layer(engine: Engine, *, samples: Samples, packs: bool, row: int, posi
         if name != other:
             break
         if first.shape != second.shape or not torch.equal(first, second):
-            where = f"position {_first_position(first, second)}"
-            return f"the first layer that differs between a rollout's forward and the trainer's is {name} ({kind}), from {where} on"
+            where = int((first != second).flatten(1).any(1).nonzero()[0]) if first.shape == second.shape else 0
+            return f"the first layer that differs between a rollout's forward and the trainer's is {name} ({kind}), from position {where} on"
     return "a rollout's forward has the trainer's bits in every layer, so the sampler computes otherwise, or the weights have changed since"
-
-
-def _first_position(first: Tensor, second: Tensor) -> int:
-    return int((first != second).flatten(1).any(1).nonzero()[0]) if first.shape == second.shape else 0
 
 
 @contextmanager

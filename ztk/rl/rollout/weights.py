@@ -1,4 +1,4 @@
-"""How a rollout reads sharded parameters: gathered once for all its forwards, or one unit at a time."""
+"""The memory of a rollout: sharded parameters gathered once or one unit at a time, and states of the update in main memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +9,9 @@ import torch
 
 from ztk.inference.plan import free_device_memory, free_memory
 from ztk.train.engine import Engine
+from ztk.zero.state.offload import StateKind
+
+_KINDS = (StateKind.optim_states, StateKind.hp_params)
 
 
 class RolloutWeights(StrEnum):
@@ -38,6 +41,21 @@ def rollout_weights(engine: Engine, *, weights: RolloutWeights) -> Iterator[None
         else:
             with engine.zero.gathering.keep_unsharded():
                 yield
+
+
+@contextmanager
+def states_away(*engines: Engine) -> Iterator[None]:
+    """Moves optimizer states and master weights of `engines` to main memory inside the context. A collective call.
+
+    No engine may step or save inside. Nothing is copied if the device is the CPU, and offloaded tensors stay in their tier.
+    """
+    for engine in engines:
+        engine.zero.offloader.offload(_KINDS, pin_memory=True, non_blocking=False)
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.zero.offloader.reload(non_blocking=True)
 
 
 def settle_weights(engine: Engine, *, free_bytes: int | None = None) -> SettledWeights:
