@@ -125,15 +125,18 @@ def warm_start(config: Config, *, process: Process) -> Values | None:
         return None
     options = {"lr": config.warm_start.lr, "accumulation_steps": 1, "has_adapters": False}
     engine = build(config, process=process, **options)
-    for tokens, targets in _examples(config, process=process):
-        engine.train_batch([(tokens.to(process.device), targets.to(process.device))])
+    packs = config.model.experts is not None and packs_texts(engine)  # losses of routers would count padding
+    for rows, lengths, counted in _examples(config, process=process):
+        layout = lay_out(rows, lengths=lengths, packs=packs, device=process.device)
+        documents = () if layout.documents is None else (layout.documents,)
+        engine.train_batch([(layout.tokens, layout.targets(counted), *documents)])
     values = full_values(engine)
     engine.close()
     return values
 
 
-def _examples(config: Config, *, process: Process) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields tokens and targets [batch, T] of every step. Targets cover only the answer."""
+def _examples(config: Config, *, process: Process) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yields the texts of every step: tokens [batch, T], their lengths [batch], and which tokens are of an answer, bool [batch, T]."""
     warm, seed, length = config.warm_start, config.train.seed, config.data.seq_len
     assert warm.batch_size is not None, "the configuration is checked"
     replica, replicas = process.mesh.replica, process.mesh.replicas
@@ -145,17 +148,17 @@ def _examples(config: Config, *, process: Process) -> Iterator[tuple[Tensor, Ten
         )
     task = TASKS[name_of(config)]
     for step in range(warm.steps):
-        rows = torch.full((share, length + 1), PAD)
+        rows, lengths = torch.full((share, length), PAD), torch.zeros(share, dtype=torch.int64)
         counted = torch.zeros_like(rows, dtype=torch.bool)
-        for row, mask, index in zip(rows, counted, range(share), strict=True):
+        for index, (row, mask) in enumerate(zip(rows, counted, strict=True)):
             number = -1 - (step * warm.batch_size + replica * share + index)  # differ from the numbers of rollouts
             prompt = task.prompt(seed=seed, number=number)
             right = torch.rand((), generator=generator(seed, "right", number)).item() < warm.correct
             answer = prompt.answer if right else task.wrong(prompt.text, seed=seed, number=number)
             text = ByteTokenizer().encode(f"{prompt.text}{answer}{chr(STOP)}")
-            row[: len(text)] = text
+            row[: len(text)], lengths[index] = text, len(text)
             mask[len(prompt.text) : len(text)] = True
-        yield rows[:, :-1].contiguous(), torch.where(counted, rows, -100)[:, 1:].contiguous()
+        yield rows, lengths, counted
 
 
 def values_of_states(critic: Engine, *, samples: Samples, then: Callable[[Tensor], Tensor] | None = None) -> MicroBatch:

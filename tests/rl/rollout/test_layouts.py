@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from experiments import policies
+from experiments.models import warm_start
 from tests.rl.rollout.runs import config_of, play, rows_of
 from ztk.core.runtime import Process
 from ztk.inference import Generator
 from ztk.nn import Decoder, DecoderConfig
 from ztk.nn import loss as losses
+from ztk.nn.moe import Router
 from ztk.rl.rollout import Samples, lay_out, recorded_experts, same_experts
 from ztk.rl.rollout.routing import with_experts
 
@@ -70,6 +73,23 @@ def test_rows_have_the_share_of_tokens_with_the_engines_experts(cache, ranks, tm
     options = ("model=tiny_moe", *SHORT, "rollout.engine=generator", "rollout.identity=corrected")
     ranks(1).run(play, config=config_of("grpo", *options, folder=tmp_path), cache=cache)
     assert [row["rollout_experts"] for row in rows_of(tmp_path)] == [1.0] * 3
+
+
+def routed_by_a_warm_start(process: Process, *, config) -> set[int]:
+    """The numbers of tokens that routers get in a forward."""
+    forward, counts = Router.forward, set()
+    Router.forward = lambda self, tokens: (counts.add(len(tokens)), forward(self, tokens))[1]
+    try:
+        warm_start(config, process=process.arrange(policies.topology(config)))
+    finally:
+        Router.forward = forward
+    return counts
+
+
+def test_routers_of_a_warm_start_get_no_padding(ranks, tmp_path):
+    options = ("model=tiny_moe", "rollout.identity=corrected", "data.seq_len=20")
+    config = config_of("grpo", *options, folder=tmp_path, warm_start__steps=2)
+    assert ranks(1).run(routed_by_a_warm_start, config=config) == [{16 * 12}]  # sixteen texts of twelve tokens
 
 
 @torch.no_grad()
