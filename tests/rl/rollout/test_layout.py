@@ -85,10 +85,10 @@ def test_texts_that_continue_over_a_cache_have_the_bits_of_full_ones():
             rows = (until.clamp(max=LENGTHS) > computed).nonzero().squeeze(1)
             since, stop = computed[rows], until.clamp(max=LENGTHS)[rows]
             found = new_tokens(tokens, rows=rows, since=since, until=stop)
-            new = lay_out_new(found, filling=len(LENGTHS), module=model, device=CPU)
-            with cache.used(model, spans=new.spans):
-                found = new.layout.forward(model).flatten(0, 1)
-            last, own = new.layout.at(stop - since - 1), full.at((LENGTHS * 0).index_copy(0, rows, stop - 1))[rows]
+            layout, spans = lay_out_new(found, filling=len(LENGTHS), module=model, device=CPU)
+            with cache.used(model, spans=spans):
+                found = layout.forward(model).flatten(0, 1)
+            last, own = layout.at(stop - since - 1), full.at((LENGTHS * 0).index_copy(0, rows, stop - 1))[rows]
             assert torch.equal(found[last], expected[own])
             computed[rows] = stop
     assert torch.equal(computed, LENGTHS)

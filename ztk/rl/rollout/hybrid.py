@@ -375,9 +375,9 @@ class _Forwards:
         self._computed[rows] = lengths
         last = new.starts + lengths - since - 1
         assert cache is not None, "a cache of earlier tokens"
-        filled = lay_out_new(new, filling=cache.texts, module=engine.module, device=engine.process.device)
-        with cache.used(engine.module, spans=filled.spans):
-            return self._of(filled.layout, last=last.to(engine.process.device), large=large)
+        layout, spans = lay_out_new(new, filling=cache.texts, module=engine.module, device=engine.process.device)
+        with cache.used(engine.module, spans=spans):
+            return self._of(layout, last=last.to(engine.process.device), large=large)
 
     def _of(self, layout: Layout, *, last: Tensor, large: Answers | None) -> Tensor:
         def rows_of(model: Any) -> Tensor:

@@ -187,18 +187,9 @@ def new_tokens(tokens: Tensor, *, rows: Tensor, since: Tensor, until: Tensor) ->
     return NewTokens(tokens=tokens[rows][is_new], positions=at.expand(is_new.shape)[is_new], starts=starts, spans=spans)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Continued:
-    """A forward over the tokens since the last one. spans: location of each text's new tokens, with the padding last."""
-
-    layout: Layout
-    spans: list[Span]
-
-
-def lay_out_new(new: NewTokens, *, filling: int, module: nn.Module, device: torch.device) -> Continued:
-    """Lays out new tokens. filling: the slot of padding tokens.
-
-    The layout's `at` takes positions relative to each text's first token here.
+def lay_out_new(new: NewTokens, *, filling: int, module: nn.Module, device: torch.device) -> tuple[Layout, list[Span]]:
+    """Returns the layout of new tokens, whose `at` takes positions relative to each text's first token here, and the location of each text's
+    new tokens, with the padding last. filling: the slot of padding tokens.
     """
     flat, positions, spans = new.tokens, new.positions, new.spans
     if extra := _missing(len(flat), module=module):
@@ -214,8 +205,7 @@ def lay_out_new(new: NewTokens, *, filling: int, module: nn.Module, device: torc
         longest=int(positions.max()) + 1,
         starts=((0,),),
     )
-    layout = Layout(tokens=flat.unsqueeze(0).to(device), documents=documents.to(device), starts=new.starts)
-    return Continued(layout=layout, spans=spans)
+    return Layout(tokens=flat.unsqueeze(0).to(device), documents=documents.to(device), starts=new.starts), spans
 
 
 def can_pack(module: nn.Module) -> bool:
