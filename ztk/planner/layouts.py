@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ztk.core.policies.hardware import Hardware
+from ztk.core.policies.pipeline import PipelinePolicy
+from ztk.core.policies.zero import MAX_LIVE_PARAMETERS
 
 STAGES = (0, 1, 2, 3)
 # (tier, offloaded part of the optimizer states): each takes more off the device than the one before
@@ -18,6 +20,7 @@ RECOMPUTES = ("none", "selective", "full")  # each keeps less than the one befor
 # Hidden updates and copies share memory and the host with the forward, and with the disk's copies: offload only what does not fit.
 _OFFLOAD_COST = {"none": 1.0, "cpu": 1.1, "nvme": 1.2}
 DEGREES = ("pipeline", "tensor", "sequence", "context", "expert")
+_LOCAL_GRADIENTS = PipelinePolicy().max_local_gradients
 AGAIN = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # operations, relative to no recomputation
 
 
@@ -147,8 +150,8 @@ def state_bytes(layout: Layout, *, work: Workload) -> float:
     """Lower bound of the bytes on the device between two steps. A fraction keeps whole buckets there, perhaps none."""
     parameters = work.parameter_bytes * (work.shard(layout) if layout.stage == 3 else work.own(layout))
     if layout.offload == "none":
-        return parameters + _updated_bytes(layout, work=work)
-    return parameters * (layout.stage < 3)
+        return parameters + _gradient_bytes(layout, work=work) + _optimizer_bytes(layout, work=work)
+    return parameters * (layout.stage < 3) + _gradient_bytes(layout, work=work) * (layout.stage < 2)
 
 
 def rough_bytes(layout: Layout, *, work: Workload) -> float:
@@ -159,14 +162,19 @@ def rough_bytes(layout: Layout, *, work: Workload) -> float:
 
 def _resident_bytes(layout: Layout, *, work: Workload) -> float:
     """Rough size of the states that `fraction` keeps on the device, with their gradients."""
-    return 0.0 if layout.offload == "none" else (1 - layout.fraction) * _updated_bytes(layout, work=work)
+    gradients = _gradient_bytes(layout, work=work) * (layout.stage >= 2)
+    kept = 0.0 if layout.offload == "none" else 1 - layout.fraction
+    return kept * (gradients + _optimizer_bytes(layout, work=work))
 
 
-def _updated_bytes(layout: Layout, *, work: Workload) -> float:
-    """Bytes of a rank's gradients and optimizer states."""
-    own, shard = work.own(layout), work.shard(layout)
-    gradients = work.gradient(layout) * (shard if layout.stage >= 2 else own)
-    return gradients + work.optimizer_bytes * (shard if layout.stage >= 1 else own)
+def _gradient_bytes(layout: Layout, *, work: Workload) -> float:
+    """Bytes of a rank's gradients, which stay on the device at stages 0 and 1."""
+    return work.gradient(layout) * (work.shard(layout) if layout.stage >= 2 else work.own(layout))
+
+
+def _optimizer_bytes(layout: Layout, *, work: Workload) -> float:
+    """Bytes of a rank's optimizer states."""
+    return work.optimizer_bytes * (work.shard(layout) if layout.stage >= 1 else work.own(layout))
 
 
 def _activation_bytes(layout: Layout, *, work: Workload) -> float:
@@ -205,11 +213,9 @@ def rough_seconds(layout: Layout, *, work: Workload) -> float:
     pcie = host = disk = 0.0
     offloaded = 0.0 if layout.offload == "none" else shard * layout.fraction
     if offloaded:
-        pcie = (
-            offloaded
-            * (work.gradient(layout) * forwards + work.parameter_bytes)
-            / (hardware.pcie_bandwidth * hardware.pcie_share)
-        )
+        gathers, reduces = _passes(layout, work=work)
+        copied = offloaded * (work.gradient(layout) * reduces + work.parameter_bytes * gathers)
+        pcie = copied / (hardware.pcie_bandwidth * hardware.pcie_share)
         host = (
             offloaded
             * (2 * work.optimizer_bytes + work.gradient(layout))
@@ -219,6 +225,9 @@ def rough_seconds(layout: Layout, *, work: Workload) -> float:
         disk = offloaded * work.optimizer_bytes
         disk = disk / hardware.disk_read_bandwidth + disk / hardware.disk_write_bandwidth
     compute += shard * (2 * work.optimizer_bytes + work.gradient(layout)) / hardware.memory_bandwidth
+    if layout.stage < 2 and forwards > 1:  # every micro-batch adds to the gradients
+        added = forwards * work.own(layout) * (work.parameter_bytes + 2 * work.gradient(layout))
+        compute += added / (hardware.memory_bandwidth * hardware.memory_share)
     hidden = (
         compute / forwards / 3 if layout.stage == 3 else 0.0
     )  # during the first forward; else the step waits for the update
@@ -231,16 +240,22 @@ def rough_seconds(layout: Layout, *, work: Workload) -> float:
 
 def _wire_of_data(layout: Layout, *, work: Workload) -> tuple[float, float]:
     """Seconds of ZeRO's collectives, which overlap with computing, and of the same bytes inside a node, by which they delay it."""
-    data, forwards = work.ranks // (layout.pipeline * layout.tensor), work.forwards(layout)
-    own = work.own(layout)
-    gathers = 1 if layout.stage < 3 else 2 * (1 if layout.pipeline > 1 else forwards)
-    reduces = 1 if layout.stage < 2 or layout.pipeline > 1 else forwards
-    nbytes = own * (work.parameter_bytes * gathers + work.gradient(layout) * reduces)
+    data = work.ranks // (layout.pipeline * layout.tensor)
+    gathers, reduces = _passes(layout, work=work)
+    nbytes = work.own(layout) * (work.parameter_bytes * gathers + work.gradient(layout) * reduces)
     wire, in_node = (
         _seconds(nbytes, size=data, span=span, layout=layout, hardware=work.hardware)
         for span in (data * layout.tensor, 1)
     )
     return wire, in_node
+
+
+def _passes(layout: Layout, *, work: Workload) -> tuple[int, int]:
+    """How often ZeRO gathers the parameters and reduces the gradients of a step. A pipeline does so once, if memory allows it."""
+    forwards, own, is_pipeline = work.forwards(layout), work.own(layout), layout.pipeline > 1
+    gathers = 1 if layout.stage < 3 else 2 * (1 if is_pipeline and own <= MAX_LIVE_PARAMETERS else forwards)
+    reduces = 1 if layout.stage < 2 or (is_pipeline and own <= _LOCAL_GRADIENTS) else forwards
+    return gathers, reduces
 
 
 def _exposed(layout: Layout, *, work: Workload) -> float:
@@ -276,9 +291,12 @@ def _ring(layout: Layout, *, work: Workload) -> float:
 
 
 def _attention(layout: Layout, *, work: Workload) -> float:
-    """Seconds of the products of queries, keys and values, with which the ring's transfers overlap."""
-    flops = _attention_flops(work) * work.global_batch * work.seq_len / work.ranks
-    return flops / work.hardware.reached(work.dtype) * AGAIN[layout.recompute]
+    """Seconds of the products of queries, keys and values, with which the ring's transfers overlap. As `reached.device_seconds`."""
+    hardware, length = work.hardware, work.seq_len / layout.context
+    flops = _attention_flops(work) * work.global_batch * work.seq_len / work.ranks * AGAIN[layout.recompute]
+    causal = 0.5 if hardware.attention_share < 1 else 1.0
+    share = hardware.attention_share * length / (length + hardware.attention_length)
+    return flops * causal / (hardware.rate(work.dtype) * share)
 
 
 def _attention_flops(work: Workload) -> int:
