@@ -66,7 +66,7 @@ def test_failed_jobs_start_again_and_finished_ones_stay(tmp_path):
 
 
 def test_a_list_starts_nothing_and_leaves_nothing(tmp_path):
-    line = ("-m", "zero=stage0,ddp", "offload=cpu", "sweep.repeats=3", "sweep.list=true")
+    line = ("-m", "model=nano", "zero=stage0,ddp", "offload=cpu", "sweep.repeats=3", "sweep.list=true")
     done = run(*line, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("pending") == 6 and list(tmp_path.iterdir()) == []
