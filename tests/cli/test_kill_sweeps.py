@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow  # test_sweep.py kills a job, test_interrupted.py runs
+@pytest.mark.slow  # test_interrupted.py kills runs
 def test_a_killed_sweep_ends_as_an_undisturbed_one(tmp_path):
     script = str(ROOT / "scripts" / "kill_sweeps.py")
     command = [sys.executable, script, "--kills", "1", "--jobs", "2", "--steps", "4", "--folder", str(tmp_path)]

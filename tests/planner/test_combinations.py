@@ -1,6 +1,6 @@
 """Combinations of stage, tier, precision, recompute mode and layout run two steps on tensors without values, as on a GPU.
 
-A sixth of them in every run of the tests, all 1,512 with `--slow`.
+A part of them in every run of the tests, all 1,512 with `--slow`.
 
 The steps run on a model of streams, so every use of a buffer is checked to be ordered behind the one before it.
 """
