@@ -40,28 +40,40 @@ _CITIES = (
 )
 # As tests/real/model.py finds it.
 MODEL = Path(os.environ.get("ZTK_REAL_MODEL") or Path.home() / ".cache" / "ztk" / "smollm2").expanduser()
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "city": {"type": "string"}},
-    "required": ["name", "age", "city"],
-    "additionalProperties": False,
-}
+
+
+def _schema(**properties: dict) -> dict:
+    """An object with exactly these properties."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+SCHEMA = _schema(
+    person=_schema(name={"type": "string"}, age={"type": "integer"}), home=_schema(city={"type": "string"})
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
     """How much a form of the notebook computes.
 
-    largest: of the numbers that are added. people: descriptions to learn from. held_out: prompts of each task that are only asked.
-    batch: records of an optimizer step. prompts, group: of a rollout. Steps are optimizer steps.
+    largest: of the numbers that are added. people: descriptions to learn from. held_sums, held_people: prompts that are only asked.
+    chats, pairs: of an optimizer step. drawn: prompts that the tuned model answers for
+    pairs. prompts, group: of a rollout. Steps are optimizer steps.
     """
 
     largest: int
     people: int
-    held_out: int
-    batch: int
+    held_sums: int
+    held_people: int
+    chats: int
     sft_steps: int
     lora_steps: int
+    drawn: int
     pairs: int
     dpo_steps: int
     prompts: int
@@ -71,12 +83,12 @@ class Sizes:
 
 
 FULL = Sizes(
-    largest=24, people=400, held_out=100, batch=32, sft_steps=40, lora_steps=60, pairs=128, dpo_steps=40, prompts=16,
-    group=8, grpo_steps=80, served=20,
+    largest=24, people=400, held_sums=100, held_people=100, chats=32, sft_steps=40, lora_steps=60, drawn=128, pairs=16,
+    dpo_steps=20, prompts=8, group=8, grpo_steps=60, served=20,
 )  # fmt: skip
 QUICK = Sizes(
-    largest=20, people=200, held_out=60, batch=16, sft_steps=30, lora_steps=30, pairs=48, dpo_steps=20, prompts=8,
-    group=8, grpo_steps=30, served=4,
+    largest=20, people=300, held_sums=60, held_people=30, chats=16, sft_steps=12, lora_steps=12, drawn=32, pairs=8,
+    dpo_steps=6, prompts=4, group=8, grpo_steps=6, served=4,
 )  # fmt: skip
 
 
@@ -124,8 +136,8 @@ def _people(count: int, *, names: Sequence[str], chance: random.Random) -> list[
 
 
 def _person(name: str, age: int, city: str) -> dict:
-    question = f"{name} is {age} years old and lives in {city}. Write this as JSON with the keys name, age and city."
-    solution = json.dumps({"name": name, "age": age, "city": city})
+    question = f"{name} is {age} years old and lives in {city}. Write this as JSON."
+    solution = json.dumps({"person": {"name": name, "age": age}, "home": {"city": city}})
     return {"task": "people", "messages": [_user(question)], "solution": solution}
 
 
@@ -147,6 +159,16 @@ def preferences(records: Sequence[dict], *, rejected: Sequence[str]) -> list[dic
     ]
 
 
+def is_number(text: str) -> bool:
+    """Whether the text is a number from 0 to 99 in words, and nothing else."""
+    return text.strip() in map(in_words, range(100))
+
+
+def follows_schema(text: str) -> bool:
+    """Whether the text is JSON that follows the schema, with any values."""
+    return jsonschema.Draft202012Validator(SCHEMA).is_valid(_parsed(text))
+
+
 def is_sum(text: str, *, solution: str) -> bool:
     """Whether the text is the number in words, and nothing else."""
     return text.strip() == solution
@@ -154,8 +176,7 @@ def is_sum(text: str, *, solution: str) -> bool:
 
 def is_person(text: str, *, solution: str) -> bool:
     """Whether the text is JSON, follows the schema and has the person's values."""
-    found = _parsed(text)
-    return jsonschema.Draft202012Validator(SCHEMA).is_valid(found) and found == json.loads(solution)
+    return follows_schema(text) and _parsed(text) == json.loads(solution)
 
 
 def _parsed(text: str) -> Any:
@@ -184,10 +205,9 @@ def reward_person(completions: list, task: list[str], solution: list[str], **_: 
 def _graded(text: str, *, solution: str) -> float:
     if is_person(text, solution=solution):
         return 1.0
-    found = _parsed(text)
-    if found is None:
+    if _parsed(text) is None:
         return 0.0
-    return 0.5 if jsonschema.Draft202012Validator(SCHEMA).is_valid(found) else 0.2
+    return 0.5 if follows_schema(text) else 0.2
 
 
 def _text(completion: str | list[dict]) -> str:
@@ -196,6 +216,7 @@ def _text(completion: str | list[dict]) -> str:
 
 
 CHECKS: dict[str, Callable[..., bool]] = {"sums": is_sum, "people": is_person}
+FORMS: dict[str, Callable[[str], bool]] = {"sums": is_number, "people": follows_schema}
 
 
 def write_lines(records: Iterable[dict], *, to: Path) -> Path:
@@ -213,11 +234,13 @@ def run_once(*words: str, folder: Path) -> Runs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answers:
-    """Greedy answers of a model to the held-out prompts. share: of right ones, by task. weight_bytes: of the loaded model."""
+    """Greedy answers of a model to the held-out prompts. right, formed: the shares of right ones, and of ones with the right form, by task.
+    weight_bytes: of the loaded model."""
 
     texts: list[str]
     tokens: list[list[int]]
-    share: dict[str, Share]
+    right: dict[str, Share]
+    formed: dict[str, Share]
     weight_bytes: int
 
 
@@ -230,22 +253,23 @@ def ask(model: Path, *words: str, records: Sequence[dict], folder: Path, max_tok
     )  # fmt: skip
     lines = [json.loads(line) for line in (done.folder / "completions.jsonl").read_text().splitlines()]
     texts = [line["answers"][0]["text"] for line in lines]
-    tasks = dict.fromkeys(record["task"] for record in records)
+    checked = [CHECKS[one["task"]](text, solution=one["solution"]) for one, text in zip(records, texts, strict=True)]
+    formed = [FORMS[one["task"]](text) for one, text in zip(records, texts, strict=True)]
     return Answers(
         texts=texts,
         tokens=[line["answers"][0]["tokens"] for line in lines],
-        share={task: _share(task, records=records, texts=texts) for task in tasks},
+        right=_shares(records, checked),
+        formed=_shares(records, formed),
         weight_bytes=int(done.runs.iloc[0]["weight_bytes"]),
     )
 
 
-def _share(task: str, *, records: Sequence[dict], texts: Sequence[str]) -> Share:
-    right = [
-        CHECKS[task](text, solution=record["solution"])
-        for record, text in zip(records, texts, strict=True)
-        if record["task"] == task
-    ]
-    return share_interval(sum(right), n=len(right))
+def _shares(records: Sequence[dict], found: Sequence[bool]) -> dict[str, Share]:
+    """The share of each task's answers that are `found`."""
+    tasks: dict[str, list[bool]] = {}
+    for record, one in zip(records, found, strict=True):
+        tasks.setdefault(record["task"], []).append(one)
+    return {task: share_interval(sum(each), n=len(each)) for task, each in tasks.items()}
 
 
 def export(run: Path, *words: str, to: Path) -> Path:

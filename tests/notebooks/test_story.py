@@ -36,7 +36,7 @@ def test_held_out_prompts_are_not_learnt(story):
     ]
     assert len(pairs[1]) == len(tested) == 60 and not pairs[0] & pairs[1] and len(learnt) == 400 - 120 + doubled(tested)
     people = story.people(count=50, held_out=20, seed=0)
-    names = [{json.loads(one["solution"])["name"] for one in part} for part in people]
+    names = [{json.loads(one["solution"])["person"]["name"] for one in part} for part in people]
     assert not names[0] & names[1] and [len(part) for part in people] == [50, 20]
     assert story.sums(largest=20, held_out=60, seed=0) == (learnt, tested)
     assert story.sums(largest=20, held_out=60, seed=1) != (learnt, tested)
@@ -55,11 +55,12 @@ def doubled(records: list[dict]) -> int:
 def test_answers_are_checked_and_rewarded(story):
     assert [story.in_words(number) for number in (0, 13, 20, 42)] == ["zero", "thirteen", "twenty", "forty-two"]
     assert story.is_sum(" twelve\n", solution="twelve") and not story.is_sum("It is twelve.", solution="twelve")
-    right = '{"name": "Ada", "age": 36, "city": "Oslo"}'
+    right = '{"person": {"name": "Ada", "age": 36}, "home": {"city": "Oslo"}}'
     texts = {
-        '{"age": 36, "name": "Ada", "city": "Oslo"}': 1.0,
-        '{"name": "Ada", "age": 35, "city": "Oslo"}': 0.5,
-        '{"name": "Ada", "age": "36", "city": "Oslo"}': 0.2,
+        '{"home": {"city": "Oslo"}, "person": {"age": 36, "name": "Ada"}}': 1.0,
+        '{"person": {"name": "Ada", "age": 35}, "home": {"city": "Oslo"}}': 0.5,
+        '{"person": {"name": "Ada", "age": "36"}, "home": {"city": "Oslo"}}': 0.2,
+        '{"name": "Ada", "age": 36, "city": "Oslo"}': 0.2,
         f"```json\n{right}\n```": 0.0,
     }
     given = {"task": ["people"] * len(texts), "solution": [right] * len(texts)}
@@ -89,14 +90,14 @@ def test_all_stages_run(story, quick, tmp_path, monkeypatch):  # noqa: F811
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
     sizes = story.Sizes(
-        largest=4, people=8, held_out=2, batch=4, sft_steps=2, lora_steps=2, pairs=4, dpo_steps=2, prompts=4, group=2,
+        largest=4, people=8, held_sums=2, held_people=2, chats=4, sft_steps=2, lora_steps=2, drawn=4, pairs=4, dpo_steps=2, prompts=4, group=2,
         grpo_steps=2, served=2,
     )  # fmt: skip
     claims = {}
     monkeypatch.setattr(story, "MODEL", tmp_path / "model")
     monkeypatch.setattr(story, "QUICK", sizes)
-    monkeypatch.setattr(charts, "claim", lambda text, *, holds: claims.update({text: holds}))
+    monkeypatch.setattr(charts, "claim", lambda text, *, holds, full_only=False: claims.update({text: holds}))
     monkeypatch.setattr(story, "run_once", partial(unguarded, start=story.run_once))
     quick(ROOT / "notebooks" / "8_from_base_to_served.py")
-    assert {text for text, holds in claims.items() if holds} >= set(HOLDS) and len(claims) == 13
-    assert (tmp_path / "charts" / "from_base_to_served.csv").read_text().count("measured") == 17
+    assert {text for text, holds in claims.items() if holds} >= set(HOLDS) and len(claims) == 17
+    assert (tmp_path / "charts" / "from_base_to_served.csv").read_text().count("measured") == 31
