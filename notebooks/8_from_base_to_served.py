@@ -250,7 +250,8 @@ for name, method in {"sft": "full fine-tuning", "lora": "adapters"}.items():
     claim(f"{method}: answers get the form of sums", holds=grows("sums", before="base", after=name, share="formed"))
     claim(f"{method}: answers get right", holds=grows("sums", before="base", after=name), full_only=True)
 claim("preferences teach the schema", holds=grows("people", before="sft", after="dpo", share="formed"))
-claim("rewards improve JSON", holds=grows("people", before="dpo", after="grpo"))
+claim("rewards improve sums", holds=grows("sums", before="dpo", after="grpo"), full_only=True)
+claim("rewards keep the schema", holds=grows("people", before="base", after="grpo", share="formed"))
 claim("the same seed has the same losses", holds=all(one == other for one, other in losses.values()))
 texts = [found["grpo"].texts[HELD_OUT.index(one)] for one in SERVED]
 claim("the exported folder answers as the run", holds=found["folder"].texts == texts)
