@@ -98,6 +98,7 @@ SAMPLED = {
     "tests/zero/test_behaviour.py::test_no_sync_moves_no_gradient_and_changes_no_result": 2,
     "tests/zero/test_behaviour.py::test_recomputation_changes_nothing": 2,
     "tests/zero/test_bit_identity.py::test_every_optimizer_gives_the_same_bits": 2,
+    "tests/zero/test_bit_identity.py::test_every_stage_and_tier_gives_the_same_bits": 2,
     "tests/zero/test_compact.py::test_bytes_that_are_kept": 2,
     "tests/zero/test_compact.py::test_every_stage_and_tier_gives_the_same_bits": 2,
     "tests/zero/test_compact.py::test_what_a_script_writes_counts_at_every_stage_and_tier": 2,

@@ -82,7 +82,8 @@ def test_help_shows_groups_keys_and_examples(tmp_path):
 
 def test_a_sweep_continues_after_a_failing_and_a_refused_job(tmp_path):
     plan = {"rank": 1, "step": 0, "how": "raise", "stage": 1}
-    done = run(*FAKE, "zero=stage1,ddp,stage2", "offload=cpu", "train.steps=1", "-m", cwd=tmp_path, plan=plan)
+    line = (*FAKE, "zero=stage1,ddp,stage2", "offload=cpu", "train.steps=1", "-m")
+    done = run_command(*line, cwd=tmp_path, environment={"FAKE_TASK": json.dumps(plan)})
     assert done.returncode == 1
     (record,) = tmp_path.rglob("sweep.json")
     jobs = json.loads(record.read_text())["jobs"]
