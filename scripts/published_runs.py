@@ -108,8 +108,8 @@ the next block while one computes, however large it is, and ztk's default does n
 (`plan.fp8_gathers`). Collectives inside a node do not queue behind collectives between nodes, and a collective delays computing by its bytes,
 not by its seconds (`ztk/planner/lanes.py`).
 
-Plans marked `older` were made before the last four corrections; `--missing` makes them again. Of the plans made again, models of 30B and
-more on several nodes became up to 30 % faster, and small models on one node changed by at most 0.1 %, apart from fp8.
+All plans were made after these corrections, or again. Of the plans made again, models of 30B and more on several nodes became up to 30 %
+faster, and small models on one node changed by at most 0.1 %, apart from fp8.
 
 Models without a gated MLP (MPT, GPT-3, Nemotron, BLOOM) are planned as Llama decoders with as many parameters. The planned MFU is of
 the rate in bf16, also where linear layers multiply in fp8; llm-foundry's and Megatron-LM's are of the rate in fp8 there. Peaks
