@@ -82,7 +82,10 @@ class AnswerStep(RowStep):
         _cap(scores, softcap=softcap)
         if slopes is not None:
             scores.add_(slopes.view(K, G, 1) * self._key_at())
-        scores.masked_fill_(self._later if window is None else self._hidden(window), float("-inf"))
+        hidden = self._later
+        if window is not None:
+            hidden = hidden | (self._key_at() <= self.positions.view(-1, 1, 1, 1) - window)
+        scores.masked_fill_(hidden, float("-inf"))
         highest = scores.amax(dim=-1, keepdim=True) if scores.shape[0] == 1 else scores.amax(dim=(0, 4), keepdim=True)
 
         shared = self._shared
@@ -145,10 +148,6 @@ class AnswerStep(RowStep):
     def _key_at(self) -> Tensor:
         """Positions of own keys, int64 [blocks, answers, 1, 1, keys]."""
         return self._places + self._first.view(-1, 1, 1, 1)
-
-    def _hidden(self, window: int) -> Tensor:
-        """As `_later`, including keys before the window."""
-        return self._later | (self._key_at() <= self.positions.view(-1, 1, 1, 1) - window)
 
 
 class _Views:

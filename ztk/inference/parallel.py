@@ -55,7 +55,8 @@ class Leading(Computing):
 
     def logits(self, tokens: list[int], *, spans: list[Span], rows: list[int]) -> Tensor:
         with computing(self._ranks):
-            self._channel.send(_STEP, tokens, self.cache.take_log(spans), _flat(spans), rows)
+            flat = [number for one in spans for number in (one.slot, one.start, one.length, one.row, one.adapter)]
+            self._channel.send(_STEP, tokens, self.cache.take_log(spans), flat, rows)
             return super().logits(tokens, spans=spans, rows=rows)
 
     def first_broken(self, tokens: list[int], *, slot: int, rows: int, adapter: int) -> int | None:
@@ -129,10 +130,6 @@ class Channel:
             memory = numbers.clone()
         self._comm.broadcast(memory, source=0, label="inference step").wait()
         return memory
-
-
-def _flat(spans: list[Span]) -> list[int]:
-    return [number for span in spans for number in (span.slot, span.start, span.length, span.row, span.adapter)]
 
 
 def _spans(numbers: list[int]) -> list[Span]:

@@ -5,6 +5,7 @@ import torch
 
 from experiments import policies
 from experiments.models import warm_start
+from tests.parallel.topology.families import make
 from tests.rl.rollout.runs import config_of, play, rows_of
 from ztk.core.runtime import Process
 from ztk.inference import Generator
@@ -93,9 +94,10 @@ def test_routers_of_a_warm_start_get_no_padding(ranks, tmp_path):
 
 
 @torch.no_grad()
-def test_tokens_with_other_experts_are_counted():
+@pytest.mark.parametrize("family", [None, "Mixtral"])
+def test_tokens_with_other_experts_are_counted(family):
     torch.manual_seed(0)
-    model = sparse_decoder()
+    model = sparse_decoder() if family is None else make(family).eval()
     generator, mask = Generator(model), torch.arange(12) >= torch.tensor([[3], [5]])
     samples = Samples(
         tokens=torch.randint(64, (2, 12)),
@@ -111,12 +113,12 @@ def test_tokens_with_other_experts_are_counted():
     samples = with_experts(samples, generator=generator)
     prefix = generator.own_model.chosen_experts(samples.tokens[1, :8].tolist())
     assert torch.equal(prefix, samples.experts[1, :8])  # as in the step that drew the token
-    layout = lay_out(samples.tokens, lengths=samples.lengths, packs=True, device=torch.device("cpu"))
+    layout = lay_out(samples.tokens, lengths=samples.lengths, packs=family is None, device=torch.device("cpu"))
     with recorded_experts(model) as found:
         layout.forward(model)
     given = {"layout": layout, "found": found}
     assert same_experts(samples, **given) == mask.sum()
-    samples.experts[0, 5, 2] += 1
+    samples.experts[0, 5, 1] += 1
     samples.experts[1, 11] += 1  # nothing is predicted from the last token
     assert same_experts(samples, **given) == mask.sum() - 1
 
