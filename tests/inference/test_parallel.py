@@ -190,6 +190,7 @@ def broken_over_blocks(process: ztk.Process) -> list[str]:
     policy = InferencePolicy(cache="blocks", max_model_len=192, max_step_tokens=48)
     generator = Generator(build_decoder(), policy=policy, comm=process.comm)
     generator._model.weights.layers[1].out.weight[0, 0] = float("inf")
+    generator._read = None
     if generator.follows:
         generator.follow()
         return []
