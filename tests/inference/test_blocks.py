@@ -326,7 +326,7 @@ def test_a_layer_that_is_not_finite_is_named_and_its_blocks_are_not_found_again(
     model = build_decoder()
     generator = Generator(model, policy=InferencePolicy(**BLOCKS))
     generator._model.weights.layers[1].out.weight[0, 0] = float("inf")
-    generator._read = None
+    generator.read = ReadParameters(None)
     [[broken]] = generator.generate([list(range(70))], sampling=SamplingParams(max_tokens=2))
     assert broken.finish_reason == "error" and "after layer 1 of 2" in broken.error
     assert not generator._scheduler.slots.pool.match(list(range(70)))
@@ -342,7 +342,7 @@ def test_a_broken_sequence_is_located_in_its_own_blocks(monkeypatch):
     request = generator.submit(shared, sampling=good)
     outputs = [output for _ in range(6) for output in generator.step()]
     generator._model.weights.embedding[95] = float("nan")
-    generator._read = None
+    generator.read = ReadParameters(None)
     made = []
     monkeypatch.setattr(BlockCache, "__init__", lambda *given, **options: made.append(options))
     bad = generator.submit([*shared[:90], *range(60), 95], sampling=good)

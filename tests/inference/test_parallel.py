@@ -23,6 +23,7 @@ from ztk.inference.placement import Placement
 from ztk.inference.products import Affine
 from ztk.inference.quantised import FORMATS
 from ztk.inference.ranks import Ranks
+from ztk.inference.read_parameters import ReadParameters
 from ztk.inference.steps import Span
 from ztk.zero.offload import OffloadPolicy
 
@@ -190,7 +191,7 @@ def broken_over_blocks(process: ztk.Process) -> list[str]:
     policy = InferencePolicy(cache="blocks", max_model_len=192, max_step_tokens=48)
     generator = Generator(build_decoder(), policy=policy, comm=process.comm)
     generator._model.weights.layers[1].out.weight[0, 0] = float("inf")
-    generator._read = None
+    generator.read = ReadParameters(None)
     if generator.follows:
         generator.follow()
         return []

@@ -73,7 +73,7 @@ class Generator:
             opened = open_weights(model, policy=chosen, ranks=self._ranks, **options)
             self._model, self.plan, self._streamed = opened.model, opened.plan, opened.streamed
             self._packed_bytes = opened.packed_bytes
-            self._read = None if opened.streamed is not None else ReadParameters.of(model)
+            self.read = ReadParameters(None if opened.streamed is not None else model)
             self.policy = settled(chosen, plan=self.plan)
             self._subject, self.description = opened.subject, opened.subject.description
             self._lone = check_model(self._model)
@@ -301,7 +301,7 @@ class Generator:
             with opening(self._ranks):
                 options = {"ranks": self._ranks, "adapters": self._adapters, "calibration": self.policy.calibration}
                 self._model = reopened(source, model=self._model, subject=self._subject, **options)
-                self._read = ReadParameters.of(source)
+                self.read = ReadParameters(source)
             settle_products(self._model, exact=self._lone)
             find_scales(self._model, cache=self._cache)
             self._computing.model, self._stepper.graphs = self._model, graphs_of(self._model, cache=self._cache)
@@ -396,8 +396,7 @@ class Generator:
             raise RuntimeError("load: requests are not answered yet; let them end, or cancel() them")
 
     def _check(self, prompt: list[int], *, limit: int, biased: Iterable[int] = ()) -> None:
-        if self._read is not None:
-            self._read.check()
+        self.read.check()
         sizes = {"vocabulary": self.description.vocab_size, "max_len": self.max_len}
         check_tokens(prompt, limit=limit, biased=biased, **sizes)
         self._scheduler.slots.check(prompt=len(prompt), limit=limit)

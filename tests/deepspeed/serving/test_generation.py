@@ -49,6 +49,19 @@ def test_draws_follow_torchs_seed():
     assert not torch.equal(found[0][0], found[0][1])  # answers of one prompt
 
 
+def test_weights_that_a_script_changes_are_read_again():
+    engine, plain, tokens = made(), small.llama(), small.prompts()
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    before = engine.generate(tokens, **options)
+    for model in (engine.module, plain):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.flip(0))
+    after = engine.generate(tokens, **options)
+    assert torch.equal(after, plain.generate(tokens, **options)) and not torch.equal(before, after)
+    assert engine_of(engine) is not None
+
+
 @pytest.mark.parametrize(
     "more",
     [{"num_beams": 2}, {"bad_words_ids": [[5]]}, {"return_dict_in_generate": True}, {"output_scores": True}],

@@ -16,7 +16,7 @@ _MOST_SEQUENCES = 64
 
 
 class EngineGeneration:
-    """Answers calls of `generate` with a `Generator`, which is created on the first call and keeps the weights of that time.
+    """Answers calls of `generate` with a `Generator`, which is created on the first call and reads the weights again after they change.
 
     model: a causal transformers language model in fp32 on the CPU.
     """
@@ -51,6 +51,8 @@ class EngineGeneration:
                 self._generator = Generator(self._model, policy=InferencePolicy(max_sequences=_MOST_SEQUENCES))
             except ValueError as error:
                 self.reason = str(error)
+        elif self._generator.read.changed() is not None:
+            self._generator.load(self._model)
         return self._generator
 
 
