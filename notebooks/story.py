@@ -3,6 +3,7 @@
 They are in a file of their own because the ranks of task=grpo import the rewards from a path.
 """
 
+import hashlib
 import json
 import os
 import random
@@ -83,8 +84,8 @@ class Sizes:
 
 
 FULL = Sizes(
-    largest=24, people=400, held_sums=100, held_people=100, chats=32, sft_steps=40, lora_steps=60, drawn=128, pairs=16,
-    dpo_steps=20, prompts=8, group=8, grpo_steps=60, served=20,
+    largest=24, people=400, held_sums=100, held_people=40, chats=16, sft_steps=60, lora_steps=60, drawn=64, pairs=8,
+    dpo_steps=3, prompts=8, group=8, grpo_steps=30, served=10,
 )  # fmt: skip
 QUICK = Sizes(
     largest=20, people=300, held_sums=60, held_people=30, chats=16, sft_steps=12, lora_steps=12, drawn=32, pairs=8,
@@ -220,14 +221,25 @@ FORMS: dict[str, Callable[[str], bool]] = {"sums": is_number, "people": follows_
 
 
 def write_lines(records: Iterable[dict], *, to: Path) -> Path:
-    to.parent.mkdir(parents=True, exist_ok=True)
-    to.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
-    return to
+    """Writes JSON lines. Returns the path: `to` and a digest of the lines, so that other lines are another value of a run's key."""
+    text = "".join(json.dumps(one) + "\n" for one in records)
+    path = to.with_stem(f"{to.stem}_{hashlib.sha256(text.encode()).hexdigest()[:8]}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 def run_once(*words: str, folder: Path) -> Runs:
-    """`ztk.run`, or the record of `folder` if that run is done."""
+    """`ztk.run`, or the record of `folder` if that run is done.
+
+    Raises:
+        ValueError: the run that is done had other words.
+    """
     if folder.exists() and read_status(folder) is Status.done:
+        recorded = json.loads((folder / "overrides.json").read_text(encoding="utf-8"))
+        given = dict(word.split("=", 1) for word in words)
+        if changed := sorted(key for key in recorded.keys() | given if recorded.get(key) != given.get(key)):
+            raise ValueError(f"{folder} is the result of other values of {', '.join(changed)}; delete it to run again")
         return ztk.load(folder)
     return ztk.run(*words, folder=folder, quiet=True)
 

@@ -74,6 +74,20 @@ def test_answers_are_checked_and_rewarded(story):
     assert (pair["chosen"], pair["rejected"]) == ("two", "It is two.")
 
 
+def test_a_run_with_other_words_or_data_is_not_taken_for_this_one(story, tmp_path, monkeypatch):
+    first = story.write_lines([{"a": 1}], to=tmp_path / "chats.jsonl")
+    assert story.write_lines([{"a": 1}], to=tmp_path / "chats.jsonl") == first
+    assert story.write_lines([{"a": 2}], to=tmp_path / "chats.jsonl") != first
+    (tmp_path / "overrides.json").write_text(json.dumps({"task": "sft", "data.path": str(first), "train.steps": "12"}))
+    monkeypatch.setattr(story, "read_status", lambda folder: story.Status.done)
+    monkeypatch.setattr(story.ztk, "load", lambda folder: "the record")
+    words = ("task=sft", f"data.path={first}")
+    assert story.run_once(*words, "train.steps=12", folder=tmp_path) == "the record"
+    for others in ([*words, "train.steps=13"], words):
+        with pytest.raises(ValueError, match=r"other values of train\.steps; delete it"):
+            story.run_once(*others, folder=tmp_path)
+
+
 def unguarded(*words: str, folder, start):
     """A random model ends few of its answers, at which GRPO would stop."""
     return start(*words, *["rollout.stop_truncated_above=null"] * ("task=grpo" in words), folder=folder)
