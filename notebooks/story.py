@@ -151,6 +151,10 @@ def answered(records: Iterable[dict]) -> list[dict]:
     return [{"messages": [*one["messages"], {"role": "assistant", "content": one["solution"]}]} for one in records]
 
 
+def shuffled(records: Sequence[dict], *, seed: int) -> list[dict]:
+    return random.Random(seed).sample(records, len(records))
+
+
 def preferences(records: Sequence[dict], *, rejected: Sequence[str]) -> list[dict]:
     """Returns pairs for task=dpo: the right answer is better than the text in `rejected`. Texts that are right make no pair."""
     return [

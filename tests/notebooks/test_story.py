@@ -113,5 +113,5 @@ def test_all_stages_run(story, quick, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(charts, "claim", lambda text, *, holds, full_only=False: claims.update({text: holds}))
     monkeypatch.setattr(story, "run_once", partial(unguarded, start=story.run_once))
     quick(ROOT / "notebooks" / "8_from_base_to_served.py")
-    assert {text for text, holds in claims.items() if holds} >= set(HOLDS) and len(claims) == 18
-    assert (tmp_path / "charts" / "from_base_to_served.csv").read_text().count("measured") == 31
+    assert {text for text, holds in claims.items() if holds} >= set(HOLDS) and len(claims) == 17
+    assert (tmp_path / "charts" / "from_base_to_served.csv").read_text().count("measured") == 35
