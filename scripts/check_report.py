@@ -112,7 +112,7 @@ def check_synthetic(tab: Browser, *, folder: Path) -> Iterator[str]:
         "[...document.querySelectorAll('#panel-differences select')].map((one) => armOf[Number(one.value)])"
     )
     if len(set(shown)) != 2:
-        yield f"the differences are first those of arms {shown}"
+        yield f"the first table of differences compares the arms {shown}"
     tab.drag("#panel-parallel .handle[data-key='tokens_per_second']", start=0.02, end=0.4)
     brushed = evaluate(count)
     speeds = evaluate("shownRuns().map((run) => cell(run, 'tokens_per_second'))")

@@ -53,29 +53,27 @@ def main() -> int:
     options = parser.parse_args()
     for seed in options.seeds:
         for arm in options.arms:
-            train(arm, seed=seed, options=options)
+            words = ("precision=fp32", f"optimizer={arm}", "data.seq_len=256")
+            words += (f"train.eval_batches={max(1, 64 // options.sequences)}",)
+            train(*words, folder=options.work / f"{arm}-{seed}", seed=seed, options=options)
     found = {arm: list(done_runs(options.work, arm=arm)) for arm in ARMS}
     report(found, work=options.work, window=options.window)
     return 0
 
 
-def train(arm: str, *, seed: int, options: argparse.Namespace) -> None:
-    """Executes one run, or the rest of it."""
-    folder = options.work / f"{arm}-{seed}"
+def train(*words: str, folder: Path, seed: int, options: argparse.Namespace) -> None:
+    """Executes one run, or the rest of it. words: of this run, in addition to those of the command line in `options`."""
     if is_done(folder):
         return
     limit = () if options.max_seconds is None else (f"train.max_seconds={options.max_seconds}",)
     ztk.run(
         *COMMON,
         *limit,
-        "precision=fp32",
-        f"optimizer={arm}",
+        *words,
         f"model={options.model}",
-        "data.seq_len=256",
         f"train.micro_batch_size={options.sequences}",
         f"train.steps={options.steps}",
         f"train.seed={seed}",
-        f"train.eval_batches={max(1, 64 // options.sequences)}",
         f"checkpoint.every={max(1, options.steps // 3)}",
         folder=folder,
     )

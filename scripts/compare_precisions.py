@@ -1,4 +1,4 @@
-"""Compares losses in bf16 with those of the float8 recipes, at equal steps and tokens.
+"""Compares the losses of the float8 recipes with bf16 at equal steps and tokens.
 
     python scripts/compare_precisions.py --work FOLDER                          300 steps, two seeds, each precision
     python scripts/compare_precisions.py --work FOLDER --max-seconds 400        stops runs after 400 s; the same command continues them
@@ -16,8 +16,7 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import ztk
-from scripts.compare_optimizers import COMMON, is_done, validation_loss
+from scripts.compare_optimizers import is_done, train, validation_loss
 from scripts.results import folder_of
 from ztk.report.folder import read_rows
 
@@ -42,7 +41,8 @@ def main() -> int:
     options = parser.parse_args()
     for seed in options.seeds:
         for arm in options.arms:
-            train(arm, seed=seed, options=options)
+            words = (*ARMS[arm], "data.seq_len=128", "train.eval_batches=8")
+            train(*words, folder=options.work / f"{arm}-{seed}", seed=seed, options=options)
     rows = report(options.work)
     if not rows:
         print(f"no run in bf16 has finished in {options.work}")
@@ -56,27 +56,6 @@ def main() -> int:
             f"{row['precision']:20s} seed {row['seed']}: held out {row['held_out']:.4f}, {row['to_bf16']:+.4f} from bf16"
         )
     return 0
-
-
-def train(arm: str, *, seed: int, options: argparse.Namespace) -> None:
-    """Executes one run, or the rest of it."""
-    folder = options.work / f"{arm}-{seed}"
-    if is_done(folder):
-        return
-    limit = () if options.max_seconds is None else (f"train.max_seconds={options.max_seconds}",)
-    ztk.run(
-        *COMMON,
-        *ARMS[arm],
-        *limit,
-        f"model={options.model}",
-        "data.seq_len=128",
-        f"train.micro_batch_size={options.sequences}",
-        f"train.steps={options.steps}",
-        f"train.seed={seed}",
-        "train.eval_batches=8",
-        f"checkpoint.every={max(1, options.steps // 3)}",
-        folder=folder,
-    )
 
 
 def report(work: Path) -> list[dict]:

@@ -1,4 +1,4 @@
-"""The last module that the interpreter of `tests.ranks.forkserver` imports: its forks share what is imported, and do not copy it.
+"""The last module that the interpreter of `tests.ranks.forkserver` imports: its forks share the imported modules without copying them.
 
 Collections in a fork would write to each imported object. Torch's operators would be removed one by one when a fork ends.
 """

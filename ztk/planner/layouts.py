@@ -17,7 +17,7 @@ STAGES = (0, 1, 2, 3)
 # (tier, offloaded part of the optimizer states): each takes more off the device than the one before
 PLACES = (("none", 1.0), ("cpu", 0.25), ("cpu", 0.5), ("cpu", 0.75), ("cpu", 1.0), ("nvme", 1.0))
 RECOMPUTES = ("none", "selective", "full")  # each keeps less than the one before
-# Hidden updates and copies share memory and the host with the forward, and with the disk's copies: offload only what does not fit.
+# Overlapped updates and copies slow the forward down, and copies from disk slow it more: offload only if the states do not fit.
 _OFFLOAD_COST = {"none": 1.0, "cpu": 1.1, "nvme": 1.2}
 DEGREES = ("pipeline", "tensor", "sequence", "context", "expert")
 _LOCAL_GRADIENTS = PipelinePolicy().max_local_gradients

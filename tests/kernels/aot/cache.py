@@ -98,7 +98,7 @@ def compiling(folder: Path, *, target: str, libtriton: str | None = None) -> Ite
 
 
 def work(ops: str) -> Iterator[tuple[str, Callable[[], None]]]:
-    """What to run: ops whose names contain `ops`, and all models if it is empty."""
+    """Yields ops whose names contain `ops`, and all models if it is empty."""
     for number, case in shapes():
         spec = ALL_OPS[number]
         if ops in spec.name:
