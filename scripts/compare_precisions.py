@@ -39,6 +39,10 @@ def main() -> int:
     parser.add_argument("--model", default="nano", help="an option of the group model")
     parser.add_argument("--max-seconds", type=int, help="time limit of one run; the same command continues it")
     options = parser.parse_args()
+    if options.steps < PARTS:
+        parser.error(
+            f"--steps {options.steps}: use {PARTS} or more, because losses are averaged over every tenth of them"
+        )
     for seed in options.seeds:
         for arm in options.arms:
             words = (*ARMS[arm], "data.seq_len=128", "train.eval_batches=8")
