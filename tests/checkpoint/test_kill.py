@@ -1,17 +1,7 @@
-"""A short run of `scripts/kill_checkpoints.py`: ranks killed at random moments around saves."""
+"""Ranks killed at random moments around saves; tests/slow/test_kill_checkpoints.py has more of them."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
+from tests.slow.test_kill_checkpoints import kill_often
 
 
 def test_kills_leave_a_complete_checkpoint(tmp_path):
-    command = [sys.executable, ROOT / "scripts" / "kill_checkpoints.py", "--runs", "6", "--folder", tmp_path]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "6 kills" in done.stdout and "0 with faults" in done.stdout, (
-        done.stdout + done.stderr
-    )
+    assert not kill_often(tmp_path, kills=6)

@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import weakref
-from pathlib import Path
 
 import pytest
 
 from tests.commands import run_command
+from tests.slow.test_kill_runs import kill_often
 from ztk.cli.jobs import Job
 from ztk.cli.session import Session
 from ztk.config import ConfigError
@@ -18,7 +17,6 @@ from ztk.core.launch.processes import Child, run_children
 from ztk.core.launch.signals import noted_signals
 from ztk.report.status import Status
 
-ROOT = Path(__file__).parents[2]
 TINY = (
     "model=nano",
     "train.micro_batch_size=1",
@@ -55,12 +53,7 @@ def test_a_run_without_a_checkpoint_is_named_before_anything_starts(tmp_path):
 
 
 def test_killed_runs_resume_to_the_digest_of_an_undisturbed_run(tmp_path):
-    script = str(ROOT / "scripts" / "kill_runs.py")
-    command = [sys.executable, script, "--forks", "--kills", "2", "--kinds", "ranks", "--folder", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "2 kills: each left the last completed step" in done.stdout, (
-        done.stdout + done.stderr
-    )
+    assert not kill_often("ranks", kills=2, folder=tmp_path, forks=True)
 
 
 @pytest.mark.parametrize("resumes", [False, True], ids=["new run", "run that continues"])

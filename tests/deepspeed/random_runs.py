@@ -64,7 +64,7 @@ class Result(NamedTuple):
     """The result of one rank.
 
     kind: equal; differs (text: where); warning, if rank 0 logged one about the difference; error, if ztk raised it, or plain PyTorch did, too;
-    raw, if only torch raised it; failed, in `scripts/compare_plain.py`: a rank ended. is_reached: the script reached its edit.
+    raw, if only torch raised it; failed, in `tests/slow/test_random_scripts.py`: a rank ended. is_reached: the script reached its edit.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""A sample of `scripts/compare_plain.py`'s seeds, and its faults planted again."""
+"""A sample of `tests/slow/test_random_scripts.py`'s seeds, and its faults planted again."""
 
 import collections
 

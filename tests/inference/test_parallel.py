@@ -29,7 +29,7 @@ from ztk.zero.offload import OffloadPolicy
 
 PROMPTS = [[3, 1, 4], [5] * 20, [(7 * i + 3) % VOCABULARY for i in range(70)]]
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
-# Those that are cut in ways of their own; scripts/check_answers.py has all.
+# Those that are cut in ways of their own; tests/slow/test_answers.py has all.
 FOREIGN = ["gpt2", "bloom", "gpt_neox", "phi3", "opt", "olmo2", "gemma2", "qwen2_moe"]
 OWN = {
     "native": lambda: build_decoder(vocab_size=97),  # which two ranks cannot divide

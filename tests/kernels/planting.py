@@ -1,6 +1,6 @@
 """Wrong kernels on purpose: a copy of ztk.kernels with one piece of source replaced, under another name and op namespace.
 
-The tests of wrong kernels and `scripts/plant_mistakes.py` run the generic checks on such copies.
+The tests of wrong kernels and `tests/kernels/plant_mistakes.py` run the generic checks on such copies.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The HTML report's content, read with an HTML parser. `scripts/check_report.py` opens it in a browser."""
+"""The HTML report's content, read with an HTML parser. `tests/slow/test_report_page.py` opens it in a browser."""
 
 import base64
 import hashlib

@@ -10,9 +10,9 @@ import pytest
 import tokenizers
 import transformers
 
-from scripts.fuzz_server import random_body, send
 from tests.inference.models import save_letters
 from tests.serve.test_server import PATIENCE_SECONDS, Chatting, start
+from tests.slow.test_fuzz_server import random_body, send
 from ztk.inference import Output, SamplingParams
 from ztk.serve.answers import Answer, Shape
 from ztk.serve.app import ServePolicy
@@ -92,7 +92,7 @@ def test_routes_that_are_not_there_have_openais_error_body(running):
 
 
 def test_random_bodies_end_no_other_answer(running):
-    """A sample of scripts/fuzz_server.py: no 500, and the server answers as before."""
+    """A sample of tests/slow/test_fuzz_server.py: no 500, and the server answers as before."""
     expected = post(running, {"prompt": "abc", "seed": 1, "max_tokens": 8}).json()["choices"]
 
     async def fuzz() -> list[int]:

@@ -1,4 +1,4 @@
-"""A short form of scripts/check_layouts.py: every layout once, the strategies shared out among them."""
+"""A short form of tests/slow/test_layouts.py: every layout once, the strategies shared out among them."""
 
 import functools
 

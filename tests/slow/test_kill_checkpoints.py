@@ -1,6 +1,4 @@
-"""Kills ranks with SIGKILL at random moments around saves and checks the checkpoints that remain.
-
-    python scripts/kill_checkpoints.py [--runs 100] [--folder DIR] [--seed 0]
+"""A kill at any moment leaves a complete last checkpoint: ranks get SIGKILL at random moments around saves.
 
 Every run continues the last one's folder under another random layout (stage, tier, number of ranks, synchronous or asynchronous saves), trains,
 saves after each step, and loses a random rank at a random moment. Every sixth run loses it while ranks build, connect their savers and load.
@@ -11,26 +9,24 @@ Disk calls are delayed by random milliseconds, so that kills hit every moment of
 * loading it in the next run, in that run's layout, must give the state whose hash was taken before the save;
 * the other ranks must end by themselves within 5 seconds.
 
-Prints the counts; the exit code is 1 if a check failed.
+100 kills; tests/checkpoint/test_kill.py makes some of them.
 """
 
-import argparse
 import hashlib
-import multiprocessing
 import os
 import random
-import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
 
+from tests.ranks import forkserver
 from ztk.checkpoint import CheckpointError, Retention, Saver, checkpoints, load, read_manifest, resolve
 from ztk.checkpoint.verify import verify
 from ztk.core.policies.zero import ZeroPolicy
@@ -186,9 +182,9 @@ class Run:
     survivors_seconds: float = 0.0
 
 
-def run_and_kill(layout: Layout, *, chance: random.Random, context) -> Run:
+def run_and_kill(layout: Layout, *, chance: random.Random) -> Run:
     """Starts the ranks, waits until they have loaded (or only joined), and kills one after a random time."""
-    run = Run(layout=layout)
+    run, context = Run(layout=layout), forkserver()
     with tempfile.TemporaryDirectory() as place:
         processes, pipes = [], []
         for rank in range(layout.ranks):
@@ -251,7 +247,6 @@ def moment_of_kill(folder: Path, *, before: set[str], run: Run) -> str:
     leftovers = [path for path in fresh if ".tmp-" in path.name]
     pointed = (folder / "latest").read_text().strip() if (folder / "latest").exists() else None
     unpointed = (
-        # pyrefly: ignore[no-matching-overload]  # get(None) is the default
         complete and complete.get(pointed, 0) < newest and any(complete.get(path.name) == newest for path in fresh)
     )
     if unpointed or any(path.name.startswith("latest") for path in leftovers):
@@ -279,40 +274,24 @@ def judge(folder: Path, *, run: Run) -> list[str]:
     return faults
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--folder", type=Path, help="a folder on the disk to test (default: a temporary one)")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="kill-", dir=options.folder))
-    chance = random.Random(options.seed)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "ztk.parallel.apply", "ztk.checkpoint"])
-    moments: Counter[tuple[str, str]] = Counter()
-    slowest, num_faulty, start = 0.0, 0, time.perf_counter()
-    for number in range(options.runs):
+def kill_often(folder: Path, *, kills: int, show: Callable[[str], None] = print) -> list[str]:
+    """Kills runs that continue each other in `folder`. Returns the faults."""
+    chance, slowest, found = random.Random(0), 0.0, []
+    moments: Counter[str] = Counter()
+    for number in range(kills):
         layout = Layout.draw(number, chance=chance, folder=folder)
         before = {path.name for path in folder.iterdir()}
-        run = run_and_kill(layout, chance=chance, context=context)
-        moment = moment_of_kill(folder, before=before, run=run)
-        faults = judge(folder, run=run)
-        moments["async" if layout.asynchronous else "sync", moment] += 1
-        slowest, num_faulty = max(slowest, run.survivors_seconds), num_faulty + bool(faults)
-        print(
-            f"{number + 1:4} {'async' if layout.asynchronous else 'sync':5} {layout.ranks} ranks stage {layout.stage} "
-            f"{layout.offload:4} from step {run.loaded:4} saved {run.saved:4}: {moment}",
-            flush=True,
-        )
-        for fault in faults:
-            print(f"     FAULT {fault}", flush=True)
-    print(f"\n{options.runs} kills in {time.perf_counter() - start:.0f} s, {num_faulty} with faults")
-    print(f"the other ranks ended within {slowest:.2f} s")
-    for (mode, moment), count in sorted(moments.items()):
-        print(f"{count:5}  {mode:5}  {moment}")
-    shutil.rmtree(folder)
-    return int(num_faulty > 0)
+        run = run_and_kill(layout, chance=chance)
+        moment = f"{'async' if layout.asynchronous else 'sync'}, {moment_of_kill(folder, before=before, run=run)}"
+        moments[moment] += 1
+        slowest = max(slowest, run.survivors_seconds)
+        where = f"kill {number + 1}, {layout.ranks} ranks, stage {layout.stage}, {layout.offload}, {moment}, from step {run.loaded}"
+        found += [f"{where}: {fault}" for fault in judge(folder, run=run)]
+    show(f"{kills} kills; the other ranks ended within {slowest:.2f} s")
+    for moment, count in sorted(moments.items()):
+        show(f"{count:5} {moment}")
+    return found
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def test_a_kill_leaves_a_complete_checkpoint(tmp_path, show, amount):
+    assert not kill_often(tmp_path, kills=amount(100), show=show)

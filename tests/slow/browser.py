@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import subprocess
-import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +26,20 @@ BOX = """((one) => {{
 
 
 def find_browser() -> str | None:
-    """The path of Chromium or Chrome, or the path in CHROMIUM. Prints an error and returns None without a browser."""
+    """The path of Chromium or Chrome, or the path in CHROMIUM (Debian: apt-get install chromium)."""
     names = ("chromium", "google-chrome", "chromium-headless-shell")
-    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        print(
-            "needs Chromium: install it (Debian: apt-get install chromium) or give its path in CHROMIUM",
-            file=sys.stderr,
-        )
-    return found
+    return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+
+
+def until(is_true: Callable[[], bool], *, seconds: float = 60.0) -> bool:
+    """Whether the condition became true in time. A reloading page raises an error, which counts as not yet."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with suppress(RuntimeError):
+            if is_true():
+                return True
+        time.sleep(0.1)
+    return False
 
 
 class Browser:

@@ -1,19 +1,15 @@
-"""Ends runs with SIGTERM and SIGINT at random moments, continues each with the line it printed, and compares with undisturbed runs.
+"""Ctrl-C or SIGTERM at any moment saves the running step, and the printed line resumes to the digest of an undisturbed run.
 
-    python scripts/kill_runs.py [--kills 100] [--kinds train,ranks,grpo,sweep] [--seed 0] [--folder DIR] [--at-once 2] [--forks]
-
-A run is killed and continued until it is done; then the next one starts, up to the requested number of kills. After every kill:
+A run is killed and continued until it is done; then the next one starts, up to 100 kills over all kinds. After every kill:
 
 * the exit code is 130 (SIGINT) or 143 (SIGTERM) within `END_SECONDS`, and no process of the run is left;
 * the run's newest checkpoint has the last step of its record; it may be missing only before the end of the first step;
-* the command has printed the line that continues the run or the sweep. The script executes that line next.
+* the command has printed the line that continues the run or the sweep. The test executes that line next.
 
 At the end the digest equals the undisturbed run's, and every step has one row. One kill in five is drawn over the time of a start, the others
-over the remaining steps. --forks: commands are forks of one interpreter with torch imported, as in the tests, so that a start takes a fraction
-of a second. Prints a line per kill; the exit code is 1 if a check failed.
+over the remaining steps. tests/cli/test_interrupted.py makes two kills, with forks for commands.
 """
 
-import argparse
 import json
 import os
 import random
@@ -21,17 +17,18 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import pytest
+
+from tests import commands
+from tests.ranks import forkserver
+
+ROOT = Path(__file__).resolve().parents[2]
 END_SECONDS = 20.0
 START_SHARE = 0.2  # share of kills during a start
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -85,7 +82,7 @@ class Command:
 
 
 def start(words: Sequence[str], *, log: Path, forks: bool) -> Command:
-    """Starts `python run.py WORDS` with its output in `log`."""
+    """Starts `python run.py WORDS` with its output in `log`. forks: as a fork of an interpreter that has imported torch."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     log.unlink(missing_ok=True)
     if not forks:
@@ -93,9 +90,6 @@ def start(words: Sequence[str], *, log: Path, forks: bool) -> Command:
             line = [sys.executable, str(ROOT / "run.py"), *words]
             started = subprocess.Popen(line, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
         return Command(process=started, log=log)
-    from tests import commands
-    from tests.ranks import forkserver
-
     files = [log, log.with_suffix(".stderr")]
     for file in files:
         file.unlink(missing_ok=True)
@@ -130,13 +124,13 @@ class Trial:
     chance: random.Random
     faults: list[str] = field(default_factory=list)
     line: list[str] = field(default_factory=list)
-    kills: int = 0
+    slowest: float = 0.0  # seconds from a signal to the end
     has_ended: bool = False  # without a kill
 
     def __post_init__(self) -> None:
         self.line = first_line(self.kind, folder=self.folder)
 
-    def kill(self, *, start_seconds: float, say: Callable[[str], None]) -> bool:
+    def kill(self, *, start_seconds: float) -> bool:
         """Starts or continues the run and kills it once. Returns False if it had ended before."""
         before = steps_made(self.folder)
         running = start(self.line, log=self.folder.with_suffix(".log"), forks=self.forks)
@@ -163,10 +157,8 @@ class Trial:
         if code == 0:
             self.has_ended = True
             return False
-        self.kills += 1
         self._check(running, number=number, before=before)
-        made, saved = steps_made(self.folder), newest(self.folder)
-        say(f"{self.kind} {number.name} after step {made}: saved {saved}, ended within {seconds:.2f} s")
+        self.slowest = max(self.slowest, seconds)
         return True
 
     def _check(self, running: Command, *, number: signal.Signals, before: int) -> None:
@@ -177,7 +169,7 @@ class Trial:
             self.faults.append(f"{where}: code {running.code}: {printed[-600:]}")
         if not has_begun and steps_made(self.folder) != before:
             self.faults.append(f"{where}: made steps, and printed {printed[-600:]}")
-        self.faults += [f"{where}: still runs: {line}" for line in processes_of(self.folder)]
+        self.faults += [f"{where}: still runs: {line}" for line in processes_of(self.folder, seconds=2.0)]
         for job in jobs_of(self.folder):
             rows, saved = steps_of(job), newest_of(job)
             if rows and (saved is None or saved < rows[-1]):
@@ -250,10 +242,6 @@ def newest_of(job: Path) -> int | None:
     return max((int(name.removeprefix("step-").partition(".")[0]) for name in found), default=None)
 
 
-def newest(folder: Path) -> list[int | None]:
-    return [newest_of(job) for job in jobs_of(folder)]
-
-
 def digests(folder: Path) -> dict[str, str]:
     """Job -> digest, for finished jobs."""
     found = {}
@@ -264,20 +252,21 @@ def digests(folder: Path) -> dict[str, str]:
     return found
 
 
-def processes_of(folder: Path) -> list[str]:
-    """Command lines of processes with a path of the run, after a moment for ended processes to go."""
-    end = time.monotonic() + 2.0
+def processes_of(folder: Path, *, word: str = "", seconds: float = 0.0) -> list[str]:
+    """Command lines of processes with a path below `folder` and `word`. seconds: for them to end in."""
+    end = time.monotonic() + seconds
     while True:
         listed = subprocess.run(["ps", "axww", "-o", "stat=,args="], capture_output=True, text=True, check=True).stdout
-        lines = [line for line in listed.splitlines() if f"{folder}/" in line and line[0] != "Z"]
+        lines = [line for line in listed.splitlines() if f"{folder}/" in line and word in line and line[0] != "Z"]
         if not lines or time.monotonic() > end:
             return lines
         time.sleep(0.05)
 
 
-def kill_often(kind: str, *, kills: int, folder: Path, seed: int, forks: bool, say: Callable[[str], None]) -> list[str]:
+def kill_often(
+    kind: str, *, kills: int, folder: Path, forks: bool = False, show: Callable[[str], None] = print
+) -> list[str]:
     """Kills runs of one kind. Returns the faults."""
-    folder.mkdir(parents=True, exist_ok=True)
     undisturbed = folder / "undisturbed"
     began = time.monotonic()
     running = start(first_line(kind, folder=undisturbed), log=undisturbed.with_suffix(".log"), forks=forks)
@@ -286,49 +275,19 @@ def kill_often(kind: str, *, kills: int, folder: Path, seed: int, forks: bool, s
     start_seconds = time.monotonic() - began
     if running.wait(600) != 0:
         return [f"{kind}: the undisturbed run ended with {running.code}: {running.printed()[-1500:]}"]
-    say(f"{kind}: undisturbed {time.monotonic() - began:.1f} s, {start_seconds:.1f} s of them for the start")
-    chance, made, number, faults = random.Random(seed), 0, 0, list[str]()
+    chance, made, trials, faults = random.Random(0), 0, list[Trial](), list[str]()
     while made < kills and not faults:
-        trial = Trial(kind=kind, folder=folder / f"killed{number}", forks=forks, chance=chance)
-        number += 1
-        while made < kills and trial.kill(start_seconds=start_seconds, say=say) and not trial.faults:
+        trial = Trial(kind=kind, folder=folder / f"killed{len(trials)}", forks=forks, chance=chance)
+        trials.append(trial)
+        while made < kills and trial.kill(start_seconds=start_seconds) and not trial.faults:
             made += 1
         trial.finish(undisturbed=undisturbed)
         faults += trial.faults
-    say(f"{kind}: {made} kills of {number} runs, digest {' '.join(digests(undisturbed).values())}")
+    slowest = max(trial.slowest for trial in trials)
+    show(f"{kind}: {made} kills of {len(trials)} runs, which ended within {slowest:.2f} s")
     return faults
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=100, help="kills over all kinds")
-    parser.add_argument(
-        "--kinds", default=",".join(KINDS), help="train: 1 rank; ranks: 2 with stage 3 on disk; grpo; sweep"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the moments and signals")
-    parser.add_argument("--folder", type=Path, help="folder for the runs (default: a temporary one)")
-    parser.add_argument("--at-once", type=int, default=2, help="kinds that run at the same time")
-    parser.add_argument("--forks", action="store_true", help="fork commands from one interpreter")
-    given = parser.parse_args(arguments)
-    kinds, lock, began = given.kinds.split(","), threading.Lock(), time.monotonic()
-
-    def say(text: str) -> None:
-        with lock:
-            print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
-
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(given.at_once) as pool:
-        folder = (given.folder or Path(temporary)).absolute()
-        share = [given.kills // len(kinds) + (place < given.kills % len(kinds)) for place in range(len(kinds))]
-        options = {"seed": given.seed, "forks": given.forks, "say": say}
-        waiting = [
-            pool.submit(kill_often, kind, kills=count, folder=folder / kind, **options)
-            for kind, count in zip(kinds, share, strict=True)
-        ]
-        faults = [fault for each in waiting for fault in each.result()]
-    done = f"{given.kills} kills: each left the last completed step, and the printed line led to the undisturbed digest"
-    print("\n".join(faults) or done)
-    return int(bool(faults))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_runs_resume_to_the_digest_of_an_undisturbed_run(tmp_path, show, amount, kind):
+    assert not kill_often(kind, kills=-(-amount(100) // len(KINDS)), folder=tmp_path, show=show)

@@ -1,33 +1,33 @@
-"""Sends random and hostile requests together with ordinary ones: no status 500, no crash, /health in time, no growth of memory.
+"""Random and hostile requests next to 64 clients: no status 500, no end of the server, /health in time, no growth of memory.
 
-    python scripts/fuzz_server.py                             10,000 random bodies, 200 hostile ones, 64 ordinary clients
-    python scripts/fuzz_server.py --bodies 500 --hostile 10   a shorter run
-
-Starts a server with a tiny random model in its own process, on a free port of 127.0.0.1. Prints counts by status, the times of /health and the
-server's resident memory. Exit code 1 if a limit is exceeded.
+10,000 random bodies and 200 hostile ones go to a server with a tiny random model in its own process. tests/serve/test_hostile.py sends some of
+the random ones.
 """
 
-import argparse
 import asyncio
 import collections
 import contextlib
 import json
 import random
-import select
 import socket
 import statistics
-import subprocess
-import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import httpx
+import torch
+import uvicorn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.ranks import forkserver
+from ztk.inference import Generator, InferencePolicy, SamplingParams
+from ztk.nn import Decoder, DecoderConfig
+from ztk.serve.app import ServePolicy, Server, calm_process
+from ztk.serve.models import Opened, _Bytes
 
 HEALTH_SECONDS = 0.2  # at the 99th percentile
 GROWTH_BYTES = 200 << 20  # largest growth of resident memory between the middle and the end of the run
-MAX_LEN = 16_384
+MAX_LEN, CLIENTS = 16_384, 64
 _FIELDS = (
     *("model", "prompt", "messages", "stream", "echo", "max_tokens", "max_completion_tokens", "temperature", "top_p", "n"),
     *("seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "suffix"),
@@ -150,20 +150,16 @@ async def _ordinary(url: str, *, until: asyncio.Event, seed: int, counts: collec
             await asyncio.sleep(chance.uniform(0.5, 2.0))
 
 
-def _health_of_process(url: str, seconds: str) -> None:
-    """Measures /health in its own process, so that this script's clients do not delay the clock."""
+def _measure_health(url: str, pipe: Connection) -> None:
+    """Measures /health in its own process until a message comes, so that the other clients do not delay the clock."""
+    times = []
     with httpx.Client(timeout=60) as client:
-        deadline, times = time.monotonic() + float(seconds), []
-        while time.monotonic() < deadline and not _ended():
+        while not pipe.poll():
             started = time.perf_counter()
             client.get(f"{url}/health").raise_for_status()
             times.append(time.perf_counter() - started)
             time.sleep(0.02)
-    print(json.dumps(times))
-
-
-def _ended() -> bool:
-    return bool(select.select([sys.stdin], [], [], 0)[0])
+    pipe.send(sorted(times))
 
 
 def _memory(pid: int) -> int:
@@ -171,16 +167,8 @@ def _memory(pid: int) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
 
 
-def serve() -> None:
-    """The server's process: prints its address."""
-    import torch
-    import uvicorn
-
-    from ztk.inference import Generator, InferencePolicy, SamplingParams
-    from ztk.nn import Decoder, DecoderConfig
-    from ztk.serve.app import ServePolicy, Server, calm_process
-    from ztk.serve.models import Opened, _Bytes
-
+def _serve(pipe: Connection) -> None:
+    """The server's process: sends its address."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = DecoderConfig(vocab_size=300, dim=32, layers=2, heads=2, kv_heads=1, hidden_dim=64, max_seq_len=MAX_LEN)
@@ -192,26 +180,19 @@ def serve() -> None:
         generator, opened=opened, policy=ServePolicy(max_tokens=16), sampling=SamplingParams(temperature=0.8)
     )
     listening = socket.create_server(("127.0.0.1", 0), backlog=512)
-    print(f"http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
+    pipe.send(f"http://127.0.0.1:{listening.getsockname()[1]}")
     with calm_process():
         uvicorn.Server(uvicorn.Config(server.app, log_level="error")).run(sockets=[listening])
 
 
-async def fuzz(url: str, *, pid: int, bodies: int, hostile: int, clients: int, seed: int) -> bool:
-    """Returns whether all limits hold."""
-    statuses: dict[str, collections.Counter] = {
-        name: collections.Counter() for name in ("random", "hostile", "ordinary")
-    }
-    until, chance = asyncio.Event(), random.Random(seed)
-    probe = subprocess.Popen(
-        [sys.executable, __file__, "--probe", url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+async def fuzz(url: str, *, pid: int, bodies: int, hostile: int) -> tuple[dict[str, collections.Counter], list[int]]:
+    """Sends everything. Returns the counts by status, and the server's memory after each random body."""
+    statuses = {name: collections.Counter() for name in ("random", "hostile", "ordinary")}
+    until, chance, sizes, todo = asyncio.Event(), random.Random(0), [], iter(range(bodies))
     ordinary = [
         asyncio.create_task(_ordinary(url, until=until, seed=number, counts=statuses["ordinary"]))
-        for number in range(clients)
+        for number in range(CLIENTS)
     ]
-    before, memory, sizes = time.monotonic(), _memory(pid), []
-    todo = iter(range(bodies))
 
     async def throw() -> None:
         for _ in todo:
@@ -227,62 +208,30 @@ async def fuzz(url: str, *, pid: int, bodies: int, hostile: int, clients: int, s
     await asyncio.gather(*(throw() for _ in range(8)), harm())
     until.set()
     await asyncio.gather(*ordinary)
-    times = sorted(json.loads(probe.communicate("end\n")[0]))
-    for name, counts in statuses.items():
-        print(f"{name}: {dict(sorted(counts.items(), key=str))}")
-    p99 = times[int(0.99 * len(times))]
-    print(f"/health of {len(times)}: p50 {statistics.median(times):.4f} s, p99 {p99:.4f} s, max {times[-1]:.4f} s")
-    middle, last = sizes[len(sizes) // 2], _memory(pid)
-    print(
-        f"memory: {memory >> 20} MB before, {middle >> 20} MB in the middle, {max(sizes) >> 20} MB at most, {last >> 20} MB after"
-    )
-    print(f"{time.monotonic() - before:.0f} s")
-    failed = [
-        *("a status of 500 or more" for name in ("random", "hostile") if any(one >= 500 for one in statuses[name])),
-        *(["an ordinary client's answer was broken"] if statuses["ordinary"]["broken"] else []),
-        *([f"/health took {p99:.3f} s"] if p99 > HEALTH_SECONDS else []),
-        *([f"memory grew by {last - middle >> 20} MB"] if last - middle > GROWTH_BYTES else []),
-    ]
-    print("\n".join(failed) or "all limits were kept")
-    return not failed
+    return statuses, sizes
 
 
-def main() -> int:
-    """Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bodies", type=int, default=10_000)
-    parser.add_argument("--hostile", type=int, default=200)
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--probe", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.serve:
-        serve()
-        return 0
-    if given.probe:
-        _health_of_process(given.probe, "3600")
-        return 0
-    child = subprocess.Popen([sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None, "a pipe"
+def test_no_request_ends_or_delays_the_server(show, amount):
+    pipes = [forkserver().Pipe() for _ in range(2)]
+    server = forkserver().Process(target=_serve, args=(pipes[0][1],), daemon=True)
+    server.start()
+    url, bodies = pipes[0][0].recv(), amount(10_000)
+    httpx.Client(transport=httpx.HTTPTransport(retries=10)).get(f"{url}/health", timeout=60)
+    probe = forkserver().Process(target=_measure_health, args=(url, pipes[1][1]), daemon=True)
+    probe.start()
     try:
-        url = child.stdout.readline().strip()
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            with contextlib.suppress(httpx.HTTPError):
-                httpx.get(f"{url}/health", timeout=5)
-                break
-            time.sleep(0.1)
-        options = {"bodies": given.bodies, "hostile": given.hostile, "clients": given.clients, "seed": given.seed}
-        kept = asyncio.run(fuzz(url, pid=child.pid, **options))
-        if child.poll() is not None:
-            print(f"the server has ended with exit code {child.returncode}")
-            kept = False
+        statuses, sizes = asyncio.run(fuzz(url, pid=server.pid, bodies=bodies, hostile=bodies // 50))
+        pipes[1][0].send("end")
+        times, last = pipes[1][0].recv(), _memory(server.pid)
+        assert server.exitcode is None
     finally:
-        child.kill()
-        child.wait()
-    return 0 if kept else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        server.kill()
+        probe.kill()
+    for name, counts in statuses.items():
+        show(f"{name}: {dict(sorted(counts.items(), key=str))}")
+    p99 = times[int(0.99 * len(times))]
+    show(f"/health of {len(times)}: p50 {statistics.median(times):.4f} s, p99 {p99:.4f} s, max {times[-1]:.4f} s")
+    middle = sizes[len(sizes) // 2]
+    show(f"memory: {middle >> 20} MB in the middle, {max(sizes) >> 20} MB at most, {last >> 20} MB after")
+    assert max([*statuses["random"], *statuses["hostile"]]) < 500 and not statuses["ordinary"]["broken"]
+    assert p99 <= HEALTH_SECONDS and last - middle <= GROWTH_BYTES

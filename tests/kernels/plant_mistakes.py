@@ -1,4 +1,4 @@
-"""Plants 82 mistakes into copies of the kernels and reports how many survive the tests' checks: `python scripts/plant_mistakes.py`.
+"""Plants 82 mistakes into copies of the kernels and reports how many survive the tests' checks: `python -m tests.kernels.plant_mistakes`.
 
 Each mistake is a small edit of a kind that code reviews miss: a mask, an offset, a term, a value carried between rounds of a loop, the width
 of a reduction, a dtype, two programs on one row. The checks are those in tests/kernels: every shape, variant and `reach` of the op against its
@@ -17,18 +17,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 os.environ["TRITON_INTERPRET"] = "1"
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
-from tests.interpreter import speed_up_interpreter  # noqa: E402
-from tests.kernels import test_adamw_variants  # noqa: E402
-from tests.kernels.planting import planted, spec_of  # noqa: E402
-from tests.kernels.reach import REACH  # noqa: E402
-from tests.kernels.test_ops import check_against_reference, check_reach  # noqa: E402
+from tests.interpreter import speed_up_interpreter
+from tests.kernels import test_adamw_variants
+from tests.kernels.planting import planted, spec_of
+from tests.kernels.reach import REACH
+from tests.kernels.test_ops import check_against_reference, check_reach
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

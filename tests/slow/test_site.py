@@ -1,0 +1,26 @@
+"""No page of the documentation is wider than its window at 1,300 and 480 pixels. Tables and code may scroll. Run `mkdocs build` first."""
+
+from pathlib import Path
+
+SITE = Path(__file__).resolve().parents[2] / "build" / "site"
+# The page's horizontal overflow, and the elements beyond its edge that no scrolling parent contains.
+WIDER = """(() => {
+  const own = (one) => /auto|scroll|hidden/.test(getComputedStyle(one).overflowX);
+  const scrolls = (one) => one && one !== document.body && (own(one) || scrolls(one.parentElement));
+  const outside = (one) => one.getBoundingClientRect().right > innerWidth + 1 && !scrolls(one);
+  const out = [...document.querySelectorAll('.md-content *')].filter(outside);
+  return [document.documentElement.scrollWidth - innerWidth, out.slice(0, 3).map((one) => one.outerHTML.slice(0, 90))];
+})()"""
+
+
+def test_every_page_fits_its_window(browser):
+    pages, faults = sorted(SITE.rglob("*.html")), []
+    assert pages, f"{SITE} has no page: run `mkdocs build` first"
+    tab = browser()
+    for page in pages:
+        for width in (1300, 480):
+            tab.open(page, width=width, dark=False)
+            excess, elements = tab.evaluate(WIDER)
+            if excess > 0 or elements:
+                faults.append(f"{page.relative_to(SITE)} at {width}: {excess} pixels too wide {elements}")
+    assert not faults, "\n".join(faults)
