@@ -15,24 +15,22 @@ Appends rows to experiments/results/cpu/engine.jsonl.
 """
 
 import argparse
-import datetime
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-RESULTS = REPOSITORY / "experiments" / "results" / "cpu" / "engine.jsonl"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.bench import ROOT, Worker, append_rows, arguments, rotated, table
+
 TORCH = ["compute", "ddp", "zro", "fsdp2-keep", "fsdp2"]
 ZTK = [f"ztk{stage}" for stage in range(4)]
 ZTK_OFFLOAD = [f"ztk{stage}+{tier}" for tier in ("cpu", "nvme") for stage in (1, 2, 3)]
@@ -49,43 +47,10 @@ DEEPSPEED = [
 TORCH_STAGES = {"ddp": "0", "zro": "1", "fsdp2-keep": "2", "fsdp2": "3"}
 
 
-class ZeroInitContext:
+def worker(interpreter: str) -> Worker:
     """An interpreter that has imported torch and forks ranks on demand. See `bench_rank.py`."""
-
-    def __init__(self, interpreter: str) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-        script = str(Path(__file__).with_name("bench_rank.py"))
-        self._log = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
-            [interpreter, script],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-
-    def run(self, **task) -> dict | str:
-        """Returns the measurement, or the text of an error."""
-        try:
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(task) + "\n")
-            assert self._process.stdin is not None
-            self._process.stdin.flush()
-            assert self._process.stdout is not None
-            answer = self._process.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        if not answer:
-            self._log.seek(0)
-            return self._log.read().decode(errors="replace")[-2000:] or "the interpreter ended"
-        return json.loads(answer)
-
-    def close(self) -> None:
-        with suppress(BrokenPipeError):  # the process may have failed
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-        self._process.wait()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return Worker(interpreter, Path(__file__).with_name("bench_rank.py"), environment=environment)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,39 +77,34 @@ class Row:
 def main() -> None:
     options = parse()
     console, deadline = Console(stderr=True, width=140), time.monotonic() + options.seconds
-    init_contexts = {"ztk": ZeroInitContext(sys.executable)}
+    workers = {"ztk": worker(sys.executable)}
     if options.deepspeed_python:
-        init_contexts["deepspeed"] = ZeroInitContext(options.deepspeed_python)
+        workers["deepspeed"] = worker(options.deepspeed_python)
+    keys = ("model", "modules", "dtype", "ranks", "warmup", "steps", "micro_batch", "seq_len")
+    task = {key: getattr(options, key) for key in keys}
     measured: dict[str, list[dict]] = {candidate: [] for candidate in options.candidates}
     with tempfile.TemporaryDirectory(prefix="ztk-bench-", dir=options.nvme_path) as folder:
         for number in range(options.rounds):
             shift = number * max(1, len(options.candidates) // options.rounds)
-            for candidate in options.candidates[shift:] + options.candidates[:shift]:
+            for candidate in rotated(options.candidates, by=shift):
                 if time.monotonic() > deadline:
                     break
-                init_context = init_contexts["deepspeed" if candidate.startswith("deepspeed") else "ztk"]
-                result = init_context.run(
-                    candidate=candidate,
-                    model=options.model,
-                    modules=options.modules,
-                    dtype=options.dtype,
-                    ranks=options.ranks,
-                    warmup=options.warmup,
-                    steps=options.steps,
-                    micro_batch=options.micro_batch,
-                    seq_len=options.seq_len,
-                    nvme_path=folder,
-                )
+                used = workers["deepspeed" if candidate.startswith("deepspeed") else "ztk"]
+                used.send(candidate=candidate, nvme_path=folder, **task)
+                try:
+                    result = used.receive()
+                except RuntimeError as error:
+                    result = str(error)
                 if isinstance(result, str):
                     console.print(f"{candidate} failed:\n{result}", style="red", markup=False)
                     continue
                 measured[candidate].append(result)
                 console.print(f"round {number + 1}: {candidate} {result['cpu_seconds']:.3f} CPU s", style="dim")
-    for init_context in init_contexts.values():
-        init_context.close()
+    for used in workers.values():
+        used.close()
     rows = summarise({name: runs for name, runs in measured.items() if runs}, options=options)
-    console.print(table(rows, options=options))
-    write(rows)
+    console.print(shown(rows, options=options))
+    append_rows("engine", map(asdict, rows), torch=torch.__version__)
 
 
 def summarise(measured: dict[str, list[dict]], *, options: argparse.Namespace) -> list[Row]:
@@ -189,14 +149,13 @@ def is_peer(other: str, *, of: str) -> bool:
     return TORCH_STAGES.get(other, other.removeprefix("deepspeed")) == wanted
 
 
-def table(rows: list[Row], *, options: argparse.Namespace) -> Table:
+def shown(rows: list[Row], *, options: argparse.Namespace) -> Table:
     title = (
         f"{options.model} of {options.modules} layers, {options.dtype}, {options.ranks} ranks, "
         f"batch {options.micro_batch} x {options.seq_len}, "
         f"medians of up to {options.rounds} rounds of {options.steps} steps"
     )
-    made = Table(title=title)
-    headings = (
+    columns = (
         "candidate",
         "wall s/step",
         "CPU s/step/rank",
@@ -205,49 +164,20 @@ def table(rows: list[Row], *, options: argparse.Namespace) -> Table:
         "best peer",
         "ratio",
         "cpu ratio",
-        "MB",
-        "loss",
     )
-    for heading in headings:
-        made.add_column(heading, justify="left" if heading in ("candidate", "best peer") else "right")
+    lines = []
     for row in rows:
         ratio, cpu, of = (
             f"{value:.2f}" if value else "" for value in (row.tokens_ratio, row.cpu_ratio, row.of_compute)
         )
-        made.add_row(
-            row.candidate,
-            f"{row.wall_seconds:.3f}",
-            f"{row.cpu_seconds:.3f}",
-            f"{row.tokens_per_second:.0f}",
-            of,
-            row.best_peer or "",
-            ratio,
-            cpu,
-            f"{row.peak_resident_bytes / 1e6:.0f}",
-            f"{row.loss:.5f}",
-        )
-    return made
-
-
-def write(rows: list[Row]) -> None:
-    """Appends one JSON object per row, with versions, machine, date and commit."""
-    import torch
-
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
-    where = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()} {os.cpu_count()} cores",
-    }
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    with RESULTS.open("a") as file:
-        for row in rows:
-            file.write(json.dumps({**where, **asdict(row)}) + "\n")
+        seconds = (f"{row.wall_seconds:.3f}", f"{row.cpu_seconds:.3f}", f"{row.tokens_per_second:.0f}")
+        rest = (ratio, cpu, f"{row.peak_resident_bytes / 1e6:.0f}", f"{row.loss:.5f}")
+        lines.append((row.candidate, *seconds, of, row.best_peer or "", *rest))
+    return table(title, (*columns, "MB", "loss"), lines, left=("candidate", "best peer"))
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--model", default="30m", choices=("tiny", "30m"))
     parser.add_argument(
         "--modules", default="ztk", choices=("ztk", "torch", "own"), help="library of the model's layers"

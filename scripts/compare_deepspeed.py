@@ -8,13 +8,9 @@ with one thread per rank. Seconds per step are medians over rounds, of the slowe
 """
 
 import argparse
-import datetime
-import json
 import os
-import platform
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -23,9 +19,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-RANK = Path(__file__).with_name("compare_rank.py")
-RESULTS = REPOSITORY / "experiments" / "results" / "cpu" / "compare_deepspeed.jsonl"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.bench import ROOT, Worker, append_rows, arguments, table
+from ztk.deepspeed.names import SHIM
+
 TOLERANCE = 1e-5
 NAMES = ("DeepSpeed", "ztk")
 
@@ -51,30 +49,16 @@ class Row:
 class Side:
     """The ranks of DeepSpeed or of ztk, which wait for stages to train."""
 
-    def __init__(self, name: str, *, interpreter: str, ranks: int, shim: str | None) -> None:
+    def __init__(self, name: str, *, interpreter: str, ranks: int, path: list[str]) -> None:
         self.name = name
-        self._log = tempfile.TemporaryFile()
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "LOCAL_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-        }
-        environment.pop("PYTHONPATH", None)
-        if shim is not None:
-            environment["PYTHONPATH"] = os.pathsep.join([shim, str(REPOSITORY)])
+        world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
+        environment = os.environ | world | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(path)}
         self._ranks = [
-            subprocess.Popen(
-                [interpreter, str(RANK)],
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                text=True,
+            Worker(
+                interpreter,
+                Path(__file__).with_name("compare_rank.py"),
+                environment={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 cwd=tempfile.gettempdir(),  # keeps the repository off the other interpreter's path
             )
             for rank in range(ranks)
@@ -84,24 +68,18 @@ class Side:
     def train(self, **task) -> list[dict]:
         """Trains on all ranks and returns their results."""
         for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(json.dumps(task) + "\n")
-            rank.stdin.flush()
+            rank.send(**task)
         return self._answers()
 
     def _answers(self) -> list[dict]:
-        lines = [rank.stdout.readline() for rank in self._ranks if rank.stdout is not None]
-        if not all(lines):
-            self._log.seek(0)
-            raise SystemExit(f"{self.name} failed:\n{self._log.read().decode(errors='replace')[-4000:]}")
-        return [json.loads(line) for line in lines]
+        try:
+            return [rank.receive() for rank in self._ranks]
+        except RuntimeError as error:
+            raise SystemExit(f"{self.name} failed:\n{error}") from None
 
     def close(self) -> None:
         for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.close()
-        for rank in self._ranks:
-            rank.wait()
+            rank.close()
 
 
 def main() -> None:
@@ -120,20 +98,17 @@ def main() -> None:
     for side in sides:
         side.close()
     rows = [summarise(stage, measured=measured, options=options) for stage in options.stages]
-    console.print(table(rows))
-    write(rows, versions={side.name: side.version for side in sides})
+    console.print(shown(rows))
+    append_rows("compare_deepspeed", map(asdict, rows), deepspeed=sides[0].version)
     far = [row.stage for row in rows if not row.largest_difference <= TOLERANCE]
     if far:
         sys.exit(f"losses differ by more than {TOLERANCE} at stages {far}")
 
 
 def start(options: argparse.Namespace) -> list[Side]:
-    sys.path.insert(0, str(REPOSITORY))
-    from ztk.deepspeed.names import SHIM
-
-    interpreters = {"DeepSpeed": (options.deepspeed_python, None), "ztk": (sys.executable, str(SHIM))}
     return [
-        Side(name, interpreter=interpreters[name][0], ranks=options.ranks, shim=interpreters[name][1]) for name in NAMES
+        Side("DeepSpeed", interpreter=options.deepspeed_python, ranks=options.ranks, path=[]),
+        Side("ztk", interpreter=sys.executable, ranks=options.ranks, path=[str(SHIM), str(ROOT)]),
     ]
 
 
@@ -165,9 +140,8 @@ def summarise(stage: int, *, measured: dict, options: argparse.Namespace) -> Row
     )
 
 
-def table(rows: list[Row]) -> Table:
-    made = Table(title="seconds per step (medians), and how much faster ztk is")
-    for heading in (
+def shown(rows: list[Row]) -> Table:
+    columns = (
         "stage",
         "largest loss difference",
         "last loss",
@@ -177,36 +151,17 @@ def table(rows: list[Row]) -> Table:
         "CPU DeepSpeed",
         "CPU ztk",
         "ratio",
-    ):
-        made.add_column(heading, justify="right")
+    )
+    lines = []
     for row in rows:
-        made.add_row(
-            str(row.stage),
-            f"{row.largest_difference:.1e}",
-            f"{row.last_loss:.6f}",
-            f"{row.deepspeed_wall_seconds:.4f}",
-            f"{row.ztk_wall_seconds:.4f}",
-            f"{row.deepspeed_wall_seconds / row.ztk_wall_seconds:.2f}",
-            f"{row.deepspeed_cpu_seconds:.4f}",
-            f"{row.ztk_cpu_seconds:.4f}",
-            f"{row.deepspeed_cpu_seconds / row.ztk_cpu_seconds:.2f}",
-        )
-    return made
-
-
-def write(rows: list[Row], *, versions: dict[str, str]) -> None:
-    """Appends one JSON object per row."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
-    where = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
-        "machine": f"{platform.machine()} {os.cpu_count()} cores",
-        "deepspeed": versions["DeepSpeed"],
-    }
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    with RESULTS.open("a") as file:
-        for row in rows:
-            file.write(json.dumps({**where, **asdict(row)}) + "\n")
+        cells = [str(row.stage), f"{row.largest_difference:.1e}", f"{row.last_loss:.6f}"]
+        for theirs, ours in (
+            (row.deepspeed_wall_seconds, row.ztk_wall_seconds),
+            (row.deepspeed_cpu_seconds, row.ztk_cpu_seconds),
+        ):
+            cells += [f"{theirs:.4f}", f"{ours:.4f}", f"{theirs / ours:.2f}"]
+        lines.append(cells)
+    return table("seconds per step (medians), and how much faster ztk is", columns, lines)
 
 
 def free_port() -> int:
@@ -216,7 +171,7 @@ def free_port() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--deepspeed-python", metavar="PATH", required=True, help="an interpreter with deepspeed")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3], choices=range(4))
     parser.add_argument("--ranks", type=int, default=2)

@@ -64,6 +64,6 @@ def test_one_folder_per_gpu(monkeypatch, tmp_path):
     assert json.loads((tmp_path / "nvidia-h200" / "check_gpu.json").read_text()) == {"gpu": "NVIDIA H200"}
     assert results.folder_of("NVIDIA RTX PRO 6000 (MIG 1g/24gb)").name == "nvidia-rtx-pro-6000-mig-1g-24gb"
     assert results.commit_of(tmp_path) == "unknown"  # a copy without .git
-    of_a_cpu = {"bench_engine.py", "compare_deepspeed.py", "engine_chart.py", "published_runs.py"}
+    of_a_cpu = {"engine_chart.py", "published_runs.py"}
     scripts = results.Path(results.__file__).parent.glob("*.py")
     assert {path.name for path in scripts if '"results"' in path.read_text()} == {"results.py"} | of_a_cpu
