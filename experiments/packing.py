@@ -1,11 +1,16 @@
 """Decides whether the texts of a forward are packed without padding, in all alignment tasks."""
 
+import logging
+
 import torch
 
 from experiments.reference import BaseModel
 from ztk.config import Config
+from ztk.core.policies.runs import is_hugging_face
 from ztk.rl.rollout import can_pack, pack_exactly
 from ztk.train.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 
 def pack_exactly_on_all_ranks(*engines: Engine) -> bool:
@@ -18,8 +23,9 @@ def pack_exactly_on_all_ranks(*engines: Engine) -> bool:
 def packs_examples(config: Config, *, policy: Engine, reference: Engine | BaseModel | None = None) -> bool:
     """Returns whether `task=sft`, `reward` and `dpo` pack their texts. A collective call.
 
-    On a CPU, packing must not change any bit of a result; elsewhere the model must support it. A model whose layers are cut needs rows of
-    one length. Experts of a native decoder need packed texts, because the losses of their routers would count padding.
+    On a CPU, packing must not change any bit of a native decoder's result; elsewhere the model must support it, as tested families of
+    transformers do. A model whose layers are cut needs rows of one length. Experts need packed texts, because the losses of their routers
+    would count padding.
     """
     degrees = config.topology
     if max(degrees.pipeline, degrees.tensor, degrees.sequence) > 1:
@@ -27,5 +33,13 @@ def packs_examples(config: Config, *, policy: Engine, reference: Engine | BaseMo
     engines = [engine for engine in (policy, reference) if isinstance(engine, Engine)]
     if pack_exactly_on_all_ranks(*engines):
         return True
-    may_round = policy.process.device.type != "cpu" or config.model.experts is not None
-    return may_round and all(can_pack(engine.module) for engine in engines)
+    rounds = policy.process.device.type != "cpu" or config.model.experts is not None or is_hugging_face(config.model)
+    return rounds and can_pack_all(*engines)
+
+
+def can_pack_all(*engines: Engine) -> bool:
+    """Returns whether all modules support packed texts. Warns if one does not, because padding costs time."""
+    padded = {type(engine.module).__name__ for engine in engines if not can_pack(engine.module)}
+    if padded and engines[0].process.rank == 0:
+        logger.warning("texts are padded: %s is not known to keep packed texts apart", ", ".join(sorted(padded)))
+    return not padded

@@ -10,7 +10,7 @@ from experiments.alignment import start_from
 from experiments.best import Best
 from experiments.learned_reward import open_reward_model
 from experiments.models import Values, build, full_values
-from experiments.packing import pack_exactly_on_all_ranks
+from experiments.packing import can_pack_all, pack_exactly_on_all_ranks
 from experiments.prompts import Prompts
 from experiments.reference import BaseModel
 from experiments.text_reward import TextReward
@@ -29,7 +29,6 @@ from ztk.rl.rollout import (
     Guards,
     RolloutWeights,
     SettledWeights,
-    can_pack,
     settle_weights,
     use_cached_attention,
 )
@@ -167,7 +166,7 @@ def open_packs(config: Config, *, actor: Engine, reference: Engine | BaseModel |
     if config.rollout.engine == "generator" and is_exact and not packs:
         for module in modules:
             use_cached_attention(module)
-    return packs or (not is_exact and all(map(can_pack, modules)))
+    return packs or (not is_exact and can_pack_all(*engines))
 
 
 def open_cached(config: Config, *, actor: Engine) -> CachedRollouts | None:

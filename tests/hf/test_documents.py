@@ -1,11 +1,13 @@
 """Packed documents in models of transformers: the logits of each document alone, or a refusal."""
 
 import threading
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
+from experiments.packing import can_pack_all
 from tests.hf.test_causal import Strategy
 from tests.parallel.topology.families import VOCABULARY, make
 from ztk.core.runtime import Process, Topology
@@ -13,12 +15,14 @@ from ztk.hf import attention
 from ztk.hf.causal import CausalForward, open_causal
 from ztk.hf.documents import TESTED, documents_fault, known_documents
 from ztk.hf.kernels import inject_kernels
+from ztk.hf.scoring import ScoringForward
 from ztk.hf.sequences import divisible
 from ztk.kernels import attention_varlen
 from ztk.nn import Documents
 from ztk.optim import OptimizerPolicy
 from ztk.parallel.apply import parallelize
 from ztk.parallel.pipeline import MicroBatch, PipelinePolicy
+from ztk.rl.rollout import answer_logits, lay_out
 
 FAMILIES = {
     make_name.lower(): make_name
@@ -49,6 +53,39 @@ def test_logits_equal_separate_documents(kind):
         found = CausalForward(model)(tokens, None, documents).flatten(0, 1).split(SIZES)
         for row, logits in zip(tokens.flatten().split(SIZES), found, strict=True):
             torch.testing.assert_close(logits, model(input_ids=row[None]).logits[0], rtol=0, atol=ABSOLUTE)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_packed_texts_have_the_losses_of_padded_rows(family, attention):
+    """Loss and gradients of SFT, the log-probabilities of GRPO, and the values of a critic."""
+    lengths, length = torch.tensor([9, 3, 12, 1, 7]), 12
+    tokens = torch.randint(3, VOCABULARY, (5, length), generator=torch.Generator().manual_seed(5))
+    counts = (torch.arange(length) < lengths[:, None]) & (torch.arange(length) > 1)
+    found = []
+    for packs in (False, True):
+        model = make(family).eval()
+        model.set_attn_implementation(attention)
+        forward = CausalForward(model)
+        layout = lay_out(tokens, lengths=lengths, packs=packs, device=torch.device("cpu"), module=model)
+        assert layout.tokens.numel() == (int(lengths.sum()) if packs else tokens.numel())
+        given = () if layout.documents is None else (layout.documents,)
+        loss = forward(layout.tokens, layout.targets(counts), *given)
+        loss.backward()
+        logprobs = answer_logits(forward, layout=layout, mask=counts).log_softmax(-1)
+        model.score = torch.nn.Linear(32, 1, bias=False)
+        torch.nn.init.ones_(model.score.weight)
+        values = layout.forward(ScoringForward(model)).flatten()[layout.at(lengths - 1)]
+        found.append(
+            [
+                loss.detach(),
+                logprobs.detach(),
+                values.detach(),
+                *(p.grad for p in model.parameters() if p.grad is not None),
+            ]
+        )
+    for padded, own in zip(*found, strict=True):
+        torch.testing.assert_close(own, padded, rtol=0, atol=ABSOLUTE * max(1.0, float(padded.abs().max())))
 
 
 @pytest.mark.parametrize("kind", TESTED)
@@ -98,8 +135,13 @@ def test_with_kernels(family, changes):
 
 
 @pytest.mark.parametrize("family", ["Bloom", "OPT"])
-def test_another_family_is_refused(family):
+def test_another_family_is_refused(family, tmp_path, caplog):
     tokens, documents = packed()
+    make(family).save_pretrained(tmp_path)
+    engine = SimpleNamespace(
+        module=open_causal(str(tmp_path), init="random", seed=1)[0], process=SimpleNamespace(rank=0)
+    )
+    assert not can_pack_all(engine) and f"texts are padded: {family}ForCausalLM is not known" in caplog.text
     with pytest.raises(
         ValueError, match=r"models of type \w+ are not known to keep documents apart.*data\.packing=concatenate"
     ):

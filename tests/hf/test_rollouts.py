@@ -73,8 +73,9 @@ def clipped_loss(logprobs, *, old, advantages, mask) -> torch.Tensor:
 
 
 def test_grpo_has_the_losses_of_plain_transformers(ranks, folder, tmp_path):
-    """Two rollouts of two steps each, replayed with the texts that were drawn."""
-    found = ranks(1).run(play, config=config_of("grpo", folder=folder, to=tmp_path, ranks=1))[0]
+    """Two rollouts of two steps each, replayed with the texts that were drawn. Texts are packed."""
+    config = config_of("grpo", "rollout.identity=corrected", folder=folder, to=tmp_path, ranks=1)
+    found = ranks(1).run(play, config=config)[0]
     rows, model = rows_of(tmp_path), plain(folder)
     optimizer, expected = optimizer_of(model), []
     for rollout in map(Samples.from_json, found["rollouts"]):
@@ -94,7 +95,7 @@ def test_grpo_has_the_losses_of_plain_transformers(ranks, folder, tmp_path):
             optimizer.zero_grad()
             expected.append(float(loss.detach()))
     assert [row["loss"] for row in rows] == pytest.approx(expected, abs=1e-5)
-    assert all(row["rollout_differing"] == 0 for row in rows) and rows[-1]["kl"] > 0 == rows[0]["kl"]
+    assert all(row["rollout_outside"] == 0 for row in rows) and rows[-1]["kl"] > 0
     assert len({len(row) for rollout in found["rollouts"] for row in Samples.from_json(rollout).tokens}) == 1
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from ztk.config.adapters import starts_adapted
 from ztk.config.derived import derive
-from ztk.config.hugging_face import adds_router_losses
+from ztk.config.hugging_face import adds_router_losses, takes_documents
 from ztk.config.lengths import KEY, records_of
 from ztk.config.machine import Machine
 from ztk.config.other_models import teacher_faults
@@ -157,11 +157,11 @@ def _strategy_faults(config: Config) -> Iterator[str]:
 
 
 def _router_faults(config: Config) -> Iterator[str]:
-    """Yields faults of padded rows in a router's load-balancing loss. Texts of the native decoder are packed."""
+    """Yields faults of padded rows in a router's load-balancing loss. Packed texts have none."""
     reason = "pads rows, and the padding would count in the router's load-balancing loss"
     if config.task.name == "distill":
         yield f"model.experts={config.model.experts}: task=distill {reason}; use model=nano or another dense model"
-    elif config.task.name == "sft" and adds_router_losses(config.model):
+    elif config.task.name == "sft" and adds_router_losses(config.model) and not takes_documents(config.model):
         yield f"model.path={config.model.path}: output_router_logits is true in its config.json, task=sft {reason}; put false there"
 
 

@@ -129,6 +129,14 @@ def adds_router_losses(model: ModelConfig) -> bool:
     return bool(getattr(read_config(str(Path(model.path).expanduser())), "output_router_logits", False))
 
 
+def takes_documents(model: ModelConfig) -> bool:
+    """Returns whether texts of the model in `model.path` are packed without padding."""
+    from ztk.hf.causal import read_config  # imported late: it imports torch and transformers
+    from ztk.hf.documents import keeps_apart
+
+    return keeps_apart(read_config(str(Path(model.path or "").expanduser())))
+
+
 def hugging_face_faults(config: Config) -> Iterator[str]:
     """Yields one line per choice that transformers models do not support."""
     model, topology = config.model, config.topology

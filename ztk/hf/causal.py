@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk.core.runtime.part import InitialValues
-from ztk.hf.documents import arguments_of, known_documents
+from ztk.hf.documents import arguments_of, keeps_apart, known_documents
 from ztk.hf.kernels import inject_kernels
 from ztk.hf.losses import causal_loss
 from ztk.hf.sequences import divisible, own_places
@@ -58,8 +58,8 @@ def open_causal(
     kernels: uses ztk's kernels where possible (`kernels.py`) and logs the replaced modules.
     z_loss: weight of the mean squared logsumexp of the logits in the training loss.
 
-    The model has `full_parameter_count`, `pipeline_layers` and `divisible`. Its forward is `(tokens, targets=None, documents=None)`; see
-    `CausalForward`.
+    The model has `full_parameter_count`, `pipeline_layers`, `divisible` and `takes_documents`. Its forward is `(tokens, targets=None,
+    documents=None)`; see `CausalForward`.
 
     Raises:
         ValueError: the folder has no causal transformers model, no safetensors files, or lacks weights.
@@ -84,6 +84,7 @@ def open_causal(
     model.forward = CausalForward(model)
     model.pipeline_layers = functools.partial(CausalLayers, model)
     model.divisible = functools.partial(divisible, model)
+    model.takes_documents = keeps_apart(config)
     return model.train(), values
 
 

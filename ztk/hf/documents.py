@@ -46,12 +46,17 @@ def documents_fault(config: Any, *, in_parts: bool = False) -> str | None:
             f"data.packing=documents: models of type {config.model_type} keep documents apart by a mask over full sequences; use "
             "data.packing=concatenate, or topology.sequence=1 topology.context=1"
         )
-    if config.model_type in TESTED:
+    if keeps_apart(config):
         return None
     return (
         f"data.packing=documents: models of type {config.model_type} are not known to keep documents apart, only "
         f"{', '.join(sorted(TESTED))}; use data.packing=concatenate"
     )
+
+
+def keeps_apart(config: Any) -> bool:
+    """Returns whether a model of this configuration is tested to compute packed documents like separate ones."""
+    return config.model_type in TESTED
 
 
 def arguments_of(

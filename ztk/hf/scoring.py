@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from ztk.core.runtime.part import InitialValues
 from ztk.hf.causal import parameters_on_meta, read_config, transformers_module
+from ztk.hf.documents import arguments_of, keeps_apart, known_documents
 from ztk.hf.kernels import inject_kernels
 from ztk.hf.values import DrawnValues, FolderValues
+from ztk.nn import Documents
 from ztk.nn.lora import LoraPolicy, adapter_values, add_adapters
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ def open_scoring(
     model.config.use_cache = False
     model.full_parameter_count = sum(parameter.numel() for parameter in model.parameters())
     model.forward = ScoringForward(model)
+    model.takes_documents = keeps_apart(config)
     return model.train(), values
 
 
@@ -94,11 +97,15 @@ def _joined(in_folder: InitialValues, drawn: InitialValues, *, name: str, start:
 
 
 class ScoringForward:
-    """The forward: tokens int64 [B, T] -> values [B, T, 1], instead of the pooled output of transformers."""
+    """The forward: tokens int64 [B, T] -> values [B, T, 1], instead of the pooled output of transformers. See `CausalForward` for
+    `documents`.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        hidden = self._model.base_model(input_ids=tokens, use_cache=False)[0]
+    def __call__(self, tokens: Tensor, documents: Documents | None = None) -> Tensor:
+        given = arguments_of(documents, config=self._model.config)
+        with known_documents(documents):
+            hidden = self._model.base_model(input_ids=tokens, use_cache=False, **given)[0]
         return self._model.score(hidden)

@@ -103,7 +103,7 @@ def lay_out(
     """Lays out texts. tokens: int64 [S, T], whose first `lengths`, int64 [S], are texts; on the CPU. packs: without padding, short texts
     first.
 
-    module: a decoder whose results must be bitwise independent of the pack, if required.
+    module: a model whose results must be bitwise independent of the pack, if required. Only native decoders can be.
     prompt_lengths: int64 [S]. With them, and a module that supports it, common prompts of a pack are computed once.
     """
     S, T = tokens.shape
@@ -209,8 +209,8 @@ def lay_out_new(new: NewTokens, *, filling: int, module: nn.Module, device: torc
 
 
 def can_pack(module: nn.Module) -> bool:
-    """Returns whether the module supports packed texts: only the native decoder does."""
-    return isinstance(module, Decoder)
+    """Returns whether the module supports packed texts: the native decoder, and models of transformers of tested families."""
+    return isinstance(module, Decoder) or bool(getattr(module, "takes_documents", False))
 
 
 def pack_exactly(*modules: nn.Module, device: torch.device) -> bool:
@@ -258,9 +258,10 @@ def _products_agree(module: nn.Module) -> bool:
 
 def _missing(count: int, *, module: nn.Module) -> int:
     """Returns the number of padding tokens for a pack of `count`: every thread's part of an activation is full vectors, and no product
-    has a single row.
+    has a single row. 0 for models of transformers, whose results depend on the pack in any case.
     """
-    assert isinstance(module, Decoder)
+    if not isinstance(module, Decoder):
+        return 0
     width, filled = module.config.hidden_dim, max(2, count)
     while not is_cut_evenly(filled * width):
         filled += 1
