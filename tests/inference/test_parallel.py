@@ -101,7 +101,7 @@ def test_random_schedules_change_no_bit(ranks, name, weights):
 def test_followers_are_told_new_blocks_alone():
     """Of a sequence that goes on; of one that took another's slot, all that differ. Their tables are the leader's then."""
     of, place = describe(build_decoder()).description, {"device": torch.device("cpu"), "dtype": torch.float32}
-    leader, follower = (BlockCache(of, slots=2, blocks=9, **place) for _ in range(2))
+    leader, follower = (BlockCache(of, slots=2, blocks=9, width=9, **place) for _ in range(2))
     leader.record()
     span = Span(slot=1, start=0, length=1, row=0)
     for table, told in (([3, 4], 2), ([3, 4, 7], 1), ([3, 4, 7], 0), ([5, 4], 2), ([8], 2)):

@@ -10,6 +10,7 @@ from ztk.inference.block_steps import BlockStep, block_step
 from ztk.inference.block_swap import MainMemory, Swap
 from ztk.inference.cache import Cache
 from ztk.inference.describe import Description
+from ztk.inference.device_tables import DeviceTables
 from ztk.inference.steps import Span
 from ztk.kernels import copy_blocks
 
@@ -17,7 +18,8 @@ _COPY, _SAVE, _RESTORE, _DROP, _SHORTEN, _PLACE = range(6)
 
 
 class BlockCache(Cache):
-    """store: [blocks, layers, 2, K, 64, D], so that a block of all layers is contiguous. tables: per slot, its blocks in order.
+    """store: [blocks, layers, 2, K, 64, D], so that a block of all layers is contiguous. tables: per slot, its blocks in order, `width` at
+    most; on_device: copies of them.
 
     dtype: of keys and values. uint8 holds fp8 (e4m3), with `scales` fp32 [layers, 2, K] or None: see [Note: Scales of an fp8 cache] in
     ztk/inference/memory.py.
@@ -30,6 +32,7 @@ class BlockCache(Cache):
         *,
         slots: int,
         blocks: int,
+        width: int,
         device: torch.device,
         dtype: torch.dtype,
         swap: Swap | None = None,
@@ -40,6 +43,7 @@ class BlockCache(Cache):
         self._store = torch.empty(shape, dtype=dtype, device=device)
         self.scales: Tensor | None = None
         self.tables: list[list[int]] = [[] for _ in range(slots)]
+        self.on_device = DeviceTables(self.tables, width=width, device=device)
         self.blocks, self.device, self.dtype, self.swap = blocks, device, dtype, swap or MainMemory()
         self._copies: dict[int, Any] = {}  # by number, the same one on all ranks
         self._saved = 0  # copies so far
@@ -68,7 +72,7 @@ class BlockCache(Cache):
         return None if self.scales is None else self.scales[layer]
 
     def step(self, spans: list[Span]) -> BlockStep:
-        return block_step(spans, cache=self, tables=self.tables, group=self._group)
+        return block_step(spans, cache=self, tables=self.tables, on_device=self.on_device, group=self._group)
 
     def recompute(self, slot: int, *, tokens: list[int]) -> list[int]:
         """Recomputes keys and values in place: a block that other sequences share gets the same numbers again."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ztk.inference.attention import BLOCK
+from ztk.inference.device_tables import DeviceTables, sent
 from ztk.inference.steps import Attention, Span
 from ztk.kernels import cache_rows, make_tiles, paged_attention
 
@@ -33,8 +34,8 @@ class Blocks(Protocol):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockStep:
     """A step's M rows: positions int64 [M]; places int64 [M], block times 64 plus position in it, -1 for padding; tables int32 [slots,
-    width]; tiles int32 [Q, 5], see `ztk.kernels.paged_attention`. split: every sequence has one row, so segments are computed in
-    parallel."""
+    blocks of the longest]; tiles int32 [Q, 5], see `ztk.kernels.paged_attention`. split: every sequence has one row, so segments are
+    computed in parallel."""
 
     cache: Blocks
     positions: Tensor
@@ -53,27 +54,24 @@ class BlockStep:
         return paged_attention(query, keys, values, self.tables, self.tiles, by.slopes, scales, **how).flatten(1)
 
 
-def block_step(spans: list[Span], *, cache: Blocks, tables: list[list[int]], group: int) -> BlockStep:
-    """group: query heads per key head. `tables`, of all slots, have blocks for all positions of the spans."""
+def block_step(
+    spans: list[Span], *, cache: Blocks, tables: list[list[int]], on_device: DeviceTables, group: int
+) -> BlockStep:
+    """group: query heads per key head. `tables`, of all slots, have blocks for all positions of the spans; on_device: their copies."""
     positions, places = [], []
     for span in spans:
         table = tables[span.slot]
         for position in range(span.start, span.start + span.length):
             positions.append(position)
             places.append(table[position // BLOCK] * BLOCK + position % BLOCK)
-    own = _padded([tables[span.slot] for span in spans])
-    tiles = make_tiles([(row, span.start, span.length, span.row) for row, span in enumerate(spans)], group=group)
+    slots = [span.slot for span in spans]
+    on_device.update(slots)
+    tiles = make_tiles([(span.slot, span.start, span.length, span.row) for span in spans], group=group)
     return BlockStep(
         cache=cache,
-        positions=torch.tensor(positions).to(cache.device),
-        places=torch.tensor(places).to(cache.device),
-        tables=torch.tensor(own, dtype=torch.int32).to(cache.device),
-        tiles=torch.tensor(tiles, dtype=torch.int32).to(cache.device),
+        positions=sent(positions, dtype=torch.int64, device=cache.device),
+        places=sent(places, dtype=torch.int64, device=cache.device),
+        tables=on_device.tensor[:, : max(len(tables[slot]) for slot in slots)],
+        tiles=sent(tiles, dtype=torch.int32, device=cache.device),
         split=all(span.length == 1 for span in spans),
     )
-
-
-def _padded(tables: list[list[int]]) -> list[list[int]]:
-    """All as long as the longest."""
-    width = max(map(len, tables))
-    return [table + [0] * (width - len(table)) for table in tables]

@@ -14,6 +14,7 @@ def scratch(description: Description, *, placement: Placement, positions: int) -
         slabs.reserve(positions)
         return slabs
     count = -(-positions // BLOCK)
-    blocks = BlockCache(description, slots=1, blocks=count, device=placement.device, dtype=placement.dtype)
+    place = {"device": placement.device, "dtype": placement.dtype}
+    blocks = BlockCache(description, slots=1, blocks=count, width=count, **place)
     blocks.tables[0] = list(range(count))
     return blocks

@@ -1,10 +1,10 @@
 """Decoding on a GPU as one CUDA graph per number of rows, captured when it is needed first.
 
 A decode step launches about ten kernels per layer, which the host takes longer to launch than the GPU to run. A graph has them all, from
-the embedding to the drawn tokens. Inputs that change from step to step (tokens, positions, places, tiles, temperatures, keys, and changed
-entries of tables) are copied into its buffers first, and the host reads nothing until the graph has run. Rows are padded to a power of two:
-padding has no place in the cache, a tile without positions, which is zero, and no result. Tables are as wide as a power of two blocks, so that
-longer sequences rarely need another graph.
+the embedding to the drawn tokens. Inputs that change from step to step (tokens, positions, places, tiles, temperatures and keys) are copied
+into its buffers first, and the host reads nothing until the graph has run. Rows are padded to a power of two: padding has no place in the
+cache, a tile without positions, which is zero, and no result. A graph reads the cache's tables up to a power of two blocks, so that longer
+sequences rarely need another graph.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,6 @@ from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache
 from ztk.inference.block_steps import BlockStep
 from ztk.inference.cache import Cache
-from ztk.inference.device_tables import DeviceTables
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel
 from ztk.inference.sample import Drawn, drawn_of
@@ -61,15 +60,11 @@ class CudaCapture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Captured:
-    """A graph and its buffers: tokens int64 [rows], the step's, temperatures fp32 [rows], keys int64 [rows]; results fp64 [3, rows].
-
-    tables: of the step.
-    """
+    """A graph and its buffers: tokens int64 [rows], the step's, temperatures fp32 [rows], keys int64 [rows]; results fp64 [3, rows]."""
 
     graph: Graph
     tokens: Tensor
     step: BlockStep
-    tables: DeviceTables
     temperatures: Tensor
     keys: Tensor
     results: Tensor
@@ -91,18 +86,18 @@ class DecodeGraphs:
 
     def run(self, tokens: list[int], *, spans: list[Span], temperatures: list[float], keys: list[int]) -> list[Drawn]:
         """Computes one row per span, whose places are in the cache's tables, and draws a token for each."""
-        rows, tables = len(spans), [self._cache.tables[span.slot] for span in spans]
-        size, width = _power_of_two(rows), _power_of_two(max(map(len, tables)))
+        rows, slots = len(spans), [span.slot for span in spans]
+        size, width = _power_of_two(rows), _power_of_two(max(len(self._cache.tables[slot]) for slot in slots))
         found = self._captured.get((size, width))
         if found is None:
             found = self._captured[size, width] = self._new(size, width=width)
         places = [self._place(span) for span in spans]
-        tiles = make_tiles([(row, span.start, 1, row) for row, span in enumerate(spans)], group=self._group)
+        tiles = make_tiles([(span.slot, span.start, 1, row) for row, span in enumerate(spans)], group=self._group)
         padding = size - rows
         _fill(found.tokens, tokens + [0] * padding)
         _fill(found.step.positions, [span.start for span in spans] + [0] * padding)
         _fill(found.step.places, places + [-1] * padding)
-        found.tables.update(tables)
+        self._cache.on_device.update(slots)
         _fill(found.step.tiles, tiles + [[0, 0, row, 0, 0] for row in range(rows, size)])
         _fill(found.temperatures, temperatures + [0.0] * padding)
         _fill(found.keys, keys + [0] * padding)
@@ -120,12 +115,11 @@ class DecodeGraphs:
 
         tokens, keys = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.int64)
         temperatures = empty(rows, dtype=torch.float32)
-        tables = DeviceTables(rows=rows, width=width, device=self._model.placement.device)
         step = BlockStep(
             cache=self._cache,
             positions=empty(rows, dtype=torch.int64),
             places=empty(rows, dtype=torch.int64, value=-1),
-            tables=tables.tensor,
+            tables=self._cache.on_device.tensor[:, :width],
             tiles=empty(rows, TILE_COLUMNS, dtype=torch.int32),
             split=True,
         )
@@ -135,9 +129,7 @@ class DecodeGraphs:
             return self._model.draw(x, temperatures=temperatures, keys=keys)
 
         graph, results = self._capture(compute)
-        return _Captured(
-            graph=graph, tokens=tokens, step=step, tables=tables, temperatures=temperatures, keys=keys, results=results
-        )
+        return _Captured(graph=graph, tokens=tokens, step=step, temperatures=temperatures, keys=keys, results=results)
 
 
 def _fill(buffer: Tensor, values: list) -> None:

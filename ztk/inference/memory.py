@@ -129,7 +129,7 @@ def _block_cache(
     if policy.offload is not None:
         pin = place.device.type == "cuda"
         swap = SwapFile(policy.offload, nbytes=block_bytes(of, dtype=dtype), pin=pin)
-    cache = BlockCache(of, slots=slots, blocks=blocks, device=place.device, dtype=dtype, swap=swap)
+    cache = BlockCache(of, slots=slots, blocks=blocks, width=each, device=place.device, dtype=dtype, swap=swap)
     find_scales(model, cache=cache)
     return cache
 

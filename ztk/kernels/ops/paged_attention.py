@@ -120,10 +120,10 @@ def _store_rows(
     tl.store(p_out, cast(b_out, out_ptr.dtype.element_ty), mask=m_r[:, None] & (o_d < D)[None, :])
 
 
-@jit(do_not_specialize=["width"])
+@jit(do_not_specialize=["stride_table"])
 def _paged_attention(
-    query_ptr, keys_ptr, values_ptr, tables_ptr, tiles_ptr, slopes_ptr, scales_ptr, out_ptr, acc_ptr, stats_ptr, stride_block, width, scale,
-    window, softcap, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
+    query_ptr, keys_ptr, values_ptr, tables_ptr, tiles_ptr, slopes_ptr, scales_ptr, out_ptr, acc_ptr, stats_ptr, stride_block, stride_table,
+    scale, window, softcap, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries and one key head: all segments in order, or segment i_s with its results in acc and stats"""
@@ -146,7 +146,7 @@ def _paged_attention(
     b_slope = tl.zeros([_ROWS], tl.float32)
     if slopes_ptr is not None:
         b_slope = tl.load(slopes_ptr + i_k * G + o_g, mask=o_g < G, other=0.0)
-    table_ptr = tables_ptr + sequence * width
+    table_ptr = tables_ptr + sequence * stride_table
     o_head = i_k * (_BLOCK * D)
     factor = 1.0
     if keys_ptr.dtype.element_ty == tl.uint8:
@@ -222,13 +222,13 @@ def _merge_segments(
 
 @kept
 def _kernels_for(
-    target: Machine, rows: int, H: int, D: int, dtype: torch.dtype, K: int, cache_dtype: torch.dtype, stride_block: int, width: int,
-    num_tiles: int, scale: float, window: int, softcap: float, split: bool,
+    target: Machine, rows: int, H: int, D: int, dtype: torch.dtype, K: int, cache_dtype: torch.dtype, stride_block: int, stride_table: int,
+    width: int, num_tiles: int, scale: float, window: int, softcap: float, split: bool,
 ) -> tuple[Bound, Memory, tuple[Bound, Memory, Memory] | None]:  # fmt: skip
     """The kernel of attention, the memory of its result, and, for more than one segment, the merging kernel and the memory of partial
     results.
 
-    dtype: of the queries; stride_block: of the keys; width: blocks of the longest sequence.
+    dtype: of the queries; stride_block: of the keys; stride_table: of the tables; width: blocks of the longest sequence.
     """
     segments = cdiv(width * BLOCK, SEGMENT) if split else 1
     sizes = {"H": H, "G": H // K, "D": D, "GROUP": next_power_of_2(H // K), "BLOCK_D": max(16, next_power_of_2(D))}
@@ -236,7 +236,7 @@ def _kernels_for(
     options = {"num_warps": 8, "enable_fp_fusion": False, **dependent_launch(target)}
     stages = 1 if dtype.itemsize == 4 or target.architecture is Architecture.cdna else 2
     attention = bind(
-        _paged_attention, stride_block, width, scale, window, softcap, grid=(num_tiles, K, segments), **sizes, HAS_WINDOW=window > 0,
+        _paged_attention, stride_block, stride_table, scale, window, softcap, grid=(num_tiles, K, segments), **sizes, HAS_WINDOW=window > 0,
         HAS_CAP=softcap > 0, num_stages=stages, **options,
     )  # fmt: skip
     out = memory_of(rows, H, D, dtype=dtype)
@@ -254,8 +254,8 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     (rows, H, D), num_tiles = query.shape, tiles.shape[0]
     parts, like_query, merging = _kernels_for(
-        machine(query.device), rows, H, D, query.dtype, keys.shape[1], keys.dtype, keys.stride()[0], tables.shape[1], num_tiles, scale, window,
-        softcap, split,
+        machine(query.device), rows, H, D, query.dtype, keys.shape[1], keys.dtype, keys.stride()[0], tables.stride()[0], tables.shape[1],
+        num_tiles, scale, window, softcap, split,
     )  # fmt: skip
     make = maker(query)
     out = make(*like_query)
@@ -341,9 +341,9 @@ def paged_attention(
     """Attention of the step's rows over their sequences' blocks; no gradient.
 
     query: [M, H, D]; keys and values: [blocks, K, 64, D] of its dtype or uint8 (fp8), contiguous within each block, including the
-    step's rows; tables: int32 [sequences, blocks of the longest]; tiles: int32 [Q, 5], each `positions_per_tile` positions of one sequence:
-    row of the tables, first position (a multiple of `positions_per_tile`), the step's row of that position, first position that counts and
-    one past the last; (0, 0, row, 0, 0) for padding, whose row is zero.
+    step's rows; tables: int32 [sequences, blocks of the longest], rows with any stride; tiles: int32 [Q, 5], each `positions_per_tile`
+    positions of one sequence: row of the tables, first position (a multiple of `positions_per_tile`), the step's row of that position, first
+    position that counts and one past the last; (0, 0, row, 0, 0) for padding, whose row is zero.
     slopes: float32 [H] of ALiBi. scales: float32 [2, K] of an fp8 cache, as in `cache_rows`; defaults to 1. window: keys that a query
     attends to, including itself; 0 for all. softcap: c tanh(score / c); 0 for none. split: a program per segment of 512 keys; it changes no
     bit. Returns [M, H, D]; rows in no tile are undefined. Raises ValueError for shapes and dtypes that do not fit.
@@ -371,7 +371,7 @@ def paged_attention(
         query.contiguous(),
         keys,
         values,
-        tables.contiguous(),
+        tables if tables.stride(1) == 1 else tables.contiguous(),
         tiles.contiguous(),
         slopes,
         scales,
@@ -423,7 +423,7 @@ def _make_inputs(shape, *, dtype, device, rows=1, fp8=False, alibi=False, scaled
     sequences, longest, H, K, D = shape
     lengths = [max(rows, longest - 37 * number) for number in range(sequences)]
     blocks = [-(-length // BLOCK) for length in lengths]
-    tables, order = torch.zeros(sequences, max(blocks), dtype=torch.int32), torch.randperm(sum(blocks)).int()
+    tables, order = torch.zeros(sequences, max(blocks) + 3, dtype=torch.int32), torch.randperm(sum(blocks)).int()
     for number, count in enumerate(blocks):
         tables[number, :count] = order[sum(blocks[:number]) :][:count]
     spans = [(number, length - rows, rows, number * rows) for number, length in enumerate(lengths)]
@@ -434,7 +434,7 @@ def _make_inputs(shape, *, dtype, device, rows=1, fp8=False, alibi=False, scaled
         "query": torch.randn(sequences * rows + 1, H, D, device=device).to(dtype),
         "keys": store[:, 0],
         "values": store[:, 1],
-        "tables": tables.to(device),
+        "tables": tables.to(device)[:, : max(blocks)],
         "tiles": torch.tensor(tiles, dtype=torch.int32).to(device),
         "slopes": (2.0 ** -torch.arange(4, H + 4).float()).to(device) if alibi else None,
         "scales": 2.0 ** torch.randint(-2, 2, (2, K), device=device).float() if scaled else None,
