@@ -23,7 +23,7 @@ from scripts.results import RESULTS, commit_of
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def arguments(doc: str) -> argparse.ArgumentParser:
+def parser_of(doc: str) -> argparse.ArgumentParser:
     """A parser with a script's docstring as its help."""
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
@@ -57,7 +57,7 @@ class Worker:
         self._process.wait()
 
 
-def measured_apart(*command: str | Path, **environment: str) -> Any:
+def measured_apart(*command: object, **environment: str) -> Any:
     """Runs a command in a process of its own. Returns the JSON of the last line that it prints."""
     done = subprocess.run(
         list(map(str, command)), stdout=subprocess.PIPE, text=True, check=True, env=os.environ | environment

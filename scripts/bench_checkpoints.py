@@ -12,19 +12,16 @@ steps, because an asynchronous save reads and writes during them.
 """
 
 import argparse
-import ctypes
-import gc
 import multiprocessing
 import os
 import random
 import shutil
 import statistics
+import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -34,6 +31,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.bench import Peak, release_memory, status_bytes
 from ztk.checkpoint import Saver, load, save
 from ztk.core.policies.zero import ZeroPolicy
 from ztk.core.runtime import Process
@@ -41,8 +41,6 @@ from ztk.nn import Decoder, DecoderConfig
 from ztk.optim import OptimizerPolicy
 from ztk.parallel.apply import parallelize
 from ztk.zero.offload import OffloadPolicy
-
-SAMPLE_SECONDS = 0.002
 
 
 def config_of(layers: int) -> DecoderConfig:
@@ -122,34 +120,6 @@ class Torch:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
-@contextmanager
-def peak_growth(found: list[float]):
-    """Appends the largest growth of the resident set inside the block, in MB."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # free memory that is still resident would hide the load's memory
-    before = peak = resident()
-    over = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not over.is_set():
-            peak = max(peak, resident())
-            time.sleep(SAMPLE_SECONDS)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-        found.append((max(peak, resident()) - before) / 1e6)
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def measure(rank: int, options: argparse.Namespace, folder: Path, store: str, pipe) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(options.ranks), ZTK_STORE=store)
     torch.set_num_threads(1)
@@ -181,8 +151,11 @@ def measure(rank: int, options: argparse.Namespace, folder: Path, store: str, pi
             timed(name, "save, stall until complete", contender.save)
             process.comm.barrier()
             found[name, "bytes on disk (MB)"].append(_size(contender.folder) / 1e6)
-            with peak_growth(found[name, "load, peak memory (MB)"]):
+            release_memory()
+            before = status_bytes("VmRSS")
+            with Peak(lambda: status_bytes("VmRSS")) as peak:
                 timed(name, "load", contender.load)
+            found[name, "load, peak memory (MB)"].append((peak.value - before) / 1e6)
             empty(contender.folder)
             process.comm.barrier()
             start = time.perf_counter()

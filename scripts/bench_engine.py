@@ -29,7 +29,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.bench import ROOT, Worker, append_rows, arguments, rotated, table
+from scripts.bench import ROOT, Worker, append_rows, parser_of, rotated, table
 
 TORCH = ["compute", "ddp", "zro", "fsdp2-keep", "fsdp2"]
 ZTK = [f"ztk{stage}" for stage in range(4)]
@@ -177,7 +177,7 @@ def shown(rows: list[Row], *, options: argparse.Namespace) -> Table:
 
 
 def parse() -> argparse.Namespace:
-    parser = arguments(__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="30m", choices=("tiny", "30m"))
     parser.add_argument(
         "--modules", default="ztk", choices=("ztk", "torch", "own"), help="library of the model's layers"

@@ -8,19 +8,18 @@ model in memory. Opening copies or quantises the layers and runs the checks of a
 Prints medians and their ratio to the goal of 5 seconds.
 """
 
-import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from random_llama import SIZES, random_llama
 from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.bench import measured_apart, parser_of, table
 
 GOAL_SECONDS = 5.0
 _PROMPT = 32
@@ -28,7 +27,7 @@ _PROMPT = 32
 
 def main() -> int:
     """Prints a row per size and format."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--size", nargs="+", choices=SIZES, default=["4m", "100m"])
     parser.add_argument("--weights", nargs="+", choices=["stored", "int8", "int4"], default=["stored", "int8", "int4"])
     parser.add_argument("--rounds", type=int, default=3)
@@ -38,19 +37,17 @@ def main() -> int:
     if options.one:
         print(json.dumps(measure(options.size[0], weights=options.weights[0], threads=options.threads)))
         return 0
-    table = Table("size", "weights", "opening (s)", "first prompt (s)", "together (s)", f"of {GOAL_SECONDS:.0f} s")
+    rows = []
     for size in options.size:
         for weights in options.weights:
-            words = ["--one", "--size", size, "--weights", weights, "--threads", str(options.threads)]
-            command = [sys.executable, __file__, *words]
-            found = [
-                json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
-                for _ in range(options.rounds)
-            ]
+            words = ("--one", "--size", size, "--weights", weights, "--threads", str(options.threads))
+            found = [measured_apart(sys.executable, __file__, *words) for _ in range(options.rounds)]
             opening, first = (statistics.median(column) for column in zip(*found, strict=True))
             both = statistics.median(map(sum, found))
-            table.add_row(size, weights, f"{opening:.2f}", f"{first:.3f}", f"{both:.2f}", f"{both / GOAL_SECONDS:.2f}")
-    Console().print(table)
+            numbers = (f"{opening:.2f}", f"{first:.3f}", f"{both:.2f}", f"{both / GOAL_SECONDS:.2f}")
+            rows.append((size, weights, *numbers))
+    columns = ("size", "weights", "opening (s)", "first prompt (s)", "together (s)", f"of {GOAL_SECONDS:.0f} s")
+    Console().print(table("", columns, rows, left=columns))
     return 0
 
 

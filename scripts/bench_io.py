@@ -20,7 +20,7 @@ import os
 import shutil
 import statistics
 import subprocess
-import time
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,6 +31,9 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.bench import markdown, parser_of, rotated, timed
 from ztk.core.runtime.io import IoCounters
 from ztk.core.runtime.memory import MemoryLedger
 from ztk.zero.offload import NvmeStore, OffloadPolicy
@@ -111,8 +114,7 @@ def main() -> None:
             contender.run("read")
         for round_number in range(options.rounds):
             for direction in DIRECTIONS:
-                turn = contenders[round_number % len(contenders) :] + contenders[: round_number % len(contenders)]
-                for contender in turn:
+                for contender in rotated(contenders, by=round_number):
                     contender.passes[direction].append(contender.run(direction))
     _print_table(contenders, nbytes=nbytes, rounds=options.rounds)
 
@@ -245,11 +247,9 @@ def _deepspeed(path: str, *, nbytes: int) -> list[Contender]:
 
 def _print_table(contenders: list[Contender], *, nbytes: int, rounds: int) -> None:
     print(f"\n{nbytes / 2**30:.2f} GiB, {rounds} interleaved rounds, GB/s min/median/max\n")
-    columns = " | ".join(
-        f"{direction} GB/s | of fio's best | of its best by {CACHE_BYTES >> 20} MiB and more | CPU s/GB"
-        for direction in DIRECTIONS
-    )
-    print(f"| contender | MiB | {columns} |\n|{'---|' * 10}")
+    columns = ("GB/s", "of fio's best", f"of its best by {CACHE_BYTES >> 20} MiB and more", "CPU s/GB")
+    header = ["contender", "MiB", *(word for name in DIRECTIONS for word in (f"{name} {columns[0]}", *columns[1:]))]
+    rows = []
     fio = [contender for contender in contenders if contender.name.startswith("fio")]
     for contender in contenders:
         cells = [contender.name, f"{contender.memory_bytes >> 20}"]
@@ -261,17 +261,17 @@ def _print_table(contenders: list[Contender], *, nbytes: int, rounds: int) -> No
                 cells.append(f"{middle / max(rivals, default=math.nan):.2f}")
             cpu_seconds = statistics.median(done.cpu_seconds for done in contender.passes[direction])
             cells.append(f"{cpu_seconds / (nbytes / 1e9):.3f}")
-        print(f"| {' | '.join(cells)} |")
+        rows.append(cells)
+    print(markdown(header, rows))
 
 
 def _timed(move: Callable[[], None]) -> Pass:
-    start, cpu = time.perf_counter(), time.process_time()
-    move()
-    return Pass(seconds=time.perf_counter() - start, cpu_seconds=time.process_time() - cpu)
+    seconds, cpu_seconds = timed(move)
+    return Pass(seconds=seconds, cpu_seconds=cpu_seconds)
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, help="folder on the disk to measure")
     parser.add_argument("--gib", type=float, default=1.0, help="size of the file (default 1)")
     parser.add_argument("--rounds", type=int, default=5)

@@ -21,9 +21,7 @@ import itertools
 import json
 import os
 import random
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.bench import Peak, markdown, measured_apart, parser_of, status_bytes
 from ztk.data import ReadPolicy, Share, SubwordTokenizer, TextPolicy, open_tokens
 
 SEQUENCES, LENGTH, VOCABULARY = 8, 1024, 4096
@@ -39,7 +38,7 @@ READ = ReadPolicy(share=0.01)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder for corpora, caches and results")
     parser.add_argument("--megabytes", type=int, default=64, help="size of the text")
     parser.add_argument("--seconds", type=float, default=5.0, help="duration of each measurement")
@@ -88,9 +87,8 @@ def compare(options: argparse.Namespace) -> None:
         loaders["nanochat"] = lambda: nanochat_batches(path, work=options.work, **given)
     rates = {name: tokens_per_second(make(), seconds=options.seconds) for name, make in loaders.items()}
     best = max(rate for name, rate in rates.items() if name.startswith("torch"))
-    print("| loader | tokens per second | ratio |\n| --- | --- | --- |")
-    for name, rate in rates.items():
-        print(f"| {name} | {rate:,.0f} | {rate / best:.2f} |")
+    rows = [(name, f"{rate:,.0f}", f"{rate / best:.2f}") for name, rate in rates.items()]
+    print(markdown(("loader", "tokens per second", "ratio"), rows))
     (options.work / "loaders.json").write_text(json.dumps(rates, indent=1))
 
 
@@ -172,8 +170,7 @@ def measure_memory(work: Path, *, nbytes: int) -> None:
     """Prints the memory of a process that builds the cache and reads random sequences, for a tenth of the text and for all of it."""
     for size in (nbytes // 10, nbytes):
         path = write_corpus(work / f"memory-{size}.jsonl", nbytes=size)
-        command = [sys.executable, __file__, "--work", str(work), "--read", str(path)]
-        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+        found = measured_apart(sys.executable, __file__, "--work", work, "--read", path)
         print(
             f"{size / 1e9:.1f} GB: {found['building'] / 1e6:.0f} MB at most while building ({size / 1e6 / found['build']:.0f} MB/s), "
             f"{found['reading'] / 1e6:.0f} MB while reading ({found['rate'] / 1e6:.1f} M tokens/s), {found['start'] / 1e6:.0f} MB before"
@@ -183,30 +180,18 @@ def measure_memory(work: Path, *, nbytes: int) -> None:
 
 def read_all(path: Path, *, work: Path) -> None:
     """Reads the bytes of `path` as tokens, all sequences in the order of training. Prints times and memory as JSON."""
-    peaks, phase, ended = {"building": 0, "reading": 0}, ["building"], threading.Event()
-
-    def sample() -> None:
-        while not ended.wait(0.05):
-            peaks[phase[0]] = max(peaks[phase[0]], resident_bytes())
-
-    first, thread = resident_bytes(), threading.Thread(target=sample)
-    thread.start()
+    first = status_bytes("VmRSS")
     start = time.perf_counter()
-    corpus = open_tokens(TextPolicy(paths=(str(path),), read=READ, cache_dir=str(work / f"cache-{path.stem}")))
+    with Peak(lambda: status_bytes("VmRSS"), seconds=0.05) as building:
+        corpus = open_tokens(TextPolicy(paths=(str(path),), read=READ, cache_dir=str(work / f"cache-{path.stem}")))
     built = time.perf_counter()
-    phase[0] = "reading"
     count = len(corpus.parts[0].train) // PER_BATCH
-    for _ in itertools.islice(ztk_batches(corpus), count):
-        pass
-    seconds = time.perf_counter() - built
-    ended.set()
-    thread.join()
-    print(json.dumps(peaks | {"start": first, "build": built - start, "rate": count * PER_BATCH / seconds}))
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process with mapped files."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    with Peak(lambda: status_bytes("VmRSS"), seconds=0.05) as reading:
+        for _ in itertools.islice(ztk_batches(corpus), count):
+            pass
+    rate = count * PER_BATCH / (time.perf_counter() - built)
+    found = {"building": building.value, "reading": reading.value, "start": first, "build": built - start, "rate": rate}
+    print(json.dumps(found))
 
 
 def write_corpus(path: Path, *, nbytes: int) -> Path:

@@ -9,16 +9,18 @@ any time. Every rank keeps 1/n of the model.
 """
 
 import argparse
-import ctypes
 import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.bench import Peak, parser_of, release_memory, status_bytes
 
 READERS = ("ztk", "transformers")
 STAGE_3 = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
@@ -43,16 +45,15 @@ def on_rank(folder: Path, *, reader: str) -> None:
         PreTrainedModel._load_pretrained_model = staticmethod(PreTrainedModel._load_pretrained_model.__wrapped__)
     AutoModelForCausalLM.from_pretrained(folder / "small")
     gc.collect()
-    before, files_before = own_bytes(), status("RssFile")
-    with Sampler() as sampler:
+    before, files_before = own_bytes(), status_bytes("RssFile")
+    with Peak(own_bytes) as own, Peak(lambda: status_bytes("RssFile")) as files:
         start = time.perf_counter()
         model = AutoModelForCausalLM.from_pretrained(folder / "large")
         seconds = time.perf_counter() - start
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    release_memory()
     found = {
-        "peak": sampler.own - before,
-        "files": sampler.files - files_before,
+        "peak": own.value - before,
+        "files": files.value - files_before,
         "after": own_bytes() - before,
         "seconds": seconds,
     }
@@ -60,40 +61,13 @@ def on_rank(folder: Path, *, reader: str) -> None:
     assert keep.is_zero3() and model is not None
 
 
-class Sampler(threading.Thread):
-    """Samples the resident memory every two milliseconds and keeps the maximum."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.own = self.files = 0
-        self._ends = threading.Event()
-
-    def run(self) -> None:
-        while not self._ends.wait(0.002):
-            self.own, self.files = max(self.own, own_bytes()), max(self.files, status("RssFile"))
-
-    def __enter__(self) -> "Sampler":
-        self.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._ends.set()
-        self.join()
-
-
 def own_bytes() -> int:
     """Anonymous and shared memory of this process."""
-    return status("RssAnon") + status("RssShmem")
-
-
-def status(key: str) -> int:
-    """A value of /proc/self/status, in bytes."""
-    (line,) = [row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(f"{key}:")]
-    return 1024 * int(line.split()[1])
+    return status_bytes("RssAnon", "RssShmem")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--read", nargs=2, help=argparse.SUPPRESS)  # on a rank: folder and reader

@@ -8,21 +8,19 @@ Each round runs the same model with its shards on the device, whose step is the 
 least one transfer in flight, from the I/O counters. Goal: a step takes at most 1.15 times the larger of compute and disk time.
 """
 
-import argparse
 import functools
 import statistics
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.bench import parser_of, table, timed
 from tests.ranks import RankPool
 from ztk.core.policies.zero import ZeroPolicy
 from ztk.core.precision import PrecisionPolicy
@@ -63,13 +61,16 @@ def run(
     )
     tokens = torch.randint(model.vocab_size, (batch, SEQ_LEN))
     seconds, cpu, marks = [], [], []
-    for _ in range(steps + 2):
-        marks.append((engine.io.busy_seconds, engine.io.read_bytes, engine.io.write_bytes))
-        start, used = time.perf_counter(), time.process_time()
+
+    def step() -> None:
         engine.backward(engine(tokens, tokens))
         engine.step()
-        seconds.append(time.perf_counter() - start)
-        cpu.append(time.process_time() - used)
+
+    for _ in range(steps + 2):
+        marks.append((engine.io.busy_seconds, engine.io.read_bytes, engine.io.write_bytes))
+        taken, used = timed(step)
+        seconds.append(taken)
+        cpu.append(used)
     (busy, read, write), last = marks[2], marks[-1]
     engine.close()
     count = len(marks) - 3
@@ -83,7 +84,7 @@ def run(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
@@ -105,26 +106,15 @@ def main() -> int:
         hidden_dim=11 * dim // 4,
         max_seq_len=SEQ_LEN,
     )
-    table = Table(
-        title=f"seconds per step and rank, {model.parameter_count() / 1e6:.0f} M parameters, bf16, {options.ranks} ranks"
-    )
-    for column in ("batch", "compute", "disk", "nvme step", "step / max", "GB/s read+write", "CPU none", "CPU nvme"):
-        table.add_column(column, justify="right")
+    rows = []
     pool = RankPool(options.ranks)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for batch in options.batch:
             rounds: dict[str, list[Timing]] = {"none": [], "nvme": []}
             for _ in range(options.rounds):
                 for tier, timings in rounds.items():
-                    kwargs = {
-                        "tier": tier,
-                        "model": model,
-                        "batch": batch,
-                        "steps": options.steps,
-                        "folder": folder,
-                        "buffers": options.buffers,
-                    }
-                    timings.append(pool.run(run, **kwargs)[0])
+                    given = {"tier": tier, "model": model, "batch": batch, "folder": folder}
+                    timings.append(pool.run(run, steps=options.steps, buffers=options.buffers, **given)[0])
             compute = statistics.median(t.step for t in rounds["none"])
             step = statistics.median(t.step for t in rounds["nvme"])
             disk = statistics.median(t.disk for t in rounds["nvme"])
@@ -132,9 +122,11 @@ def main() -> int:
             cpu = {tier: statistics.median(t.cpu for t in timings) for tier, timings in rounds.items()}
             ratio = step / max(compute, disk)
             values = (compute, disk, step, ratio, moved / 1e9, cpu["none"], cpu["nvme"])
-            table.add_row(str(batch), *(f"{value:.3f}" for value in values))
+            rows.append([str(batch), *(f"{value:.3f}" for value in values)])
     pool.close()
-    Console().print(table)
+    size = f"{model.parameter_count() / 1e6:.0f} M parameters, bf16, {options.ranks} ranks"
+    columns = ("batch", "compute", "disk", "nvme step", "step / max", "GB/s read+write", "CPU none", "CPU nvme")
+    Console().print(table(f"seconds per step and rank, {size}", columns, rows))
     return 0
 
 

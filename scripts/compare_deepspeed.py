@@ -21,7 +21,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.bench import ROOT, Worker, append_rows, arguments, table
+from scripts.bench import ROOT, Worker, append_rows, parser_of, table
 from ztk.deepspeed.names import SHIM
 
 TOLERANCE = 1e-5
@@ -171,7 +171,7 @@ def free_port() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = arguments(__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--deepspeed-python", metavar="PATH", required=True, help="an interpreter with deepspeed")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3], choices=range(4))
     parser.add_argument("--ranks", type=int, default=2)

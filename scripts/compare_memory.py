@@ -7,7 +7,6 @@ A resident set (Rss) counts the shared pages that a rank reads from other ranks'
 /proc/self/smaps_rollup) divides each page by the number of its processes, so the sum over ranks is the machine's memory.
 """
 
-import argparse
 import gc
 import sys
 from collections.abc import Callable
@@ -17,13 +16,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.bench import parser_of, table
 from tests.ranks import RankPool
 from ztk.core.policies.zero import ZeroPolicy
 from ztk.core.runtime import Process
@@ -90,18 +89,17 @@ CASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=96)
     options = parser.parse_args()
-    table = Table(title=f"MiB of rank 0 of 2, {options.layers * WIDTH * (WIDTH + 1) / 1e6:.0f} M parameters")
-    for column in ("", *KEYS):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    rows = []
     for name, run in CASES.items():
         pool = RankPool(2)
         found = pool.run(run, layers=options.layers)[0]
         pool.close()
-        table.add_row(name, *(str(found[key]) for key in KEYS))
-    Console(width=140).print(table)
+        rows.append([name, *(str(found[key]) for key in KEYS)])
+    title = f"MiB of rank 0 of 2, {options.layers * WIDTH * (WIDTH + 1) / 1e6:.0f} M parameters"
+    Console(width=140).print(table(title, ("", *KEYS), rows, left=("",)))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import ztk
+from scripts.bench import markdown, parser_of
 from ztk.report.folder import read_rows
 from ztk.report.statistics import median_interval
 
@@ -41,7 +42,7 @@ FIELDS = ("optimizer", "step", "tokens", "loss", "low", "high", "seeds")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder for runs and results")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="optimizers to run now")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds to run now")
@@ -100,11 +101,13 @@ def report(found: dict[str, list[Path]], *, work: Path, window: int) -> None:
         writer.writerows(rows)
     draw(rows, path=work / "compare_optimizers.svg")
     held_out = {arm: {folder.name.rpartition("-")[2]: validation_loss(folder) for folder in found[arm]} for arm in ARMS}
-    print("| seed | " + " | ".join(ARMS) + " | difference |\n| --- | --- | --- | --- |")
     pairs = [seed for seed in held_out["adamw"] if seed in held_out["muon"]]
     differences = [held_out["muon"][seed] - held_out["adamw"][seed] for seed in pairs]
-    for seed, difference in zip(pairs, differences, strict=True):
-        print(f"| {seed} | {held_out['adamw'][seed]:.4f} | {held_out['muon'][seed]:.4f} | {difference:+.4f} |")
+    lines = [
+        (seed, f"{held_out['adamw'][seed]:.4f}", f"{held_out['muon'][seed]:.4f}", f"{difference:+.4f}")
+        for seed, difference in zip(pairs, differences, strict=True)
+    ]
+    print(markdown(("seed", *ARMS, "difference"), lines))
     if len(pairs) > 1:
         interval = median_interval(differences)
         print(

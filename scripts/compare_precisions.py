@@ -8,7 +8,6 @@ run in FOLDER is not repeated; an interrupted run continues from its checkpoint.
 per finished run: the mean training loss of every tenth of the steps, the held-out loss after the last, and its difference from bf16.
 """
 
-import argparse
 import csv
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.bench import parser_of
 from scripts.compare_optimizers import is_done, train, validation_loss
 from scripts.results import folder_of
 from ztk.report.folder import read_rows
@@ -30,7 +30,7 @@ PARTS = 10  # of the steps
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder for runs")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="precisions to run now")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="seeds to run now")

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments.least_divergence import frontier_of
 from experiments.models import build, warm_start
 from experiments.ranks import started
+from scripts.bench import parser_of
 from ztk.config import Config, Machine, compose
 from ztk.report.folder import read_rows
 from ztk.report.status import read_summary
@@ -63,7 +64,7 @@ class Point:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Point]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--work",
         type=Path,

@@ -16,6 +16,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.bench import markdown
 from scripts.kernel_callers import HOT_PATHS, callers
 from scripts.kernel_records import Record
 from scripts.results import RESULTS
@@ -124,11 +125,6 @@ def size(shape: Iterable[int]) -> str:
     return "x".join(f"({n} of {length})" if n > 3 else "x".join([str(length)] * n) for length, n in runs)
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
 def floors() -> str:
     rows = []
     for spec in ALL_OPS:
@@ -146,7 +142,7 @@ def floors() -> str:
                 quantity(flops, "FLOP"), f"{max(by_memory, by_flops):.3g} ms, {bound}", *GOALS.get(spec.name, ("-", "-")),
             ])  # fmt: skip
     header = ["op", "shape", "bytes", "bytes of backward", "FLOPs", "floor", "share to reach", "against the best peer"]
-    return table(header, rows)
+    return markdown(header, rows)
 
 
 def called() -> str:
@@ -161,7 +157,7 @@ def called() -> str:
     empty = [row[1] for row in rows if not all(row)]
     if empty:
         raise ValueError(f"{', '.join(empty)}: an op without a kernel or a caller")
-    return table(["hot path", "op", "Triton kernels", "caller"], sorted(rows))
+    return markdown(["hot path", "op", "Triton kernels", "caller"], sorted(rows))
 
 
 def measured() -> str:
@@ -197,7 +193,7 @@ def measured() -> str:
                 f"{mine['p50']:.3g}", f"{mine['p80']:.3g}", rate, f"{mine['share']:.0%}", goal, "; ".join(peers) or "-",
             ])  # fmt: skip
         header = ["op", "shape", "direction", "p20 ms", "p50 ms", "p80 ms", "rate", "share", "goal", "ztk faster than"]
-        parts.append(table(header, lines))
+        parts.append(markdown(header, lines))
         unmeasured = sorted({spec.name for spec in ALL_OPS} - {row["op"] for row in rows})
         if unmeasured:
             parts.append(f"\nNot measured in that run: {', '.join(unmeasured)}.")
@@ -242,7 +238,7 @@ def ahead_of_time() -> str:
     return (
         f"Compilations that keep their budget: {', '.join(kept)}. Two values in a cell belong to Triton {versions}, where they differ. "
         "Programs: launched in all, and how many a processor holds at once (not counted for gfx942).\n\n"
-        + table(header, lines)
+        + markdown(header, lines)
     )
 
 

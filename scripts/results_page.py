@@ -12,6 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.bench import markdown
 from scripts.engine_chart import DTYPES, STRATEGIES, latest
 from scripts.results import RESULTS
 
@@ -77,7 +78,8 @@ def engines() -> str:
         command="python scripts/bench_engine.py --deepspeed-python PATH",
         rows=rows,
         text="A 30M decoder of the same layers on two CPU ranks. Tokens per second, divided by the rate of forward, backward and AdamW\n"
-        "without any communication; medians of interleaved rounds.\n\n" + table(["strategy", "engine", *DTYPES], lines),
+        "without any communication; medians of interleaved rounds.\n\n"
+        + markdown(["strategy", "engine", *DTYPES], lines),
     )
 
 
@@ -103,7 +105,7 @@ def deepspeed() -> str:
         command="python scripts/compare_deepspeed.py --deepspeed-python PATH",
         rows=list(newest.values()),
         text="DeepSpeed 0.19.8, two CPU ranks, 10 steps.\n\n"
-        + table(["stage", "largest difference of a loss", "DeepSpeed's seconds / ztk's"], lines),
+        + markdown(["stage", "largest difference of a loss", "DeepSpeed's seconds / ztk's"], lines),
     )
 
 
@@ -120,7 +122,7 @@ def inference() -> str:
         command="python scripts/bench_inference.py",
         rows=list(newest.values()),
         text="Tokens per CPU second on one thread, greedy, divided by transformers' `generate`; in brackets by its continuous batching.\n"
-        "transformers computes in fp32 in all rows.\n\n" + table(["parameters, weights", *WORKS.values()], ratios),
+        "transformers computes in fp32 in all rows.\n\n" + markdown(["parameters, weights", *WORKS.values()], ratios),
     )
 
 
@@ -144,7 +146,7 @@ def inference_engines() -> str:
         command="python scripts/compare_engines.py --peer ctranslate2=PYTHON --peer llama_cpp=PYTHON",
         rows=list(newest.values()),
         text="Tokens per CPU second on one thread, divided by the other engine's (CTranslate2 4.8, llama-cpp-python 0.3.36). The rate of the "
-        "memory changes\nbetween hours on this machine.\n\n" + table(["model, weights", *header], lines),
+        "memory changes\nbetween hours on this machine.\n\n" + markdown(["model, weights", *header], lines),
     )
 
 
@@ -175,12 +177,6 @@ def note(name: str) -> str:
     commands = ", ".join(f"`{command.strip()}`" for command in values["command"].split(";"))
     head = f"{commands} · {values['date']} · {values['commit']} · {values['machine']}"
     return f"### {values['title']}\n\n{head}\n\n{text.strip()}"
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ OpenRLHF is made for GPUs. A folder on PYTHONPATH replaces its calls of torch.cu
 are imported but not used here (flash_attn, pylatexenc) or only receive logs (wandb).
 """
 
-import argparse
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.bench import parser_of
 from scripts.run_deepspeed_chat import agreement, code_of, digest_of, keep
 from tests.hf import small
 
@@ -75,7 +75,7 @@ if "RANK" in os.environ:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("checkout", type=Path, help="a folder that contains the folder openrlhf")
     parser.add_argument("--work", type=Path, required=True, help="an empty folder, or one of an earlier run")
     parser.add_argument("--only", default="", help="a regular expression: names such as 'dpo 3 lora'")

@@ -9,7 +9,6 @@ FOLDER/ring-cpN.json, torch's trace of rank 0 for a browser, and FOLDER/ring-cpN
 `ztk.parallel.sequence.ring`; exit code 1 if they differ. With fewer cores than ranks, the ranks also wait for each other.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.bench import markdown, parser_of
 from tests.ranks import RankPool
 from ztk.core.runtime import Process, Topology
 from ztk.parallel.sequence import ring
@@ -54,14 +54,13 @@ class Lanes:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--to", type=Path, required=True, help="folder for traces and pictures")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--tokens", type=int, default=4096, help="of the full sequence, a multiple of twice the ranks")
     options = parser.parse_args()
     options.to.mkdir(parents=True, exist_ok=True)
-    faults = 0
-    print("| ranks | overlapped, by rank | elements sent per rank | formula |\n| --- | --- | --- | --- |")
+    faults, rows = 0, []
     for world in options.ranks:
         pool = RankPool(world)
         try:
@@ -72,7 +71,8 @@ def main() -> int:
         formula = 6 * (world - 1) * options.tokens // world * KEY_HEADS * HEAD_DIM
         faults += any(each.elements != formula for each in lanes)
         shares = ", ".join(f"{each.share:.0%}" for each in lanes)
-        print(f"| {world} | {shares} | {lanes[0].elements:,} | {formula:,} |", flush=True)
+        rows.append((str(world), shares, f"{lanes[0].elements:,}", f"{formula:,}"))
+    print(markdown(("ranks", "overlapped, by rank", "elements sent per rank", "formula"), rows))
     return 1 if faults else 0
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from scripts.compare_states import FORMATS, VOCAB, Format, chain, final, losses
+from tests.slow.test_states import FORMATS, VOCAB, Format, chain, final, losses
 from tests.zero.models import Layout, batches, make_engine, train
 from ztk.core.policies.ema import EmaPolicy
 from ztk.core.runtime import Tier
@@ -129,7 +129,7 @@ def above_entropy(process, *, kept: Format, steps: int) -> float:
 
 
 def test_every_format_learns_as_float32(ranks):
-    """On the same tokens, within 1 % of float32 states' loss; `scripts/compare_states.py` has the measured differences."""
+    """On the same tokens, within 1 % of float32 states' loss; `tests/slow/test_states.py` has longer runs."""
     base = ranks(1).run(above_entropy, kept=FORMATS[0], steps=60)[0]
     learned = math.log(VOCAB) - chain(0)[1] - base
     for kept in FORMATS[1:]:
