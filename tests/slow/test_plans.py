@@ -1,28 +1,20 @@
-"""Compares plans with the counters of real runs on 1, 2 and 4 ranks.
+"""Plans compared with real runs on 1, 2 and 4 ranks: bytes of 56 configurations, seconds of a step, and a plan of 70 billion parameters.
 
-    python scripts/check_plan.py            56 configurations; exit code 1 if bytes of state, wire or disk differ, or a peak by more than 10 %
-    python scripts/check_plan.py --times    measures this machine, then compares planned with measured seconds of a step
-    python scripts/check_plan.py --large    seconds and resident memory of the plan of 70 billion parameters on 1,024 ranks
-
-The peak counts the results of operations, in the same way on both sides; see `tests/planner/measure.py`.
+State, wire and disk are equal, and the peak is within 10 %: it counts the results of operations in the same way on both sides (see
+`tests/planner/measure.py`). Seconds need an idle machine: the test measures its rates first.
 """
 
-import argparse
 import itertools
+import multiprocessing
 import resource
 import statistics
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.planner.measure import STATE, Case, made, planned, step_seconds
 from tests.ranks import RankPool
@@ -84,45 +76,18 @@ TIMED_STEPS, NEAR, LEAST_NEAR = 25, 0.2, 0.9
 CONTENDERS, ROUNDS, ROUND_STEPS = 6, 9, 9  # the fastest configurations are measured again in turns, for their order
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--large", action="store_true", help="only the plan of 70 billion parameters")
-    parser.add_argument("--times", action="store_true", help="only seconds of a step; needs an idle machine")
-    given = parser.parse_args()
-    return large() if given.large else times() if given.times else compare()
-
-
-def compare() -> int:
-    """Compares bytes of plans and runs. Returns the exit code."""
-    table, failed = Table(title=f"{len(CASES)} plans and the counters of one rank of each kind"), 0
-    for column in ("configuration", "state", "wire", "disk", "peak", "plan / run"):
-        table.add_column(column, justify="left" if column == "configuration" else "right")
-    pools: dict[int, RankPool] = {}
-    with tempfile.TemporaryDirectory(dir=".") as folder:
-        for case in CASES:
-            classes = planned(case, folder=folder).classes
-            pool = pools.setdefault(case.ranks, RankPool(case.ranks))
-            run = pool.run(made, case=case, folder=folder)
-            for trace in classes:
-                measured = run[trace.rank]
-                state = {tier: {k: v for k, v in held.items() if k in STATE} for tier, held in trace.state.items()}
-                ratio = trace.peak.nbytes / measured.peak
-                equal = (
-                    state == measured.state,
-                    trace.wire == measured.wire,
-                    (trace.disk_read, trace.disk_write) == measured.disk,
-                )
-                failed += not all(equal) or abs(ratio - 1) > LARGEST_DIFFERENCE
-                table.add_row(
-                    f"{case}" if trace.rank == 0 else f"  its rank {trace.rank}",
-                    *("equal" if same else "DIFFERS" for same in equal),
-                    size(measured.peak),
-                    f"{ratio:.3f}",
-                )
-    for pool in pools.values():
-        pool.close()
-    Console(width=140).print(table)
-    return int(failed > 0)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_plan_has_the_bytes_of_the_run(ranks, tmp_path, case):
+    run = ranks(case.ranks).run(made, case=case, folder=str(tmp_path))
+    for trace in planned(case, folder=str(tmp_path)).classes:
+        measured = run[trace.rank]
+        state = {
+            tier: {name: count for name, count in held.items() if name in STATE} for tier, held in trace.state.items()
+        }
+        assert state == measured.state
+        assert trace.wire == measured.wire
+        assert (trace.disk_read, trace.disk_write) == measured.disk
+        assert abs(trace.peak.nbytes / measured.peak - 1) <= LARGEST_DIFFERENCE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,43 +108,6 @@ class Timed:
     @property
     def ratio_to_fastest(self) -> float:
         return self.planned / self.fastest
-
-
-def times() -> int:
-    """Measures the machine with 1 and 2 ranks and compares planned seconds with the median step. Returns the exit code: 1 if fewer than 90 %
-    are within 20 %, or if the three fastest plans for a number of ranks are in another order than measured."""
-    table = Table(title=f"seconds of a step: plans for hardware=here, and the median of {TIMED_STEPS} steps")
-    for column in ("configuration", "plan", "limit", "median", "interval", "plan / median", "plan / fastest"):
-        table.add_column(column, justify="left" if column == "configuration" else "right")
-    found: dict[int, list[Timed]] = {}
-    fastest: dict[int, list[Rounds]] = {}
-    with tempfile.TemporaryDirectory(dir=".") as folder:
-        for ranks in (1, 2):
-            pool = RankPool(ranks)
-            hardware = combine(pool.run(measure, folder=folder), source="measured now")
-            found[ranks] = [
-                time_case(case, pool=pool, folder=folder, hardware=hardware) for case in CASES if case.ranks == ranks
-            ]
-            fastest[ranks] = take_rounds(found[ranks], pool=pool, folder=folder)
-            pool.close()
-    every = [one for timed in found.values() for one in timed]
-    for one in every:
-        interval = f"{one.measured.low:.4f} to {one.measured.high:.4f}"
-        cells = (f"{one.planned:.4f}", one.limit, f"{one.measured.median:.4f}", interval)
-        table.add_row(str(one.case), *cells, f"{one.ratio:.2f}", f"{one.ratio_to_fastest:.2f}")
-    near, near_fastest = (
-        sum(abs(ratio - 1) <= NEAR for ratio in ratios) / len(every)
-        for ratios in ([one.ratio for one in every], [one.ratio_to_fastest for one in every])
-    )
-    ordered = all(is_ordered(rounds[:3]) for rounds in fastest.values())
-    Console(width=160).print(table)
-    for rounds in fastest.values():
-        print_rounds(rounds)
-    print(
-        f"{near:.0%} of {len(every)} plans are within {NEAR:.0%} of the median, {near_fastest:.0%} as close to the fastest step; "
-        f"the three fastest are {'' if ordered else 'NOT '}in order"
-    )
-    return int(near < LEAST_NEAR or not ordered)
 
 
 def time_case(case: Case, *, pool: RankPool, folder: str, hardware: Hardware) -> Timed:
@@ -232,31 +160,42 @@ def is_ordered(fastest: list[Rounds]) -> bool:
     )
 
 
-def print_rounds(rounds: list[Rounds]) -> None:
-    table = Table(
-        title=f"the fastest in {ROUNDS} rounds of {ROUND_STEPS} steps each, and their ratio to the first, round by round"
-    )
-    for column in ("configuration", "plan", "median", "plan / median", "ratio", "interval"):
-        table.add_column(column, justify="left" if column == "configuration" else "right")
-    for one in rounds:
-        ratio = ratio_interval(one.seconds, baseline=rounds[0].seconds)
-        cells = (
-            f"{one.timed.planned:.4f}",
-            f"{one.median:.4f}",
-            f"{one.timed.planned / one.median:.2f}",
-            f"{ratio.median:.3f}",
+def test_a_plan_has_the_seconds_of_the_run(ranks, tmp_path, show):
+    """90 % of the plans are within 20 % of the median step, and the three fastest of each number of ranks are in the measured order."""
+    found, fastest, folder = list[Timed](), list[list[Rounds]](), str(tmp_path)
+    for world_size in (1, 2):
+        pool = ranks(world_size)
+        hardware = combine(pool.run(measure, folder=folder), source="measured now")
+        timed = [
+            time_case(case, pool=pool, folder=folder, hardware=hardware) for case in CASES if case.ranks == world_size
+        ]
+        found += timed
+        fastest.append(take_rounds(timed, pool=pool, folder=folder))
+    for one in found:
+        interval = f"{one.measured.low:.4f} to {one.measured.high:.4f}"
+        show(
+            f"{one.case}: planned {one.planned:.4f} s by {one.limit}, measured {one.measured.median:.4f} ({interval}), "
+            f"ratio {one.ratio:.2f}, to the fastest step {one.ratio_to_fastest:.2f}"
         )
-        table.add_row(str(one.timed.case), *cells, f"{ratio.low:.3f} to {ratio.high:.3f}")
-    Console(width=160).print(table)
+    for rounds in fastest:
+        for one in rounds:
+            ratio = ratio_interval(one.seconds, baseline=rounds[0].seconds)
+            show(
+                f"{one.timed.case}, in {ROUNDS} rounds: planned {one.timed.planned:.4f} s, measured {one.median:.4f}, "
+                f"ratio to the fastest {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+            )
+    near = sum(abs(one.ratio - 1) <= NEAR for one in found) / len(found)
+    show(f"{near:.0%} of {len(found)} plans are within {NEAR:.0%} of the median")
+    assert near >= LEAST_NEAR and all(is_ordered(rounds[:3]) for rounds in fastest)
 
 
-def large() -> int:
-    """Plans 70 billion parameters. Returns the exit code: 1 above 60 seconds or 2 GB."""
-    values = yaml.safe_load(Path(__file__).resolve().parents[1].joinpath("conf/model/70b.yaml").read_text())
+def plan_large() -> tuple[float, int]:
+    """Plans 70 billion parameters on 1,024 ranks. Returns seconds and this process's largest resident memory in bytes."""
+    values = yaml.safe_load(Path(__file__).resolve().parents[2].joinpath("conf/model/70b.yaml").read_text())
     shape = {name: float(value) if name == "norm_eps" else value for name, value in values.items() if name != "name"}
     tokens = torch.empty(1, 4096, dtype=torch.int64)
     started = time.perf_counter()
-    made_plan = plan(
+    plan(
         lambda: Decoder(DecoderConfig(**shape)),
         batch=(tokens, tokens),
         world_size=1024,
@@ -264,12 +203,11 @@ def large() -> int:
         zero=ZeroPolicy(stage=3),
         recompute=RecomputePolicy(mode="full"),
     )
-    seconds = time.perf_counter() - started
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(made_plan)
-    print(f"planned in {seconds:.1f} s, largest resident memory {size(resident)}")
-    return int(seconds > 60 or resident > 2e9)
+    return time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def test_70_billion_parameters_are_planned_in_a_minute(show):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # the memory is its own
+        seconds, resident = pool.apply(plan_large)
+    show(f"planned in {seconds:.1f} s, largest resident memory {size(resident)}")
+    assert seconds <= 60 and resident <= 2e9
