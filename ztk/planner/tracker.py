@@ -2,7 +2,7 @@
 
 The mode counts the storages that operations return: every byte of a device that a tensor keeps alive. Some of these bytes are booked in the
 ledger; the rest are activations, gradients on their way through autograd and workspaces that an operation returns. It works alike on
-planned tensors and on real ones, so a plan's count is checked against a real run's (`scripts/check_plan.py`).
+planned tensors and on real ones, so a plan's count is checked against a real run's (`tests/slow/test_plans.py`).
 """
 
 import bisect

@@ -1,45 +1,32 @@
-"""Compares the losses of task=grpo with TRL's GRPOTrainer, which replays ztk's answers and rewards: one model and order, fp32, one process.
+"""Runs of task=grpo, and TRL's GRPOTrainer, which replays ztk's answers and rewards: one model and order, fp32, one process.
 
-    pip install trl
-    python scripts/compare_trl_rollouts.py              every case, 6 optimizer steps
-    python scripts/compare_trl_rollouts.py --speed      tokens per second of training and generation instead, with the larger shapes in `SPEEDS`
-
-Prints the largest difference of a step's loss per case, and the relative difference of the gradient norm: the loss of a first step depends on
-the answers only, the gradient on the model as well. Exit code 1 if a loss differs by more than 1e-5, or a norm by more than 1e-5 of itself.
+tests/slow/test_trl.py compares losses and gradient norms, `scripts/bench_trl.py` the speeds. Needs `pip install trl`.
 """
 
-import argparse
 import contextlib
 import io
 import json
 import math
 import random
-import statistics
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import datasets
+import torch
 import transformers
 import trl
-from trl.trainer import grpo_trainer
 
 from experiments import grpo, rollout_loop, rollouts
 from experiments.models import build, full_values, warm_start
 from experiments.policy_update import Update, update_policy
 from experiments.prompts import STOP
 from experiments.rollout_run import Run
-from scripts.compare_trl import TOLERANCE, byte_tokenizer, llama_of
+from tests.rl.align.trl_runs import byte_tokenizer, llama_of
 from ztk.config import Config, Machine, compose
 from ztk.core.runtime import Process
 from ztk.nn import Decoder
-from ztk.report import plot
 from ztk.rl.rollout import Samples
 
 NORM_TOLERANCE = 1e-5  # relative, of a gradient norm: the two programs sum in different orders
@@ -56,33 +43,7 @@ SMALL = (
     *("data.seq_len=14", "warm_start.steps=60", "warm_start.lr=1e-2", "warm_start.batch_size=32"),
     *("optimizer.eps=1e-5", "train.global_batch_size=16", "train.micro_batch_size=16"),  # two steps per rollout: the second's ratios are not 1
 )  # fmt: skip
-# Answers of an untrained model: a line feed ends one in four or five answers before the limit of 64 tokens.
-SPEED = (
-    *("model.dim=256", "model.layers=2", "model.heads=4", "model.kv_heads=4", "model.hidden_dim=688", "warm_start.steps=0"),
-    *("rollout.prompts=4", "rollout.group_size=8", "kl.reference=none", "rollout.max_tokens=64"),
-    *("train.global_batch_size=32", "train.micro_batch_size=32", "train.steps=6", "optimizer.lr=1e-7"),
-)  # fmt: skip
 LONG = 192  # tokens per long prompt
-LONG_PROMPTS = (f"data.seq_len={LONG + 64}", f"model.max_seq_len={LONG + 64}", "rollout.task=null")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """choices: in addition to `SPEED`. ends: probability that a token ends an answer, at any position; by default the untrained model's."""
-
-    choices: tuple[str, ...]
-    ends: float | None = None
-
-
-# Prompts with a task description are long. If every token ends an answer with p = 1 / 36, answers have (1 - (1 - p)^64) / p = 30 tokens on
-# average, about half of the longest, as in practice; the peer computes padding after the answers that have ended.
-SPEEDS = {
-    "prompts of 6 tokens": Speed(choices=("data.seq_len=72",)),
-    f"prompts of {LONG} tokens": Speed(choices=LONG_PROMPTS),
-    "prompts of 6 tokens, answers that end": Speed(choices=("data.seq_len=72",), ends=1 / 36),
-    f"prompts of {LONG} tokens, answers that end": Speed(choices=LONG_PROMPTS, ends=1 / 36),
-}
-ANSWERS = 4 * 8  # answers per rollout in `SPEED`
 ONE_STEP = ("rollout.prompts=4",)  # one optimizer step per rollout
 # Case -> ztk's choices, TRL's.
 CASES = {
@@ -123,72 +84,6 @@ class Record:
     longest: list[int] = field(default_factory=list)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--speed", action="store_true")
-    options = parser.parse_args()
-    plot.plot_run, rollouts.EVALUATED = (lambda folder: None), 1
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    grpo_trainer.shuffle_sequence_dict = lambda batch: batch  # the order of ztk's samples
-    process = Process.start(device="cpu")
-    print(f"TRL {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}")
-    if options.speed:
-        compare_speed(process)
-        return 0
-    return int(not compare_losses(process, steps=options.steps))
-
-
-def compare_losses(process: Process, *, steps: int) -> bool:
-    """Prints a line per case; returns whether all are within the tolerances."""
-    print("case                        loss        gradient's norm   first and last loss")
-    is_equal = True
-    for name, (overrides, theirs) in CASES.items():
-        ours, replayed = run_both((*SMALL, f"train.steps={steps}", *overrides), process=process, options=theirs)
-        loss = max(abs(own - their) for own, their in zip(ours.losses, replayed.losses, strict=True))
-        norm = max(abs(own - their) / their for own, their in zip(ours.norms, replayed.norms, strict=True))
-        is_equal &= loss <= TOLERANCE and norm <= NORM_TOLERANCE
-        print(f"{name:25} {loss:9.1e}   {norm:12.1e}      {ours.losses[0]:9.6f} {ours.losses[-1]:9.6f}", flush=True)
-    return is_equal
-
-
-def compare_speed(process: Process) -> None:
-    """Prints tokens per second, medians over rollouts without the first, and the mean and largest length of an answer. Training counts prompts
-    and answers without padding; generation excludes rewards."""
-    for title, speed in SPEEDS.items():
-        print(f"{title:43} training   generation   of TRL's     answers: mean, longest")
-        records = {}
-        for engine in ("trainer", "generator"):
-            identity = "exact" if engine == "trainer" else "corrected"
-            choices = (*SPEED, *speed.choices, f"rollout.engine={engine}", f"rollout.identity={identity}")
-            ours, theirs = run_both(
-                choices,
-                process=process,
-                options={"loss_type": "bnpo", "beta": 0.0},
-                generates=engine == "generator",
-                ends=speed.ends,
-            )
-            records[f"ztk, engine={engine}"], records["TRL"] = ours, theirs
-        rates = {
-            # Training tokens come from the last run's samples, which TRL replays; both engines update on the same samples.
-            name: (
-                rate(record.texts or ours.texts, seconds=record.training),
-                rate(record.answers, seconds=record.generation),
-            )
-            for name, record in records.items()
-        }
-        for name, (training, generation) in rates.items():
-            shares = ", ".join(f"{own / of:.2f}" for own, of in zip(rates[name], rates["TRL"], strict=True))
-            mean, longest = statistics.mean(records[name].answers) / ANSWERS, max(records[name].longest)
-            print(f"{name:43} {training:8.0f}   {generation:10.0f}   {shares}   {mean:8.1f}, {longest}", flush=True)
-
-
-def rate(tokens: list[int], *, seconds: list[float]) -> float:
-    """The median tokens per second without the first rollout, which warms up."""
-    return statistics.median(count / taken for count, taken in zip(tokens[1:], seconds[1:], strict=True))
-
-
 def run_both(
     choices: tuple[str, ...],
     *,
@@ -197,7 +92,8 @@ def run_both(
     generates: bool = False,
     ends: float | None = None,
 ) -> tuple[Record, Record]:
-    """ztk's run and TRL's replay of it. With generates, TRL also draws answers and drops them. ends: see `Speed`."""
+    """ztk's run and TRL's replay of it. With generates, TRL also draws answers and drops them. ends: probability that a
+    token ends an answer."""
     with tempfile.TemporaryDirectory() as folder:
         reward = Path(folder, "mine.py")
         reward.write_text("def score(prompt, answer, record):\n    return (sum(answer.encode()) % 7) / 7\n")
@@ -235,7 +131,7 @@ class First:
 def first_values(
     config: Config, *, process: Process, values: dict[str, torch.Tensor] | None, ends: float | None = None
 ) -> First:
-    """All parameters, as drawn from `train.seed` or after the supervised steps. ends: see `Speed`."""
+    """All parameters, as drawn from `train.seed` or after the supervised steps. ends: probability that a token ends an answer."""
     engine = build(config, process=process, values=values, is_trained=False)
     if ends is not None:
         let_answers_end(engine.module, length=config.data.seq_len, probability=ends)
@@ -394,7 +290,3 @@ def replay(config: Config, *, folder: str, recorded: list[Samples], options: dic
     )
     trainer.train()
     return record
-
-
-if __name__ == "__main__":
-    sys.exit(main())

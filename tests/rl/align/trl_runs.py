@@ -1,50 +1,36 @@
-"""Compares the losses of task=sft, reward, dpo and distill with TRL's trainers: one model, same texts and order, fp32, one process.
+"""Runs of task=sft, reward, dpo and distill by ztk and by TRL's trainers: one model, same texts and order, fp32, one process.
 
-    pip install trl
-    python scripts/compare_trl.py               every case, 6 optimizer steps
-    python scripts/compare_trl.py --steps 20    more
-    python scripts/compare_trl.py --speed       instead tokens per second of an optimizer step, of a larger model and longer texts
-
-Prints the largest difference of a step's loss per case. Exit code 1 if one exceeds 1e-5.
+`test_trl.py` and tests/slow/test_trl.py compare the losses, `scripts/bench_trl.py` the speeds. Needs `pip install trl`.
 """
 
-import argparse
 import contextlib
 import copy
 import functools
 import io
 import json
 import operator
-import random
 import re
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import datasets
 import tokenizers
+import torch
 import transformers
 import trl
 
-from experiments import answers
 from experiments.alignment import open_stream
 from experiments.drawn_answers import DistillStream
 from experiments.examples import ExampleStream, Step
 from experiments.models import build, full_values
 from experiments.prompts import PAD, STOP
 from ztk.checkpoint.llama import TO_LLAMA, llama_config
-from ztk.config import Config, Machine, compose
+from ztk.config import Config
 from ztk.core.runtime import Process
-from ztk.report import plot
 from ztk.rl.align import Sequences
 
 TOLERANCE = 1e-5
@@ -85,18 +71,6 @@ CASES = {
     "distill": ((*DISTILL, "distill.beta=0.3"), {"beta": 0.3, "lmbda": 0.0}),
     "distill, own draws": ((DISTILL[0], DISTILL[2], "distill.fraction=1"), {"beta": 0.5, "lmbda": 0.0}),
 }
-# For `--speed`: the sizes of `compare_trl_rollouts.py`, and texts whose lengths vary like chats.
-SPEED = (
-    *("model.dim=256", "model.layers=2", "model.heads=4", "model.kv_heads=4", "model.hidden_dim=688", "data.seq_len=384"),
-    *("model.max_seq_len=384", "data.validation_fraction=0"),
-)  # fmt: skip
-SPEEDS = {
-    "sft": ("task=sft", "data=preferences", "train.global_batch_size=32", "train.micro_batch_size=32"),
-    "reward": ("task=reward", "data=preferences"),
-    "dpo": (*DPO, "data=preferences"),
-}
-RECORDS = 256
-LETTERS = "abcdefghij"
 
 
 @dataclass(kw_only=True)
@@ -112,76 +86,6 @@ class Losses:
     def rate(self) -> float:
         """The median tokens per second without the first step, which warms up, and the last, whose end ztk's stream cannot measure."""
         return statistics.median(map(operator.truediv, self.tokens[1:-1], self.seconds[1:]))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--speed", action="store_true")
-    options = parser.parse_args()
-    plot.plot_run, answers.PROMPTS = (lambda folder: None), 1
-    transformers.logging.set_verbosity_error()
-    process = Process.start(device="cpu")
-    print(f"TRL {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}")
-    if options.speed:
-        compare_speed(process, steps=options.steps)
-        return 0
-    return int(compare_losses(process, steps=options.steps) > TOLERANCE)
-
-
-def compare_losses(process: Process, *, steps: int) -> float:
-    """Prints a line per case; returns the largest difference."""
-    worst, rows = 0.0, []
-    for name, (overrides, options) in CASES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            config = compose(
-                *with_teacher(overrides, folder=folder),
-                *COMMON,
-                f"train.steps={steps}",
-                output_dir=folder,
-                machine=Machine(gpus=0, cores=2),
-            )
-            ours, theirs = (found.losses for found in run_both(config, process=process, folder=folder, options=options))
-        difference = max(abs(own - their) for own, their in zip(ours, theirs, strict=True))
-        worst = max(worst, difference)
-        rows.append(
-            f"{name:30} {difference:9.1e}   {ours[0]:8.5f} -> {ours[-1]:8.5f}   TRL {theirs[0]:8.5f} -> {theirs[-1]:8.5f}"
-        )
-    print("\n".join(["case                           largest difference of a step's loss", *rows]))
-    return worst
-
-
-def compare_speed(process: Process, *, steps: int) -> None:
-    """Prints tokens per second of both without padding, and the share of padding in the peer's tokens."""
-    print("task       ztk      TRL   ratio   tokens of a text: mean, longest")
-    for name, overrides in SPEEDS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            path = write_records(Path(folder, "records.jsonl"))
-            choices = (*COMMON, *SPEED, *overrides, f"train.steps={steps}", f"data.path={path}")
-            config = compose(*choices, output_dir=folder, machine=Machine(gpus=0, cores=2))
-            lengths = [
-                count
-                for batch in open_stream(config, process=process).next_step().micro_batches
-                for count in batch.sequences.lengths.tolist()
-            ]
-            ours, theirs = run_both(config, process=process, folder=folder, options={})
-        ratio, mean = ours.rate / theirs.rate, statistics.mean(lengths)
-        print(f"{name:6} {ours.rate:8.0f} {theirs.rate:8.0f}   {ratio:5.2f}   {mean:8.1f}, {max(lengths)}", flush=True)
-
-
-def write_records(path: Path) -> Path:
-    """Writes prompts of 16 to 128 letters with pairs of answers of 8 to 192 letters."""
-    chance = random.Random(0)
-
-    def text(least: int, most: int) -> str:
-        return "".join(chance.choices(LETTERS, k=chance.randint(least, most)))
-
-    with path.open("w") as file:
-        for _ in range(RECORDS):
-            prompt, chosen, rejected = text(16, 128), text(8, 192), text(8, 192)
-            pair = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-            file.write(json.dumps(pair) + "\n")
-    return path
 
 
 def with_teacher(words: Sequence[str], *, folder: str) -> list[str]:
@@ -389,7 +293,3 @@ def byte_tokenizer() -> transformers.PreTrainedTokenizerFast:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=chr(1)))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=chr(STOP), pad_token=chr(PAD))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
