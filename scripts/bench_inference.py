@@ -10,18 +10,14 @@ the others count answer tokens. The result is the median over rounds. ztk stores
 number of equal tokens has no meaning.
 """
 
-import argparse
 import copy
-import json
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,11 +25,11 @@ from typing import Any
 import torch
 from random_llama import SIZES, random_llama
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.bench import append_rows, parser_of, table
 from ztk.core.policies.inference import WEIGHTS
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 
@@ -186,7 +182,7 @@ def measure(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--size", nargs="+", choices=SIZES, default=["100m"])
     parser.add_argument("--work", nargs="+", help="run only these: batch 1, 8 rows, 32 ragged, prefix, prompt")
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="formats of ztk's weights")
@@ -196,20 +192,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="append the results to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    table = Table(title=f"tokens per CPU second, {options.threads} threads, median of {options.rounds} rounds")
-    for column in (
-        "model",
-        "work",
-        "weights",
-        "generate",
-        "continuous",
-        "ztk",
-        "ratio",
-        "goal",
-        "to continuous",
-        "equal",
-    ):
-        table.add_column(column, justify="right")
+    lines = []
     for size in options.size:
         model = random_llama(size)
         batching = ContinuousBatching(model)
@@ -224,24 +207,14 @@ def main() -> int:
             measured = measure(work, model=model, batching=batching, generators=generators, rounds=options.rounds)
             for weights, result in measured.items():
                 goal = GOALS.get((size, work.name, weights))
-                table.add_row(
-                    f"{count / 1e6:.0f}M",
-                    work.name,
-                    weights,
-                    f"{result.theirs:.1f}",
-                    f"{result.batching:.1f}",
-                    f"{result.own:.1f}",
-                    f"{result.ratio:.2f}",
-                    "" if goal is None else f"{goal}",
-                    f"{result.batching_ratio:.2f}",
+                lines.append([
+                    *(f"{count / 1e6:.0f}M", work.name, weights),
+                    *(f"{rate:.1f}" for rate in (result.theirs, result.batching, result.own)),
+                    *(f"{result.ratio:.2f}", "" if goal is None else f"{goal}", f"{result.batching_ratio:.2f}"),
                     f"{result.equal}/{len(work.prompts)}",
-                )
+                ])  # fmt: skip
                 if options.json:
-                    line = {
-                        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                        "commit": _commit(),
-                        "torch": torch.__version__,
-                        "machine": f"{platform.machine()} {options.threads} threads",
+                    row = {
                         "parameters": count,
                         "weights": weights,
                         "work": work.name,
@@ -255,17 +228,13 @@ def main() -> int:
                         "equal_answers": result.equal,
                         "answers": len(work.prompts),
                     }
-                    with options.json.open("a") as file:
-                        file.write(json.dumps(line) + "\n")
+                    machine = f"{platform.machine()} {options.threads} threads"
+                    append_rows(options.json, [row], torch=torch.__version__, machine=machine)
         batching.stop()
-    Console().print(table)
+    columns = ("model", "work", "weights", "generate", "continuous", "ztk", "ratio", "goal", "to continuous", "equal")
+    title = f"tokens per CPU second, {options.threads} threads, median of {options.rounds} rounds"
+    Console().print(table(title, columns, lines))
     return 0
-
-
-def _commit() -> str:
-    return subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    ).stdout.strip()
 
 
 if __name__ == "__main__":
