@@ -1,6 +1,6 @@
 """One item of `scripts/check_gpu.py` and `scripts/first_hour.py`; prints one line of JSON.
 
-    python scripts/gpu_item.py machine | answers | nccl | identity bf16 | memory 2 cpu | speed ztk0 | overlap ztk3+cpu
+    python scripts/gpu_item.py machine | answers | decode | nccl | identity bf16 | memory 2 cpu | speed ztk0 | overlap ztk3+cpu
 
 `--device cpu` tests the script itself on a machine without a GPU: the same code with small models. Values that only a GPU counts are null.
 """
@@ -8,6 +8,7 @@
 import argparse
 import hashlib
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -47,7 +48,12 @@ MEDIUM = DecoderConfig(vocab_size=32000, dim=640, layers=12, heads=10, kv_heads=
 LARGE = DecoderConfig(
     vocab_size=32000, dim=2048, layers=20, heads=16, kv_heads=8, hidden_dim=5632, max_seq_len=4096
 )  # conf/model/1b.yaml
+LLAMA = DecoderConfig(
+    vocab_size=128_256, dim=4096, layers=32, heads=32, kv_heads=8, hidden_dim=14_336, max_seq_len=8192
+)  # 8B
 TINY = DecoderConfig(vocab_size=256, dim=64, layers=2, heads=2, kv_heads=1, hidden_dim=128, max_seq_len=64)
+DECODED = {1: 2048, 64: 2048}  # sequences of a decoding step -> tokens that each has at the end
+PREFILLED = 8192  # tokens of a step that computes prompts
 OPTIMIZER = OptimizerPolicy(lr=1e-3, weight_decay=0.1, clip_grad_norm=1.0)
 SEED, STEPS = 0, 20
 TRACED = 3  # steps
@@ -94,7 +100,7 @@ def train_step(engine: Engine | PeerEngine, tokens: Tensor, targets: Tensor) -> 
     return loss.detach()
 
 
-# machine and answers
+# machine, answers and decode
 
 
 def machine(process: Process) -> dict:
@@ -145,6 +151,44 @@ def answers(process: Process) -> dict:
     if not batch == alone == eager:
         raise RuntimeError(f"tokens differ: together {batch}, alone {alone}, without graphs {eager}")
     return {"graphs": has_graphs, "tokens": sum(map(len, batch)), "seconds": seconds}
+
+
+def decode(process: Process) -> dict:
+    """Median seconds of a decoding step of an 8B model with random weights per number of sequences, and tokens of prompts per second."""
+    on_gpu = process.device.type == "cuda"
+    config, longest = (LLAMA, max(DECODED.values())) if on_gpu else (TINY, TINY.max_seq_len)
+    answer, found = longest // 32 if on_gpu else longest // 4, {}
+    policy = InferencePolicy(
+        cache="blocks",
+        max_sequences=max(DECODED),
+        max_step_tokens=PREFILLED,
+        max_model_len=longest,
+        cache_tokens=(max(DECODED) + 1) * longest,
+    )
+    generator = Generator(random_decoder(config, device=process.device), policy=policy)
+    for rows in DECODED:
+        for row in range(rows):  # without a common prefix, also with the prompts of the turn before
+            prompt = [(rows + row + 3 * place) % config.vocab_size for place in range(longest - answer)]
+            generator.submit(prompt, sampling=SamplingParams(max_tokens=answer))
+        seconds, began = [], time.perf_counter()
+        while generator.has_work:
+            start = time.perf_counter()
+            if len(generator.step()) == rows:  # the host has read the tokens
+                seconds.append(time.perf_counter() - start)
+                found.setdefault(f"prompts_{rows}", rows * (longest - answer) / (time.perf_counter() - began))
+        found[f"batch_{rows}"] = statistics.median(seconds)
+    return found
+
+
+def random_decoder(config: DecoderConfig, *, device: torch.device) -> Decoder:
+    """In bf16, drawn on the device: a host takes minutes to draw 8B numbers."""
+    with torch.device("meta"):
+        model = Decoder(config).to(torch.bfloat16)
+    model.to_empty(device=device)
+    model.materialise_buffers(device)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
+    return model
 
 
 # identity
@@ -385,9 +429,12 @@ def matmul_flops(device: torch.device) -> float:
     return 10 * 2 * n**3 / (time.perf_counter() - start)
 
 
+ITEMS = ("machine", "answers", "decode", "nccl", "identity", "memory", "speed", "overlap")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("item", choices=("machine", "answers", "nccl", "identity", "memory", "speed", "overlap"))
+    parser.add_argument("item", choices=ITEMS)
     parser.add_argument("arguments", nargs="*")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     options = parser.parse_args()
@@ -397,6 +444,8 @@ def main() -> None:
             answer = machine(process)
         case "answers", []:
             answer = answers(process)
+        case "decode", []:
+            answer = decode(process)
         case "nccl", []:
             answer = nccl(process)
         case "identity", [precision]:

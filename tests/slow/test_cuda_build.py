@@ -69,6 +69,43 @@ with (
 print(json.dumps(found))
 """
 
+# The item `decode` computes on a CPU. Each op also runs its launcher, whose launches are noted, in place of a GPU.
+ENGINE = """
+import json
+import torch
+from dataclasses import replace
+from torch.utils._python_dispatch import TorchDispatchMode
+from scripts import gpu_item
+from tests.kernels.aot.engine import run_engine
+from tests.kernels.aot.record import noting, specialised
+from tests.kernels.aot.sweep import key_of
+from ztk.core.runtime import Process
+from ztk.kernels.launch.library import LAUNCHERS, NAMESPACE
+
+class Both(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == NAMESPACE:
+            LAUNCHERS[func._schema.name.split("::")[1]](*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+def launched(run):
+    found = {}
+    def note(kernel, grid, *args, **named):
+        launch = specialised(kernel, args, named, grid=grid)
+        found[key_of(launch)] = kernel.__name__
+    with noting(note, target="sm_90"):
+        run()
+    return found
+
+gpu_item.TINY, gpu_item.DECODED = replace(gpu_item.TINY, max_seq_len=640), {1: 640, 2: 640}
+def decode():
+    with Both():
+        gpu_item.decode(Process.start(device="cpu"))
+needed = launched(decode)
+known = launched(lambda: run_engine(gpu_item.TINY, dtype=torch.float32, longest=640, sequences=2))
+print(json.dumps({"kernels": sorted(set(needed.values())), "missing": [str(key) for key in needed.keys() - known.keys()]}))
+"""
+
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
     """Runs Python with the build, if there is one, in front of the installed packages."""
@@ -112,6 +149,17 @@ def test_every_launch_compiles_within_the_limits(show: Callable[[str], None]) ->
     for target, counts in found["targets"].items():
         assert counts["compiled"] == counts["unique"] > 100
         show(f"Triton {found['triton']}, {target}: {counts['launches']} launches, {counts['compiled']} compiled")
+
+
+def test_programs_for_the_inference_engine_are_those_that_it_launches() -> None:
+    """Of the cache that `first_hour.py prepare` carries: steps without memory launch all that decoding does."""
+    done = run("-c", ENGINE)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert not found["missing"]
+    assert {"_paged_attention", "_merge_segments", "_linear_rows", "_cache_rows", "_draw_tiles"} <= set(
+        found["kernels"]
+    )
 
 
 def test_a_launch_finds_the_program_that_was_compiled_before(tmp_path: Path) -> None:

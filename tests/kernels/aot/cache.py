@@ -1,5 +1,5 @@
-r"""Compiles the launches of all ops' test and benchmark shapes, and of the models of `scripts/gpu_item.py`, into a Triton cache that a GPU
-machine reads.
+r"""Compiles the launches of all ops' test and benchmark shapes, and of the models of `scripts/gpu_item.py` in training and in the inference
+engine, into a Triton cache that a GPU machine reads.
 
     TRITON_INTERPRET=0 python -m tests.kernels.aot.cache FOLDER --at /tmp/ztk_triton --target sm_90 [--libtriton SHA256] [--ops swiglu]
 
@@ -39,7 +39,8 @@ from triton.runtime import cache as triton_cache
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from scripts.gpu_item import LARGE, MEDIUM, SMALL
+from scripts.gpu_item import DECODED, LARGE, LLAMA, MEDIUM, SMALL
+from tests.kernels.aot.engine import run_engine
 from tests.kernels.aot.record import noting, run_model, run_op
 from tests.kernels.aot.sweep import shapes
 from ztk.kernels import ALL_OPS
@@ -55,6 +56,11 @@ MODELS = (
     (MEDIUM, _HALVES, 4, 256),
     (LARGE, _HALVES, 4, 2048),
     (LARGE, _HALVES, 8, 2048),
+)
+# Models of its items `answers` and `decode`: dtype, tokens of a sequence, and sequences.
+ENGINES = (
+    (MEDIUM, torch.float32, MEDIUM.max_seq_len, 6),
+    (LLAMA, torch.bfloat16, max(DECODED.values()), max(DECODED)),
 )
 
 
@@ -107,6 +113,9 @@ def work(ops: str) -> Iterator[tuple[str, Callable[[], None]]]:
         for dtype in dtypes:
             name = f"decoder of width {config.dim}, {batch} x {seq_len}, {dtype}"
             yield name, partial(run_model, config, dtype=dtype, batch=batch, seq_len=seq_len)
+    for config, dtype, longest, sequences in () if ops else ENGINES:
+        name = f"inference of width {config.dim}, {dtype}"
+        yield name, partial(run_engine, config, dtype=dtype, longest=longest, sequences=sequences)
 
 
 def fill(folder: Path, target: str, libtriton: str | None, ops: str, part: int, parts: int) -> dict[str, Any]:

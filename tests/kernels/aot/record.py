@@ -47,7 +47,7 @@ class Launch:
         return math.prod(self.grid)
 
 
-class _Launching(TorchDispatchMode):
+class Launching(TorchDispatchMode):
     """Every ztk op runs its Triton launcher, on whatever device its tensors are."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -84,7 +84,7 @@ def run_op(spec: OpSpec, *, case: AotCase) -> None:
     for name in spec.differentiable:
         if inputs[name] is not None:
             inputs[name].requires_grad_()
-    with _Launching():
+    with Launching():
         outputs = [out for out in _tensors(spec.op(**inputs)) if out.requires_grad]
         torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
 
@@ -93,7 +93,7 @@ def run_model(config: DecoderConfig, *, dtype: torch.dtype, batch: int, seq_len:
     """Runs the launchers of a training step's forward and backward on tensors without memory. Called inside `noting`."""
     with torch.device("meta"):
         model, tokens = Decoder(config).to(dtype), torch.empty(batch, seq_len, dtype=torch.int64)
-    with _Launching():
+    with Launching():
         model(tokens, tokens).backward()
 
 
@@ -102,7 +102,7 @@ def launches(spec: OpSpec, *, case: AotCase, target: str) -> list[Launch]:
     found: list[Launch] = []
 
     def note(kernel, grid, *args, **kwargs):
-        found.append(_specialised(kernel, args, kwargs, grid=grid))
+        found.append(specialised(kernel, args, kwargs, grid=grid))
 
     with noting(note, target=target):
         run_op(spec, case=case)
@@ -131,7 +131,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _specialised(kernel: JITFunction, args: tuple, kwargs: dict, *, grid: tuple[int, ...]) -> Launch:
+def specialised(kernel: JITFunction, args: tuple, kwargs: dict, *, grid: tuple[int, ...]) -> Launch:
     names = kernel.arg_names
     values = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
     signature, constexprs, divisible = {}, {}, []

@@ -67,7 +67,7 @@ def recorded(target: str) -> tuple[dict[tuple, tuple[str, Launch]], int, list[st
         count += len(own)
         for launch in own:
             faults += [f"{place}: {fault}" for fault in grid_faults(launch)]
-            found.setdefault(_key(launch), (place, launch))
+            found.setdefault(key_of(launch), (place, launch))
     return found, count, faults
 
 
@@ -89,7 +89,8 @@ def compiled_faults(launch: Launch, *, target: str) -> Iterator[str]:
             yield f"{name} loads a block of {box['block_size']} elements"
 
 
-def _key(launch: Launch) -> tuple:
+def key_of(launch: Launch) -> tuple:
+    """Equal for launches of the same code."""
     names = (launch.signature, launch.constexprs, launch.options)
     return launch.kernel.__name__, launch.divisible, *(tuple((k, str(v)) for k, v in of.items()) for of in names)
 
