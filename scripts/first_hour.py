@@ -33,7 +33,7 @@ from ztk.core.launch import allocator_settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SECONDS = 560.0  # of all steps
-SLOWER = 4.0  # a dry run on a CPU that does other work, too
+SLOWER = 10.0  # a dry run on a CPU that does other work, too
 PYTHON, TRITON = "3.12", "3.6.0"  # of the GPU machine
 PROGRAMS = "/tmp/first_hour_triton"  # Triton's cache there; its entries have absolute paths
 # Packages that ztk imports and that machines with only torch, triton and einops lack.
@@ -61,19 +61,20 @@ def steps(*, dry: bool, work: Path) -> list[Step]:
     tests = ("tests/kernels/test_gpu.py", "tests/parallel/recompute/test_gpu.py")
     workers = ("-n", str(min(14, os.cpu_count() or 1))) if not dry else ()
     pytest = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", *workers, "-p", "no:cacheprovider")
-    bench = (sys.executable, "scripts/bench_kernels.py", "--to", str(work), *(["--dry-run"] if dry else []))
+    bench = (sys.executable, "scripts/bench_kernels.py", "--minutes", "0.25", *(["--dry-run"] if dry else []))
     made = [
         item("machine", limit=25),
-        Step(name="tests", limit=130, command=(*pytest, f"--junit-xml={work / 'tests.xml'}", *tests)),
+        Step(name="tests", limit=110, command=(*pytest, f"--junit-xml={work / 'tests.xml'}", *tests)),
         item("nccl", limit=110, together=1),
         *(item("identity", precision, limit=110, together=1) for precision in ("fp32", "bf16", "fp16")),
         *(item("memory", *row.split(), limit=110, together=1) for row in ("0 none", "1 none", "3 none", "2 cpu", "3 cpu")),
         item("answers", limit=50),
+        item("decode", limit=40),
         *(item("speed", contender, limit=40) for contender in ("ztk0", "fsdp2")),
         item("overlap", "ztk3+cpu", limit=40),
         *(
-            Step(name=f"kernels {op}", limit=25, command=(*bench, "--ops", op, "--minutes", "0.3"))
-            for op in (KERNELS if not dry else KERNELS[2:3])
+            Step(name=f"kernels {op}", limit=25, command=(*bench, "--to", str(work / op), "--ops", op))
+            for op in KERNELS
         ),
     ]  # fmt: skip
     return [replace(step, limit=step.limit * SLOWER) for step in made] if dry else made
@@ -167,7 +168,7 @@ def collect(work: Path, *, results: Path) -> None:
     """Copies results from `work`; the rows of all kernels become one file."""
     if (work / "tests.xml").is_file():
         shutil.copy(work / "tests.xml", results)
-    rows = [row for path in sorted(work.glob("kernels-*.json")) for row in json.loads(path.read_text())["rows"]]
+    rows = [row for path in sorted(work.glob("*/kernels-*.json")) for row in json.loads(path.read_text())["rows"]]
     if rows:
         (results / "kernels.json").write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -25,11 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experiments.plan import make_plan
 from experiments.policies import hardware
 from scripts.first_hour import KERNELS as OPS
+from scripts.gpu_item import DECODED, LLAMA
 from scripts.results import PREDICTED, commit_of
 from ztk.config import Config, compose
 from ztk.core.policies.hardware import Hardware
 from ztk.kernels import ALL_OPS
-from ztk.nn import Decoder, DecoderConfig
+from ztk.nn import Decoder
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "gpu.md"
@@ -43,10 +44,6 @@ STEPS = {
     "stage 3, states in main memory": ("zero=stage3", "offload=cpu"),
     "stage 3, half of the states in main memory": ("zero=stage3", "offload=cpu", "offload.optimizer_fraction=0.5"),
 }
-LLAMA = DecoderConfig(
-    vocab_size=128_256, dim=4096, layers=32, heads=32, kv_heads=8, hidden_dim=14_336, max_seq_len=8192
-)
-DECODED = {1: 2048, 64: 2048}  # rows -> tokens that each has in the cache
 BYTES = 2  # of bf16
 # Steps of scripts/first_hour.py: name, number in its result, and overrides. scripts/gpu_item.py chooses the batch by the GPU's memory.
 MEASURED = (
@@ -141,7 +138,7 @@ def predictions(name: str, *, folder: str) -> Iterator[Prediction]:
         nbytes = weight_bytes() + rows * length * cache_bytes()
         floor, seconds = times(machine, nbytes=nbytes, flops=0)
         work = f"decode of 8B, batch {rows}, {length:,} tokens each"
-        yield Prediction(work=work, seconds=seconds, floor=floor, shown=True)
+        yield Prediction(work=work, seconds=seconds, floor=floor, shown=True, step="decode", value=f"batch_{rows}")
     yield from kernels(machine)
 
 

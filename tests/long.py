@@ -29,7 +29,6 @@ LONG = (
     "tests/planner/test_fits.py::test_what_the_program_proposes_fits",
     "tests/planner/test_here.py::test_ranks_measure_together",
     "tests/report/test_tracker.py::test_tensorboard_has_the_rows_of_the_run_also_after_it_was_resumed",
-    "tests/scripts/test_first_hour.py::test_steps_run_on_a_cpu_and_make_a_page",
     "tests/test_examples.py::test_a_run_resumes_under_another_layout",
 )
 

@@ -5,23 +5,53 @@ import hashlib
 import json
 import sys
 import zipfile
+from pathlib import Path
+
+import pytest
 
 from scripts import first_hour, results
 
 
-def test_steps_run_on_a_cpu_and_make_a_page(monkeypatch, tmp_path):
-    assert first_hour.run(tmp_path, dry=True, only=("machine", "answers")) == 0
-    rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
-    assert [(row["name"], row["status"]) for row in rows] == [("machine", "done"), ("answers", "done")]
-    assert rows[0]["result"]["to_device"] > 0 and rows[1]["result"]["tokens"] == 96
-    assert "| answers | done |" in page_of(tmp_path, monkeypatch=monkeypatch)
+def test_a_step_runs_on_a_cpu_and_makes_a_page(monkeypatch, tmp_path):
+    assert first_hour.run(tmp_path, dry=True, only=("decode",)) == 0
+    (row,) = rows_of(tmp_path)
+    assert row["status"] == "done" and row["result"].keys() == {"prompts_1", "batch_1", "prompts_64", "batch_64"}
+    assert "| decode | done |" in page_of(tmp_path, monkeypatch=monkeypatch, gpu="unknown")
 
 
-def page_of(folder, *, monkeypatch) -> str:
-    """The page of a CPU's rows in `folder`."""
+@pytest.mark.slow
+def test_every_step_of_a_gpu_runs_on_a_cpu(monkeypatch, tmp_path):
+    assert first_hour.run(tmp_path, dry=True, only=()) == 0
+    on_gpu = [step.name for step in first_hour.steps(dry=False, work=tmp_path)]
+    rows = rows_of(tmp_path)
+    assert [row["name"] for row in rows] == on_gpu and len(on_gpu) == 20
+    assert next(row["result"]["tokens"] for row in rows if row["name"] == "answers") == 96
+    measured = {row["op"] for row in json.loads((tmp_path / "kernels.json").read_text())}
+    assert measured >= set(first_hour.KERNELS)
+    page = page_of(tmp_path, monkeypatch=monkeypatch)
+    assert "| answers | done |" in page and "| cross_entropy | 3x41 | forward | ztk |" in page
+
+
+def rows_of(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+def test_rows_of_all_kernels_come_back(tmp_path):
+    """Each step's process writes a file of its own, with a name of date and commit."""
+    for op in ("attention", "adamw"):
+        step = next(one for one in first_hour.steps(dry=False, work=tmp_path) if one.name == f"kernels {op}")
+        folder = Path(step.command[step.command.index("--to") + 1])
+        folder.mkdir()
+        (folder / "kernels-2026-11-28-abc.json").write_text(json.dumps({"rows": [{"op": op}]}))
+    first_hour.collect(tmp_path, results=tmp_path)
+    assert json.loads((tmp_path / "kernels.json").read_text()) == [{"op": "adamw"}, {"op": "attention"}]
+
+
+def page_of(folder, *, monkeypatch, gpu="cpu") -> str:
+    """The page of the rows in `folder`. gpu: of the step `machine`."""
     monkeypatch.setattr(results, "RESULTS", folder / "results")
     first_hour.read(folder)
-    return (folder / "results" / "cpu" / "first_hour.md").read_text()
+    return (folder / "results" / gpu / "first_hour.md").read_text()
 
 
 def test_a_page_has_the_steps_and_the_kernels(monkeypatch, tmp_path):
@@ -94,7 +124,7 @@ def test_a_step_that_fails_or_hangs_costs_its_own_row(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "programs"))
     (tmp_path / "programs").mkdir()
     assert first_hour.run(tmp_path, dry=True, only=()) == 2
-    rows = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path)
     assert [row["status"] for row in rows] == ["failed", "late", "done"]
     assert rows[0]["cpu_seconds"] >= 0.1
     assert rows[1]["result"] == {"a": 1} and "text" in rows[0]["error"]
