@@ -103,6 +103,19 @@ def _types() -> DictConfig:
     return OmegaConf.structured(Config)
 
 
+@cache
+def _types_of_records() -> DictConfig:
+    """Returns `_types` with None for every key that a record may lack."""
+    return OmegaConf.merge(_types(), no_values())
+
+
+@cache
+def _option_values(path: Path, modified: int) -> tuple[bool, dict[str, Any]]:
+    """Returns whether an option file sets keys of several groups, and its values. modified: the file's time, in nanoseconds."""
+    text = path.read_text()
+    return OVERLAY_MARK in text, yaml.safe_load(text) or {}
+
+
 def conf_dir() -> str:
     """Returns the folder of the option files: next to `ztk/` in a checkout, inside it when installed.
 
@@ -246,7 +259,8 @@ def to_yaml(config: Config) -> str:
         values.user = written_user(config.user)
         if not values.user:
             values.pop(USER)
-    return OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.create(OmegaConf.to_container(values)), nodes_of(config)))
+    plain: Any = OmegaConf.to_container(values)
+    return OmegaConf.to_yaml(plain | nodes_of(config))
 
 
 def to_explained_yaml(config: Config, *, acting_alone: bool = False) -> str:
@@ -284,7 +298,7 @@ def from_yaml(text: str) -> Config:
         raise ConfigError(faults)
     choices, own, user = _without_objects(choices)
     recorded = rename_recorded(OmegaConf.to_container(choices))
-    config: Any = OmegaConf.to_object(OmegaConf.merge(_types(), no_values(), recorded))
+    config: Any = OmegaConf.to_object(OmegaConf.merge(_types_of_records(), recorded))
     config.own, config.user = own, user
     return config
 
@@ -336,8 +350,8 @@ def _given(config: Config, *, overrides: Sequence[str], options: Mapping[str, st
     usual = {name: key.default for name, key in run_keys().items()}
     for prefix, path in sources:
         if path.is_file() and not prefix.startswith(("hydra/", "experiment", "sweep")):
-            text = path.read_text()
-            usual |= dict(flatten(yaml.safe_load(text) or {}, prefix="" if OVERLAY_MARK in text else prefix))
+            is_overlay, values = _option_values(path, path.stat().st_mtime_ns)
+            usual |= dict(flatten(values, prefix="" if is_overlay else prefix))
     interpolated = {key for key, value in usual.items() if isinstance(value, str) and "${" in value}
     changed = {
         key
