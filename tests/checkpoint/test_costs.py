@@ -49,7 +49,7 @@ def chain() -> nn.Module:
 
 def peaks(process, *, folder: str, offload: str) -> tuple[int, int]:
     layout = Layout(stage=3, offload=offload, zero={"bucket_size": WIDTH * WIDTH + WIDTH})
-    engine = make_engine(process, layout=layout, model=chain())
+    engine = make_engine(process, layout=layout, model=chain(), buffer_bytes=1 << 18)
     with Peak() as saving:
         save(engine, folder=folder)
     with Peak() as loading:

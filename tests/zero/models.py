@@ -102,7 +102,15 @@ def batches(steps: int, *, rank: int, world: int):
         yield tokens.chunk(world)[rank]
 
 
-def make_engine(process: Process, *, layout: Layout, dtype: str = "fp32", folder: str | None = None, **options):
+def make_engine(
+    process: Process,
+    *,
+    layout: Layout,
+    dtype: str = "fp32",
+    folder: str | None = None,
+    buffer_bytes: int = 1 << 15,
+    **options,
+):
     """The engine of a layout; NVMe files go to a fresh folder."""
     parameters = (layout.parameters or layout.offload) if layout.stage == 3 else "none"
     offload = OffloadPolicy(
@@ -110,10 +118,10 @@ def make_engine(process: Process, *, layout: Layout, dtype: str = "fp32", folder
         optimizer_fraction=layout.fraction,
         parameters=parameters,
         nvme_path=folder or tempfile.mkdtemp(dir=os.environ.get("ZTK_TEST_NVME")),
-        buffer_bytes=1 << 15,
+        buffer_bytes=buffer_bytes,
         buffer_count=9,
         threads=2,
-        block_bytes=1 << 14,
+        block_bytes=buffer_bytes // 2,
     )
     return parallelize(
         options.pop("model", None) or build(),
