@@ -114,6 +114,7 @@ def workload(config: Config) -> Workload:
         dim=model.dim,
         heads=model.heads,
         kv_heads=model.kv_heads,
+        vocabulary=model.vocab_size,
         flops=counts.flops,
         seq_len=config.data.seq_len,
         micro_batch=config.train.micro_batch_size,

@@ -120,6 +120,8 @@ def levers(config: Config, *, given: Mapping[str, str]) -> Iterator[list[tuple[s
         yield [("recompute=selective",), ("recompute=full",)]
     if config.offload.optimizer == "none":
         yield [("offload=cpu", "offload.optimizer_fraction=0.5"), ("offload=cpu",)]
+    elif config.offload.optimizer == "cpu":  # main memory may be too small
+        yield [("offload=nvme",)]
     if smaller := list(_smaller_batches(config, given=given)):
         yield smaller
 
@@ -138,7 +140,7 @@ def print_fixes(found: list[Fix]) -> None:
     """Prints the fixes, fastest first."""
     if not found:
         print(
-            "  no three of zero, recompute, offload=cpu and a smaller micro-batch make it fit: use more ranks or a smaller model"
+            "  no three of zero, recompute, offload and a smaller micro-batch make it fit: use more ranks or a smaller model"
         )
         return
     print("  it fits with one of these, the cheapest step first:")

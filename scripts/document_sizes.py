@@ -255,7 +255,8 @@ def size_rows(plans: Plans) -> Iterator[Row]:
             where = {"host": "main memory", "nvme": "disk"}[tier]
             most = room / (node / plan.parameters)
             text += f"; {node:,} bytes of {where} for the node"
-            result = "the devices have room" if plan.fits else f"does not fit on the devices ({plan.answer})"
+            has_room = plan.margin_bytes is not None and plan.margin_bytes >= 0
+            result = "the devices have room" if has_room else f"does not fit on the devices ({plan.answer})"
             result += (
                 f"; a DGX A100 has {size(room)} of {where}: "
                 f"{'confirmed' if node <= room else 'contradicted'}, at most {most / 1e9:,.0f}B"

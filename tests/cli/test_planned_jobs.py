@@ -20,6 +20,7 @@ FITS = JobPlan(
 MISFIT = JobPlan(
     values={"peak_memory.device_bytes": 90 * 10**9, "fits": False, "margin_bytes": -10 * 10**9, "hardware": "h100"}
 )
+FULL_NODE = JobPlan(values=FITS.values | {"fits": False, "host_margin_bytes": -3 * 10**9, "hardware": "h100"})
 UNPLANNED = JobPlan(values={}, reason="task=sft is not planned")
 
 
@@ -75,6 +76,10 @@ def test_the_table_has_the_plans():
     for words in ("fits, 5.00 GB", "does not fit, 10.0 GB", "0.25", "not planned: task=sft is not planned"):
         assert words in text
     assert MISFIT.misfit == "does not fit: 10.0 GB more than h100 has after its reserve"
+    assert FULL_NODE.cells[1] == "does not fit, 3.00 GB"
+    assert (
+        FULL_NODE.misfit == "does not fit: 3.00 GB more than the main memory that a node of h100 has after its reserve"
+    )
 
 
 def test_jobs_that_were_left_out_do_not_change_the_exit_code():

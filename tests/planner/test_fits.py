@@ -232,6 +232,32 @@ def test_the_margin_is_memory_minus_peak():
     assert replace(full, hardware=replace(HARDWARE, capacity_bytes=1_000_000 + peak)).fits
 
 
+def test_the_ranks_of_a_node_share_its_main_memory():
+    plan = small_plan(
+        hardware=HARDWARE, zero=ztk.ZeroPolicy(stage=2), offload=ztk.OffloadPolicy(optimizer="cpu"), world_size=4
+    )
+    kept = plan.peak_bytes["host"]
+    assert kept > 0 and plan.host_margin_bytes is None and plan.fits and "main memory that a node" not in str(plan)
+
+    def on(node: ztk.Hardware) -> Plan:
+        return replace(plan, hardware=node)
+
+    exact = replace(HARDWARE, host_capacity_bytes=4 * kept + 500, host_reserve_bytes=500)
+    assert on(exact).node_host_bytes == 4 * kept and on(exact).host_margin_bytes == 0 and on(exact).fits
+    assert ", and 0 B of the " in on(exact).answer and "of main memory that a node has after its reserve" in str(
+        on(exact)
+    )
+    full = on(replace(exact, host_reserve_bytes=501))
+    assert full.fits is False and full.margin_bytes > 0 and full.missing_bytes == 1
+    assert full.as_dict()["host_margin_bytes"] == -1 and full.as_dict()["fits"] is False
+    assert "does not fit: 4 ranks of a node take " in str(full) and "of main memory, 1 B more than the " in str(full)
+    assert on(replace(exact, ranks_per_node=3)).host_margin_bytes == kept  # the fourth rank is in another node
+    both = on(replace(exact, host_reserve_bytes=501, capacity_bytes=1_000_001))
+    assert both.missing_bytes == 1 + both.peak_bytes["device"] - 1 and "; 4 ranks of a node" in both.answer
+    on_cpu = on(replace(exact, curves=CURVES))  # device memory is main memory, too
+    assert on_cpu.node_host_bytes == 4 * (kept + plan.peak_bytes["device"])
+
+
 def test_the_fewest_changes_come_first_and_then_the_fastest():
     """Replaces plans by results that depend on the overrides, and records every requested plan."""
     usual = small_plan(hardware=HARDWARE)
@@ -261,6 +287,7 @@ def test_hardware_is_described(name, tmp_path):
     config = compose("task=plan", f"hardware={name}", output_dir=tmp_path, machine=CPU)
     hardware = policies.hardware(config)
     assert hardware.name == name and 38e9 < hardware.usable_bytes < 200e9
+    assert hardware.usable_host_bytes == (1 if name == "a100_40" else 2) * 2**40 - 10**11
     assert hardware.fp32_rate < hardware.bf16_rate and hardware.network_bandwidth < hardware.link_bandwidth
 
 
@@ -301,3 +328,5 @@ def test_what_the_program_proposes_fits(tmp_path, capsys):
     fixed = compose(*itertools.starmap("{}={}".format, values.items()), output_dir=tmp_path, machine=CPU)
     assert program.make_plan(fixed).fits
     assert fixed.train.micro_batch_size * fixed.train.accumulation_steps == 8  # the batch stays
+    offloaded = compose(*command, "zero=stage1", "offload=cpu", output_dir=tmp_path, machine=CPU)
+    assert [("offload=nvme",)] in list(program.levers(offloaded, given=given))  # if main memory is too small

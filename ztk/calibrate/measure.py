@@ -29,6 +29,8 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")
 METHODS = {
     "capacity_bytes": "memory of a device; on a CPU a rank's share of main memory",
     "reserve_bytes": "device memory of a rank before its first tensor: context, NCCL, libraries",
+    "host_capacity_bytes": "main memory, or the limit of the control group",
+    "host_reserve_bytes": "resident memory of the ranks before their first tensors",
     "bf16_rate": "products of square matrices as the model's layers compute them",
     "fp16_rate": "products of square matrices as the model's layers compute them",
     "fp32_rate": "products of square matrices as the model's layers compute them",
@@ -78,7 +80,7 @@ def measure(process: Process, *, folder: str | os.PathLike) -> dict[str, Any]:
 
 def combine(ranks: Sequence[dict[str, Any]], *, source: str, name: str = "here") -> Hardware:
     """Combines the ranks' numbers into one `Hardware`, which has the slowest rate and the smallest capacity of each kind."""
-    largest = ("reserve_bytes", "link_latency", "operation_latency", "ranks_per_node")
+    largest = ("reserve_bytes", "host_reserve_bytes", "link_latency", "operation_latency", "ranks_per_node")
     plain = [key for key in ranks[0] if key != "curves"]
     numbers: dict[str, Any] = {key: (max if key in largest else min)(rank[key] for rank in ranks) for key in plain}
     if "curves" in ranks[0]:
@@ -86,7 +88,7 @@ def combine(ranks: Sequence[dict[str, Any]], *, source: str, name: str = "here")
             kind: [max(points) for points in zip(*(rank["curves"][kind] for rank in ranks), strict=True)]
             for kind in ranks[0]["curves"]
         }
-    for key in ("capacity_bytes", "reserve_bytes", "ranks_per_node"):
+    for key in ("capacity_bytes", "reserve_bytes", "host_capacity_bytes", "host_reserve_bytes", "ranks_per_node"):
         numbers[key] = int(numbers[key])
     return Hardware(name=name, source=source, **numbers)
 
@@ -94,14 +96,14 @@ def combine(ranks: Sequence[dict[str, Any]], *, source: str, name: str = "here")
 def _memory(process: Process) -> dict[str, float]:
     """Measures memory. Must run before anything else is allocated."""
     gc.collect()
+    if process.device.type == "cuda":
+        process.comm.barrier()  # the first collective initializes NCCL
+    resident, ranks = process_memory()["VmRSS"], process.local_world_size
+    host = {"host_capacity_bytes": _main_memory(), "host_reserve_bytes": resident * ranks}
     if process.device.type != "cuda":
-        return {
-            "capacity_bytes": _main_memory() // process.local_world_size,
-            "reserve_bytes": process_memory()["VmRSS"],
-        }
-    process.comm.barrier()  # the first collective initializes NCCL
+        return host | {"capacity_bytes": host["host_capacity_bytes"] // ranks, "reserve_bytes": resident}
     free, total = torch.cuda.mem_get_info(process.device)
-    return {"capacity_bytes": total, "reserve_bytes": total - free - torch.cuda.memory_reserved(process.device)}
+    return host | {"capacity_bytes": total, "reserve_bytes": total - free - torch.cuda.memory_reserved(process.device)}
 
 
 def _main_memory() -> int:

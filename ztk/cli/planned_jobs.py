@@ -34,15 +34,23 @@ class JobPlan:
         if not self.values:
             return "-", "not planned", "-"
         margin, seconds = self.values.get("margin_bytes"), self.values.get("step_seconds")
-        fits = "-" if margin is None else f"{'fits' if margin >= 0 else 'does not fit'}, {format_bytes(abs(margin))}"
+        fits = "-" if margin is None else f"fits, {format_bytes(margin)}"
+        if self.does_not_fit:
+            fits = f"does not fit, {format_bytes(self._lacking)}"
         peak = format_bytes(self.values["peak_memory.device_bytes"])
         return peak, fits, "-" if seconds is None else f"{seconds:.3g}"
 
     @property
     def misfit(self) -> str:
         """The message for a job that was not started."""
-        lacking = format_bytes(-self.values["margin_bytes"])
-        return f"does not fit: {lacking} more than {self.values['hardware']} has after its reserve"
+        where = "" if self.values["margin_bytes"] < 0 else "the main memory that a node of "
+        return f"does not fit: {format_bytes(self._lacking)} more than {where}{self.values['hardware']} has after its reserve"
+
+    @property
+    def _lacking(self) -> int:
+        """Missing bytes of a device, else of a node's main memory."""
+        own = -self.values["margin_bytes"]
+        return own if own > 0 else -self.values["host_margin_bytes"]
 
 
 def plan_jobs(configs: Mapping[str, str], *, hardware: str | None) -> dict[str, JobPlan]:

@@ -10,18 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ztk.core.policies.hardware import Hardware
-from ztk.core.policies.pipeline import PipelinePolicy
-from ztk.core.policies.zero import MAX_LIVE_PARAMETERS
 
 STAGES = (0, 1, 2, 3)
 # (tier, offloaded part of the optimizer states): each takes more off the device than the one before
 PLACES = (("none", 1.0), ("cpu", 0.25), ("cpu", 0.5), ("cpu", 0.75), ("cpu", 1.0), ("nvme", 1.0))
 RECOMPUTES = ("none", "selective", "full")  # each keeps less than the one before
-# Overlapped updates and copies slow the forward down, and copies from disk slow it more: offload only if the states do not fit.
-_OFFLOAD_COST = {"none": 1.0, "cpu": 1.1, "nvme": 1.2}
 DEGREES = ("pipeline", "tensor", "sequence", "context", "expert")
-_LOCAL_GRADIENTS = PipelinePolicy().max_local_gradients
-AGAIN = {"none": 1.0, "selective": 1.05, "full": 4 / 3}  # operations, relative to no recomputation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +75,7 @@ class Workload:
     dim: int
     heads: int
     kv_heads: int
+    vocabulary: int
     flops: int
     seq_len: int
     micro_batch: int
@@ -92,9 +87,23 @@ class Workload:
     dtype: str
     linear_dtype: str
 
+    @property
+    def attention_flops(self) -> int:
+        """Operations of a token in attention, as `flops` counts them."""
+        return 12 * self.dim * self.seq_len * self.layers
+
+    @property
+    def linear_flops(self) -> int:
+        """Operations of a token in products with parameters."""
+        return self.flops - self.attention_flops
+
     def replicas(self, layout: Layout) -> int:
         """Number of ranks with different sequences."""
         return self.ranks // (layout.pipeline * layout.tensor * layout.sequence * layout.context)
+
+    def tokens(self, layout: Layout) -> float:
+        """Tokens of a rank's micro-batch."""
+        return self.micro_batch * self.seq_len / (layout.sequence * layout.context)
 
     def forwards(self, layout: Layout) -> int:
         """Micro-batches of a step."""
@@ -154,6 +163,13 @@ def state_bytes(layout: Layout, *, work: Workload) -> float:
     return parameters * (layout.stage < 3) + _gradient_bytes(layout, work=work) * (layout.stage < 2)
 
 
+def host_state_bytes(layout: Layout, *, work: Workload) -> float:
+    """Lower bound of the bytes in a node's main memory between two steps: the optimizer states of its ranks that offload=cpu keeps there."""
+    if layout.offload != "cpu":
+        return 0.0
+    return min(work.ranks, work.hardware.ranks_per_node) * layout.fraction * _optimizer_bytes(layout, work=work)
+
+
 def rough_bytes(layout: Layout, *, work: Workload) -> float:
     """Rough peak of a device."""
     size = state_bytes(layout, work=work) + _resident_bytes(layout, work=work)
@@ -183,11 +199,11 @@ def _activation_bytes(layout: Layout, *, work: Workload) -> float:
     Without recomputation these are the inputs of both norms, of the projections and of attention, and the gate's operands. recompute=selective
     keeps the results of products and attention, recompute=full the input of a layer.
     """
-    tokens = work.micro_batch * work.seq_len / (layout.sequence * layout.context)
+    tokens = work.tokens(layout)
     layers = work.layers / layout.pipeline
     waiting = min(layout.pipeline, work.forwards(layout))  # micro-batches of a stage at one time, with 1F1B
     attention = 2 + 2 * work.kv_heads / work.heads
-    weights = (work.flops - _attention_flops(work)) / (6 * work.layers * work.dim**2)  # of a layer and token
+    weights = work.linear_flops / (6 * work.layers * work.dim**2)  # of a layer and token
     gate = max(0.0, (weights - attention) / 3)
     every = 4 + (attention + 3 * gate) / layout.tensor
     kept = {"none": every, "selective": 3 + (attention + 2 * gate) / layout.tensor, "full": 1.0}[layout.recompute]
@@ -200,119 +216,6 @@ def _moving_bytes(layout: Layout, *, work: Workload) -> float:
     layer = work.own(layout) * layout.pipeline / work.layers
     gathered = work.parameter_bytes * (layout.stage == 3)
     return 2 * layer * (gathered + work.gradient(layout) * (layout.stage >= 2))
-
-
-def rough_seconds(layout: Layout, *, work: Workload) -> float:
-    """Rough seconds of a step."""
-    hardware, forwards = work.hardware, work.forwards(layout)
-    bubble = (forwards + layout.pipeline - 1) / forwards
-    linear = (work.flops - _attention_flops(work)) * work.global_batch * work.seq_len / work.ranks
-    compute = linear / hardware.reached(work.linear_dtype) * AGAIN[layout.recompute] + _attention(layout, work=work)
-    compute *= bubble
-    shard = work.shard(layout) if layout.stage else work.own(layout)
-    pcie = host = disk = 0.0
-    offloaded = 0.0 if layout.offload == "none" else shard * layout.fraction
-    if offloaded:
-        gathers, reduces = _passes(layout, work=work)
-        copied = offloaded * (work.gradient(layout) * reduces + work.parameter_bytes * gathers)
-        pcie = copied / (hardware.pcie_bandwidth * hardware.pcie_share)
-        host = (
-            offloaded
-            * (2 * work.optimizer_bytes + work.gradient(layout))
-            / (hardware.host_bandwidth * hardware.host_share)
-        )
-    if layout.offload == "nvme":
-        disk = offloaded * work.optimizer_bytes
-        disk = disk / hardware.disk_read_bandwidth + disk / hardware.disk_write_bandwidth
-    compute += shard * (2 * work.optimizer_bytes + work.gradient(layout)) / hardware.memory_bandwidth
-    if layout.stage < 2 and forwards > 1:  # every micro-batch adds to the gradients
-        added = forwards * work.own(layout) * (work.parameter_bytes + 2 * work.gradient(layout))
-        compute += added / (hardware.memory_bandwidth * hardware.memory_share)
-    hidden = (
-        compute / forwards / 3 if layout.stage == 3 else 0.0
-    )  # during the first forward; else the step waits for the update
-    waited = max(0.0, host - hidden)
-    wire, in_node = _wire_of_data(layout, work=work)
-    compute += hardware.overlap_cost * in_node
-    seconds = max(compute + _exposed(layout, work=work) + waited, wire, pcie, disk)
-    return seconds * _OFFLOAD_COST[layout.offload]
-
-
-def _wire_of_data(layout: Layout, *, work: Workload) -> tuple[float, float]:
-    """Seconds of ZeRO's collectives, which overlap with computing, and of the same bytes inside a node, by which they delay it."""
-    data = work.ranks // (layout.pipeline * layout.tensor)
-    gathers, reduces = _passes(layout, work=work)
-    nbytes = work.own(layout) * (work.parameter_bytes * gathers + work.gradient(layout) * reduces)
-    wire, in_node = (
-        _seconds(nbytes, size=data, span=span, layout=layout, hardware=work.hardware)
-        for span in (data * layout.tensor, 1)
-    )
-    return wire, in_node
-
-
-def _passes(layout: Layout, *, work: Workload) -> tuple[int, int]:
-    """How often ZeRO gathers the parameters and reduces the gradients of a step. A pipeline does so once, if memory allows it."""
-    forwards, own, is_pipeline = work.forwards(layout), work.own(layout), layout.pipeline > 1
-    gathers = 1 if layout.stage < 3 else 2 * (1 if is_pipeline and own <= MAX_LIVE_PARAMETERS else forwards)
-    reduces = 1 if layout.stage < 2 or (is_pipeline and own <= _LOCAL_GRADIENTS) else forwards
-    return gathers, reduces
-
-
-def _exposed(layout: Layout, *, work: Workload) -> float:
-    """Seconds of collectives inside layers, which block computing."""
-    forwards, hardware = work.forwards(layout), work.hardware
-    tokens = work.micro_batch * work.seq_len / (layout.sequence * layout.context)
-    activations = tokens * work.dim * work.parameter_bytes * forwards
-    layers, passes = work.layers / layout.pipeline, 3 if layout.recompute == "full" else 2
-    reduced = 2 * activations * 2 * passes * layers
-    seconds = _seconds(reduced, size=layout.tensor, span=layout.tensor, layout=layout, hardware=hardware)
-    exchanged = 4 * activations * passes * layers
-    seconds += _seconds(
-        exchanged, size=layout.sequence, span=layout.sequence * layout.tensor, layout=layout, hardware=hardware
-    )
-    routed = 2 * activations * passes * work.expert_choices / layout.pipeline
-    seconds += _seconds(
-        routed, size=layout.expert, span=layout.expert * layout.tensor, layout=layout, hardware=hardware
-    )
-    return seconds + max(0.0, _ring(layout, work=work) - _attention(layout, work=work))
-
-
-def _ring(layout: Layout, *, work: Workload) -> float:
-    """Seconds of ring attention's transfers: keys and values once in the forward and twice in the backward, where their gradients travel
-    along."""
-    if layout.context == 1:
-        return 0.0
-    tokens = work.micro_batch * work.seq_len / layout.sequence  # of the ring
-    width = work.dim / work.heads * work.kv_heads / layout.tensor
-    passes = 4 if layout.recompute == "full" else 3
-    nbytes = 2 * tokens * width * work.parameter_bytes * passes * work.forwards(layout) * work.layers / layout.pipeline
-    span = layout.context * layout.sequence * layout.tensor
-    return _seconds(nbytes, size=layout.context, span=span, layout=layout, hardware=work.hardware)
-
-
-def _attention(layout: Layout, *, work: Workload) -> float:
-    """Seconds of the products of queries, keys and values, with which the ring's transfers overlap. As `reached.device_seconds`."""
-    hardware, length = work.hardware, work.seq_len / layout.context
-    flops = _attention_flops(work) * work.global_batch * work.seq_len / work.ranks * AGAIN[layout.recompute]
-    causal = 0.5 if hardware.attention_share < 1 else 1.0
-    share = hardware.attention_share * length / (length + hardware.attention_length)
-    return flops * causal / (hardware.rate(work.dtype) * share)
-
-
-def _attention_flops(work: Workload) -> int:
-    """Operations of a token in attention, as `Workload.flops` counts them."""
-    return 12 * work.dim * work.seq_len * work.layers
-
-
-def _seconds(nbytes: float, *, size: int, span: int, layout: Layout, hardware: Hardware) -> float:
-    """Seconds of a collective among `size` ranks within `span` neighbours."""
-    if size == 1:
-        return 0.0
-    bandwidth = hardware.link_bandwidth * hardware.link_share
-    if span > hardware.ranks_per_node and hardware.network_bandwidth is not None:
-        in_node = max(1, hardware.ranks_per_node // layout.tensor)
-        bandwidth = min(bandwidth, in_node * hardware.network_bandwidth * hardware.network_share)
-    return nbytes * (size - 1) / size / bandwidth
 
 
 def _degrees(work: Workload) -> Iterator[tuple[int, ...]]:
@@ -338,6 +241,10 @@ def _illegal(layout: Layout, *, work: Workload) -> str:
         (any(own % layout.sequence for own in heads), "sequence ranks do not divide a rank's heads"),
         (not is_ring and work.seq_len % layout.sequence, "sequence ranks do not divide the sequence"),
         (is_ring and work.experts and work.seq_len % ring, "padding of a ring would be routed to experts"),
+        (
+            layout.stage == 1 and layout.pipeline * layout.tensor == work.ranks,
+            "the same as stage 0: one data-parallel rank",
+        ),
         (
             work.global_batch % (work.replicas(layout) * work.micro_batch),
             "the global batch is no multiple of a micro-batch on every replica",

@@ -67,9 +67,36 @@ class Plan:
         return None if self.hardware is None else self.hardware.usable_bytes - self.fullest.peak.nbytes
 
     @property
+    def node_ranks(self) -> int | None:
+        """Ranks of a full node. None without hardware."""
+        return None if self.hardware is None else min(self.world_size, self.hardware.ranks_per_node)
+
+    @property
+    def node_host_bytes(self) -> int | None:
+        """Main memory that the ranks of a node take at their peaks, page-locked buffers included: the fullest rank's, times the ranks. On a
+        CPU the devices' memory is main memory, too. None without hardware."""
+        if self.hardware is None or self.node_ranks is None:
+            return None
+        on_cores = self.hardware.curves is not None
+        peak = self.peak_bytes
+        return self.node_ranks * (peak["host"] + on_cores * peak["device"])
+
+    @property
+    def host_margin_bytes(self) -> int | None:
+        """Free main memory of a node at the peaks of its ranks, after its reserve. Negative if it does not fit, None if its size is unknown."""
+        if self.hardware is None or self.hardware.usable_host_bytes is None or self.node_host_bytes is None:
+            return None
+        return self.hardware.usable_host_bytes - self.node_host_bytes
+
+    @property
     def fits(self) -> bool | None:
-        """Whether every device has enough memory. None without hardware."""
-        return None if self.margin_bytes is None else self.margin_bytes >= 0
+        """Whether every device and the main memory of a node have enough room. None without hardware."""
+        return None if self.margin_bytes is None else self.missing_bytes == 0
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that a device and the main memory of a node lack together."""
+        return sum(max(0, -margin) for margin in (self.margin_bytes, self.host_margin_bytes) if margin is not None)
 
     @property
     def time(self) -> StepTime | None:
@@ -109,6 +136,7 @@ class Plan:
                     values[f"{name}.{tier}.{category}_bytes".replace(" ", "_")] = nbytes
         if self.hardware is not None and self.time is not None:
             values |= {"hardware": self.hardware.name, "fits": self.fits, "margin_bytes": self.margin_bytes}
+            values |= {"host_margin_bytes": self.host_margin_bytes, "node_memory.host_bytes": self.node_host_bytes}
             values |= {
                 "step_seconds": self.time.seconds,
                 "limit": self.time.limit,
@@ -178,9 +206,27 @@ class Plan:
         if self.hardware is None or self.margin_bytes is None:
             return ""
         usable = f"the {size(self.hardware.usable_bytes)} that {self.hardware.name} has after its reserve"
-        if self.margin_bytes >= 0:
-            return f"fits: {size(self.margin_bytes)} of {usable} are left at the peak"
-        return f"does not fit: {size(-self.margin_bytes)} more than {usable}"
+        if self.fits:
+            return f"fits: {size(self.margin_bytes)} of {usable} are left at the peak" + self._host_left
+        lacking = [f"{size(-self.margin_bytes)} more than {usable}"] if self.margin_bytes < 0 else []
+        return f"does not fit: {'; '.join([*lacking, *self._host_lacking])}"
+
+    @property
+    def _host_left(self) -> str:
+        if self.host_margin_bytes is None or not self.peak_bytes["host"]:
+            return ""
+        return f", and {size(self.host_margin_bytes)} of the {self._host_words}"
+
+    @property
+    def _host_lacking(self) -> Iterator[str]:
+        if self.host_margin_bytes is not None and self.host_margin_bytes < 0:
+            taken, lacking = size(self.node_host_bytes or 0), size(-self.host_margin_bytes)
+            yield f"{self.node_ranks} ranks of a node take {taken} of main memory, {lacking} more than the {self._host_words}"
+
+    @property
+    def _host_words(self) -> str:
+        assert self.hardware is not None and self.hardware.usable_host_bytes is not None
+        return f"{size(self.hardware.usable_host_bytes)} of main memory that a node has after its reserve"
 
 
 def _rows(numbers: dict[str, int]) -> Iterator[str]:

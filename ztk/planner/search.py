@@ -11,17 +11,19 @@ from ztk.planner.layouts import (
     DEGREES,
     Layout,
     Workload,
+    host_state_bytes,
     legal,
     parts_of,
     rough_bytes,
-    rough_seconds,
     state_bytes,
 )
 from ztk.planner.price import Price
 from ztk.planner.result import Plan, size
+from ztk.planner.rough import rough_seconds
 
 OFFLOADED = ("host", "pcie", "disk")  # lanes that only offloading uses
 _TOO_LARGE = "the state alone is more than a device has"
+_TOO_LARGE_HOST = "the states in main memory alone are more than a node has"
 _PARTIAL = "offload a part of the states, and their full offload was not planned or does not fit"
 _NOUNS = {"host": "host's update", "pcie": "copies between host and device"}
 
@@ -89,9 +91,11 @@ class Found:
             else None,
             "without_offload.margin_bytes": self.kept.margin_bytes if self.kept is not None else None,
             "margin_bytes": plan.margin_bytes,
+            "host_margin_bytes": plan.host_margin_bytes,
             "peak_memory.device_bytes": plan.peak_bytes["device"],
             "peak_memory.host_bytes": plan.peak_bytes["host"],
             "peak_memory.nvme_bytes": plan.peak_bytes["nvme"],
+            "node_memory.host_bytes": plan.node_host_bytes,
             "zero.stage": self.layout.stage,
             "offload.optimizer_fraction": self.layout.fraction,
             **{name: getattr(self.layout, name) for name in ("offload", "recompute")},
@@ -102,7 +106,8 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
-    """found: layouts that fit, ordered by GPU time, then layouts that do not, ordered by their excess. layouts: number of all layouts.
+    """found: layouts that fit, ordered by GPU time, then layouts that do not, ordered by their missing bytes. layouts: number of all
+    layouts.
 
     dropped: number of layouts that were not planned, by reason. The counts and `found` add up to `layouts`.
     usable, resident: bytes available to tensors on a device, and the minimum of bytes that a layout without offloading keeps there between
@@ -149,7 +154,10 @@ class Search:
                 size(row[key]) for key in ("peak_memory.device_bytes", "margin_bytes", "peak_memory.host_bytes")
             )
             seconds, limit = f"{row['step_seconds']:>9.3g}", f"{row['limit']:<8}"
-            yield f"  {rank:>4}  {row['launch.ranks']:>5}  {seconds}  {limit}{device:>9}{margin:>10}{host:>9}  {row['overrides']}"
+            words, left = row["overrides"], row["host_margin_bytes"]
+            if left is not None and left < 0:
+                words += f"  (a node's main memory lacks {size(-left)})"
+            yield f"  {rank:>4}  {row['launch.ranks']:>5}  {seconds}  {limit}{device:>9}{margin:>10}{host:>9}  {words}"
         yield from self._reasons()
         for reason, count in self.dropped.items():
             yield f"  dropped {count:,}: {reason}"
@@ -199,19 +207,21 @@ def search(
     layouts, dropped = legal(work)
     queue, drops = _Queue(layouts, work=work), Counter[str](dropped)
     found: list[Found] = []
-    misfits: list[Layout] = []
-    while queue.waiting and len(found) - len(misfits) < traced and len(found) < 2 * traced:
+    misfits: list[Layout] = []  # that a device has no room for
+    misfit = 0
+    while queue.waiting and len(found) - misfit < traced and len(found) < 2 * traced:
         layout = queue.take()
         if any(layout.keeps_more(misfit) for misfit in misfits):
             drops["keeps more than a planned layout that does not fit"] += 1
             continue
-        say(f"  plans {len(found) + 1} of {min(traced + len(misfits), 2 * traced)}: {' '.join(layout.overrides)}")
+        say(f"  plans {len(found) + 1} of {min(traced + misfit, 2 * traced)}: {' '.join(layout.overrides)}")
         plan = replan(layout.overrides)
         if isinstance(plan, str):
             drops[f"refused: {plan}"] += 1
             continue
         found.append(Found(layout=layout, plan=plan, rough=rough_seconds(layout, work=work)))
-        if plan.fits:
+        misfit += not plan.fits
+        if (plan.margin_bytes or 0) >= 0:
             queue.release(parts_of(layout))
         else:
             misfits.append(layout)
@@ -237,7 +247,7 @@ class _Queue:
 
     def __init__(self, layouts: Iterable[Layout], *, work: Workload) -> None:
         self.work = work
-        self._too_large = 0
+        self._too_large = self._too_large_host = 0
         self._parts: set[Layout] = set()
         self.waiting: list[tuple] = []
         self.resident = math.inf
@@ -245,8 +255,11 @@ class _Queue:
             state = state_bytes(layout, work=work)
             if layout.offload == "none":
                 self.resident = min(self.resident, state)
+            host = work.hardware.usable_host_bytes
             if state > work.hardware.usable_bytes:
                 self._too_large += 1
+            elif host is not None and host_state_bytes(layout, work=work) > host:
+                self._too_large_host += 1
             elif layout.fraction < 1:
                 self._parts.add(layout)
             else:
@@ -271,6 +284,7 @@ class _Queue:
         """Numbers of layouts that are not taken, by reason."""
         counts = {
             _TOO_LARGE: self._too_large,
+            _TOO_LARGE_HOST: self._too_large_host,
             _PARTIAL: len(self._parts),
             f"slower by arithmetic than the {planned} that were planned": len(self.waiting),
         }
@@ -302,11 +316,11 @@ def _plan_without_offload(
 
 
 def _order(one: Found) -> tuple:
-    """Sort key: layouts that fit by GPU time, then seconds, then simplicity; then the others by their excess."""
+    """Sort key: layouts that fit by GPU time, then seconds, then simplicity; then the others by their missing bytes."""
     if one.plan.fits:
         rounded = (float(f"{seconds:.3g}") for seconds in (one.gpu_seconds, one.seconds))
         return False, *rounded, _simplicity(one.layout), one.seconds
-    return True, -(one.plan.margin_bytes or 0)
+    return True, one.plan.missing_bytes
 
 
 def _simplicity(layout: Layout) -> tuple[int, ...]:

@@ -52,6 +52,12 @@ class HardwareConfig:
     reserve_bytes: int | None = key(
         "bytes of it that the CUDA context, NCCL and the allocator's rounding take", range=SIZE_OR_ZERO
     )
+    host_capacity_bytes: int | None = key(
+        "bytes of main memory of a node, shared by its ranks; null: a plan does not check it", range=SIZE
+    )
+    host_reserve_bytes: int | None = key(
+        "bytes of it that the system, the processes and their data take; null: 0", range=SIZE_OR_ZERO
+    )
     bf16_rate: float | None = key(
         "operations per second of dense products in bf16", range=POSITIVE, acts=_rated("bf16")
     )
@@ -111,6 +117,8 @@ class Hardware:
     """Bytes, bytes per second, operations per second, seconds; per device, one way.
 
     capacity_bytes: memory that the driver offers. reserve_bytes: part of it that the context, NCCL and the allocator's rounding take.
+    host_capacity_bytes: main memory of a node; if omitted, plans do not check it. host_reserve_bytes: part of it that the system and the
+    processes take.
     bf16_rate, fp16_rate, fp32_rate, fp8_rate: dense products. host_bandwidth: a device's share of its node's main memory. disk: a device's
     share. link: between the devices of a node. network: between nodes; if omitted, a plan for several nodes is refused.
     ranks_per_node: devices of a node. operation_latency: minimum time of an operation. source: origin of the numbers.
@@ -128,12 +136,14 @@ class Hardware:
     nodes, where a collective takes longer for its bytes, the delay is what the same bytes cause inside a node.
 
     Raises ValueError naming key and value for a number that is not positive, and for curves that do not rise; latencies and
-    `reserve_bytes` may be zero.
+    reserved bytes may be zero.
     """
 
     name: str
     capacity_bytes: int
     reserve_bytes: int
+    host_capacity_bytes: int | None = None
+    host_reserve_bytes: int = 0
     bf16_rate: float
     fp16_rate: float
     fp32_rate: float
@@ -179,6 +189,11 @@ class Hardware:
     def usable_bytes(self) -> int:
         """Bytes available for tensors."""
         return self.capacity_bytes - self.reserve_bytes
+
+    @property
+    def usable_host_bytes(self) -> int | None:
+        """Main memory of a node that is available to tensors of all its ranks. None if unknown."""
+        return None if self.host_capacity_bytes is None else self.host_capacity_bytes - self.host_reserve_bytes
 
     @property
     def is_reached(self) -> bool:
