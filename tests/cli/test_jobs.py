@@ -41,6 +41,8 @@ def test_the_table_has_every_job_and_every_error(tmp_path):
         "final_loss": 1.25,
         "tokens_per_second": 41234.0,
         "step_seconds_median": 0.5,
+        "tokens_per_second_per_gpu": 20617.0,
+        "mfu": 0.321,
         "loss_digest": "abcdef0123",
     }
     jobs = [
@@ -52,6 +54,17 @@ def test_the_table_has_every_job_and_every_error(tmp_path):
     screen = io.StringIO()
     print_jobs(jobs, console=Console(file=screen, width=160))
     text = screen.getvalue()
-    for words in ("zero=stage0", "1.2500", "41.2k", "2.00 MB", "abcdef01", "failed", "all jobs: seed=1"):
+    for words in (
+        "zero=stage0",
+        "1.2500",
+        "41.2k",
+        "20.6k",
+        "MFU",
+        "32.1%",
+        "2.00 MB",
+        "abcdef01",
+        "failed",
+        "all jobs: seed=1",
+    ):
         assert words in text
-    assert "job 1: rank 1: [boom]" in text
+    assert "job 1: rank 1: [boom]" in text and "HFU" not in text  # no job has it

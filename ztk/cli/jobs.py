@@ -16,6 +16,11 @@ from ztk.report.sweep import SweepRecord
 from ztk.report.units import format_bytes, format_count
 
 _TIERS = ("device", "host", "nvme")
+_SPEEDS = {  # column -> key of a summary, and its text; shown if a job has it
+    "tokens/s/GPU": ("tokens_per_second_per_gpu", format_count),
+    "MFU": ("mfu", "{:.1%}".format),
+    "HFU": ("hfu", "{:.1%}".format),
+}
 _STYLES = {Status.done: "green", Status.pending: "dim", Status.does_not_fit: "yellow", Status.running: "cyan"}
 
 
@@ -73,7 +78,8 @@ def print_jobs(jobs: Sequence[Job], *, console: Console) -> None:
     for column in ("job", "status"):
         table.add_column(column, no_wrap=True)
     table.add_column("overrides", overflow="fold")
-    for column in ("loss", "tokens/s", "s/step", *[f"peak {tier}" for tier in tiers], "digest"):
+    speeds = [name for name, (key, _) in _SPEEDS.items() if any(summary.get(key) is not None for summary in summaries)]
+    for column in ("loss", "tokens/s", "s/step", *speeds, *[f"peak {tier}" for tier in tiers], "digest"):
         table.add_column(column, justify="right", no_wrap=True)
     planned = any(job.plan is not None for job in jobs)
     for column in ("plan: device", "plan: fits", "plan: s/step") if planned else ():
@@ -89,6 +95,7 @@ def print_jobs(jobs: Sequence[Job], *, console: Console) -> None:
             _cell(summary.get("final_loss"), "{:.4f}".format),
             _cell(summary.get("tokens_per_second"), format_count),
             _cell(summary.get("step_seconds_median"), "{:.3f}".format),
+            *(_cell(summary.get(key), written) for key, written in map(_SPEEDS.__getitem__, speeds)),
             *peaks,
             str(summary.get("loss_digest") or "-")[:8],
             *(("-", "-", "-") if job.plan is None else job.plan.cells)[: 3 * planned],
