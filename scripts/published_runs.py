@@ -108,8 +108,10 @@ the next block while one computes, however large it is, and ztk's default does n
 (`plan.fp8_gathers`). Collectives inside a node do not queue behind collectives between nodes, and a collective delays computing by its bytes,
 not by its seconds (`ztk/planner/lanes.py`).
 
-All plans were made after these corrections, or again. Of the plans made again, models of 30B and more on several nodes became up to 30 %
-faster, and small models on one node changed by at most 0.1 %, apart from fp8.
+All plans were made after these corrections, or again, except those that are called older: an interleaved pipeline waited for the reduction
+of a stage's gradients once per micro-batch, not once per step, which made steps too long (by 31 % for 30 blocks of Llama 3 405B). Of the
+plans made again, models of 30B and more on several nodes became up to 30 % faster, and small models on one node changed by at most 0.1 %,
+apart from fp8.
 
 Models without a gated MLP (MPT, GPT-3, Nemotron, BLOOM) are planned as Llama decoders with as many parameters. The planned MFU is of
 the rate in bf16, also where linear layers multiply in fp8; llm-foundry's and Megatron-LM's are of the rate in fp8 there. Peaks
@@ -121,8 +123,9 @@ that it handed out, DeepSpeed's come from nvidia-smi, so `hardware.reserve_bytes
 Known reasons for errors above 25 %: on 512 GPUs with one micro-batch, nanotron's steps of 0.4 to 0.6 seconds contain costs of 64 nodes
 that a plan does not have; Qwen3 with one sequence per micro-batch on B200 is limited by its host, and with four sequences it is not. It is not
 known why torchtitan's context parallelism over 4 and 8 ranks runs at half of the planned rate, and why KempnerForge's tensor parallelism is
-faster than planned. Megatron-LM's Llama 3 405B is planned with the same number of blocks in every virtual stage, also in those with the
-embedding and the head, which have one block less in Meta's training (arXiv 2407.21783, section 3.3.2). KempnerForge keeps the gradients of
+faster than planned. Megatron-LM counts the embedding and the head of Llama 3 405B as blocks (`account_for_embedding_in_pipeline_split` of its
+transformer configuration), as Meta did (arXiv 2407.21783, section 3.3.2): `topology.partition=uniform`; its older plan of 512 GPUs has them
+in addition to two blocks. KempnerForge keeps the gradients of
 full parameters over the micro-batches of a step (`maybe_no_sync`), which a plan at stage 3 reduces at once: its runs hold more than their
 plans. AsyncTP is planned as plain gathers.
 

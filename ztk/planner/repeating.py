@@ -28,6 +28,15 @@ def traced_micro_batches(count: int, *, stages: int, policy: PipelinePolicy) -> 
     return count
 
 
+def middle_micro_batch(traced: int, *, stages: int, policy: PipelinePolicy) -> int:
+    """The traced micro-batch of a pipeline that stands for the skipped ones.
+
+    Of an interleaved schedule the last one of the first round: in the second round gradients of one stage are reduced before the backward of
+    the stage before it, which may wait for the network.
+    """
+    return stages - 1 if policy.schedule is ScheduleName.interleaved else traced // 2
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counted:
     """Counters of one rank since its step began. wire: bytes by kind, for each communicator. clock: None if seconds are not planned."""
@@ -73,22 +82,23 @@ class Repeater:
                 comm.counters.bytes["scalars"] += announced // traced * left_out
 
 
-def middle_actions(intervals: Sequence[Interval], *, traced: int) -> list[int]:
-    """Positions in `intervals` of the actions of a micro-batch in the middle."""
-    return [number for number, interval in enumerate(intervals) if interval.action.micro_batch == traced // 2]
+def actions_of(intervals: Sequence[Interval], *, micro_batch: int) -> list[int]:
+    """Positions in `intervals` of the actions of `micro_batch`."""
+    return [number for number, interval in enumerate(intervals) if interval.action.micro_batch == micro_batch]
 
 
 def seconds_of_actions(
-    computes: Sequence[Action], *, intervals: Sequence[Interval], traced: int, count: int
+    computes: Sequence[Action], *, intervals: Sequence[Interval], middle: int, traced: int, count: int
 ) -> dict[Action, float]:
-    """Seconds of all actions of a rank in a step of `count` micro-batches, after a trace of `traced` micro-batches."""
+    """Seconds of all actions of a rank in a step of `count` micro-batches, after a trace of `traced` micro-batches. middle: the one that
+    stands for those that were skipped."""
     known = {interval.action: interval.stop - interval.start for interval in intervals}
-    return {action: known[_like(action, traced=traced, count=count)] for action in computes}
+    return {action: known[_like(action, middle=middle, traced=traced, count=count)] for action in computes}
 
 
-def _like(action: Action, *, traced: int, count: int) -> Action:
+def _like(action: Action, *, middle: int, traced: int, count: int) -> Action:
     """The traced action that stands for `action`."""
-    number, middle = action.micro_batch, traced // 2
+    number = action.micro_batch
     last = traced - 1 - middle  # micro-batches after the middle one
     like = traced - (count - number) if number >= count - last else min(number, middle)
     return Action(kind=action.kind, stage=action.stage, micro_batch=like)

@@ -25,7 +25,14 @@ from ztk.planner.lanes import Lanes, StepTime
 from ztk.planner.peer import as_peer
 from ztk.planner.pipeline import StageTimes
 from ztk.planner.process import PlannedProcess
-from ztk.planner.repeating import Counted, Repeater, middle_actions, seconds_of_actions, traced_micro_batches
+from ztk.planner.repeating import (
+    Counted,
+    Repeater,
+    actions_of,
+    middle_micro_batch,
+    seconds_of_actions,
+    traced_micro_batches,
+)
 from ztk.planner.tracker import Peak, StepTracker
 from ztk.train.engine import Engine
 from ztk.train.engine.pipeline import PipelineEngine
@@ -190,7 +197,8 @@ def _run_pipeline(
     assert engine.timeline is not None
     repeater.announce(start=readings[0], stop=readings[1], traced=traced, left_out=micro_batches - traced)
     intervals, starts = engine.timeline.intervals, readings[1::2]
-    middle = [(starts[at], starts[at + 1]) for at in middle_actions(intervals, traced=traced) if at + 1 < len(starts)]
+    number = middle_micro_batch(traced, stages=len(engine.schedule.ranks), policy=engine.policy)
+    middle = [(starts[at], starts[at + 1]) for at in actions_of(intervals, micro_batch=number) if at + 1 < len(starts)]
     if repeater.lanes is None:
         return middle, None
     schedule = make_schedule(
@@ -204,6 +212,7 @@ def _run_pipeline(
         seconds=seconds_of_actions(
             schedule.computes(engine.process.mesh.comm("pp").rank),
             intervals=intervals,
+            middle=number,
             traced=traced,
             count=micro_batches,
         ),
