@@ -1,6 +1,7 @@
 """The policy's update of `task=grpo` and `task=ppo`: from scored samples to an optimizer step."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +20,6 @@ from ztk.rl.rollout import (
     Samples,
     compare,
     first_layer,
-    recorded_experts,
     same_experts,
 )
 
@@ -56,10 +56,11 @@ def fill_buffer(run: Run, *, scored: Scored, counts: Tensor, advantages: Tensor,
 def rescored(run: Run, *, samples: Samples) -> Tensor:
     """Returns the trainer's log-probabilities, float32 [S, T]. A collective call.
 
-    If the samples have the experts that drew them, adds the fraction of tokens with equal experts to the run's metrics.
+    If the samples have the experts that drew them, adds the fraction of tokens whose routers choose the same to the run's metrics.
     """
-    with recorded_experts(run.actor.module) as found:
-        trainer = logprobs_of(run.actor, run=run, samples=samples)
+    routers = run.routers
+    with nullcontext([]) if routers is None else routers.recorded() as found:
+        trainer = logprobs_of(run.actor, run=run, samples=samples, routers=routers)
     assert trainer is not None
     if samples.experts is None:
         return trainer
@@ -127,6 +128,8 @@ def update_policy(run: Run) -> Update:
         options = {"layout": layout, "temperature": config.rollout.temperature}
 
         def scaled_loss(model: Any) -> Tensor:
+            if run.routers is not None:
+                run.routers.begin(batch, layout=layout)
             found = losses_of(model, batch=batch, policy=policy, **options, **given)
             logprobs.append(found.logprobs)
             counts = torch.stack([found.entropy, found.clipped.double()]).cpu()
@@ -142,6 +145,8 @@ def update_policy(run: Run) -> Update:
 
     parts = enumerate(micro_batches(run, samples=samples))
     loss = engine.train_batch((forward_of(number, part) for number, part in parts), before_step=check)
+    if run.routers is not None:
+        run.routers.begin(None)
     totals = run.process.mesh.gather_scalars(sums.to(device), label="update").sum(0).tolist()
     entropy, tokens, clipped, computed = totals
     return Update(

@@ -17,6 +17,7 @@ from experiments.text_reward import TextReward
 from ztk.checkpoint.full import is_cut
 from ztk.config import Config, is_text_model, open_environments
 from ztk.config.adapters import reference_has_adapters
+from ztk.core.policies.rollout import replays_experts
 from ztk.core.runtime import Process
 from ztk.core.runtime.comm import connect_groups
 from ztk.rl.rollout import (
@@ -28,6 +29,7 @@ from ztk.rl.rollout import (
     GuardPolicy,
     Guards,
     RolloutWeights,
+    Routers,
     SettledWeights,
     settle_weights,
     use_cached_attention,
@@ -43,7 +45,8 @@ class Run:
     best: of the evaluations so far. weights: how a rollout reads parameters. packs: whether policy and reference take texts without
     padding. reward_model: of reward.path. cached: samples for rollout.engine=generator. rollouts: number so far. metrics: of the latest one.
     reward_before: mean reward before the first step. rewarded: the functions' rewards of this rank's latest samples. environments: of
-    rollout.environment. episodes: of this rank's latest samples. ahead: samples the next rollout for rollout.ahead=1.
+    rollout.environment. episodes: of this rank's latest samples. ahead: samples the next rollout for rollout.ahead=1. routers: of a policy
+    with experts that the inference engine draws with.
     """
 
     config: Config
@@ -63,6 +66,7 @@ class Run:
     environments: Environments | None = None
     episodes: Sequence[Episode] = ()
     ahead: Ahead | None = None
+    routers: Routers | None = None
     rollouts: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     reward_before: float | None = None
@@ -139,6 +143,7 @@ def open_run(
         environments=open_environments(config),
         ahead=Ahead() if config.rollout.ahead else None,
         cached=open_cached(config, actor=actor),
+        routers=Routers(actor.module, replays=config.rollout.experts == "replay") if replays_experts(config) else None,
         weights=open_weights(config, actor=actor),
         packs=open_packs(config, actor=actor, reference=reference),
         guards=Guards(

@@ -24,6 +24,7 @@ from ztk.rl.rollout import (
     Layout,
     Requests,
     RolloutPolicy,
+    Routers,
     Samples,
     answer_logits,
     generate,
@@ -95,7 +96,7 @@ def drawing_of(run: Run, *, first_prompt: int | None = None) -> Callable[[], Dra
         cut=Cut(
             top_k=rollout.top_k or 0, top_p=1.0 if rollout.top_p is None else rollout.top_p, min_p=rollout.min_p or 0.0
         ),
-        keeps_experts=first_prompt is None and rollout.identity == "corrected" and config.model.experts is not None,
+        keeps_experts=first_prompt is None and run.routers is not None,
     )
     options = {"policy": policy, "requests": requests, "step": run.rollouts}
     if run.environments is not None:
@@ -174,10 +175,12 @@ def evaluate(run: Run) -> Evaluated:
     )
 
 
-def logprobs_of(engine: Engine | BaseModel | None, *, run: Run, samples: Samples) -> Tensor | None:
+def logprobs_of(
+    engine: Engine | BaseModel | None, *, run: Run, samples: Samples, routers: Routers | None = None
+) -> Tensor | None:
     """Returns log-probabilities of the tokens of `samples` by `engine`, over the kept tokens, float32 [S, T], without gradients.
 
-    None without an engine.
+    None without an engine. routers: of the engine's module, if they choose the experts that drew the samples.
     """
     if engine is None:
         return None
@@ -188,6 +191,8 @@ def logprobs_of(engine: Engine | BaseModel | None, *, run: Run, samples: Samples
         hide = hide_of(batch.kept, mask=mask, device=layout.tokens.device)
 
         def logprobs_of(model: Any) -> Tensor:
+            if routers is not None:
+                routers.begin(batch, layout=layout)
             if (large := large_answers(model, rows=len(batch), length=length)) is not None:
                 return large.logprobs(layout, mask=mask, temperature=temperature, hide=hide)
             logits = answer_logits(model, layout=layout, mask=mask)
@@ -199,6 +204,8 @@ def logprobs_of(engine: Engine | BaseModel | None, *, run: Run, samples: Samples
 
     with engine.evaluating():
         parts = engine.compute(forward_of(samples[rows]) for rows in micro_batches(run, samples=samples))
+    if routers is not None:
+        routers.begin(None)
     return Packing.of(samples.answer_mask).unpack(torch.cat([part.cpu() for part in parts]), length=length)
 
 

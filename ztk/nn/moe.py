@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ztk.core.runtime.planned import without_autocast
-from ztk.kernels import Routing, grouped_matmul, grouped_matmul_pair, moe_combine, moe_route, swiglu
+from ztk.kernels import Routing, grouped_matmul, grouped_matmul_pair, moe_combine, moe_route, moe_slots, swiglu
 from ztk.nn.balance import ExpertLoad, RouterLosses
 from ztk.nn.config import DecoderConfig
 from ztk.nn.mlp import SwiGLU
@@ -110,7 +110,7 @@ class SparseMLP(nn.Module):
     """x [..., C] -> the weighted sum of each token's `experts_per_token` best experts, and of the shared expert if there is one.
 
     Weights are the router's probabilities of the chosen experts, divided by their sum. With `exchange` the experts are distributed over
-    ranks, and `experts` are this rank's.
+    ranks, and `experts` are this rank's. `choose` may replace the router's choice, int32 [T, k].
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -123,11 +123,15 @@ class SparseMLP(nn.Module):
         self.losses = RouterLosses(balance_weight=config.balance_loss_weight, z_weight=config.router_z_loss_weight)
         self.load = ExpertLoad()
         self.exchange: Exchange | None = None
+        self.choose: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
         logits = self.router(tokens)
         routing = moe_route(logits, top_k=self.top_k)
+        if self.choose is not None:
+            chosen = self.choose(routing.experts)
+            routing = routing if chosen is routing.experts else _routing_to(chosen, logits=logits)
         rows, counts, shared = self._through_experts(tokens, routing=routing)
         out = moe_combine(rows, weights=routing.weights, position=routing.position)
         if shared is not None:
@@ -145,6 +149,19 @@ class SparseMLP(nn.Module):
             return done.rows, done.counts, done.meanwhile
         rows = self.experts(tokens, offsets=routing.offsets, order=routing.order, position=routing.position)
         return rows, routing.counts, None if shared is None else shared()
+
+
+def _routing_to(experts: Tensor, *, logits: Tensor) -> Routing:
+    """Routes to given experts, int32 [T, k], with weights from logits [T, E]: equal to `moe_route` for its own choice, up to rounding."""
+    slots = moe_slots(experts, num_experts=logits.shape[1])
+    return Routing(
+        weights=logits.gather(1, experts.long()).softmax(-1),
+        experts=experts,
+        counts=slots.counts,
+        offsets=slots.offsets,
+        order=slots.order,
+        position=slots.position,
+    )
 
 
 def _cast_for_autocast(x: Tensor, *, weights: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -8,11 +8,12 @@ from experiments.models import warm_start
 from tests.parallel.topology.families import make
 from tests.rl.rollout.runs import config_of, play, rows_of
 from ztk.core.runtime import Process
+from ztk.hf.causal import CausalForward
 from ztk.inference import Generator
 from ztk.nn import Decoder, DecoderConfig
 from ztk.nn import loss as losses
 from ztk.nn.moe import Router
-from ztk.rl.rollout import Samples, lay_out, recorded_experts, same_experts
+from ztk.rl.rollout import Routers, Samples, answer_logits, lay_out, same_experts
 from ztk.rl.rollout.routing import with_experts
 
 DIVIDED = ("tp2", "pp2", "sp2")
@@ -93,34 +94,80 @@ def test_routers_of_a_warm_start_get_no_padding(ranks, tmp_path):
     assert ranks(1).run(routed_by_a_warm_start, config=config) == [{16 * 12}]  # sixteen texts of twelve tokens
 
 
+def samples_of(tokens: torch.Tensor, lengths: torch.Tensor) -> Samples:
+    """Answers of all tokens but the first three."""
+    numbers, three = torch.arange(len(tokens)), torch.full((len(tokens),), 3)
+    return Samples(
+        tokens=tokens,
+        numbers=numbers,
+        prompts=numbers,
+        prompt_lengths=three,
+        answer_lengths=lengths - 3,
+        finished=numbers >= 0,
+        logprobs=torch.zeros(tokens.shape),
+        rewards=torch.zeros(len(tokens)),
+        included=numbers >= 0,
+    )
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("family", [None, "Mixtral"])
 def test_tokens_with_other_experts_are_counted(family):
     torch.manual_seed(0)
     model = sparse_decoder() if family is None else make(family).eval()
-    generator, mask = Generator(model), torch.arange(12) >= torch.tensor([[3], [5]])
-    samples = Samples(
-        tokens=torch.randint(64, (2, 12)),
-        numbers=torch.arange(2),
-        prompts=torch.arange(2),
-        prompt_lengths=torch.tensor([3, 5]),
-        answer_lengths=torch.tensor([9, 7]),
-        finished=torch.ones(2, dtype=torch.bool),
-        logprobs=torch.zeros(2, 12),
-        rewards=torch.zeros(2),
-        included=torch.ones(2, dtype=torch.bool),
-    )
-    samples = with_experts(samples, generator=generator)
+    generator, mask = Generator(model), torch.arange(12).expand(2, 12) >= 3
+    samples = with_experts(samples_of(torch.randint(64, (2, 12)), torch.tensor([12, 12])), generator=generator)
     prefix = generator.own_model.chosen_experts(samples.tokens[1, :8].tolist())
     assert torch.equal(prefix, samples.experts[1, :8])  # as in the step that drew the token
     layout = lay_out(samples.tokens, lengths=samples.lengths, packs=family is None, device=torch.device("cpu"))
-    with recorded_experts(model) as found:
+    with Routers(model).recorded() as found:
         layout.forward(model)
     given = {"layout": layout, "found": found}
     assert same_experts(samples, **given) == mask.sum()
     samples.experts[0, 5, 1] += 1
     samples.experts[1, 11] += 1  # nothing is predicted from the last token
     assert same_experts(samples, **given) == mask.sum() - 1
+
+
+def logprobs_of(model, layout, mask) -> torch.Tensor:
+    chosen = layout.tokens.flatten()[layout.places(mask)].unsqueeze(1)
+    return answer_logits(model, layout=layout, mask=mask).log_softmax(-1).gather(1, chosen).squeeze(1)
+
+
+@pytest.mark.parametrize("family", [None, "Mixtral", "Qwen2Moe"])
+def test_replayed_experts_keep_ratios_near_one(family):
+    """Two experts have equal scores and weights differ by 1e-7, so that the choice flips; replayed, the probabilities are the engine's."""
+    torch.manual_seed(0)
+    model = sparse_decoder() if family is None else make(family).eval()
+    named = model.named_parameters()
+    weights = [p for name, p in named if name.endswith(("router.weight", "gate.weight")) and len(p) > 1]
+    tokens, lengths = torch.randint(64, (4, 12)), torch.tensor([12, 9, 12, 5])
+    layout = lay_out(tokens, lengths=lengths, packs=True, device=torch.device("cpu"))
+    mask = (torch.arange(12) < lengths[:, None]) & (torch.arange(12) > 2)
+    forward, routers, gradients = model if family is None else CausalForward(model), Routers(model), []
+    for given in (None, with_experts(samples_of(tokens, lengths), generator=Generator(model))):
+        model.zero_grad()
+        routers.begin(given, layout=layout)
+        logprobs_of(forward, layout, mask).sum().backward()
+        gradients.append([weight.grad for weight in weights])
+    for own, replayed in zip(*gradients, strict=True):  # the choices are equal: the router learns as without a replay
+        torch.testing.assert_close(replayed, own, rtol=1e-4, atol=1e-5)
+    routers.begin(None)
+    with torch.no_grad():
+        for weight in weights:
+            weight[1] = weight[0]
+        generator = Generator(model)
+        samples = with_experts(samples_of(tokens, lengths), generator=generator)
+        texts = [row[:length].tolist() for row, length in zip(tokens, lengths.tolist(), strict=True)]
+        drawn = torch.cat([scores[2:] for scores in generator.score(texts)])
+        for weight in weights:
+            weight[0] -= 1e-7 * weight[0].sign()
+            weight[1] += 1e-7 * weight[1].sign()
+        apart = (logprobs_of(forward, layout, mask) - drawn).abs()
+        routers.begin(samples, layout=layout)
+        near = (logprobs_of(forward, layout, mask) - drawn).abs()
+    assert apart.max() > 1e-3  # another expert of the same score
+    assert near.max() < 2e-5
 
 
 def sparse_decoder() -> Decoder:
@@ -131,14 +178,14 @@ def sparse_decoder() -> Decoder:
 def routed(model: Decoder, tokens: torch.Tensor, lengths: torch.Tensor) -> tuple:
     """The layout of packed texts, and the experts that their tokens choose, best first: int64 [tokens, layers, choices]."""
     layout = lay_out(tokens, lengths=lengths, packs=True, device=torch.device("cpu"))
-    with recorded_experts(model) as found:
+    with Routers(model).recorded() as found:
         layout.forward(model)
     return layout, torch.stack(found, dim=1)
 
 
 @torch.no_grad()
 def test_the_update_chooses_the_experts_of_the_rollout():
-    """They are not replayed. Sums of other shapes round otherwise, which would move a choice between logits that are nearly equal."""
+    """Also without a replay. Sums of other shapes round otherwise, which would move a choice between logits that are nearly equal."""
     torch.manual_seed(0)
     model = sparse_decoder()
     tokens, lengths = torch.randint(64, (16, 24)), torch.arange(16) % 5 + 4

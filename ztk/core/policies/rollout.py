@@ -49,6 +49,13 @@ class CorrectionName(StrEnum):
     sequence_mask = "sequence_mask"
 
 
+class RolloutExperts(StrEnum):
+    """rollout.experts: the experts of drawn tokens in the trainer."""
+
+    replay = "replay"
+    own = "own"
+
+
 class BaselineName(StrEnum):
     """advantage.baseline: the expected reward that is subtracted."""
 
@@ -152,6 +159,24 @@ _GENERATES = When(
 _CORRECTS = When(
     "rollout.identity=corrected",
     lambda config, machine: draws(config) and config.rollout.identity is RolloutIdentity.corrected,
+)
+
+
+def replays_experts(config: "Config") -> bool:
+    """Whether the inference engine draws with experts, which the trainer can replay."""
+    rollout = config.rollout
+    return (
+        draws(config)
+        and rollout.identity is RolloutIdentity.corrected
+        and rollout.engine is RolloutEngineName.generator
+        and rollout.environment is None
+        and config.model.experts is not None
+    )
+
+
+_ROUTES = When(
+    "rollout.identity=corrected and rollout.engine=generator without rollout.environment, for a model with experts",
+    lambda config, machine: replays_experts(config),
 )
 _CLIPS = When(
     f"{DRAWS.words} and policy.form=clipped",
@@ -305,6 +330,12 @@ class RolloutConfig:
     )
     correction_max: float | None = key(
         "largest weight of rollout.identity=corrected", default=2.0, range=Range(low=1, float32=True), acts=_CORRECTS
+    )
+    experts: RolloutExperts | None = key(
+        "experts of drawn tokens in scoring and update. replay: those that the inference engine chose, with weights from the trainer's "
+        "scores of them; own: the trainer's choice",
+        default=RolloutExperts.replay,
+        acts=_ROUTES,
     )
     environment: str | None = key(
         "class whose instances answer the policy, for several turns and tools: FILE.py:CLASS or MODULE:CLASS with reset(prompt) and "

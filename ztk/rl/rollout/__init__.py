@@ -22,7 +22,7 @@ from ztk.rl.rollout.rewards import (
     TrainingState,
     load_function,
 )
-from ztk.rl.rollout.routing import recorded_experts, same_experts
+from ztk.rl.rollout.routing import Routers, same_experts
 from ztk.rl.rollout.weights import RolloutWeights, SettledWeights, rollout_weights, settle_weights, states_away
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "RolloutPolicy",
     "RolloutStopped",
     "RolloutWeights",
+    "Routers",
     "Samples",
     "SettledWeights",
     "TextCache",
@@ -68,7 +69,6 @@ __all__ = [
     "load_function",
     "pack_exactly",
     "play",
-    "recorded_experts",
     "rollout_weights",
     "same_experts",
     "sample_keys",
