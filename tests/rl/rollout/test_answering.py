@@ -10,7 +10,7 @@ from ztk.inference.model import InferenceModel
 from ztk.inference.sample import fp32_logprobs
 from ztk.inference.steps import Span
 from ztk.rl.rollout import answering
-from ztk.rl.rollout.answering import Answered, Drawing, answer, can_answer
+from ztk.rl.rollout.answering import Part, RolloutPolicy, answer, can_answer
 
 # Prompts without a full block, with one, and with two; 70 tokens of an answer pass the end of a block in each.
 LENGTHS, MAX_TOKENS = (3, 70, 3, 130, 64, 1, 130), 70
@@ -29,19 +29,40 @@ def model_of(name: str) -> InferenceModel:
     return model
 
 
-def drawing_of(count: int, **options) -> Drawing:
-    draws = torch.rand(count, MAX_TOKENS, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    return Drawing(max_tokens=MAX_TOKENS, stops=(STOP,), temperature=1.5, draws=draws, **options)
+def answered(
+    model: InferenceModel, *, prompts: list[tuple[int, ...]], rows: list[int] | None = None
+) -> tuple[torch.Tensor, Part]:
+    """Tokens of the rows, int64 [S, T], and the answers. rows: the numbers of the prompts' draws."""
+    draws = torch.rand(
+        max(len(prompts), 32), MAX_TOKENS, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+    )
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    tokens = torch.zeros(len(prompts), int(lengths.max()) + MAX_TOKENS, dtype=torch.int64)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    options = {"length": tokens.shape[1], "micro_batch": 1, "max_tokens": MAX_TOKENS, "stops": (STOP,), "pad": 0}
+    policy = RolloutPolicy(**options, temperature=1.5)
+    chosen = draws[: len(prompts)] if rows is None else draws[rows]
+    return tokens, answer(model, policy=policy, tokens=tokens, lengths=lengths, draws=chosen)
 
 
-def alone(model: InferenceModel, *, prompt: tuple[int, ...], found: Answered, row: int) -> torch.Tensor:
-    """Log-probabilities of an answer's tokens by a forward of the text, float32 [count]."""
-    tokens = found.tokens[row, : found.counts[row]]
-    text = torch.cat([torch.tensor(prompt), tokens])
-    span, rows = Span(slot=0, start=0, length=len(text), row=0), list(range(len(prompt) - 1, len(text) - 1))
+def alone(model: InferenceModel, *, text: torch.Tensor, prompt: int) -> torch.Tensor:
+    """Log-probabilities of the tokens after a prompt of so many, by a forward of the text, float32 [count]."""
+    span, rows = Span(slot=0, start=0, length=len(text), row=0), list(range(prompt - 1, len(text) - 1))
     with torch.inference_mode():
         logits = model.own_logits(text, spans=[span], cache=model.scratch(len(text)), rows=rows)
-    return fp32_logprobs(logits, temperature=1.5).gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return fp32_logprobs(logits, temperature=1.5).gather(1, text[prompt:].unsqueeze(1)).squeeze(1)
+
+
+def check(model: InferenceModel, *, prompts: list[tuple[int, ...]]) -> Part:
+    """Every answer has the bits of its text alone."""
+    tokens, found = answered(model, prompts=prompts)
+    for row, prompt in enumerate(prompts):
+        first, last = len(prompt), len(prompt) + int(found.counts[row])
+        assert bool(found.finished[row]) == (STOP in tokens[row, first:last].tolist())
+        assert torch.equal(found.logprobs[row, first:last], alone(model, text=tokens[row, :last], prompt=first)), row
+        assert not found.logprobs[row, last:].any() and not tokens[row, last:].any()
+    return found
 
 
 # A window that hides entire blocks, a soft cap, ALiBi, learned positions, experts, several queries per key head.
@@ -53,14 +74,8 @@ def test_answers_have_the_bits_of_their_texts_alone(name, threads, monkeypatch):
     try:
         model = model_of(name)
         prompts = prompts_of(model.description.vocab_size)
-        found = answer(model, prompts=prompts, drawing=drawing_of(len(prompts)))
+        found = check(model, prompts=prompts)
         assert 0 < int(found.finished.sum()) < len(prompts)  # some leave, at different times, and some are cut
-        for row, prompt in enumerate(prompts):
-            count = int(found.counts[row])
-            assert bool(found.finished[row]) == (STOP in found.tokens[row, :count].tolist())
-            expected = alone(model, prompt=prompt, found=found, row=row)
-            assert torch.equal(found.logprobs[row, :count], expected), row
-            assert not found.logprobs[row, count:].any() and not found.tokens[row, count:].any()
     finally:
         torch.set_num_threads(before)
 
@@ -72,32 +87,27 @@ def test_answers_that_write_at_one_place_have_the_same_bits(lengths):
     draw = torch.Generator().manual_seed(5)
     texts = [tuple(torch.randint(model.description.vocab_size, (n,), generator=draw).tolist()) for n in lengths]
     prompts = [text for text in texts for _ in range(3)]
-    found = answer(model, prompts=prompts, drawing=drawing_of(len(prompts)))
-    assert len(set(found.counts.tolist())) > 1
-    for row, prompt in enumerate(prompts):
-        expected = alone(model, prompt=prompt, found=found, row=row)
-        assert torch.equal(found.logprobs[row, : found.counts[row]], expected), row
+    assert len(set(check(model, prompts=prompts).counts.tolist())) > 1
 
 
 def test_an_answer_does_not_depend_on_the_batch():
     model = model_of("native")
     prompts = prompts_of(model.description.vocab_size)
-    every, drawing = answer(model, prompts=prompts, drawing=drawing_of(len(prompts))), drawing_of(len(prompts))
+    tokens, every = answered(model, prompts=prompts)
     for rows in ([0], [4, 2], [9, 1, 8, 3]):
-        part = Drawing(max_tokens=MAX_TOKENS, stops=(STOP,), temperature=1.5, draws=drawing.draws[rows])
-        found = answer(model, prompts=[prompts[row] for row in rows], drawing=part)
-        for name in ("tokens", "logprobs", "counts", "finished"):
-            assert torch.equal(getattr(found, name), getattr(every, name)[rows]), name
+        own, found = answered(model, prompts=[prompts[row] for row in rows], rows=rows)
+        assert torch.equal(own, tokens[rows, : own.shape[1]]) and torch.equal(found.counts, every.counts[rows])
+        assert torch.equal(found.logprobs, every.logprobs[rows, : own.shape[1]])
 
 
 def test_prompts_are_copied_where_no_product_has_room_for_their_answers(monkeypatch):
     """Planted: a processor whose products of more than 4 rows have other bits, and which needs all 64 keys."""
     model = model_of("native")
     prompts = prompts_of(model.description.vocab_size)
-    expected = answer(model, prompts=prompts, drawing=drawing_of(len(prompts)))
+    _, expected = answered(model, prompts=prompts)
     few = shapes.EqualShapes(rows=(4,), keys=(64,))
     monkeypatch.setattr("ztk.rl.rollout.answering.equal_shapes", lambda group, *, head_dim: few)
-    found = answer(model, prompts=prompts, drawing=drawing_of(len(prompts)))
+    _, found = answered(model, prompts=prompts)
     assert torch.equal(found.logprobs, expected.logprobs)
 
 
@@ -108,7 +118,7 @@ def test_only_answers_that_go_on_are_computed(monkeypatch):
         model, "next_logits", lambda tokens, **options: computed.append(len(tokens)) or forward(tokens, **options)
     )
     prompts = prompts_of(model.description.vocab_size)
-    found = answer(model, prompts=prompts, drawing=drawing_of(len(prompts)))
+    _, found = answered(model, prompts=prompts)
     assert computed == [int((found.counts > index).sum()) for index in range(1, MAX_TOKENS)]
 
 

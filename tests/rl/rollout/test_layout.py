@@ -13,6 +13,7 @@ from ztk.nn.attention import CausalAttention
 from ztk.nn.lora import LoraPolicy, add_adapters
 from ztk.rl.rollout import CachedAttention, RolloutPolicy, TextCache, answer_logits, hybrid, lay_out, pack_exactly
 from ztk.rl.rollout import packed as packing
+from ztk.rl.rollout.answering import answer
 from ztk.rl.rollout.layout import lay_out_new, new_tokens
 
 CPU = torch.device("cpu")
@@ -225,7 +226,7 @@ def test_answers_over_packed_weights_have_the_modules_bits():
     assert packed is not None
     draws = torch.rand(8, 80, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     given = {"tokens": tokens, "lengths": lengths, "draws": draws}
-    counts, logprobs, finished, kept = hybrid.answer_by(packed, policy=policy, **given)
+    counts, logprobs, finished, kept = answer(packed, policy=policy, **given)
     assert kept is None
     assert 0 < int(finished.sum()) < 8
     layout = lay_out(tokens, lengths=lengths + counts, packs=True, device=CPU, module=model)

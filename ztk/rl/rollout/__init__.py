@@ -1,6 +1,7 @@
 """Rollouts: samples from the engine in training, their rewards, and log-probabilities with the trainer's bits."""
 
 from ztk.rl.rollout.ahead import Ahead, Drawn
+from ztk.rl.rollout.answering import RolloutPolicy
 from ztk.rl.rollout.attention import CachedAttention, TextCache, use_cached_attention
 from ztk.rl.rollout.buffer import Buffer, Samples, share_of_rank
 from ztk.rl.rollout.cached import CachedRollouts
@@ -10,7 +11,7 @@ from ztk.rl.rollout.episodes import EpisodePolicy, play
 from ztk.rl.rollout.equality import Difference, RolloutMismatch, compare, first_layer, token_logprobs
 from ztk.rl.rollout.guards import GuardPolicy, Guards, RolloutStopped
 from ztk.rl.rollout.head import Answers, answer_logits, large_answers
-from ztk.rl.rollout.hybrid import Requests, RolloutPolicy, drawn_turns, generate
+from ztk.rl.rollout.hybrid import Requests, drawn_turns, generate
 from ztk.rl.rollout.kept import Kept, hide_of
 from ztk.rl.rollout.layout import Layout, can_pack, has_cache, lay_out, pack_exactly
 from ztk.rl.rollout.rewards import (

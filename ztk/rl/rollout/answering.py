@@ -1,7 +1,8 @@
 """Generates answers with a model in memory, in step: each forward computes one token of every unfinished answer."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,42 +18,65 @@ from ztk.inference.plan import free_memory
 from ztk.inference.sample import choose, fp32_logprobs
 from ztk.inference.slab_cache import SlabCache
 from ztk.inference.steps import Span
-from ztk.rl.rollout.kept import entries_of
+from ztk.rl.rollout.head import Answers
+from ztk.rl.rollout.kept import Kept, entries_of
+from ztk.rl.rollout.weights import RolloutWeights
 
 MOST = 64  # answers at a time
-# (logits [A, V], tokens int64 [A]) -> their log-probabilities, float32 [A]
-Chosen = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drawing:
-    """Parameters of sampling.
+class RolloutPolicy:
+    """length: tokens of a row (prompt, answer and padding), as in training. micro_batch: texts per forward, as in training. packs:
+    forwards take texts without padding; see `ztk.rl.rollout.layout`. The result is bitwise independent of the pack only if the engine's
+    module supports it.
 
-    max_tokens: per answer. stops: tokens that end an answer. draws: a number in [0, 1) for each answer and token, float64 [A,
-    max_tokens]. in_double: compares them with probabilities in double precision, as `ztk.inference.sample` does. chosen: computes the
-    stored log-probabilities, `fp32_logprobs` by default. cut: restricts sampling and log-probabilities to the kept tokens.
+    max_tokens: of an answer. stops, pad: token numbers; an answer ends with one of `stops`. temperature: divides the logits, for sampling
+    and for log-probabilities. cut: restricts sampling and log-probabilities to the kept tokens. keeps_experts: the inference engine keeps
+    the experts of each token.
+
+    Raises:
+        ValueError: a number out of its range.
     """
 
+    length: int
+    micro_batch: int
     max_tokens: int
     stops: tuple[int, ...]
-    temperature: float
-    draws: Tensor
-    in_double: bool = False
-    chosen: Chosen | None = None
+    pad: int
+    temperature: float = 1.0
+    seed: int = 0
+    weights: RolloutWeights = RolloutWeights.whole
+    packs: bool = False
     cut: Cut = KEEPS_ALL
+    keeps_experts: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("length", "micro_batch", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout {name}={getattr(self, name)}: must be 1 or more")
+        if not self.temperature > 0:
+            raise ValueError(f"rollout.temperature={self.temperature}: must be above 0; a policy gradient needs draws")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answered:
-    """tokens: int64 [A, max_tokens], zeros after each answer's end. logprobs: float32 of the same shape, NaN for NaN logits. counts:
-    tokens of each, int64 [A]. finished: whether the answer ended by itself, bool [A]. kept: entries for `Kept.of`.
+class Part(NamedTuple):
+    """Answers of some rows: numbers of tokens, int64 [S]; log-probabilities, float32 [S, T]; whether they ended by themselves, bool [S];
+    and the kept tokens, or None if nothing was cut.
     """
 
-    tokens: Tensor
-    logprobs: Tensor
     counts: Tensor
+    logprobs: Tensor
     finished: Tensor
-    kept: list[tuple[Tensor, Tensor, Tensor]]
+    kept: Kept | None
+
+
+def joined(parts: Sequence[Part]) -> Part:
+    """Concatenates the rows of all parts."""
+    counts, logprobs, finished = (torch.cat([part[column] for part in parts]) for column in range(3))
+    if all(part.kept is None for part in parts):
+        return Part(counts, logprobs, finished, None)
+    kept = [Kept.nothing(part.logprobs.shape) if part.kept is None else part.kept for part in parts]
+    return Part(counts, logprobs, finished, Kept.joined(kept))
 
 
 def can_answer(model: InferenceModel) -> bool:
@@ -71,45 +95,63 @@ def answers_at_once(model: InferenceModel, *, tokens: int, ranks: int) -> int:
     return max(1, min(MOST, free_memory() // (2 * ranks * each)))
 
 
-@torch.inference_mode()
-def answer(model: InferenceModel, *, prompts: list[tuple[int, ...]], drawing: Drawing) -> Answered:
-    """Generates one answer to each prompt of token ids, with a model for which `can_answer` is true.
+def answer(
+    model: InferenceModel,
+    *,
+    policy: RolloutPolicy,
+    tokens: Tensor,
+    lengths: Tensor,
+    draws: Tensor,
+    in_double: bool = False,
+    large: Answers | None = None,
+) -> Part:
+    """Writes an answer into each row of tokens, int64 [S, T], after a prompt of `lengths`, int64 [S], with a model for which `can_answer` is
+    true.
 
     Equal prompts are computed once. Answers do not depend on each other.
+
+    draws: a number in [0, 1) for each answer and token, float64 [S, max_tokens]. in_double: compares them with probabilities in double
+    precision, as `ztk.inference.sample` does. large: given if the update reads logits in chunks.
     """
+    prompts = [tuple(row[:length]) for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
     prompt_of = [numbers[prompt] for prompt in prompts]
-    logits, cache = _begun(model, prompts=list(numbers), prompt_of=prompt_of, longest=drawing.max_tokens)
-    step = AnswerStep(
-        cache, description=model.description, shapes=_shapes(model.description), lengths=[len(one) for one in prompts]
-    )
-    count = len(prompts)
-    tokens = torch.zeros(drawing.max_tokens, count, dtype=torch.int64)
-    logprobs = torch.zeros(drawing.max_tokens, count)
-    counts, finished = torch.full((count,), drawing.max_tokens), torch.zeros(count, dtype=torch.bool)
-    live, draws = torch.arange(count), drawing.draws.t().contiguous()
-    stops, entries = torch.tensor(drawing.stops), []
-    for index in range(drawing.max_tokens):
-        if not drawing.cut.keeps_all:
-            logits, kept = drawing.cut.hide(logits, temperature=drawing.temperature)
-            entries.append(entries_of(kept, rows=live, positions=torch.full_like(live, index)))
-        drawn, found = _drawn(logits, drawing=drawing, uniforms=draws[index])
-        if len(live) == count:
-            tokens[index], logprobs[index] = drawn, found
-        else:
-            tokens[index, live], logprobs[index, live] = drawn, found
-        ends = torch.isin(drawn, stops)
-        if ends.any():
-            finished[live[ends]], counts[live[ends]] = True, index + 1
-            places = _places(ends.tolist())
-            if not places:
-                break
-            live, draws, drawn = live[places], draws[:, places], drawn[places]
-            step.keep(places)
-        if index + 1 < drawing.max_tokens:
-            logits = model.next_logits(drawn, step=step)
-            step.next()
-    return Answered(tokens=tokens.t(), logprobs=logprobs.t(), counts=counts, finished=finished, kept=entries)
+    with torch.inference_mode():
+        logits, cache = _begun(model, prompts=list(numbers), prompt_of=prompt_of, longest=policy.max_tokens)
+        step = AnswerStep(
+            cache, description=model.description, shapes=_shapes(model.description), lengths=lengths.tolist()
+        )
+        count = len(prompts)
+        answers = torch.zeros(policy.max_tokens, count, dtype=torch.int64)
+        values = torch.zeros(policy.max_tokens, count)
+        counts, finished = torch.full((count,), policy.max_tokens), torch.zeros(count, dtype=torch.bool)
+        live, places = torch.arange(count), draws.t().contiguous()
+        stops, entries = torch.tensor(policy.stops), []
+        for index in range(policy.max_tokens):
+            if not policy.cut.keeps_all:
+                logits, kept = policy.cut.hide(logits, temperature=policy.temperature)
+                entries.append(entries_of(kept, rows=live, positions=lengths[live] + index))
+            drawn, found = _drawn(logits, policy=policy, uniforms=places[index], in_double=in_double, large=large)
+            if len(live) == count:
+                answers[index], values[index] = drawn, found
+            else:
+                answers[index, live], values[index, live] = drawn, found
+            ends = torch.isin(drawn, stops)
+            if ends.any():
+                finished[live[ends]], counts[live[ends]] = True, index + 1
+                going = _places(ends.tolist())
+                if not going:
+                    break
+                live, places, drawn = live[going], places[:, going], drawn[going]
+                step.keep(going)
+            if index + 1 < policy.max_tokens:
+                logits = model.next_logits(drawn, step=step)
+                step.next()
+    logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
+    row, index = (torch.arange(policy.max_tokens) < counts.unsqueeze(1)).nonzero().unbind(1)
+    at = lengths[row] + index
+    tokens[row, at], logprobs[row, at] = answers[index, row], values[index, row]
+    return Part(counts, logprobs, finished, Kept.of(entries, shape=(count, tokens.shape[1])) if entries else None)
 
 
 @torch.inference_mode()
@@ -150,15 +192,17 @@ def _begun(
     return logits[prompt_of], answers
 
 
-def _drawn(logits: Tensor, *, drawing: Drawing, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def _drawn(
+    logits: Tensor, *, policy: RolloutPolicy, uniforms: Tensor, in_double: bool, large: Answers | None
+) -> tuple[Tensor, Tensor]:
     """Samples a token for each row of logits [A, V]: int64 [A], and its log-probability."""
-    distribution = fp32_logprobs(logits, temperature=drawing.temperature)
+    temperature = policy.temperature
+    distribution = fp32_logprobs(logits, temperature=temperature)
     drawn = choose(
-        torch.log_softmax(logits.double() / drawing.temperature, dim=-1) if drawing.in_double else distribution,
-        uniforms=uniforms,
+        torch.log_softmax(logits.double() / temperature, dim=-1) if in_double else distribution, uniforms=uniforms
     )
-    if drawing.chosen is not None:
-        return drawn, drawing.chosen(logits, drawn)
+    if large is not None:
+        return drawn, large.chosen(logits, tokens=drawn, temperature=temperature)
     return drawn, distribution.gather(1, drawn.unsqueeze(1)).squeeze(1)
 
 

@@ -25,9 +25,9 @@ from ztk.inference import Completion, Generator, InferencePolicy, SamplingParams
 from ztk.inference.opening import UnreadModel
 from ztk.inference.sample import uniform
 from ztk.nn.lora import merged_parameters
-from ztk.rl.rollout.answering import MOST, answers_at_once, can_answer
+from ztk.rl.rollout.answering import MOST, Part, RolloutPolicy, answer, answers_at_once, can_answer
 from ztk.rl.rollout.buffer import Samples
-from ztk.rl.rollout.hybrid import Part, Requests, RolloutPolicy, TurnDraws, answer_by, first_tokens, samples_of
+from ztk.rl.rollout.hybrid import Requests, TurnDraws, first_tokens, samples_of
 from ztk.rl.rollout.kept import Kept
 from ztk.rl.rollout.routing import with_experts
 from ztk.train.engine import Engine
@@ -100,7 +100,7 @@ class CachedRollouts:
             for first in range(0, len(lengths), size):
                 rows = slice(first, first + size)
                 given = {"tokens": tokens[rows], "lengths": lengths[rows], "draws": draws[rows]}
-                parts.append(answer_by(model, policy=policy, in_double=True, **given))
+                parts.append(answer(model, policy=policy, in_double=True, **given))
         else:
             sampling = _sampling(policy, requests=requests, step=step, as_trainer=True)
             drawn = self._drawn(generator, prompts=_prompts(requests), sampling=sampling)
@@ -130,8 +130,8 @@ class CachedRollouts:
             sampling = [replace(every[row], max_tokens=int(limits[row])) for row in rows]
             answers: list[Completion | None] = [None] * len(tokens)
             found = self._drawn(generator, prompts=prompts, sampling=sampling)
-            for row, answer in zip(rows, found, strict=True):
-                answers[row] = answer
+            for row, completion in zip(rows, found, strict=True):
+                answers[row] = completion
             return _part(answers, tokens=tokens, lengths=lengths)
 
         comm = self._comm
@@ -249,20 +249,20 @@ def _draws(policy: RolloutPolicy, *, lengths: Tensor, requests: Requests, step: 
 
 
 def _part(answers: Sequence[Completion | None], *, tokens: Tensor, lengths: Tensor) -> Part:
-    """Returns answers in the form of `answer_by`. None: of rows that have ended."""
+    """Returns answers in the form of `answer`. None: of rows that have ended."""
     logprobs, entries = torch.zeros(tokens.shape, dtype=torch.float32), []
     counts, finished = torch.zeros_like(lengths), torch.zeros(len(lengths), dtype=torch.bool)
-    for row, answer in enumerate(answers):
-        if answer is None:
+    for row, completion in enumerate(answers):
+        if completion is None:
             continue
-        counts[row], finished[row] = len(answer.tokens), answer.finish_reason == "stop"
+        counts[row], finished[row] = len(completion.tokens), completion.finish_reason == "stop"
         first = int(lengths[row])
-        places = slice(first, first + len(answer.tokens))
-        tokens[row, places] = torch.tensor(answer.tokens, dtype=torch.int64)
-        logprobs[row, places] = answer.processed_logprobs
-        if answer.finish_reason == "error":
+        places = slice(first, first + len(completion.tokens))
+        tokens[row, places] = torch.tensor(completion.tokens, dtype=torch.int64)
+        logprobs[row, places] = completion.processed_logprobs
+        if completion.finish_reason == "error":
             logprobs[row, first] = math.nan
-        for number, kept in enumerate(answer.kept or []):
+        for number, kept in enumerate(completion.kept or []):
             ids = kept.long()
             entries.append((torch.full_like(ids, row), torch.full_like(ids, first + number), ids))
     return Part(counts, logprobs, finished, Kept.of(entries, shape=tokens.shape) if entries else None)

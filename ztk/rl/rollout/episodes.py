@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from ztk.rl.align.turns import Turns
+from ztk.rl.rollout.answering import RolloutPolicy
 from ztk.rl.rollout.buffer import Samples
 from ztk.rl.rollout.environments import Environments, Episode
-from ztk.rl.rollout.hybrid import Requests, RolloutPolicy, TurnDraws, check_finite, first_tokens
+from ztk.rl.rollout.hybrid import Requests, TurnDraws, check_finite, first_tokens
 from ztk.rl.rollout.kept import Kept
 
 DONE, MAX_TURNS, MAX_TOKENS = "done", "max_turns", "max_tokens"

@@ -3,18 +3,16 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ztk.inference.attention import BLOCK
-from ztk.inference.kept import KEEPS_ALL, Cut
-from ztk.inference.model import InferenceModel
 from ztk.inference.plan import free_memory
 from ztk.inference.sample import choose, fp32_logprobs
 from ztk.nn import Decoder
-from ztk.rl.rollout.answering import MOST, Drawing, answer, answers_at_once
+from ztk.rl.rollout.answering import MOST, Part, RolloutPolicy, answer, answers_at_once, joined
 from ztk.rl.rollout.attention import TextCache
 from ztk.rl.rollout.buffer import Samples
 from ztk.rl.rollout.draws import sample_keys, uniforms
@@ -22,42 +20,8 @@ from ztk.rl.rollout.head import Answers, large_answers
 from ztk.rl.rollout.kept import Kept, entries_of
 from ztk.rl.rollout.layout import Layout, has_cache, lay_out, lay_out_new, new_tokens
 from ztk.rl.rollout.packed import pack_weights
-from ztk.rl.rollout.weights import RolloutWeights, rollout_weights
+from ztk.rl.rollout.weights import rollout_weights
 from ztk.train.engine import Engine
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutPolicy:
-    """length: tokens of a row (prompt, answer and padding), as in training. micro_batch: texts per forward, as in training. packs:
-    forwards take texts without padding; see `ztk.rl.rollout.layout`. The result is bitwise independent of the pack only if the engine's
-    module supports it.
-
-    max_tokens: of an answer. stops, pad: token numbers; an answer ends with one of `stops`. temperature: divides the logits, for sampling
-    and for log-probabilities. cut: restricts sampling and log-probabilities to the kept tokens. keeps_experts: the inference engine keeps
-    the experts of each token.
-
-    Raises:
-        ValueError: a number out of its range.
-    """
-
-    length: int
-    micro_batch: int
-    max_tokens: int
-    stops: tuple[int, ...]
-    pad: int
-    temperature: float = 1.0
-    seed: int = 0
-    weights: RolloutWeights = RolloutWeights.whole
-    packs: bool = False
-    cut: Cut = KEEPS_ALL
-    keeps_experts: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("length", "micro_batch", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"rollout {name}={getattr(self, name)}: must be 1 or more")
-        if not self.temperature > 0:
-            raise ValueError(f"rollout.temperature={self.temperature}: must be above 0; a policy gradient needs draws")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +67,7 @@ def generate(engine: Engine, *, policy: RolloutPolicy, requests: Requests, step:
                 parts.append(_answer(engine, policy=policy, forwards=forwards, limits=limits, **given))
             else:
                 large = large_answers(engine, rows=len(tokens[rows]), length=tokens.shape[1])
-                parts.append(answer_by(packed, policy=policy, large=large, **given))
+                parts.append(answer(packed, policy=policy, large=large, **given))
     return samples_of(parts, tokens=tokens, lengths=lengths, requests=requests)
 
 
@@ -176,26 +140,6 @@ def _draws(policy: RolloutPolicy, *, keys: Tensor, lengths: Tensor) -> Tensor:
     return uniforms(keys.unsqueeze(1), positions=lengths.unsqueeze(1) + torch.arange(policy.max_tokens))
 
 
-class Part(NamedTuple):
-    """Answers of some rows: numbers of tokens, int64 [S]; log-probabilities, float32 [S, T]; whether they ended by themselves, bool [S];
-    and the kept tokens, or None if nothing was cut.
-    """
-
-    counts: Tensor
-    logprobs: Tensor
-    finished: Tensor
-    kept: Kept | None
-
-
-def joined(parts: Sequence[Part]) -> Part:
-    """Concatenates the rows of all parts."""
-    counts, logprobs, finished = (torch.cat([part[column] for part in parts]) for column in range(3))
-    if all(part.kept is None for part in parts):
-        return Part(counts, logprobs, finished, None)
-    kept = [Kept.nothing(part.logprobs.shape) if part.kept is None else part.kept for part in parts]
-    return Part(counts, logprobs, finished, Kept.joined(kept))
-
-
 def _no_answers(tokens: Tensor) -> Part:
     """Returns the part of rows that have ended, tokens [S, T]."""
     counts = torch.zeros(len(tokens), dtype=torch.int64)
@@ -203,7 +147,7 @@ def _no_answers(tokens: Tensor) -> Part:
 
 
 def samples_of(parts: Sequence[Part], *, tokens: Tensor, lengths: Tensor, requests: Requests) -> Samples:
-    """Makes samples from tokens int64 [S, T] with answers after prompts of `lengths`. parts: results of `answer_by` for consecutive rows.
+    """Makes samples from tokens int64 [S, T] with answers after prompts of `lengths`. parts: results of `answer` for consecutive rows.
 
     Raises:
         FloatingPointError: a log-probability is not finite.
@@ -250,45 +194,6 @@ def first_tokens(policy: RolloutPolicy, *, requests: Requests) -> tuple[Tensor, 
     return tokens, lengths
 
 
-def answer_by(
-    model: InferenceModel,
-    *,
-    policy: RolloutPolicy,
-    tokens: Tensor,
-    lengths: Tensor,
-    draws: Tensor,
-    in_double: bool = False,
-    large: Answers | None = None,
-) -> Part:
-    """Writes answers by a model in memory into `tokens`, int64 [S, T], after prompts of `lengths`, int64 [S].
-
-    draws, in_double: see `Drawing`. large: given if the update reads logits in chunks.
-    """
-
-    def chosen(logits: Tensor, drawn: Tensor) -> Tensor:
-        assert large is not None, "called where it is given"
-        return large.chosen(logits, tokens=drawn, temperature=policy.temperature)
-
-    prompts = [tuple(row[:length]) for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-    drawing = Drawing(
-        max_tokens=policy.max_tokens,
-        stops=policy.stops,
-        temperature=policy.temperature,
-        draws=draws,
-        in_double=in_double,
-        chosen=None if large is None else chosen,
-        cut=policy.cut,
-    )
-    found = answer(model, prompts=prompts, drawing=drawing)
-    logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
-    row, index = (torch.arange(policy.max_tokens) < found.counts.unsqueeze(1)).nonzero().unbind(1)
-    at = lengths[row] + index
-    tokens[row, at], logprobs[row, at] = found.tokens[row, index], found.logprobs[row, index]
-    entries = [(own, lengths[own] + number, kept) for own, number, kept in found.kept]
-    kept = Kept.of(entries, shape=(len(tokens), tokens.shape[1])) if entries else None
-    return Part(found.counts, logprobs, found.finished, kept)
-
-
 def _answer(
     engine: Engine,
     *,
@@ -299,7 +204,7 @@ def _answer(
     limits: Tensor,
     draws: Tensor,
 ) -> Part:
-    """Same as `answer_by`, with the engine's module. forwards: of these texts. limits: the most tokens of each answer, int64 [S]."""
+    """Same as `answer`, with the engine's module. forwards: of these texts. limits: the most tokens of each answer, int64 [S]."""
     logprobs = torch.zeros(tokens.shape, dtype=torch.float32)
     counts, active = torch.zeros_like(lengths), limits > 0
     finished = torch.zeros_like(active)
