@@ -10,7 +10,6 @@ Texts are tokenised and split into windows as in the harness's own class for tra
 
 import sys
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import lm_eval.models  # noqa: F401  # the harness's own models are registered once, by whoever is first
@@ -18,7 +17,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from torch import nn
 
-from ztk.inference import Generator, InferencePolicy, Request, SamplingParams, windows
+from ztk.inference import Generator, InferencePolicy, Request, SamplingParams, log_likelihoods
 from ztk.serve.models import open_model
 from ztk.serve.text import TextStream
 
@@ -106,14 +105,9 @@ class HarnessModel(LM):
 
         The first token follows the prefix token.
         """
-        pieces, counts = [], []
-        for request in requests:
-            tokens = [self._first, *self._opened.tokenizer.encode(request.args[0])]
-            planned = list(windows(len(tokens), context=1, seq_len=self.max_length + 1, stride=self.max_length))
-            pieces += [(tokens[one.start : one.stop], one.stop - one.scored) for one in planned]
-            counts.append(len(planned))
-        values = iter([value for value, _ in self._scored(pieces)])
-        return [sum(islice(values, count), 0.0) for count in counts]
+        sequences = [[self._first, *self._opened.tokenizer.encode(request.args[0])] for request in requests]
+        sizes = {"context": 1, "seq_len": self.max_length + 1, "stride": self.max_length}
+        return log_likelihoods(self.generator, sequences=sequences, **sizes)
 
     def generate_until(self, requests: list) -> list[str]:
         """Returns the answer to each (context, options), up to the first of the texts `until` or the token that ends an answer.
