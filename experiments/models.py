@@ -19,6 +19,7 @@ from ztk.core.runtime import Process
 from ztk.core.runtime.part import InitialValues
 from ztk.core.runtime.seed import generator
 from ztk.data import ByteTokenizer
+from ztk.hf.attention import use_attention
 from ztk.hf.scoring import open_scoring
 from ztk.nn import Decoder, initial_values
 from ztk.nn.linear import Linear
@@ -177,4 +178,7 @@ def values_of_states(critic: Engine, *, samples: Samples, then: Callable[[Tensor
 
 def packs_texts(engine: Engine) -> bool:
     """Returns whether an engine's module takes packed texts. A model whose layers are cut needs rows of one length."""
-    return can_pack(engine.module) and engine.process.mesh.is_alone
+    packs = can_pack(engine.module) and engine.process.mesh.is_alone
+    if packs:
+        use_attention(engine.module)
+    return packs

@@ -7,6 +7,7 @@ import torch
 from experiments.reference import BaseModel
 from ztk.config import Config
 from ztk.core.policies.runs import is_hugging_face
+from ztk.hf.attention import use_attention
 from ztk.rl.rollout import can_pack, pack_exactly
 from ztk.train.engine import Engine
 
@@ -38,8 +39,13 @@ def packs_examples(config: Config, *, policy: Engine, reference: Engine | BaseMo
 
 
 def can_pack_all(*engines: Engine) -> bool:
-    """Returns whether all modules support packed texts. Warns if one does not, because padding costs time."""
+    """Returns whether all modules support packed texts. Warns if one does not, because padding costs time.
+
+    Models of transformers then attend within each text by ztk's kernel, where they use torch's attention.
+    """
     padded = {type(engine.module).__name__ for engine in engines if not can_pack(engine.module)}
     if padded and engines[0].process.rank == 0:
         logger.warning("texts are padded: %s is not known to keep packed texts apart", ", ".join(sorted(padded)))
+    for engine in () if padded else engines:
+        use_attention(engine.module)
     return not padded

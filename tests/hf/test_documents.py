@@ -45,19 +45,22 @@ def test_every_tested_family_is_tested():
     assert set(FAMILIES) == set(TESTED)
 
 
+@pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("kind", TESTED)
-def test_logits_equal_separate_documents(kind):
-    model = make(FAMILIES[kind]).eval()
+def test_logits_equal_separate_documents(kind, by_kernel):
+    plain, model = make(FAMILIES[kind]).eval(), make(FAMILIES[kind]).eval()
+    if by_kernel:
+        attention.use_attention(model)
     tokens, documents = packed()
     with torch.no_grad():
         found = CausalForward(model)(tokens, None, documents).flatten(0, 1).split(SIZES)
         for row, logits in zip(tokens.flatten().split(SIZES), found, strict=True):
-            torch.testing.assert_close(logits, model(input_ids=row[None]).logits[0], rtol=0, atol=ABSOLUTE)
+            torch.testing.assert_close(logits, plain(input_ids=row[None]).logits[0], rtol=0, atol=ABSOLUTE)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["sdpa", "eager", "ztk"])
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
-def test_packed_texts_have_the_losses_of_padded_rows(family, attention):
+def test_packed_texts_have_the_losses_of_padded_rows(family, kind):
     """Loss and gradients of SFT, the log-probabilities of GRPO, and the values of a critic."""
     lengths, length = torch.tensor([9, 3, 12, 1, 7]), 12
     tokens = torch.randint(3, VOCABULARY, (5, length), generator=torch.Generator().manual_seed(5))
@@ -65,7 +68,9 @@ def test_packed_texts_have_the_losses_of_padded_rows(family, attention):
     found = []
     for packs in (False, True):
         model = make(family).eval()
-        model.set_attn_implementation(attention)
+        model.set_attn_implementation("eager" if kind == "eager" else "sdpa")
+        if kind == "ztk":
+            attention.use_attention(model)
         forward = CausalForward(model)
         layout = lay_out(tokens, lengths=lengths, packs=packs, device=torch.device("cpu"), module=model)
         assert layout.tokens.numel() == (int(lengths.sum()) if packs else tokens.numel())
@@ -132,6 +137,18 @@ def test_with_kernels(family, changes):
         found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     for plain, kernel in zip(*found, strict=True):
         torch.testing.assert_close(kernel, plain, rtol=0, atol=ABSOLUTE * max(1.0, float(plain.abs().max())))
+
+
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 3}])
+def test_documents_are_kept_apart_where_the_kernel_cannot_compute(changes, monkeypatch):
+    """With dropout, for example. No mask comes from transformers then."""
+    tokens, documents = packed()
+    model = make("Mistral", **changes).eval()
+    attention.use_attention(model)
+    with torch.no_grad():
+        expected = CausalForward(model)(tokens, None, documents)
+        monkeypatch.setattr(attention, "_is_packed", lambda *given, **named: False)
+        torch.testing.assert_close(CausalForward(model)(tokens, None, documents), expected, rtol=0, atol=ABSOLUTE)
 
 
 @pytest.mark.parametrize("family", ["Bloom", "OPT"])

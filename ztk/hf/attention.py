@@ -1,14 +1,15 @@
 """Registers ztk's attention kernel with transformers' attention interface.
 
 The kernel handles full sequences (the prefill of a prompt, an encoder) and packed documents, whose borders transformers passes as
-`cu_seq_lens_q`. With a mask (padding, a window shorter than the text) or a cache with more keys than queries, torch's attention computes
-as before. Results have the dtype of the query.
+`cu_seq_lens_q`. Their mask is made only where the kernel cannot compute (dropout). With a mask (padding, a window shorter than the text)
+or a cache with more keys than queries, torch's attention computes as before. Results have the dtype of the query.
 """
 
 import sys
 from collections.abc import Callable
 from types import ModuleType
 
+import torch
 from torch import Tensor, nn
 
 from ztk.kernels import attention, attention_varlen
@@ -58,6 +59,9 @@ def attention_forward(  # noqa: PLR0917 - as transformers calls it
     if causal and _is_packed(query, key=key, dropout=dropout, extra=kwargs):
         window = window_of(module, given=kwargs)
         return _over_documents(query, key=key, value=value, scaling=scaling, window=window, extra=kwargs), None
+    if causal and kwargs.get("cu_seq_lens_q") is not None:
+        window = window_of(module, given=kwargs)
+        attention_mask = _mask(kwargs["cu_seq_lens_q"], rows=query.shape[0], window=window, device=query.device)
     if not _fits(query, key=key, value=value, mask=attention_mask, dropout=dropout, extra=kwargs):
         return _torch()(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
@@ -93,6 +97,17 @@ def _over_documents(
     borders = {"cu_seqlens": extra["cu_seq_lens_q"], "max_seqlen": extra["max_length_q"]}
     out = attention_varlen(*rows, **borders, window=window, scale=scaling)
     return out.unflatten(0, (B, T))
+
+
+def _mask(cu_seqlens: Tensor, *, rows: int, window: int, device: torch.device) -> Tensor:
+    """Returns the keys that each query of packed documents sees, bool [B, 1, T, T], for attention other than the kernel's."""
+    starts = torch.zeros(int(cu_seqlens[-1]), dtype=torch.int64, device=device)
+    starts[cu_seqlens[1:-1].long()] = 1
+    document = starts.cumsum(0).view(rows, 1, -1)
+    at = torch.arange(document.shape[2], device=device)
+    distance = at[:, None] - at
+    seen = (distance >= 0) & (distance < (window or len(at)))
+    return seen & (document.unsqueeze(3) == document.unsqueeze(2))
 
 
 def _fits(query: Tensor, *, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, extra: dict) -> bool:

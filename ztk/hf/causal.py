@@ -173,7 +173,7 @@ class CausalForward:
     def __call__(self, tokens: Tensor, targets: Tensor | None = None, documents: Documents | None = None) -> Tensor:
         own = own_places(self._model)
         given = arguments_of(documents, config=self._config, own=own, device=tokens.device)
-        with known_documents(documents):
+        with known_documents(documents, config=self._config):
             out = self.original(input_ids=tokens, use_cache=False, **given)
         if targets is None:
             return out.logits

@@ -77,20 +77,25 @@ def arguments_of(
         inside = _places(own, device=positions.device).clamp(max=positions.shape[1] - 1)  # padding follows the end
         return {"position_ids": positions[:, inside], "documents": documents}
     given: dict[str, Any] = {"position_ids": documents.positions}
-    if config._attn_implementation == NAME:
+    if _by_kernel(config):
         given |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), documents.cu_seqlens)
         given |= dict.fromkeys(("max_length_q", "max_length_k"), documents.longest)
     return given
 
 
+def _by_kernel(config: Any) -> bool:
+    return getattr(config, "_attn_implementation", None) == NAME
+
+
 @contextmanager
-def known_documents(documents: Documents | None) -> Iterator[None]:
-    """Disables transformers' search for documents in positions if there are none.
+def known_documents(documents: Documents | None, *, config: Any = None) -> Iterator[None]:
+    """Disables transformers' search for documents in positions if there are none, or if the kernel gets their borders: a mask of N packed
+    tokens has N x N elements.
 
     Otherwise every forward reads a number from the device to check that each sequence is one document. A GPU would wait for it, and a
     plan has no value. Other threads, for example one with a reward model, are not affected.
     """
-    if documents is not None:
+    if documents is not None and not (_by_kernel(config) and config.model_type not in _BY_MASK_ALONE):
         yield
         return
     _let_search_ask()

@@ -106,6 +106,6 @@ class ScoringForward:
 
     def __call__(self, tokens: Tensor, documents: Documents | None = None) -> Tensor:
         given = arguments_of(documents, config=self._model.config)
-        with known_documents(documents):
+        with known_documents(documents, config=self._model.config):
             hidden = self._model.base_model(input_ids=tokens, use_cache=False, **given)[0]
         return self._model.score(hidden)

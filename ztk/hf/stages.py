@@ -71,7 +71,7 @@ class CausalLayers:
         device = None if x is None else x.device
         given |= arguments_of(documents, config=self.module.config, own=own, device=device)
         stage = self._shadowed(self._blocks_of(indices), has_first=has_first, has_last=has_last)
-        with stage, known_documents(documents):
+        with stage, known_documents(documents, config=self.module.config):
             if not has_last:
                 return self._decoder(**given, use_cache=False)[0]
             logits = self._full_forward(**given, use_cache=False).logits
