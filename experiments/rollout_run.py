@@ -17,7 +17,7 @@ from experiments.text_reward import TextReward
 from ztk.checkpoint.full import is_cut
 from ztk.config import Config, is_text_model, open_environments
 from ztk.config.adapters import reference_has_adapters
-from ztk.core.policies.rollout import replays_experts
+from ztk.core.policies.routing import replays_experts
 from ztk.core.runtime import Process
 from ztk.core.runtime.comm import connect_groups
 from ztk.rl.rollout import (

@@ -10,6 +10,7 @@ from ztk.core.policies.key import Changes, When, key, tasks
 from ztk.core.policies.precision import DType
 from ztk.core.policies.prompt_tasks import PromptTask
 from ztk.core.policies.ranges import COUNT, COUNT_OR_ZERO, FRACTION, NOT_NEGATIVE, POSITIVE, Range
+from ztk.core.policies.routing import HELP, ROUTES, RolloutExperts
 from ztk.core.policies.runs import distills_draws, draws
 from ztk.core.policies.tier import Tier
 
@@ -47,13 +48,6 @@ class CorrectionName(StrEnum):
     token_mask = "token_mask"
     sequence_truncate = "sequence_truncate"
     sequence_mask = "sequence_mask"
-
-
-class RolloutExperts(StrEnum):
-    """rollout.experts: the experts of drawn tokens in the trainer."""
-
-    replay = "replay"
-    own = "own"
 
 
 class BaselineName(StrEnum):
@@ -162,22 +156,6 @@ _CORRECTS = When(
 )
 
 
-def replays_experts(config: "Config") -> bool:
-    """Whether the inference engine draws with experts, which the trainer can replay."""
-    rollout = config.rollout
-    return (
-        draws(config)
-        and rollout.identity is RolloutIdentity.corrected
-        and rollout.engine is RolloutEngineName.generator
-        and rollout.environment is None
-        and config.model.experts is not None
-    )
-
-
-_ROUTES = When(
-    "rollout.identity=corrected and rollout.engine=generator without rollout.environment, for a model with experts",
-    lambda config, machine: replays_experts(config),
-)
 _CLIPS = When(
     f"{DRAWS.words} and policy.form=clipped",
     lambda config, machine: draws(config) and config.policy.form is PolicyForm.clipped,
@@ -331,12 +309,7 @@ class RolloutConfig:
     correction_max: float | None = key(
         "largest weight of rollout.identity=corrected", default=2.0, range=Range(low=1, float32=True), acts=_CORRECTS
     )
-    experts: RolloutExperts | None = key(
-        "experts of drawn tokens in scoring and update. replay: those that the inference engine chose, with weights from the trainer's "
-        "scores of them; own: the trainer's choice",
-        default=RolloutExperts.replay,
-        acts=_ROUTES,
-    )
+    experts: RolloutExperts | None = key(HELP, default=RolloutExperts.replay, acts=ROUTES)
     environment: str | None = key(
         "class whose instances answer the policy, for several turns and tools: FILE.py:CLASS or MODULE:CLASS with reset(prompt) and "
         "step(answer) -> observation, reward, done, either of them also async. Rewards of steps add up; null: an answer is one turn",
