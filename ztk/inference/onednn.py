@@ -23,7 +23,7 @@ def memory_of(weight: Tensor) -> Tensor:
 
 
 def over(memory: Tensor, *, like: Tensor) -> Tensor:
-    """A weight in the layout of `like`, fp32 [out, in], that uses `memory`, uint8 [bytes], as its bytes.
+    """A weight in the layout of `like`, fp32 or int8 [out, in], that uses `memory`, uint8 [bytes], as its bytes.
 
     Raises:
         RuntimeError: torch cannot make it.
@@ -36,7 +36,7 @@ def over(memory: Tensor, *, like: Tensor) -> Tensor:
         (_INT64 * 2)(out, columns),
         (_INT64 * 2)(columns, 1),
         _INT64(0),
-        library.aoti_torch_dtype_float32(),
+        library.aoti_torch_dtype_int8() if like.dtype == torch.int8 else library.aoti_torch_dtype_float32(),
         library.aoti_torch_device_type_cpu(),
         0,
         ctypes.byref(made),

@@ -1,8 +1,8 @@
 """Weights packed once, in the engine's own form, into a folder from which layers are read one at a time.
 
 [Note: Packed folders]
-`layers.bin` has the layers one after the other, each with the same layout and a multiple of 4096 bytes, as in memory: int8 and int4
-as they are multiplied, fp32 in oneDNN's layout, so that nothing is converted when a layer is read. `rest.bin` has embedding, positions,
+`layers.bin` has the layers one after the other, each with the same layout and a multiple of 4096 bytes, as in memory: int4
+as it is multiplied, fp32 and int8 in oneDNN's layout, so that nothing is converted when a layer is read. `rest.bin` has embedding, positions,
 last norm, head and rotary tables. `packed.json` describes both and is written last; the folder gets its name when it is complete.
 
 The layouts of oneDNN and int4 depend on the processor and on the build of torch. So the manifest has a digest of the layout of a known
@@ -29,6 +29,7 @@ from ztk.inference.cut import Cut
 from ztk.inference.describe import Description, Subject
 from ztk.inference.layer_file import LAYERS, LayerFile, LayerWriter
 from ztk.inference.parts import (
+    NORM,
     Item,
     LayerBuffer,
     assemble,
@@ -44,8 +45,7 @@ from ztk.inference.products import Affine, Product
 from ztk.inference.weights import Layer, ResidentLayers, WeightReader, Weights
 
 MANIFEST, REST = "packed.json", "rest.bin"
-VERSION = 4
-_PROCESSOR_OWN = ("stored", "int4")  # formats whose layout follows the processor
+VERSION = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -302,5 +302,5 @@ def _affine(found: Mapping[str, Tensor], *, name: str) -> Affine | None:
 
 
 def _layouts(items: list[Item]) -> dict[str, str]:
-    shapes = {f"{item.kind} {list(item.shape)}": item for item in items if item.kind in _PROCESSOR_OWN}
+    shapes = {f"{item.kind} {list(item.shape)}": item for item in items if item.kind != NORM}
     return {name: layout_digest(item) for name, item in shapes.items()}
