@@ -75,9 +75,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--quick-first", action="store_true", help="run the quick tests first, and the others only if they pass"
     )
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
-    parser.addoption(
-        "--workers", type=int, default=0, help="run the tests in this many processes, see tests/workers.py"
-    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
