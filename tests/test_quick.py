@@ -84,7 +84,6 @@ def test_tests_of_a_real_model_run_by_their_marker_alone(tmp_path):
 def lines_of(folder: Path, *options: str) -> list[str]:
     """Test and outcome, in the order in which they ran."""
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *(options or ["--quick-first"])]
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | {"PYTHONPATH": str(CHECKOUT)}, capture_output=True, text=True
-    )
+    variables = {"PYTHONPATH": str(CHECKOUT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=folder, env=os.environ | variables, capture_output=True, text=True)
     return [line.rpartition(" [")[0].strip() for line in done.stdout.splitlines() if re.match(r"test_\w\.py::", line)]
