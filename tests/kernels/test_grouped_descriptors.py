@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tests.kernels.aot.record import _Launching
+from tests.kernels.aot.record import Launching
 from tests.kernels.planting import planted
 from ztk.kernels import grouped_matmul, grouped_matmul_pair, set_backend
 from ztk.kernels.launch.descriptors import Layout, can_describe
@@ -84,7 +84,7 @@ def test_descriptors_are_chosen_where_they_can_describe(monkeypatch, target, dty
     first = -buffer.data_ptr() % 16 // dtype.itemsize + offset
     weight = buffer[first : first + number].view(sizes).requires_grad_()
     monkeypatch.setattr(Bound, "launch", lambda bound, *tensors, count=None: noted.append(bound))
-    with assume(MACHINES[target]), _Launching():
+    with assume(MACHINES[target]), Launching():
         x = torch.zeros(9, sizes[1], dtype=dtype, requires_grad=True)
         grouped_matmul(x, weight, offsets=OFFSETS).sum().backward()
         grouped_matmul_pair(x, weight, weight.detach(), offsets=OFFSETS)[0].sum().backward()
@@ -102,7 +102,7 @@ def test_a_second_weight_elsewhere_takes_pointers(monkeypatch):
     first, second = (buffer[start:][: E * 64 * 64].view(E, 64, 64) for start in (0, E * 64 * 64 + 4))
     monkeypatch.setattr(Bound, "launch", lambda bound, *tensors, count: noted.append(bound.prepared.named["DESCRIBED"]))
     d_out = torch.zeros(9, 64, dtype=torch.bfloat16)
-    with assume(MACHINES["sm_90"]), _Launching():
+    with assume(MACHINES["sm_90"]), Launching():
         for weight in (first, second):
             torch.ops.ztk.grouped_matmul(d_out, first, d_out, weight, OFFSETS, None, 1, True)
     assert noted == [True, False]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from tests.kernels.aot.record import _Launching, _tensors
+from tests.kernels.aot.record import Launching, _tensors
 from ztk.kernels import ALL_OPS, attention, rope
 from ztk.kernels.launch import memory
 from ztk.kernels.launch.jit import Bound
@@ -54,7 +54,7 @@ def launches(spec: OpSpec, *, anew: bool) -> list[tuple]:
                 for name in spec.differentiable:
                     if inputs[name] is not None:
                         inputs[name].requires_grad_()
-                with assume(MACHINES[target]), _Launching():
+                with assume(MACHINES[target]), Launching():
                     outputs = [out for out in _tensors(spec.op(**inputs)) if out.requires_grad]
                     torch.autograd.backward(outputs, [torch.empty_like(out) for out in outputs])
     return noted
@@ -175,7 +175,7 @@ def test_short_results_equal_torch(dtype):
 def test_strides_are_sizes_too():
     fused, table = torch.zeros(2, 3, 8, 16, device="meta"), torch.zeros(3, 8, device="meta")
     noted = []
-    with mock.patch.object(Bound, "launch", lambda bound, *tensors: noted.append(bound.numbers)), _Launching():
+    with mock.patch.object(Bound, "launch", lambda bound, *tensors: noted.append(bound.numbers)), Launching():
         for heads in (fused[:, :, :2], fused[:, :, :2].contiguous(), fused[:, :, :2].transpose(0, 1)[:2]):
             rope(heads, cos=table[: heads.shape[1]], sin=table[: heads.shape[1]])
     assert [numbers[:3] for numbers in noted] == [(384, 128, 16), (96, 32, 16), (128, 384, 16)]
@@ -184,7 +184,7 @@ def test_strides_are_sizes_too():
 def test_the_strides_of_each_of_attentions_tensors_are_sizes():
     fused, noted = torch.zeros(1, 3, 8, 16, device="meta"), []
     parts = [fused[:, :, :2], fused[:, :, :2].contiguous()]
-    with mock.patch.object(Bound, "launch", lambda bound, *tensors: noted.append(bound.numbers)), _Launching():
+    with mock.patch.object(Bound, "launch", lambda bound, *tensors: noted.append(bound.numbers)), Launching():
         for q, k, v in itertools.product(parts, repeat=3):
             attention(q, k, v)
     assert [numbers[:3] for numbers in noted] == list(itertools.product((128, 32), repeat=3))
