@@ -15,10 +15,11 @@
 #
 # **Question.** How much does each stage add, from a model that people use to one that answers a client?
 #
-# SmolLM2-135M-Instruct is evaluated, fine-tuned, aligned with preferences and with rewards, quantised, exported and served. Two tasks can be
-# checked by a program: sums in words ("What is seven plus five?" must be answered by "twelve" and nothing else), and a description of a
-# person that must be written as JSON by a nested schema, with the right values. No prompt describes the schema. The notebook makes its data
-# from a seed. Held-out prompts are never learnt: no held-out sum is learnt with its numbers exchanged, and no held-out person's name is learnt.
+# SmolLM2-135M-Instruct is evaluated, fine-tuned, aligned with preferences and with rewards, quantised, exported and served. Three tasks can be
+# checked by a program: sums in words ("What is seven plus five?" must be answered by "twelve" and nothing else), a description of a person
+# that must be written as JSON by a nested schema (no prompt describes it), and one as JSON with three keys that the prompt names, both with
+# the right values. The notebook makes its data from a seed. Held-out prompts are never learnt: no held-out sum is learnt with its numbers
+# exchanged, and no held-out person's name is learnt.
 #
 # `python scripts/get_model.py smollm2` fetches the model; `ZTK_REAL_MODEL` names another place.
 
@@ -60,8 +61,9 @@ def batch(size):
 
 learnt_sums, held_sums = story.sums(largest=SIZES.largest, held_out=SIZES.held_sums, seed=SEED)
 learnt_people, held_people = story.people(count=SIZES.people, held_out=SIZES.held_people, seed=SEED)
-HELD_OUT = held_sums + held_people
-prompts = [{record["messages"][0]["content"] for record in part} for part in (learnt_sums + learnt_people, HELD_OUT)]
+LEARNT = learnt_sums + learnt_people + story.keyed(learnt_people)
+HELD_OUT = held_sums + held_people + story.keyed(held_people)
+prompts = [{record["messages"][0]["content"] for record in part} for part in (LEARNT, HELD_OUT)]
 claim("no prompt is learnt and held out", holds=not prompts[0] & prompts[1])
 print(f"{len(learnt_sums)} sums and {len(learnt_people)} persons to learn from, {len(HELD_OUT)} held-out prompts")
 print(f"{held_sums[0]['messages'][0]['content']} -> {held_sums[0]['solution']}")
@@ -112,7 +114,7 @@ evaluate("lora", RUNS / "lora")
 # %% [markdown]
 # ## Preferences
 #
-# The tuned model answers prompts of both tasks that are to be learnt. Where it is wrong, its answer is the rejected one and the right answer is
+# The tuned model answers sums and descriptions that are to be learnt. Where it is wrong, its answer is the rejected one and the right answer is
 # the chosen one. These answers are the first that show the schema.
 
 # %%
@@ -129,12 +131,14 @@ evaluate("dpo", RUNS / "dpo")
 # %% [markdown]
 # ## Rewards
 #
-# GRPO draws answers to prompts of both tasks, and two functions reward them: 1 for the right number or object, and less for JSON that parses
-# or follows the schema. The inference engine draws the answers, and the loss is corrected for its rounding.
+# GRPO draws answers to prompts of all tasks, two thirds of them for JSON with named keys, which was in no record before. Two functions reward
+# the answers: 1 for the right number or object, and less for JSON that parses and for single values. The inference engine draws, and the loss
+# is corrected for its rounding.
 
 # %%
-asked = write_lines(learnt_sums + learnt_people, to=DATA / "prompts.jsonl")
-rewards = ",".join(f"{story.__file__}:{name}" for name in ("reward_sum", "reward_person"))
+part = SIZES.people // 4
+asked = write_lines(learnt_sums[:part] + learnt_people[:part] + story.keyed(learnt_people), to=DATA / "prompts.jsonl")
+rewards = ",".join(f"{story.__file__}:{name}" for name in ("reward_sum", "reward_object"))
 DRAWN = SIZES.prompts * SIZES.group
 GRPO = (
     *("task=grpo", *TRAIN, "rollout.task=null", f"data.path={asked}", f"reward.functions=[{rewards}]"),
@@ -189,7 +193,7 @@ for record in SERVED:
 # %%
 evaluate("int8", folder, "weights=int8")
 evaluate("round4", folder, "weights=int4")
-learnt = answered(learnt_sums + learnt_people)
+learnt = answered(LEARNT)
 texts = [
     {"text": tokenizer.apply_chat_template(one["messages"], tokenize=False)}
     for one in story.shuffled(learnt, seed=SEED)
@@ -216,16 +220,17 @@ for record, reply in zip(SERVED, replies, strict=True):
     print(f"{record['messages'][0]['content']} -> {reply}")
 
 # %%
+PANELS = {"sums in words": "sums", "JSON by a schema": "people", "JSON with named keys": "keys"}
 STAGES = ["base", "lora", "sft", "dpo", "grpo", "int8", "round4", "int4"]
 figure = Figure(
     name="from_base_to_served",
     caption="Share of greedy answers to held-out prompts that are right, and that have the right form, after each stage, with 95 % intervals; "
     "and the bytes of the loaded weights.",
-    panels={"sums in words": ("", "share"), "JSON by a schema": ("", "share"), "weights": ("", "MB")},
+    panels=dict.fromkeys(PANELS, ("", "share")) | {"weights": ("", "MB")},
     found=[grpo],
     from_zero=["weights"],
 )
-for panel, task in (("sums in words", "sums"), ("JSON by a schema", "people")):
+for panel, task in PANELS.items():
     for share in ("right", "formed"):
         shares = [getattr(found[name], share)[task] for name in STAGES]
         figure.shares(range(len(STAGES)), shares=shares, series=share, panel=panel)
@@ -258,7 +263,7 @@ for name, method in {"sft": "full fine-tuning", "lora": "adapters"}.items():
     claim(f"{method}: answers get the form of sums", holds=grows("sums", before="base", after=name, share="formed"))
     claim(f"{method}: answers get right", holds=grows("sums", before="base", after=name), full_only=True)
 claim("preferences teach the schema", holds=grows("people", before="sft", after="dpo", share="formed"))
-claim("rewards improve sums", holds=grows("sums", before="dpo", after="grpo"), full_only=True)
+claim("rewards improve JSON with named keys", holds=grows("keys", before="dpo", after="grpo"), full_only=True)
 claim("rewards keep the schema", holds=grows("people", before="base", after="grpo", share="formed"))
 claim("the same seed has the same losses", holds=all(one == other for one, other in losses.values()))
 texts = [found["grpo"].texts[HELD_OUT.index(one)] for one in SERVED]

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +54,17 @@ def _schema(**properties: dict) -> dict:
     }
 
 
-SCHEMA = _schema(
-    person=_schema(name={"type": "string"}, age={"type": "integer"}), home=_schema(city={"type": "string"})
-)
+_TEXT, _WHOLE = {"type": "string"}, {"type": "integer"}
+SCHEMA = _schema(person=_schema(name=_TEXT, age=_WHOLE), home=_schema(city=_TEXT))  # of people
+KEYS = _schema(name=_TEXT, age=_WHOLE, city=_TEXT)  # of keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
     """How much a form of the notebook computes.
 
-    largest: of the numbers that are added. people: descriptions to learn from. held_sums, held_people: prompts that are only asked.
+    largest: of the numbers that are added. people: descriptions to learn from. held_sums, held_people: prompts that are only asked;
+    `held_people` with a schema, and as many with keys.
     chats, pairs: of an optimizer step. drawn: prompts that the tuned model answers for
     pairs. prompts, group: of a rollout. Steps are optimizer steps.
     """
@@ -85,7 +87,7 @@ class Sizes:
 
 FULL = Sizes(
     largest=24, people=400, held_sums=100, held_people=40, chats=16, sft_steps=60, lora_steps=60, drawn=64, pairs=8,
-    dpo_steps=3, prompts=8, group=8, grpo_steps=30, served=10,
+    dpo_steps=5, prompts=8, group=8, grpo_steps=20, served=10,
 )  # fmt: skip
 QUICK = Sizes(
     largest=20, people=300, held_sums=60, held_people=30, chats=16, sft_steps=12, lora_steps=12, drawn=32, pairs=8,
@@ -142,6 +144,19 @@ def _person(name: str, age: int, city: str) -> dict:
     return {"task": "people", "messages": [_user(question)], "solution": solution}
 
 
+def keyed(records: Iterable[dict]) -> list[dict]:
+    """Returns the descriptions of `people` as a task of their own: the prompt names the keys of an object without others inside."""
+    made = []
+    for record in records:
+        told = json.loads(record["solution"])
+        question = record["messages"][0]["content"].replace(
+            "Write this as JSON.", "Write this as JSON with the keys name, age and city, without any other text."
+        )
+        solution = json.dumps(told["person"] | told["home"])
+        made.append({"task": "keys", "messages": [_user(question)], "solution": solution})
+    return made
+
+
 def _user(text: str) -> dict:
     return {"role": "user", "content": text}
 
@@ -169,9 +184,9 @@ def is_number(text: str) -> bool:
     return text.strip() in map(in_words, range(100))
 
 
-def follows_schema(text: str) -> bool:
+def follows(schema: dict, text: str) -> bool:
     """Whether the text is JSON that follows the schema, with any values."""
-    return jsonschema.Draft202012Validator(SCHEMA).is_valid(_parsed(text))
+    return jsonschema.Draft202012Validator(schema).is_valid(_parsed(text))
 
 
 def is_sum(text: str, *, solution: str) -> bool:
@@ -179,9 +194,9 @@ def is_sum(text: str, *, solution: str) -> bool:
     return text.strip() == solution
 
 
-def is_person(text: str, *, solution: str) -> bool:
-    """Whether the text is JSON, follows the schema and has the person's values."""
-    return follows_schema(text) and _parsed(text) == json.loads(solution)
+def is_object(text: str, *, solution: str) -> bool:
+    """Whether the text is JSON with the keys and values of the solution, and no others."""
+    return _parsed(text) == json.loads(solution)
 
 
 def _parsed(text: str) -> Any:
@@ -199,20 +214,21 @@ def reward_sum(completions: list, task: list[str], solution: list[str], **_: Any
     ]
 
 
-def reward_person(completions: list, task: list[str], solution: list[str], **_: Any) -> list[float | None]:
-    """The reward of task=grpo for JSON: 1 for the right object; 0.2 for JSON, and 0.3 more if it follows the schema."""
+def reward_object(completions: list, task: list[str], solution: list[str], **_: Any) -> list[float | None]:
+    """The reward of task=grpo for both tasks of JSON: 1 for the right object; 0.2 for JSON, and up to 0.5 more for keys with right values."""
     return [
-        _graded(_text(one), solution=right) if name == "people" else None
+        None if name == "sums" else _graded(_parsed(_text(one)), solution=json.loads(right))
         for one, name, right in zip(completions, task, solution, strict=True)
     ]
 
 
-def _graded(text: str, *, solution: str) -> float:
-    if is_person(text, solution=solution):
-        return 1.0
-    if _parsed(text) is None:
+def _graded(found: Any, *, solution: dict) -> float:
+    if found is None:
         return 0.0
-    return 0.5 if follows_schema(text) else 0.2
+    if found == solution:
+        return 1.0
+    own = found if isinstance(found, dict) else {}
+    return 0.2 + 0.5 * sum(own.get(key) == value for key, value in solution.items()) / len(solution)
 
 
 def _text(completion: str | list[dict]) -> str:
@@ -220,8 +236,12 @@ def _text(completion: str | list[dict]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-CHECKS: dict[str, Callable[..., bool]] = {"sums": is_sum, "people": is_person}
-FORMS: dict[str, Callable[[str], bool]] = {"sums": is_number, "people": follows_schema}
+CHECKS: dict[str, Callable[..., bool]] = {"sums": is_sum, "people": is_object, "keys": is_object}
+FORMS: dict[str, Callable[[str], bool]] = {
+    "sums": is_number,
+    "people": partial(follows, SCHEMA),
+    "keys": partial(follows, KEYS),
+}
 
 
 def write_lines(records: Iterable[dict], *, to: Path) -> Path:

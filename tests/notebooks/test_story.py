@@ -58,17 +58,22 @@ def test_answers_are_checked_and_rewarded(story):
     right = '{"person": {"name": "Ada", "age": 36}, "home": {"city": "Oslo"}}'
     texts = {
         '{"home": {"city": "Oslo"}, "person": {"age": 36, "name": "Ada"}}': 1.0,
-        '{"person": {"name": "Ada", "age": 35}, "home": {"city": "Oslo"}}': 0.5,
-        '{"person": {"name": "Ada", "age": "36"}, "home": {"city": "Oslo"}}': 0.2,
+        '{"person": {"name": "Ada", "age": 35}, "home": {"city": "Oslo"}}': 0.45,
         '{"name": "Ada", "age": 36, "city": "Oslo"}': 0.2,
+        '["person"]': 0.2,
         f"```json\n{right}\n```": 0.0,
     }
     given = {"task": ["people"] * len(texts), "solution": [right] * len(texts)}
-    assert story.reward_person(list(texts), **given) == list(texts.values())
+    assert story.reward_object(list(texts), **given) == list(texts.values())
     assert story.reward_sum(list(texts), **given) == [None] * len(texts)
     chat = [[{"role": "assistant", "content": "twelve"}]]
     assert story.reward_sum(chat, task=["sums"], solution=["twelve"]) == [1.0]
-    assert story.reward_person(chat, task=["sums"], solution=["twelve"]) == [None]
+    assert story.reward_object(chat, task=["sums"], solution=["twelve"]) == [None]
+    [told] = story.people(count=1, held_out=0, seed=0)[0]
+    [keyed] = story.keyed([told])
+    person, home = json.loads(told["solution"]).values()
+    assert json.loads(keyed["solution"]) == person | home and "keys name, age and city" in question(keyed)
+    assert story.FORMS["keys"](keyed["solution"]) and not story.FORMS["keys"](told["solution"])
     records = [{"messages": [], "solution": "one"}, {"messages": [], "solution": "two"}]
     [pair] = story.preferences(records, rejected=["one", "It is two."])
     assert (pair["chosen"], pair["rejected"]) == ("two", "It is two.")
@@ -114,4 +119,4 @@ def test_all_stages_run(story, quick, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(story, "run_once", partial(unguarded, start=story.run_once))
     quick(ROOT / "notebooks" / "8_from_base_to_served.py")
     assert {text for text, holds in claims.items() if holds} >= set(HOLDS) and len(claims) == 17
-    assert (tmp_path / "charts" / "from_base_to_served.csv").read_text().count("measured") == 35
+    assert (tmp_path / "charts" / "from_base_to_served.csv").read_text().count("measured") == 51
