@@ -7,7 +7,8 @@ from ztk.core.runtime.part import Part
 from ztk.planner import trace
 
 STEP = ("model=nano", "data=synthetic", "precision=bf16", "hardware=h100", "train.micro_batch_size=2")
-NEAR = 3e-3  # of the seconds: at stage 3 the first gathers of a step delay its second micro-batch by 0.1 %, slow messages by 0.26 %
+NEAR = 2e-3  # of the seconds: at stage 3 the first gathers of a step delay its second micro-batch by 0.1 %
+LATENCY = 5e-6  # operation_latency of conf/hardware/h100.yaml: each of the 6 skipped micro-batches may wait for one operation more
 LAYOUTS = {
     "stage2": ("launch.ranks=16", "zero=stage2"),
     "stage3": ("launch.ranks=16", "zero=stage3"),
@@ -31,11 +32,12 @@ def test_counts_equal_a_complete_trace(layout, monkeypatch):
     monkeypatch.setattr(trace, "traced_micro_batches", lambda count, **_: count)
     complete = ztk.plan_run(*words).as_dict()
     assert short.keys() == complete.keys()
+    near = max(NEAR, 6 * LATENCY / complete["step_seconds"]) if "interleaved" in layout else NEAR
     for key, value in complete.items():
         if key.startswith(("comm.", "io.", "memory.")) or key == "flops":
             assert short[key] == value, key
         elif isinstance(value, int | float) and not key.startswith("seconds.waiting"):
-            assert short[key] == pytest.approx(value, rel=NEAR), key
+            assert short[key] == pytest.approx(value, rel=near), key
 
 
 def test_the_peak_of_a_pipeline_does_not_grow_with_micro_batches_that_are_over():
