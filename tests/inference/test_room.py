@@ -47,18 +47,31 @@ def slabs(monkeypatch):
     return seen
 
 
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
 def test_slabs_take_memory_where_they_are_written():
     """An answer that nothing limits has room for the rest of the context; a short one takes the memory of its tokens."""
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
     shape, before = (32, 128, 3, 64, 64), resident()  # 8,192 tokens of 32 sequences
     slab = slab_cache.lazy_zeros(shape)
     assert slab.nbytes == 201_326_592 and slab.dtype == torch.float32 and not slab[0, :2].any()
     slab[0, :2] = 1
     assert slab[0, :2].all() and resident() - before < 60_000_000
     assert slab_cache.lazy_zeros((4, 0, 3, 64, 64)).shape == (4, 0, 3, 64, 64)
+
+
+def test_slabs_that_grow_leave_unwritten_places_without_memory(model):
+    """Only places with keys are copied to the larger slabs: 1 of 512, where each has 64 KB before and 128 KB after."""
+    tokens, sampling = _TEXT[:200], SamplingParams(max_tokens=2, temperature=0)
+    generator = Generator(model, policy=InferencePolicy(max_sequences=512, cache_tokens=512 * LENGTH))
+    generator.generate([tokens], sampling=sampling)
+    cache, before = generator._cache, resident()
+    assert cache.positions == UNIT and cache.nbytes == 512 * 65_536
+    keys = [slab[0, : 200 // 64].clone() for slab in cache.keys]
+    cache.reserve(2 * UNIT)
+    assert resident() - before < 8_000_000  # 33 MB if all were copied
+    assert all(torch.equal(slab[0, : 200 // 64], own) and own.any() for slab, own in zip(cache.keys, keys, strict=True))
 
 
 def test_random_schedules_in_little_memory_change_no_bit(model):

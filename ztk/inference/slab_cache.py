@@ -39,6 +39,7 @@ class SlabCache(Cache):
     def __init__(self, description: Description, *, slots: int) -> None:
         super().__init__()
         self._of, self.scratch = description, Scratch()
+        self._written: set[int] = set()  # slots with any keys; pages of the others hold zeros that take no memory
         shape = (slots, 0, description.kv_heads, BLOCK, description.head_dim)
         self.keys = [torch.zeros(shape) for _ in range(description.layers)]
         self.values = [torch.zeros(shape) for _ in range(description.layers)]
@@ -60,6 +61,7 @@ class SlabCache(Cache):
 
     def step(self, spans: list[Span]) -> SlabStep:
         of = self._of
+        self._written.update(span.slot for span in spans)
         group = of.heads // of.kv_heads
         places = Places(spans, group=group, kv_heads=of.kv_heads, head_dim=of.head_dim, scratch=self.scratch)
         return SlabStep(places, keys=self.keys, values=self.values)
@@ -77,22 +79,25 @@ class SlabCache(Cache):
             self.arrange(slots=self.slots, positions=positions)
 
     def arrange(self, *, slots: int, positions: int) -> None:
-        """Sets the number of slots, each of `positions` rounded up. Data in both layouts stays. One layer's slab at a time exists twice."""
+        """Sets the number of slots, each of `positions` rounded up. Keys and values in both layouts stay. One layer's slab at a time exists
+        twice."""
         self._note(_ARRANGE, slots, positions)
         wanted = (slots, rounded(positions) // BLOCK)
         if wanted == self.keys[0].shape[:2]:
             return
         self.scratch.release()
+        self._written = {slot for slot in self._written if slot < slots}
         for slabs in (self.keys, self.values):
             for number, slab in enumerate(slabs):
-                kept = slice(min(slots, slab.shape[0])), slice(min(wanted[1], slab.shape[1]))
-                laid_out = lazy_zeros((*wanted, *slab.shape[2:]))
-                laid_out[kept] = slab[kept]
+                laid_out, blocks = lazy_zeros((*wanted, *slab.shape[2:])), min(wanted[1], slab.shape[1])
+                for slot in self._written:
+                    laid_out[slot, :blocks] = slab[slot, :blocks]
                 slabs[number] = laid_out
 
     def copy(self, source: int, *, target: int, positions: int) -> None:
         """Copies the first `positions` of one slot to another."""
         self._note(_COPY, source, target, positions)
+        self._written.add(target)
         full, rest = divmod(positions, BLOCK)
         for slab in (*self.keys, *self.values):
             slab[target, :full] = slab[source, :full]
