@@ -142,8 +142,8 @@ def from_module(
     # In fp32, where a difference means that the engine misread the model, not that weights were rounded.
     is_plain = placement == plain and (ranks is None or not own) and (policy.offload is None or not own)
     if is_checked and not is_plain:
-        first = _built(module, subject=subject, state=state, placement=plain, ranks=None if own else ranks)
-        check_module(first, module=module, eager=not own)
+        options = {"placement": plain, "ranks": None if own else ranks}
+        check_module(_built(module, subject=subject, state=state, **options), module=module, eager=not own)
     if policy.offload is None or placement.has_blocks:
         options = {"ranks": ranks, "adapters": adapters, "calibration": policy.calibration}
         built = _built(module, subject=subject, state=state, placement=placement, **options)
@@ -158,6 +158,7 @@ def from_module(
         )
     if is_checked and is_plain:
         check_module(opened.model, module=module, eager=not own)
+    return_freed_memory()  # weights between their format in the file and the engine's
     return opened
 
 
