@@ -13,12 +13,12 @@ import socket
 import statistics
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import httpx
 import torch
 import uvicorn
 
+from scripts.bench import status_bytes
 from tests.ranks import forkserver
 from ztk.inference import Generator, InferencePolicy, SamplingParams
 from ztk.nn import Decoder, DecoderConfig
@@ -162,11 +162,6 @@ def _measure_health(url: str, pipe: Connection) -> None:
     pipe.send(sorted(times))
 
 
-def _memory(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
-
-
 def _serve(pipe: Connection) -> None:
     """The server's process: sends its address."""
     torch.set_num_threads(1)
@@ -197,7 +192,7 @@ async def fuzz(url: str, *, pid: int, bodies: int, hostile: int) -> tuple[dict[s
     async def throw() -> None:
         for _ in todo:
             statuses["random"][await send(url, random_body(chance), chance=chance)] += 1
-            sizes.append(_memory(pid))
+            sizes.append(status_bytes("VmRSS", pid=pid))
 
     async def harm() -> None:
         calm = random.Random(1)
@@ -222,7 +217,7 @@ def test_no_request_ends_or_delays_the_server(show, amount):
     try:
         statuses, sizes = asyncio.run(fuzz(url, pid=server.pid, bodies=bodies, hostile=bodies // 50))
         pipes[1][0].send("end")
-        times, last = pipes[1][0].recv(), _memory(server.pid)
+        times, last = pipes[1][0].recv(), status_bytes("VmRSS", pid=server.pid)
         assert server.exitcode is None
     finally:
         server.kill()

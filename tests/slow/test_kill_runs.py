@@ -29,6 +29,7 @@ from tests import commands
 from tests.ranks import forkserver
 
 ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 END_SECONDS = 20.0
 START_SHARE = 0.2  # share of kills during a start
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -81,20 +82,23 @@ class Command:
         return "".join(file.read_text() for file in files)
 
 
+def command(words: Sequence[str], *, log: Path) -> subprocess.Popen:
+    """Starts `python run.py WORDS`. Its output is appended to `log`."""
+    line = [sys.executable, str(ROOT / "run.py"), *words]
+    with open(log, "a", encoding="utf-8") as file:
+        return subprocess.Popen(line, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+
+
 def start(words: Sequence[str], *, log: Path, forks: bool) -> Command:
     """Starts `python run.py WORDS` with its output in `log`. forks: as a fork of an interpreter that has imported torch."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     log.unlink(missing_ok=True)
     if not forks:
-        with open(log, "w", encoding="utf-8") as file:
-            line = [sys.executable, str(ROOT / "run.py"), *words]
-            started = subprocess.Popen(line, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
-        return Command(process=started, log=log)
+        return Command(process=command(words, log=log), log=log)
     files = [log, log.with_suffix(".stderr")]
     for file in files:
         file.unlink(missing_ok=True)
         file.touch()
-    told = {"arguments": tuple(words), "cwd": os.getcwd(), "environment": environment, "files": list(map(str, files))}
+    told = {"arguments": tuple(words), "cwd": os.getcwd(), "environment": ENVIRONMENT, "files": list(map(str, files))}
     process = forkserver().Process(target=commands._command, kwargs=told)
     process.start()
     while ignores(

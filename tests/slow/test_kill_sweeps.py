@@ -11,20 +11,17 @@ must be refused. Then:
 """
 
 import json
-import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.slow.test_kill_runs import processes_of
+from tests.slow.test_kill_runs import command, processes_of
 from ztk.report.sweep import read_sweep
 
-ROOT = Path(__file__).resolve().parents[2]
 JOBS, STEPS = 12, 6  # a learning rate per job; every second step writes a checkpoint
 SPAN_JOBS = 3  # a kill comes before this many jobs would end
 END_SECONDS = 10.0  # for the ranks of a killed command
@@ -95,14 +92,6 @@ class Trial:
                 f"the last command ended with code {process.returncode}, see {self.folder.with_suffix('.log')}"
             )
         self.look()
-
-
-def command(words: Sequence[str], *, log: Path) -> subprocess.Popen:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with open(log, "a", encoding="utf-8") as file:
-        return subprocess.Popen(
-            [sys.executable, str(ROOT / "run.py"), *words], env=environment, stdout=file, stderr=file
-        )
 
 
 def done_jobs(folder: Path) -> dict[str, dict[str, bytes]]:

@@ -24,21 +24,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.parallel.topology.matrix import (
-    LAYOUTS,
-    PRECISIONS,
-    RELATIVE_FP32,
-    STAGES,
-    TIERS,
-    Cell,
-    deviation,
-    distance,
-    follow,
-    follow_alone,
-    run_alone,
-    run_cell,
-    walk_alone,
-)
+from tests.parallel.topology import matrix
+from tests.parallel.topology.matrix import LAYOUTS, PRECISIONS, STAGES, TIERS, Cell, deviation, distance, walk_twice
 
 SEEDS = range(3, 11)  # of the first weights; the cells use the first
 OWN_ERRORS, LESS_EXACT = 3, 2
@@ -48,7 +35,7 @@ OWN_ERRORS, LESS_EXACT = 3, 2
 def one_rank(ranks) -> Callable[..., Cell]:
     """`one_rank(experts_of, dtype, seed)`: the run of one rank, executed once."""
     return functools.cache(
-        lambda experts_of, dtype, seed: ranks(1).run(run_alone, layout=experts_of, dtype=dtype, seed=seed)[0]
+        lambda experts_of, dtype, seed: ranks(1).run(matrix.run_alone, layout=experts_of, dtype=dtype, seed=seed)[0]
     )
 
 
@@ -59,8 +46,7 @@ def walked(ranks, tmp_path_factory) -> Callable:
     @functools.cache
     def walk(experts_of: str | None, dtype: str) -> tuple:
         folder = str(tmp_path_factory.mktemp("states"))
-        own = ranks(1).run(walk_alone, layout=experts_of, dtype=dtype, folder=folder)[0]
-        return folder, own, ranks(1).run(follow_alone, layout=experts_of, dtype="fp32", folder=folder)[0]
+        return folder, *walk_twice(ranks(1), layout=experts_of, dtype=dtype, folder=folder)
 
     return walk
 
@@ -70,12 +56,12 @@ def walked(ranks, tmp_path_factory) -> Callable:
 def test_a_layout_computes_the_same_as_one_rank(ranks, one_rank, walked, show, layout, dtype):
     world, topology = LAYOUTS[layout]
     experts_of = layout if topology.expert > 1 else None
-    reference, bound = one_rank(experts_of, dtype, SEEDS[0]), RELATIVE_FP32
+    reference, bound = one_rank(experts_of, dtype, SEEDS[0]), matrix.RELATIVE_FP32
     if dtype != "fp32":
         bound = OWN_ERRORS * deviation(reference, reference=one_rank(experts_of, "fp32", SEEDS[0]))
 
     def cells(stage: int, tier: str, *, seed: int = SEEDS[0]) -> list[Cell]:
-        return ranks(world).run(run_cell, layout=layout, stage=stage, tier=tier, dtype=dtype, seed=seed)
+        return ranks(world).run(matrix.run_cell, layout=layout, stage=stage, tier=tier, dtype=dtype, seed=seed)
 
     digests, worst = set(), 0.0
     for stage in STAGES:
@@ -89,7 +75,7 @@ def test_a_layout_computes_the_same_as_one_rank(ranks, one_rank, walked, show, l
         assert worst <= bound and len(digests) == 1
         return
     folder, own_walk, exact = walked(experts_of, dtype)
-    walk = ranks(world).run(follow, layout=layout, stage=STAGES[0], tier=TIERS[0], dtype=dtype, folder=folder)[0]
+    walk = ranks(world).run(matrix.follow, layout=layout, stage=STAGES[0], tier=TIERS[0], dtype=dtype, folder=folder)[0]
     step, own_step = distance(walk, reference=own_walk), distance(own_walk, reference=exact)
     errors, own_errors = [], []
     for seed in SEEDS:

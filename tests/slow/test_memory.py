@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.bench import status_bytes
 from tests.ranks import RankPool
 from ztk.core.policies.zero import ZeroPolicy
 from ztk.core.precision import PrecisionPolicy
@@ -40,24 +41,16 @@ class Footprint:
     state: int
 
 
-def resident(key: str) -> int:
-    """`VmRSS` (now) or `VmHWM` (peak) of this process in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {key} in /proc/self/status")
-
-
 def run(process: Process, *, layers: int, dim: int, folder: str) -> Footprint:
     """Three steps at stage 3 with everything on NVMe; before that one step of a model of next to no size, which loads the libraries."""
     train(process, layers=1, dim=64, folder=folder, steps=1).close()
     gc.collect()
-    before = resident("VmRSS")
+    before = status_bytes("VmRSS")
     engine = train(process, layers=layers, dim=dim, folder=folder, steps=3)
     device = engine.memory.by_category(Tier.device)
     return Footprint(
         before=before,
-        peak=resident("VmHWM"),
+        peak=status_bytes("VmHWM"),
         pool=engine.memory.current(Tier.host),
         gathered=device.get("gathered", 0),
         gradients=device.get("gradients in flight", 0),

@@ -5,6 +5,7 @@ neighbours and the cancelled ones; together they decide whose prefix is reused. 
 tests/inference/test_exactness.py and test_blocks.py run some schedules, and show that wrong entries of both caches are noticed.
 """
 
+import itertools
 import random
 
 import pytest
@@ -19,22 +20,22 @@ LONGEST = 3  # blocks per sequence
 
 
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("name", MODELS)
-def test_schedules_change_no_bit(show, amount, name, weights, cache):
-    model = build_decoder() if name == "native" else build(name)
-    policy = {"weights": weights}
-    if cache == "blocks":
-        policy |= {"cache": cache, "max_model_len": LONGEST * BLOCK}
-    expected, reused, preempted = alone(model, **policy), 0, 0
-    first = 100 * (MODELS.index(name) * len(WEIGHTS) + WEIGHTS.index(weights))
-    count = -(-amount(200) // (len(MODELS) * len(WEIGHTS)))
-    for seed in range(first, first + count):
-        if cache == "blocks":
-            policy["cache_tokens"] = BLOCK * random.Random(seed).randint(LONGEST, 2 * LONGEST)
-        found, generator = run_schedule(model, seed=seed, **policy)
-        assert found == expected, seed
-        reused += generator.reused_tokens
-        preempted += generator.preempted
-    show(f"{name}, {weights}, {cache}: {count} schedules, {reused} tokens reused, {preempted} preempted")
-    assert reused > 0 and (preempted > 0 or cache == "slabs")
+def test_schedules_change_no_bit(show, amount, cache):
+    """Prefixes are reused by every model and format, and some sequences of all of them are preempted over blocks."""
+    policy: dict = {"cache": cache, "max_model_len": LONGEST * BLOCK} if cache == "blocks" else {}
+    pairs = list(itertools.product(MODELS, WEIGHTS))
+    count, preempted = -(-amount(200) // len(pairs)), 0
+    for number, (name, weights) in enumerate(pairs):
+        model = build_decoder() if name == "native" else build(name)
+        policy["weights"] = weights
+        expected, reused, cut = alone(model, **policy), 0, 0
+        for seed in range(number * count, (number + 1) * count):
+            room = {"cache_tokens": BLOCK * random.Random(seed).randint(LONGEST, 2 * LONGEST)}
+            found, generator = run_schedule(model, seed=seed, **policy, **(room if cache == "blocks" else {}))
+            assert found == expected, f"{name}, {weights}, seed {seed}"
+            reused += generator.reused_tokens
+            cut += generator.preempted
+        show(f"{name}, {weights}, {cache}: {count} schedules, {reused} tokens reused, {cut} preempted")
+        assert reused > 0, f"{name}, {weights}: no prefix was reused"
+        preempted += cut
+    assert preempted > 0 or cache == "slabs"

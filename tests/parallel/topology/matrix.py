@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.checkpoint.runs import canonical
 from tests.parallel.topology.runs import BATCH, CONFIG, LENGTH, Strategy, alone, arranged, batch, make_engine
+from tests.ranks import RankPool
 from ztk.checkpoint import load, save
 from ztk.core.runtime import Process, Topology
 from ztk.train.engine import Engine
@@ -141,6 +142,12 @@ def follow_alone(process: Process, *, layout: str | None = None, dtype: str, fol
     """One rank's steps in `dtype` from the states in `folder`."""
     run = _on_one_rank(process, layout=layout, dtype=dtype)
     return _walk(run, steps=steps, begin=lambda number: load(run.engine, path=_state(folder, number=number)))
+
+
+def walk_twice(pool: RankPool, *, layout: str | None, dtype: str, folder: str, steps: int = 20) -> tuple[Walk, Walk]:
+    """The one-rank run, and the steps in fp32 from its states, which lie in `folder` afterwards. pool: of one rank."""
+    given = {"layout": layout, "folder": folder, "steps": steps}
+    return pool.run(walk_alone, dtype=dtype, **given)[0], pool.run(follow_alone, dtype="fp32", **given)[0]
 
 
 def _state(folder: str, *, number: int) -> Path:

@@ -17,10 +17,9 @@ from tests.parallel.topology.matrix import (
     deviation,
     distance,
     follow,
-    follow_alone,
     run_alone,
     run_cell,
-    walk_alone,
+    walk_twice,
 )
 
 STEPS = 4
@@ -55,8 +54,7 @@ def walked(ranks, tmp_path_factory):
     @functools.cache
     def of(experts: str | None, dtype: str) -> tuple[str, Walk, Distance]:
         folder = str(tmp_path_factory.mktemp("states"))
-        own = ranks(1).run(walk_alone, layout=experts, dtype=dtype, folder=folder, steps=STEPS_16_BIT)[0]
-        exact = ranks(1).run(follow_alone, layout=experts, dtype="fp32", folder=folder, steps=STEPS_16_BIT)[0]
+        own, exact = walk_twice(ranks(1), layout=experts, dtype=dtype, folder=folder, steps=STEPS_16_BIT)
         return folder, own, distance(own, reference=exact)
 
     return lambda layout, dtype: of(experts_of(layout), dtype)
