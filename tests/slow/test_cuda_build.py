@@ -107,9 +107,9 @@ print(json.dumps({"kernels": sorted(set(needed.values())), "missing": [str(key) 
 """
 
 
-def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
-    """Runs Python with the build, if there is one, in front of the installed packages."""
-    paths = [*filter(None, [FOLDER]), str(REPOSITORY)]
+def run(*arguments: str, folder: str | None = FOLDER, **variables: str) -> subprocess.CompletedProcess:
+    """Runs Python with the build in `folder`, if there is one, in front of the installed packages."""
+    paths = [*filter(None, [folder]), str(REPOSITORY)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"} | variables
     return subprocess.run(
         [sys.executable, *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
