@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 
-from tests.device_tagged import Tagged, gpu_tensors
+from tests.device_tagged import gpu_tensors, tag, untagged
 from ztk.kernels.ops import attention_backward
 from ztk.kernels.shared import backward_choice
 from ztk.kernels.shared.backward_choice import LIBRARY, OWN
@@ -82,15 +82,11 @@ def test_the_library_gets_the_arguments_of_a_backward(folder, monkeypatch, packe
         softmax_scale, is_causal, window_size_left, window_size_right, deterministic,
     ):  # fmt: skip
         tensors = (dout, q, k, v, out, softmax_lse, cu_seqlens_q)
-        assert (
-            all(isinstance(x, Tagged) for x in (*tensors, cu_seqlens_k))
-            and deterministic
-            and max_seqlen_q == max_seqlen_k
-        )
+        assert all(x.is_cuda for x in (*tensors, cu_seqlens_k)) and deterministic and max_seqlen_q == max_seqlen_k
         assert window_size_right == (0 if is_causal else -1) and cu_seqlens_q.dtype == torch.int32
         rest = (max_seqlen_q, is_causal, window_size_left + 1, softmax_scale)
-        for target, value in zip((dq, dk, dv), on_cpu(*(x.values for x in tensors), *rest), strict=True):
-            target.values.copy_(value)
+        for target, value in zip((dq, dk, dv), on_cpu(*map(untagged, tensors), *rest), strict=True):
+            target.copy_(value)
 
     on_cpu = attention_backward._cpu_bwd
     monkeypatch.setitem(sys.modules, backward_choice.PACKAGE, SimpleNamespace(_flash_attn_backward=flash_attn_backward))
@@ -99,7 +95,7 @@ def test_the_library_gets_the_arguments_of_a_backward(folder, monkeypatch, packe
     monkeypatch.setattr(backward_choice, "gpu_seconds", lambda run: 1.0 if run.func is own else 0.5)
 
     def own(*args):
-        return tuple(map(Tagged, on_cpu(*(x.values if isinstance(x, Tagged) else x for x in args))))
+        return tuple(map(tag, on_cpu(*(untagged(x) if isinstance(x, torch.Tensor) else x for x in args))))
 
     monkeypatch.setattr(attention_backward, "_launch_own_bwd", own)
     torch.manual_seed(0)
@@ -109,7 +105,7 @@ def test_the_library_gets_the_arguments_of_a_backward(folder, monkeypatch, packe
     rest = (7, True, 3, 0.25) if packed else (6, True, 0, 0.25)
     expected = on_cpu(d_out, q, k, v, out, lse, offsets, *rest)
     with gpu_tensors():
-        given = (None if x is None else Tagged(x) for x in (d_out, q, k, v, out, lse, offsets))
+        given = (None if x is None else tag(x.clone()) for x in (d_out, q, k, v, out, lse, offsets))
         found = attention_backward._launch_bwd(*given, *rest)
     assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(found, expected, strict=True))
     (path,) = folder.iterdir()

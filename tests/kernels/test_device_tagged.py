@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.device_tagged import DeviceMismatch, Tagged, gpu_tensors
+from tests.device_tagged import DeviceMismatch, gpu_tensors
 from ztk.kernels import ALL_OPS
 from ztk.kernels.launch.machine import MACHINES, assume
 
@@ -16,8 +16,8 @@ def test_plain_torch_paths_run_on_one_device(spec):
             with assume(MACHINES["sm_90"]), gpu_tensors(), torch.no_grad():
                 inputs = spec.make_inputs(shape, dtype=spec.dtypes[0], device="cuda:0", **variant)
                 outputs = function(**inputs)
-            results = outputs if isinstance(outputs, tuple | list) else [outputs]
-            assert all(isinstance(result, Tagged) for result in results if isinstance(result, torch.Tensor)), variant
+                results = outputs if isinstance(outputs, tuple | list) else [outputs]
+                assert all(result.is_cuda for result in results if isinstance(result, torch.Tensor)), variant
 
 
 def test_devices_that_mix_are_noticed():

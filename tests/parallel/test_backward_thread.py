@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.device_tagged import DEVICE, Tagged, backward_elsewhere, gpu_tensors, move
+from tests.device_tagged import DEVICE, Streams, backward_elsewhere, gpu_tensors, move
 from tests.hf.small import llama_config
 from tests.parallel.moe.runs import CONFIG, VOCABULARY
 from ztk.core.policies.recompute import RecomputePolicy
 from ztk.core.policies.zero import ZeroPolicy
 from ztk.core.precision import PrecisionPolicy
 from ztk.core.runtime import Process
-from ztk.core.runtime.streams import CudaStreams, use_api
+from ztk.core.runtime.streams import use_api
 from ztk.nn import Decoder
 from ztk.optim import OptimizerPolicy
 from ztk.parallel.apply import parallelize
@@ -29,13 +29,6 @@ RECOMPUTE = {
     "inputs on the host": RecomputePolicy(mode="full", inputs_on_cpu=True),
 }
 TRAINED = (("experts", "none"), ("experts", "selective"), ("transformers", "inputs on the host"))
-
-
-class WithoutStreams(CudaStreams):
-    """Copies of tagged tensors end at once."""
-
-    def has_streams(self, tensor: torch.Tensor) -> bool:
-        return False
 
 
 class Llama(nn.Module):
@@ -101,13 +94,13 @@ def test_a_gpu_has_the_gradients_of_a_cpu(name):
     for mode, recompute in RECOMPUTE.items():
         found = []
         for device in ("cpu", str(DEVICE)):
-            with gpu_tensors(), backward_elsewhere(), use_api(WithoutStreams()):
+            with gpu_tensors(), backward_elsewhere(), use_api(Streams()):
                 model = built(name)
                 if device != "cpu":
                     move(model, device=device)
                 recompute_blocks(model, policy=recompute)
                 model(tokens.to(device), targets.to(device)).backward()
                 gradients = [parameter.grad for parameter in model.parameters()]
-            assert all(isinstance(gradient, Tagged) == (device != "cpu") for gradient in gradients), mode
-            found.append([gradient.cpu() for gradient in gradients])
+                assert all(gradient.is_cuda == (device != "cpu") for gradient in gradients), mode
+                found.append([gradient.cpu() for gradient in gradients])
         assert all(torch.equal(here, there) for here, there in zip(*found, strict=True)), mode

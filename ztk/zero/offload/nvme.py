@@ -133,7 +133,7 @@ class NvmeStore:
         return open_disk(self._folder / f"ztk-rank{rank}-{uuid.uuid4().hex}.bin", direct=self._policy.direct_io)
 
     def _region(self, nbytes: int) -> AlignedRegion:
-        return AlignedRegion(nbytes=nbytes, pin=self._policy.pin_memory and torch.cuda.is_available())
+        return AlignedRegion(nbytes=nbytes, pin=self._policy.pin_memory and torch.cuda.is_initialized())
 
     def _start_engine(self, counters: IoCounters) -> IoEngine:
         return IoEngine(
