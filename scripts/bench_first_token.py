@@ -47,7 +47,7 @@ def main() -> int:
             numbers = (f"{opening:.2f}", f"{first:.3f}", f"{both:.2f}", f"{both / GOAL_SECONDS:.2f}")
             rows.append((size, weights, *numbers))
     columns = ("size", "weights", "opening (s)", "first prompt (s)", "together (s)", f"of {GOAL_SECONDS:.0f} s")
-    Console().print(table("", columns, rows, left=columns))
+    Console(width=140).print(table("", columns, rows, left=columns))
     return 0
 
 

@@ -233,7 +233,7 @@ def main() -> int:
         batching.stop()
     columns = ("model", "work", "weights", "generate", "continuous", "ztk", "ratio", "goal", "to continuous", "equal")
     title = f"tokens per CPU second, {options.threads} threads, median of {options.rounds} rounds"
-    Console().print(table(title, columns, lines))
+    Console(width=140).print(table(title, columns, lines))
     return 0
 
 

@@ -96,6 +96,8 @@ def main() -> int:
         "--buffers", type=int, default=9, help="buffers of the pool; with more buffers more states are prefetched"
     )
     options = parser.parse_args()
+    if options.steps < 2:
+        parser.error(f"--steps {options.steps}: use 2 or more, because disk time is measured between steps")
     dim = options.dim
     model = DecoderConfig(
         vocab_size=256,
@@ -126,7 +128,7 @@ def main() -> int:
     pool.close()
     size = f"{model.parameter_count() / 1e6:.0f} M parameters, bf16, {options.ranks} ranks"
     columns = ("batch", "compute", "disk", "nvme step", "step / max", "GB/s read+write", "CPU none", "CPU nvme")
-    Console().print(table(f"seconds per step and rank, {size}", columns, rows))
+    Console(width=140).print(table(f"seconds per step and rank, {size}", columns, rows))
     return 0
 
 

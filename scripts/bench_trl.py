@@ -78,6 +78,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps; of rollouts always 6")
     parser.add_argument("--rollouts", action="store_true")
     options = parser.parse_args()
+    if options.steps < 3:
+        parser.error(f"--steps {options.steps}: use 3 or more, because the first and the last are left out")
     plot.plot_run, answers.PROMPTS, rollouts.EVALUATED = (lambda folder: None), 1, 1
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

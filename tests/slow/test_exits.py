@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 
-def test_scripts_end_as_they_should(show):
+def test_scripts_end_as_they_should(show, amount):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.slow.exits"],
+        [sys.executable, "-m", "tests.slow.exits", "--exits", str(amount(200))],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
