@@ -1,4 +1,4 @@
-"""What the benchmarks share: arguments, processes that measure, memory and CPU seconds, tables, and rows of results."""
+"""Arguments, measuring processes, memory and CPU seconds, tables, and rows of results of the benchmarks."""
 
 import argparse
 import ctypes
