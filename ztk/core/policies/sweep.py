@@ -9,7 +9,7 @@ from ztk.core.policies.ranges import COUNT, Range
 
 
 class RepeatWith(StrEnum):
-    """What differs between the repeats of a job."""
+    """sweep.repeat_with: the difference between the repeats of a job."""
 
     same_seed = "same_seed"  # nothing: for speed
     seeds = "seeds"  # train.seed is 0, 1, 2, ..: for losses
