@@ -126,12 +126,22 @@ def test_a_live_report(browser, tmp_path):
     time.sleep(2 * AGAIN)
     assert evaluate("performance.timeOrigin") == loaded, "the page reloads itself while an axis is brushed"
     evaluate("document.getElementById('clear').click()")
-    for code in (
-        "words.value = 'stage0 none'; words.dispatchEvent(new Event('input')); 0",
-        "list = document.querySelector('#controls select'); list.value = '1'; list.dispatchEvent(new Event('change')); 0",
-        "document.querySelector('th[data-key=\"tokens_per_second\"] button').click()",
+    for code, choice, value in (
+        ("words.value = 'stage0 none', words.dispatchEvent(new Event('input'))", "state.words", "stage0 none"),
+        (
+            "list = document.querySelector('#controls select'), list.value = '1', list.dispatchEvent(new Event('change'))",
+            "state.baseline",
+            1,
+        ),
+        (
+            "document.querySelector('th[data-key=\"tokens_per_second\"] button').click()",
+            "state.sort",
+            "tokens_per_second",
+        ),
     ):
-        until(lambda code=code: (evaluate(code), True)[1])  # retries while the page reloads
+        # again if it came while the page was being replaced
+        try_once = f"typeof state === 'object' && ({choice} === {json.dumps(value)} || ({code}, false))"
+        assert until(lambda once=try_once: evaluate(once))
     before = evaluate(DRAWN["runs"])
     kept.rename(last)
     assert until(lambda: evaluate("typeof report === 'object' && report.live === undefined"))
