@@ -1,343 +1,272 @@
-"""Compares `ztk.Generator` with CTranslate2 and llama.cpp, each in its own environment: decoding the same Llama on the CPU.
+"""Compares `ztk.Generator` with llama.cpp, CTranslate2 and transformers on a real model: prompts and greedy decoding on one CPU thread.
 
-    python scripts/compare_engines.py --peer ctranslate2=/envs/peers/bin/python --peer llama_cpp=/envs/llama/bin/python
-    python scripts/compare_engines.py --size 30m --rounds 3 --json experiments/results/cpu/engines.jsonl
+    python scripts/get_model.py smollm2
+    python scripts/compare_engines.py --peers /envs/peers/bin/python
+    python scripts/compare_engines.py --peers /envs/peers/bin/python --only ztk/int8 llama.cpp/Q8_0 --works 1x512 --json FILE
 
-Without --peer the script looks for the peers in this environment. A peer's Python needs numpy and ctranslate2, or numpy, gguf and llama_cpp
-(llama-cpp-python, which is compiled on installation). One randomly initialised Llama is written for all of them, as safetensors for ztk, in
-CTranslate2's format, and as GGUF for llama.cpp, in fp32 and in each engine's 8-bit format. Measurements are processes with --threads threads
-that take turns. A result is the median over rounds of the tokens per CPU second without the prompt, for one sequence and for 8. Goals relative
-to the faster peer: 0.9 in fp32, 0.5 in 8 bits. A missed goal is only printed; exit code 1 if nothing could be compared.
+PYTHON is an environment with llama_cpp (llama-cpp-python), ctranslate2, transformers and torch. Each engine reads the same model: ztk and
+transformers the folder, llama.cpp a GGUF file that ztk exports as F16 and llama.cpp quantises, CTranslate2 what its converter writes. Works
+are sequences x tokens of the prompt; the prompts are English help texts. Each engine and format is a process that answers all works, and the
+processes take turns. Printed are medians over rounds: tokens of the prompt per CPU second, decoded tokens per CPU second, the largest resident
+memory during the work, and the share of the greedy tokens that equal transformers'.
 """
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
+from pydoc_data.topics import topics
 
-from random_llama import SIZES, random_llama
+from rich.console import Console
 
-PROMPT, SEQUENCES, FORMATS = 32, (1, 8), ("fp32", "int8")
-GOALS = {"fp32": 0.9, "int8": 0.5}
-MEASURED = "measured: "  # prefix of the line with a child's numbers
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.bench import ROOT, append_rows, measured_apart, parser_of, status_bytes, table
+
+WORKS = ("1x512", "8x512", "32x512", "1x2048")
+FORMATS = {
+    "ztk": ("stored", "int8", "int4"),
+    "transformers": ("fp32",),
+    "ctranslate2": ("float32", "int8_float32"),
+    "llama.cpp": ("F32", "F16", "Q8_0", "Q4_K_M"),
+}
+QUANTISED = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "Q8_0": "MOSTLY_Q8_0", "Q4_K_M": "MOSTLY_Q4_K_M"}
+# Answers to prompts: (prompts, tokens of each answer) -> the answers.
+Generate = Callable[[list[list[int]], int], list[list[int]]]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="100m")
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=48, help="tokens per answer")
+def main() -> None:
+    parser = parser_of(__doc__)
+    home = Path.home() / ".cache" / "ztk" / "smollm2"
+    parser.add_argument("--model", type=Path, default=home, help="a folder of a transformers Llama (%(default)s)")
+    parser.add_argument("--peers", default=sys.executable, metavar="PYTHON", help="interpreter of the peers")
+    parser.add_argument("--works", nargs="+", default=WORKS, metavar="ROWSxPROMPT", help=" ".join(WORKS))
+    parser.add_argument("--only", nargs="+", metavar="ENGINE/FORMAT", help="default: all")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=33, help="of each answer")
     parser.add_argument("--json", type=Path, help="append the results to this file")
-    parser.add_argument("--measure", nargs=2, metavar=("ENGINE", "FORMAT"), help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=2, metavar=("ENGINE/FORMAT", "SCRATCH"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.measure:
-        engine, kind = given.measure
-        found = ENGINES[engine](given.folder, kind=kind, threads=given.threads, tokens=given.tokens)
-        print(MEASURED + json.dumps(found))
-        return 0
-    pythons = {"ztk": sys.executable} | dict.fromkeys(PEERS, sys.executable)
-    pythons |= dict(one.split("=", 1) for one in given.peer)
+        name, scratch = given.measure
+        print(json.dumps(measure(name, scratch=Path(scratch), given=given)))
+        return
+    known = [f"{engine}/{kind}" for engine, kinds in FORMATS.items() for kind in kinds]
+    names = given.only or known
+    if unknown := sorted(set(names) - set(known)):
+        sys.exit(f"{', '.join(unknown)}: must be among {', '.join(known)}")
     with tempfile.TemporaryDirectory() as scratch:
-        write_model(Path(scratch), size=given.size)
-        found = {
-            (engine, kind): rounds(Path(scratch), engine=engine, kind=kind, python=pythons[engine], given=given)
-            for kind in FORMATS
-            for engine in ("ztk", *PEERS)
+        write_prompts(given.model, works=given.works, to=Path(scratch, "prompts.json"))
+        rounds: dict[str, list[dict]] = {name: [] for name in names}
+        for number in range(given.rounds):
+            for name in names:
+                rounds[name].append(run(name, scratch=scratch, given=given))
+                print(f"round {number + 1}: {name}", file=sys.stderr, flush=True)
+    report({name: summary(each) for name, each in rounds.items()}, given=given)
+
+
+def write_prompts(model: Path, *, works: list[str], to: Path) -> None:
+    """Writes token ids of `rows` different beginnings of the text for each work, ROWSxPROMPT."""
+    from tokenizers import Tokenizer
+
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    tokens = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids
+    prompts = {}
+    for work in works:
+        rows, length = map(int, work.split("x"))
+        prompts[work] = [tokens[1000 * row : 1000 * row + length] for row in range(rows)]
+    to.write_text(json.dumps(prompts))
+
+
+def run(name: str, *, scratch: str, given: argparse.Namespace) -> dict[str, dict]:
+    """Measures one engine and format in a process. Returns the figures by work."""
+    stored = Path(scratch, "exported.gguf")
+    if name.startswith("llama.cpp/") and not stored.exists():
+        export = ["-m", "ztk.checkpoint", "export", given.model, stored, "--format", "gguf"]
+        subprocess.run([sys.executable, *map(str, export)], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    python = sys.executable if name.startswith("ztk/") else given.peers
+    asked = ("--measure", name, scratch, "--model", given.model, "--tokens", given.tokens)
+    return measured_apart(python, __file__, *asked, OMP_NUM_THREADS="1")
+
+
+def measure(name: str, *, scratch: Path, given: argparse.Namespace) -> dict[str, dict]:
+    """Opens the model, then answers each work. CPU seconds of the prompt include the first answered token."""
+    engine, kind = name.split("/")
+    generate = ENGINES[engine](given.model, kind=kind, scratch=scratch)
+    found = {}
+    for work, prompts in json.loads((scratch / "prompts.json").read_text()).items():
+        generate([prompt[:32] for prompt in prompts], 2)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        started = time.process_time()
+        generate(prompts, 1)
+        prompt_seconds = time.process_time() - started
+        started = time.process_time()
+        answers = generate(prompts, given.tokens)
+        seconds = time.process_time() - started - prompt_seconds
+        found[work] = {
+            "prompt": sum(map(len, prompts)) / prompt_seconds,
+            "decode": len(prompts) * (given.tokens - 1) / seconds,
+            "megabytes": status_bytes("VmHWM") / 1e6,
+            "answers": answers,
         }
-    return report(found, given=given)
+    return found
 
 
-def report(found: dict[tuple[str, str], list[float] | str], *, given: argparse.Namespace) -> int:
-    """Prints the table. Returns 1 if no peer has numbers."""
-    compared = 0
-    for kind in FORMATS:
-        own = found["ztk", kind]
-        for engine in PEERS:
-            other = found[engine, kind]
-            if isinstance(own, str) or isinstance(other, str):
-                print(f"{given.size} {kind} {engine}: {own if isinstance(own, str) else other}")
-                continue
-            compared += 1
-            if given.json:
-                record(own, other, engine=engine, kind=kind, given=given)
-            ratios = [f"{mine / theirs:.2f}" for mine, theirs in zip(own, other, strict=True)]
-            print(
-                f"{given.size} {kind}: ztk / {engine} = {ratios[0]} for one sequence, {ratios[1]} for {SEQUENCES[1]} (goal {GOALS[kind]}); "
-                f"{own[0]:.1f} and {other[0]:.1f}, {own[1]:.1f} and {other[1]:.1f} tokens per CPU second"
-            )
-    return int(not compared)
-
-
-def record(own: list[float], other: list[float], *, engine: str, kind: str, given: argparse.Namespace) -> None:
-    """Appends a line for each number of sequences."""
-    commit = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    common = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip(),
-        "machine": f"{platform.machine()} {given.threads} threads",
-        "size": given.size,
-        "weights": kind,
-        "peer": engine,
-        "rounds": given.rounds,
-        "goal": GOALS[kind],
+def summary(rounds: list[dict[str, dict]]) -> dict[str, dict]:
+    """Medians of the figures by work, and the answers of the last round."""
+    figures = ("prompt", "decode", "megabytes")
+    return {
+        work: {key: statistics.median(each[work][key] for each in rounds) for key in figures}
+        | {"answers": rounds[-1][work]["answers"]}
+        for work in rounds[0]
     }
-    with given.json.open("a") as file:
-        for sequences, mine, theirs in zip(SEQUENCES, own, other, strict=True):
-            numbers = {"sequences": sequences, "ztk_tokens_per_cpu_second": mine, "peer_tokens_per_cpu_second": theirs}
-            file.write(json.dumps(common | numbers | {"ratio": mine / theirs}) + "\n")
 
 
-def rounds(folder: Path, *, engine: str, kind: str, python: str, given: argparse.Namespace) -> list[float] | str:
-    """Medians for each number of sequences, or the error of the engine."""
-    command = [python, __file__, "--measure", engine, kind, "--folder", str(folder)]
-    command += ["--threads", str(given.threads), "--tokens", str(given.tokens)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or engine == "ztk"}
-    environment |= {"OMP_NUM_THREADS": str(given.threads)}
-    each = []
-    for _ in range(given.rounds):
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        line = next((line for line in done.stdout.splitlines() if line.startswith(MEASURED)), None)
-        if line is None:
-            return (done.stderr.strip().splitlines() or ["no answer"])[-1]
-        each.append(json.loads(line.removeprefix(MEASURED)))
-    return [statistics.median(column) for column in zip(*each, strict=True)]
+def report(found: dict[str, dict[str, dict]], *, given: argparse.Namespace) -> None:
+    """Prints a table per work, and appends the rows to the file."""
+    for work in given.works:
+        reference = found.get("transformers/fp32", {}).get(work)
+        lines, rows = [], []
+        for name, one in ((name, works[work]) for name, works in found.items()):
+            pairs = zip(one["answers"], reference["answers"], strict=True) if reference else []
+            equal = [left == right for answer, other in pairs for left, right in zip(answer, other, strict=True)]
+            share = sum(equal) / len(equal) if equal else None
+            figures = {key: round(one[key], 2) for key in ("prompt", "decode", "megabytes")}
+            lines.append(
+                [
+                    *(name, f"{one['prompt']:.0f}", f"{one['decode']:.1f}", f"{one['megabytes']:.0f}"),
+                    "" if share is None else f"{share:.0%}",
+                ]
+            )
+            rows.append({"engine": name, "work": work, "rounds": given.rounds, "equal_tokens": share} | figures)
+        columns = ["engine", "prompt tokens / CPU s", "decoded / CPU s", "peak MB", "greedy tokens as transformers"]
+        Console(width=110).print(table(f"{work}: sequences x tokens of the prompt", columns, lines, left=["engine"]))
+        if given.json:
+            append_rows(given.json, rows, machine="one thread", model=given.model.name)
 
 
-def per_cpu_second(generate: Callable[[int], None], *, sequences: int, tokens: int) -> float:
-    """generate(n) answers all prompts with n tokens. The time of the prompt and the first token is subtracted."""
-    generate(2)
-    started = time.process_time()
-    generate(1)
-    first = time.process_time() - started
-    started = time.process_time()
-    generate(tokens)
-    return sequences * (tokens - 1) / (time.process_time() - started - first)
+# Engines, each in its own process
 
 
-def prompts(sequences: int) -> list[list[int]]:
-    return [[(7 * place + 31 * row) % 1900 + 50 for place in range(PROMPT)] for row in range(sequences)]
+def open_ztk(model: Path, *, kind: str, scratch: Path) -> Generate:
+    import torch
+
+    from ztk.inference import Generator, InferencePolicy, SamplingParams
+    from ztk.serve.models import open_model
+
+    torch.set_num_threads(1)
+    generator = Generator(open_model(str(model)).module, policy=InferencePolicy(weights=kind))
+
+    def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        generator.forget_prefixes()
+        found = generator.generate(prompts, sampling=SamplingParams(max_tokens=tokens, temperature=0))
+        return [answer.tokens for [answer] in found]
+
+    return generate
 
 
-# Engines, each in its own process and environment
-
-
-def measure_ztk(folder: Path, *, kind: str, threads: int, tokens: int) -> list[float]:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+def open_transformers(model: Path, *, kind: str, scratch: Path) -> Generate:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ztk.inference import Generator, InferencePolicy, SamplingParams
+    torch.set_num_threads(1)
+    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
-    torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
-    generator = Generator(model, policy=InferencePolicy(weights="stored" if kind == "fp32" else kind))
+    def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        rows = torch.tensor(prompts)
+        with torch.no_grad():
+            found = module.generate(
+                rows,
+                attention_mask=torch.ones_like(rows),
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=False,
+            )
+        return found[:, rows.shape[1] :].tolist()
 
-    def generate(count: int, *, rows: int) -> None:
-        generator.forget_prefixes()
-        generator.generate(prompts(rows), sampling=SamplingParams(max_tokens=count, temperature=0))
-
-    return [per_cpu_second(lambda count, n=n: generate(count, rows=n), sequences=n, tokens=tokens) for n in SEQUENCES]
+    return generate
 
 
-def measure_ctranslate2(folder: Path, *, kind: str, threads: int, tokens: int) -> list[float]:
+def open_ctranslate2(model: Path, *, kind: str, scratch: Path) -> Generate:
     import ctranslate2
 
-    path = folder / "ctranslate2"
+    path = scratch / "ctranslate2"
     if not path.is_dir():
-        write_ctranslate2(folder, to=path)
-    kinds = {"fp32": "float32", "int8": "int8_float32"}
-    engine = ctranslate2.Generator(str(path), device="cpu", compute_type=kinds[kind], intra_threads=threads)
+        ctranslate2.converters.TransformersConverter(str(model)).convert(str(path))
+    engine = ctranslate2.Generator(str(path), device="cpu", compute_type=kind, intra_threads=1)
+    names = json.loads((path / "vocabulary.json").read_text(encoding="utf-8"))
 
-    def generate(count: int, *, rows: int) -> None:
-        named = [[f"t{token}" for token in prompt] for prompt in prompts(rows)]
-        engine.generate_batch(
-            named,
-            max_length=count,
-            min_length=count,
-            sampling_topk=1,
-            include_prompt_in_result=False,
-            end_token="t1999",
-        )
+    def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        found = engine.generate_batch(
+            [[names[token] for token in prompt] for prompt in prompts], max_length=tokens, min_length=tokens,
+            sampling_topk=1, include_prompt_in_result=False,
+        )  # fmt: skip
+        return [one.sequences_ids[0] for one in found]
 
-    return [per_cpu_second(lambda count, n=n: generate(count, rows=n), sequences=n, tokens=tokens) for n in SEQUENCES]
+    return generate
 
 
-def measure_llama_cpp(folder: Path, *, kind: str, threads: int, tokens: int) -> list[float]:
+def open_llama_cpp(model: Path, *, kind: str, scratch: Path) -> Generate:
     import ctypes
 
     import llama_cpp
     import numpy
 
-    path = folder / f"llama-{kind}.gguf"
-    if not path.is_file():
-        write_gguf(folder, to=path, kind=kind)
+    silent = llama_cpp.llama_log_callback(lambda *given: None)
+    llama_cpp.llama_log_set(silent, ctypes.c_void_p())
     llama_cpp.llama_backend_init()
-    quiet = llama_cpp.llama_log_callback(lambda *given: None)
-    llama_cpp.llama_log_set(quiet, ctypes.c_void_p())
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
-    vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-    found = []
-    for rows in SEQUENCES:
-        settings = llama_cpp.llama_context_default_params()
-        settings.n_ctx, settings.n_seq_max = rows * 256, rows
-        settings.n_threads = settings.n_threads_batch = threads
-        settings.type_k = settings.type_v = 0  # fp32, like the other engines
-        context = llama_cpp.llama_init_from_model(model, settings)
+    path = scratch / f"{kind}.gguf"
+    if not path.is_file():
+        options = llama_cpp.llama_model_quantize_default_params()
+        options.nthread, options.ftype = 1, getattr(llama_cpp, f"LLAMA_FTYPE_{QUANTISED[kind]}")
+        source = str(scratch / "exported.gguf").encode()
+        assert llama_cpp.llama_model_quantize(source, str(path).encode(), options) == 0
+    opened = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+    vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(opened))
 
-        def decode(each: list[list[int]], *, at: int, context=context) -> list[int]:
-            """Decodes each sequence's tokens from position `at` on. Returns the likeliest next token of each sequence."""
-            batch = llama_cpp.llama_batch_init(sum(map(len, each)), 0, 1)
+    def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        llama_cpp.llama_log_set(silent, ctypes.c_void_p())  # keeps the callback as long as the engine
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_ctx = len(prompts) * (len(prompts[0]) + tokens + 8)
+        settings.n_seq_max, settings.n_batch = len(prompts), settings.n_ctx
+        settings.n_threads = settings.n_threads_batch = 1
+        settings.type_k = settings.type_v = 0  # fp32, like the other engines
+        context = llama_cpp.llama_init_from_model(opened, settings)
+        answers: list[list[int]] = [[] for _ in prompts]
+        for number in range(tokens):
+            pieces = prompts if number == 0 else [answer[-1:] for answer in answers]
+            at = 0 if number == 0 else len(prompts[0]) + number - 1
+            batch = llama_cpp.llama_batch_init(sum(map(len, pieces)), 0, 1)
             last = []
-            for sequence, own in enumerate(each):
-                for place, token in enumerate(own):
+            for sequence, piece in enumerate(pieces):
+                for place, token in enumerate(piece):
                     row = batch.n_tokens
                     batch.token[row], batch.pos[row], batch.n_seq_id[row] = token, at + place, 1
-                    batch.seq_id[row][0], batch.logits[row] = sequence, place == len(own) - 1
+                    batch.seq_id[row][0], batch.logits[row] = sequence, place == len(piece) - 1
                     batch.n_tokens += 1
                 last.append(batch.n_tokens - 1)
             assert llama_cpp.llama_decode(context, batch) == 0
-            logits = [llama_cpp.llama_get_logits_ith(context, row) for row in last]
-            best = [int(numpy.ctypeslib.as_array(one, shape=(vocabulary,)).argmax()) for one in logits]
+            for answer, row in zip(answers, last, strict=True):
+                logits = llama_cpp.llama_get_logits_ith(context, row)
+                answer.append(int(numpy.ctypeslib.as_array(logits, shape=(vocabulary,)).argmax()))
             llama_cpp.llama_batch_free(batch)
-            return best
-
-        def generate(count: int, *, rows=rows, context=context, decode=decode) -> None:
-            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
-            following = decode(prompts(rows), at=0)
-            for place in range(count - 1):
-                following = decode([[token] for token in following], at=PROMPT + place)
-
-        found.append(per_cpu_second(generate, sequences=rows, tokens=tokens))
         llama_cpp.llama_free(context)
-    return found
+        return answers
+
+    return generate
 
 
-ENGINES = {"ztk": measure_ztk, "ctranslate2": measure_ctranslate2, "llama_cpp": measure_llama_cpp}
-PEERS = ("ctranslate2", "llama_cpp")
-
-
-# One model in three formats
-
-
-def write_model(folder: Path, *, size: str) -> None:
-    """Writes transformers' Llama to `folder`/llama, and its tensors by name to a numpy file for the peers."""
-    import numpy
-
-    dim, layers, heads, inner, vocabulary = SIZES[size]
-    model = random_llama(size)
-    model.save_pretrained(folder / "llama")
-    numpy.savez(folder / "tensors.npz", **{name: value.numpy() for name, value in model.state_dict().items()})
-    sizes = {"dim": dim, "layers": layers, "heads": heads, "inner": inner, "vocabulary": vocabulary}
-    (folder / "sizes.json").write_text(json.dumps(sizes))
-
-
-def read_model(folder: Path) -> tuple[dict, dict[str, int]]:
-    import numpy
-
-    with numpy.load(folder / "tensors.npz") as file:
-        return {name: file[name] for name in file.files}, json.loads((folder / "sizes.json").read_text())
-
-
-def write_ctranslate2(folder: Path, *, to: Path) -> None:
-    """Writes the files of CTranslate2's converter for transformers' Llama."""
-    import numpy
-    from ctranslate2.specs import common_spec, transformer_spec
-
-    tensors, sizes = read_model(folder)
-    spec = transformer_spec.TransformerDecoderModelSpec.from_config(
-        sizes["layers"],
-        sizes["heads"],
-        activation=common_spec.Activation.SWISH,
-        pre_norm=True,
-        ffn_glu=True,
-        rms_norm=True,
-        rotary_dim=0,
-        rotary_interleave=False,
-        num_heads_kv=sizes["heads"],
-    )
-    decoder = spec.decoder
-    decoder.scale_embeddings = False
-    decoder.embeddings.weight = tensors["model.embed_tokens.weight"]
-    decoder.layer_norm.gamma = tensors["model.norm.weight"]
-    decoder.projection.weight = tensors["lm_head.weight"]
-    for number, layer in enumerate(decoder.layer):
-        block = f"model.layers.{number}."
-        layer.self_attention.layer_norm.gamma = tensors[f"{block}input_layernorm.weight"]
-        layer.ffn.layer_norm.gamma = tensors[f"{block}post_attention_layernorm.weight"]
-        attention = [tensors[f"{block}self_attn.{part}_proj.weight"] for part in "qkv"]
-        layer.self_attention.linear[0].weight = numpy.concatenate(attention)
-        layer.self_attention.linear[1].weight = tensors[f"{block}self_attn.o_proj.weight"]
-        layer.ffn.linear_0.weight = tensors[f"{block}mlp.gate_proj.weight"]
-        layer.ffn.linear_0_noact.weight = tensors[f"{block}mlp.up_proj.weight"]
-        layer.ffn.linear_1.weight = tensors[f"{block}mlp.down_proj.weight"]
-    spec.register_vocabulary([f"t{number}" for number in range(sizes["vocabulary"])])
-    spec.config.bos_token, spec.config.eos_token, spec.config.unk_token = "t0", "t1", "t2"
-    spec.config.layer_norm_epsilon = 1e-6
-    spec.validate()
-    spec.optimize()
-    to.mkdir()
-    spec.save(str(to))
-
-
-def write_gguf(folder: Path, *, to: Path, kind: str) -> None:
-    """Writes the file of llama.cpp's converter without a tokenizer. Its rotary embedding needs the halves of a head interleaved."""
-    import gguf
-
-    tensors, sizes = read_model(folder)
-    heads = sizes["heads"]
-
-    def interleaved(weight):
-        return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
-
-    writer = gguf.GGUFWriter(str(to), "llama")
-    writer.add_block_count(sizes["layers"])
-    writer.add_context_length(1024)
-    writer.add_embedding_length(sizes["dim"])
-    writer.add_feed_forward_length(sizes["inner"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(heads)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_dimension_count(sizes["dim"] // heads)
-    writer.add_vocab_size(sizes["vocabulary"])
-    writer.add_tokenizer_model("none")
-    names = {
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-    }
-    names |= {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
-    names |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
-    top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    for name, value in tensors.items():
-        own = name.removesuffix(".weight")
-        if own in top:
-            target = top[own]
-        else:
-            number, _, part = own.removeprefix("model.layers.").partition(".")
-            target = f"blk.{number}.{names[part]}"
-        turned = interleaved(value) if own[-6:] in ("q_proj", "k_proj") else value
-        if kind == "int8" and value.ndim == 2:
-            packed = gguf.quantize(turned, gguf.GGMLQuantizationType.Q8_0)
-            writer.add_tensor(f"{target}.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-        else:
-            writer.add_tensor(f"{target}.weight", turned)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
+ENGINES = {
+    "ztk": open_ztk,
+    "transformers": open_transformers,
+    "ctranslate2": open_ctranslate2,
+    "llama.cpp": open_llama_cpp,
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -48,7 +48,7 @@ def main() -> None:
 
 def page() -> str:
     """The text of docs/results.md."""
-    benchmarks = [engines(), deepspeed(), inference(), inference_engines()]
+    benchmarks = [engines(), deepspeed(), inference(), real_engines(), tuning()]
     parts = [
         "# Results",
         "`python scripts/results_page.py` writes this page from `experiments/results/`. Every section names its command, date, commit and "
@@ -131,22 +131,43 @@ def pair(row: Row) -> str:
     return f"{row['ratio']:.2f} ({row['ratio_to_continuous_batching']:.2f})"
 
 
-def inference_engines() -> str:
-    """Tokens per CPU second compared with other engines."""
-    newest = by(read("engines"), lambda row: (row["size"], row["weights"], row["peer"], row["sequences"]))
-    columns = [(peer, count) for peer in ("ctranslate2", "llama_cpp") for count in (1, 8)]
-    kinds = [(size, weights) for size in ("100m", "30m", "4m") for weights in ("fp32", "int8")]
-    lines = [
-        [f"{size}, {weights}", *(f"{newest[size, weights, *column]['ratio']:.2f}" for column in columns)]
-        for size, weights in kinds
-    ]
-    header = [f"{peer.replace('_cpp', '.cpp')}, {count} sequence{'s' * (count > 1)}" for peer, count in columns]
+def real_engines() -> str:
+    """Prompts and decoding of a real model compared with other engines."""
+    newest = by(read("engines"), lambda row: (row["work"], row["engine"]))
+    works = list(dict.fromkeys(work for work, _ in newest))
+    names = list(dict.fromkeys(name for _, name in newest))
+    parts = []
+    for title, figure, digits in (
+        ("Decoded tokens per CPU second", "decode", 1), ("Tokens of the prompt per CPU second", "prompt", 0),
+        ("Largest resident memory, MB", "megabytes", 0),
+    ):  # fmt: skip
+        lines = [[name, *(f"{newest[work, name][figure]:.{digits}f}" for work in works)] for name in names]
+        parts.append(f"{title}:\n\n" + markdown(["engine", *works], lines))
     return section(
-        "Inference compared with CTranslate2 and llama.cpp",
-        command="python scripts/compare_engines.py --peer ctranslate2=PYTHON --peer llama_cpp=PYTHON",
+        "SmolLM2-135M compared with llama.cpp, CTranslate2 and transformers",
+        command="python scripts/compare_engines.py --peers PYTHON",
         rows=list(newest.values()),
-        text="Tokens per CPU second on one thread, divided by the other engine's (CTranslate2 4.8, llama-cpp-python 0.3.36). The rate of the "
-        "memory changes\nbetween hours on this machine.\n\n" + markdown(["model, weights", *header], lines),
+        text="Sequences x tokens of the prompt, greedy, 33 tokens per answer. `stored` is fp32. llama.cpp's F32 and F16 files hold the same\n"
+        "weights. CTranslate2 4.8, llama-cpp-python 0.3.36, transformers 5. An engine computes the works in this order in one process, which\n"
+        "keeps memory of those before. ztk's and transformers' memory includes the mapped file of 538 MB, which the system can drop.\n\n"
+        + "\n\n".join(parts),
+    )
+
+
+def tuning() -> str:
+    """CPU seconds of tuning steps of a real model compared with TRL and peft."""
+    newest = by(read("tuning"), lambda row: row["case"])
+    lines = [
+        [case, str(row["batch"]), *(f"{row[side][0]:.1f}" for side in ("ztk", "trl")), f"{row['ratio']:.2f}",
+         *(f"{row[side][1]:.0f}" for side in ("ztk", "trl"))]
+        for case, row in newest.items()
+    ]  # fmt: skip
+    header = ["task", "batch", "ztk, CPU s per step", "TRL", "TRL / ztk", "ztk, peak MB", "TRL"]
+    return section(
+        "SmolLM2-135M: tuning steps compared with TRL and peft",
+        command="python scripts/compare_tuning.py",
+        rows=list(newest.values()),
+        text="fp32. The peak is of the largest process.\n\n" + markdown(header, lines),
     )
 
 
