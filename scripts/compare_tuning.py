@@ -150,7 +150,8 @@ def records(case: str) -> list[dict]:
         name = names[number % len(names)]
         words = topics[name].split()
         asked = [{"role": "user", "content": f"What does Python's documentation say about {name.lower()}?"}]
-        texts = [" ".join(words[: chance.randint(40, 300)]) for _ in range(2)]
+        other = topics[names[(number + 1) % len(names)]].split()
+        texts = [" ".join(part[: chance.randint(40, 300)]) for part in (words, other)]
         answers = [[{"role": "assistant", "content": text}] for text in texts]
         if case == "grpo":
             made.append({"prompt": asked})
