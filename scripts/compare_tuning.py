@@ -30,7 +30,7 @@ BATCH = {"sft": 8, "lora": 8, "dpo": 4, "grpo": 16}  # records, pairs or answers
 GROUP, DRAWN, LONGEST = 4, 32, 768
 COMMON = (
     *("model=hf", "precision=fp32", "launch.ranks=1", "launch.threads=1", "launch.device=cpu", "logger=disabled"),
-    *("checkpoint=none", "train.eval_every=0", "data.validation_fraction=0"),
+    *("checkpoint=none", "train.eval_every=0"),
 )
 CASES = {
     "sft": ("task=sft",),
@@ -82,7 +82,7 @@ def compare(case: str, *, scratch: Path, given: argparse.Namespace) -> dict:
                 *(sys.executable, "run.py", *CASES[case], *COMMON, f"model.path={given.model}", f"data.path={data}"),
                 *(f"train.steps={steps}", f"train.global_batch_size={BATCH[case]}", *reward(case, scratch=scratch)),
                 *(f"train.micro_batch_size={BATCH[case]}", f"hydra.run.dir={scratch / f'run_{steps}'}"),
-                *((f"data.seq_len={LONGEST}",) if case != "grpo" else ()),
+                *((f"data.seq_len={LONGEST}", "data.validation_fraction=0") if case != "grpo" else ()),
             ),
             "trl": (sys.executable, __file__, "--model", str(given.model), "--peer", case, str(data), str(steps)),
         }
