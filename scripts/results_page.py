@@ -149,8 +149,8 @@ def real_engines() -> str:
         rows=list(newest.values()),
         text="Sequences x tokens of the prompt, greedy, 33 tokens per answer. `stored` is fp32. llama.cpp's F32 and F16 files hold the same\n"
         "weights. CTranslate2 4.8, llama-cpp-python 0.3.36, transformers 5. An engine computes the works in this order in one process, which\n"
-        "keeps memory of those before. ztk's and transformers' memory includes the mapped file of 538 MB, which the system can drop. Other work ran on\n"
-        "the second core.\n\n" + "\n\n".join(parts),
+        "keeps memory of those before. ztk's and transformers' memory includes the mapped file of 538 MB, which the system can drop.\n"
+        "Other work ran on the second core.\n\n" + "\n\n".join(parts),
     )
 
 
