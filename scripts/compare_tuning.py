@@ -38,6 +38,7 @@ CASES = {
     "dpo": ("task=dpo", "warm_start.steps=0"),
     "grpo": (
         *("task=grpo", "warm_start.steps=0", "kl.reference=none", "rollout.task=null"),
+        *("rollout.engine=generator", "rollout.identity=corrected", "rollout.stop_truncated_above=null"),
         *(f"rollout.prompts={BATCH['grpo'] // GROUP}", f"rollout.group_size={GROUP}", f"rollout.max_tokens={DRAWN}"),
     ),
 }
