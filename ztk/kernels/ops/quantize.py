@@ -84,13 +84,15 @@ def _quantize_fwd(
         b_3 = _load_part(p_x, o_j, N, 3, PART)
         b_largest = tl.maximum(b_largest, tl.maximum(_magnitude(b_2), _magnitude(b_3)))
     b_max = tl.max(b_largest, axis=1).to(tl.float32, bitcast=True)  # [BLOCK_G]
-    b_inverse = tl.where(b_max > 0.0, Q / tl.maximum(b_max, 1e-30), 0.0)[:, None]
+    # Rounded as in IEEE's division: the fast one of a GPU moves values in the middle of two codes to the other one.
+    b_q = tl.full([BLOCK_G], Q, dtype=tl.float32)
+    b_inverse = tl.where(b_max > 0.0, tl.div_rn(b_q, tl.maximum(b_max, 1e-30)), 0.0)[:, None]
     b_word = _code(b_0, b_inverse, 0, BITS) | _code(b_1, b_inverse, 1, BITS)
     if BITS == 4:
         b_word |= _code(b_2, b_inverse, 2, BITS) | _code(b_3, b_inverse, 3, BITS)
     p_words = words_ptr + i_w * stride_bytes // 2 + o_g[:, None] * PART + tl.arange(0, PART)[None, :]
     tl.store(p_words, b_word.to(tl.int16), mask=m_g[:, None])
-    tl.store(scales_ptr + (i_w * stride_bytes + code_bytes) // 4 + o_g, b_max / Q, mask=m_g)
+    tl.store(scales_ptr + (i_w * stride_bytes + code_bytes) // 4 + o_g, tl.div_rn(b_max, b_q), mask=m_g)
 
 
 @jit
