@@ -98,5 +98,5 @@ def step_line(row: Mapping[str, Any]) -> str:
     shown = ", ".join(
         f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in kept.items()
     )
-    shown = shown or row.get("error", "").strip()[-120:]
+    shown = shown or " ".join(row.get("error", "").split())[-120:]
     return f"| {row['name']} | {row['status']} | {row['seconds']} | {row.get('compiled', '')} | {shown} |"
