@@ -5,7 +5,7 @@
     python scripts/compare_engines.py --peers /envs/peers/bin/python --only ztk/int8 llama.cpp/Q8_0 --works 1x512 --json FILE
 
 PYTHON is an environment with llama_cpp (llama-cpp-python), ctranslate2, transformers and torch. Each engine reads the same model: ztk and
-transformers the folder, llama.cpp a GGUF file that ztk exports as F16 and llama.cpp quantises, CTranslate2 what its converter writes. Works
+transformers the folder, llama.cpp a GGUF file that ztk exports as F16 and llama.cpp quantises, CTranslate2 the folder of its converter. Works
 are sequences x tokens of the prompt; the prompts are English help texts. Each engine and format is a process that answers all works, and the
 processes take turns. Printed are medians over rounds: tokens of the prompt per CPU second, decoded tokens per CPU second, the largest resident
 memory during the work, and the share of the greedy tokens that equal transformers'.

@@ -163,6 +163,11 @@ def records(case: str) -> list[dict]:
     return made
 
 
+def words_of(completions: list, **_: object) -> list[float]:
+    """The reward of GRPO: words of each completion."""
+    return [float(len(str(one).split())) for one in completions]
+
+
 def train_by_trl(case: str, *, model: Path, data: Path, steps: int) -> None:
     """Trains with TRL's trainer."""
     import datasets
@@ -187,8 +192,7 @@ def train_by_trl(case: str, *, model: Path, data: Path, steps: int) -> None:
         trl.DPOTrainer(**given, args=trl.DPOConfig(**common, max_length=LONGEST)).train()
     else:
         options = trl.GRPOConfig(**common, num_generations=GROUP, max_completion_length=DRAWN, beta=0.0)
-        lengths = lambda completions, **_: [float(len(str(one).split())) for one in completions]  # noqa: E731
-        trl.GRPOTrainer(**given, args=options, reward_funcs=lengths).train()
+        trl.GRPOTrainer(**given, args=options, reward_funcs=words_of).train()
 
 
 if __name__ == "__main__":

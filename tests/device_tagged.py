@@ -35,7 +35,7 @@ class DeviceMismatch(RuntimeError):
 
 
 class Record:
-    """What a GPU's driver sees.
+    """Calls of a GPU's driver.
 
     reads: functions of ztk in which the host waits for values of the GPU. pageable: functions that start a copy between a GPU and memory that
     is not page-locked, which the host would wait for. locked: bytes of page-locked mappings, by address.
@@ -114,7 +114,7 @@ def tag(tensor: Tensor) -> Tensor:
 
 
 def untagged(tensor: Tensor) -> Tensor:
-    """`tensor` (contiguous, any shape) as one of the CPU in the same memory, for what stands in for a kernel."""
+    """`tensor` (contiguous, any shape) as one of the CPU in the same memory, for stand-ins of kernels."""
     return torch.frombuffer(_BASE.numpy(tensor.detach().view(-1).view(torch.uint8)), dtype=tensor.dtype).view(
         tensor.shape
     )

@@ -115,7 +115,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType dtype, cuu
                                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
   static const int bytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};
   static const unsigned widest[] = {UINT32_MAX, 32, 64, 128};
-  struct { // what the map of a GPU holds in another form
+  struct { // the map of a GPU has another form
     uint64_t address, sizes[5], strides[4];
     uint32_t box[5];
     uint8_t dtype, rank, swizzle, fill;

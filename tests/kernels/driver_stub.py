@@ -1,4 +1,4 @@
-"""What a driver gets from Triton's launch and from ztk's: `python -m tests.kernels.driver_stub [--ops adamw]`.
+"""The calls of the driver by Triton's launch and by ztk's: `python -m tests.kernels.driver_stub [--ops adamw]`.
 
 A libcuda.so.1 without a GPU (`driver_stub.c`, compiled by the C compiler that Triton needs anyway) takes the calls of Triton's own driver and
 launchers. Ops run on tensors of the CPU, kernels are compiled for sm_90, and each launch of an op goes to the driver in these ways: by
@@ -53,7 +53,7 @@ class Received(NamedTuple):
     parameters: tuple[bytes, ...]
 
     def differences(self, other: "Received") -> Iterator[str]:
-        """Names what differs."""
+        """Names the differences."""
         mine, its = self.named(), other.named()
         yield from (f"{name} {mine[name]} is {its[name]}" for name in SIZES if mine[name] != its[name])
         for number, (one, two) in enumerate(itertools.zip_longest(self.parameters, other.parameters)):
@@ -111,7 +111,7 @@ def stub() -> Iterator[list[Received]]:
 
 
 def handed(kernel: JITFunction, args: tuple, named: dict, *, grid: tuple[int, ...]) -> list[bytes | TensorDescriptor]:
-    """What each parameter of a kernel that is given these arguments must say."""
+    """The value that each parameter of a kernel must hold for these arguments."""
     signature, found = specialised(kernel, args, named, grid=grid).signature, []
     for name, value in zip(kernel.arg_names, args, strict=False):
         if isinstance(value, Tensor):
@@ -124,7 +124,7 @@ def handed(kernel: JITFunction, args: tuple, named: dict, *, grid: tuple[int, ..
     return [*found, bytes(8), bytes(8)]  # memory for the kernel and for a profiler, which none asks for
 
 
-def says(parameter: bytes, value: bytes | TensorDescriptor) -> bool:
+def holds(parameter: bytes, value: bytes | TensorDescriptor) -> bool:
     """Whether a parameter is this value, or the map of this tensor."""
     if isinstance(value, bytes):
         return parameter == value
@@ -189,13 +189,13 @@ class Comparison:
         if usually.named()["grid"] != (*grid, 1, 1)[:3] or len(usually.parameters) != len(wanted):
             self.faults.append(f"{kernel.__name__} by Triton: grid {grid}, {len(wanted)} parameters, and {usually}")
         for number, (parameter, value) in enumerate(zip(usually.parameters, wanted, strict=False)):
-            if not says(parameter, value):
+            if not holds(parameter, value):
                 self.faults.append(f"{kernel.__name__} by Triton: parameter {number} is {parameter.hex()}, not {value}")
         for way, call in ways.items():
             self._binds = 0
             try:
                 sent = self._sent(call)
-            except RuntimeError as error:  # what the driver refuses
+            except RuntimeError as error:  # the driver refuses it
                 self.faults.append(f"{kernel.__name__} by the {way} way: {error}")
                 continue
             self.faults += (f"{kernel.__name__} by the {way} way: {each}" for each in usually.differences(sent))

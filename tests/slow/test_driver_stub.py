@@ -1,4 +1,4 @@
-"""What a driver gets from Triton's own launcher and from ztk's short launches, on a stub of the driver's library: no GPU.
+"""Launches by Triton's own launcher and by ztk's short ways give the driver equal calls, on a stub of the driver's library: no GPU.
 
 With ZTK_CUDA_BUILD (see tests/slow/test_cuda_build.py) also by the Triton in that folder.
 """
@@ -16,7 +16,7 @@ DESCRIBED = "return _Descriptor(tensor, *self._lists)"
 OTHER_SIZES = "return _Descriptor(tensor, [4, 4, 4], *self._lists[1:])"
 ODD_STRIDES = "return _Descriptor(tensor, self._lists[0], [68, 4, 1], self._lists[2])"
 REFUSED = "Triton Error [CUDA]: "  # and more, which differs between releases
-# What is wrong: the file, its text, the wrong text, the kernel that it is found in, and what is said of it.
+# Planted faults: the file, its text, the wrong text, the kernel that shows it, and the message.
 PLANTED = {
     "order of parameters": (JIT, "handed = list(tensors) if", "handed = list(tensors)[::-1] if", "_adamw", "parameter 0 "),
     "axes of the grid": (JIT, "self._axes = *grid,", "self._axes = *grid[::-1],", "_scale_rows", "grid (3, 2, 1) is (2, 3, 1)"),

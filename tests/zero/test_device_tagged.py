@@ -66,7 +66,7 @@ def on_gpu(process: Process) -> Iterator[tuple[Process, Record]]:
 
 
 def trained(process: Process, *, layout: Layout, dtype: str, record: Record | None = None) -> dict[str, Any]:
-    """Losses, norms and weights of two steps with clipping, and what the driver sees from the second step's first forward to its end.
+    """Losses, norms and weights of two steps with clipping, and the driver's calls from the second step's first forward to its end.
 
     One micro-batch does not use a block.
     """
@@ -100,7 +100,7 @@ def bits(value: Tensor, *, device: torch.device) -> str:
 
 
 def faults_of(process: Process, *, layout: Layout, dtype: str, expected: dict[str, Any]) -> list[str]:
-    """What differs on a GPU from the CPU's run, or waits there without need."""
+    """Differences of a GPU's run from the CPU's, and waits without need."""
     try:
         with on_gpu(process) as (gpu, record):
             found = trained(gpu, layout=layout, dtype=dtype, record=record)
