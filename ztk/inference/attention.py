@@ -28,6 +28,7 @@ BLOCK = 64  # keys that are summed at once
 _ROWS = 8  # query rows of a product, at least
 _LONE_ROWS = 4  # of a query without neighbours, where that changes no bit
 _BATCHES, _MOST = (1, 2, 4, 33), 130  # numbers of products in one call that are compared, and the reference
+_FEW = 1024  # elements of a block up to which one operation adds up all blocks faster than one for each block
 _KEPT = 4  # groups of tiles whose views are kept from step to step
 # (products in one call, tiles of each) whose rows must equal single tiles
 _JOINED = ((1, 2), (4, 5), (33, 9), (5, 32), (2, 1), (130, 3), (3, 64))
@@ -144,18 +145,15 @@ class Tiles:
             return self.firsts.unsqueeze(1) + torch.arange(self.tile)
         return (self.firsts + self.lines).unsqueeze(1)
 
-    def first_hidden(self, *, window: int | None) -> int:
-        """The first block with a masked key. window: number of keys that a query attends to, including itself."""
-        return 0 if window is not None or not self.one_sequence else int(self.firsts[0]) // BLOCK
-
-    def hidden(self, *, window: int | None) -> Tensor:
-        """bool [Q, blocks from `first_hidden` on, 1, 1, places, BLOCK]: masked keys of each query."""
+    def hidden(self, *, window: int | None) -> tuple[int, Tensor]:
+        """The first block with a masked key, and the masked keys from it on: bool [Q, blocks, 1, 1, places, BLOCK]. window: number of keys
+        that a query attends to, including itself."""
         if window not in self._hidden:
-            first, count = self.first_hidden(window=window), max(self.blocks)
-            key_at = torch.arange(first * BLOCK, count * BLOCK).view(1, count - first, 1, 1, 1, BLOCK)
+            first = int(self.positions.min()) // BLOCK if window is None else 0
+            key_at = torch.arange(first * BLOCK, max(self.blocks) * BLOCK).view(1, -1, 1, 1, 1, BLOCK)
             query_at = self.positions.view(len(self.slots), 1, 1, 1, -1, 1)
             found = key_at > query_at
-            self._hidden[window] = found if window is None else found | (key_at <= query_at - window)
+            self._hidden[window] = first, found if window is None else found | (key_at <= query_at - window)
         return self._hidden[window]
 
     def queries(self, query: Tensor, *, kv_heads: int) -> Tensor:
@@ -331,7 +329,8 @@ def attend(
         scores = torch.tanh(scores / softcap) * softcap
     if slopes is not None:
         scores = scores + slopes.view(K, G, 1, 1) * torch.arange(N * BLOCK).view(N, 1, 1, 1, BLOCK)
-    scores[:, tiles.first_hidden(window=window) :].masked_fill_(tiles.hidden(window=window), float("-inf"))
+    first, hidden = tiles.hidden(window=window)
+    scores[:, first:].masked_fill_(hidden, float("-inf"))
     highest = scores.amax(dim=-1, keepdim=True) if N == 1 else scores.amax(dim=(1, 5), keepdim=True)
     weights = scores.sub_(highest).exp_()
     total = _in_order(weights.sum(-1, keepdim=True))  # [Q, K, G, places, 1]
@@ -350,9 +349,11 @@ def attend(
 
 def _in_order(parts: Tensor) -> Tensor:
     """The sum over blocks: [Q, N, ...] -> [Q, ...], one after the other, in double precision."""
+    if parts.shape[1] == 1:
+        return parts[:, 0]
+    if parts.numel() <= _FEW * parts.shape[1]:
+        return parts.cumsum(1, dtype=torch.float64)[:, -1].float()
     first, *others = parts.unbind(1)
-    if not others:
-        return first
     total = first.double()
     for part in others:
         total += part
