@@ -1,20 +1,76 @@
 """Keys and values in blocks of 64 positions, a table of blocks per sequence, and copies of blocks elsewhere."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ztk.inference.attention import BLOCK
-from ztk.inference.block_steps import BlockStep, block_step
-from ztk.inference.block_swap import MainMemory, Swap
+from ztk.inference.block_swap import MainMemory, SwapFile
 from ztk.inference.cache import Cache
 from ztk.inference.describe import Description
-from ztk.inference.device_tables import DeviceTables
-from ztk.inference.steps import Span
-from ztk.kernels import copy_blocks
+from ztk.inference.steps import Attention, Span
+from ztk.kernels import cache_rows, copy_blocks, make_tiles, paged_attention
 
 _COPY, _SAVE, _RESTORE, _DROP, _SHORTEN, _PLACE = range(6)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockStep:
+    """A step's M rows: positions int64 [M]; places int64 [M], block times 64 plus position in it, -1 for padding; tables int32 [slots,
+    blocks of the longest]; tiles int32 [Q, 5], see `ztk.kernels.paged_attention`. split: every sequence has one row, so segments are
+    computed in parallel."""
+
+    cache: "BlockCache"
+    positions: Tensor
+    places: Tensor
+    tables: Tensor
+    tiles: Tensor
+    split: bool
+
+    def attend(self, rows: Tensor, *, by: Attention, norms: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """As of `Step`, by two kernels."""
+        cache, (cos, sin), own = self.cache, by.table or (None, None), norms or (None, None)
+        keys, values, scales = cache.keys(by.layer), cache.values(by.layer), cache.scales_of(by.layer)
+        places = (self.positions, self.places)
+        query = cache_rows(rows, *own, cos, sin, *places, keys, values, scales, eps=by.eps)
+        how = {"scale": by.scale, "window": by.window or 0, "softcap": by.softcap or 0.0, "split": self.split}
+        return paged_attention(query, keys, values, self.tables, self.tiles, by.slopes, scales, **how).flatten(1)
+
+
+class DeviceTables:
+    """Copies in `tensor`, int32 [slots, width], of the tables of all slots, lists that their owner changes.
+
+    Most sequences continue in the next step: their tables are equal, or longer by one block. Making a tensor of all entries takes the host
+    longer than comparing the lists. Entries after a table's end are undefined: numbers of blocks that it had before, or 0.
+    """
+
+    def __init__(self, tables: list[list[int]], *, width: int, device: torch.device) -> None:
+        self.tensor = torch.zeros(len(tables), width, dtype=torch.int32, device=device)
+        self._tables = tables
+        self._known: list[list[int]] = [[] for _ in tables]  # the tables in `tensor`
+
+    def update(self, slots: Iterable[int]) -> int:
+        """Makes the rows of these slots equal to their tables. Returns the number of entries that were sent."""
+        places, values, width = [], [], self.tensor.shape[1]
+        for slot in slots:
+            own, known = self._tables[slot], self._known[slot]
+            if own != known:
+                start = len(known) if own[: len(known)] == known else 0
+                places += range(slot * width + start, slot * width + len(own))
+                values += own[start:]
+                self._known[slot] = own.copy()
+        if places:
+            at, blocks = sent([places, values], dtype=torch.int64, device=self.tensor.device)
+            self.tensor.view(-1).index_copy_(0, at, blocks.to(torch.int32))
+        return len(places)
+
+
+def sent(numbers: list, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of numbers on the device. For a GPU it is made in page-locked memory, so that the host does not wait for the copy."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 class BlockCache(Cache):
@@ -35,7 +91,7 @@ class BlockCache(Cache):
         width: int,
         device: torch.device,
         dtype: torch.dtype,
-        swap: Swap | None = None,
+        swap: SwapFile | None = None,
     ) -> None:
         super().__init__()
         self._group = description.heads // description.kv_heads
@@ -72,7 +128,20 @@ class BlockCache(Cache):
         return None if self.scales is None else self.scales[layer]
 
     def step(self, spans: list[Span]) -> BlockStep:
-        return block_step(spans, cache=self, tables=self.tables, on_device=self.on_device, group=self._group)
+        """The tables of the spans have blocks for all of their positions."""
+        at = [(self.tables[span.slot], span.start + row) for span in spans for row in range(span.length)]
+        places = [table[position // BLOCK] * BLOCK + position % BLOCK for table, position in at]
+        slots = [span.slot for span in spans]
+        self.on_device.update(slots)
+        tiles = make_tiles([(span.slot, span.start, span.length, span.row) for span in spans], group=self._group)
+        return BlockStep(
+            cache=self,
+            positions=sent([position for _, position in at], dtype=torch.int64, device=self.device),
+            places=sent(places, dtype=torch.int64, device=self.device),
+            tables=self.on_device.tensor[:, : max(len(self.tables[slot]) for slot in slots)],
+            tiles=sent(tiles, dtype=torch.int32, device=self.device),
+            split=all(span.length == 1 for span in spans),
+        )
 
     def recompute(self, slot: int, *, tokens: list[int]) -> list[int]:
         """Recomputes keys and values in place: a block that other sequences share gets the same numbers again."""

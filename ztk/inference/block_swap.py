@@ -3,7 +3,6 @@
 import uuid
 import weakref
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,36 +17,16 @@ from ztk.zero.offload.probe import probe_folder
 _AT_ONCE = 8  # blocks that are under way together, in memory of the file's own
 
 
-class Swap(Protocol):
-    """Keeps copies of blocks, uint8 [bytes] each."""
-
-    def write(self, blocks: list[Tensor]) -> list[Any]:
-        """A handle for each copy."""
-        ...
-
-    def read(self, handles: list[Any], *, into: list[Tensor]) -> None:
-        """Copies back; the copies stay valid."""
-        ...
-
-    def free(self, handles: list[Any]) -> None:
-        """Frees the copies."""
-        ...
-
-    def close(self) -> None:
-        """Idempotent."""
-        ...
-
-
 class MainMemory:
-    """page-locked where blocks are on a GPU, so that the host does not wait for the copies."""
+    """Keeps copies of blocks, uint8 [bytes] each; page-locked where blocks are on a GPU, so that the host does not wait for them."""
 
     def write(self, blocks: list[Tensor]) -> list[Tensor]:
-        """Copies, uint8 [bytes] each."""
+        """A handle for each copy."""
         copies = [torch.empty(one.shape, dtype=one.dtype, pin_memory=one.device.type == "cuda") for one in blocks]
         return [copy.copy_(one, non_blocking=True) for copy, one in zip(copies, blocks, strict=True)]
 
     def read(self, handles: list[Tensor], *, into: list[Tensor]) -> None:
-        """uint8 [bytes] each."""
+        """Copies back, uint8 [bytes] each; the copies stay valid."""
         for copy, target in zip(handles, into, strict=True):
             target.copy_(copy, non_blocking=True)
 
@@ -59,8 +38,8 @@ class MainMemory:
 
 
 class SwapFile:
-    """A file without a name in `policy.nvme_path`, with places of `nbytes` bytes in pages; it grows to the most blocks that were out at one
-    time. pin: blocks are on a GPU. counters: bytes that were read and written.
+    """As `MainMemory`, in a file without a name in `policy.nvme_path`, with places of `nbytes` bytes in pages; it grows to the most blocks
+    that were out at one time. pin: blocks are on a GPU. counters: bytes that were read and written.
 
     Raises:
         ValueError: the folder is not on a disk that takes direct I/O.

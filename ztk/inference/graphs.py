@@ -9,14 +9,13 @@ sequences rarely need another graph.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ztk.inference.attention import BLOCK
-from ztk.inference.block_cache import BlockCache
-from ztk.inference.block_steps import BlockStep
+from ztk.inference.block_cache import BlockCache, BlockStep
 from ztk.inference.cache import Cache
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel
@@ -24,21 +23,9 @@ from ztk.inference.sample import Drawn, drawn_of
 from ztk.inference.steps import Span
 from ztk.kernels import TILE_COLUMNS, make_tiles
 
-
-class Graph(Protocol):
-    """The interface of `torch.cuda.CUDAGraph` that is used here."""
-
-    def replay(self) -> None:
-        """Runs the captured kernels."""
-        ...
-
-
-class Capture(Protocol):
-    """Captures the launches of a function in a graph. Tests replace `CudaCapture`."""
-
-    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
-        """The graph, and the tensor of any shape that `compute` returned, into which the graph writes."""
-        ...
+# From a function to a graph with `replay` of its launches, and the tensor of any shape into which the graph writes. Tests replace
+# `CudaCapture`.
+Capture = Callable[[Callable[[], Tensor]], tuple[Any, Tensor]]
 
 
 class CudaCapture:
@@ -47,8 +34,8 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
-        """As `Capture`, any shape. The first run is outside of the graph: kernels are compiled in it."""
+    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Any, Tensor]:
+        """As `Capture`, of any shape. The first run is outside of the graph: kernels are compiled in it."""
         compute()
         graph = torch.cuda.CUDAGraph()
         # By default, a call that is unsafe in a capture ends it, from any thread. Other threads query events and copy
@@ -62,7 +49,7 @@ class CudaCapture:
 class _Captured:
     """A graph and its buffers: tokens int64 [rows], the step's, temperatures fp32 [rows], keys int64 [rows]; results fp64 [3, rows]."""
 
-    graph: Graph
+    graph: Any
     tokens: Tensor
     step: BlockStep
     temperatures: Tensor
