@@ -1,4 +1,4 @@
-"""Description of a model's computation as data, one for all families, read from a module and its configuration."""
+"""Description of a model's computation as data, one for all families, read from a module and its configuration; names of their parameters."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -196,112 +196,199 @@ def _halves(found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return cos[:, :half].contiguous(), sin[:, :half].contiguous()
 
 
-def _phi(model: nn.Module, config: Any) -> Subject:
-    if getattr(config, "qk_layernorm", False):
-        raise ValueError("model_type=phi with qk_layernorm=true is not supported by the inference engine")
-    tables, which = _rotary(model, config)
+def _layer_normed(model: nn.Module, config: Any) -> Subject:
+    """Phi, GPT-NeoX, GPT-2, OPT and BLOOM. transformers maps the sizes' names of GPT-2 and BLOOM to the usual ones."""
+    kind, has_tables = config.model_type, config.model_type in ("phi", "gpt_neox")
+    is_refused, feature = _REFUSED.get(kind, (lambda _: False, ""))
+    if is_refused(config):
+        raise ValueError(f"model_type={kind} with {feature} is not supported by the inference engine")
+    tables, which = _rotary(model, config) if has_tables else ([], ())
+    # BLOOM names no activation and no length: ALiBi has no limit of its own, and BLOOM was trained at 2048.
     description = Description(
-        family="phi",
+        family=kind,
         **_sizes(config),
         head_dim=config.hidden_size // config.num_attention_heads,
-        activation=config.hidden_act,
+        activation=_first(config, names=("hidden_act", "activation_function"), usual="gelu_pytorch_tanh"),
         norm="layer",
-        norm_eps=config.layer_norm_eps,
-        parallel=True,
+        norm_eps=_first(config, names=("layer_norm_eps", "layer_norm_epsilon"), usual=1e-5),
+        parallel=kind == "phi" or getattr(config, "use_parallel_residual", False),
         gated=False,
-        rotary_dims=2 * tables[0][0].shape[-1],
+        rotary_dims=2 * tables[0][0].shape[-1] if tables else 0,
         tables=which,
+        position_offset=2 if kind == "opt" else 0,
+        is_alibi=kind == "bloom",
     )
     return Subject(description=description, tables=tables)
 
 
-def _gpt_neox(model: nn.Module, config: Any) -> Subject:
-    tables, which = _rotary(model, config)
-    description = Description(
-        family="gpt_neox",
-        **_sizes(config),
-        head_dim=config.hidden_size // config.num_attention_heads,
-        activation=config.hidden_act,
-        norm="layer",
-        norm_eps=config.layer_norm_eps,
-        parallel=config.use_parallel_residual,
-        gated=False,
-        rotary_dims=2 * tables[0][0].shape[-1],
-        tables=which,
-    )
-    return Subject(description=description, tables=tables)
+def _first(config: Any, *, names: tuple[str, ...], usual: Any) -> Any:
+    """The first of these attributes that the configuration has."""
+    return next((getattr(config, name) for name in names if hasattr(config, name)), usual)
 
 
-def _gpt2(model: nn.Module, config: Any) -> Subject:
-    if config.scale_attn_by_inverse_layer_idx or not config.scale_attn_weights:
-        raise ValueError("model_type=gpt2 with scaled attention per layer is not supported by the inference engine")
-    description = Description(
-        family="gpt2",
-        vocab_size=config.vocab_size,
-        dim=config.n_embd,
-        layers=config.n_layer,
-        heads=config.n_head,
-        kv_heads=config.n_head,
-        head_dim=config.n_embd // config.n_head,
-        max_len=config.n_positions,
-        is_tied=config.tie_word_embeddings,
-        activation=config.activation_function,
-        norm="layer",
-        norm_eps=config.layer_norm_epsilon,
-        gated=False,
-    )
-    return Subject(description=description, tables=[])
-
-
-def _opt(model: nn.Module, config: Any) -> Subject:
-    if not config.do_layer_norm_before or config.word_embed_proj_dim != config.hidden_size:
-        raise ValueError(
-            "model_type=opt with norms after or a projected embedding (opt-350m) is not supported by the inference engine"
-        )
-    description = Description(
-        family="opt",
-        **_sizes(config),
-        head_dim=config.hidden_size // config.num_attention_heads,
-        activation=config.activation_function,
-        norm="layer",
-        gated=False,
-        position_offset=2,
-    )
-    return Subject(description=description, tables=[])
-
-
-def _bloom(model: nn.Module, config: Any) -> Subject:
-    if config.apply_residual_connection_post_layernorm:
-        raise ValueError(
-            "model_type=bloom with apply_residual_connection_post_layernorm is not supported by the inference engine"
-        )
-    description = Description(
-        family="bloom",
-        vocab_size=config.vocab_size,
-        dim=config.hidden_size,
-        layers=config.n_layer,
-        heads=config.n_head,
-        kv_heads=config.n_head,
-        head_dim=config.hidden_size // config.n_head,
-        is_tied=config.tie_word_embeddings,
-        max_len=2048,  # ALiBi has no limit of its own; BLOOM was trained at this length
-        activation="gelu_pytorch_tanh",
-        norm="layer",
-        norm_eps=config.layer_norm_epsilon,
-        gated=False,
-        is_alibi=True,
-    )
-    return Subject(description=description, tables=[])
-
-
+# Of a family, whether it is refused, and the reason.
+_REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "phi": (lambda config: getattr(config, "qk_layernorm", False), "qk_layernorm=true"),
+    "gpt2": (
+        lambda config: config.scale_attn_by_inverse_layer_idx or not config.scale_attn_weights,
+        "scaled attention per layer",
+    ),
+    "opt": (
+        lambda config: not config.do_layer_norm_before or config.word_embed_proj_dim != config.hidden_size,
+        "norms after or a projected embedding (opt-350m)",
+    ),
+    "bloom": (
+        lambda config: config.apply_residual_connection_post_layernorm,
+        "apply_residual_connection_post_layernorm",
+    ),
+}
 _LLAMA_LIKE = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"),
     *("phi3", "olmo2", "mixtral", "qwen2_moe", "qwen3_moe"),
 )
-FAMILIES: Mapping[str, Callable[[nn.Module, Any], Subject]] = dict.fromkeys(_LLAMA_LIKE, _llama_like) | {
-    "phi": _phi,
-    "gpt_neox": _gpt_neox,
-    "gpt2": _gpt2,
-    "opt": _opt,
-    "bloom": _bloom,
+_LAYER_NORMED = ("phi", "gpt_neox", "gpt2", "opt", "bloom")
+FAMILIES: Mapping[str, Callable[[nn.Module, Any], Subject]] = dict.fromkeys(_LLAMA_LIKE, _llama_like) | dict.fromkeys(
+    _LAYER_NORMED, _layer_normed
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Names:
+    """Where a family has its parts. top: embedding, norm, head. block: `{}` is the layer's number. An empty name: the family has none."""
+
+    embedding: str
+    norm: str
+    head: str
+    block: str
+    query: str
+    key: str
+    value: str
+    out: str
+    gate: str
+    up: str
+    down: str
+    before_attention: str = ""
+    after_attention: str = ""
+    before_mlp: str = ""
+    after_mlp: str = ""
+    positions: str = ""
+    embedding_norm: str = ""
+    fused: str = ""  # query, key and value in one: "rows" one after the other, "heads" per head, "columns" as Conv1D
+    shared: str = "shared_expert"  # of a sparse MLP, and its linear layers
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+_NATIVE = Names(
+    embedding="embedding",
+    norm="norm",
+    head="head",
+    block="blocks.{}.",
+    query="attention.query",
+    key="attention.key",
+    value="attention.value",
+    out="attention.out",
+    gate="mlp.gate",
+    up="mlp.up",
+    down="mlp.down",
+    before_attention="attention_norm",
+    before_mlp="mlp_norm",
+    shared="shared",
+    parts=("gate", "up", "down"),
+)
+_LLAMA = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "block": "model.layers.{}.",
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "out": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+_BEFORE = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+_AFTER = {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
+_BOTH = {**_AFTER, "before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm"}
+_PLAIN_MLP = {"gate": "", "up": "mlp.fc1", "down": "mlp.fc2"}
+_FUSED_HEADS = {
+    "key": "",
+    "value": "",
+    "gate": "",
+    "up": "mlp.dense_h_to_4h",
+    "down": "mlp.dense_4h_to_h",
+    "before_attention": "input_layernorm",
+    "before_mlp": "post_attention_layernorm",
+    "fused": "heads",
+}
+NAMES = {
+    "native": _NATIVE,
+    **{
+        kind: Names(**_LLAMA, **_BEFORE)
+        for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen2_moe", "qwen3_moe")
+    },
+    "gemma2": Names(**_LLAMA, **_BOTH),
+    "gemma3_text": Names(**_LLAMA, **_BOTH),
+    "olmo2": Names(**_LLAMA, **_AFTER),
+    "phi3": Names(
+        **_LLAMA | {"query": "self_attn.qkv_proj", "key": "", "value": "", "gate": "mlp.gate_up_proj", "up": ""},
+        **_BEFORE,
+        fused="rows",
+    ),
+    "phi": Names(
+        **_LLAMA | _PLAIN_MLP | {"out": "self_attn.dense", "norm": "model.final_layernorm"},
+        before_attention="input_layernorm",
+    ),
+    "gpt2": Names(
+        embedding="transformer.wte",
+        positions="transformer.wpe",
+        norm="transformer.ln_f",
+        head="lm_head",
+        block="transformer.h.{}.",
+        query="attn.c_attn",
+        key="",
+        value="",
+        out="attn.c_proj",
+        gate="",
+        up="mlp.c_fc",
+        down="mlp.c_proj",
+        before_attention="ln_1",
+        before_mlp="ln_2",
+        fused="columns",
+    ),
+    "opt": Names(
+        **_LLAMA
+        | {
+            "embedding": "model.decoder.embed_tokens",
+            "norm": "model.decoder.final_layer_norm",
+            "block": "model.decoder.layers.{}.",
+            "out": "self_attn.out_proj",
+            "gate": "",
+            "up": "fc1",
+            "down": "fc2",
+        },
+        positions="model.decoder.embed_positions",
+        before_attention="self_attn_layer_norm",
+        before_mlp="final_layer_norm",
+    ),
+    "bloom": Names(
+        embedding="transformer.word_embeddings",
+        embedding_norm="transformer.word_embeddings_layernorm",
+        norm="transformer.ln_f",
+        head="lm_head",
+        block="transformer.h.{}.",
+        query="self_attention.query_key_value",
+        out="self_attention.dense",
+        **_FUSED_HEADS,
+    ),
+    "gpt_neox": Names(
+        embedding="gpt_neox.embed_in",
+        norm="gpt_neox.final_layer_norm",
+        head="lm_head",
+        block="gpt_neox.layers.{}.",
+        query="attention.query_key_value",
+        out="attention.dense",
+        **_FUSED_HEADS,
+    ),
 }

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ztk.inference.cut import Cut
-from ztk.inference.describe import Description
-from ztk.inference.family_names import NAMES
+from ztk.inference.describe import NAMES, Description
 from ztk.inference.kernel_products import RowsProduct
 from ztk.inference.placement import Placement
 from ztk.inference.products import Affine, Product, Recorded
