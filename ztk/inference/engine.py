@@ -18,7 +18,7 @@ from ztk.inference.embeddings import embedding
 from ztk.inference.graphs import graphs_of
 from ztk.inference.memory import drafts_of, find_scales, open_draft, shared_memory
 from ztk.inference.model import InferenceModel
-from ztk.inference.opening import TrainingEngine, UnreadModel, open_weights, reopened, settled
+from ztk.inference.opening import Opening, TrainingEngine, UnreadModel, settled
 from ztk.inference.packed import Packed
 from ztk.inference.parallel import Computing, Leading, follow
 from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogprob, SamplingParams
@@ -69,8 +69,8 @@ class Generator:
             follows = self._ranks is not None and self._ranks.comm.rank > 0
             drafter = open_draft(draft, policy=chosen, follows=follows)
             drafting = None if drafter is None else drafting_of(drafter)
-            options = {"drafting": drafting, "adapters": self._adapters}
-            opened = open_weights(model, policy=chosen, ranks=self._ranks, **options)
+            self._opening = Opening(policy=chosen, ranks=self._ranks, drafting=drafting, adapters=self._adapters)
+            opened = self._opening.open(model)
             self._model, self.plan, self._streamed = opened.model, opened.plan, opened.streamed
             self._packed_bytes = opened.packed_bytes
             self.read = ReadParameters(None if opened.streamed is not None else model)
@@ -299,8 +299,7 @@ class Generator:
             with opening(self._ranks):  # the first rank alone has requests
                 self._check_idle()
             with opening(self._ranks):
-                options = {"ranks": self._ranks, "adapters": self._adapters, "calibration": self.policy.calibration}
-                self._model = reopened(source, model=self._model, subject=self._subject, **options)
+                self._model = self._opening.reopened(source, like=self._model, subject=self._subject)
                 self.read = ReadParameters(source)
             settle_products(self._model, exact=self._lone)
             find_scales(self._model, cache=self._cache)

@@ -19,7 +19,7 @@ from ztk.inference.cache import Cache
 from ztk.inference.draft import DraftModel
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel
-from ztk.inference.opening import from_module
+from ztk.inference.opening import Opening
 from ztk.inference.plan import StreamPlan, free_device_memory, free_memory
 from ztk.inference.policy import InferencePolicy
 from ztk.inference.probe import check_model, random_tokens, settle_products
@@ -55,7 +55,7 @@ def open_draft(
             "the draft model is computed on the CPU, with weights as stored, int8 or int4: pass one on the CPU"
         )
     own = InferencePolicy(weights=policy.weights, cache="slabs", device="cpu")
-    model = from_module(module, policy=own).model
+    model = Opening(policy=own).open(module).model
     settle_products(model, exact=check_model(model))
     return model
 

@@ -4,6 +4,8 @@ A layer is norm, projection of queries, keys and values, attention over the cach
 norm, MLP or experts with the residual. The cache places keys and values; the placement chooses the products and operations.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -58,6 +60,10 @@ class InferenceModel:
     def products(self) -> list[Product]:
         """All products in memory, the head last."""
         return [*(self.adapters.products() if self.adapters else ()), *self.weights.products()]
+
+    def stream(self, layers: Iterable[Layer]) -> None:
+        """Takes the layers from `layers` from now on."""
+        self.weights.layers = layers
 
     def scratch(self, positions: int) -> Cache:
         """A cache for one sequence of so many tokens."""

@@ -47,7 +47,7 @@ class StreamedModuleModel(ModuleModel):
     ) -> None:
         count = getattr(module.config, "num_hidden_layers", 0)
         self._prefix, self._pending = blocks_name(module, count=count), dict[str, Product]()
-        self._number, self._layers, self._ring = 0, _NO_LAYERS, None
+        self._number, self._layers = 0, _NO_LAYERS
         self._pass: Iterator[Values] | None = None
         with LayerWriter(folder, count=count) as self._writer:
             super().__init__(module, state=state, placement=placement, ranks=ranks)
@@ -68,15 +68,11 @@ class StreamedModuleModel(ModuleModel):
 
     def products(self) -> list[Product]:
         """Those in memory."""
-        held = self._ring.held if self._ring is not None else []
+        held = self._layers.held if isinstance(self._layers, StreamedLayers) else []
         return [*(value for values in held for value in values.values() if isinstance(value, Product)), *self._products]
 
-    def stream(self, layers: StreamedLayers[Values]) -> None:
-        """Sets `layers` as the source of layers."""
-        self._layers = self._ring = layers
-
-    def use(self, layers: Iterable[Values]) -> None:
-        """As `stream`, with layers that are in memory, for measurements."""
+    def stream(self, layers: Iterable[Values]) -> None:
+        """As of `InferenceModel`."""
         self._layers = layers
 
     def own_logits(self, tokens: Tensor, *, spans: list[Span], cache: Cache, rows: list[int], **options: Any) -> Tensor:

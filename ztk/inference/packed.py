@@ -42,7 +42,7 @@ from ztk.inference.parts import (
 )
 from ztk.inference.placement import Placement
 from ztk.inference.products import Affine, Product
-from ztk.inference.weights import Layer, ResidentLayers, WeightReader, Weights
+from ztk.inference.weights import Layer, WeightReader, Weights
 
 MANIFEST, REST = "packed.json", "rest.bin"
 VERSION = 5
@@ -117,7 +117,7 @@ class Packed:
             embedding=found["embedding"],
             positions=found.get("positions"),
             embedding_norm=_affine(found, name="embedding_norm"),
-            layers=ResidentLayers(),
+            layers=[],
             norm=norm,
             head=head,
         )

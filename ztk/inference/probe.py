@@ -60,7 +60,7 @@ def check_rows(model: InferenceModel) -> frozenset[tuple[str, tuple[int, int]]]:
     x = random_rows(max(_ROWS), columns=model.description.dim)
     mlps = {
         (mlp.up.shape, mlp.down.shape): mlp
-        for layer in model.weights.layers.held
+        for layer in model.weights.held
         for mlp in (layer.mlp, *(layer.experts[:1] if isinstance(layer.experts, list) else []))
         if mlp is not None
     }

@@ -5,11 +5,10 @@ weight is [out, in]. The inner width is padded with zeros to a multiple of 64: o
 the vectorised code than the others, so that an element's bits would depend on the number of rows.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import repeat
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -70,37 +69,25 @@ class Layer:
 Inputs = Callable[[int], Layer]  # from the number of a layer to it, with products that have recorded their inputs
 
 
-class Layers(Protocol):
-    """The layers of a model, one after the other. held: layers in memory now, at least one; streamed ones are built alike."""
-
-    @property
-    def held(self) -> list[Layer]: ...
-
-    def __iter__(self) -> Iterator[Layer]: ...
-
-
-class ResidentLayers(list[Layer]):
-    """All layers are in memory."""
-
-    @property
-    def held(self) -> list[Layer]:
-        return self
-
-
 @dataclass(kw_only=True, slots=True)
 class Weights:
-    """embedding [V, C], positions [P, C] or None, embedding_norm (BLOOM), layers in order, norm, head [V, C]."""
+    """embedding [V, C], positions [P, C] or None, embedding_norm (BLOOM), layers in order: a list or `StreamedLayers`, norm, head [V, C]."""
 
     embedding: Tensor
-    layers: Layers
+    layers: Iterable[Layer]
     norm: Affine
     head: Product
     positions: Tensor | None = None
     embedding_norm: Affine | None = None
 
+    @property
+    def held(self) -> list[Layer]:
+        """Layers in memory now, at least one; streamed ones are built alike."""
+        return list(getattr(self.layers, "held", self.layers))
+
     def products(self) -> list[Product]:
         """All products in memory, the head last."""
-        return [*(product for layer in self.layers.held for product in products_in(layer)), self.head]
+        return [*(product for layer in self.held for product in products_in(layer)), self.head]
 
 
 def products_in(item: object) -> Iterator[Product]:
@@ -131,7 +118,7 @@ def collect(
     """
     reader = WeightReader(state, description=description, placement=placement or Placement(), cut=cut, inputs=inputs)
     weights = reader.rest()
-    weights.layers = ResidentLayers(reader.layer(number) for number in range(description.layers))
+    weights.layers = [reader.layer(number) for number in range(description.layers)]
     return weights
 
 
@@ -189,7 +176,7 @@ class WeightReader:
             embedding=self._placement.place(embedding),
             positions=self._placement.place(self._tensor(f"{names.positions}.weight")) if names.positions else None,
             embedding_norm=self._norm(names.embedding_norm) if names.embedding_norm else None,
-            layers=ResidentLayers(),
+            layers=[],
             norm=self._norm(names.norm),
             head=self._head_product(self._cut.vocabulary(head)),
         )
