@@ -12,10 +12,10 @@ from tests.inference.schedules import alone, run_schedule
 from ztk.inference import Generator, InferencePolicy, SamplingParams, block_swap, memory, probe
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache
-from ztk.inference.block_pool import BlockPool
 from ztk.inference.graphs import CudaCapture, DecodeGraphs
 from ztk.inference.read_parameters import ReadParameters
 from ztk.inference.sample import DrawSteps, _cut, penalised, select
+from ztk.inference.slots import BlockPool
 from ztk.kernels import set_backend
 from ztk.zero.offload import OffloadPolicy
 

@@ -5,30 +5,17 @@ model draws the same token with that number. Drafts therefore change no token an
 models, the more drafts are accepted.
 """
 
-from typing import Protocol
-
 import torch
 
 from ztk.inference.masks import NothingDrawn
 from ztk.inference.model import InferenceModel
 from ztk.inference.module_model import ModuleModel
-from ztk.inference.sample import DrawSteps, draw
+from ztk.inference.requests import Sequence
+from ztk.inference.sample import draw
 from ztk.inference.slab_cache import SlabCache
 from ztk.inference.steps import Span
 
 PROMPT_TOKENS = 2048  # computed at one time
-
-
-class Drafted(Protocol):
-    """A sequence that a draft continues. tokens: prompt and answer. slot: number of the engine's slot."""
-
-    tokens: list[int]
-    slot: int
-    sample: int
-
-    def draw_steps(self, drafts: list[int], *, vocabulary: int) -> DrawSteps:
-        """The sampling steps of the draw after these drafts."""
-        ...
 
 
 class DraftModel:
@@ -53,7 +40,7 @@ class DraftModel:
         """Reuses nothing of a slot."""
         self._contents[slot] = []
 
-    def propose(self, asked: list[tuple[Drafted, int]]) -> list[list[int]]:
+    def propose(self, asked: list[tuple[Sequence, int]]) -> list[list[int]]:
         """For each sequence up to so many tokens that may come next; fewer where the draft model takes no more, its cache has no room for
         more, or its logits are not finite."""
         drafts: list[list[int]] = [[] for _ in asked]
@@ -78,7 +65,7 @@ class DraftModel:
                     counts[number] = 0
         return drafts
 
-    def _compute_prompts(self, sequences: list[Drafted]) -> None:
+    def _compute_prompts(self, sequences: list[Sequence]) -> None:
         """Keys and values of all tokens but the last."""
         for sequence in sequences:
             wanted, held = sequence.tokens[:-1], self._contents[sequence.slot]
@@ -90,7 +77,7 @@ class DraftModel:
                 start += len(part)
             self._contents[sequence.slot] = wanted
 
-    def _logits(self, rows: list[tuple[Drafted, list[int]]]) -> torch.Tensor:
+    def _logits(self, rows: list[tuple[Sequence, list[int]]]) -> torch.Tensor:
         """Of the token after each sequence and its drafts so far: fp32 [len(rows), V]."""
         tokens, spans = [], []
         for row, (sequence, drafts) in enumerate(rows):

@@ -25,9 +25,8 @@ from ztk.inference.policy import Completion, InferencePolicy, Output, PromptLogp
 from ztk.inference.probe import check_model, check_module, settle_products
 from ztk.inference.ranks import Ranks, computing, opening
 from ztk.inference.read_parameters import ReadParameters
-from ztk.inference.requests import Request, adapter_number, check_tokens
+from ztk.inference.requests import Request, Sequence, adapter_number, check_tokens, logprob_values
 from ztk.inference.room import drafting_of
-from ztk.inference.schedule import Sequence, logprob_values
 from ztk.inference.stepping import Stepper
 from ztk.nn.low_rank import Adapter
 

@@ -12,6 +12,7 @@ from ztk.inference.kept import draw_keeping, keeps
 from ztk.inference.masks import NothingDrawn, packed_mask
 from ztk.inference.model import InferenceModel
 from ztk.inference.parallel import Computing
+from ztk.inference.requests import Sequence, Work
 from ztk.inference.sample import (
     Drawn,
     draw_plain,
@@ -22,7 +23,6 @@ from ztk.inference.sample import (
     select,
     selects,
 )
-from ztk.inference.schedule import Sequence, Work
 from ztk.inference.steps import Span
 
 _PLAIN, _SELECTED, _KEPT, _WRITTEN = "plain", "selected", "kept", "written"

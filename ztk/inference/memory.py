@@ -13,7 +13,6 @@ from torch import nn
 
 from ztk.inference.attention import BLOCK
 from ztk.inference.block_cache import BlockCache, block_bytes
-from ztk.inference.block_slots import BlockSlots
 from ztk.inference.block_swap import SwapFile
 from ztk.inference.cache import Cache
 from ztk.inference.draft import DraftModel
@@ -27,7 +26,7 @@ from ztk.inference.ranks import Ranks
 from ztk.inference.room import Room, room_of, room_of_drafts
 from ztk.inference.schedule import Scheduler
 from ztk.inference.slab_cache import SlabCache
-from ztk.inference.slab_slots import SlabSlots
+from ztk.inference.slots import BlockSlots, SlabSlots
 from ztk.inference.steps import Span
 
 _SHARE = 0.8  # of the free memory that the cache may take

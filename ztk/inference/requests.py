@@ -1,9 +1,14 @@
-"""A submitted request, and the checks of its tokens and its adapter."""
+"""A submitted request, its sequences, and the checks of its tokens and its adapter."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ztk.inference.policy import SamplingParams
+import torch
+from torch import Tensor
+
+from ztk.inference.masks import packed_mask
+from ztk.inference.policy import Completion, GrammarState, PromptLogprob, SamplingParams
+from ztk.inference.sample import DrawSteps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,6 +19,87 @@ class Request:
     prompt: list[int]
     sampling: SamplingParams
     adapter: str | None = None
+
+
+Owner = tuple[int, str]
+
+
+@dataclass(kw_only=True, eq=False)
+class Sequence:
+    """One answer of one request. tokens: prompt and answer. computed: how many of them have keys and values in the slot.
+
+    limit: answer tokens at most. adapter: its number, 0 of the base. state: in the request's grammar. logprobs, processed, tops, kept: of the
+    answer's tokens; prompt_logprobs: of the prompt's. cause: an exception that ended it.
+    """
+
+    request_id: int
+    sample: int
+    sampling: SamplingParams
+    tokens: list[int]
+    prompt_length: int
+    limit: int
+    adapter: int = 0
+    state: GrammarState | None = None
+    slot: int = -1
+    computed: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    processed: list[float] = field(default_factory=list)
+    tops: list[dict[int, float]] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    cause: Exception | None = None
+
+    @property
+    def owner(self) -> Owner:
+        """Sequences of one owner may share keys and values: the adapter that computes them, and the salt of the request."""
+        return self.adapter, self.sampling.cache_salt
+
+    @property
+    def longest(self) -> int:
+        """Maximum number of tokens at the end."""
+        return self.prompt_length + self.limit
+
+    @property
+    def answer(self) -> list[int]:
+        """Tokens drawn so far."""
+        return self.tokens[self.prompt_length :]
+
+    def draw_steps(self, drafts: list[int], *, vocabulary: int) -> DrawSteps:
+        """The steps of the draw after these guesses. Raises NothingDrawn as `packed_mask`."""
+        answer = [*self.answer, *drafts]
+        mask = packed_mask(self.sampling, state=self.state, answer=answer, size=vocabulary)
+        return DrawSteps(sampling=self.sampling, prompt=self.tokens[: self.prompt_length], answer=answer, mask=mask)
+
+    def completion(self) -> Completion:
+        """The result of `generate` for this sequence."""
+        asked = self.sampling
+        return Completion(
+            tokens=self.answer,
+            logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
+            processed_logprobs=torch.tensor(self.processed, dtype=torch.float32),
+            finish_reason=self.finish_reason or "error",
+            top_logprobs=self.tops if asked.logprobs else None,
+            prompt_logprobs=logprob_values(self.prompt_logprobs) if asked.prompt_logprobs else None,
+            kept=self.kept or None,
+            error=self.error,
+        )
+
+
+def logprob_values(logprobs: list[PromptLogprob]) -> Tensor:
+    """Without the likeliest tokens: fp32 [len(logprobs)]."""
+    return torch.tensor([item.value for item in logprobs], dtype=torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Rows of one sequence in a step: tokens from `start` on; the last `drafts` of them are guesses."""
+
+    sequence: Sequence
+    start: int
+    tokens: list[int]
+    drafts: int = 0
 
 
 def check_tokens(prompt: list[int], *, limit: int, biased: Iterable[int] = (), vocabulary: int, max_len: int) -> None:

@@ -22,8 +22,9 @@ from ztk.inference.masks import NothingDrawn
 from ztk.inference.parallel import Computing
 from ztk.inference.policy import Output, PromptLogprob
 from ztk.inference.ranks import Ranks
+from ztk.inference.requests import Sequence, Work
 from ztk.inference.sample import Drawn, draw, likeliest
-from ztk.inference.schedule import Scheduler, Sequence, Work
+from ztk.inference.schedule import Scheduler
 from ztk.inference.steps import Span
 
 _LOGGER = logging.getLogger(__name__)
